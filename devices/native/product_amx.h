@@ -73,18 +73,18 @@ INLINE void ISA(tile)(int rows, int columns, const Tile *tile) {
     MEMORY_IS_READ_OR_WRITTEN;
 }
 
-/* One panel of x by the weights of a stretch. A tile has rows far apart, and the next tile the ones behind them. */
-INLINE void ISA(panel)(const Stretch *stretch, int columns, const char *x, const uint16_t *weights, int64_t rows,
-                       float *sums) {
+/* One panel of x by the weights of a stretch. A tile has rows far apart, and the next tile the rows below them. */
+INLINE void ISA(panel)(const Stretch *stretch, int columns, const char *x, float *sums) {
     const int64_t inputs = stretch->product->inputs, sums_row = stretch->product->batch;
-    const int height = columns <= FEW_COLUMNS ? FEW_ROWS : MANY_ROWS, over = (int)(rows % height);
-    const int64_t tiles = rows / height;
+    const int height = columns <= FEW_COLUMNS ? FEW_ROWS : MANY_ROWS, over = (int)(stretch->rows % height);
+    const int64_t tiles = stretch->rows / height;
     Tile tile = {.x = x, .stride = tiles * inputs, .sums_stride = tiles * sums_row, .steps = stretch->steps,
-                 .rest = stretch->rest, .turn = stretch->steps - AHEAD / STEP, .gap = stretch->gap};
+                 .rest = stretch->rest, .turn = stretch->steps - AHEAD / STEP};
     if (tiles) ISA(shape_tiles)(height, columns);
     for (int64_t row = 0; row < tiles; row++) {
-        tile.weights = weights + row * inputs;
+        tile.weights = stretch->weights + row * inputs;
         tile.sums = sums + row * sums_row;
+        tile.gap = gap_behind(stretch, row, tiles, STEP);
         if (height == FEW_ROWS)
             ISA(tile)(FEW_ROWS, columns, &tile);
         else
@@ -92,7 +92,7 @@ INLINE void ISA(panel)(const Stretch *stretch, int columns, const char *x, const
     }
     if (over) {
         ISA(shape_tiles)(over, columns);
-        tile.weights = weights + tiles * height * inputs;
+        tile.weights = stretch->weights + tiles * height * inputs;
         tile.sums = sums + tiles * height * sums_row;
         tile.stride = inputs;
         tile.sums_stride = sums_row;
@@ -101,11 +101,12 @@ INLINE void ISA(panel)(const Stretch *stretch, int columns, const char *x, const
     _tile_release();
 }
 
-static TARGET void ISA(stretch)(const Stretch *stretch, const uint16_t *weights, int64_t rows, float *sums) {
+static TARGET void ISA(stretch)(const Stretch *stretch, float *sums) {
     const Product *product = stretch->product;
-    for (const Panel *panel = stretch->panel; panel < stretch->panel + stretch->panels; panel++) {
-        const char *x = product->x + (panel->column * product->steps + panel->columns * stretch->first) * STEP_BYTES;
-        ISA(panel)(stretch, panel->columns, x, weights, rows, sums + panel->column);
+    for (int number = 0; number < stretch->panels->count; number++) {
+        const Panel panel = stretch->panels->panel[number];
+        const char *x = product->x + (panel.column * product->steps + panel.columns * stretch->first) * STEP_BYTES;
+        ISA(panel)(stretch, panel.columns, x, sums + panel.column);
     }
 }
 

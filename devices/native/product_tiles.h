@@ -99,42 +99,42 @@ static void (*const ISA(tiles)[])(int rows, const Tile *tile) = {
 #endif
 };
 
-/* All rows of x by `rows` rows of weights, 1 or TILE_ROWS, `stride` apart, over the inputs of a stretch.
+/* All rows of x by `rows` rows of weights, 1 or TILE_ROWS, each `apart` rows below the one before.
  *
  * Several panels take turns at pieces of the weights, which stay in the first-level cache meanwhile, and share the
  * prefetching of a later piece: so that memory is read all the time. */
-INLINE void ISA(tile_rows)(const Stretch *stretch, int rows, const uint16_t *weights, int64_t stride, float *sums,
-                           int64_t sums_stride) {
+INLINE void ISA(tile_rows)(const Stretch *stretch, int rows, int64_t row, int64_t apart, int64_t gap, float *sums) {
     const Product *product = stretch->product;
-    const int panels = stretch->panels;
-    const int64_t piece = panels > 1 ? PIECE / STEP : stretch->steps, turn = stretch->steps - AHEAD / STEP;
+    const int panels = stretch->panels->count;
+    const int64_t piece = panels > 1 ? PIECE / STEP : stretch->steps, sums_row = product->batch * LANES;
+    Tile tile = {.stride = apart * product->inputs, .sums_stride = apart * sums_row, .gap = gap};
     int64_t step = 0;
     do {
-        const int64_t left = stretch->steps - step, steps = left < piece ? left : piece;
-        Tile tile = {.weights = weights + step * STEP, .stride = stride, .sums_stride = sums_stride, .steps = steps,
-                     .rest = steps == left ? stretch->rest : 0, .turn = turn - step, .gap = stretch->gap};
+        const int64_t left = stretch->steps - step;
+        tile.weights = stretch->weights + row * product->inputs + step * STEP;
+        tile.steps = left < piece ? left : piece;
+        tile.rest = tile.steps == left ? stretch->rest : 0;
+        tile.turn = left - AHEAD / STEP;
         for (int number = 0; number < panels; number++) {
-            const Panel panel = stretch->panel[number];
+            const Panel panel = stretch->panels->panel[number];
             tile.x = product->x + (panel.column * product->steps + panel.columns * (stretch->first + step)) * STEP_BYTES;
-            tile.sums = sums + panel.column * LANES;
+            tile.sums = sums + row * sums_row + panel.column * LANES;
             tile.first_ahead = rows * number / panels;
             tile.last_ahead = rows * (number + 1) / panels;
             ISA(tiles)[panel.columns - 1](rows, &tile);
         }
-        step += steps;
+        step += tile.steps;
     } while (step < stretch->steps);
 }
 
-/* sums += weights x for `rows` rows of weights. A tile has rows far apart, and the next tile the ones behind them: thus
- * few streams of memory are read, each from its beginning to its end. */
-static TARGET void ISA(stretch)(const Stretch *stretch, const uint16_t *weights, int64_t rows, float *sums) {
-    const int64_t inputs = stretch->product->inputs, sums_row = stretch->product->batch * LANES;
-    const int64_t tiles = rows / TILE_ROWS;
+/* sums += weights x. A tile has rows far apart, and the next tile the rows below them: thus few streams of memory are
+ * read, each from its beginning to its end. */
+static TARGET void ISA(stretch)(const Stretch *stretch, float *sums) {
+    const int64_t tiles = stretch->rows / TILE_ROWS;
     for (int64_t row = 0; row < tiles; row++)
-        ISA(tile_rows)(stretch, TILE_ROWS, weights + row * inputs, tiles * inputs, sums + row * sums_row,
-                       tiles * sums_row);
-    for (int64_t row = tiles * TILE_ROWS; row < rows; row++)
-        ISA(tile_rows)(stretch, 1, weights + row * inputs, 0, sums + row * sums_row, 0);
+        ISA(tile_rows)(stretch, TILE_ROWS, row, tiles, gap_behind(stretch, row, tiles, STEP), sums);
+    for (int64_t row = tiles * TILE_ROWS; row < stretch->rows; row++)
+        ISA(tile_rows)(stretch, 1, row, 0, gap_behind(stretch, row, stretch->rows, STEP), sums);
 }
 
 INLINE void ISA(put)(char *step, int columns, int column, int k, uint16_t bits) {

@@ -15,6 +15,8 @@ enum {
     PIECE = 1024,        /* inputs of a few rows of weights that stay in the first-level cache while all of x passes */
     MOST_PANELS = 8,
     LINE = 32,           /* weights in a cache line */
+    MOST_SUMS = 768,     /* outputs times rows of x that are multiplied at once */
+    PAIRED_TILES = 24,   /* a multiple of the rows of every tile */
     FOLDED = 16,         /* accumulators whose lanes are added up at once */
     AHEAD = 1024,        /* inputs from a weight to the one that is prefetched meanwhile */
     CHUNKS = 4,          /* of each thread, at least, if there is enough work: shortens the wait for the last one */
@@ -24,13 +26,20 @@ typedef struct {
     int column, columns; /* its first row of x, and its number of rows */
 } Panel;
 
-/* Inputs of a product that are multiplied at once: `steps` whole steps from step `first`, and `rest` more inputs. */
+typedef struct {
+    int count;
+    Panel panel[MOST_PANELS];
+} Panels;
+
+/* Rows of weights that follow each other, over inputs that are multiplied at once: `steps` whole steps from step
+ * `first`, and `rest` more inputs. */
 typedef struct {
     const Product *product;
-    int panels;
-    const Panel *panel;
+    const Panels *panels;
     int64_t first, steps, rest;
-    int64_t gap; /* the other inputs: between the stretch of one row of weights and that of the next */
+    const uint16_t *weights;
+    int64_t rows;
+    const uint16_t *next; /* the weights that are read afterwards, or NULL */
 } Stretch;
 
 /* A few rows of weights by a few rows of x, over some inputs. */
@@ -42,7 +51,7 @@ typedef struct {
     float *sums;
     int64_t sums_stride;
     int first_ahead, last_ahead; /* the rows of which weights are prefetched */
-    int64_t turn, gap; /* from step `turn` on, those of the row behind, which are `gap` inputs further */
+    int64_t turn, gap; /* from step `turn` on, those of the next tile, which are `gap` inputs further */
 } Tile;
 
 /* The panel that a row of x is in: the first ones have a row more where the batch does not divide evenly. */
@@ -51,6 +60,29 @@ static inline Panel panel_of(const Product *product, int row, int most) {
     const int fewer = batch / panels, edge = batch % panels * (fewer + 1);
     if (row < edge) return (Panel){row / (fewer + 1) * (fewer + 1), fewer + 1};
     return (Panel){edge + (row - edge) / fewer * fewer, fewer};
+}
+
+static inline Panels panels_of(const Product *product, int most) {
+    Panels panels = {0};
+    for (int row = 0; row < product->batch; row += panels.panel[panels.count++].columns)
+        panels.panel[panels.count] = panel_of(product, row, most);
+    return panels;
+}
+
+/* The rows of weights from `output` to the end of its row block. */
+static inline Rows rows_from(const Product *product, int64_t output) {
+    const Rows *block = product->blocks;
+    for (; output >= block->count; block++) output -= block->count;
+    return (Rows){block->first + output * product->inputs, block->count - output};
+}
+
+/* Inputs between where a row of weights ends in the stretch and where the next tile's begins, which is the row below in
+ * all but the last of `tiles`. */
+static inline int64_t gap_behind(const Stretch *stretch, int64_t tile, int64_t tiles, int step) {
+    const int64_t inputs = stretch->product->inputs, here = stretch->steps * step + stretch->rest;
+    if (tile + 1 < tiles || !stretch->next) return inputs - here;
+    const intptr_t bytes = (intptr_t)stretch->next - (intptr_t)stretch->weights;
+    return bytes / (intptr_t)sizeof(uint16_t) - tile * inputs - here;
 }
 
 /* ---------------------------------------------------------------- the inner loops */
@@ -265,11 +297,7 @@ static void project(void *argument, int64_t first, int64_t last) {
 }
 
 void write_rounded(const Multiplier *multiplier, const Product *product, int64_t first, int64_t last, uint16_t *y) {
-    float out[MOST_OUTPUTS * MOST_BATCH];
-    multiplier->multiply(product, first, last, out);
-    for (int64_t m = 0; m < product->batch; m++)
-        for (int64_t n = first; n < last; n++)
-            y[m * product->outputs + n] = rounded(out[(n - first) * product->batch + m]);
+    multiplier->write(product, first, last, y);
 }
 
 /* y (batch, outputs) = x (batch, inputs) times the transpose of the matrix (outputs, inputs) in row blocks.
