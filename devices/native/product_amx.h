@@ -7,7 +7,7 @@
  */
 
 #define ISA(name) name##_amx_bf16
-#define TARGET __attribute__((target("amx-tile,amx-bf16")))
+#define TARGET __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl")))
 #define INLINE static inline __attribute__((always_inline)) TARGET
 #define LANES 1
 #define STEP 32
@@ -58,7 +58,7 @@ INLINE void ISA(tile)(int rows, int columns, const Tile *tile) {
     MEMORY_IS_READ_OR_WRITTEN;
     _tile_loadd(SUMS, tile->sums, tile->sums_stride * (int64_t)sizeof *tile->sums);
     for (int64_t step = 0; step < tile->steps; step++, weights += STEP, x += columns * STEP_BYTES) {
-        const uint16_t *ahead = weights + AHEAD + (step < tile->turn ? 0 : tile->gap);
+        const uint16_t *ahead = weights + AHEAD * FEW_ROWS / rows + (step < tile->turn ? 0 : tile->gap);
         for (int r = 0; r < rows; r++) __builtin_prefetch(ahead + r * tile->stride, 0, 3);
         ISA(add_step)(columns, weights, tile->stride, x);
     }
@@ -79,7 +79,7 @@ INLINE void ISA(panel)(const Stretch *stretch, int columns, const char *x, float
     const int height = columns <= FEW_COLUMNS ? FEW_ROWS : MANY_ROWS, over = (int)(stretch->rows % height);
     const int64_t tiles = stretch->rows / height;
     Tile tile = {.x = x, .stride = tiles * inputs, .sums_stride = tiles * sums_row, .steps = stretch->steps,
-                 .rest = stretch->rest, .turn = stretch->steps - AHEAD / STEP};
+                 .rest = stretch->rest, .turn = stretch->steps - AHEAD * FEW_ROWS / height / STEP};
     if (tiles) ISA(shape_tiles)(height, columns);
     for (int64_t row = 0; row < tiles; row++) {
         tile.weights = stretch->weights + row * inputs;
