@@ -11,7 +11,7 @@
 #include "scratch.h"
 
 enum {
-    X_BYTES = 256 << 10, /* of all rows of x: stay in the second-level cache while rows of weights pass */
+    X_BYTES = 512 << 10, /* of all rows of x: stay in the second-level cache while rows of weights pass */
     PIECE = 1024,        /* inputs of a few rows of weights that stay in the first-level cache while all of x passes */
     MOST_PANELS = 8,
     LINE = 32,           /* weights in a cache line */
