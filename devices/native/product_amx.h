@@ -10,6 +10,7 @@
 #define TARGET __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl")))
 #define INLINE static inline __attribute__((always_inline)) TARGET
 #define LANES 1
+#define FOLD fold_one
 #define STEP 32
 #define STEP_BYTES 64
 #define COLUMNS 16

@@ -7,25 +7,9 @@
  *   put_step   the same for a whole step
  */
 
-/* to[n][width] = the sums of the halves of from[n][2 * width]. */
-INLINE void ISA(fold)(const int width, const float *restrict from, float *restrict to) {
-    for (int n = 0; n < FOLDED; n++)
-        for (int i = 0; i < width; i++) to[n * width + i] = from[2 * n * width + i] + from[(2 * n + 1) * width + i];
-}
-
-/* out[row][m]: the sum of each accumulator's lanes. As many at once as make whole vectors of one lane each. */
+/* out[row][m]: the sum of each accumulator's lanes. */
 INLINE void ISA(add_lanes)(const float *sums, int64_t count, float *out) {
-    float lanes[2][FOLDED * 8] __attribute__((aligned(64)));
-    for (int64_t n = 0; n < count; n += FOLDED, sums += FOLDED * LANES, out += FOLDED) {
-        if (LANES > 8) ISA(fold)(8, sums, lanes[0]);
-        if (LANES > 4) ISA(fold)(4, LANES > 8 ? lanes[0] : sums, lanes[1]);
-        if (LANES > 1) {
-            ISA(fold)(2, LANES > 4 ? lanes[1] : sums, lanes[0]);
-            ISA(fold)(1, lanes[0], out);
-        } else {
-            memcpy(out, sums, FOLDED * sizeof *out);
-        }
-    }
+    for (int64_t n = 0; n < count; n += FOLDED) FOLD(sums + n * LANES, out + n);
 }
 
 /* Outputs [first, last), which are few enough for MOST_SUMS. */
@@ -126,6 +110,7 @@ static const Multiplier ISA(multiplier) = {STEP,          STEP_BYTES, ISA(place)
 #undef ISA
 #undef TARGET
 #undef LANES
+#undef FOLD
 #undef STEP
 #undef STEP_BYTES
 #undef COLUMNS

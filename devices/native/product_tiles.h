@@ -4,6 +4,7 @@
  *   ISA(name)        the name with the instruction set's ending
  *   TARGET           the function attribute that lets the compiler use its instructions
  *   LANES            number of float32 sums in one accumulator
+ *   FOLD             the function of lanes.h that adds them up
  *   STEP             number of inputs in one step
  *   STEP_BYTES       bytes of one row of x per step, in the layout that the instructions need
  *   TILE_ROWS        number of rows of weights multiplied at once
@@ -41,8 +42,8 @@ INLINE void ISA(add_step)(const int R, const int C, const uint16_t *weights, int
     }
 }
 
-/* The product of R rows of weights and C rows of x. */
-INLINE void ISA(tile)(const int R, const int C, const Tile *tile) {
+/* The product of R rows of weights and C rows of x. alone: all R rows are prefetched. */
+INLINE void ISA(tile)(const int R, const int C, const int alone, const Tile *tile) {
     enum { STEPS = LINE / STEP };
     const int64_t stride = tile->stride, turn = tile->turn, steps = tile->steps;
     const uint16_t *weights = tile->weights;
@@ -55,7 +56,12 @@ INLINE void ISA(tile)(const int R, const int C, const Tile *tile) {
     int64_t step = 0;
     for (; step + STEPS <= steps; step += STEPS) {
         const uint16_t *ahead = weights + AHEAD + (step < turn ? 0 : tile->gap);
-        for (int r = tile->first_ahead; r < tile->last_ahead; r++) __builtin_prefetch(ahead + r * stride, 0, 3);
+        if (alone) {
+            UNROLL
+            for (int r = 0; r < R; r++) __builtin_prefetch(ahead + r * stride, 0, 3);
+        } else {
+            for (int r = tile->first_ahead; r < tile->last_ahead; r++) __builtin_prefetch(ahead + r * stride, 0, 3);
+        }
         UNROLL
         for (int i = 0; i < STEPS; i++, weights += STEP, x += C * STEP_BYTES)
             ISA(add_step)(R, C, weights, stride, x, sums);
@@ -78,9 +84,11 @@ INLINE void ISA(tile)(const int R, const int C, const Tile *tile) {
 #define TILES(C)                                                                                                       \
     static TARGET void ISA(tiles_##C)(int rows, const Tile *tile) {                                                    \
         if (rows == 1)                                                                                                 \
-            ISA(tile)(1, C, tile);                                                                                     \
+            ISA(tile)(1, C, 0, tile);                                                                                  \
+        else if (tile->first_ahead == 0 && tile->last_ahead == TILE_ROWS)                                              \
+            ISA(tile)(TILE_ROWS, C, 1, tile);                                                                          \
         else                                                                                                           \
-            ISA(tile)(TILE_ROWS, C, tile);                                                                             \
+            ISA(tile)(TILE_ROWS, C, 0, tile);                                                                          \
     }
 TILES(1)
 TILES(2)

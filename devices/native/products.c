@@ -7,6 +7,7 @@
 
 #include <string.h>
 
+#include "lanes.h"
 #include "numbers.h"
 #include "scratch.h"
 
@@ -17,7 +18,6 @@ enum {
     LINE = 32,           /* weights in a cache line */
     MOST_SUMS = 768,     /* outputs times rows of x that are multiplied at once */
     PAIRED_TILES = 24,   /* a multiple of the rows of every tile */
-    FOLDED = 16,         /* accumulators whose lanes are added up at once */
     AHEAD = 1024,        /* inputs from a weight to the one that is prefetched meanwhile */
     CHUNKS = 4,          /* of each thread, at least, if there is enough work: shortens the wait for the last one */
 };
@@ -112,6 +112,7 @@ static inline Word4 words_at(const void *p) {
 #define ISA(name) name##_portable
 #define TARGET
 #define LANES 4
+#define FOLD fold_four
 #define STEP 8
 #define STEP_BYTES 32
 #define TILE_ROWS 2
@@ -142,6 +143,7 @@ __attribute__((target("avx2,fma"), always_inline)) static inline __m256i odd_avx
 #define ISA(name) name##_avx2
 #define TARGET __attribute__((target("avx2,fma")))
 #define LANES 8
+#define FOLD fold_eight
 #define STEP 16
 #define STEP_BYTES 64
 #define TILE_ROWS 3
@@ -165,6 +167,7 @@ __attribute__((target("avx512f"), always_inline)) static inline __m512i odd_avx5
 #define ISA(name) name##_avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl")))
 #define LANES 16
+#define FOLD fold_sixteen
 #define STEP 32
 #define STEP_BYTES 128
 #define TILE_ROWS 4
@@ -183,6 +186,7 @@ __attribute__((target("avx512f"), always_inline)) static inline __m512i odd_avx5
 #define ISA(name) name##_avx512_bf16
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
 #define LANES 16
+#define FOLD fold_sixteen
 #define STEP 32
 #define STEP_BYTES 64
 #define TILE_ROWS 4
@@ -208,6 +212,7 @@ __attribute__((target("avx512f"), always_inline)) static inline __m512i odd_avx5
 #define ISA(name) name##_neon
 #define TARGET
 #define LANES 4
+#define FOLD fold_four
 #define STEP 8
 #define STEP_BYTES 32
 #define TILE_ROWS 4
@@ -226,6 +231,7 @@ __attribute__((target("avx512f"), always_inline)) static inline __m512i odd_avx5
 #define ISA(name) name##_neon_bf16
 #define TARGET __attribute__((target(BF16_TARGET)))
 #define LANES 4
+#define FOLD fold_four
 #define STEP 8
 #define STEP_BYTES 16
 #define TILE_ROWS 4
