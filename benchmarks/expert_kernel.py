@@ -1,16 +1,16 @@
 """The CPU expert kernel beside its limit and beside torch, and in whole decode steps.
 
-Experts of named models in bfloat16, for 1 to 16 rows; each call takes another expert, and together they are four times
-the last-level cache, so that weights come from memory. Kernel, limit (`_core_limits.py`) and torch take turns. The ratio
-of neighbours is taken in each turn, and the median of that counts: the bandwidth of a shared machine moves more within a
-minute than what is measured here.
+Experts of named models in bfloat16, for 1 to 16 rows; each call takes another expert, and together they are four
+times the last-level cache, so that weights come from memory. Kernel, limit (`_core_limits.py`) and torch take turns.
+The ratio of neighbours is taken in each turn, and the median of that counts: the bandwidth of a shared machine moves
+more within a minute than what is measured here.
 
 One core: one thread each, in seconds of its processor time, which other processes disturb least. `--sets` picks
 instruction sets.
 
-All cores: the best instruction set, one thread on each core, in seconds of the clock; only on an otherwise idle machine.
-Torch has two ways: one expert on all cores, and as many experts as there are cores, each on a core of its own, as the
-device shares them out; the faster one counts. Torch's weights are packed where that pays.
+All cores: the best instruction set, one thread on each core, in seconds of the clock; only on an otherwise idle
+machine. Torch has two ways: one expert on all cores, and as many experts as there are cores, each on a core of its
+own, as the device shares them out; the faster one counts. Torch's weights are packed where that pays.
 
 In whole: `mixtral-0.8b`, all weights in memory, batches of 1 and of 16, with the kernel and with `kernel=torch`, in
 turn, and medians of each turn's ratio again.
@@ -73,7 +73,12 @@ Contender = Callable[[int], None]
 BENCHMARK = Benchmark(
     __doc__,
     "expert_kernel",
-    measures=("devices", "benchmarks/_core_limits.py", "benchmarks/_core_limits.c"),
+    measures=(
+        "devices/native",
+        "devices/products",
+        "benchmarks/_core_limits.py",
+        "benchmarks/_core_limits.c",
+    ),
     packages=("torch",),
     parts=PARTS,
     rounds=9,
