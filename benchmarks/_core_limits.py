@@ -1,7 +1,8 @@
 """The limits of a row of the expert kernel: how fast cores read the weights, and how fast they multiply by them.
 
 `read_limit` is the rate of one loop over the same bytes on as many cores. `compute_limit` is the FLOP/s of the
-instruction set's multiplication, from registers alone, over the FLOPs per byte of weights. The smaller one is the limit.
+instruction set's multiplication, from registers alone, over the FLOPs per byte of weights. The smaller one is the
+limit.
 """
 
 from __future__ import annotations
