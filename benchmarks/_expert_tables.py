@@ -12,7 +12,9 @@ Result = dict[str, Any]
 
 def shares(result: Result) -> str:
     """The share of the limit that each instruction set reaches on one core, with the rate."""
-    return across(list(_rows(result)), ["instructions", "expert"], "{n}", "{share_of_limit:.0%} ({kernel_gbs:.1f})")
+    return across(
+        list(_rows(result)), ["instructions", "expert"], "{n}", "{share_of_limit:.0%} ({kernel_gbs:.1f})"
+    )
 
 
 def limits(result: Result) -> str:

@@ -15,14 +15,17 @@ own, as the device shares them out; the faster one counts. Torch's weights are p
 In whole: `mixtral-0.8b`, all weights in memory, batches of 1 and of 16, with the kernel and with `kernel=torch`, in
 turn, and medians of each turn's ratio again.
 
+The kernel is called with arguments made before, as a native layer calls it.
+
 Parts that are not measured stay in the result file.
 """
 
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -33,8 +36,9 @@ import torch
 from _core_limits import multiply, read_memory
 from _options import Benchmark, track
 
-from moesched.devices.native.kernels import NativeKernels
-from moesched.devices.native.library import instruction_sets
+from moesched.devices.native.kernels import address, rows_of
+from moesched.devices.native.library import instruction_sets, library
+from moesched.devices.products.crossover import Shape as Matrix
 from moesched.devices.products.crossover import most_rows
 from moesched.devices.products.linear import expert_ffn
 from moesched.devices.products.packed_weights import pack, packing_pays
@@ -117,7 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "times_torch": LEAST_TIMES_TORCH,
         "decode_ratio_at_batch_1": LEAST_DECODE_RATIO,
     }
-    BENCHMARK.write({"instructions": best, "most_rows": most_rows(best), "bars": bars} | found)
+    most = {
+        model: most_rows(best, Matrix(SHAPES[model].intermediate, SHAPES[model].hidden)) for model in EXPERTS
+    }
+    BENCHMARK.write({"instructions": best, "most_rows": most, "bars": bars} | found)
 
 
 # ---------------------------------------------------------------- experts
@@ -139,6 +146,7 @@ class Bench(NamedTuple):
     """All that measures experts of one shape with one instruction set.
 
     Attributes:
+        threads: the kernel's, as C knows them.
         clock: of the processor's time on one core, of the wall on several.
     """
 
@@ -146,7 +154,7 @@ class Bench(NamedTuple):
     shape: Shape
     experts: list[Matrices]
     packed: list[Matrices]
-    kernel: NativeKernels
+    threads: int
     team: Team
     clock: Callable[[], float]
 
@@ -157,14 +165,14 @@ def measure_experts(
     """By model and number of rows: rates in GB/s of weights, and their ratios."""
     clock = time.thread_time if cores == 1 else time.perf_counter
     found = {}
-    with closing(NativeKernels(max(ROWS), instruction_set, cores)) as kernel, closing(Team(cores)) as team:
+    with kernel_threads(instruction_set, cores) as threads, closing(Team(cores)) as team:
         for model in EXPERTS:
             shape = Shape(SHAPES[model].hidden, SHAPES[model].intermediate)
             experts = list(experts_in(memory, shape))
             packed = experts
             if packing_pays() and instruction_set == instruction_sets()[0]:
                 packed = [[[pack(matrix)] for [matrix] in expert] for expert in experts]
-            bench = Bench(instruction_set, shape, experts, packed, kernel, team, clock)
+            bench = Bench(instruction_set, shape, experts, packed, threads, team, clock)
             found[model] = {str(rows): measure_rows(bench, rows, turns) for rows in track(ROWS, model)}
             for rows, rates in found[model].items():
                 print(f"{instruction_set}, {cores} cores, {model}, {rows} rows: {rates}", flush=True)
@@ -199,7 +207,7 @@ def contenders_of(bench: Bench, rows: int) -> dict[str, Contender]:
     """All that read experts: torch only beside the best instruction set, which it uses, too."""
     x_nD = torch.randn(rows, bench.shape.hidden).bfloat16()
     team, share = bench.team, bench.shape.nbytes // bench.team.cores
-    plain, read, packed = cycle(bench.experts), cycle(bench.experts), cycle(bench.packed)
+    plain, read, packed = cycle(native_calls(bench, x_nD)), cycle(bench.experts), cycle(bench.packed)
 
     def read_limit(count: int) -> None:
         starts = [
@@ -209,7 +217,7 @@ def contenders_of(bench: Bench, rows: int) -> dict[str, Contender]:
 
     def kernel(count: int) -> None:
         for _ in range(count):
-            bench.kernel.expert(x_nD, *next(plain))
+            next(plain)()
 
     def torch_alone(count: int) -> None:
         use_cores(team.cores)
@@ -225,6 +233,32 @@ def contenders_of(bench: Bench, rows: int) -> dict[str, Contender]:
         if team.cores > 1:
             contenders["torch_shared"] = torch_shared
     return contenders
+
+
+@contextmanager
+def kernel_threads(instruction_set: str, cores: int) -> Iterator[int]:
+    """The kernel's threads."""
+    threads = library().moesched_new_team(instruction_set.encode(), cores - 1, None)
+    try:
+        yield threads
+    finally:
+        library().moesched_free_team(threads)
+
+
+def native_calls(bench: Bench, x_nD: torch.Tensor) -> list[Callable[[], object]]:
+    """A call of the kernel for each expert."""
+    y_nD = torch.empty_like(x_nD)
+
+    def call(weights: array[int], held: object) -> None:
+        """held: the row blocks that the weights point to."""
+        shape = (len(x_nD), bench.shape.hidden, bench.shape.width, x_nD.data_ptr(), x_nD.stride(0))
+        library().moesched_expert(bench.threads, *shape, address(weights), y_nD.data_ptr())
+
+    def native_call(expert: Matrices) -> Callable[[], object]:
+        matrices = [rows_of(matrix) for matrix in expert]
+        return partial(call, array("q", [address(rows) for rows in matrices]), matrices)
+
+    return [native_call(expert) for expert in bench.experts]
 
 
 def measured_flops(bench: Bench) -> float:
