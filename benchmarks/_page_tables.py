@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from _expert_tables import limits, shares, times_torch
 from _results import RESULTS, stored
 from _tables import Row, across, markdown, percent, plain, shown, table_of
 
@@ -221,6 +222,9 @@ MEASURED: dict[str, tuple[str, Table]] = {
     "memory": ("peak_memory", memory),
     "all-reduce": ("all_reduce", all_reduce),
     "previews": ("preview_accuracy", previews),
+    "expert_shares": ("expert_kernel", shares),
+    "expert_limits": ("expert_kernel", limits),
+    "expert_times_torch": ("expert_kernel", times_torch),
 }
 """The benchmark and the rows of every table on the pages of measurements."""
 

@@ -1,197 +1,304 @@
-"""The CPU expert kernel beside the memory's bandwidth and beside torch, alone and in whole decode steps.
+"""The CPU expert kernel beside its limit and beside torch, and in whole decode steps.
 
-Alone: one expert of Mixtral-8x7B's shape in bfloat16, for several numbers of rows; each call takes another expert;
-together they are at least four times the last-level cache. The bandwidth is that of a sum over a large
-array on all cores, taken right before and right after each call. Torch has two ways: one expert on all cores, and as
-many experts as there are cores, each on a core of its own, as the device shares them out; the faster one counts, and
-weights are packed where that pays; it takes turns with the kernel too. What two neighbours are to each other is taken
-in each turn, and the medians of that count: the bandwidth of a shared machine moves more within a minute than what is
-measured here.
+Experts of named models in bfloat16, for 1 to 16 rows; each call takes another expert, and together they are four
+times the last-level cache, so that weights come from memory. Kernel, limit (`_core_limits.py`) and torch take turns.
+The ratio of neighbours is taken in each turn, and the median of that counts: the bandwidth of a shared machine moves
+more within a minute than what is measured here.
 
-Others: the instruction sets that this processor has beside the best one, for up to 4 rows, without torch.
+One core: one thread each, in seconds of its processor time, which other processes disturb least. `--sets` picks
+instruction sets.
+
+All cores: the best instruction set, one thread on each core, in seconds of the clock; only on an otherwise idle
+machine. Torch has two ways: one expert on all cores, and as many experts as there are cores, each on a core of its
+own, as the device shares them out; the faster one counts. Torch's weights are packed where that pays.
 
 In whole: `mixtral-0.8b`, all weights in memory, batches of 1 and of 16, with the kernel and with `kernel=torch`, in
 turn, and medians of each turn's ratio again.
+
+The kernel is called with arguments made before, as a native layer calls it.
 
 Parts that are not measured stay in the result file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
-from itertools import chain, cycle
+from itertools import cycle
 from pathlib import Path
-from statistics import mean, median
-from time import perf_counter
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
+from _core_limits import multiply, read_memory
 from _options import Benchmark, track
 
-from moesched.devices.native.kernels import NativeKernels
-from moesched.devices.native.library import instruction_sets
-from moesched.devices.products.crossover import Shape, most_rows
+from moesched.devices.native.kernels import address, rows_of
+from moesched.devices.native.library import instruction_sets, library
+from moesched.devices.products.crossover import Shape as Matrix
+from moesched.devices.products.crossover import most_rows
 from moesched.devices.products.linear import expert_ffn
 from moesched.devices.products.packed_weights import pack, packing_pays
 from moesched.devices.products.team import Team, use_cores
+from moesched.devices.shared.arena import aligned_bytes
 from moesched.jobs.run_model import run_model
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 from moesched.system.cache import cache_folder
 from moesched.system.cores import usable_cores
 
-HIDDEN, WIDTH = 4096, 14336
-EXPERT_BYTES = 3 * HIDDEN * WIDTH * 2
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
-MOST_ROWS_BY_STREAM = 4
-LEAST_SHARE_OF_STREAM = 0.85
+EXPERTS = ("mixtral-8x7b", "mixtral-0.8b", "qwen3-30b-a3b", "dbrx")
+ROWS = (1, 2, 4, 8, 16)
+LEAST_SHARE = {1: 0.9, 2: 0.9, 4: 0.9, 8: 0.85, 16: 0.75}
+"""Of the limit, by number of rows."""
+LEAST_TIMES_TORCH = 0.98
 LEAST_DECODE_RATIO = 1.2
-STREAM_BYTES = 256 << 20
+TURN_BYTES = 48 << 20
+"""Least bytes of weights that one turn of one contender reads."""
+ROUNDS = {"amx_bf16": 200_000}
+MOST_ROUNDS = 2_000_000
+"""Of the loop that only multiplies: a few milliseconds, as a processor takes a while to reach its speed."""
 MODEL = "mixtral-0.8b"
 PROMPT = 8
 NEW_TOKENS = {1: 48, 16: 5}
 """By batch size; torch takes long for large batches where the processor has no bfloat16."""
 
-PARTS = ("alone", "others", "decode_1", "decode_16")
-TORCHS = ("torch", "torch_shared")
+PARTS = ("one_core", "all_cores", "decode_1", "decode_16")
 
 Matrices = list[list[torch.Tensor]]
+Rates = dict[str, float]
+Contender = Callable[[int], None]
+"""Works on as many experts."""
 
 
 BENCHMARK = Benchmark(
     __doc__,
     "expert_kernel",
-    measures=("devices",),
+    measures=(
+        "devices/native",
+        "devices/products",
+        "benchmarks/_core_limits.py",
+        "benchmarks/_core_limits.c",
+    ),
     packages=("torch",),
     parts=PARTS,
     rounds=9,
     rounds_help="turns of each number of rows; a third as many generations of each batch",
     keeps_parts=True,
 )
+BENCHMARK.parser.add_argument(
+    "--sets",
+    nargs="+",
+    metavar="NAME",
+    help="instruction sets on one core (default: all but portable); others stay in the file",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print what came out, write the result."""
     options = BENCHMARK.parse(arguments)
-    few = [rows for rows in ROWS if rows <= MOST_ROWS_BY_STREAM]
-    best, *others = instruction_sets()
-    found: dict[str, Any] = {}
+    stored = BENCHMARK.stored()
+    found: dict[str, Any] = {part: stored[part] for part in PARTS if part in stored}
+    best = instruction_sets()[0]
+    sets = options.sets or [name for name in instruction_sets() if name != "portable"]
     with torch.inference_mode():
-        if "alone" in options.only:
-            found["alone"] = measure_alone(best, ROWS, options.rounds)
-        if "others" in options.only:
-            found["others"] = {
-                name: measure_alone(name, few, options.rounds, torchs=False) for name in others
-            }
+        if {"one_core", "all_cores"} & set(options.only):
+            memory = weights_in_memory()
+        if "one_core" in options.only:
+            found.setdefault("one_core", {}).update(
+                {name: measure_experts(name, memory, 1, options.rounds) for name in sets}
+            )
+        if "all_cores" in options.only:
+            found["all_cores"] = {best: measure_experts(best, memory, usable_cores(), options.rounds)}
     for batch in NEW_TOKENS:
         if f"decode_{batch}" in options.only:
             found[f"decode_{batch}"] = measure_decode(batch, max(1, options.rounds // 3))
-    figures = {
-        "instructions": best,
-        "most_rows": most_rows(best, Shape(WIDTH, HIDDEN)),
-        "expert": {"hidden": HIDDEN, "width": WIDTH, "bytes": EXPERT_BYTES},
-        "bars": {
-            "share_of_stream_up_to_4_rows": LEAST_SHARE_OF_STREAM,
-            "times_torch_up_to_16_rows": 1.0,
-            "decode_ratio_at_batch_1": LEAST_DECODE_RATIO,
-        },
+    bars = {
+        "share_of_limit": {str(rows): share for rows, share in LEAST_SHARE.items()},
+        "times_torch": LEAST_TIMES_TORCH,
+        "decode_ratio_at_batch_1": LEAST_DECODE_RATIO,
     }
-    stored = BENCHMARK.stored()
-    BENCHMARK.write(figures | {part: stored[part] for part in PARTS if part in stored} | found)
+    most = {
+        model: most_rows(best, Matrix(SHAPES[model].intermediate, SHAPES[model].hidden)) for model in EXPERTS
+    }
+    BENCHMARK.write({"instructions": best, "most_rows": most, "bars": bars} | found)
 
 
-# ---------------------------------------------------------------- alone
+# ---------------------------------------------------------------- experts
 
 
-def measure_alone(
-    variant: str, numbers: Sequence[int], turns: int, torchs: bool = True
-) -> dict[str, dict[str, float]]:
-    """By number of rows: bandwidths in GB/s, and their ratios.
+class Shape(NamedTuple):
+    """The shape of an expert: gate and up (width, hidden), down (hidden, width)."""
 
-    torchs: whether torch takes part.
+    hidden: int
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an expert."""
+        return 3 * self.hidden * self.width * 2
+
+
+class Bench(NamedTuple):
+    """All that measures experts of one shape with one instruction set.
+
+    Attributes:
+        threads: the kernel's, as C knows them.
+        clock: of the processor's time on one core, of the wall on several.
     """
-    count = max(usable_cores(), 2, -(-4 * last_level_cache() // EXPERT_BYTES))
-    experts = [random_expert(seed) for seed in range(count)]
-    kept = (
-        [[[pack(matrix)] for [matrix] in expert] for expert in experts]
-        if torchs and packing_pays()
-        else experts
-    )
-    figures = {}
-    with closing(NativeKernels(max(ROWS), variant)) as kernel, closing(Team(usable_cores())) as team:
-        for rows in track(numbers, "rows"):
-            calls = contenders(kernel, team, rows, experts, kept)
-            figures[str(rows)] = compare(calls, TORCHS if torchs else (), turns)
-            print(f"{rows:>3} rows: {figures[str(rows)]}", flush=True)
-    return figures
+
+    instruction_set: str
+    shape: Shape
+    experts: list[Matrices]
+    packed: list[Matrices]
+    threads: int
+    team: Team
+    clock: Callable[[], float]
 
 
-def contenders(
-    kernel: NativeKernels, team: Team, rows: int, experts: list[Matrices], kept: list[Matrices]
-) -> dict[str, Callable[[], float]]:
-    """Calls to measure: each gives its bandwidth in GB/s, and does as many experts as there are cores."""
-    x_nD = torch.randn(rows, HIDDEN).bfloat16()
-    plain, torchs = cycle(experts), cycle(kept)
-    numbers = torch.ones(STREAM_BYTES // 8, dtype=torch.float64)
-    theirs = [partial(lambda: expert_ffn(x_nD, *next(torchs)))] * team.cores
+def measure_experts(
+    instruction_set: str, memory: torch.Tensor, cores: int, turns: int
+) -> dict[str, dict[str, Rates]]:
+    """By model and number of rows: rates in GB/s of weights, and their ratios."""
+    clock = time.thread_time if cores == 1 else time.perf_counter
+    found = {}
+    with kernel_threads(instruction_set, cores) as threads, closing(Team(cores)) as team:
+        for model in EXPERTS:
+            shape = Shape(SHAPES[model].hidden, SHAPES[model].intermediate)
+            experts = list(experts_in(memory, shape))
+            packed = experts
+            if packing_pays() and instruction_set == instruction_sets()[0]:
+                packed = [[[pack(matrix)] for [matrix] in expert] for expert in experts]
+            bench = Bench(instruction_set, shape, experts, packed, threads, team, clock)
+            found[model] = {str(rows): measure_rows(bench, rows, turns) for rows in track(ROWS, model)}
+            for rows, rates in found[model].items():
+                print(f"{instruction_set}, {cores} cores, {model}, {rows} rows: {rates}", flush=True)
+    return found
 
-    def stream() -> None:
-        use_cores(team.cores)
-        numbers.sum()
 
-    def ours() -> None:
-        for _ in range(team.cores):
-            kernel.expert(x_nD, *next(plain))
+def measure_rows(bench: Bench, rows: int, turns: int) -> Rates:
+    """Medians of the turns: rates in GB/s, and their ratios in each turn."""
+    contenders = contenders_of(bench, rows)
+    found = [measured_turn(bench, rows, contenders) for _ in range(turns)]
+    return {name: round(median(turn[name] for turn in found), 3) for name in found[0]}
 
-    def one_by_one() -> None:
-        use_cores(team.cores)
-        for call in theirs:
-            call()
 
-    nbytes = team.cores * EXPERT_BYTES
-    return {
-        "stream": partial(rate, stream, STREAM_BYTES),
-        "kernel": partial(rate, ours, nbytes),
-        "torch": partial(rate, one_by_one, nbytes),
-        "torch_shared": partial(rate, partial(team.run, theirs), nbytes),
+def measured_turn(bench: Bench, rows: int, contenders: dict[str, Contender]) -> Rates:
+    """One turn of everybody."""
+    count = -(-TURN_BYTES // bench.shape.nbytes)
+    rates = {
+        f"{name}_gbs": count * bench.shape.nbytes / seconds_of(bench, partial(call, count)) / 1e9
+        for name, call in contenders.items()
     }
+    torchs = [rates.pop(name) for name in ("torch_gbs", "torch_shared_gbs") if name in rates]
+    # Each weight of two bytes is multiplied and added once for each row.
+    rates["compute_limit_gbs"] = measured_flops(bench) / rows / 1e9
+    rates["share_of_limit"] = rates["kernel_gbs"] / min(rates["read_limit_gbs"], rates["compute_limit_gbs"])
+    if torchs:
+        rates["torch_gbs"] = max(torchs)
+        rates["times_torch"] = rates["kernel_gbs"] / max(torchs)
+    return rates
 
 
-def compare(calls: dict[str, Callable[[], float]], rivals: Sequence[str], turns: int) -> dict[str, float]:
-    """Bandwidths in GB/s, and the medians of what neighbours are to each other."""
-    rates: dict[str, list[float]] = {name: [] for name in ("stream", "kernel", *rivals)}
-    shares, times = [], []
-    for _ in range(turns):
-        turn = {name: [calls[name]()] for name in ("stream", "kernel")}
-        turn["stream"].append(calls["stream"]())
-        theirs = {name: [calls[name]()] for name in rivals}
-        turn["kernel"].append(calls["kernel"]())
-        for name, found in (turn | theirs).items():
-            rates[name] += found
-        shares.append(turn["kernel"][0] / mean(turn["stream"]))
-        if theirs:
-            times.append(mean(turn["kernel"]) / max(chain.from_iterable(theirs.values())))
-    figures = {f"{name}_gbs": median(found) for name, found in rates.items()}
-    figures["share_of_stream"] = median(shares)
-    if times:
-        figures["times_torch"] = median(times)
-    return {name: round(figure, 3) for name, figure in figures.items()}
+def contenders_of(bench: Bench, rows: int) -> dict[str, Contender]:
+    """All that read experts: torch only beside the best instruction set, which it uses, too."""
+    x_nD = torch.randn(rows, bench.shape.hidden).bfloat16()
+    team, share = bench.team, bench.shape.nbytes // bench.team.cores
+    plain, read, packed = cycle(native_calls(bench, x_nD)), cycle(bench.experts), cycle(bench.packed)
+
+    def read_limit(count: int) -> None:
+        starts = [
+            next(read)[0][0].data_ptr() + core * share for _ in range(count) for core in range(team.cores)
+        ]
+        team.run([partial(read_memory, start, share) for start in starts])
+
+    def kernel(count: int) -> None:
+        for _ in range(count):
+            next(plain)()
+
+    def torch_alone(count: int) -> None:
+        use_cores(team.cores)
+        for _ in range(count):
+            expert_ffn(x_nD, *next(packed))
+
+    def torch_shared(count: int) -> None:
+        team.run([partial(expert_ffn, x_nD, *next(packed)) for _ in range(count)])
+
+    contenders: dict[str, Contender] = {"read_limit": read_limit, "kernel": kernel}
+    if bench.instruction_set == instruction_sets()[0]:
+        contenders["torch"] = torch_alone
+        if team.cores > 1:
+            contenders["torch_shared"] = torch_shared
+    return contenders
 
 
-def rate(call: Callable[[], object], nbytes: int) -> float:
-    """GB/s of one call that reads `nbytes`."""
-    start = perf_counter()
+@contextmanager
+def kernel_threads(instruction_set: str, cores: int) -> Iterator[int]:
+    """The kernel's threads."""
+    threads = library().moesched_new_team(instruction_set.encode(), cores - 1, None)
+    try:
+        yield threads
+    finally:
+        library().moesched_free_team(threads)
+
+
+def native_calls(bench: Bench, x_nD: torch.Tensor) -> list[Callable[[], object]]:
+    """A call of the kernel for each expert."""
+    y_nD = torch.empty_like(x_nD)
+
+    def call(weights: array[int], held: object) -> None:
+        """held: the row blocks that the weights point to."""
+        shape = (len(x_nD), bench.shape.hidden, bench.shape.width, x_nD.data_ptr(), x_nD.stride(0))
+        library().moesched_expert(bench.threads, *shape, address(weights), y_nD.data_ptr())
+
+    def native_call(expert: Matrices) -> Callable[[], object]:
+        matrices = [rows_of(matrix) for matrix in expert]
+        return partial(call, array("q", [address(rows) for rows in matrices]), matrices)
+
+    return [native_call(expert) for expert in bench.experts]
+
+
+def measured_flops(bench: Bench) -> float:
+    """FLOP/s of the instruction set's multiplication."""
+    name = bench.instruction_set
+    rounds = ROUNDS.get(name, MOST_ROUNDS)
+    flop: list[float] = []
+    seconds = seconds_of(
+        bench, lambda: bench.team.run([lambda: flop.append(multiply(name, rounds))] * bench.team.cores)
+    )
+    return sum(flop) / seconds
+
+
+def seconds_of(bench: Bench, call: Callable[[], object]) -> float:
+    """Seconds of a call by the bench's clock."""
+    start = bench.clock()
     call()
-    return nbytes / (perf_counter() - start) / 1e9
+    return bench.clock() - start
 
 
-def random_expert(seed: int) -> Matrices:
-    """Gate, up and down."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
-    return [[(torch.randn(shape, generator=generator) * 0.02).bfloat16()] for shape in shapes]
+def weights_in_memory() -> torch.Tensor:
+    """Random bfloat16 numbers in huge pages, four times as many bytes as the last-level cache has."""
+    most = max(2 * 3 * SHAPES[model].hidden * SHAPES[model].intermediate for model in EXPERTS)
+    memory = aligned_bytes(max(4 * last_level_cache(), usable_cores() * most)).view(torch.bfloat16)
+    some = (torch.randn(1 << 20) * 0.02).bfloat16()
+    for piece in memory.split(len(some)):
+        piece.copy_(some[: len(piece)])
+    return memory
+
+
+def experts_in(memory: torch.Tensor, shape: Shape) -> Iterator[Matrices]:
+    """Gate, up and down of the experts that fit."""
+    matrix = shape.hidden * shape.width
+    for first in range(0, len(memory) - 3 * matrix + 1, 3 * matrix):
+        gate, up, down = memory[first : first + 3 * matrix].split(matrix)
+        yield [
+            [gate.view(shape.width, shape.hidden)],
+            [up.view(shape.width, shape.hidden)],
+            [down.view(shape.hidden, shape.width)],
+        ]
 
 
 def last_level_cache() -> int:

@@ -9,7 +9,7 @@
 #include <string.h>
 
 static const char *const names[INSTRUCTION_SETS] = {
-    [AMX_BF16] = "amx_bf16", [AVX512_BF16] = "avx512_bf16", [AVX2] = "avx2",
+    [AMX_BF16] = "amx_bf16", [AVX512_BF16] = "avx512_bf16", [AVX512] = "avx512", [AVX2] = "avx2",
     [NEON_BF16] = "neon_bf16", [NEON] = "neon", [PORTABLE] = "portable",
 };
 
@@ -53,8 +53,9 @@ static int is_here(InstructionSet set) {
     switch (set) {
 #if defined(__x86_64__)
     case AMX_BF16: return is_here(AVX512_BF16) && may_use_amx();
-    case AVX512_BF16:
-        return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl") &&
+    case AVX512_BF16: return __builtin_cpu_supports("avx512bf16") && is_here(AVX512);
+    case AVX512:
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512bw") && is_here(AVX2);
     case AVX2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #elif defined(__aarch64__)

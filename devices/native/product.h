@@ -8,7 +8,7 @@
 
 enum {
     MOST_BATCH = 32,         /* rows of x in one product */
-    WHOLE_TILES = 24,        /* a multiple of the rows of every tile, except AMX's */
+    WHOLE_TILES = 96,        /* a multiple of the rows of every tile, and of every step */
     MOST_OUTPUTS = 2 * WHOLE_TILES, /* outputs of one call */
 };
 
@@ -34,8 +34,10 @@ typedef struct {
     void (*place)(const Product *product, int row, int64_t first, int64_t last, const uint16_t *values, int64_t gap);
     /* Puts a whole row of x there. */
     void (*place_row)(const Product *product, int row, const uint16_t *values);
-    /* Outputs [first, last) for all rows of x: out[output - first][row of x]. */
+    /* Outputs [first, last) for all rows of x: out[output - first][row of x], with room for MOST_OUTPUTS. */
     void (*multiply)(const Product *product, int64_t first, int64_t last, float *out);
+    /* The same as bfloat16: y (batch, outputs). */
+    void (*write)(const Product *product, int64_t first, int64_t last, uint16_t *y);
     /* Numbers [first, last) of silu(gate x) * up x, rounded once and put where `down` looks for them. */
     void (*gated)(const Product *gate, const Product *up, const Product *down, int64_t first, int64_t last);
 } Multiplier;

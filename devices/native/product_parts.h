@@ -2,88 +2,115 @@
  *
  * The including file defines, in addition to the macros of product_tiles.h or instead of them,
  *   COLUMNS    the most rows of x in a panel
- *   panel      one panel: `columns` rows of x by `rows` rows of weights
+ *   stretch    all rows of x by rows of weights, over a stretch of the inputs
  *   put        puts input k, counted within the step, of a row of x into its step
  *   put_step   the same for a whole step
  */
 
 /* out[row][m]: the sum of each accumulator's lanes. */
 INLINE void ISA(add_lanes)(const float *sums, int64_t count, float *out) {
-    for (int64_t n = 0; n < count; n++) {
-        float lanes[LANES];
-        memcpy(lanes, sums + n * LANES, sizeof lanes);
-        for (int width = LANES / 2; width; width /= 2)
-            for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-        out[n] = lanes[0];
+    for (int64_t n = 0; n < count; n += FOLDED) FOLD(sums + n * LANES, out + n);
+}
+
+/* Outputs [first, last), which are few enough for MOST_SUMS. */
+INLINE void ISA(multiply_few)(const Product *product, const Panels *panels, int64_t first, int64_t last,
+                              const uint16_t *next, float *out) {
+    const int64_t batch = product->batch, inputs = product->inputs, whole = inputs / STEP;
+    const int64_t most_steps = X_BYTES / STEP_BYTES / batch;
+    const int64_t count = ((last - first) * batch + FOLDED - 1) / FOLDED * FOLDED;
+    float sums[MOST_SUMS * LANES] __attribute__((aligned(64)));
+    memset(sums, 0, (size_t)(count * LANES) * sizeof(float));
+    for (int64_t from = first, to; from < last; from = to) {
+        const Rows here = rows_from(product, from);
+        to = from + here.count < last ? from + here.count : last;
+        const uint16_t *behind = to < last ? rows_from(product, to).first : next;
+        int64_t step = 0;
+        do {
+            const int64_t left = whole - step, steps = left < most_steps ? left : most_steps;
+            const uint16_t *weights = here.first + step * STEP;
+            const Stretch stretch = {.product = product, .panels = panels, .first = step, .steps = steps,
+                                     .rest = steps == left ? inputs % STEP : 0, .weights = weights, .rows = to - from,
+                                     .next = steps < left ? weights + steps * STEP : behind};
+            ISA(stretch)(&stretch, sums + (from - first) * batch * LANES);
+            step += steps;
+        } while (step < whole);
+    }
+    ISA(add_lanes)(sums, count, out);
+}
+
+/* Outputs [first, last). next: the weights that will be read afterwards, or NULL. */
+static TARGET void ISA(multiply_before)(const Product *product, int64_t first, int64_t last, const uint16_t *next,
+                                        float *out) {
+    const Panels panels = panels_of(product, COLUMNS);
+    const int64_t few = MOST_SUMS / product->batch / PAIRED_TILES * PAIRED_TILES;
+    for (int64_t from = first, to; from < last; from = to) {
+        to = from + few < last ? from + few : last;
+        ISA(multiply_few)(product, &panels, from, to, to < last ? rows_from(product, to).first : next,
+                          out + (from - first) * product->batch);
     }
 }
 
 static TARGET void ISA(multiply)(const Product *product, int64_t first, int64_t last, float *out) {
-    const int64_t batch = product->batch, inputs = product->inputs, whole = inputs / STEP;
-    const int64_t block_steps = PANEL_BYTES / STEP_BYTES / panel_of(product, 0, COLUMNS).columns;
-    float sums[MOST_OUTPUTS * MOST_BATCH * LANES] __attribute__((aligned(64)));
-    memset(sums, 0, (size_t)((last - first) * batch * LANES) * sizeof(float));
-    int64_t block_first = 0;
-    for (const Rows *block = product->blocks; block_first < last; block_first += block->count, block++) {
-        const int64_t from = block_first > first ? block_first : first;
-        const int64_t end = block_first + block->count, to = end < last ? end : last;
-        if (from >= to) continue;
-        const uint16_t *weights = block->first + (from - block_first) * inputs;
-        int64_t step = 0;
-        do {
-            const int64_t left = whole - step, steps = left < block_steps ? left : block_steps;
-            const int64_t rest = step + steps == whole ? inputs % STEP : 0;
-            for (int row = 0; row < batch;) {
-                const Panel panel = panel_of(product, row, COLUMNS);
-                const char *x = product->x + (row * product->steps + panel.columns * step) * STEP_BYTES;
-                ISA(panel)(panel.columns, weights + step * STEP, to - from, inputs, x, steps, rest,
-                           sums + ((from - first) * batch + row) * LANES, batch * LANES);
-                row += panel.columns;
-            }
-            step += steps;
-        } while (step < whole);
-    }
-    ISA(add_lanes)(sums, (last - first) * batch, out);
+    ISA(multiply_before)(product, first, last, NULL, out);
 }
 
 static TARGET void ISA(place)(const Product *product, int row, int64_t first, int64_t last, const uint16_t *values,
                               int64_t gap) {
     const Panel panel = panel_of(product, row, COLUMNS);
+    const int column = row - panel.column;
     char *steps = product->x + panel.column * product->steps * STEP_BYTES;
-    for (int64_t k = first; k < last; k++, values += gap)
-        ISA(put)(steps + k / STEP * panel.columns * STEP_BYTES, panel.columns, row - panel.column, (int)(k % STEP),
-                 *values);
+    for (int64_t k = first; k < last;) {
+        char *step = steps + k / STEP * panel.columns * STEP_BYTES;
+        const int whole = gap == 1 && k % STEP == 0 && k + STEP <= last;
+        if (whole)
+            ISA(put_step)(step, panel.columns, column, values);
+        else
+            ISA(put)(step, panel.columns, column, (int)(k % STEP), *values);
+        k += whole ? STEP : 1;
+        values += whole ? STEP : gap;
+    }
 }
 
 static TARGET void ISA(place_row)(const Product *product, int row, const uint16_t *values) {
-    const Panel panel = panel_of(product, row, COLUMNS);
-    const int64_t whole = product->inputs / STEP;
-    char *step = product->x + panel.column * product->steps * STEP_BYTES;
-    for (int64_t k = 0; k < whole; k++, step += panel.columns * STEP_BYTES)
-        ISA(put_step)(step, panel.columns, row - panel.column, values + k * STEP);
-    ISA(place)(product, row, whole * STEP, product->inputs, values + whole * STEP, 1);
+    ISA(place)(product, row, 0, product->inputs, values, 1);
+}
+
+/* to[column][row] = from[row][column], rounded. */
+INLINE void ISA(round_transposed)(const float *from, int64_t rows, int64_t columns, uint16_t *to, int64_t gap) {
+    uint16_t bits[MOST_OUTPUTS * MOST_BATCH];
+    for (int64_t i = 0; i < rows * columns; i++) bits[i] = rounded(from[i]);
+    for (int64_t column = 0; column < columns; column++)
+        for (int64_t row = 0; row < rows; row++) to[column * gap + row] = bits[row * columns + column];
 }
 
 static TARGET void ISA(gated)(const Product *gate, const Product *up, const Product *down, int64_t first,
                               int64_t last) {
     float gates[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
     float ups[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
-    const int64_t batch = gate->batch, count = (last - first) * batch;
-    ISA(multiply)(gate, first, last, gates);
-    ISA(multiply)(up, first, last, ups);
+    const int64_t batch = gate->batch, outputs = last - first;
+    ISA(multiply_before)(gate, first, last, rows_from(up, first).first, gates);
+    ISA(multiply_before)(up, first, last, NULL, ups);
+    for (int64_t i = 0; i < outputs * batch; i++) gates[i] = silu(gates[i]) * ups[i];
     uint16_t hidden[MOST_OUTPUTS * MOST_BATCH];
-    for (int64_t i = 0; i < count; i++) hidden[i] = rounded(silu(gates[i]) * ups[i]);
-    for (int64_t m = 0; m < batch; m++) ISA(place)(down, (int)m, first, last, hidden + m, batch);
+    ISA(round_transposed)(gates, outputs, batch, hidden, outputs);
+    for (int64_t m = 0; m < batch; m++) ISA(place)(down, (int)m, first, last, hidden + m * outputs, 1);
 }
 
-static const Multiplier ISA(multiplier) = {STEP,           STEP_BYTES,    ISA(place),
-                                           ISA(place_row), ISA(multiply), ISA(gated)};
+static TARGET void ISA(write)(const Product *product, int64_t first, int64_t last, uint16_t *y) {
+    float out[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
+    ISA(multiply)(product, first, last, out);
+    ISA(round_transposed)(out, last - first, product->batch, y + first, product->outputs);
+}
+
+static const Multiplier ISA(multiplier) = {STEP,          STEP_BYTES, ISA(place), ISA(place_row),
+                                           ISA(multiply), ISA(write), ISA(gated)};
 
 #undef INLINE
 #undef UNROLL
 #undef ISA
 #undef TARGET
 #undef LANES
+#undef FOLD
 #undef STEP
 #undef STEP_BYTES
 #undef COLUMNS

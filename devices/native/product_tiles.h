@@ -1,12 +1,15 @@
-/* The inner loops of products.c, included once for each instruction set.
+/* The inner loops of products.c for vectors, included once for each instruction set.
  *
  * The including file defines
  *   ISA(name)        the name with the instruction set's ending
  *   TARGET           the function attribute that lets the compiler use its instructions
  *   LANES            number of float32 sums in one accumulator
+ *   FOLD             the function of lanes.h that adds them up
  *   STEP             number of inputs in one step
  *   STEP_BYTES       bytes of one row of x per step, in the layout that the instructions need
- *   TILE_ROWS(C)     number of rows of weights multiplied by C rows of x at once: as many as the registers hold
+ *   TILE_ROWS        number of rows of weights multiplied at once
+ *   COLUMNS          most rows of x multiplied at once: TILE_ROWS * COLUMNS accumulators, TILE_ROWS vectors of weights
+ *                    and one of x have to fit into the registers
  *   Sums             the type of an accumulator
  *   HALVES           1, or 2 where a step takes two multiplications, first of its even inputs, then of its odd ones
  *   Vector           the type of the factors
@@ -24,10 +27,10 @@
 
 /* sums_RC += weights_R x_C of one step, for R rows of weights and C rows of x. */
 INLINE void ISA(add_step)(const int R, const int C, const uint16_t *weights, int64_t stride, const char *x,
-                          Sums sums[MOST_TILE_ROWS][MOST_COLUMNS]) {
+                          Sums sums[TILE_ROWS][COLUMNS]) {
     UNROLL
     for (int half = 0; half < HALVES; half++) {
-        Vector rows[MOST_TILE_ROWS];
+        Vector rows[TILE_ROWS];
         UNROLL
         for (int r = 0; r < R; r++) rows[r] = WEIGHTS(weights + r * stride, half);
         UNROLL
@@ -39,75 +42,107 @@ INLINE void ISA(add_step)(const int R, const int C, const uint16_t *weights, int
     }
 }
 
-/* The same over `steps` whole steps and a partial one of `rest` inputs.
- * x: its steps one after the other, C rows in each. stride: inputs from one row of weights to the next.
- * next: inputs from a row of weights to the same row of the next tile; 0 if there is none.
- * Each row of weights is prefetched some way ahead, and at its end the beginning of its row in the next tile. */
-INLINE void ISA(tile)(const int R, const int C, const uint16_t *weights, int64_t stride, int64_t next, const char *x,
-                      int64_t steps, int64_t rest, float *total, int64_t total_stride) {
-    Sums sums[MOST_TILE_ROWS][MOST_COLUMNS];
+/* The product of R rows of weights and C rows of x. alone: all R rows are prefetched. */
+INLINE void ISA(tile)(const int R, const int C, const int alone, const Tile *tile) {
+    enum { STEPS = LINE / STEP };
+    const int64_t stride = tile->stride, turn = tile->turn, steps = tile->steps;
+    const uint16_t *weights = tile->weights;
+    const char *x = tile->x;
+    Sums sums[TILE_ROWS][COLUMNS];
     UNROLL
     for (int r = 0; r < R; r++)
         UNROLL
-        for (int c = 0; c < C; c++) memcpy(&sums[r][c], total + r * total_stride + c * LANES, sizeof(Sums));
-    enum { LINE = 32, STEPS = LINE / STEP };
-    const int64_t here = steps * STEP, within = here < AHEAD ? here : AHEAD;
-    const int64_t beyond = next ? next + within - here : 0;
-    int64_t left = steps;
-    for (; left >= STEPS; left -= STEPS) {
-        const int64_t ahead = left * STEP >= within + LINE ? within : beyond;
-        UNROLL
-        for (int r = 0; r < R; r++) __builtin_prefetch(weights + r * stride + ahead, 0, 3);
+        for (int c = 0; c < C; c++) memcpy(&sums[r][c], tile->sums + r * tile->sums_stride + c * LANES, sizeof(Sums));
+    int64_t step = 0;
+    for (; step + STEPS <= steps; step += STEPS) {
+        const uint16_t *ahead = weights + AHEAD + (step < turn ? 0 : tile->gap);
+        if (alone) {
+            UNROLL
+            for (int r = 0; r < R; r++) __builtin_prefetch(ahead + r * stride, 0, 3);
+        } else {
+            for (int r = tile->first_ahead; r < tile->last_ahead; r++) __builtin_prefetch(ahead + r * stride, 0, 3);
+        }
         UNROLL
         for (int i = 0; i < STEPS; i++, weights += STEP, x += C * STEP_BYTES)
             ISA(add_step)(R, C, weights, stride, x, sums);
     }
-    for (; left; left--, weights += STEP, x += C * STEP_BYTES) ISA(add_step)(R, C, weights, stride, x, sums);
-    if (rest) {
-        uint16_t padded[MOST_TILE_ROWS * STEP];
+    for (; step < steps; step++, weights += STEP, x += C * STEP_BYTES) ISA(add_step)(R, C, weights, stride, x, sums);
+    if (tile->rest) {
+        uint16_t padded[TILE_ROWS * STEP];
         memset(padded, 0, sizeof padded);
         UNROLL
-        for (int r = 0; r < R; r++) memcpy(padded + r * STEP, weights + r * stride, (size_t)rest * sizeof *weights);
+        for (int r = 0; r < R; r++)
+            memcpy(padded + r * STEP, weights + r * stride, (size_t)tile->rest * sizeof *weights);
         ISA(add_step)(R, C, padded, STEP, x, sums);
     }
     UNROLL
     for (int r = 0; r < R; r++)
         UNROLL
-        for (int c = 0; c < C; c++) memcpy(total + r * total_stride + c * LANES, &sums[r][c], sizeof(Sums));
+        for (int c = 0; c < C; c++) memcpy(tile->sums + r * tile->sums_stride + c * LANES, &sums[r][c], sizeof(Sums));
 }
 
 #define TILES(C)                                                                                                       \
-    static TARGET void ISA(tiles_##C)(const uint16_t *weights, int64_t rows, int64_t stride, const char *x,           \
-                                      int64_t steps, int64_t rest, float *sums, int64_t sums_stride) {                \
-        int64_t row = 0;                                                                                               \
-        for (; row + TILE_ROWS(C) <= rows; row += TILE_ROWS(C)) {                                                      \
-            /* The bytes after the last ones may belong to another thread. */                                          \
-            const int64_t next = row + 2 * TILE_ROWS(C) <= rows ? TILE_ROWS(C) * stride : 0;                           \
-            ISA(tile)(TILE_ROWS(C), C, weights + row * stride, stride, next, x, steps, rest,                           \
-                      sums + row * sums_stride, sums_stride);                                                          \
-        }                                                                                                              \
-        for (; row < rows; row++)                                                                                      \
-            ISA(tile)(1, C, weights + row * stride, stride, 0, x, steps, rest, sums + row * sums_stride, sums_stride); \
+    static TARGET void ISA(tiles_##C)(int rows, const Tile *tile) {                                                    \
+        if (rows == 1)                                                                                                 \
+            ISA(tile)(1, C, 0, tile);                                                                                  \
+        else if (tile->first_ahead == 0 && tile->last_ahead == TILE_ROWS)                                              \
+            ISA(tile)(TILE_ROWS, C, 1, tile);                                                                          \
+        else                                                                                                           \
+            ISA(tile)(TILE_ROWS, C, 0, tile);                                                                          \
     }
 TILES(1)
 TILES(2)
 TILES(3)
 TILES(4)
+#if COLUMNS > 4
 TILES(5)
 TILES(6)
+#endif
 #undef TILES
 
-/* One panel: `columns` rows of x by `rows` rows of weights. */
-static TARGET void ISA(panel)(int columns, const uint16_t *weights, int64_t rows, int64_t stride, const char *x,
-                              int64_t steps, int64_t rest, float *sums, int64_t sums_stride) {
-    switch (columns) {
-    case 1: ISA(tiles_1)(weights, rows, stride, x, steps, rest, sums, sums_stride); break;
-    case 2: ISA(tiles_2)(weights, rows, stride, x, steps, rest, sums, sums_stride); break;
-    case 3: ISA(tiles_3)(weights, rows, stride, x, steps, rest, sums, sums_stride); break;
-    case 4: ISA(tiles_4)(weights, rows, stride, x, steps, rest, sums, sums_stride); break;
-    case 5: ISA(tiles_5)(weights, rows, stride, x, steps, rest, sums, sums_stride); break;
-    default: ISA(tiles_6)(weights, rows, stride, x, steps, rest, sums, sums_stride); break;
-    }
+static void (*const ISA(tiles)[])(int rows, const Tile *tile) = {
+    ISA(tiles_1), ISA(tiles_2), ISA(tiles_3), ISA(tiles_4),
+#if COLUMNS > 4
+    ISA(tiles_5), ISA(tiles_6),
+#endif
+};
+
+/* All rows of x by `rows` rows of weights, 1 or TILE_ROWS, each `apart` rows below the one before.
+ *
+ * Several panels take turns at pieces of the weights, which stay in the first-level cache meanwhile, and share the
+ * prefetching of a later piece: so that memory is read all the time. */
+INLINE void ISA(tile_rows)(const Stretch *stretch, int rows, int64_t row, int64_t apart, int64_t gap, float *sums) {
+    const Product *product = stretch->product;
+    const int panels = stretch->panels->count;
+    const int64_t piece = panels > 1 ? PIECE / STEP : stretch->steps, sums_row = product->batch * LANES;
+    Tile tile = {.stride = apart * product->inputs, .sums_stride = apart * sums_row, .gap = gap};
+    int64_t step = 0;
+    do {
+        const int64_t left = stretch->steps - step;
+        tile.weights = stretch->weights + row * product->inputs + step * STEP;
+        tile.steps = left < piece ? left : piece;
+        tile.rest = tile.steps == left ? stretch->rest : 0;
+        tile.turn = left - AHEAD / STEP;
+        for (int number = 0; number < panels; number++) {
+            const Panel panel = stretch->panels->panel[number];
+            tile.x = product->x + (panel.column * product->steps + panel.columns * (stretch->first + step)) * STEP_BYTES;
+            tile.sums = sums + row * sums_row + panel.column * LANES;
+            tile.first_ahead = rows * number / panels;
+            tile.last_ahead = rows * (number + 1) / panels;
+            ISA(tiles)[panel.columns - 1](rows, &tile);
+        }
+        step += tile.steps;
+    } while (step < stretch->steps);
+}
+
+/* sums += weights x. A tile has rows far apart, and the next tile the rows below them: thus few streams of memory are
+ * read, each from its beginning to its end. */
+static TARGET void ISA(stretch)(const Stretch *stretch, float *sums) {
+    const int64_t tiles = stretch->rows / TILE_ROWS;
+    for (int64_t row = 0; row < tiles; row++)
+        ISA(tile_rows)(stretch, TILE_ROWS, row, tiles, gap_behind(stretch, row, tiles, STEP), sums);
+    for (int64_t row = tiles * TILE_ROWS; row < stretch->rows; row++)
+        ISA(tile_rows)(stretch, 1, row, 0, gap_behind(stretch, row, stretch->rows, STEP), sums);
 }
 
 INLINE void ISA(put)(char *step, int columns, int column, int k, uint16_t bits) {
@@ -124,7 +159,6 @@ INLINE void ISA(put_step)(char *step, int columns, int column, const uint16_t *v
     }
 }
 
-#define COLUMNS MOST_COLUMNS
 #include "product_parts.h"
 
 #undef TILE_ROWS

@@ -7,20 +7,52 @@
 
 #include <string.h>
 
+#include "lanes.h"
 #include "numbers.h"
 #include "scratch.h"
 
 enum {
-    MOST_COLUMNS = 6,        /* rows of x that are multiplied at once, in vectors */
-    MOST_TILE_ROWS = 8,      /* rows of weights that are multiplied at once, in vectors */
-    PANEL_BYTES = 64 << 10,  /* of x: stay in the second-level cache while rows of weights pass */
-    AHEAD = 512,             /* inputs from a weight to the one that is prefetched meanwhile */
-    CHUNKS = 4,              /* of each thread, at least, if there is enough work: shortens the wait for the last one */
+    X_BYTES = 512 << 10, /* of all rows of x: stay in the second-level cache while rows of weights pass */
+    PIECE = 1024,        /* inputs of a few rows of weights that stay in the first-level cache while all of x passes */
+    MOST_PANELS = 8,
+    LINE = 32,           /* weights in a cache line */
+    MOST_SUMS = 768,     /* outputs times rows of x that are multiplied at once */
+    PAIRED_TILES = 24,   /* a multiple of the rows of every tile */
+    AHEAD = 1024,        /* inputs from a weight to the one that is prefetched meanwhile */
+    CHUNKS = 4,          /* of each thread, at least, if there is enough work: shortens the wait for the last one */
 };
 
 typedef struct {
     int column, columns; /* its first row of x, and its number of rows */
 } Panel;
+
+typedef struct {
+    int count;
+    Panel panel[MOST_PANELS];
+} Panels;
+
+/* Rows of weights that follow each other, over inputs that are multiplied at once: `steps` whole steps from step
+ * `first`, and `rest` more inputs. */
+typedef struct {
+    const Product *product;
+    const Panels *panels;
+    int64_t first, steps, rest;
+    const uint16_t *weights;
+    int64_t rows;
+    const uint16_t *next; /* the weights that are read afterwards, or NULL */
+} Stretch;
+
+/* A few rows of weights by a few rows of x, over some inputs. */
+typedef struct {
+    const uint16_t *weights;
+    int64_t stride; /* inputs from one row of weights to the next */
+    const char *x;  /* its steps one after the other, all rows of x in each */
+    int64_t steps, rest;
+    float *sums;
+    int64_t sums_stride;
+    int first_ahead, last_ahead; /* the rows of which weights are prefetched */
+    int64_t turn, gap; /* from step `turn` on, those of the next tile, which are `gap` inputs further */
+} Tile;
 
 /* The panel that a row of x is in: the first ones have a row more where the batch does not divide evenly. */
 static inline Panel panel_of(const Product *product, int row, int most) {
@@ -28,6 +60,29 @@ static inline Panel panel_of(const Product *product, int row, int most) {
     const int fewer = batch / panels, edge = batch % panels * (fewer + 1);
     if (row < edge) return (Panel){row / (fewer + 1) * (fewer + 1), fewer + 1};
     return (Panel){edge + (row - edge) / fewer * fewer, fewer};
+}
+
+static inline Panels panels_of(const Product *product, int most) {
+    Panels panels = {0};
+    for (int row = 0; row < product->batch; row += panels.panel[panels.count++].columns)
+        panels.panel[panels.count] = panel_of(product, row, most);
+    return panels;
+}
+
+/* The rows of weights from `output` to the end of its row block. */
+static inline Rows rows_from(const Product *product, int64_t output) {
+    const Rows *block = product->blocks;
+    for (; output >= block->count; block++) output -= block->count;
+    return (Rows){block->first + output * product->inputs, block->count - output};
+}
+
+/* Inputs between where a row of weights ends in the stretch and where the next tile's begins, which is the row below in
+ * all but the last of `tiles`. */
+static inline int64_t gap_behind(const Stretch *stretch, int64_t tile, int64_t tiles, int step) {
+    const int64_t inputs = stretch->product->inputs, here = stretch->steps * step + stretch->rest;
+    if (tile + 1 < tiles || !stretch->next) return inputs - here;
+    const intptr_t bytes = (intptr_t)stretch->next - (intptr_t)stretch->weights;
+    return bytes / (intptr_t)sizeof(uint16_t) - tile * inputs - here;
 }
 
 /* ---------------------------------------------------------------- the inner loops */
@@ -57,9 +112,11 @@ static inline Word4 words_at(const void *p) {
 #define ISA(name) name##_portable
 #define TARGET
 #define LANES 4
+#define FOLD fold_four
 #define STEP 8
 #define STEP_BYTES 32
-#define TILE_ROWS(C) ((C) == 1 ? 4 : 2)
+#define TILE_ROWS 2
+#define COLUMNS 4
 #define Sums Float4
 #define HALVES 2
 #define Vector Float4
@@ -74,7 +131,8 @@ static inline Word4 words_at(const void *p) {
 
 /* Twelve sums, three rows of weights and one of x are all sixteen registers: the mask stays in memory, and the order
  * of multiplications as it is written, or the compiler keeps sums in memory too. */
-static const uint32_t odd_mask[8] __attribute__((aligned(32))) = {
+static const uint32_t odd_mask[16] __attribute__((aligned(64))) = {
+    0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
     0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
 
 __attribute__((target("avx2,fma"), always_inline)) static inline __m256i odd_avx2(__m256i words) {
@@ -85,9 +143,11 @@ __attribute__((target("avx2,fma"), always_inline)) static inline __m256i odd_avx
 #define ISA(name) name##_avx2
 #define TARGET __attribute__((target("avx2,fma")))
 #define LANES 8
+#define FOLD fold_eight
 #define STEP 16
 #define STEP_BYTES 64
-#define TILE_ROWS(C) ((C) <= 2 ? 4 : (C) <= 4 ? 3 : 2)
+#define TILE_ROWS 3
+#define COLUMNS 4
 #define Sums __m256
 #define HALVES 2
 #define Vector __m256
@@ -97,13 +157,40 @@ __attribute__((target("avx2,fma"), always_inline)) static inline __m256i odd_avx
 #define DOT(sums, w, x) __asm__ volatile("vfmadd231ps %1, %2, %0" : "+x"(sums) : "x"(w), "x"(x))
 #define PLACE PLACE_WIDENED
 #include "product_tiles.h"
+#undef WORDS
+
+__attribute__((target("avx512f"), always_inline)) static inline __m512i odd_avx512(__m512i words) {
+    __asm__ volatile("vpandd %1, %0, %0" : "+v"(words) : "m"(*(const __m512i *)odd_mask));
+    return words;
+}
+
+#define ISA(name) name##_avx512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl")))
+#define LANES 16
+#define FOLD fold_sixteen
+#define STEP 32
+#define STEP_BYTES 128
+#define TILE_ROWS 4
+#define COLUMNS 6
+#define Sums __m512
+#define HALVES 2
+#define Vector __m512
+#define WORDS(p) _mm512_loadu_si512(p)
+#define WEIGHTS(p, half) _mm512_castsi512_ps((half) ? odd_avx512(WORDS(p)) : _mm512_slli_epi32(WORDS(p), 16))
+#define INPUTS(x, half) _mm512_load_ps((const float *)(x) + (half) * 16)
+#define DOT(sums, w, x) __asm__ volatile("vfmadd231ps %1, %2, %0" : "+v"(sums) : "v"(w), "v"(x))
+#define PLACE PLACE_WIDENED
+#include "product_tiles.h"
+#undef WORDS
 
 #define ISA(name) name##_avx512_bf16
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
 #define LANES 16
+#define FOLD fold_sixteen
 #define STEP 32
 #define STEP_BYTES 64
-#define TILE_ROWS(C) ((C) <= 2 ? 8 : 4)
+#define TILE_ROWS 4
+#define COLUMNS 6
 #define Sums __m512
 #define HALVES 1
 #define Vector __m512i
@@ -125,9 +212,11 @@ __attribute__((target("avx2,fma"), always_inline)) static inline __m256i odd_avx
 #define ISA(name) name##_neon
 #define TARGET
 #define LANES 4
+#define FOLD fold_four
 #define STEP 8
 #define STEP_BYTES 32
-#define TILE_ROWS(C) ((C) <= 2 ? 8 : 4)
+#define TILE_ROWS 4
+#define COLUMNS 6
 #define Sums float32x4_t
 #define HALVES 2
 #define Vector float32x4_t
@@ -142,9 +231,11 @@ __attribute__((target("avx2,fma"), always_inline)) static inline __m256i odd_avx
 #define ISA(name) name##_neon_bf16
 #define TARGET __attribute__((target(BF16_TARGET)))
 #define LANES 4
+#define FOLD fold_four
 #define STEP 8
 #define STEP_BYTES 16
-#define TILE_ROWS(C) ((C) <= 2 ? 8 : 4)
+#define TILE_ROWS 4
+#define COLUMNS 6
 #define Sums float32x4_t
 #define HALVES 1
 #define Vector uint16x8_t
@@ -165,6 +256,7 @@ static const Multiplier *const multipliers[INSTRUCTION_SETS] = {
     [PORTABLE] = &multiplier_portable,
 #if defined(__x86_64__)
     [AVX2] = &multiplier_avx2,
+    [AVX512] = &multiplier_avx512,
     [AVX512_BF16] = &multiplier_avx512_bf16,
 #if defined(HAS_AMX)
     [AMX_BF16] = &multiplier_amx_bf16,
@@ -211,11 +303,7 @@ static void project(void *argument, int64_t first, int64_t last) {
 }
 
 void write_rounded(const Multiplier *multiplier, const Product *product, int64_t first, int64_t last, uint16_t *y) {
-    float out[MOST_OUTPUTS * MOST_BATCH];
-    multiplier->multiply(product, first, last, out);
-    for (int64_t m = 0; m < product->batch; m++)
-        for (int64_t n = first; n < last; n++)
-            y[m * product->outputs + n] = rounded(out[(n - first) * product->batch + m]);
+    multiplier->write(product, first, last, y);
 }
 
 /* y (batch, outputs) = x (batch, inputs) times the transpose of the matrix (outputs, inputs) in row blocks.
