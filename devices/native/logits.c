@@ -49,7 +49,7 @@ static int is_larger(float a, float b) { return a > b || (a != a && b == b); }
 static void project_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Head *head = job->head;
-    float out[MOST_OUTPUTS * MOST_BATCH];
+    float out[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
     job->multiplier->multiply(&job->product, first, last, out);
     for (int64_t row = 0; row < head->rows; row++) {
         float *logits = head->logits + row * head->vocabulary;

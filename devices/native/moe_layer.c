@@ -42,7 +42,7 @@ typedef struct {
 static void project_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Layer *layer = job->layer;
-    float out[MOST_OUTPUTS * MOST_BATCH];
+    float out[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
     job->multiplier->multiply(&job->output, first, last, out);
     for (int64_t t = 0; t < layer->tokens; t++)
         for (int64_t n = first; n < last; n++) {
@@ -66,7 +66,7 @@ static void norm_part(void *argument, int64_t first, int64_t last) {
 static void router_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Layer *layer = job->layer;
-    float out[MOST_OUTPUTS * MOST_BATCH];
+    float out[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
     job->multiplier->multiply(&job->router, first, last, out);
     for (int64_t t = 0; t < layer->tokens; t++)
         for (int64_t e = first; e < last; e++)

@@ -34,7 +34,7 @@ typedef struct {
     void (*place)(const Product *product, int row, int64_t first, int64_t last, const uint16_t *values, int64_t gap);
     /* Puts a whole row of x there. */
     void (*place_row)(const Product *product, int row, const uint16_t *values);
-    /* Outputs [first, last) for all rows of x: out[output - first][row of x], with room for MOST_OUTPUTS. */
+    /* Outputs [first, last) for all rows of x: out[output - first][row of x], with room for MOST_OUTPUTS, on a cache line. */
     void (*multiply)(const Product *product, int64_t first, int64_t last, float *out);
     /* The same as bfloat16: y (batch, outputs). */
     void (*write)(const Product *product, int64_t first, int64_t last, uint16_t *y);
