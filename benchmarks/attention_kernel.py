@@ -1,0 +1,197 @@
+"""Native attention in decode beside the limits of the machine and beside torch.
+
+One layer's attention of a decode step, 32 query heads of size 128: contexts of 1,024 to 32,768 tokens, batches of 1 and
+of 16, 4 and 8 key-value heads, in bfloat16, and one row in float32. Each call takes another layer's keys and values, so
+that no cache holds them; calls for small rows are timed in series.
+
+`read_limit` reads the same bytes on the same cores: a sum, in four places of memory at once (`_read_limit.c`).
+`compute_limit` is the rate at which the processor multiplies and adds float32 numbers, over the operations per byte. A
+row's limit is the smaller one. In each turn read, kernel, torch, kernel and read follow each other, and the medians of
+the turns' ratios count: the bandwidth of a shared machine moves more within a minute than what is measured here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from itertools import count, product
+from statistics import mean, median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from _options import Benchmark, track
+from _read_limit import multiply, read_memory
+
+from moesched.devices.native.attention import CachedLayer, NativeAttention, SequencesInBlocks
+from moesched.devices.native.kernels import NativeKernels
+from moesched.devices.native.library import instruction_sets
+from moesched.devices.products.team import use_cores
+from moesched.devices.torch import kernels
+from moesched.requests.batch import KV_BLOCK_TOKENS
+from moesched.system.cores import usable_cores
+
+HEADS, SIZE = 32, 128
+ARENA_BYTES = 2 << 30
+TURN_BYTES = 128 << 20
+ROUNDS_OF_MULTIPLICATIONS = 1_000_000
+LEAST_FRACTION, LEAST_TIMES_TORCH = 0.8, 5.0
+
+Tensor = torch.Tensor
+
+
+class Row(NamedTuple):
+    """The shape of a decode step's attention."""
+
+    context: int
+    batch: int
+    kv_heads: int
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.context} tokens, batch {self.batch}, {self.kv_heads} KV heads, {kind}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return 2 * self.batch * self.context * self.kv_heads * SIZE * self.dtype.itemsize
+
+    @property
+    def operations_per_byte(self) -> float:
+        """Each number is multiplied and added once for every head of its group."""
+        return 2 * HEADS / self.kv_heads / self.dtype.itemsize
+
+
+ROWS = {
+    str(row): row
+    for row in (
+        *(Row(*shape) for shape in product((1024, 4096, 32768), (1, 16), (4, 8))),
+        Row(4096, 1, 8, torch.float32),
+    )
+}
+
+BENCHMARK = Benchmark(
+    __doc__,
+    "attention_kernel",
+    measures=("devices/native", "benchmarks/_read_limit.c"),
+    packages=("torch",),
+    parts=ROWS,
+    rounds=7,
+    rounds_help="turns of each row",
+    keeps_parts=True,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print what came out, write the result."""
+    here = instruction_sets()
+    BENCHMARK.parser.add_argument("--instruction-set", choices=here, default=here[0])
+    BENCHMARK.parser.add_argument("--threads", type=int, default=usable_cores(), metavar="N")
+    options = BENCHMARK.parse(arguments)
+    found: dict[str, Any] = dict(BENCHMARK.stored().get("rows", {}))
+    cores = options.threads
+    with torch.inference_mode(), closing(NativeKernels(0, options.instruction_set, cores)) as threads:
+        for name in track(options.only, "rows"):
+            found[name] = measure(ROWS[name], NativeAttention(threads), options.rounds, cores)
+            print(f"{name}: {found[name]}", flush=True)
+    BENCHMARK.write(
+        {
+            "instructions": options.instruction_set,
+            "threads": cores,
+            "bars": {"fraction_of_limit": LEAST_FRACTION, "times_torch": LEAST_TIMES_TORCH},
+            "rows": {name: found[name] for name in ROWS if name in found},
+        }
+    )
+
+
+def measure(row: Row, attention: NativeAttention, turns: int, cores: int) -> dict[str, float]:
+    """Bandwidths in GB/s, and their ratios."""
+    layers = random_layers(row)
+    series = max(1, min(TURN_BYTES // row.nbytes, len(layers) // 4))
+    numbers = count()
+
+    def rate(call: Callable[[Tensor], object], calls: int) -> float:
+        taken = [layers[next(numbers) % len(layers)] for _ in range(calls)]
+        start = perf_counter()
+        for layer in taken:
+            call(layer)
+        return calls * row.nbytes / (perf_counter() - start) / 1e9
+
+    def read(calls: int) -> float:
+        """In one piece, which does not start threads for each layer."""
+        first = next(numbers) * calls % (len(layers) - calls + 1)
+        start = perf_counter()
+        read_memory(layers[first : first + calls], cores)
+        return calls * row.nbytes / (perf_counter() - start) / 1e9
+
+    ours, theirs = native_call(row, attention), torch_call(row, cores)
+    rates: dict[str, list[float]] = {name: [] for name in ("read_limit", "compute_limit", "kernel", "torch")}
+    fractions, times = [], []
+    for turn in range(turns + 1):
+        start = perf_counter()
+        operations = multiply(ROUNDS_OF_MULTIPLICATIONS, cores)
+        compute = operations / (perf_counter() - start) / row.operations_per_byte / 1e9
+        reads, kernel = [read(series)], [rate(ours, series)]
+        torchs = rate(theirs, max(1, series // 4))
+        kernel.append(rate(ours, series))
+        reads.append(read(series))
+        if not turn:
+            continue  # pages and threads were new
+        for name, value in zip(rates, (mean(reads), compute, mean(kernel), torchs), strict=True):
+            rates[name].append(value)
+        fractions.append(mean(kernel) / min(mean(reads), compute))
+        times.append(mean(kernel) / torchs)
+    return {
+        **{f"{name}_gbs": round(median(found), 2) for name, found in rates.items()},
+        "fraction_of_limit": round(median(fractions), 3),
+        "times_torch": round(median(times), 2),
+    }
+
+
+def random_layers(row: Row) -> Tensor:
+    """Keys and values of several layers: (layers, 2, batch * context, K, d)."""
+    layers = max(2, ARENA_BYTES // row.nbytes)
+    arena = torch.empty(layers, 2, row.batch * row.context, row.kv_heads, SIZE, dtype=row.dtype)
+    some = torch.randn(1 << 20).to(row.dtype)
+    for piece in arena.view(-1).split(len(some)):
+        piece.copy_(some[: len(piece)])
+    return arena
+
+
+def random_step(row: Row) -> Iterator[Tensor]:
+    """Queries, keys and values of the new tokens."""
+    for heads in (HEADS, row.kv_heads, row.kv_heads):
+        yield torch.randn(row.batch, heads, SIZE).to(row.dtype)
+
+
+def native_call(row: Row, attention: NativeAttention) -> Callable[[Tensor], object]:
+    """One layer by the native kernel; every sequence's blocks follow each other."""
+    q_SHd, k_SKd, v_SKd = random_step(row)
+    blocks = row.batch * row.context // KV_BLOCK_TOKENS
+    sequences = SequencesInBlocks(array("q", [row.context] * row.batch), array("q", range(blocks)))
+
+    def call(layer: Tensor) -> None:
+        keys = layer.data_ptr()
+        cached = CachedLayer(keys, keys + row.nbytes // 2, KV_BLOCK_TOKENS)
+        attention.attend(q_SHd, k_SKd, v_SKd, cached, sequences)
+
+    return call
+
+
+def torch_call(row: Row, cores: int) -> Callable[[Tensor], object]:
+    """One layer by torch, as devices without native kernels attend."""
+    q_SHd, _, _ = random_step(row)
+    shape = (2, row.batch, row.context, row.kv_heads, SIZE)
+
+    def call(layer: Tensor) -> None:
+        use_cores(cores)
+        keys, values = layer.view(shape)
+        kernels.attention(q_SHd, [kernels.KVView(keys, values, 1)])
+
+    return call
+
+
+if __name__ == "__main__":
+    main()
