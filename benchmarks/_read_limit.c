@@ -32,8 +32,10 @@ static void *read_share(void *argument) {
 /* float32 multiplications with additions, in CHAINS independent chains of vectors. */
 static void *multiply_share(void *argument) {
     Share *share = argument;
-    Floats sums[CHAINS] = {0}, factor = {0};
+    Floats sums[CHAINS], factor = {0};
     for (size_t i = 0; i < sizeof(Floats) / sizeof(float); i++) factor[i] = 1.0f + (float)i * 1e-7f;
+#pragma GCC unroll 16
+    for (int chain = 0; chain < CHAINS; chain++) sums[chain] = (Floats){0} + (float)chain; /* or they would be one */
     for (long n = 0; n < share->multiplications; n++) {
         __asm__ volatile("" : "+m"(factor)); /* or the compiler would know the result */
 #pragma GCC unroll 16

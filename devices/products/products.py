@@ -11,32 +11,32 @@ from .linear import Blocks, Tensor, expert_ffn, linear
 class Products:
     """Multiplies by weights; the choice depends on the number of rows and the weights' layout, never on the policy.
 
-    kernel: multiplies few rows; None for torch alone.
+    kernel: multiplies few rows; None for torch alone, and when it is closed.
     """
 
     def __init__(self, kernel: NativeKernels | None = None) -> None:
-        self._kernel = kernel
+        self.kernel = kernel
 
     @property
     def most_rows(self) -> int:
         """Most rows that the kernel takes, on threads of its own."""
-        return self._kernel.most_rows if self._kernel else 0
+        return self.kernel.most_rows if self.kernel else 0
 
     def close(self) -> None:
         """End the kernel's threads."""
-        if self._kernel:
-            self._kernel.close()
-            self._kernel = None
+        if self.kernel:
+            self.kernel.close()
+            self.kernel = None
 
     def linear(self, x_TD: Tensor, blocks: Blocks) -> Tensor:
         """x times the transpose of the matrix that the blocks make: (T, N)."""
-        if self._kernel and self._kernel.takes(x_TD, blocks):
-            return self._kernel.linear(x_TD, blocks)
+        if self.kernel and self.kernel.takes(x_TD, blocks):
+            return self.kernel.linear(x_TD, blocks)
         return linear(x_TD, blocks)
 
     def by_kernel(self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> bool:
         """Whether the kernel computes an expert on these rows: then no row's bits depend on another row."""
-        return self._kernel is not None and self._kernel.takes_expert(x_nD, gate, up, down)
+        return self.kernel is not None and self.kernel.takes_expert(x_nD, gate, up, down)
 
     def expert(
         self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks, kept: slice | None = None
@@ -46,8 +46,8 @@ class Products:
         kept: the rows whose outputs are wanted; None for all of them. Torch computes the others, too, since the last
             bits of its products depend on the other rows; the kernel's do not.
         """
-        if self._kernel and self._kernel.takes_expert(x_nD, gate, up, down):
-            return self._kernel.expert(x_nD if kept is None else x_nD[kept], gate, up, down)
+        if self.kernel and self.kernel.takes_expert(x_nD, gate, up, down):
+            return self.kernel.expert(x_nD if kept is None else x_nD[kept], gate, up, down)
         y_nD = expert_ffn(x_nD, gate, up, down)
         return y_nD if kept is None else y_nD[kept]
 

@@ -45,7 +45,8 @@ class Attention:
         self._embedding_VD = embedding_VD
         self._products = compute.products
         self._native = compute.native
-        self._native_attention = compute.native_attention
+        threads = compute.products.kernel
+        self._native_attention = NativeAttention(threads, config.sliding_window) if threads else None
         self._use_cores_for = compute.use_cores_for
         self._rank = rank
 

@@ -9,7 +9,6 @@ import torch
 from moesched.models.layout import WeightLayout
 from moesched.system.cores import usable_cores
 
-from ..native.attention import NativeAttention
 from ..native.layers import NativeLayers
 from ..products.bfloat16_support import has_bfloat16
 from ..products.crossover import Shape
@@ -39,7 +38,6 @@ class Compute:
         use_cores_for: sets the number of cores for a product, given its rows and weights.
         products: multiplies by weights.
         native: runs whole tasks of few rows; None where torch does.
-        native_attention: attends in decode steps on the CPU; None where torch does.
         team: divides experts and blocks of the LM head among the cores; None where products run one after the other,
             each on all cores.
     """
@@ -55,7 +53,6 @@ class Compute:
         self.products = Products()
         self.team: Team | None = None
         self.native: NativeLayers | None = None
-        self.native_attention: NativeAttention | None = None
         self._config = layout.config
         self._kernel_rows = rows_for_kernel(
             kernel, layout.dtype, Shape(layout.config.intermediate, layout.config.hidden)
@@ -86,9 +83,7 @@ class Compute:
         rows = 0 if self._packs else self._kernel_rows
         native = self._make_kernel(rows)
         self.products = Products(native)
-        if native:
-            self.native = NativeLayers(self._config, native) if rows else None
-            self.native_attention = NativeAttention(native, self._config.sliding_window)
+        self.native = NativeLayers(self._config, native) if native and rows else None
         if self._shares:
             self.team = Team(self.cores)
 
@@ -108,7 +103,7 @@ class Compute:
     def close(self) -> None:
         """End the threads, and restore torch's number of cores."""
         self.products.close()
-        self.native = self.native_attention = None
+        self.native = None
         if self.team is not None:
             self.team.close()
         torch.set_num_threads(self._threads_before)
