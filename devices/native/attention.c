@@ -324,6 +324,7 @@ static const Loops *const loops[INSTRUCTION_SETS][2] = {
     [PORTABLE] = BOTH_TYPES(portable),
 #if defined(__x86_64__)
     [AVX2] = BOTH_TYPES(avx2),
+    [AVX512] = BOTH_TYPES(avx512),
     [AVX512_BF16] = BOTH_TYPES(avx512),
     [AMX_BF16] = BOTH_TYPES(avx512),
 #elif defined(__aarch64__)
