@@ -29,7 +29,7 @@ from moesched.system.cores import affinity, usable_cores
 
 Tensor = torch.Tensor
 
-MOST_ROWS = 32
+MOST_ROWS = 64
 TINY = Path(__file__).parents[1] / "examples" / "tiny-mixtral"
 
 needs_kernel = pytest.mark.skipif(not instruction_sets(), reason=availability())
@@ -249,15 +249,15 @@ def test_the_crossover_is_measured_once_and_kept(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("MOESCHED_CACHE", str(tmp_path / "cache"))
     shape = crossover.Shape(100, 600)
     crossover.most_rows.cache_clear()
-    crossover.most_rows("portable", shape)
+    crossover.most_rows("portable", shape, packed=False)
     [file] = (tmp_path / "cache").iterdir()
     [(here, rows)] = msgspec.json.decode(file.read_bytes()).items()
-    assert here.startswith("portable, 512 x 1024, ")
+    assert here.startswith("portable, 512 x 1024, plain, ")
     assert rows in (0, *crossover.ROWS)
     file.write_bytes(msgspec.json.encode({here: 7}))
     crossover.most_rows.cache_clear()
-    assert crossover.most_rows("portable", shape) == 7
+    assert crossover.most_rows("portable", shape, packed=False) == 7
     file.write_bytes(b"{broken")
     crossover.most_rows.cache_clear()
-    assert crossover.most_rows("portable", shape) in (0, *crossover.ROWS)
+    assert crossover.most_rows("portable", shape, packed=False) in (0, *crossover.ROWS)
     crossover.most_rows.cache_clear()

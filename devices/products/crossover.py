@@ -26,17 +26,18 @@ from moesched.system.input_file import read_input
 from ..native.kernels import NativeKernels
 from ..native.library import build
 from .linear import Blocks, Tensor, linear
-from .packed_weights import pack, packing_pays
+from .packed_weights import pack
 from .team import use_cores
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 LEAST, MOST_WEIGHTS = 512, 1 << 24
 """Of a matrix: the fewest rows and columns, and the most weights. Others take as long per weight."""
 COLD_BYTES = 96 << 20
 """Bytes of all matrices together, so that no cache still holds one when it is used again."""
 TURNS = 7
-TIE = 1.02
-"""Up to this ratio the kernel is used: whole tasks of few rows are then one native call."""
+TIE_WITH_PACKED, TIE_WITH_PLAIN = 1.02, 1.3
+"""Up to this ratio the kernel is used, since it makes whole tasks one call. A decode step of 64 requests by plain weights
+was measured to take 1.4 times as long where torch, equally fast on one core, multiplied 64 rows."""
 MOST_BYTES = 1_000_000
 """Limit of the file of results."""
 
@@ -61,11 +62,14 @@ def _power_of_two(number: int, most: int) -> int:
 
 
 @cache
-def most_rows(instruction_set: str, shape: Shape) -> int:
-    """The number of rows up to which the kernel wins; read from the cache folder, or measured."""
-    kept, here = _kept(), _here(instruction_set, shape)
+def most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
+    """The number of rows up to which the kernel wins; read from the cache folder, or measured.
+
+    packed: over torch with packed weights.
+    """
+    kept, here = _kept(), _here(instruction_set, shape, packed)
     if here not in kept:
-        kept[here] = measure_most_rows(instruction_set, shape.measured)
+        kept[here] = measure_most_rows(instruction_set, shape.measured, packed)
         _keep(kept)
     return kept[here]
 
@@ -76,44 +80,47 @@ def forget() -> None:
     most_rows.cache_clear()
 
 
-def measure_most_rows(instruction_set: str, shape: Shape) -> int:
+def measure_most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
     """The number of ROWS up to which the kernel saves the most in all; 0 if it saves nothing.
 
-    Kernel and torch, with packed weights where that pays, take turns on one core, and the fastest turn of each counts.
+    Kernel and torch take turns on one core, and the fastest turn of each counts.
     Other processes hardly change what a thread takes of its core's time; waits of threads for each other they do.
     """
     # On a thread of its own, as the number of cores that torch uses is the thread's.
     with ThreadPoolExecutor(1, "crossover") as thread:
-        return thread.submit(_measure, instruction_set, shape).result()
+        return thread.submit(_measure, instruction_set, shape, packed).result()
 
 
 @torch.inference_mode()
-def _measure(instruction_set: str, shape: Shape) -> int:
+def _measure(instruction_set: str, shape: Shape, packed: bool) -> int:
     use_cores(1)
     with closing(NativeKernels(ROWS[-1], instruction_set, threads=1)) as kernel:
-        return most_saved({rows: _ratio(ours, theirs) for rows, ours, theirs in _contests(kernel, shape)})
+        contests = _contests(kernel, shape, packed)
+        ratios = {rows: _ratio(ours, theirs) for rows, ours, theirs in contests}
+        return most_saved(ratios, TIE_WITH_PACKED if packed else TIE_WITH_PLAIN)
 
 
-def most_saved(ratios: Mapping[int, float]) -> int:
-    """The number of rows up to which the product of all ratios is smallest; 0 if it is never below that of ties.
+def most_saved(ratios: Mapping[int, float], tie: float = 1) -> int:
+    """The number of rows up to which the product of all ratios is smallest; 0 if it is never below that of
+    ties.
 
     One ratio that another process spoiled does not cut off the rows behind it.
 
     ratios: the kernel's time to torch's by number of rows, ascending.
     """
-    saved = list(accumulate((log(TIE / ratio) for ratio in ratios.values()), initial=0.0))
+    saved = list(accumulate((log(tie / ratio) for ratio in ratios.values()), initial=0.0))
     return (0, *ratios)[saved.index(max(saved))]
 
 
 Call = Callable[[], object]
 
 
-def _contests(kernel: NativeKernels, shape: Shape) -> Iterator[tuple[int, Call, Call]]:
+def _contests(kernel: NativeKernels, shape: Shape, packed: bool) -> Iterator[tuple[int, Call, Call]]:
     """Numbers of rows, and the same products by the kernel and by torch."""
     count = max(2, COLD_BYTES // (2 * shape.outputs * shape.inputs))
     matrices = [torch.full(shape, 0.01, dtype=torch.bfloat16) for _ in range(count)]
     plain = cycle(matrices)
-    torchs = cycle([pack(each) for each in matrices] if packing_pays() else matrices)
+    torchs = cycle([pack(each) for each in matrices] if packed else matrices)
     for rows in ROWS:
         x_TD = torch.full((rows, shape.inputs), 0.01, dtype=torch.bfloat16)
         yield rows, partial(_multiply, kernel.linear, x_TD, plain), partial(_multiply, linear, x_TD, torchs)
@@ -135,9 +142,10 @@ def _core_seconds(call: Call) -> float:
     return thread_time() - start
 
 
-def _here(instruction_set: str, shape: Shape) -> str:
+def _here(instruction_set: str, shape: Shape, packed: bool) -> str:
     outputs, inputs = shape.measured
-    return f"{instruction_set}, {outputs} x {inputs}, torch {version('torch')}, kernels {build()}"
+    torchs = "packed" if packed else "plain"
+    return f"{instruction_set}, {outputs} x {inputs}, {torchs}, torch {version('torch')}, kernels {build()}"
 
 
 def _file() -> Path:

@@ -52,12 +52,13 @@ class Products:
         return y_nD if kept is None else y_nD[kept]
 
 
-def rows_for_kernel(kernel: str, dtype: str, shape: Shape) -> int:
+def rows_for_kernel(kernel: str, dtype: str, shape: Shape, packed: bool) -> int:
     """The most rows for which a chosen kernel is used; 0 where it is not used at all.
 
     Args:
         kernel: `auto`, `torch`, or an instruction set.
         shape: of the matrices that most weights are in.
+        packed: whether torch would multiply by packed weights.
 
     Raises:
         BadInput: there is no such kernel here.
@@ -65,7 +66,7 @@ def rows_for_kernel(kernel: str, dtype: str, shape: Shape) -> int:
     check_choice(kernel)
     if kernel == TORCH or dtype != "bfloat16" or not instruction_sets():
         return 0
-    return most_rows(instruction_sets()[0] if kernel == AUTO else kernel, shape)
+    return most_rows(instruction_sets()[0] if kernel == AUTO else kernel, shape, packed)
 
 
 def make_kernel(kernel: str, rows: int, cores: int, pin: bool = False) -> NativeKernels | None:

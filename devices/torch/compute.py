@@ -10,6 +10,7 @@ from moesched.models.layout import WeightLayout
 from moesched.system.cores import usable_cores
 
 from ..native.layers import NativeLayers
+from ..native.library import check_choice
 from ..products.bfloat16_support import has_bfloat16
 from ..products.crossover import Shape
 from ..products.linear import Tensor
@@ -54,9 +55,9 @@ class Compute:
         self.team: Team | None = None
         self.native: NativeLayers | None = None
         self._config = layout.config
-        self._kernel_rows = rows_for_kernel(
-            kernel, layout.dtype, Shape(layout.config.intermediate, layout.config.hidden)
-        )
+        check_choice(kernel)
+        expert = Shape(layout.config.intermediate, layout.config.hidden)
+        self._kernel_rows = partial(rows_for_kernel, kernel, layout.dtype, expert)
         self._make_kernel = partial(make_kernel, kernel, cores=self.cores, pin=pin)
         self._packs = self.on_cpu and layout.dtype == "bfloat16" and packing_pays(transposed)
         self._shares = self.on_cpu and self.cores > 1 and cores_keep_bits(self.dtype, self.cores, transposed)
@@ -78,9 +79,9 @@ class Compute:
         if self._started:
             return
         self._started = True
-        if rows_an_expert <= self._kernel_rows:
+        if self._packs and rows_an_expert <= self._kernel_rows(packed=True):
             self._packs = False  # only torch multiplies by packed weights
-        rows = 0 if self._packs else self._kernel_rows
+        rows = 0 if self._packs else self._kernel_rows(packed=False)
         native = self._make_kernel(rows)
         self.products = Products(native)
         self.native = NativeLayers(self._config, native) if native and rows else None

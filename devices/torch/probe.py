@@ -46,7 +46,7 @@ class TorchProbe:
         self._readers = Team(READS_IN_FLIGHT)
         self._files: dict[Path, DirectFile] = {}
         forget()
-        rows = rows_for_kernel(AUTO, "bfloat16", PRODUCT)
+        rows = rows_for_kernel(AUTO, "bfloat16", PRODUCT, packing_pays())
         self._products = Products(make_kernel(AUTO, rows, threads))
 
     def close(self) -> None:
