@@ -36,8 +36,8 @@ COLD_BYTES = 96 << 20
 """Bytes of all matrices together, so that no cache still holds one when it is used again."""
 TURNS = 7
 TIE_WITH_PACKED, TIE_WITH_PLAIN = 1.02, 1.3
-"""Up to this ratio the kernel is used, since it makes whole tasks one call. A decode step of 64 requests by plain weights
-was measured to take 1.4 times as long where torch, equally fast on one core, multiplied 64 rows."""
+"""Up to this ratio the kernel is used, since it makes whole tasks one call. A decode step of 64 requests by plain
+weights took 1.4 times as long where torch, equally fast on one core, multiplied 64 rows."""
 MOST_BYTES = 1_000_000
 """Limit of the file of results."""
 
