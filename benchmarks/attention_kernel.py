@@ -4,10 +4,10 @@ One layer's attention of a decode step, 32 query heads of size 128: contexts of 
 of 16, 4 and 8 key-value heads, in bfloat16, and one row in float32. Each call takes another layer's keys and values, so
 that no cache holds them; calls for small rows are timed in series.
 
-`read_limit` reads the same bytes on the same cores: a sum, in four places of memory at once (`_read_limit.c`).
-`compute_limit` is the rate at which the processor multiplies and adds float32 numbers, over the operations per byte. A
-row's limit is the smaller one. In each turn read, kernel, torch, kernel and read follow each other, and the medians of
-the turns' ratios count: the bandwidth of a shared machine moves more within a minute than what is measured here.
+`read_limit` reads the same bytes on the same cores (`_core_limits.c`); `compute_limit` is the rate at which the
+processor multiplies and adds float32 numbers, over the FLOPs per byte. A row's limit is the smaller one. In each turn
+read, kernel, torch, kernel and read follow each other, and the medians of the turns' ratios count: the bandwidth of a
+shared machine moves more within a minute than what is measured here.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import count, product
+from math import inf
 from statistics import mean, median
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from _core_limits import multiply, read_memory
 from _options import Benchmark, track
-from _read_limit import multiply, read_memory
 
 from moesched.devices.native.attention import CachedLayer, NativeAttention, SequencesInBlocks
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.native.library import instruction_sets
-from moesched.devices.products.team import use_cores
+from moesched.devices.products.team import Team, use_cores
 from moesched.devices.torch import kernels
 from moesched.requests.batch import KV_BLOCK_TOKENS
 from moesched.system.cores import usable_cores
@@ -36,6 +38,8 @@ HEADS, SIZE = 32, 128
 ARENA_BYTES = 2 << 30
 TURN_BYTES = 128 << 20
 ROUNDS_OF_MULTIPLICATIONS = 1_000_000
+FLOAT32_OF = {"amx_bf16": "avx512", "avx512_bf16": "avx512", "neon_bf16": "neon"}
+"""The instruction sets whose attention multiplies float32 numbers with another one's instructions."""
 LEAST_FRACTION, LEAST_TIMES_TORCH = 0.8, 5.0
 
 Tensor = torch.Tensor
@@ -59,7 +63,7 @@ class Row(NamedTuple):
         return 2 * self.batch * self.context * self.kv_heads * SIZE * self.dtype.itemsize
 
     @property
-    def operations_per_byte(self) -> float:
+    def flop_per_byte(self) -> float:
         """Each number is multiplied and added once for every head of its group."""
         return 2 * HEADS / self.kv_heads / self.dtype.itemsize
 
@@ -75,7 +79,7 @@ ROWS = {
 BENCHMARK = Benchmark(
     __doc__,
     "attention_kernel",
-    measures=("devices/native", "benchmarks/_read_limit.c"),
+    measures=("devices/native", "benchmarks/_core_limits.c"),
     packages=("torch",),
     parts=ROWS,
     rounds=7,
@@ -91,10 +95,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     BENCHMARK.parser.add_argument("--threads", type=int, default=usable_cores(), metavar="N")
     options = BENCHMARK.parse(arguments)
     found: dict[str, Any] = dict(BENCHMARK.stored().get("rows", {}))
-    cores = options.threads
-    with torch.inference_mode(), closing(NativeKernels(0, options.instruction_set, cores)) as threads:
+    cores, name_of_set = options.threads, options.instruction_set
+    with (
+        torch.inference_mode(),
+        closing(NativeKernels(0, name_of_set, cores)) as threads,
+        closing(Team(cores)) as team,
+    ):
+        multiplies = FLOAT32_OF.get(name_of_set, name_of_set)
         for name in track(options.only, "rows"):
-            found[name] = measure(ROWS[name], NativeAttention(threads), options.rounds, cores)
+            found[name] = measure(ROWS[name], NativeAttention(threads), multiplies, options.rounds, team)
             print(f"{name}: {found[name]}", flush=True)
     BENCHMARK.write(
         {
@@ -106,8 +115,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
 
 
-def measure(row: Row, attention: NativeAttention, turns: int, cores: int) -> dict[str, float]:
-    """Bandwidths in GB/s, and their ratios."""
+def measure(
+    row: Row, attention: NativeAttention, instruction_set: str, turns: int, team: Team
+) -> dict[str, float]:
+    """Bandwidths in GB/s, and their ratios.
+
+    instruction_set: what multiplies.
+    """
     layers = random_layers(row)
     series = max(1, min(TURN_BYTES // row.nbytes, len(layers) // 4))
     numbers = count()
@@ -119,24 +133,20 @@ def measure(row: Row, attention: NativeAttention, turns: int, cores: int) -> dic
             call(layer)
         return calls * row.nbytes / (perf_counter() - start) / 1e9
 
-    def read(calls: int) -> float:
-        """In one piece, which does not start threads for each layer."""
-        first = next(numbers) * calls % (len(layers) - calls + 1)
-        start = perf_counter()
-        read_memory(layers[first : first + calls], cores)
-        return calls * row.nbytes / (perf_counter() - start) / 1e9
+    def read(layer: Tensor) -> None:
+        share = row.nbytes // team.cores
+        starts = range(layer.data_ptr(), layer.data_ptr() + share * team.cores, share)
+        team.run([partial(read_memory, start, share) for start in starts])
 
-    ours, theirs = native_call(row, attention), torch_call(row, cores)
+    ours, theirs = native_call(row, attention), torch_call(row, team.cores)
     rates: dict[str, list[float]] = {name: [] for name in ("read_limit", "compute_limit", "kernel", "torch")}
     fractions, times = [], []
     for turn in range(turns + 1):
-        start = perf_counter()
-        operations = multiply(ROUNDS_OF_MULTIPLICATIONS, cores)
-        compute = operations / (perf_counter() - start) / row.operations_per_byte / 1e9
-        reads, kernel = [read(series)], [rate(ours, series)]
+        compute = flop_rate(instruction_set, team) / row.flop_per_byte / 1e9
+        reads, kernel = [rate(read, series)], [rate(ours, series)]
         torchs = rate(theirs, max(1, series // 4))
         kernel.append(rate(ours, series))
-        reads.append(read(series))
+        reads.append(rate(read, series))
         if not turn:
             continue  # pages and threads were new
         for name, value in zip(rates, (mean(reads), compute, mean(kernel), torchs), strict=True):
@@ -148,6 +158,16 @@ def measure(row: Row, attention: NativeAttention, turns: int, cores: int) -> dic
         "fraction_of_limit": round(median(fractions), 3),
         "times_torch": round(median(times), 2),
     }
+
+
+def flop_rate(instruction_set: str, team: Team) -> float:
+    """FLOP/s of all cores; infinite where the instruction set's limit is not known."""
+    done: list[float] = []
+    start = perf_counter()
+    team.run(
+        [lambda: done.append(multiply(instruction_set, ROUNDS_OF_MULTIPLICATIONS)) for _ in range(team.cores)]
+    )
+    return sum(done) / (perf_counter() - start) or inf
 
 
 def random_layers(row: Row) -> Tensor:

@@ -5,21 +5,28 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from _small_runs import ONE_MEMORY, generate
 from msgspec.structs import replace
 
 from moesched.devices.native.attention import CachedLayer, NativeAttention, SequencesInBlocks
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.native.library import availability, instruction_sets
+from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.kv_cache import BlockedKV
+from moesched.models.checkpoint import open_checkpoint
+from moesched.models.layout import weight_layout
+from moesched.plugins import make_policy
 from small_models import SMALL
 
 Tensor = torch.Tensor
 
 BLOCK = 16
+TINY = Path(__file__).parents[1] / "examples" / "tiny-mixtral"
 TYPES = [torch.float32, torch.bfloat16]
 LENGTHS = (1, 15, 16, 17, 32, 33, 255, 256, 257, 300)
 
@@ -101,18 +108,18 @@ def attend(
 
 
 def exact(step: Step, window: int | None = None) -> Tensor:
-    """Attention in float64, head by head."""
-    heads, kv_heads, size = step.q_SHd.shape[1], step.k_SKd.shape[1], step.q_SHd.shape[2]
+    """Attention in float64."""
+    group, size = step.q_SHd.shape[1] // step.k_SKd.shape[1], step.q_SHd.shape[2]
     rows = []
-    for i, (keys, values) in enumerate(step.past):
-        seen = slice(-window if window else 0, None)
-        all_keys = torch.cat((keys, step.k_SKd[i : i + 1]))[seen].double()
-        all_values = torch.cat((values, step.v_SKd[i : i + 1]))[seen].double()
-        for head in range(heads):
-            group = head * kv_heads // heads
-            scores = all_keys[:, group] @ step.q_SHd[i, head].double() / size**0.5
-            rows.append(scores.softmax(0) @ all_values[:, group])
-    return torch.cat(rows).view(len(step.past), -1)
+    for i, cached in enumerate(step.past):
+        new = step.k_SKd[i : i + 1], step.v_SKd[i : i + 1]
+        keys, values = (
+            torch.cat(halves)[-window if window else 0 :].double().repeat_interleave(group, 1)
+            for halves in zip(cached, new, strict=True)
+        )
+        scores_HL = torch.einsum("hd,lhd->hl", step.q_SHd[i].double(), keys) / size**0.5
+        rows.append(torch.einsum("hl,lhd->hd", scores_HL.softmax(1), values).flatten())
+    return torch.stack(rows)
 
 
 def assert_right(got: Tensor, expected: Tensor) -> None:
@@ -213,3 +220,23 @@ def test_a_nan_stays_in_its_sequence_and_head(kernels: NativeKernels) -> None:
     got = attend(kernels, step).view(2, 4, 16)
     assert got[1, 2].isnan().all()
     assert got.isnan().sum() == 16
+
+
+@pytest.mark.skipif(not instruction_sets(), reason=availability())
+def test_a_run_in_float32_attends_natively_and_says_what_it_says_with_torch() -> None:
+    checkpoint = open_checkpoint(TINY)
+    layout = weight_layout(checkpoint.config, "float32")
+    ours, theirs = (
+        generate(
+            TorchDevice(checkpoint, layout, keep_logits=True, kernel=kernel),
+            make_policy("resident"),
+            ONE_MEMORY,
+            [[5, 6, 7], [90]],
+            new_tokens=4,
+            micro_batch_size=2,
+        ).logits_RSV
+        for kernel in (instruction_sets()[0], "torch")
+    )
+    assert torch.equal(ours[:, 0], theirs[:, 0]), "prefill is torch's"
+    assert not torch.equal(ours, theirs), "decode steps do not attend natively"
+    assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3)
