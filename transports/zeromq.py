@@ -13,7 +13,7 @@ from moesched.errors import TransportError
 from moesched.seams import Exchange
 
 from .curve import Keys
-from .frames import Frame, Kind, pack
+from .frames import Frame, Kind, pack, sender
 from .inbox import Inbox
 from .mesh import Mesh
 from .sums import pieces, sum_in_order
@@ -64,6 +64,8 @@ class ZeroMqTransport:
         self.epoch = epoch
         self.timeout_seconds = timeout_seconds
         self.others = tuple(each for each in range(self.ranks) if each != rank)
+        self.sender = sender(Kind.ALL_REDUCE, rank)
+        self.senders = {sender(Kind.ALL_REDUCE, each): each for each in self.others}
         self.closed = False
         self.mesh = Mesh(
             addresses,
