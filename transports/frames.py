@@ -52,6 +52,9 @@ DIMENSIONS = 8
 TEXT_BYTES = 4096
 """Limit of a text; a longer one is cut, and ends in a digest of the whole."""
 
+TEXT_UNIT = 16
+"""Texts are padded to a multiple of these bytes."""
+
 JOINED_UP_TO = 64 * 1024
 """Smaller frames are cheaper to copy; larger ones are sent from the memory that they are put together in."""
 
@@ -87,6 +90,8 @@ class Kind(IntEnum):
     """The sender takes no part in this exchange; the text is the reason."""
     LEAVE = 8
     """The sender takes no part in any later exchange; the text is the reason."""
+
+    __hash__ = int.__hash__  # that of enumerations is written in Python, and each exchange needs three
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -162,7 +167,7 @@ def common(
     if len(said) > TEXT_BYTES:
         said = cut(text).encode()
     subject = _subject(operation, root, values.dtype, values.size, shape, len(said))
-    return b"".join((_PLACE.pack(*place), subject, said.ljust(_padded(len(said)), b"\0")))
+    return b"".join((_PLACE.pack(*place), subject, said, bytes(-len(said) % TEXT_UNIT)))
 
 
 @lru_cache(256)
@@ -235,4 +240,4 @@ def cut(text: str) -> str:
 
 
 def _padded(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
+    return -(-nbytes // TEXT_UNIT) * TEXT_UNIT

@@ -105,9 +105,9 @@ class Turn:
         side, mesh = self._side, self._side.mesh
         ticket, signature, step, layer = self._exchange
         place = side.epoch, self._sequence, ticket, step, layer
-        after = common(place, Kind.ALL_REDUCE, self._root, part, part.shape, signature)
+        after = common(place, self._operation, self._root, part, part.shape, signature)
         self._send(side.others, joined(side.sender, after, part))
-        came = self._came.setdefault(Kind.ALL_REDUCE, {})
+        came = self._came.setdefault(self._operation, {})
         start = SENDER_BYTES + len(after)
         nbytes = start + part.nbytes
         while len(came) < len(side.others):
