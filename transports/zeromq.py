@@ -65,7 +65,7 @@ class ZeroMqTransport:
         self.timeout_seconds = timeout_seconds
         self.others = tuple(each for each in range(self.ranks) if each != rank)
         self.sender = sender(Kind.ALL_REDUCE, rank)
-        self.senders = {sender(Kind.ALL_REDUCE, each): each for each in self.others}
+        self.senders: Mapping[bytes, int] = {sender(Kind.ALL_REDUCE, each): each for each in self.others}
         self.closed = False
         self.mesh = Mesh(
             addresses,
