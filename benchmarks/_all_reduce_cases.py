@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -26,7 +27,7 @@ from moesched.seams import Exchange, Transport
 from moesched.tasks import Block, Collective, Kernel, Lane, Task, Work
 
 VALUES = 6144
-LAYERS, COMPUTE_SECONDS, TOKENS = 40, 200e-6, 12
+LAYERS, COMPUTE_SECONDS, TOKENS, TOKEN_ROUNDS = 40, 200e-6, 12, 4
 dist: Any = torch.distributed
 HOST = "127.0.0.1"
 CASES = [
@@ -85,8 +86,11 @@ def measure(setup: Setup, rank: int) -> tuple[dict[str, list[float]], dict[str, 
         cases[f"zeromq, {name}, called"] = transport
     ours["envoy"] = Counted(zeromq("envoy", setup.keys, rank, next(ports)), rank, part)
     ours["gloo"] = Counted(gloo(rank, next(ports)[0]), rank, part)
-    cases["bare zeromq, CURVE"] = BareZeroMq(rank, next(ports), part, setup.keys)
-    cases["bare zeromq, plain"] = BareZeroMq(rank, next(ports), part, None)
+    bare = {
+        "CURVE": BareZeroMq(rank, next(ports), part, setup.keys),
+        "plain": BareZeroMq(rank, next(ports), part, None),
+    }
+    cases |= {f"bare zeromq, {name}": case for name, case in bare.items()}
     cases["envoy, CURVE"] = ours["envoy"]
     cases["grpc"] = Grpc(rank, next(ports), part)
     cases["gloo"] = ours["gloo"]
@@ -99,10 +103,14 @@ def measure(setup: Setup, rank: int) -> tuple[dict[str, list[float]], dict[str, 
     for _ in range(setup.rounds):
         for name, case in cases.items():
             seconds[name] += case.run(setup.exchanges)[setup.exchanges // 10 :]
-    tokens = {f"zeromq, {name}": token_overheads(ours[name]) for name in ("CURVE", "plain")}
+    tokens: dict[str, list[float]] = defaultdict(list)
+    for _ in range(TOKEN_ROUNDS):
+        for name, sockets in bare.items():
+            tokens[f"zeromq, {name}"] += token_overheads(ours[name])
+            tokens[f"bare zeromq, {name}"] += bare_token_overheads(sockets)
     for transport in ours.values():
         asyncio.run(transport.transport.aclose())
-    return seconds, tokens
+    return seconds, dict(tokens)
 
 
 # -- ours ------------------------------------------------------------------------------------------
@@ -268,6 +276,19 @@ class BareZeroMq:
     def run(self, exchanges: int) -> list[float]:
         """The seconds of that many."""
         return timed(self.reduce, exchanges)
+
+
+def bare_token_overheads(sockets: BareZeroMq) -> list[float]:
+    """Seconds of a token beyond the products of its layers, without engine, for some tokens."""
+    overheads = []
+    for _ in range(TOKENS + 1):
+        began = time.perf_counter()
+        busy = 0.0
+        for _ in range(LAYERS):
+            busy += timed(compute, 1)[0]
+            sockets.reduce()
+        overheads.append(time.perf_counter() - began - busy)
+    return overheads[1:]
 
 
 class RawTcp:

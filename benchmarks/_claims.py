@@ -52,6 +52,12 @@ def all_reduce(result: Result) -> Iterator[Claim]:
     for name, said in words.items():
         measured, bar = bars[name]
         yield at_most(said, 1e6 * measured, 1e6 * bar, "{:,.0f} µs")
+    for name, keys in {"plain_over_bare": "plain", "curve_over_bare": "encrypted"}.items():
+        if name in bars:
+            measured, bar = bars[name]
+            yield at_most(
+                f"an exchange in the engine over one of bare sockets, {keys}", measured, bar, "{:.2f}x"
+            )
     ratio, bar = bars["grpc_over_zeromq_curve"]
     yield at_least("gRPC's median over ours, encrypted", ratio, bar, "{:.1f}")
 

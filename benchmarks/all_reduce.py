@@ -12,7 +12,7 @@ gloo, envoy, inproc             the other transports
 raw TCP                         a blocking socket
 
 Then a token: 40 layers, each 200 µs of products on a lane beside, then the exchange, as a policy submits them. What
-it takes beyond the products is the overhead.
+it takes beyond the products is the overhead. Bare sockets do the same without engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from _all_reduce_cases import CASES, LAYERS, Setup, measure
 from _options import ENGINE, Benchmark, progress
 
 BAR_PLAIN, BAR_CURVE, BAR_TOKEN, BAR_GRPC = 100e-6, 120e-6, 4e-3, 4.0
-IN_ENGINE = "zeromq, {}, in the engine, submitted"
+BAR_OVER_BARE = 1.4
+IN_ENGINE, BARE = "zeromq, {}, in the engine, submitted", "bare zeromq, {}"
 
 
 BENCHMARK = Benchmark(
@@ -39,10 +40,10 @@ BENCHMARK = Benchmark(
     measures=("benchmarks/_all_reduce_cases.py", "transports", *ENGINE),
     packages=("pyzmq", "grpcio", "torch", "uvloop"),
     parts=CASES,
-    rounds=8,
+    rounds=24,
     rounds_help="turns of each transport",
 )
-BENCHMARK.parser.add_argument("--exchanges", type=int, default=400, help="exchanges of a turn (default: 400)")
+BENCHMARK.parser.add_argument("--exchanges", type=int, default=150, help="exchanges of a turn (default: 150)")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -60,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "ranks": 2,
             "seconds": figures,
             f"overhead_seconds_of_{LAYERS}_layers": overheads,
-            "measured_and_bar": bars(figures, overheads) if options.only == CASES else {},
+            "measured_and_bar": bars(figures, overheads) | bars_over_bare(seconds, options.rounds)
+            if options.only == CASES
+            else {},
         }
     )
 
@@ -74,6 +77,25 @@ def bars(figures: dict[str, Any], overheads: dict[str, Any]) -> dict[str, list[f
         "grpc_over_zeromq_curve": [figures["grpc"]["p50"] / curve, BAR_GRPC],
         "overhead_per_token_seconds": [overheads["zeromq, CURVE"]["p50"], BAR_TOKEN],
     }
+
+
+def bars_over_bare(seconds: dict[str, list[float]], rounds: int) -> dict[str, list[float]]:
+    """An exchange in the engine over one of bare sockets: the median of the ratios of each round's medians."""
+    found = {}
+    for keys in ("plain", "CURVE"):
+        ours, bare = (
+            medians(seconds[IN_ENGINE.format(keys)], rounds),
+            medians(seconds[BARE.format(keys)], rounds),
+        )
+        ratio = median(mine / floor for mine, floor in zip(ours, bare, strict=True))
+        found[f"{keys.lower()}_over_bare"] = [ratio, BAR_OVER_BARE]
+    return found
+
+
+def medians(seconds: list[float], rounds: int) -> list[float]:
+    """The median of each round."""
+    size = len(seconds) // rounds
+    return [median(seconds[start : start + size]) for start in range(0, len(seconds), size)]
 
 
 def in_two_processes(

@@ -102,6 +102,24 @@ def test_ranks_that_say_different_things_are_told_what_each_said() -> None:
     assert "rank 0: sum of 3 floats; rank 1: sum of 4 floats" in str(task.cause)
 
 
+def test_a_rank_alone_waits_for_no_others() -> None:
+    alone = Script(net="in_order")
+    ranks = meet(alone)
+    alone.collective("sum", "net")
+    ranks.collect()
+    assert alone.started() == ["sum"]
+
+
+def test_a_collective_of_a_rank_alone_can_be_cancelled_before_it_is_admitted() -> None:
+    alone = Script(net="in_order")
+    ranks = meet(alone)
+    alone.collective("sum", "net")
+    assert alone.cancel("sum")
+    ranks.collect()
+    assert (alone.state("sum"), alone.started()) == ("cancelled", [])
+    alone.engine.check_over()
+
+
 def test_a_cancelled_collective_is_cancelled_on_the_ranks_that_are_there_and_on_those_that_come() -> None:
     first, second, third = Script(net="ready_first"), Script(net="in_order"), Script(net="ready_first")
     ranks = meet(first, second, third)

@@ -45,10 +45,15 @@ _SENDER = struct.Struct("<4sBBH")
 _PLACE = struct.Struct("<QQqqq")
 _SUBJECT = struct.Struct("<QBBBxHH8I")
 HEADER = struct.Struct("<" + "".join(part.format.lstrip("<") for part in (_SENDER, _PLACE, _SUBJECT)))
-_RANK_AT = _SENDER.size - 2
+SENDER_BYTES = _SENDER.size
+"""Length of the part of a header that differs between the ranks of an exchange."""
+
 DIMENSIONS = 8
 TEXT_BYTES = 4096
 """Limit of a text; a longer one is cut, and ends in a digest of the whole."""
+
+TEXT_UNIT = 16
+"""Texts are padded to a multiple of these bytes."""
 
 JOINED_UP_TO = 64 * 1024
 """Smaller frames are cheaper to copy; larger ones are sent from the memory that they are put together in."""
@@ -85,6 +90,8 @@ class Kind(IntEnum):
     """The sender takes no part in this exchange; the text is the reason."""
     LEAVE = 8
     """The sender takes no part in any later exchange; the text is the reason."""
+
+    __hash__ = int.__hash__  # that of enumerations is written in Python, and each exchange needs three
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -140,23 +147,27 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
         return f"{what} (step {self.step}, layer {self.layer}) {self.text}".rstrip()
 
 
-def prefix(frame: Frame) -> bytes:
-    """The header and the text of a frame, which come before its values.
+def sender(kind: Kind, rank: int) -> bytes:
+    """The first bytes of a frame: its format, its kind and the rank that sends it."""
+    return _SENDER.pack(MAGIC, VERSION, kind, rank)
+
+
+def common(
+    place: tuple[int, ...], operation: Kind, root: int, values: Array, shape: tuple[int, ...], text: str
+) -> bytes:
+    """The header after the sender, and the text. In an all-reduce these bytes are the same on all ranks.
+
+    Args:
+        place: epoch, sequence, ticket, step and layer.
 
     Raises:
         TransportError: the array's type is not in DTYPES, or it has more than 8 dimensions or too large ones.
     """
-    values, said = frame.values, frame.text.encode()
+    said = text.encode()
     if len(said) > TEXT_BYTES:
-        said = cut(frame.text).encode()
-    return b"".join(
-        (
-            _SENDER.pack(MAGIC, VERSION, frame.kind, frame.rank),
-            _PLACE.pack(frame.epoch, frame.sequence, frame.ticket, frame.step, frame.layer),
-            _subject(frame.operation, frame.root, values.dtype, values.size, frame.shape, len(said)),
-            said.ljust(_padded(len(said)), b"\0"),
-        )
-    )
+        said = cut(text).encode()
+    subject = _subject(operation, root, values.dtype, values.size, shape, len(said))
+    return b"".join((_PLACE.pack(*place), subject, said, bytes(-len(said) % TEXT_UNIT)))
 
 
 @lru_cache(256)
@@ -171,20 +182,18 @@ def _subject(
     return _SUBJECT.pack(elements, operation, code, len(shape), root, said, *lengths)
 
 
-def prefix_of(rank: int, mine: bytes) -> bytes:
-    """The prefix of another rank's frame that differs only in the sender."""
-    return mine[:_RANK_AT] + rank.to_bytes(2, "little") + mine[_SENDER.size :]
-
-
 def pack(frame: Frame) -> bytes | memoryview:
-    """The bytes of a frame, as a copy, so that the values may change afterwards. Raises as `prefix`."""
-    return joined(prefix(frame), frame.values)
+    """The bytes of a frame, as a copy, so that the values may change afterwards. Raises as `common`."""
+    place = frame.epoch, frame.sequence, frame.ticket, frame.step, frame.layer
+    after = common(place, frame.operation, frame.root, frame.values, frame.shape, frame.text)
+    return joined(sender(frame.kind, frame.rank), after, frame.values)
 
 
-def joined(before: bytes, values: Array) -> bytes | memoryview:
-    """The bytes of a frame, from its prefix and its contiguous values."""
+def joined(first: bytes, after: bytes, values: Array) -> bytes | memoryview:
+    """The bytes of a frame, from its sender, its other bytes and its contiguous values."""
     if values.nbytes <= JOINED_UP_TO:
-        return b"".join((before, values.data))
+        return b"".join((first, after, values.data))
+    before = first + after
     packed = np.empty(len(before) + values.nbytes, np.uint8)
     packed[: len(before)] = np.frombuffer(before, np.uint8)
     packed[len(before) :] = values.reshape(-1).view(np.uint8)
@@ -231,4 +240,4 @@ def cut(text: str) -> str:
 
 
 def _padded(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
+    return -(-nbytes // TEXT_UNIT) * TEXT_UNIT

@@ -13,7 +13,7 @@ import zmq
 from moesched.errors import RankLost, TransportError
 from moesched.seams import Exchange
 
-from .frames import NAMES, NOTHING, PIECES, Frame, Kind, joined, pack, prefix, prefix_of
+from .frames import NAMES, NOTHING, PIECES, SENDER_BYTES, Frame, Kind, common, joined, pack
 from .waiting import CLOSED, Side, check_waiting, is_gone
 
 if TYPE_CHECKING:
@@ -99,26 +99,30 @@ class Turn:
     def swap(self, part: Array) -> dict[int, Array]:
         """Send a whole part to all others; returns theirs, of the same shape and type.
 
-        A frame whose prefix differs from this rank's own only in the rank is taken without being decoded. Every token
-        takes this path in every layer, so it makes few calls, and sends before it does anything that can come later.
+        A frame that begins as this rank's own, but for the sender, is taken without being decoded. Every token takes
+        this path in every layer, so it makes few calls, and sends before it does anything that can come later.
         """
         side, mesh = self._side, self._side.mesh
-        before = prefix(self._frame(Kind.ALL_REDUCE, part))
-        self._send(side.others, joined(before, part))
-        expected = {prefix_of(rank, before): rank for rank in side.others}
-        came = self._came.setdefault(Kind.ALL_REDUCE, {})
-        start, nbytes = len(before), len(before) + part.nbytes
+        ticket, signature, step, layer = self._exchange
+        place = side.epoch, self._sequence, ticket, step, layer
+        after = common(place, self._operation, self._root, part, part.shape, signature)
+        self._send(side.others, joined(side.sender, after, part))
+        came = self._came.setdefault(self._operation, {})
+        start = SENDER_BYTES + len(after)
+        nbytes = start + part.nbytes
         while len(came) < len(side.others):
             message = mesh.receive()
             if message is None:
                 self._pause(set(side.others) - came.keys())
                 continue
             data = message.buffer
-            rank = expected.pop(bytes(data[:start]), None)
-            if rank is None or rank in came or len(data) != nbytes or not mesh.is_from(message, rank):
+            before = bytes(data[:start])
+            rank = side.senders.get(before[:SENDER_BYTES])
+            alike = before[SENDER_BYTES:] == after and len(data) == nbytes
+            if rank is None or rank in came or not alike or not mesh.is_from(message, rank):
                 self._accept(message)
             else:
-                came[rank] = np.frombuffer(data, part.dtype, part.size, start).reshape(part.shape)
+                came[rank] = np.ndarray(part.shape, part.dtype, data, start)
         return came
 
     def send(self, kind: Kind, ranks: Iterable[int], values: Array) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from typing import Protocol
 
 from moesched.errors import RankLost, TransportError
@@ -18,6 +19,8 @@ class Side(Protocol):
     """A rank's end of the transport, as its turns use it.
 
     Attributes:
+        sender: the first bytes of this rank's parts of an all-reduce.
+        senders: the others' ranks, by the first bytes of theirs.
         calling: held by the turn in progress.
         sequence: number of turns so far.
     """
@@ -25,6 +28,8 @@ class Side(Protocol):
     rank: int
     epoch: int
     others: tuple[int, ...]
+    sender: bytes
+    senders: Mapping[bytes, int]
     closed: bool
     timeout_seconds: float
     mesh: Mesh

@@ -13,7 +13,7 @@ from moesched.errors import TransportError
 from moesched.seams import Exchange
 
 from .curve import Keys
-from .frames import Frame, Kind, pack
+from .frames import Frame, Kind, pack, sender
 from .inbox import Inbox
 from .mesh import Mesh
 from .sums import pieces, sum_in_order
@@ -64,6 +64,8 @@ class ZeroMqTransport:
         self.epoch = epoch
         self.timeout_seconds = timeout_seconds
         self.others = tuple(each for each in range(self.ranks) if each != rank)
+        self.sender = sender(Kind.ALL_REDUCE, rank)
+        self.senders: Mapping[bytes, int] = {sender(Kind.ALL_REDUCE, each): each for each in self.others}
         self.closed = False
         self.mesh = Mesh(
             addresses,
@@ -89,7 +91,7 @@ class ZeroMqTransport:
         with Turn(self, Kind.ALL_REDUCE, rank, exchange, part) as turn:
             if self.ranks > 2 and part.nbytes > WHOLE_UP_TO:
                 return self._sum_in_pieces(turn, part)
-            return self._sum(part, turn.swap(part))
+            return self._sum({**turn.swap(part), rank: part})
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
         """The root's array. The root does not wait for the others. Raises as `all_reduce`."""
@@ -120,8 +122,8 @@ class ZeroMqTransport:
         """Wake a waiting call, tell the others, and free all sockets."""
         await asyncio.to_thread(self._close)
 
-    def _sum(self, mine: Array, theirs: Mapping[int, Array]) -> Array:
-        return sum_in_order([mine if each == self.rank else theirs[each] for each in range(self.ranks)])
+    def _sum(self, parts: Mapping[int, Array]) -> Array:
+        return sum_in_order([*map(parts.__getitem__, range(self.ranks))])
 
     def _sum_in_pieces(self, turn: Turn, part: Array) -> Array:
         """Sum one piece of all parts here, and exchange the sums of pieces with the others."""
@@ -133,7 +135,7 @@ class ZeroMqTransport:
         own = flat[cuts[self.rank]]
         if any(piece.size != own.size for piece in theirs.values()):
             raise TransportError("a rank sent too little")
-        mine = self._sum(own, theirs)
+        mine = self._sum({**theirs, self.rank: own})
         turn.send(Kind.SUM, self.others, mine)
         total = np.empty_like(flat)
         total[cuts[self.rank]] = mine

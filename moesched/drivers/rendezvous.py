@@ -18,6 +18,7 @@ class Rendezvous:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
+        self._alone = engines[0] if len(engines) == 1 else None
         self._waiting: dict[int, dict[int, Collective]] = {}
         self._broken: dict[int, BaseException] = {}
         self._gone: dict[int, tuple[int, BaseException]] = {}
@@ -32,7 +33,10 @@ class Rendezvous:
         """Take in the collectives that arrived at the engines, and let those through whose other parts are here."""
         while self.arrived:
             task = self.arrived.pop(0)
-            self._arrive(self._ranks[task.lane], task)
+            if self._alone is None:
+                self._arrive(self._ranks[task.lane], task)
+            elif task.state != CANCELLED:
+                self._alone.admit(task)
 
     def leave(self, rank: int, error: BaseException | None) -> None:
         """A rank submits nothing more; the collectives that it has no part in, or no more, are cancelled."""
