@@ -232,7 +232,7 @@ def _slices(run: _Shown) -> Iterator[str]:
         if each.experts is not None:
             rates += f',"experts":{_expert_rows(each.experts)}'
         if producers:
-            rates += f',"depends_on":[{",".join([numbers[producer] for producer in producers])}]'
+            at += f',"depends_on":[{",".join([numbers[producer] for producer in producers])}]'
         yield (
             f'{parts[0]}"ts":{start // 1000}.{start % 1000:03d},"dur":{took // 1000}.{took % 1000:03d},'
             f'"args":{{"task":{each.id},"step":{each.step}{parts[1]}{rates}{at}}}}}'
