@@ -42,15 +42,8 @@ class _Task(NamedTuple):
 
     event: Event
     args: SliceArgs
-
-    @property
-    def first(self) -> _Point:
-        return _Point(self.event.pid, self.event.tid, nanoseconds(self.event.ts))
-
-    @property
-    def last(self) -> _Point:
-        first = self.first
-        return first._replace(time=first.time + nanoseconds(self.event.dur) - 1)
+    first: _Point
+    last: _Point
 
     def __str__(self) -> str:
         return f"{self.event.name} at {bytes(self.event.ts).decode()}"
@@ -147,9 +140,13 @@ def _read(tasks: list[Event]) -> tuple[list[_Task], list[str]]:
     read, unread = [], []
     for event in tasks:
         try:
-            read.append(_Task(event, decode(event.args)))
+            args = decode(event.args)
         except msgspec.DecodeError as error:
             unread.append(f"{event.name} at {bytes(event.ts).decode()}: args: {error}")
+            continue
+        first = _point(event)
+        last = first._replace(time=first.time + nanoseconds(event.dur) - 1)
+        read.append(_Task(event, args, first, last))
     return read, unread
 
 
