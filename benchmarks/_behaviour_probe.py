@@ -76,23 +76,22 @@ def cases(model: str, trace: Path) -> Iterator[tuple[str, str, Callable[[], Any]
 
 
 def simulated(options: Mapping[str, Any], policy: str, trace: Path) -> dict[str, Any]:
-    """A simulated run's slices and flows, to the nanosecond; or that it is refused."""
+    """A simulated run's slices and edges, to the nanosecond; or that it is refused."""
     try:
         report = moesched.simulate_model(**options, policy=policy, trace=trace)
     except moesched.BadInput:
         return {"refused": True}
-    slices, flows = timeline_of(trace)
     return {
-        "slices": slices,
-        "flows": flows,
+        "slices": slices_of(trace),
+        "edges": edges_of(trace),
         "seconds": [report.prefill_seconds, *report.step_seconds],
         "peak_bytes": report.peak_bytes,
         "tasks": report.tasks,
     }
 
 
-def timeline_of(trace: Path) -> tuple[list[list[Any]], str]:
-    """A trace's slices as [process, track, start, duration, name], in order, and a digest of its flows."""
+def slices_of(trace: Path) -> list[list[Any]]:
+    """A trace's slices as [process, track, start, duration, name], in order."""
     text = trace.read_bytes()
     events = json.loads(gzip.decompress(text) if text[:2] == b"\x1f\x8b" else text)["traceEvents"]
     names = {
@@ -101,7 +100,6 @@ def timeline_of(trace: Path) -> tuple[list[list[Any]], str]:
         if event["name"] in ("process_name", "thread_name")
     }
     slices: list[list[Any]] = []
-    ends: dict[int, list[Any]] = {}
     for event in events:
         if event["ph"] == "X":
             process = names["process_name", event["pid"], 0]
@@ -109,11 +107,19 @@ def timeline_of(trace: Path) -> tuple[list[list[Any]], str]:
             slices.append(
                 [process, track, nanoseconds(event["ts"]), nanoseconds(event["dur"]), event["name"]]
             )
-        elif event["ph"] in "sf":
-            pair = ends.setdefault(event["id"], [None, None])
-            pair[event["ph"] == "f"] = (event["pid"], event["tid"], nanoseconds(event["ts"]))
-    flows = hashlib.sha256(repr(sorted(ends.values(), key=repr)).encode()).hexdigest()
-    return sorted(slices), f"{len(ends)} {flows}"
+    return sorted(slices)
+
+
+def edges_of(trace: Path) -> str:
+    """The number of edges of a trace, and a digest of their ends."""
+    recording = moesched.read_trace(trace).recording
+    spans = [(each.lane, each.start, each.end) for each in recording.slices]
+    edges = sorted(
+        (spans[producer], spans[consumer])
+        for consumer, producers in enumerate(recording.producers)
+        for producer in producers
+    )
+    return f"{len(edges)} {hashlib.sha256(repr(edges).encode()).hexdigest()}"
 
 
 def nanoseconds(microseconds: float) -> int:

@@ -366,7 +366,7 @@ def reproduce(result: Result) -> Iterator[Claim]:
 
 
 def same_behaviour(result: Result) -> Iterator[Claim]:
-    """Tokens, slices, flows and nanoseconds beside an older commit's."""
+    """Tokens, slices, edges and nanoseconds beside an older commit's."""
     words = "policies by settings that behave otherwise than in the older commit"
     yield none_of(words, len(result["different"]), result["cases"])
 

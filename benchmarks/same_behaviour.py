@@ -1,4 +1,4 @@
-"""Compare this tree with an older commit: the same tokens, slices, flows and nanoseconds under every policy?
+"""Compare this tree with an older commit: the same tokens, slices, edges and nanoseconds under every policy?
 
     python benchmarks/same_behaviour.py f050cae [--only TEXT] [--rounds N] [--out FILE]
 

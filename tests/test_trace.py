@@ -155,6 +155,26 @@ def test_an_edge_through_joins_becomes_one_from_every_real_producer() -> None:
     assert recording.joins == 2
 
 
+def test_a_task_lists_all_that_it_depends_on_and_has_an_arrow_from_the_last_of_each_lane(
+    tmp_path: Path,
+) -> None:
+    def graph(engine: Engine) -> None:
+        copies, gpu = engine.lanes
+        pages, hidden = [Block("page 0"), Block("page 1")], Block("hidden")
+        for length, page in zip((5, 9), pages, strict=True):
+            engine.submit(task(copies, "fetch", length), (), (page,))
+        engine.submit(task(gpu, "attention", 20), (), (hidden,))
+        engine.submit(task(gpu, "experts"), (*pages, hidden))
+
+    write_trace(tmp_path / "trace.json", run_graph(graph, ["copies", "gpu"]), ABOUT)
+    events = events_of(tmp_path / "trace.json")
+    [experts] = [event for event in events if event["name"] == "experts" and event["pid"] > 1]
+    assert experts["args"]["depends_on"] == [0, 1, 2]
+    # The second fetch ends at 14 ns and attention at 20 ns; an arrow starts in the last nanosecond of its task.
+    assert [event["ts"] for event in events if event["ph"] == "s"] == [0.013, 0.019]
+    assert [event["ts"] for event in events if event["ph"] == "f"] == [0.020, 0.020]
+
+
 def test_the_critical_path_says_what_each_task_waited_for_last() -> None:
     def graph(engine: Engine) -> None:
         copies, gpu = engine.lanes

@@ -14,7 +14,7 @@ from moesched.errors import BadInput
 from moesched.trace import check_trace, read_trace
 from moesched.trace.chrome_writer import FORMAT
 from runs import Run
-from traces import Event, rewritten, slices_of
+from traces import Event, arrows_of, rewritten, slices_of
 
 
 def change(number: int, /, **fields: Any) -> Callable[[list[Event]], object]:
@@ -54,8 +54,31 @@ def drop_a_flow(events: list[Event]) -> None:
     events[:] = [event for event in events if event.get("id") != 5]
 
 
+def add_a_flow(events: list[Event]) -> None:
+    """Draw an arrow between tasks that are no edge."""
+    for ph, slice_ in zip("sf", (slices_of(events)[0], slices_of(events)[30]), strict=True):
+        place = {name: slice_[name] for name in ("pid", "tid", "ts")}
+        events.append({"ph": ph, "id": 999_999, "bp": "e", "name": "edge"} | place)
+
+
+def depend(*numbers: object) -> Callable[[list[Event]], object]:
+    """Let the first task that depends on another one depend on these instead."""
+
+    def damage(events: list[Event]) -> None:
+        args = next(event["args"] for event in slices_of(events) if "depends_on" in event["args"])
+        args["depends_on"] = list(numbers)
+
+    return damage
+
+
+def depend_on_itself(events: list[Event]) -> None:
+    """Let a task wait for itself."""
+    args = slices_of(events)[30]["args"]
+    args["depends_on"] = [args["task"]]
+
+
 def repeat_a_flow(events: list[Event]) -> None:
-    """Draw one edge twice, in place of another."""
+    """Draw one arrow twice, in place of another."""
     for ph in "sf":
         source = next(event for event in events if event["ph"] == ph and event["id"] == 1)
         events[:] = [event for event in events if event["ph"] != ph or event["id"] != 2] + [
@@ -64,7 +87,7 @@ def repeat_a_flow(events: list[Event]) -> None:
 
 
 def turn_a_flow(events: list[Event]) -> None:
-    """Draw one edge from its consumer to its producer."""
+    """Draw one arrow from its consumer to its producer."""
     start, end = (next(event for event in events if event["ph"] == ph and event["id"] == 1) for ph in "sf")
     for name in ("pid", "tid", "ts"):
         start[name], end[name] = end[name], start[name]
@@ -107,19 +130,24 @@ DAMAGES: dict[str, tuple[Callable[[list[Event]], object], str]] = {
     "an overlap": (change(3, dur=msgspec.Raw(b"99999999.000")), "before load"),
     "a flow that starts nowhere": (
         change_first("s", ts=msgspec.Raw(b"0.000"), tid=3),
-        "its start at 0.000 on track 3 is in no slice",
+        "the flow from 0.000 on track 3 to",
     ),
     "a flow that ends nowhere": (
         change_first("f", ts=msgspec.Raw(b"99999999.000")),
-        "its end at 99999999.000 on track",
+        "to 99999999.000 on track",
     ),
-    "a flow on the wrong process": (change_first("s", pid=7), "is in no slice"),
+    "a flow on the wrong process": (change_first("s", pid=7), "is not from the last task on a lane"),
     "a flow without bp": (change_first("f", bp=None), 'lacks "bp":"e"'),
     "a flow with two ids": (change_first("f", id=999_999), "flow 999999 has 0 starts and 1 ends"),
-    "a flow backwards": (turn_a_flow, "flow 1 ends before it starts"),
+    "a flow backwards": (turn_a_flow, "is not from the last task on a lane to one that depends on it"),
     "half a flow": (drop("f"), "flow 1 has 1 starts and 0 ends"),
-    "a flow less": (drop_a_flow, "flows stand for"),
-    "a flow twice": (repeat_a_flow, "2 flows for one edge"),
+    "a flow less": (drop_a_flow, "no flow goes from"),
+    "a flow more": (add_a_flow, "is not from the last task on a lane to one that depends on it"),
+    "a flow twice": (repeat_a_flow, "2 flows go from"),
+    "a dependency less": (depend(), "dependencies, not"),
+    "a dependency twice": (depend(0, 0), "depends 2 times on task 0"),
+    "a dependency on nothing": (depend(999_999), "depends on task 999999, which has no slice"),
+    "a dependency on itself": (depend_on_itself, "which has not ended by then"),
     "a slice less": (drop("X"), "slices stand for"),
     "a join": (show_a_join, "is a join that was not expanded"),
     "a task twice": (repeat_a_task, "has several slices"),
@@ -173,11 +201,20 @@ def test_the_checker_names_some_and_counts_the_others(streamed_run: Run, streame
             event.pop("bp", None)
     problems = check_trace(streamed_trace)
     assert len(problems) == 6
-    assert problems[-1] == f"... and {streamed_run.recording.edges - 5} more like the last"
+    assert problems[-1] == f"... and {len(arrows_of(streamed_run.recording)) - 5} more like the last"
 
 
-def test_a_damaged_trace_is_refused_when_it_is_read(streamed_trace: Path) -> None:
+REFUSED: dict[str, tuple[Callable[[list[Event]], object], str]] = {
+    "a dependency on nothing": (depend(999_999), "task [0-9]+ depends on task 999999, which has no slice"),
+    "a dependency on a text": (depend("0"), r"Expected `int`, got `str` - at `\$.depends_on\[0\]`"),
+    "a task twice": (repeat_a_task, "task [0-9]+ of rank 0 has several slices"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_damaged_trace_is_refused_when_it_is_read(name: str, streamed_trace: Path) -> None:
+    damage, complaint = REFUSED[name]
     with rewritten(streamed_trace) as events:
-        change_first("f", ts=msgspec.Raw(b"99999999.000"))(events)
-    with pytest.raises(BadInput, match="is damaged: flow 1 has an end outside all slices; record it again"):
+        damage(events)
+    with pytest.raises(BadInput, match=f"the trace is damaged: {complaint}; record it again"):
         read_trace(streamed_trace)

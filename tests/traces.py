@@ -126,6 +126,16 @@ def edges_by_id(recording: Recording) -> set[tuple[int, int]]:
     }
 
 
+def arrows_of(recording: Recording) -> set[tuple[int, int]]:
+    """The edges that viewers draw, by index: from each lane the last task that another one depends on."""
+    return {
+        (max(each for each in producers if recording.slices[each].lane == lane), consumer)
+        for consumer, producers in enumerate(recording.producers)
+        for lane in recording.lanes
+        if any(recording.slices[each].lane == lane for each in producers)
+    }
+
+
 def events_of(path: Path) -> list[Event]:
     """All events of a trace, decoded."""
     events: list[Event] = json.loads(path.read_text())["traceEvents"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,17 +15,38 @@ from moesched.trace.chrome_reader import (
     Event,
     SliceArgs,
     TraceFile,
-    Track,
     decode_trace,
     nanoseconds,
     read_bytes,
-    tracks_of,
 )
 from moesched.trace.chrome_writer import CRITICAL_PID, microseconds
 
 SHOWN_PER_RULE = 5
 
 _TIMED = frozenset("XsfCi")
+
+
+class _Point(NamedTuple):
+    """An end of an arrow: a time on a track, in nanoseconds."""
+
+    pid: int
+    tid: int
+    time: int
+
+    def __str__(self) -> str:
+        return f"{microseconds(self.time)} on track {self.tid}"
+
+
+class _Task(NamedTuple):
+    """A task's slice; `first` and `last` are its first and its last nanosecond."""
+
+    event: Event
+    args: SliceArgs
+    first: _Point
+    last: _Point
+
+    def __str__(self) -> str:
+        return f"{self.event.name} at {bytes(self.event.ts).decode()}"
 
 
 def check_trace(path: Path | str) -> list[str]:
@@ -48,14 +69,18 @@ def _problems(file: TraceFile) -> list[str]:
     slices = [event for event in events if event.ph == "X"]
     tasks = [event for event in slices if event.pid != CRITICAL_PID]
     path = [event for event in slices if event.pid == CRITICAL_PID]
-    tracks = tracks_of(slices)
+    read, unread = _read(tasks)
+    numbered = {(task.event.pid, task.args.task): place for place, task in enumerate(read)}
     rules: list[Iterable[str]] = [
         _names(events, slices),
-        _overlaps(slices, tracks),
-        _flows(events, slices, tracks),
-        _counts(file, tasks),
-        _joins(events, tasks),
-        _args(tasks),
+        _overlaps(slices),
+        unread,
+        _numbers(read),
+        _dependencies(read, numbered),
+        _flows(events),
+        _arrows(events, read, numbered),
+        _counts(file, tasks, read),
+        _joins(read),
         _critical(path, tasks),
         _counters(events),
     ]
@@ -98,79 +123,109 @@ def _names(events: list[Event], slices: list[Event]) -> Iterator[str]:
         yield "tids are not in the order in which their tracks are shown"
 
 
-def _overlaps(slices: list[Event], tracks: dict[int, Track]) -> Iterator[str]:
-    for tid, track in sorted(tracks.items()):
-        for (_, end, first), (start, _, second) in pairwise(track.spans):
+def _overlaps(slices: list[Event]) -> Iterator[str]:
+    tracks: dict[int, list[tuple[int, int, str]]] = {}
+    for event in slices:
+        start = nanoseconds(event.ts)
+        tracks.setdefault(event.tid, []).append((start, start + nanoseconds(event.dur), event.name))
+    for tid, spans in sorted(tracks.items()):
+        for (_, end, one), (start, _, other) in pairwise(sorted(spans)):
             if start < end:
-                one, other = slices[first].name, slices[second].name
                 yield f"track {tid}: {other} starts at {microseconds(start)}, before {one} ends at {microseconds(end)}"
 
 
-def _flows(events: list[Event], slices: list[Event], tracks: dict[int, Track]) -> Iterator[str]:
-    """Every flow has a start and an end, both within slices, and does not end before it starts."""
+def _read(tasks: list[Event]) -> tuple[list[_Task], list[str]]:
+    """Decode the args of the tasks; returns also why those of some could not be."""
+    decode = msgspec.json.Decoder(SliceArgs).decode
+    read, unread = [], []
+    for event in tasks:
+        try:
+            args = decode(event.args)
+        except msgspec.DecodeError as error:
+            unread.append(f"{event.name} at {bytes(event.ts).decode()}: args: {error}")
+            continue
+        first = _point(event)
+        last = first._replace(time=first.time + nanoseconds(event.dur) - 1)
+        read.append(_Task(event, args, first, last))
+    return read, unread
+
+
+def _numbers(tasks: list[_Task]) -> Iterator[str]:
+    for (pid, number), count in Counter((task.event.pid, task.args.task) for task in tasks).items():
+        if count > 1:
+            yield f"task {number} of process {pid} has several slices"
+
+
+def _dependencies(tasks: list[_Task], numbered: Mapping[tuple[int, int], int]) -> Iterator[str]:
+    """Every task depends on tasks of its process that ended before it starts, on each once."""
+    for task in tasks:
+        for number, count in Counter(task.args.depends_on).items():
+            place = numbered.get((task.event.pid, number))
+            if count > 1:
+                yield f"{task} depends {count} times on task {number}"
+            if place is None:
+                yield f"{task} depends on task {number}, which has no slice"
+            elif tasks[place].last.time > task.first.time:
+                yield f"{task} depends on {tasks[place]}, which has not ended by then"
+
+
+def _flows(events: list[Event]) -> Iterator[str]:
+    """Every flow has a start and an end that viewers draw."""
     starts = Counter(event.id for event in events if event.ph == "s")
     ends = Counter(event.id for event in events if event.ph == "f")
     for number in sorted(starts.keys() | ends.keys()):
         if starts[number] != 1 or ends[number] != 1:
             yield f"flow {number} has {starts[number]} starts and {ends[number]} ends, not one of each"
-    started = {event.id: event for event in events if event.ph == "s"}
     for event in events:
-        if event.ph in "sf":
-            track = tracks.get(event.tid)
-            time = nanoseconds(event.ts)
-            index = -1 if track is None else track.at(time)
-            if index < 0 or slices[index].pid != event.pid:
-                end = "start" if event.ph == "s" else "end"
-                yield f"flow {event.id}: its {end} at {bytes(event.ts).decode()} on track {event.tid} is in no slice"
-            if event.ph == "f":
-                if event.bp != "e":
-                    yield f'flow {event.id}: its end lacks "bp":"e", so that viewers draw no arrow'
-                source = started.get(event.id)
-                if source is not None and nanoseconds(source.ts) > time:
-                    yield f"flow {event.id} ends before it starts"
+        if event.ph == "f" and event.bp != "e":
+            yield f'flow {event.id}: its end lacks "bp":"e", so that viewers draw no arrow'
 
 
-def _counts(file: TraceFile, tasks: list[Event]) -> Iterator[str]:
+def _arrows(
+    events: list[Event], tasks: list[_Task], numbered: Mapping[tuple[int, int], int]
+) -> Iterator[str]:
+    """Of the tasks that a task depends on, the last one of each lane has an arrow to it, and no other one has."""
+    expected: set[tuple[_Point, _Point]] = set()
+    for task in tasks:
+        places = [numbered.get((task.event.pid, number)) for number in task.args.depends_on]
+        last = {
+            tasks[place].event.tid: place for place in sorted(each for each in places if each is not None)
+        }
+        expected |= {(tasks[place].last, task.first) for place in last.values()}
+    started = {event.id: _point(event) for event in events if event.ph == "s"}
+    found = Counter(
+        (started[event.id], _point(event)) for event in events if event.ph == "f" and event.id in started
+    )
+    for (begin, end), count in found.items():
+        if count > 1:
+            yield f"{count} flows go from {begin} to {end}"
+        if (begin, end) not in expected:
+            yield f"the flow from {begin} to {end} is not from the last task on a lane to one that depends on it"
+    for begin, end in sorted(expected - found.keys()):
+        yield f"no flow goes from {begin} to {end}, which depends on it"
+
+
+def _point(event: Event) -> _Point:
+    return _Point(event.pid, event.tid, nanoseconds(event.ts))
+
+
+def _counts(file: TraceFile, tasks: list[Event], read: list[_Task]) -> Iterator[str]:
     other = file.other_data
-    flows = sum(1 for event in file.trace_events if event.ph == "s")
     if len(tasks) != other.tasks:
         yield f"{len(tasks)} slices stand for {other.tasks} tasks"
-    if flows != other.edges:
-        yield f"{flows} flows stand for {other.edges} edges"
+    named = sum(len(task.args.depends_on) for task in read)
+    if named != other.edges:
+        yield f"the slices name {named} dependencies, not {other.edges}"
     cancelled = sum(1 for event in file.trace_events if event.ph == "i")
     if cancelled != other.cancelled:
         yield f"{cancelled} instants stand for {other.cancelled} cancelled tasks"
 
 
-def _joins(events: list[Event], tasks: list[Event]) -> Iterator[str]:
-    """Joins take no time, so they are expanded into edges between real tasks."""
-    for event in tasks:
-        if _decoded(event).get("type") == "Join":
-            yield f"{event.name} at {bytes(event.ts).decode()} is a join that was not expanded"
-    pairs: Counter[tuple[int, bytes, int, bytes]] = Counter()
-    started = {event.id: event for event in events if event.ph == "s"}
-    for event in events:
-        if event.ph == "f" and event.id in started:
-            source = started[event.id]
-            pairs[source.tid, bytes(source.ts), event.tid, bytes(event.ts)] += 1
-    for (from_tid, begin, to_tid, end), count in pairs.items():
-        if count > 1:
-            where = f"from {begin.decode()} on track {from_tid} to {end.decode()} on track {to_tid}"
-            yield f"{count} flows for one edge {where}"
-
-
-def _args(tasks: list[Event]) -> Iterator[str]:
-    decode = msgspec.json.Decoder(SliceArgs).decode
-    seen: set[tuple[int, int]] = set()
-    for event in tasks:
-        try:
-            task = decode(event.args).task
-        except msgspec.DecodeError as error:
-            yield f"{event.name} at {bytes(event.ts).decode()}: args: {error}"
-            continue
-        if (event.pid, task) in seen:
-            yield f"task {task} of process {event.pid} has several slices"
-        seen.add((event.pid, task))
+def _joins(tasks: list[_Task]) -> Iterator[str]:
+    """Joins take no time, so they are replaced by the dependencies through them."""
+    for task in tasks:
+        if task.args.type == "Join":
+            yield f"{task} is a join that was not expanded"
 
 
 def _critical(path: list[Event], tasks: list[Event]) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from bisect import bisect_right
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,10 +85,11 @@ class SliceArgs(
     kw_only=True,
     rename={"dispatch": "dispatch_ns", "submit_delay": "submit_delay_ns"},
 ):
-    """All args of a slice: those of its task, then those that `Slice` holds itself, in its order."""
+    """All args of a slice: those of its task, then `depends_on` and those that `Slice` holds, in its order."""
 
     task: int
     step: int = -1
+    depends_on: tuple[int, ...] = ()
     state: str = "done"
     ticket: int = -1
     line: str = ""
@@ -253,30 +253,6 @@ def nanoseconds(text: msgspec.Raw) -> int:
     return int(digits.replace(b".", b""))
 
 
-class Track:
-    """The slices of one track, in order of start, searchable by time."""
-
-    def __init__(self, spans: list[tuple[int, int, int]]) -> None:
-        self.spans = sorted(spans)
-        self._starts = [start for start, _, _ in self.spans]
-
-    def at(self, time: int) -> int:
-        """Return the index of the slice at a time, -1 for none; slices include their start but not their end."""
-        position = bisect_right(self._starts, time) - 1
-        if position < 0 or time >= self.spans[position][1]:
-            return -1
-        return self.spans[position][2]
-
-
-def tracks_of(slices: list[Event]) -> dict[int, Track]:
-    """Build the tracks by their tids, with indices into `slices`."""
-    spans: dict[int, list[tuple[int, int, int]]] = {}
-    for index, event in enumerate(slices):
-        start = nanoseconds(event.ts)
-        spans.setdefault(event.tid, []).append((start, start + nanoseconds(event.dur), index))
-    return {tid: Track(each) for tid, each in spans.items()}
-
-
 def trace_of(file: TraceFile) -> Trace:
     """Convert a decoded file; raises LookupError or ValueError if it is damaged."""
     events = file.trace_events
@@ -288,11 +264,11 @@ def trace_of(file: TraceFile) -> Trace:
     lanes = {event.tid: LaneName(_rank(event), args.name) for event, args in named}
     tasks = [event for event in events if event.ph == "X" and event.pid != CRITICAL_PID]
     other = file.other_data
-    slices = _slices(tasks, lanes)
+    slices, depends_on = _slices(tasks, lanes)
     recording = Recording(
         [lanes[tid] for tid in sorted(lanes)],
         slices,
-        _producers(tasks, slices, events),
+        _producers(slices, depends_on),
         _memory(events),
         other.trimmed,
         other.joins,
@@ -314,10 +290,11 @@ def _rank(event: Event) -> int:
     return rank
 
 
-def _slices(tasks: list[Event], lanes: dict[int, LaneName]) -> list[Slice]:
+def _slices(tasks: list[Event], lanes: dict[int, LaneName]) -> tuple[list[Slice], list[tuple[int, ...]]]:
+    """Return the slices, and the numbers of the tasks that each of them depends on."""
     decode = msgspec.json.Decoder(SliceArgs).decode
     known: dict[tuple[Any, ...], TaskInfo] = {}
-    slices = []
+    slices, depends_on = [], []
     for event in tasks:
         start = nanoseconds(event.ts)
         args = msgspec.structs.astuple(decode(event.args))
@@ -325,10 +302,11 @@ def _slices(tasks: list[Event], lanes: dict[int, LaneName]) -> list[Slice]:
         task = known.get(description)
         if task is None:
             task = known[description] = TaskInfo(*description)
-        number, step, *others = args[_OF_TASK:]
+        number, step, numbers, *others = args[_OF_TASK:]
         end = start + nanoseconds(event.dur)
         slices.append(Slice(number, lanes[event.tid], task, step, start, end, *others))
-    return slices
+        depends_on.append(numbers)
+    return slices, depends_on
 
 
 def _cancelled(events: list[Event], lanes: dict[int, LaneName]) -> list[Cancelled]:
@@ -343,22 +321,20 @@ def _cancelled(events: list[Event], lanes: dict[int, LaneName]) -> list[Cancelle
     return cancelled
 
 
-def _producers(tasks: list[Event], slices: list[Slice], events: list[Event]) -> list[tuple[int, ...]]:
-    spans: dict[int, list[tuple[int, int, int]]] = {}
-    for index, (event, each) in enumerate(zip(tasks, slices, strict=True)):
-        spans.setdefault(event.tid, []).append((each.start, each.end, index))
-    tracks = {tid: Track(each) for tid, each in spans.items()}
-    sources = {event.id: event for event in events if event.ph == "s"}
-    producers: list[list[int]] = [[] for _ in tasks]
-    for event in events:
-        if event.ph == "f":
-            source = sources[event.id]
-            consumer = tracks[event.tid].at(nanoseconds(event.ts))
-            producer = tracks[source.tid].at(nanoseconds(source.ts))
-            if consumer < 0 or producer < 0:
-                raise ValueError(f"flow {event.id} has an end outside all slices")
-            producers[consumer].append(producer)
-    return [tuple(each) for each in producers]
+def _producers(slices: list[Slice], depends_on: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Find the slices of the tasks that each slice depends on, which are numbered by rank."""
+    ranks: dict[int, dict[int, int]] = {}
+    for index, each in enumerate(slices):
+        if ranks.setdefault(each.lane.rank, {}).setdefault(each.id, index) != index:
+            raise ValueError(f"task {each.id} of rank {each.lane.rank} has several slices")
+    producers = []
+    for each, numbers in zip(slices, depends_on, strict=True):
+        indices = ranks[each.lane.rank]
+        try:
+            producers.append(tuple([indices[number] for number in numbers]))
+        except KeyError as missing:
+            raise ValueError(f"task {each.id} depends on task {missing}, which has no slice") from None
+    return producers
 
 
 def _checked(accesses: PoolAccesses) -> PoolAccesses:

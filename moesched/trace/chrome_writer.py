@@ -1,8 +1,9 @@
 """Writes a recording as Chrome Trace Event JSON, which ui.perfetto.dev and vizviewer show.
 
-Each lane is a track and each rank a process; edges are arrows and memories counters. The critical path has a track of
-its own, since viewers show arrows only for selected slices. Times are microseconds with exactly three decimals: with
-anything else, viewers drop adjacent slices. A file may hold several runs for comparison, each as a process of its own.
+Each lane is a track, each rank a process, and memories are counters. A slice lists all tasks that it depends on, and
+viewers draw arrows from some of them. The critical path has a track of its own, since viewers show arrows only for
+selected slices. Times are microseconds with exactly three decimals: with anything else, viewers drop adjacent slices. A
+file may hold several runs for comparison, each as a process of its own.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from moesched.trace.critical import critical_path
 from moesched.trace.recording import About, LaneName, Recording, TaskInfo
 from moesched.trace.summary import summarize
 
-FORMAT = "moesched trace 5"
-SIDE_BY_SIDE = "moesched traces side by side 2"
+FORMAT = "moesched trace 6"
+SIDE_BY_SIDE = "moesched traces side by side 3"
 CRITICAL_PATH = "critical path"
 CANCELLED = "cancelled "
 CRITICAL_PID = 1
@@ -201,10 +202,11 @@ def _metadata(event: str, pid: int, tid: int, **args: str | int) -> str:
 
 
 def _slices(run: _Shown) -> Iterator[str]:
-    tracks, shift = run.tracks, run.shift
+    tracks, shift, slices = run.tracks, run.shift, run.recording.slices
     known: dict[tuple[int, LaneName], tuple[str, str]] = {}
     lines: dict[str, str] = {"": ""}
-    for each in run.recording.slices:
+    numbers = [str(each.id) for each in slices]
+    for each, producers in zip(slices, run.recording.producers, strict=True):
         start, end = each.start + shift, each.end + shift
         task, line = each.task, each.line
         nbytes, flops = task.nbytes, task.flops
@@ -229,6 +231,8 @@ def _slices(run: _Shown) -> Iterator[str]:
             rates += f',"submit_delay_ns":{each.submit_delay}'
         if each.experts is not None:
             rates += f',"experts":{_expert_rows(each.experts)}'
+        if producers:
+            at += f',"depends_on":[{",".join([numbers[producer] for producer in producers])}]'
         yield (
             f'{parts[0]}"ts":{start // 1000}.{start % 1000:03d},"dur":{took // 1000}.{took % 1000:03d},'
             f'"args":{{"task":{each.id},"step":{each.step}{parts[1]}{rates}{at}}}}}'
@@ -281,17 +285,21 @@ def _cancelled(run: _Shown) -> Iterator[str]:
 
 
 def _flows(run: _Shown) -> Iterator[str]:
-    """Yield arrows; each starts in the last nanosecond of the producer, as its end belongs to the next slice."""
+    """Yield the arrows into each slice: from each lane, the one from the last task there that it depends on.
+
+    An arrow starts in the last nanosecond of that task, as its end belongs to the next slice.
+    """
     recording, tracks, shift = run.recording, run.tracks, run.shift
     begins = []
     lasts = []
+    lanes = [each.lane for each in recording.slices]
     for each in recording.slices:
         track, start, last = tracks[each.lane], each.start + shift, each.end + shift - 1
         begins.append(f'{track},"ts":{start // 1000}.{start % 1000:03d}')
         lasts.append(f'{track},"ts":{last // 1000}.{last % 1000:03d}')
     number = run.flow
     for begin, producers in zip(begins, recording.producers, strict=True):
-        for producer in producers:
+        for producer in {lanes[each]: each for each in sorted(producers)}.values():
             number += 1
             yield f'{{"ph":"s","id":{number},{lasts[producer]},"name":"edge"}}'
             yield f'{{"ph":"f","bp":"e","id":{number},{begin},"name":"edge"}}'

@@ -182,7 +182,7 @@ class Recording(msgspec.Struct):
 
     Attributes:
         lanes: all lanes in order of display, including idle ones.
-        producers: for each slice, the indices of the slices that its task depends on; joins are expanded.
+        producers: for each slice, the indices of the slices of its rank that its task depends on; joins are expanded.
         trimmed: whether earlier steps were dropped.
         joins: number of joins that were expanded.
         in_order: lanes that run tasks in order of submission; all others run whichever task is ready.
