@@ -20,18 +20,17 @@ typedef struct {
 } Head;
 
 typedef struct {
-    float logit;
-    int32_t token;
-} Best;
-
-typedef struct {
     const Head *head;
     const Multiplier *multiplier;
     Product product;
     uint16_t *normed;
+    uint16_t *bits; /* (rows, vocabulary): the logits as bfloat16 */
     int64_t chunk;
-    Best *best; /* (chunks, rows) */
+    int16_t *largest; /* (chunks, rows): the orders of the largest logits */
 } Job;
+
+/* An integer that grows with the number; that of NaN is the largest. */
+static inline int16_t order_of(uint16_t bits) { return (int16_t)(bits & 0x8000 ? bits ^ 0x7fff : bits); }
 
 static void norm_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
@@ -43,22 +42,20 @@ static void norm_part(void *argument, int64_t first, int64_t last) {
     }
 }
 
-/* NaN counts as the largest, so that it is not overlooked. */
-static int is_larger(float a, float b) { return a > b || (a != a && b == b); }
-
 static void project_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Head *head = job->head;
-    float out[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
-    job->multiplier->multiply(&job->product, first, last, out);
+    write_rounded(job->multiplier, &job->product, first, last, job->bits);
     for (int64_t row = 0; row < head->rows; row++) {
+        const uint16_t *bits = job->bits + row * head->vocabulary;
         float *logits = head->logits + row * head->vocabulary;
-        Best best = {-INFINITY, (int32_t)first};
+        int16_t largest = INT16_MIN;
         for (int64_t n = first; n < last; n++) {
-            logits[n] = widened(rounded(out[(n - first) * head->rows + row]));
-            if (is_larger(logits[n], best.logit)) best = (Best){logits[n], (int32_t)n};
+            const int16_t order = order_of(bits[n]);
+            largest = order > largest ? order : largest;
         }
-        job->best[first / job->chunk * head->rows + row] = best;
+        for (int64_t n = first; n < last; n++) logits[n] = widened(bits[n]);
+        job->largest[first / job->chunk * head->rows + row] = largest;
     }
 }
 
@@ -66,12 +63,13 @@ static void choose_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Head *head = job->head;
     for (int64_t row = first; row < last; row++) {
-        Best best = job->best[row];
-        for (int64_t n = job->chunk, chunk = 1; n < head->vocabulary; n += job->chunk, chunk++) {
-            const Best other = job->best[chunk * head->rows + row];
-            if (is_larger(other.logit, best.logit)) best = other;
-        }
-        head->likeliest[row] = isfinite(best.logit) ? best.token : -1;
+        int64_t best = 0;
+        for (int64_t chunk = 1; chunk * job->chunk < head->vocabulary; chunk++)
+            if (job->largest[chunk * head->rows + row] > job->largest[best * head->rows + row]) best = chunk;
+        const uint16_t *bits = job->bits + row * head->vocabulary;
+        int64_t token = best * job->chunk;
+        while (order_of(bits[token]) != job->largest[best * head->rows + row]) token++;
+        head->likeliest[row] = isfinite(widened(bits[token])) ? token : -1;
     }
 }
 
@@ -83,12 +81,14 @@ API int moesched_logits(Team *team, const Head *head) {
                .product = product_of(multiplier, head->rows, head->hidden, head->vocabulary, head->weights),
                .chunk = chunk_of(team, head->vocabulary)};
     const int64_t placed = placed_bytes(multiplier, &job.product);
-    const int64_t best = (head->vocabulary / job.chunk + 1) * head->rows * (int64_t)sizeof(Best);
-    char *memory = scratch(placed + best + head->rows * head->hidden * (int64_t)sizeof(uint16_t));
+    const int64_t normed = head->rows * head->hidden, bits = head->rows * head->vocabulary;
+    const int64_t largest = (head->vocabulary / job.chunk + 1) * head->rows;
+    char *memory = scratch(placed + (normed + bits + largest) * (int64_t)sizeof(uint16_t));
     if (!memory) return -1;
     give_memory(multiplier, &job.product, memory);
-    job.best = (Best *)(memory + placed);
-    job.normed = (uint16_t *)(memory + placed + best);
+    job.normed = (uint16_t *)(memory + placed);
+    job.bits = job.normed + normed;
+    job.largest = (int16_t *)(job.bits + bits);
     Task task = {&job,
                  3,
                  {{norm_part, head->rows, 1, 0, 0},
