@@ -250,7 +250,7 @@ def test_the_crossover_is_measured_once_and_kept(tmp_path: Path, monkeypatch: py
     shape = crossover.Shape(100, 600)
     crossover.most_rows.cache_clear()
     crossover.most_rows("portable", shape, packed=False)
-    [file] = (tmp_path / "cache").iterdir()
+    [file] = (tmp_path / "cache").glob("*.json")
     [(here, rows)] = msgspec.json.decode(file.read_bytes()).items()
     assert here.startswith("portable, 512 x 1024, plain, ")
     assert rows in (0, *crossover.ROWS)
@@ -261,3 +261,21 @@ def test_the_crossover_is_measured_once_and_kept(tmp_path: Path, monkeypatch: py
     crossover.most_rows.cache_clear()
     assert crossover.most_rows("portable", shape, packed=False) in (0, *crossover.ROWS)
     crossover.most_rows.cache_clear()
+
+
+MEASURE = """
+from moesched.devices.products.crossover import Shape, most_rows
+print(most_rows("portable", Shape(600, 700), packed=False))
+"""
+
+
+@needs_kernel
+def test_processes_that_start_together_agree_on_the_crossover(tmp_path: Path) -> None:
+    environment = {**os.environ, "MOESCHED_CACHE": str(tmp_path)}
+    started = [
+        subprocess.Popen([sys.executable, "-c", MEASURE], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    said = [process.communicate()[0] for process in started]
+    assert len(set(said)) == 1
+    assert said[0].strip().isdigit()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import cache, partial
 from importlib.metadata import version
 from itertools import accumulate, cycle
@@ -67,10 +68,14 @@ def most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
 
     packed: over torch with packed weights.
     """
-    kept, here = _kept(), _here(instruction_set, shape, packed)
+    here = _here(instruction_set, shape, packed)
+    kept = _kept()
     if here not in kept:
-        kept[here] = measure_most_rows(instruction_set, shape.measured, packed)
-        _keep(kept)
+        with _alone():
+            kept = _kept()  # another process may have measured it meanwhile
+            if here not in kept:
+                kept[here] = measure_most_rows(instruction_set, shape.measured, packed)
+                _keep(kept)
     return kept[here]
 
 
@@ -150,6 +155,22 @@ def _here(instruction_set: str, shape: Shape, packed: bool) -> str:
 
 def _file() -> Path:
     return cache_folder() / "expert-kernel.json"
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Keep other processes from measuring: two that did would multiply the same rows in different ways."""
+    try:
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(_file().with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:  # nothing can be kept there
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _kept() -> dict[str, int]:
