@@ -145,7 +145,7 @@ class Verbs(StepFacts):
         if verb.moves:
             batch.last = task
         elif self._state.engine.submitted >= self._last_task:  # other verbs can be repeated without an end
-            raise _too_many(name, self._state.plan.task_limit)
+            raise too_many(name, self._state.plan.task_limit)
         policy = _getframe(2)  # a verb calls this, a policy calls the verb
         task.code = policy.f_code
         task.instruction = policy.f_lasti
@@ -160,7 +160,7 @@ class Verbs(StepFacts):
         task.instruction = policy.f_lasti
         self._submit(task, reads, writes, (), transfer_class)
         if task.id >= self._last_task:
-            raise _too_many(task.verb, self._state.plan.task_limit)
+            raise too_many(task.verb, self._state.plan.task_limit)
         return task
 
     def _view(self, views: Views[K], key: K) -> View[K]:
@@ -232,7 +232,7 @@ class Verbs(StepFacts):
         )
 
 
-def _too_many(verb: str, limit: int) -> PolicyError:
+def too_many(verb: str, limit: int) -> PolicyError:
     """The error of a step that has submitted as many tasks as a step may."""
     return PolicyError(
         f"{verb}: the step has submitted {limit:,} tasks, its limit: end the loop, or assign plan.task_limit in "
