@@ -29,6 +29,7 @@ from moesched.errors import TaskCancelled, TaskFailed
 from moesched.stream_edges import kept_on_device, leave_to_device, wait_on_host
 from moesched.tasks import (
     CANCELLED,
+    CLASS_SHIFT,
     DONE,
     FAILED,
     ISSUED,
@@ -123,7 +124,7 @@ class Engine:
             raise self._refusal
         task.id = number = self.submitted
         self.submitted = number + 1
-        task.key = priority(transfer_class, number) if transfer_class else number
+        task.key = transfer_class << CLASS_SHIFT | number if transfer_class else number
         lane = task.lane
         domain = lane.domain
         deps = task.deps

@@ -153,7 +153,8 @@ class PageVerbs(Verbs):
         policy = _getframe(2)  # a verb calls this, a policy calls the verb
         task.code = policy.f_code
         task.instruction = policy.f_lasti
-        self._submit(task, reads, slots, (), transfer_class)
+        submit = self._submit
+        submit(task, reads, slots, (), transfer_class)
         if task.id >= self._last_task:
             raise too_many(verb, plan.task_limit)
         return task
