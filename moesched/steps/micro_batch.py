@@ -10,7 +10,6 @@ from moesched.steps.pipeline_stages import PipelineStage
 from moesched.steps.verbs.table import VERBS
 from moesched.tasks import Block, Lane, Task, Work
 
-
 _NAMES = [verb.name for verb in VERBS]
 
 
