@@ -15,7 +15,7 @@ A task that was cancelled, or whose input failed, stays `waiting` until all task
 only then becomes `cancelled`. So a task that overwrites its storage still waits for the earlier users of that storage.
 Edges to `followers` pass a failure on if they carry data, not if they only order.
 
-`finish` and `_settle` run for every task, so they inline `_next`, `_unblock` and `_enqueue`: change both together.
+`finish` runs for every task, so it inlines `_settle`, `_release`, `_enqueue` and `_next`: change both together.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from moesched.errors import TaskCancelled, TaskFailed
 from moesched.stream_edges import kept_on_device, leave_to_device, wait_on_host
 from moesched.tasks import (
     CANCELLED,
+    CLASS_SHIFT,
     DONE,
     FAILED,
     ISSUED,
@@ -123,7 +124,7 @@ class Engine:
             raise self._refusal
         task.id = number = self.submitted
         self.submitted = number + 1
-        task.key = priority(transfer_class, number) if transfer_class else number
+        task.key = transfer_class << CLASS_SHIFT | number if transfer_class else number
         lane = task.lane
         domain = lane.domain
         deps = task.deps
@@ -223,7 +224,34 @@ class Engine:
             self._end_on_device(task)
             self._leave(lane, task)
             return
-        self._settle(task, DONE)
+        task.state = DONE
+        self.settled += 1
+        task.operands = None
+        if task.waiter is not None:
+            self.awaited.append(task)
+        started = self.started
+        ended: list[Task] = []
+        followers = task.followers or ()
+        task.followers = None
+        for other in followers:
+            other.waits = waits = other.waits - 1
+            if waits:
+                continue
+            free = other.lane
+            if other.cause is not None or not free.simple:
+                self._release(other, ended)
+            elif free.running is None and (free.queue[0] is other if free.in_order else not free.heap):
+                if free.in_order:
+                    free.queue.popleft()
+                free.running = other
+                other.state = RUNNING
+                started.append(other)
+            else:
+                other.state = READY
+                if not free.in_order:
+                    heappush(free.heap, (other.key, other))
+        if ended:
+            self._settle_all(ended)
         if lane.in_order:
             queue = lane.queue
             following = queue[0].state if queue else WAITING
@@ -240,7 +268,7 @@ class Engine:
             return
         lane.running = task
         task.state = RUNNING
-        self.started.append(task)
+        started.append(task)
 
     def fail(self, task: Task, error: BaseException) -> None:
         """Settle a running task that raised. Tasks that need its result are cancelled; others behind it still run."""
@@ -311,13 +339,23 @@ class Engine:
 
     def _unblock(self, task: Task) -> None:
         """Make a task ready, or settle it, once all its edges are met."""
+        ended: list[Task] = []
+        self._release(task, ended)
+        self._settle_all(ended)
+
+    def _release(self, task: Task, ended: list[Task]) -> None:
+        """Make a task ready whose edges are met; one that is over instead goes to `ended`, to be settled."""
         lane = task.lane
         if self._halted is not None and task.cause is None and lane is not _NOWHERE and task.state != ISSUED:
             task.cause = self._halted
         if task.cause is not None:
             if not wait_on_host(task):
-                self._settle(task, CANCELLED)
-        elif lane is _NOWHERE or task.state == ISSUED:
+                task.state = CANCELLED
+                ended.append(task)
+        elif lane is _NOWHERE:
+            task.state = DONE
+            ended.append(task)
+        elif task.state == ISSUED:
             self._settle(task, DONE)
         elif type(task) is Collective:
             self.arrived.append(task)
@@ -326,17 +364,12 @@ class Engine:
             self._enqueue(task)
 
     def _enqueue(self, task: Task) -> None:
-        """Start a ready task if its lane is free, or queue it."""
+        """Queue a ready task, and start the next one if its lane is free."""
         lane = task.lane
-        if lane.in_order:
-            if lane.running is None:
-                self._next(lane)
-        elif lane.running is None and not lane.heap and lane.domain is None:
-            self._start(lane, task)
-        else:
+        if not lane.in_order:
             heappush(lane.heap, (task.key, task))
-            if lane.running is None:
-                self._next(lane)
+        if lane.running is None:
+            self._next(lane)
 
     def _end_on_device(self, task: Task) -> None:
         """Settle a task that ended, after those it waited for on the device, whose ends the host may learn later."""
@@ -372,59 +405,25 @@ class Engine:
         self.started.append(task)
 
     def _settle(self, task: Task, state: int) -> None:
-        """Set a task's final state and release its followers, through joins and cancelled tasks, without recursion."""
+        """Set a task's final state and release its followers, through joins and cancelled tasks."""
         task.state = state
-        started = self.started
-        at_once: list[Task] = []
-        while True:
+        self._settle_all([task])
+
+    def _settle_all(self, ended: list[Task]) -> None:
+        """Release the followers of tasks that are over, and of those that are over with them, without recursion."""
+        for task in ended:
             self.settled += 1
             task.operands = None
             if task.waiter is not None:
                 self.awaited.append(task)
-            if state != DONE:
+            if task.state != DONE:
                 self._pass_failure(task)
             followers = task.followers or ()
             task.followers = None
             for other in followers:
-                waits = other.waits - 1
-                other.waits = waits
-                if waits:
-                    continue
-                lane = other.lane
-                if other.cause is not None:
-                    if other.after is None or not wait_on_host(other):
-                        other.state = CANCELLED
-                        at_once.append(other)
-                elif not lane.simple:
-                    if lane is _NOWHERE:
-                        other.state = DONE
-                        at_once.append(other)
-                    elif self._halted is None or other.state == ISSUED:
-                        self._unblock(other)
-                    else:
-                        other.cause = self._halted
-                        if other.after is None or not wait_on_host(other):
-                            other.state = CANCELLED
-                            at_once.append(other)
-                elif lane.in_order:
-                    if lane.running is None and lane.queue[0] is other:
-                        lane.queue.popleft()
-                        lane.running = other
-                        other.state = RUNNING
-                        started.append(other)
-                    else:
-                        other.state = READY
-                elif lane.running is None and not lane.heap:
-                    lane.running = other
-                    other.state = RUNNING
-                    started.append(other)
-                else:
-                    other.state = READY
-                    heappush(lane.heap, (other.key, other))
-            if not at_once:
-                return
-            task = at_once.pop(0)
-            state = task.state
+                other.waits -= 1
+                if not other.waits:
+                    self._release(other, ended)
 
     def _pass_failure(self, task: Task) -> None:
         """Cancel the tasks that need the result of a failed one, and let those behind it in its lane continue."""

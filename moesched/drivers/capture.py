@@ -56,6 +56,7 @@ class Template:
     Attributes:
         tasks: the captured tasks, joins included.
         lanes: each task's lane by its index; -1 for joins.
+        by_lane: the positions of each lane's tasks.
         starts_on: the same, but -2 - lane for collectives, which take their lane after all other tasks of that moment.
         classes: each task's link class, in the high bits of a priority.
         waits: number of a task's edges from within the step.
@@ -70,6 +71,10 @@ class Template:
         self.tasks = tasks
         self.first = tasks[0].id if tasks else 0
         self.lanes = [indices.get(task.lane, -1) for task in tasks]
+        self.by_lane: list[list[int]] = [[] for _ in lanes]
+        for position, number in enumerate(self.lanes):
+            if number >= 0:
+                self.by_lane[number].append(position)
         self.starts_on = [
             -2 - lane if isinstance(task, Collective) else lane
             for task, lane in zip(tasks, self.lanes, strict=True)

@@ -9,18 +9,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
+from operator import sub
 from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from moesched.drivers.capture import Price, Template, capture
+from moesched.drivers.in_order import play_in_order
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.seams import CostModel, Policy
 from moesched.steps.run_state import RunState
 from moesched.tasks import CLASS_SHIFT, DONE, Lane, Task, Work
-
-WorkOfVerb = Callable[[int, str], Work]
-"""The work of a micro-batch's verb."""
 
 _NUMBER = (1 << CLASS_SHIFT) - 1
 """The bits of a key that are a task's number."""
@@ -50,7 +49,7 @@ class Timeline:
     @property
     def count(self) -> int:
         """The number of tasks, without joins."""
-        return sum(sum(lane >= 0 for lane in step.lanes) for step in self.steps)
+        return sum(map(len, (positions for step in self.steps for positions in step.by_lane)))
 
     def step_ends(self) -> list[int]:
         """The end of loading, and the time at which each step had its samples."""
@@ -71,11 +70,12 @@ class Timeline:
         busy = [0] * len(lanes)
         base = 0
         for index, step in enumerate(self.steps):
+            stop = base + len(step.tasks)
             if index:
-                for number, lane in enumerate(step.lanes, base):
-                    if lane >= 0:
-                        busy[lane] += self.ends[number] - self.starts[number]
-            base += len(step.tasks)
+                took = list(map(sub, self.ends[base:stop], self.starts[base:stop]))
+                for lane, positions in enumerate(step.by_lane):
+                    busy[lane] += sum(map(took.__getitem__, positions))
+            base = stop
         return {lane.name: nanoseconds for lane, nanoseconds in zip(lanes, busy, strict=True)}
 
     def awaits(self) -> list[tuple[int, int]]:
@@ -134,48 +134,64 @@ def replay_run(run_state: RunState, policy: Policy, cost: CostModel) -> Timeline
         NotFixed: the policy awaited a handle.
     """
 
-    def sizes_of(index: int) -> WorkOfVerb:
-        if index >= 0:
-            run_state.size(index)
-        return lambda micro_batch, verb: run_state.numbered(micro_batch).works[verb]
-
+    lanes = run_state.engine.lanes
     with no_garbage_collection():
         steps = capture(run_state, policy)
-        return Player(
-            steps, len(run_state.engine.lanes), lambda work: nanoseconds(work, cost), sizes_of
-        ).run()
+        priced = _PricedSteps(steps, run_state, lambda work: nanoseconds(work, cost))
+        if all(lane.in_order for lane in lanes):
+            starts, ends = play_in_order(steps, map(priced.durations, range(len(steps))))
+        else:
+            starts, ends = Player(steps, len(lanes), priced.durations).run()
+        return Timeline(steps, priced.works, starts, ends)
+
+
+class _PricedSteps:
+    """The durations of captured steps, asked for step by step.
+
+    `works` are those that differ between steps, as in `Timeline`.
+    """
+
+    def __init__(self, steps: Sequence[Template], run_state: RunState, price: Price) -> None:
+        self.works: list[dict[tuple[int, str], Work]] = []
+        self._steps = steps
+        self._run_state = run_state
+        self._price = price
+
+    def durations(self, index: int) -> list[int]:
+        """The nanoseconds of a step's tasks; loading is step 0."""
+        step, run_state = self._steps[index], self._run_state
+        if index:
+            run_state.size(index - 1)
+        works = {(number, verb): run_state.numbered(number).works[verb] for number, verb in step.sized}
+        self.works.append(works)
+        return step.nanoseconds(self._price, works)
 
 
 class Player:
-    """Runs captured steps on ready-first lanes, over arrays that grow as steps are submitted.
+    """Runs captured steps on lanes of either discipline, over arrays that grow as steps are submitted.
 
     A step is submitted once the step before the last one has its samples, as in `Generation`.
 
     Args:
         steps: from `capture`.
         lanes: number of lanes.
-        price: a work's nanoseconds.
-        sizes_of: the works that belong to a step, by its index.
+        durations: of the tasks of a step, by its index.
     """
 
-    def __init__(
-        self, steps: Sequence[Template], lanes: int, price: Price, sizes_of: Callable[[int], WorkOfVerb]
-    ) -> None:
+    def __init__(self, steps: Sequence[Template], lanes: int, durations: Callable[[int], list[int]]) -> None:
         self._steps = steps
-        self._price = price
-        self._sizes_of = sizes_of
+        self._durations = durations
         self._step_ended = False
         self._tasks = _PlayedTasks()
         self._lanes = _PlayedLanes(lanes)
-        self._works: list[dict[tuple[int, str], Work]] = []
         self._crossing: dict[int, list[int]] = {}
         self._ends_step: dict[int, int] = {}
         self._unsampled: list[int] = []
         self._joins: deque[int] = deque()
         self._arrived: list[int] = []
 
-    def run(self) -> Timeline:
-        """Play all steps."""
+    def run(self) -> tuple[list[int], list[int]]:
+        """Play all steps; returns the start and the end of every task."""
         tasks, lanes = self._tasks, self._lanes
         starts, ends, durations, waits = tasks.starts, tasks.ends, tasks.durations, tasks.waits
         later, lane_of, classes = tasks.later, tasks.lane_of, tasks.classes
@@ -223,7 +239,7 @@ class Player:
                 self._admit(now)
             if self._step_ended:
                 self._submit_ready(now)
-        return Timeline(list(self._steps), self._works, starts, ends)
+        return starts, ends
 
     def _cross(self, number: int, now: int) -> None:
         """Release tasks of later steps that wait for an ended task, and note whether a step waited only for it."""
@@ -267,9 +283,7 @@ class Player:
     def _submit(self, index: int, now: int) -> None:
         template, tasks = self._steps[index], self._tasks
         base, size = len(tasks.starts), len(template.tasks)
-        sizes = self._sizes_of(index - 1)
-        self._works.append({key: sizes(*key) for key in template.sized})
-        tasks.append(template, template.nanoseconds(self._price, self._works[-1]))
+        tasks.append(template, self._durations(index))
         for position, back in template.earlier:
             number = base + position
             if tasks.ends[number - back] < 0:

@@ -64,16 +64,18 @@ class _Mix:
     Attributes:
         kinds: the kind of work on each lane; `IDLE` for none.
         rates: the rate of each lane, relative to running alone.
-        following: the mix after a lane starts or ends a kind of work, by kind and lane.
+        started: by lane, the mix after it starts a kind of work.
+        ended: by lane, the mix after its work ends; None until it was needed.
         slower: for another mix, the lanes whose rate differs there, with the ratio of the rates.
     """
 
-    __slots__ = ("following", "kinds", "rates", "slower")
+    __slots__ = ("ended", "kinds", "rates", "slower", "started")
 
     def __init__(self, kinds: tuple[int, ...], rates: tuple[float, ...]) -> None:
         self.kinds = kinds
         self.rates = rates
-        self.following: dict[int, _Mix] = {}
+        self.started: list[dict[int, _Mix]] = [{} for _ in kinds]
+        self.ended: list[_Mix | None] = [None for _ in kinds]
         self.slower: dict[_Mix, list[tuple[int, float]]] = {}
 
 
@@ -108,53 +110,49 @@ class Shared:
         if kind == IDLE:
             kind = self._kinds[work] = self._kind(work.demand)
         self._ends[lane] = self.now + (work.nanoseconds + longer) / self._rated.rates[lane]
-        self._change(lane, kind)
+        following = self._mix.started[lane].get(kind)
+        if following is None:
+            following = self._mix.started[lane][kind] = self._changed(lane, kind)
+        self._mix = following
 
     def next_end(self) -> float:
-        """The end of the next task if no other starts before; infinity when nothing runs."""
-        if self._mix is not self._rated:
-            self._rate()
-        return min(self._ends)
+        """The end of the next task if no other starts before; infinity when nothing runs.
+
+        Ends were computed with the rates of another mix, if works have started or ended since.
+        """
+        ends, before, mix = self._ends, self._rated, self._mix
+        if mix is not before:
+            slower = before.slower.get(mix)
+            if slower is None:
+                slower = before.slower[mix] = _slower(before, mix)
+            now = self.now
+            for lane, ratio in slower:
+                left = ends[lane] - now
+                if left > 0:
+                    ends[lane] = now + left * ratio
+            self._rated = mix
+        return min(ends)
 
     def end_next(self) -> int:
         """Advance to the next end of a task; returns its lane, or `IDLE` when nothing runs."""
-        if self._mix is not self._rated:
-            self._rate()
-        ends = self._ends
-        end = min(ends)
+        end = self.next_end()
         if end == inf:
             return IDLE
+        ends = self._ends
         lane = ends.index(end)
         if end > self.now:
             self.now = ceil(end)
         ends[lane] = inf
-        self._change(lane, IDLE)
+        following = self._mix.ended[lane]
+        if following is None:
+            following = self._mix.ended[lane] = self._changed(lane, IDLE)
+        self._mix = following
         return lane
 
-    def _change(self, lane: int, kind: int) -> None:
-        """Note the kind of work that a lane runs from now on."""
-        mix = self._mix
-        change = kind * len(self._ends) + lane
-        following = mix.following.get(change)
-        if following is None:
-            following = self._mix_of((*mix.kinds[:lane], kind, *mix.kinds[lane + 1 :]))
-            mix.following[change] = following
-        self._mix = following
-
-    def _rate(self) -> None:
-        """Update all ends, which were computed with another mix's rates, to the rates of the current mix."""
-        before, mix = self._rated, self._mix
-        slower = before.slower.get(mix)
-        if slower is None:
-            ratios = [old / new for old, new in zip(before.rates, mix.rates, strict=True)]
-            slower = [(lane, ratio) for lane, ratio in enumerate(ratios) if ratio != 1.0]
-            before.slower[mix] = slower
-        ends, now = self._ends, self.now
-        for lane, ratio in slower:
-            left = ends[lane] - now
-            if left > 0:
-                ends[lane] = now + left * ratio
-        self._rated = mix
+    def _changed(self, lane: int, kind: int) -> _Mix:
+        """The mix in which a lane runs another kind of work."""
+        kinds = self._mix.kinds
+        return self._mix_of((*kinds[:lane], kind, *kinds[lane + 1 :]))
 
     def _mix_of(self, kinds: tuple[int, ...]) -> _Mix:
         mix = self._mixes.get(kinds)
@@ -175,6 +173,12 @@ class Shared:
                 return kind
         self._demands.append(demand)
         return len(self._demands) - 1
+
+
+def _slower(before: _Mix, mix: _Mix) -> list[tuple[int, float]]:
+    """The lanes whose rates differ between two mixes, with the ratios."""
+    ratios = [old / new for old, new in zip(before.rates, mix.rates, strict=True)]
+    return [(lane, ratio) for lane, ratio in enumerate(ratios) if ratio != 1.0]
 
 
 class SharedApart:

@@ -141,15 +141,15 @@ class VirtualDriver:
         """Run tasks as `_advance_alone` does, with concurrent tasks sharing resources."""
         shared, started, awaited, owners = self._shared, self._started, self._awaited, self._owners
         perform, ended, arrived = self._perform, self._ended, self._rendezvous.arrived
-        cost, lanes, delays = self._cost, self._lanes, self._delays
+        now, cost, lanes, delays = self.now, self._cost, self._lanes, self._delays
         while True:
-            for task in started:
-                work = task.work
+            for begun in started:
+                work = begun.work
                 if work.nanoseconds < 0:
                     nanoseconds(work, cost)
-                lane = task.lane
-                task.start = self.now + work.lead
-                longer = delays[lane](task, self.now) if delays and lane in delays else 0
+                lane = begun.lane
+                begun.start = now + work.lead
+                longer = delays[lane](begun, now) if delays and lane in delays else 0
                 shared.start(lane.index, work, longer)
             started.clear()
             if arrived:
@@ -161,10 +161,10 @@ class VirtualDriver:
             if index == IDLE:
                 return
             lane = lanes[index]
-            assert lane.running is not None
             task = lane.running
-            self.now = task.end = shared.now
-            lane.busy += task.end - task.start
+            assert task is not None
+            self.now = task.end = now = shared.now
+            lane.busy += now - task.start
             if type(task) in perform:
                 _act(owners[index], task, perform)
             else:

@@ -37,7 +37,10 @@ class Batch(msgspec.Struct, frozen=True):
     @property
     def chunked(self) -> bool:
         """Whether a prompt is cut into several micro-batches of prefill."""
-        return len(self.chunks()) > len(self.micro_batches)
+        most, prompts = self.prefill_chunk, self.prompts
+        return most is not None and any(
+            sum(prompts[request] for request in requests) > most for requests in self.micro_batches
+        )
 
     @property
     def cache_tokens(self) -> int:

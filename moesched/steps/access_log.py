@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from moesched.models.layout import Page
 
@@ -10,7 +12,7 @@ if TYPE_CHECKING:
     from moesched.steps.eviction import RuledPages
 
 
-class Used(NamedTuple):
+class Used(msgspec.Struct, frozen=True, gc=False):
     """A rule was told of a use; by 0 tokens when the page comes to its cache."""
 
     cache: int
@@ -19,14 +21,14 @@ class Used(NamedTuple):
     tokens: int
 
 
-class Fetched(NamedTuple):
+class Fetched(msgspec.Struct, frozen=True, gc=False):
     """A transfer, by its number, brings pages to the pool."""
 
     transfer: int
     pages: tuple[Page, ...]
 
 
-class Left(NamedTuple):
+class Left(msgspec.Struct, frozen=True, gc=False):
     """The policy dropped a page from a cache, or from the pool itself if the cache is -1."""
 
     cache: int

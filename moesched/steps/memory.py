@@ -240,10 +240,18 @@ class Pool(ReadOnly):
             arrival: of the pages: `LOADED`, `FETCHED` or `SPECULATED`. The task that is submitted next fetches them.
             step: the step that brings them; -1 before the first one.
         """
+        table, held, empty = self.memory._table, self._held, self._empty
         slots: list[Slot] = []
         try:
             for page in pages:
-                slots.append(self._assign(page, engine, arrival))
+                number = page.id
+                if number in table:
+                    _vacate_lost(page, table[number], engine)
+                slot = empty.popleft() if empty else self._replaced(page, engine)
+                slot.page = page
+                slot.read = arrival
+                table[number] = held[number] = slot
+                slots.append(slot)
             if self._told_of_uses:
                 for slot in slots:
                     self.touch(slot, step, 0)
@@ -298,17 +306,6 @@ class Pool(ReadOnly):
             self._held.move_to_end(slot.page.id)
             if self._counts.accesses is not None:
                 self._counts.accesses.append(Used(0, slot.page, step, tokens))
-
-    def _assign(self, page: Page, engine: Engine, arrival: int) -> Slot:
-        number = page.id
-        table = self.memory._table
-        if number in table:
-            _vacate_lost(page, table[number], engine)
-        slot = self._empty.popleft() if self._empty else self._replaced(page, engine)
-        slot.page = page
-        slot.read = arrival
-        table[number] = self._held[number] = slot
-        return slot
 
     def _replaced(self, page: Page, engine: Engine) -> Slot:
         """Choose the slot whose page is replaced next."""

@@ -10,6 +10,8 @@ from moesched.steps.pipeline_stages import PipelineStage
 from moesched.steps.verbs.table import VERBS
 from moesched.tasks import Block, Lane, Task, Work
 
+_NAMES = [verb.name for verb in VERBS]
+
 
 class HostOutput(NamedTuple):
     """The output of an expert on the host for some of its rows."""
@@ -119,7 +121,7 @@ class MicroBatch:
         last: the task that brought it there.
         room: a block that stands for its activations within a layer, where the plan limits these.
         stage: the pipeline stage that it is at, with the works of its verbs there; `works_at` has those of all stages.
-        bound: by a verb's number, its lane at that stage, and the blocks that its task reads and writes.
+        bound: by a verb's number, its lane and its work at that stage, and the blocks that its task reads and writes.
         chunk: the part of the prompts that it takes through prefill.
         before: the chunk that it continues.
         ends: the requests that it samples tokens for.
@@ -157,13 +159,14 @@ class MicroBatch:
         self.stage: PipelineStage
         self.works: dict[str, Work] = {}
         self.works_at: list[dict[str, Work]] = []
-        self.bound: list[tuple[Lane | None, tuple[Block, ...], tuple[Block, ...]]] = []
+        self.bound: list[tuple[Lane | None, Work | None, tuple[Block, ...], tuple[Block, ...]]] = []
 
     def enter(self, stage: PipelineStage) -> None:
         """Move to a stage, where its next verbs run."""
         self.stage = stage
         self.works = self.works_at[stage.number]
-        self.bound = list(zip(stage.lanes, self.blocks.reads, self.blocks.writes, strict=True))
+        works = map(self.works.get, _NAMES)
+        self.bound = list(zip(stage.lanes, works, self.blocks.reads, self.blocks.writes, strict=True))
 
 
 def whole_micro_batch(

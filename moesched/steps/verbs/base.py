@@ -134,22 +134,22 @@ class Verbs(StepFacts):
         Returns:
             the task; where the verb has nothing to do, the one that made the data.
         """
-        number = verb.number
-        lane, own_reads, own_writes = batch.bound[number]
+        number, kind, submit = verb.number, verb.task, self._submit
+        lane, work, own_reads, own_writes = batch.bound[number]
         if verb.moves:
             batch.progress = self._left[number] + layer * STRIDE
         if lane is None:
             return batch.last  # type: ignore[return-value]  # every progress past INPUT was left by a task
-        name = verb.name
-        task = verb.task(lane, batch.works[name], name, layer, batch.index, -1, operands, self.index)
+        assert work is not None, "a verb with a lane has a work"
+        task = kind(lane, work, verb.name, layer, batch.index, -1, operands, self.index)
         if verb.moves:
             batch.last = task
         elif self._state.engine.submitted >= self._last_task:  # other verbs can be repeated without an end
-            raise _too_many(name, self._state.plan.task_limit)
+            raise too_many(verb.name, self._state.plan.task_limit)
         policy = _getframe(2)  # a verb calls this, a policy calls the verb
         task.code = policy.f_code
         task.instruction = policy.f_lasti
-        return self._submit(task, own_reads + reads if reads else own_reads, own_writes + writes)
+        return submit(task, own_reads + reads if reads else own_reads, own_writes + writes)
 
     def _enter(
         self, task: Task, reads: tuple[Block, ...], writes: tuple[Block, ...], transfer_class: int = 0
@@ -160,7 +160,7 @@ class Verbs(StepFacts):
         task.instruction = policy.f_lasti
         self._submit(task, reads, writes, (), transfer_class)
         if task.id >= self._last_task:
-            raise _too_many(task.verb, self._state.plan.task_limit)
+            raise too_many(task.verb, self._state.plan.task_limit)
         return task
 
     def _view(self, views: Views[K], key: K) -> View[K]:
@@ -232,7 +232,7 @@ class Verbs(StepFacts):
         )
 
 
-def _too_many(verb: str, limit: int) -> PolicyError:
+def too_many(verb: str, limit: int) -> PolicyError:
     """The error of a step that has submitted as many tasks as a step may."""
     return PolicyError(
         f"{verb}: the step has submitted {limit:,} tasks, its limit: end the loop, or assign plan.task_limit in "

@@ -75,7 +75,7 @@ class ExpertVerbs(Verbs):
         view = dense.open.get(layer) or self._view(dense, layer)
         if view.noted != self.index:
             view.use(self.index, batch.works["preview_route"].tokens)
-        lane, reads, _ = batch.bound[PREVIEW_ROUTE.number]
+        lane, _, reads, _ = batch.bound[PREVIEW_ROUTE.number]
         assert lane is not None, "an accelerator has a lane"
         ahead = layer - (batch.progress - self._base) // STRIDE
         work, name = batch.works["preview_route"], PREVIEW_ROUTE.name

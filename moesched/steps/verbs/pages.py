@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from sys import _getframe
 from threading import get_ident
 
 from moesched.errors import NotResident, OverBudget, PolicyError
 from moesched.models.layout import Page
-from moesched.steps.memory import Pool, Slot, held_slot, held_slots, note_use, slots_of
+from moesched.steps.memory import Pool, held_slot, held_slots, note_use, slots_of
 from moesched.steps.model_pages import describe, require_pages
 from moesched.steps.pool_counts import FETCHED, SPECULATED
-from moesched.steps.verbs.base import Verbs
+from moesched.steps.verbs.base import Verbs, too_many
 from moesched.tasks import DEMAND, IDLE, PREFETCH, PageTransfer, Task
 
 
@@ -47,14 +48,12 @@ class PageVerbs(Verbs):
             NotResident: `source` does not hold a page.
         """
         arrival = SPECULATED if speculative else FETCHED
-        task, reads = self._transfer("fetch", pages, pool, source, arrival)
         transfer_class = DEMAND if urgent else IDLE if speculative else PREFETCH
-        return self._enter(task, reads, task.slots, transfer_class)
+        return self._transfer("fetch", pages, pool, source, arrival, transfer_class)
 
     def copy_to_pinned(self, pages: Sequence[Page], pool: Pool, *, source: Pool | None = None) -> Task:
         """Move pages into pinned memory, the first hop to the accelerator, from `source` or where the weights live."""
-        task, reads = self._transfer("copy_to_pinned", pages, pool, source, FETCHED)
-        return self._enter(task, reads, task.slots, PREFETCH)
+        return self._transfer("copy_to_pinned", pages, pool, source, FETCHED, PREFETCH)
 
     def promote(self, pages: Sequence[Page], pool: Pool) -> None:
         """Make the transfers of these pages urgent, unless they have started."""
@@ -89,34 +88,49 @@ class PageVerbs(Verbs):
                 )
             pool.vacate(slot, self._state.engine)
 
-    def _require_own(self, verb: str, pool: Pool) -> None:
-        """Check that it is the policy's turn, and that a pool is one of its own plan.
+    def _require_own(self, verb: str, pool: Pool, source: Pool | None = None) -> None:
+        """Check that it is the policy's turn, and that the pools are of its own plan.
 
         Raises:
             PolicyError: one of the two is not so.
         """
         if self._turn.thread != get_ident():
             raise self._turn.refusal(verb)
+        own = self._own_pools
         try:
-            if pool not in self._own_pools:
-                if self._state.plan.memories.get(pool.memory.name) is not pool.memory:
-                    raise PolicyError(
-                        f"{verb}: pool {pool.name} belongs to another run: use a pool that this run's plan made"
-                    )
-                self._own_pools.add(pool)
+            if pool in own and (source is None or source in own):
+                return
+        except TypeError:  # one is no pool
+            pass
+        self._add_own(verb, pool)
+        if source is not None:
+            self._add_own(verb, source)
+
+    def _add_own(self, verb: str, pool: Pool) -> None:
+        """Note that a pool is of this run's plan, or raise the error of one that is not."""
+        try:
+            if self._state.plan.memories.get(pool.memory.name) is not pool.memory:
+                raise PolicyError(
+                    f"{verb}: pool {pool.name} belongs to another run: use a pool that this run's plan made"
+                )
+            self._own_pools.add(pool)
         except (AttributeError, TypeError):
             raise PolicyError(f"{verb}: {pool!r} is no pool: give what plan.pool returned") from None
 
     def _transfer(
-        self, verb: str, pages: Sequence[Page], pool: Pool, source: Pool | None, arrival: int
-    ) -> tuple[PageTransfer, tuple[Slot, ...]]:
-        """The task that moves pages into slots of a pool, and the slots that it reads them from.
+        self,
+        verb: str,
+        pages: Sequence[Page],
+        pool: Pool,
+        source: Pool | None,
+        arrival: int,
+        transfer_class: int,
+    ) -> Task:
+        """Submit the task that moves pages into slots of a pool.
 
         arrival: `FETCHED` or `SPECULATED`.
         """
-        self._require_own(verb, pool)
-        if source is not None:
-            self._require_own(verb, source)
+        self._require_own(verb, pool, source)
         if not pages:
             raise PolicyError(f"{verb}: no pages to move into pool {pool.name}: skip the call")
         state = self._state
@@ -127,12 +141,20 @@ class PageVerbs(Verbs):
         if count > 1 and count > len(slots_of(pool)):
             room = len(slots_of(pool))
             raise OverBudget(f"{verb}: {count} pages do not fit pool {pool.name} of {room} slots")
-        slots = pool.assign_all(pages, state.engine, arrival, self.index)
+        moved = tuple(pages)
+        slots = pool.assign_all(moved, state.engine, arrival, self.index)
         if reads:
             note_use(reads, self.index, 0)
         origin = plan.machine.roles.weights if source is None else source.memory.name
         lane, work = state.works.move(origin, pool.memory.name, nbytes, count)
-        first = pages[0]
+        first = moved[0]
         task = PageTransfer(lane, work, verb, first.layer, -1, first.expert, reads, self.index)
-        task.pages, task.slots = tuple(pages), slots
-        return task, reads
+        task.pages, task.slots = moved, slots
+        policy = _getframe(2)  # a verb calls this, a policy calls the verb
+        task.code = policy.f_code
+        task.instruction = policy.f_lasti
+        submit = self._submit
+        submit(task, reads, slots, (), transfer_class)
+        if task.id >= self._last_task:
+            raise too_many(verb, plan.task_limit)
+        return task

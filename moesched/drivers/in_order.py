@@ -1,0 +1,36 @@
+"""The play of captured steps on lanes that issue in order: a task starts once all tasks before it have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from moesched.drivers.capture import Template
+
+
+def play_in_order(steps: Sequence[Template], durations: Iterable[list[int]]) -> tuple[list[int], list[int]]:
+    """The start and the end of every task.
+
+    Such lanes make no choice: what runs before a task on its lane is one more edge, so no event has to be kept.
+
+    Args:
+        durations: of the tasks of each step, in the same order.
+    """
+    starts: list[int] = []
+    ends: list[int] = []
+    sampled: list[int] = []
+    submitted = 0
+    for index, (step, lasting) in enumerate(zip(steps, durations, strict=True)):
+        if index:
+            submitted = max(submitted, sampled[max(0, index - 2)])
+        base = len(ends)
+        for backs, duration in zip(step.edges, lasting, strict=True):
+            start = submitted
+            for back in backs:
+                end = ends[-back]
+                if end > start:
+                    start = end
+            starts.append(start)
+            ends.append(start + duration)
+        last = step.samples if index else range(len(step.tasks))
+        sampled.append(max((ends[base + position] for position in last), default=0))
+    return starts, ends
