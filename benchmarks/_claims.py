@@ -3,42 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
 
-Result = dict[str, Any]
-
-
-class Claim(NamedTuple):
-    """A figure and its bar.
-
-    Attributes:
-        reached: whether the bar is; None if there is no bar.
-    """
-
-    words: str
-    figure: str
-    bar: str = ""
-    reached: bool | None = None
-
-
-def at_most(words: str, figure: float, bar: float, form: str = "{:g}") -> Claim:
-    """A figure that is not to be larger than its bar."""
-    return Claim(words, form.format(figure), f"≤ {form.format(bar)}", figure <= bar)
-
-
-def at_least(words: str, figure: float, bar: float, form: str = "{:g}") -> Claim:
-    """A figure that is not to be smaller than its bar."""
-    return Claim(words, form.format(figure), f"≥ {form.format(bar)}", figure >= bar)
-
-
-def all_of(words: str, count: int, total: int) -> Claim:
-    """A count that is to be all."""
-    return Claim(words, f"{count:,} of {total:,}", "all", count == total)
-
-
-def none_of(words: str, count: int, total: int) -> Claim:
-    """A count that is to be none."""
-    return Claim(words, f"{count:,} of {total:,}", "none", count == 0)
+from _claim import Claim, Result, all_of, at_least, at_most, none_of, times
+from _claims_of_devices import (
+    attention_kernel,
+    expert_kernel,
+    leaks,
+    offload_disk,
+    packing,
+    peak_memory,
+    soak,
+)
 
 
 def all_reduce(result: Result) -> Iterator[Claim]:
@@ -163,26 +138,6 @@ def exactness(result: Result) -> Iterator[Claim]:
     yield none_of(words, policies["runs_that_differ"], policies["runs"])
 
 
-def expert_kernel(result: Result) -> Iterator[Claim]:
-    """The CPU expert kernel, with the best instruction set."""
-    bars = result["bars"]
-    for part, cores in (("one_core", "one core"), ("all_cores", "all cores")):
-        if part not in result:
-            continue
-        experts = result[part][result["instructions"]].values()
-        for rows, least in bars["share_of_limit"].items():
-            words = f"CPU expert kernel, {rows} rows, {cores}: share of the limit, least of the named experts"
-            share = min(each[rows]["share_of_limit"] for each in experts)
-            yield at_least(words.replace(" 1 rows", " 1 row"), share, least, "{:.2f}")
-        ratio = min(row["times_torch"] for each in experts for row in each.values())
-        words = f"CPU expert kernel over torch, 1 to 16 rows, {cores}, least"
-        yield at_least(words, ratio, bars["times_torch"], "{:.2f}x")
-    ratio = result["decode_1"]["ratio"]
-    yield at_least(
-        "`mixtral-0.8b` at batch 1, kernel over torch", ratio, bars["decode_ratio_at_batch_1"], "{:.3f}x"
-    )
-
-
 def explaining(result: Result) -> Iterator[Claim]:
     """`explain` on large traces."""
     runs = result["runs"]
@@ -249,12 +204,6 @@ def kill_a_node(result: Result) -> Iterator[Claim]:
     yield all_of(words, result["as_promised"], result["runs"])
 
 
-def leaks(result: Result) -> Iterator[Claim]:
-    """Many runs in one process."""
-    words = "many good and failing runs in one process: memory, devices, threads and files flat, by device"
-    yield all_of(words, result["flat"], len(result["cases"]))
-
-
 def layer_estimate(result: Result) -> Iterator[Claim]:
     """`twiddler_makespan`'s estimate of a layer."""
     for where, error in result["median_error"].items():
@@ -268,13 +217,6 @@ def makespan(result: Result) -> Iterator[Claim]:
     yield Claim("simulated: `twiddler_makespan` over `twiddler`, prefill and beams, mean", mean)
     least = result["times_twiddler_least"]
     yield at_least("simulated: `twiddler_makespan` over `twiddler`, least", least, 1.0, "{:.2f}x")
-
-
-def offload_disk(result: Result) -> Iterator[Claim]:
-    """Decoding against the disk and against Hugging Face."""
-    for name, bar in result["summary"].items():
-        limit = str(bar["bar"]).replace("at most", "≤").replace("at least", "≥")
-        yield Claim(f"disk offloading: {name}", f"{bar['value']:.3f}", limit, bar["reached"])
 
 
 def opening(result: Result) -> Iterator[Claim]:
@@ -291,24 +233,10 @@ def papers(result: Result) -> Iterator[Claim]:
     yield all_of(words, sum(case["ratio"] > 1 for case in decoding), len(decoding))
 
 
-def packing(result: Result) -> Iterator[Claim]:
-    """Weights in many arrays beside weights in one."""
-    where = "Metal" if result["metal"] else "no Metal, where no gap is expected"
-    yield Claim(f"unstacked over prestacked weights ({where})", times(result["median_between_8_and_512_ms"]))
-
-
-def peak_memory(result: Result) -> Iterator[Claim]:
-    """Peak memory beside the system's high-water mark."""
-    words = "runs whose peak memory is predicted, never below, at most 5 % and 64 MB above"
-    yield all_of(words, result["holding"], len(result["runs"]))
-
-
 def plan_search(result: Result) -> Iterator[Claim]:
     """The planner's choice against a grid."""
     regret = 100 * result["worst_regret"]
-    yield Claim(
-        f"planner's choice below the best of a grid, worst of {len(result['cases'])}", f"{regret:.1f} %"
-    )
+    yield Claim("planner's choice below the best of a grid, worst model", f"{regret:.1f} %")
     yield Claim("a search of the planner, Mixtral 8x7B", f"{result['search_seconds']:.1f} s")
 
 
@@ -404,11 +332,6 @@ def tutorial(result: Result) -> Iterator[Claim]:
     yield at_most(words, result["seconds"], result["bar_seconds"], "{:.0f} s")
 
 
-def times(ratio: float) -> str:
-    """A ratio in words."""
-    return f"{ratio:.2f}x"
-
-
 def what_ifs(result: Result) -> Iterator[Claim]:
     """`explain --what-if` beside the same changes made on the virtual clock."""
     fixed, deciding = result["fixed"], result["deciding"]
@@ -423,11 +346,11 @@ def what_ifs(result: Result) -> Iterator[Claim]:
 CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
     each.__name__: each
     for each in (
-        all_reduce, bottlenecks, busy_tests, check_cost, cluster_tokens, command_times, damaged_policies, decision_time,
-        dispatch, emulated, engine, engine_paired, exactness, expert_kernel, explaining, fidelity, fuzz_inputs,
-        fuzz_transport, html_report, kill_a_node, layer_estimate, leaks, makespan, offload_disk, opening, packing,
-        papers, peak_memory, plan_search, policy_checks, prediction, preview_accuracy, random_runs, reproduce,
-        same_behaviour, signals, sweeps, tutorial, what_ifs,
+        all_reduce, attention_kernel, bottlenecks, busy_tests, check_cost, cluster_tokens, command_times,
+        damaged_policies, decision_time, dispatch, emulated, engine, engine_paired, exactness, expert_kernel,
+        explaining, fidelity, fuzz_inputs, fuzz_transport, html_report, kill_a_node, layer_estimate, leaks,
+        makespan, offload_disk, opening, packing, papers, peak_memory, plan_search, policy_checks, prediction,
+        preview_accuracy, random_runs, reproduce, same_behaviour, signals, soak, sweeps, tutorial, what_ifs,
     )
 }  # fmt: skip
 """By benchmark."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from _claims import CLAIMS, Claim
+from _claim import Claim
+from _claims import CLAIMS
 from _page_tables import MEASURED, PAPERS, SECTIONS, measured, reproduction, simulated
 from _results import RESULTS, ROOT, older_than_the_code, stored
 from _tables import filled, markdown

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from _claims import Claim, at_least, at_most, none_of
+from _claim import Claim, at_least, at_most, none_of
 from _pages import DOCS, OLDER, pages
 from _tables import across, filled, markdown, plain, table_of
 

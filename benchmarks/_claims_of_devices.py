@@ -1,0 +1,69 @@
+"""The claims of docs/results.md on kernels and memory of real devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from _claim import Claim, Result, all_of, at_least, at_most, times
+
+
+def attention_kernel(result: Result) -> Iterator[Claim]:
+    """Native attention in decode steps."""
+    rows, bars = result["rows"].values(), result["bars"]
+    words = f"attention in decode, {len(rows)} contexts and batches"
+    least = min(each["fraction_of_limit"] for each in rows)
+    yield at_least(f"{words}: share of the limit, least", least, bars["fraction_of_limit"], "{:.2f}")
+    least = min(each["times_torch"] for each in rows)
+    yield at_least(f"{words}: over torch, least", least, bars["times_torch"], "{:.1f}x")
+
+
+def expert_kernel(result: Result) -> Iterator[Claim]:
+    """The CPU expert kernel, with the best instruction set."""
+    bars = result["bars"]
+    for part, cores in (("one_core", "one core"), ("all_cores", "all cores")):
+        if part not in result:
+            continue
+        experts = result[part][result["instructions"]].values()
+        for rows, least in bars["share_of_limit"].items():
+            words = f"CPU expert kernel, {rows} rows, {cores}: share of the limit, least of the named experts"
+            share = min(each[rows]["share_of_limit"] for each in experts)
+            yield at_least(words.replace(" 1 rows", " 1 row"), share, least, "{:.2f}")
+        ratio = min(row["times_torch"] for each in experts for row in each.values())
+        words = f"CPU expert kernel over torch, 1 to 16 rows, {cores}, least"
+        yield at_least(words, ratio, bars["times_torch"], "{:.2f}x")
+    ratio = result["decode_1"]["ratio"]
+    yield at_least(
+        "`mixtral-0.8b` at batch 1, kernel over torch", ratio, bars["decode_ratio_at_batch_1"], "{:.3f}x"
+    )
+
+
+def leaks(result: Result) -> Iterator[Claim]:
+    """Many runs in one process."""
+    words = "many good and failing runs in one process: memory, devices, threads and files flat, by device"
+    yield all_of(words, result["flat"], len(result["cases"]))
+
+
+def offload_disk(result: Result) -> Iterator[Claim]:
+    """Decoding against the disk and against Hugging Face."""
+    for name, bar in result["summary"].items():
+        limit = str(bar["bar"]).replace("at most", "≤").replace("at least", "≥")
+        yield Claim(f"disk offloading: {name}", f"{bar['value']:.3f}", limit, bar["reached"])
+
+
+def packing(result: Result) -> Iterator[Claim]:
+    """Weights in many arrays beside weights in one."""
+    where = "Metal" if result["metal"] else "no Metal, where no gap is expected"
+    yield Claim(f"unstacked over prestacked weights ({where})", times(result["median_between_8_and_512_ms"]))
+
+
+def peak_memory(result: Result) -> Iterator[Claim]:
+    """Peak memory beside the system's high-water mark."""
+    words = "runs whose peak memory is predicted, never below, at most 5 % and 64 MB above"
+    yield all_of(words, result["holding"], len(result["runs"]))
+
+
+def soak(result: Result) -> Iterator[Claim]:
+    """A million tasks in one process."""
+    words = f"{result['tasks']:,} tasks in real time"
+    yield at_most(f"{words}: growth of memory", 100 * result["grown"], 1, "{:.1f} %")
+    yield at_most(f"{words}: more time for a task at the end", 100 * result["slower"], 5, "{:.1f} %")
