@@ -14,9 +14,10 @@ KERNEL := $(wildcard devices/native/*.[ch])
 # Set in many containers; each of the many processes of the tests would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-BENCHMARKS = $(wildcard benchmarks/[!_]*.py)
+# Without the one that installs other programs: bench-peers runs it.
+BENCHMARKS = $(filter-out benchmarks/against_peers.py,$(wildcard benchmarks/[!_]*.py))
 
-.PHONY: help run test lint types format bench docs docs-serve fuzz pages clean distclean
+.PHONY: help run test lint types format bench bench-peers docs docs-serve fuzz pages clean distclean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r command does; do printf '  %-16s %s\n' "$$command" "$$does"; done
@@ -41,6 +42,10 @@ format: $(TOOLS) ## let ruff rewrite the sources
 
 bench: $(TOOLS) ## run every benchmark; each writes a result file
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
+	$(BIN)/python benchmarks/_pages.py
+
+bench-peers: $(TOOLS) ## run the same model with other programs in turn; installs them into the cache folder, once
+	$(BIN)/python benchmarks/against_peers.py
 	$(BIN)/python benchmarks/_pages.py
 
 docs: $(FOR_DOCS) ## build the site into out/site, without the network

@@ -14,6 +14,7 @@ from _claims_of_devices import (
     peak_memory,
     soak,
 )
+from _peer_tables import bars
 
 
 def all_reduce(result: Result) -> Iterator[Claim]:
@@ -233,6 +234,13 @@ def papers(result: Result) -> Iterator[Claim]:
     yield all_of(words, sum(case["ratio"] > 1 for case in decoding), len(decoding))
 
 
+def peers(result: Result) -> Iterator[Claim]:
+    """Ours beside other programs."""
+    for each in bars(result):
+        compared = at_most if each.most else at_least
+        yield compared(f"beside others: {each.words}", each.figure, each.bar, each.unit)
+
+
 def plan_search(result: Result) -> Iterator[Claim]:
     """The planner's choice against a grid."""
     regret = 100 * result["worst_regret"]
@@ -349,7 +357,7 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
         all_reduce, attention_kernel, bottlenecks, busy_tests, check_cost, cluster_tokens, command_times,
         damaged_policies, decision_time, dispatch, emulated, engine, engine_paired, exactness, expert_kernel,
         explaining, fidelity, fuzz_inputs, fuzz_transport, html_report, kill_a_node, layer_estimate, leaks,
-        makespan, offload_disk, opening, packing, papers, peak_memory, plan_search, policy_checks, prediction,
+        makespan, offload_disk, opening, packing, papers, peak_memory, peers, plan_search, policy_checks, prediction,
         preview_accuracy, random_runs, reproduce, same_behaviour, signals, soak, sweeps, tutorial, what_ifs,
     )
 }  # fmt: skip

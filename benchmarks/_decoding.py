@@ -94,7 +94,6 @@ class Decoded(NamedTuple):
     report: Report
     needed: list[int]  # bytes, by counted step
     read: list[int]
-    warmed: list[int]  # needed, and what stays
     utilization: dict[str, float]  # by lane, over the counted steps
 
     @property
@@ -109,30 +108,26 @@ def decode(
     batch: int,
     micro_batch: int,
     settings: dict[str, Any],
-    *,
-    budget: int | None = None,
-    direct: bool = True,
-    steps: int = STEPS,
+    budget: int,
 ) -> Decoded:
     """Run a policy once and count its bytes."""
-    device = TorchDevice(open_checkpoint(model.directory), model.layout, direct=direct)
+    device = TorchDevice(open_checkpoint(model.directory), model.layout)
     prompts = model.prompts(batch)
     chosen, uses = plugins.make_policy(policy, settings), Uses()
-    budgets = {"host": budget or 2 * model.weight_bytes}
+    budgets = {"host": budget}
     lengths = [len(prompt) for prompt in prompts]
-    split = split_batch(lengths, steps, micro_batch)
+    split = split_batch(lengths, STEPS, micro_batch)
     plan = plan_run(local_machine(), model.layout, split, chosen, budgets, device.slot_bytes)
     report = run(plan, chosen, device, prompts, observers=[uses])
     kept = [page for fixed in plan.weights.resident for page in fixed.pages()]
     check_count(device, kept, uses)
     streamed = set(range(len(model.layout.pages))) - {page.id for page in kept}
-    counted = range(1, steps)[COUNTED]
+    counted = range(1, STEPS)[COUNTED]
     used = [[page for page in model.layout.pages if uses.warmed(step, page)] for step in counted]
     needed = [sum(page.nbytes for page in pages if page.id in streamed) for pages in used]
-    warmed = [model.head_bytes + sum(page.nbytes for page in pages) for pages in used]
     read = [sum(map(device.bytes_to_read, uses.fetched[step])) for step in counted]
     utilization = {lane: uses.utilization(lane, counted) for lane in report.lanes}
-    return Decoded(plan, report, needed, read, warmed, utilization)
+    return Decoded(plan, report, needed, read, utilization)
 
 
 def check_count(device: Any, kept: Iterable[Page], uses: Uses) -> None:

@@ -41,6 +41,7 @@ class Benchmark:
     Args:
         doc: the script's docstring, which `--help` prints.
         name: of the script and its result.
+        script: the script's file, where its name is another.
         measures: files and folders that the figures depend on, besides the script.
         packages: libraries whose versions are recorded.
         parts: names that `--only` picks from.
@@ -57,6 +58,7 @@ class Benchmark:
         *,
         measures: Sequence[str],
         parts: Iterable[str],
+        script: str = "",
         packages: Sequence[str] = (),
         rounds: int = 1,
         rounds_help: str = "measure everything this often; figures are medians",
@@ -65,7 +67,8 @@ class Benchmark:
     ) -> None:
         self.name = name
         self.parts = list(parts)
-        self._measures = [f"benchmarks/{name}.py", *measures]
+        self._script = f"benchmarks/{script or f'{name}.py'}"
+        self._measures = [self._script, *measures]
         self._packages = packages
         self._keeps_parts = keeps_parts
         self.out = RESULTS / f"{named_for_machine(name) if by_machine else name}.json"
@@ -90,7 +93,7 @@ class Benchmark:
         options.only = [part for part in self.parts if self._is_chosen(part, options.only)]
         if not options.only:
             self.parser.error(f"no part is named so; parts: {', '.join(self.parts)}")
-        self._command = " ".join([f"python benchmarks/{self.name}.py", *arguments])
+        self._command = " ".join([f"python {self._script}", *arguments])
         self._partial = options.only != self.parts
         self._named = options.out is not None
         self._measured = options.rounds > 0

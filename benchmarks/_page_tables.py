@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import _peer_tables as peer_tables
 from _expert_tables import limits, shares, times_torch
 from _results import RESULTS, stored
 from _tables import Row, across, markdown, percent, plain, shown, table_of
@@ -28,7 +29,7 @@ def measured(name: str, table: Table) -> str:
             parts.append(
                 f"{machine(result)}: `{result.get('command', f'python benchmarks/{name}.py')}`\n\n{written}\n"
             )
-    return "\n".join(parts) or f"No result yet: `python benchmarks/{name}.py` makes one."
+    return "\n".join(parts) or "Not measured yet."
 
 
 def machine(result: Result) -> str:
@@ -225,6 +226,11 @@ MEASURED: dict[str, tuple[str, Table]] = {
     "expert_shares": ("expert_kernel", shares),
     "expert_limits": ("expert_kernel", limits),
     "expert_times_torch": ("expert_kernel", times_torch),
+    "resident": ("peers", partial(peer_tables.rates, "resident")),
+    "page-cache": ("peers", partial(peer_tables.rates, "page_cache")),
+    "capped": ("peers", partial(peer_tables.rates, "capped")),
+    "expert": ("peers", peer_tables.expert),
+    "peers": ("peers", peer_tables.versions),
 }
 """The benchmark and the rows of every table on the pages of measurements."""
 

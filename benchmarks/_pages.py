@@ -20,7 +20,14 @@ DOCS = ROOT / "docs"
 OLDER = " ⟳"
 MACHINES = {"spr": "Xeon, Sapphire Rapids", "zen3": "EPYC, Zen 3", "zen5": "EPYC, Zen 5"}
 ANY = "any machine"
-MEASURED_PAGES = ("expert-kernel.md", "fidelity.md", "papers.md", "routing.md", "transports.md")
+MEASURED_PAGES = (
+    "expert-kernel.md",
+    "fidelity.md",
+    "papers.md",
+    "performance.md",
+    "routing.md",
+    "transports.md",
+)
 
 
 def main() -> None:

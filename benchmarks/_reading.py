@@ -1,4 +1,4 @@
-"""Rate at which this machine reads a model's weights with nothing else to do: past the page cache, and from it."""
+"""Reads a model's weights with nothing else to do: past the page cache at the disk's rate, and into it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import threading
 import time
 from pathlib import Path
 
-import torch
 from _decoding import Model
 
 from moesched.devices.shared.arena import Arena
 from moesched.devices.shared.page_reader import PageReader
-from moesched.system.cores import usable_cores
 
 
 def disk_bandwidth(model: Model) -> dict[str, float]:
@@ -35,19 +33,6 @@ def disk_bandwidth(model: Model) -> dict[str, float]:
                 worker.join()
             rates[f"{threads} threads"] = (reader.bytes_read - before) / (time.perf_counter() - started)
     return rates
-
-
-def memory_bandwidth(model: Model) -> float:
-    """Bytes per second that all cores together read of the mapped files, at best."""
-    torch.set_num_threads(usable_cores())
-    best = 0.0
-    for file in model.directory.glob("*.safetensors"):
-        words = torch.from_file(str(file), size=file.stat().st_size // 8, dtype=torch.int64)
-        for _ in range(6):  # the first maps the file
-            started = time.perf_counter()
-            words.sum()
-            best = max(best, words.nbytes / (time.perf_counter() - started))
-    return best
 
 
 def warm(directory: Path) -> None:

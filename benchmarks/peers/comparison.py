@@ -1,0 +1,243 @@
+"""Prefill and decode of the same prompts by everybody in turn, beside the limit of this machine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from statistics import median
+from typing import Any, NamedTuple
+
+from moesched.models.config import ITEM_BYTES, ModelConfig
+from moesched.models.tensors import count_weights, dense_shapes
+from moesched.system.cores import usable_cores
+from peers.limits import Buffer, limit_of, measured_flops, read_limit
+from peers.protocol import Message, PeerFailed
+from peers.rounds import QUIET_CORES, Contestant, Field, Results, spread, turned, undisturbed, wait_for_quiet
+
+
+class Case(NamedTuple):
+    """A batch of random prompts of one length, and the tokens to generate for each."""
+
+    batch: int
+    prompt: int
+    new_tokens: int
+
+    @property
+    def name(self) -> str:
+        """Of its rows."""
+        return f"batch {self.batch}, prompts of {self.prompt}"
+
+    def request(self, vocabulary: int) -> Message:
+        """The same prompts each time."""
+        chance = random.Random(self.batch * self.prompt)
+        prompts = [[chance.randrange(vocabulary) for _ in range(self.prompt)] for _ in range(self.batch)]
+        return {"prompts": prompts, "new_tokens": self.new_tokens}
+
+
+RESIDENT = (
+    Case(1, 128, 33),
+    Case(4, 128, 17),
+    Case(16, 128, 9),
+    Case(64, 128, 7),
+    Case(1, 1024, 1),
+    Case(4, 1024, 1),
+    Case(16, 1024, 1),
+)
+STREAMED = (Case(1, 16, 9), Case(16, 16, 9))
+CAPPED = (Case(1, 16, 5), Case(16, 16, 5))
+
+
+class Work(NamedTuple):
+    """Bytes that a pass reads, and FLOPs that it does with them."""
+
+    nbytes: float
+    flops: float
+
+
+class Rates(NamedTuple):
+    """Bytes that the machine read per second in a round, and FLOP/s."""
+
+    read: float
+    flops_per_second: float
+
+
+def work_of(config: ModelConfig, case: Case, touched: Sequence[float]) -> dict[str, Work]:
+    """The work of prefill and of a decode step in the middle.
+
+    touched: bytes of weights that each step reads.
+    """
+    middle = case.prompt + case.new_tokens // 2
+    found = {"prefill": _work(config, case.batch, case.prompt, (case.prompt + 1) / 2, touched[0])}
+    if case.new_tokens > 1:
+        found["decode"] = _work(config, case.batch, 1, middle, median(touched[1:]))
+    return found
+
+
+def _work(config: ModelConfig, batch: int, tokens: int, context: float, weight_bytes: float) -> Work:
+    """A pass of `tokens` per sequence, each of which attends to `context` on average; the LM head sees the last one."""
+    matrices = (
+        sum(shape[0] * shape[1] for shape in dense_shapes(config, 0).values() if len(shape) == 2)
+        + config.top_k * 3 * config.hidden * config.intermediate
+    )
+    attention = 2 * config.heads * config.head_dim * context
+    per_token = config.layers * (matrices + attention)
+    flops = 2 * batch * (tokens * per_token + config.hidden * config.vocabulary)
+    cached = 2 * config.layers * config.kv_heads * config.head_dim * ITEM_BYTES[config.dtype]
+    return Work(weight_bytes + batch * max(context, tokens) * cached, flops)
+
+
+def compare(
+    field: Field, ours: str, config: ModelConfig, cases: Sequence[Case], rounds: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rounds of all cases; first what each of our steps reads is counted, which warms up as well.
+
+    Yields the figures so far of each case after each of its rounds.
+
+    Raises:
+        PeerFailed: ours does not run.
+    """
+    contestants, cores = field.contestants(), usable_cores()
+    buffer = Buffer(count_weights(config) * ITEM_BYTES[config.dtype])
+    results = Results()
+    works: dict[Case, dict[str, Work]] = {}
+    machine: dict[Case, list[Rates]] = {case: [] for case in cases}
+    for number in range(rounds):
+        for case in cases:
+            request = case.request(config.vocabulary)
+            if case not in works:
+                works[case] = work_of(config, case, warmed(field, contestants, ours, request))
+            nbytes = int(works[case]["decode" if "decode" in works[case] else "prefill"].nbytes)
+            wait_for_quiet(field.patience)
+            before = read_limit([buffer.next(nbytes)], cores)
+            results.run(field, turned(contestants, number), case.name, request)
+            read = max(before, read_limit([buffer.next(nbytes)], cores))
+            machine[case].append(Rates(read, measured_flops(cores)))
+            yield case.name, figures(case, works[case], machine[case], results, contestants, ours)
+
+
+def warmed(field: Field, contestants: Sequence[Contestant], ours: str, request: Message) -> list[float]:
+    """Bytes of weights that each step of a request reads, by our count; everybody has run once then."""
+    short = {"prompts": [request["prompts"][0][:16]], "new_tokens": 2}
+    touched: list[float] = []
+    for contestant in contestants:
+        if contestant.peer == ours:
+            touched = field.ask(contestant, {**request, "count_bytes": True})["touched_bytes"]
+        else:
+            with suppress(PeerFailed):  # it will fail again, and its row then says so
+                field.ask(contestant, short)
+    return touched
+
+
+def figures(
+    case: Case,
+    work: dict[str, Work],
+    machine: Sequence[Rates],
+    results: Results,
+    contestants: Sequence[Contestant],
+    ours: str,
+) -> dict[str, Any]:
+    """A case's rows: prefill and decode, with everybody's rates and shares of the limit, and equal tokens."""
+    found: dict[str, Any] = {"failed": results.reasons(case.name), "equal_tokens": {}}
+    answered = [(each, answers[0]) for each in contestants if (answers := results.answers(case.name, each))]
+    mine = [answer for contestant, answer in answered if contestant.peer == ours]
+    for contestant, answer in answered:
+        if contestant.peer != ours and mine:
+            found["equal_tokens"][contestant.name] = equal_tokens(mine[0]["tokens"], answer["tokens"])
+    for phase, each in work.items():
+        found[phase] = phase_figures(case, phase, each, machine, results, contestants)
+    return found
+
+
+def phase_figures(
+    case: Case,
+    phase: str,
+    work: Work,
+    machine: Sequence[Rates],
+    results: Results,
+    contestants: Sequence[Contestant],
+) -> dict[str, Any]:
+    """Everybody's rate in prefill or decode, beside the limit of the same rounds."""
+    limits = [limit_of(work.nbytes, work.flops, *each) for each in machine]
+    tokens = case.batch * (case.prompt if phase == "prefill" else 1)
+    rows = {}
+    for contestant in contestants:
+        if answers := results.answers(case.name, contestant):
+            seconds = [seconds_of(phase, answer) for answer in answers]
+            kept = undisturbed(answers)
+            rows[contestant.name] = {
+                "peer": contestant.peer,
+                "tokens_per_second": spread([tokens / seconds[n] for n in kept]),
+                "fraction_of_limit": median(limits[n].fraction(work.nbytes, seconds[n]) for n in kept),
+                "seconds": seconds,
+                "other_cores": [answer["other_cores"] for answer in answers],
+                "disk_bytes": [answer["disk_bytes"] for answer in answers],
+            }
+    return {
+        "bytes": work.nbytes,
+        "flops": work.flops,
+        "read_limit": median(limit.read for limit in limits),
+        "compute_limit": median(limit.compute for limit in limits),
+        "bound_by": limits[-1].bound_by,
+        "contestants": rows,
+    }
+
+
+def seconds_of(phase: str, answer: Message) -> float:
+    """Seconds of the prefill, or of a decode step."""
+    return float(answer["prefill_seconds"] if phase == "prefill" else median(answer["step_seconds"]))
+
+
+def equal_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Sequences whose first token is equal, and tokens before the first difference.
+
+    Rounding to bfloat16 in other places decides near ties of random weights otherwise; then all that follows differs.
+    """
+    prefixes = [
+        next((n for n, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b), len(mine))
+        for mine, other in zip(ours, theirs, strict=True)
+    ]
+    return {
+        "sequences": len(prefixes),
+        "equal_first_tokens": sum(prefix > 0 for prefix in prefixes),
+        "tokens": sum(map(len, ours)),
+        "equal_until_the_first_difference": sum(prefixes),
+    }
+
+
+def ratios(case: dict[str, Any], ours: str) -> dict[str, dict[str, dict[str, float]]]:
+    """By phase and peer: the rate of our best setting over that of the peer's, in undisturbed rounds."""
+    found = {}
+    for phase in ("prefill", "decode"):
+        best: dict[str, dict[str, Any]] = {}
+        for row in case.get(phase, {}).get("contestants", {}).values():
+            known = best.setdefault(row["peer"], row)
+            if row["tokens_per_second"]["median"] > known["tokens_per_second"]["median"]:
+                best[row["peer"]] = row
+        if ours in best:
+            mine = best.pop(ours)
+            found[phase] = {peer: ratio(mine, row) for peer, row in best.items()}
+    return found
+
+
+def ratio(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
+    """Rates over rates, round by round; and the number of rounds in which nothing else ran."""
+    worse = [
+        {"other_cores": max(each)} for each in zip(mine["other_cores"], theirs["other_cores"], strict=True)
+    ]
+    kept = undisturbed(worse)
+    quiet = sum(each["other_cores"] < QUIET_CORES for each in worse)
+    return {**spread([theirs["seconds"][n] / mine["seconds"][n] for n in kept]), "undisturbed_rounds": quiet}
+
+
+def lines(name: str, case: dict[str, Any]) -> Iterator[str]:
+    """A case's figures so far, for people."""
+    for phase in ("prefill", "decode"):
+        for contestant, row in case.get(phase, {}).get("contestants", {}).items():
+            rate, share = row["tokens_per_second"]["median"], row["fraction_of_limit"]
+            others = row["other_cores"]
+            yield f"{name}, {phase}: {contestant} {rate:.1f} tok/s, {share:.0%} of the limit, others {others}"
+        for peer, ratio in case["ratios"].get(phase, {}).items():
+            yield f"{name}, {phase}: over {peer} {ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['most']:.2f})"
+    for contestant, reason in case["failed"].items():
+        yield f"{name}: {contestant} failed: {reason}"

@@ -1,0 +1,102 @@
+"""An environment of its own for every peer, which still sees what is installed here: no library is installed twice."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from _results import ROOT
+
+from moesched.system.cache import cache_folder
+from peers.protocol import LONGEST_REASON, Message, PeerFailed, Worker
+
+INSTALLING_SECONDS = 1800
+LOADING_SECONDS = 300
+
+Within = Callable[[Sequence[str]], Sequence[str]]
+
+
+class Peer(NamedTuple):
+    """A way to run the model.
+
+    Attributes:
+        module: in this package, the program of its process.
+        requirements: of pip; none for what `.[dev]` already installs.
+        installing: environment variables of the installation.
+        settings: those that it is tried with; the best counts in each row.
+        seconds: the time limit of each answer.
+        on_cuda: whether it needs a CUDA GPU, with a torch of its own.
+    """
+
+    name: str
+    module: str
+    requirements: tuple[str, ...] = ()
+    installing: Mapping[str, str] = {}
+    settings: Mapping[str, Message] = {"": {}}
+    seconds: float = 240.0
+    on_cuda: bool = False
+
+    def start(self, *arguments: str, within: Within = list) -> Worker:
+        """Its process, in its environment, which is set up at first.
+
+        within: makes of the process's command one that runs it elsewhere, such as under a cap.
+
+        Raises:
+            PeerFailed: it cannot be installed, or does not load.
+        """
+        python = self.python()
+        return Worker(
+            within([str(python), "-m", f"peers.{self.module}", *arguments]),
+            {"PYTHONPATH": str(ROOT / "benchmarks")},
+            LOADING_SECONDS,
+        )
+
+    def python(self) -> Path:
+        """The interpreter of its environment."""
+        if self.on_cuda and shutil.which("nvidia-smi") is None:
+            raise PeerFailed("needs a CUDA GPU, and here is none")
+        if not self.requirements:
+            return Path(sys.executable)
+        folder = peers_folder() / re.sub("[^a-z0-9]+", "-", self.name.lower())
+        installed = folder / "installed.txt"
+        wanted = "\n".join(self.requirements)
+        if not installed.exists() or installed.read_text() != wanted:
+            self._install(folder)
+            installed.write_text(wanted)
+        return folder / "bin" / "python"
+
+    def _install(self, folder: Path) -> None:
+        venv.create(folder, clear=True, with_pip=True, symlinks=True)
+        [packages] = folder.glob("lib/python*/site-packages")
+        if not self.on_cuda:
+            here = [path for path in sys.path if "site-packages" in path]
+            (packages / "shared.pth").write_text("\n".join([*here, str(ROOT)]))
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--no-input"]
+        constraints = () if self.on_cuda else ("--constraint", str(ROOT / "constraints.txt"))
+        try:
+            subprocess.run(
+                [*pip, *constraints, *self.requirements],
+                env={**os.environ, **self.installing},
+                timeout=INSTALLING_SECONDS,
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+        except subprocess.TimeoutExpired:
+            raise PeerFailed(f"not installed within {INSTALLING_SECONDS} s") from None
+        except subprocess.CalledProcessError as error:
+            last = (error.stderr.strip() or "pip said nothing").splitlines()[-1]
+            raise PeerFailed(f"not installed: {last}"[:LONGEST_REASON]) from None
+
+
+def peers_folder() -> Path:
+    """The folder of the environments: $MOESCHED_PEERS, or a folder in moesched's cache."""
+    given = os.environ.get("MOESCHED_PEERS")
+    return Path(given) if given else cache_folder() / "peers"

@@ -1,0 +1,119 @@
+"""The limit of a row: the rate at which the machine can read its bytes, or multiply by them, whichever is smaller.
+
+`read_limit` is the rate of one loop that reads the same bytes as the kernel on as many cores, in the same round.
+`compute_limit` is measured FLOP/s over the FLOPs per byte of the row. Both are in bytes per second, as a row's own rate
+is. FLOP/s are those of the processor's widest product of bfloat16 (of float32 where it has none), from registers alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from moesched.system.cache import cache_folder
+
+SOURCE = Path(__file__).with_name("limits.c")
+COMPILE = ("cc", "-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread")
+ROUNDS = 1_000_000
+WORD = 8
+
+Piece = tuple[int, int]
+"""Address and bytes of memory that a kernel reads."""
+
+
+class Limit(NamedTuple):
+    """The limits of a row, in bytes per second.
+
+    Attributes:
+        read: the rate of reading the row's bytes with nothing else to do.
+        compute: the rate at which the processor's peak FLOP/s would use the row's bytes up.
+    """
+
+    read: float
+    compute: float
+
+    @property
+    def rate(self) -> float:
+        """The smaller one."""
+        return min(self)
+
+    @property
+    def bound_by(self) -> str:
+        """The name of the smaller one."""
+        return "read_limit" if self.read <= self.compute else "compute_limit"
+
+    def fraction(self, nbytes: float, seconds: float) -> float:
+        """The share of the limit that a kernel reached that used bytes in a time."""
+        return nbytes / seconds / self.rate
+
+
+def limit_of(nbytes: float, flops: float, read: float, flops_per_second: float) -> Limit:
+    """The limits of a row that reads bytes and does FLOPs with them, from the machine's two rates."""
+    return Limit(read, flops_per_second / (flops / nbytes))
+
+
+def read_limit(pieces: Sequence[Piece], cores: int) -> float:
+    """Bytes per second of reading pieces of memory once, on as many cores."""
+    addresses = (ctypes.c_void_p * len(pieces))(*(address for address, _ in pieces))
+    words = (ctypes.c_size_t * len(pieces))(*(nbytes // WORD for _, nbytes in pieces))
+    seconds = _library().read_seconds(addresses, words, len(pieces), cores)
+    if seconds <= 0:
+        raise RuntimeError(f"the read loop does not run on {cores} cores")
+    return sum(nbytes for _, nbytes in pieces) / float(seconds)
+
+
+def measured_flops(cores: int) -> float:
+    """Peak FLOP/s of as many cores.
+
+    Raises:
+        RuntimeError: the system does not allow the instructions.
+    """
+    found = float(_library().flops_per_second(ROUNDS, cores))
+    if found <= 0:
+        raise RuntimeError("the system does not allow the processor's widest products")
+    return found
+
+
+class Buffer:
+    """Memory to read in place of weights, as large as those, in large pages where the system has them."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = mmap.mmap(-1, nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._values = np.frombuffer(self._memory, np.uint8)
+        self._values.fill(1)
+        self._begin = 0
+
+    def next(self, nbytes: int) -> Piece:
+        """Bytes that were not read for the longest time, so that no cache has them; at most all of it."""
+        nbytes = min(nbytes, self._values.nbytes)
+        if self._begin + nbytes > self._values.nbytes:
+            self._begin = 0
+        begin, self._begin = self._begin, self._begin + nbytes // WORD * WORD
+        return self._values.ctypes.data + begin, nbytes
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The loops, compiled for this processor on first use."""
+    name = f"limits-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}.so"
+    file = cache_folder() / "peers" / name
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        begun = file.with_suffix(".part")
+        subprocess.run([*COMPILE, "-o", str(begun), str(SOURCE)], check=True)
+        begun.replace(file)
+    library = ctypes.CDLL(str(file))
+    library.read_seconds.restype = library.flops_per_second.restype = ctypes.c_double
+    library.read_seconds.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+    library.flops_per_second.argtypes = [ctypes.c_int64, ctypes.c_int]
+    return library

@@ -1,0 +1,56 @@
+"""The peers, and the settings that each is tried with in each part."""
+
+from __future__ import annotations
+
+from _results import ROOT
+
+from peers.environment import Peer
+from peers.protocol import Message
+
+
+def ours(*policies: str, direct: bool, micro_batch: int = 64) -> dict[str, Message]:
+    """Settings of ours, by name."""
+    return {policy: {"policy": policy, "direct": direct, "micro_batch": micro_batch} for policy in policies}
+
+
+STREAMING = ("layer_streaming", "cgopipe", "expert_streaming", "lru_offload")
+EXPERTS = {experts: {"experts": experts} for experts in ("eager", "grouped_mm")}
+
+OURS = Peer("moesched", "moesched_peer", settings=ours("resident", direct=False))
+OURS_MAPPED = OURS._replace(settings=ours(*STREAMING, direct=False))
+OURS_DIRECT = OURS._replace(settings=ours(*STREAMING, direct=True))
+
+LLAMA_CPP = Peer(
+    "llama.cpp",
+    "llama_cpp_peer",
+    requirements=("--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36", "gguf==0.19.0"),
+    installing={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"},
+    settings={
+        "flash attention": {"flash_attention": True},
+        "no flash attention": {"flash_attention": False},
+    },
+)
+LLAMA_CPP_MAPPED = LLAMA_CPP._replace(settings={"mmap": {"flash_attention": True}})
+
+HUGGING_FACE = Peer("Hugging Face", "hugging_face_peer", settings=EXPERTS)
+ACCELERATE = Peer("Accelerate", "hugging_face_peer", settings=EXPERTS)
+
+MLX_LM = Peer("mlx-lm", "mlx_lm_peer", settings={"float32": {}}, seconds=60.0)
+
+OUR_KERNEL = Peer("moesched", "expert_kernel_peer")
+KT_KERNEL = Peer("kt-kernel", "kt_kernel_peer", requirements=("--no-deps", "kt-kernel==0.7.2"))
+
+LLAMA_CPP_CUDA = LLAMA_CPP._replace(
+    name="llama.cpp, CUDA",
+    installing={"CMAKE_ARGS": "-DGGML_CUDA=ON -DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"},
+    requirements=(*LLAMA_CPP.requirements, str(ROOT)),
+    settings={"": {"flash_attention": True}},
+    on_cuda=True,
+)
+VLLM = Peer("vLLM", "vllm_peer", requirements=("vllm",), on_cuda=True)
+
+RESIDENT = (OURS, LLAMA_CPP, HUGGING_FACE, MLX_LM)
+PAGE_CACHE = (OURS_MAPPED, ACCELERATE)
+CAPPED = (OURS_DIRECT, ACCELERATE._replace(seconds=180.0), LLAMA_CPP_MAPPED)
+EXPERT = (OUR_KERNEL, KT_KERNEL)
+CUDA = (LLAMA_CPP_CUDA, VLLM)

@@ -1,0 +1,144 @@
+"""Benchmarks beside other programs: their processes, the limits of rows, and the files that are written for them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from peers.comparison import equal_tokens, ratios
+from peers.environment import Peer
+from peers.gguf_file import interleaved, tensors
+from peers.limits import limit_of
+from peers.memory_cap import VERSION_1, VERSION_2, MemoryCap
+from peers.protocol import PeerFailed, Worker
+from peers.rounds import Field, Results, turned
+
+from moesched.models.checkpoint import open_checkpoint
+from moesched.models.random_model import write_random_model
+from small_models import SMALL
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+DOINGS = ("answer", "raise", "hang", "end")
+FAKE = Peer(
+    "fake",
+    "fake_peer",
+    settings={doing: {"do": doing} for doing in DOINGS},
+    seconds=3.0,
+)
+
+
+def start(peer: Peer, *arguments: str) -> Worker:
+    script = Path(__file__).with_name("fake_peer.py")
+    return Worker([sys.executable, str(script), *arguments], {"PYTHONPATH": str(BENCHMARKS)}, 20)
+
+
+@pytest.fixture
+def field() -> Iterator[Field]:
+    with Field([FAKE], start=start) as opened:
+        yield opened
+
+
+def test_whoever_fails_leaves_a_reason_and_the_others_go_on(field: Field) -> None:
+    contestants, results = field.contestants(), Results()
+    for number in range(2):
+        results.run(field, contestants, "request", {"number": number})
+    answered = {
+        each.setting: [one["echo"] for one in results.answers("request", each)] for each in contestants
+    }
+    assert answered == {"answer": [0, 1], "raise": [], "hang": [], "end": []}
+    assert results.reasons("request") == {
+        "fake, raise": "ValueError: too many prompts",
+        "fake, hang": "no answer within 3 s",
+        "fake, end": "ended with 1: out of memory",
+    }
+
+
+def test_a_peer_that_does_not_load_is_left_out_with_the_reason() -> None:
+    with Field([FAKE], "unloadable", start=start) as field:
+        assert field.contestants() == []
+        assert field.about == {"fake": {"failed": "ended with 1: OSError: no such model"}}
+
+
+def test_a_peer_that_needs_a_gpu_says_so_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(PeerFailed, match="needs a CUDA GPU"):
+        FAKE._replace(on_cuda=True).python()
+
+
+@pytest.mark.parametrize(
+    ("files", "events"), [(VERSION_1, "17"), (VERSION_2, "low 0\nhigh 0\nmax 17\noom 0\n")]
+)
+@pytest.mark.parametrize(("peak", "binds"), [(1000, True), (600, False)])
+def test_a_cap_binds_if_its_limit_was_met(
+    tmp_path: Path, files: tuple[str, str, str], events: str, peak: int, binds: bool
+) -> None:
+    cap = MemoryCap(tmp_path, files, 1000)
+    (tmp_path / files[1]).write_text(str(peak))
+    (tmp_path / files[2]).write_text(events)
+    assert (tmp_path / files[0]).read_text() == "1000"
+    assert cap.report() == {"limit_bytes": 1000, "peak_bytes": peak, "times_met": 17, "binds": binds}
+
+
+def test_each_contestant_begins_a_round_in_turn(field: Field) -> None:
+    begins = [turned(field.contestants(), number)[0].setting for number in range(5)]
+    assert begins == [*DOINGS, "answer"]
+
+
+@pytest.mark.parametrize(
+    ("flops", "bound_by", "rate"), [(10.0, "read_limit", 30.0), (1000.0, "compute_limit", 20.0)]
+)
+def test_the_limit_of_a_row_is_the_smaller_one(flops: float, bound_by: str, rate: float) -> None:
+    limit = limit_of(nbytes=100.0, flops=flops, read=30.0, flops_per_second=200.0)
+    assert (limit.bound_by, limit.rate) == (bound_by, rate)
+    assert limit.fraction(nbytes=100.0, seconds=10.0) == 10.0 / rate
+
+
+def test_ratios_are_of_the_best_settings_in_the_rounds_that_nobody_disturbed() -> None:
+    def row(peer: str, seconds: list[float], others: list[float]) -> dict[str, object]:
+        return {
+            "peer": peer,
+            "seconds": seconds,
+            "other_cores": others,
+            "tokens_per_second": {"median": 1 / seconds[0]},
+        }
+
+    rows = {
+        "ours": row("ours", [1.0, 9.0, 2.0], [0.0, 1.5, 0.0]),
+        "theirs, slow": row("theirs", [8.0, 8.0, 8.0], [0.0, 0.0, 0.0]),
+        "theirs, fast": row("theirs", [2.0, 2.0, 3.0], [0.0, 0.0, 0.05]),
+    }
+    found = ratios({"decode": {"contestants": rows}}, "ours")
+    assert found == {
+        "decode": {"theirs": {"median": 1.75, "least": 1.5, "most": 2.0, "undisturbed_rounds": 2}}
+    }
+
+
+def test_tokens_count_as_equal_until_the_first_difference() -> None:
+    assert equal_tokens([[1, 2, 3], [4, 5, 6]], [[1, 9, 3], [7, 5, 6]]) == {
+        "sequences": 2,
+        "equal_first_tokens": 1,
+        "tokens": 6,
+        "equal_until_the_first_difference": 1,
+    }
+
+
+def test_pairs_that_rotate_together_become_neighbours() -> None:
+    matrix = np.arange(8).reshape(8, 1)
+    assert interleaved(matrix, 4).ravel().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_a_gguf_file_has_every_weight_in_llama_cpps_names_and_shapes(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_random_model(SMALL, tmp_path / "model"))
+    config = checkpoint.config
+    written = dict(tensors(checkpoint))
+    assert len(written) == 3 + 10 * config.layers
+    assert sum(values.size for values in written.values()) == sum(
+        int(np.prod(tensor.shape)) for tensor in checkpoint.tensors.values()
+    )
+    stacked = written["blk.0.ffn_down_exps.weight"]
+    assert stacked.shape == (config.experts, config.hidden, config.intermediate)
+    assert stacked.dtype == np.uint16
+    assert written["blk.0.ffn_gate_inp.weight"].dtype == np.float32
