@@ -42,7 +42,7 @@ INLINE void ISA(multiply_few)(const Product *product, const Panels *panels, int6
 static TARGET void ISA(multiply_before)(const Product *product, int64_t first, int64_t last, const uint16_t *next,
                                         float *out) {
     const Panels panels = panels_of(product, COLUMNS);
-    const int64_t few = MOST_SUMS / product->batch / PAIRED_TILES * PAIRED_TILES;
+    const int64_t few = MOST_SUMS / product->batch / SUMMED_ROWS * SUMMED_ROWS;
     for (int64_t from = first, to; from < last; from = to) {
         to = from + few < last ? from + few : last;
         ISA(multiply_few)(product, &panels, from, to, to < last ? rows_from(product, to).first : next,
@@ -114,3 +114,5 @@ static const Multiplier ISA(multiplier) = {STEP,          STEP_BYTES, ISA(place)
 #undef STEP
 #undef STEP_BYTES
 #undef COLUMNS
+#undef MOST_SUMS
+#undef SUMMED_ROWS

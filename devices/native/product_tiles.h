@@ -159,6 +159,8 @@ INLINE void ISA(put_step)(char *step, int columns, int column, const uint16_t *v
     }
 }
 
+#define MOST_SUMS 1536
+#define SUMMED_ROWS 24
 #include "product_parts.h"
 
 #undef TILE_ROWS

@@ -16,8 +16,6 @@ enum {
     PIECE = 1024,        /* inputs of a few rows of weights that stay in the first-level cache while all of x passes */
     MOST_PANELS = 16,
     LINE = 32,           /* weights in a cache line */
-    MOST_SUMS = 1536,     /* outputs times rows of x that are multiplied at once */
-    PAIRED_TILES = 24,   /* a multiple of the rows of every tile */
     AHEAD = 1024,        /* inputs from a weight to the one that is prefetched meanwhile */
     CHUNKS = 4,          /* of each thread, at least, if there is enough work: shortens the wait for the last one */
 };
