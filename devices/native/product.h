@@ -7,7 +7,7 @@
 #include "team.h"
 
 enum {
-    MOST_BATCH = 64,         /* rows of x in one product */
+    MOST_BATCH = 128,         /* rows of x in one product */
     WHOLE_TILES = 96,        /* a multiple of the rows of every tile, and of every step */
     MOST_OUTPUTS = 2 * WHOLE_TILES, /* outputs of one call */
 };

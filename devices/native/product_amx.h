@@ -14,7 +14,7 @@
 #define STEP 32
 #define STEP_BYTES 64
 #define COLUMNS 16
-#define MOST_SUMS 6144
+#define MOST_SUMS 12288
 #define SUMMED_ROWS 96
 
 /* Numbers of tiles. */

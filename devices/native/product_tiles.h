@@ -159,7 +159,7 @@ INLINE void ISA(put_step)(char *step, int columns, int column, const uint16_t *v
     }
 }
 
-#define MOST_SUMS 1536
+#define MOST_SUMS 3072
 #define SUMMED_ROWS 24
 #include "product_parts.h"
 

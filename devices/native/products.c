@@ -14,7 +14,7 @@
 enum {
     X_BYTES = 512 << 10, /* of all rows of x: stay in the second-level cache while rows of weights pass */
     PIECE = 1024,        /* inputs of a few rows of weights that stay in the first-level cache while all of x passes */
-    MOST_PANELS = 16,
+    MOST_PANELS = 32,
     LINE = 32,           /* weights in a cache line */
     AHEAD = 1024,        /* inputs from a weight to the one that is prefetched meanwhile */
     CHUNKS = 4,          /* of each thread, at least, if there is enough work: shortens the wait for the last one */

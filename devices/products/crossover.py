@@ -30,7 +30,7 @@ from .linear import Blocks, Tensor, linear
 from .packed_weights import pack
 from .team import use_cores
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LEAST, MOST_WEIGHTS = 512, 1 << 24
 """Of a matrix: the fewest rows and columns, and the most weights. Others take as long per weight."""
 COLD_BYTES = 96 << 20
