@@ -63,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found[part] = {"failed": str(reason)}
             progress.print(found[part])
         BENCHMARK.write(found)
+        if "interrupted" in found[part]:
+            sys.exit("interrupted: the rounds so far are written")
 
 
 def part_resident(options: Options) -> dict[str, Any]:
@@ -183,12 +185,17 @@ def compared(field: Field, cases: Sequence[comparison.Case], options: Options) -
     for name, about in field.about.items():
         progress.print(f"{name}: {about}", soft_wrap=True)
     chosen = [case for case in cases if is_named(case.name, options.cases)]
-    config, found = open_checkpoint(options.model).config, {}
-    for name, figures in comparison.compare(field, OURS.name, config, chosen, options.rounds):
-        found[name] = {**figures, "ratios": comparison.ratios(figures, OURS.name)}
-        for line in comparison.lines(name, found[name]):
-            progress.print(line, soft_wrap=True)
-    return {"peers": field.about, "cases": found}
+    config = open_checkpoint(options.model).config
+    found: dict[str, Any] = {}
+    result: dict[str, Any] = {"peers": field.about, "cases": found}
+    try:
+        for name, figures in comparison.compare(field, OURS.name, config, chosen, options.rounds):
+            found[name] = {**figures, "ratios": comparison.ratios(figures, OURS.name)}
+            for line in comparison.lines(name, found[name]):
+                progress.print(line, soft_wrap=True)
+    except KeyboardInterrupt:
+        result["interrupted"] = True
+    return result
 
 
 if __name__ == "__main__":
