@@ -146,7 +146,7 @@ class ChildRun:
         line = endless_line(traceback, self._home)
         self._reason = f"{case} still ran, at {line}"
         if begun is None or begun.quick:
-            seconds = self._order.limit if begun is None else begun.seconds
+            seconds = self._order.loading if begun is None else begun.seconds
             message = f"does not end: still running after {seconds:.3g} s"
             self._fatal.append(Fault(line=line, message=message, case=case))
 

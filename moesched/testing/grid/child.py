@@ -32,13 +32,18 @@ class Order(msgspec.Struct, frozen=True):
 
     Attributes:
         patience: seconds that a small case may take.
-        limit: seconds for everything.
+        limit: seconds for all items.
     """
 
     subject: Subject
     cells: list[Cell]
     patience: float
     limit: float
+
+    @property
+    def loading(self) -> float:
+        """Seconds in which the policy must be loaded."""
+        return max(self.limit, self.patience)
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -91,8 +96,7 @@ def carry_out(order: Order, alarm: BinaryIO) -> Iterator[Message]:
     Args:
         alarm: receives the traceback of an item that takes too long; then the process ends.
     """
-    end = time.monotonic() + order.limit
-    faulthandler.dump_traceback_later(order.limit, exit=True, file=alarm)
+    faulthandler.dump_traceback_later(order.loading, exit=True, file=alarm)
     try:
         policy = find_policy(order.subject.name)
         title = f"policy {order.subject.name}"
@@ -106,6 +110,7 @@ def carry_out(order: Order, alarm: BinaryIO) -> Iterator[Message]:
     items = items_of(policy, order.cells)
     yield Opened(home, [item.name for item in items])
     outcomes: list[Outcome] = []
+    end = time.monotonic() + order.limit
     for number, item in enumerate(items):
         left = end - time.monotonic()
         if left < LEAST_SECONDS:
