@@ -76,7 +76,7 @@ $(BIN)/python:
 
 $(INSTALLED): pyproject.toml constraints.txt $(KERNEL) | $(BIN)/python
 	$(PIP_INSTALL) -e .
-	@$(BIN)/python -c 'from moesched.devices.native.library import availability; print(availability())'
+	@$(BIN)/python -c 'from moesched.devices.native.compiled import availability; print(availability())'
 	@touch $@
 
 $(TOOLS): $(INSTALLED)

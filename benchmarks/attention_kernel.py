@@ -27,8 +27,8 @@ from _core_limits import multiply, read_memory
 from _options import Benchmark, track
 
 from moesched.devices.native.attention import CachedLayer, NativeAttention, SequencesInBlocks
+from moesched.devices.native.compiled import instruction_sets
 from moesched.devices.native.kernels import NativeKernels
-from moesched.devices.native.library import instruction_sets
 from moesched.devices.products.team import Team, use_cores
 from moesched.devices.torch import kernels
 from moesched.requests.batch import KV_BLOCK_TOKENS

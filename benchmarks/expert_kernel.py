@@ -36,8 +36,8 @@ import torch
 from _core_limits import multiply, read_memory
 from _options import Benchmark, track
 
+from moesched.devices.native.compiled import instruction_sets, library
 from moesched.devices.native.kernels import address, rows_of
-from moesched.devices.native.library import instruction_sets, library
 from moesched.devices.products.crossover import Shape as Matrix
 from moesched.devices.products.crossover import most_rows
 from moesched.devices.products.linear import expert_ffn

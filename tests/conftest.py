@@ -20,7 +20,7 @@ from commands import Said
 if TYPE_CHECKING:
     from runs import Run
 
-pytest_plugins = ["cluster_fixtures"]
+pytest_plugins = ["cluster_fixtures", "native_fixtures"]
 
 # Before any test imports transformers: its models come from the tests themselves, never from a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from _small_runs import ONE_MEMORY, generate
 
+from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
-from moesched.devices.native.library import availability, instruction_sets
 from moesched.devices.products import crossover
 from moesched.devices.products.products import Products
 from moesched.devices.torch.device import TorchDevice
@@ -38,15 +38,6 @@ needs_kernel = pytest.mark.skipif(not instruction_sets(), reason=availability())
 def random(rows: int, columns: int, seed: int = 1, scale: float = 1.0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(rows, columns, generator=generator) * scale).bfloat16()
-
-
-@pytest.fixture(params=instruction_sets() or ["none"])
-def variant(request: pytest.FixtureRequest) -> str:
-    """Every instruction set that this processor has."""
-    name: str = request.param
-    if name == "none":
-        pytest.skip(availability())
-    return name
 
 
 @pytest.fixture

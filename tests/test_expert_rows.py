@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moesched import plugins, run_model
+from moesched.devices.native.compiled import instruction_sets
 from moesched.devices.native.kernels import NativeKernels
-from moesched.devices.native.library import instruction_sets
 from moesched.devices.products.products import Products
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.expert_parts import Part, apply_expert, apply_to_each, tiles_of

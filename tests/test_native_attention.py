@@ -14,8 +14,8 @@ from _small_runs import ONE_MEMORY, generate
 from msgspec.structs import replace
 
 from moesched.devices.native.attention import CachedLayer, NativeAttention, SequencesInBlocks
+from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
-from moesched.devices.native.library import availability, instruction_sets
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.models.checkpoint import open_checkpoint
@@ -29,15 +29,6 @@ BLOCK = 16
 TINY = Path(__file__).parents[1] / "examples" / "tiny-mixtral"
 TYPES = [torch.float32, torch.bfloat16]
 LENGTHS = (1, 15, 16, 17, 32, 33, 255, 256, 257, 300)
-
-
-@pytest.fixture(params=instruction_sets() or ["none"])
-def variant(request: pytest.FixtureRequest) -> str:
-    """Every instruction set that this processor has."""
-    name: str = request.param
-    if name == "none":
-        pytest.skip(availability())
-    return name
 
 
 @pytest.fixture

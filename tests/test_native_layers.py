@@ -10,9 +10,9 @@ import torch
 from msgspec.structs import replace
 
 from moesched.devices.native.arguments import LayerWeights
+from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.native.layers import NativeLayers
-from moesched.devices.native.library import availability, instruction_sets
 from moesched.devices.products.linear import expert_ffn
 from moesched.devices.torch import kernels
 from moesched.models.config import ModelConfig
@@ -129,12 +129,9 @@ def squared_error(values: Tensor, exact: Tensor) -> float:
     return (values.double() - exact).square().mean().item()
 
 
-@pytest.fixture(params=instruction_sets() or ["none"])
-def native(request: pytest.FixtureRequest) -> Iterator[NativeKernels]:
-    """Every instruction set that this processor has."""
-    if request.param == "none":
-        pytest.skip(availability())
-    with closing(NativeKernels(MOST_ROWS, request.param, threads=2)) as native:
+@pytest.fixture
+def native(variant: str) -> Iterator[NativeKernels]:
+    with closing(NativeKernels(MOST_ROWS, variant, threads=2)) as native:
         yield native
 
 

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from moesched.devices.native.library import TORCH, VERSION, availability, check_choice, instruction_sets, load
+from moesched.devices.native.compiled import (
+    TORCH,
+    VERSION,
+    availability,
+    check_choice,
+    instruction_sets,
+    load,
+)
 from moesched.devices.products.crossover import Shape
 from moesched.devices.products.products import rows_for_kernel
 from moesched.errors import BadInput

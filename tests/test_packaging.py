@@ -130,7 +130,7 @@ for path in sorted(root.glob("moesched/**/*.py")):
             raise
     else:
         assert pathlib.Path(module.__file__).is_relative_to(root), module.__file__
-from moesched.devices.native.library import availability
+from moesched.devices.native.compiled import availability
 print(availability())
 """
 

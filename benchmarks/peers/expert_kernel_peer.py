@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from moesched.devices.native.compiled import instruction_sets
 from moesched.devices.native.kernels import NativeKernels
-from moesched.devices.native.library import instruction_sets
 from peers.expert import ROWS, answers, experts
 from peers.protocol import Answer, Message, serve
 

@@ -8,20 +8,16 @@ is. FLOP/s are those of the processor's widest product of bfloat16 (of float32 w
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import mmap
-import subprocess
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-
-from moesched.system.cache import cache_folder
+from _compiled import compiled
 
 SOURCE = Path(__file__).with_name("limits.c")
-COMPILE = ("cc", "-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread")
 ROUNDS = 1_000_000
 WORD = 8
 
@@ -104,15 +100,7 @@ class Buffer:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The loops, compiled for this processor on first use."""
-    name = f"limits-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}.so"
-    file = cache_folder() / "peers" / name
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        begun = file.with_suffix(".part")
-        subprocess.run([*COMPILE, "-o", str(begun), str(SOURCE)], check=True)
-        begun.replace(file)
-    library = ctypes.CDLL(str(file))
+    library = compiled(SOURCE)
     library.read_seconds.restype = library.flops_per_second.restype = ctypes.c_double
     library.read_seconds.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
     library.flops_per_second.argtypes = [ctypes.c_int64, ctypes.c_int]

@@ -179,6 +179,6 @@ class Preparation:
 
 
 def _held(blocks: Blocks, held: Held) -> int:
-    """Where C finds the row blocks, as long as they are held."""
+    """The address of the row blocks, which are kept in `held`."""
     held.append(rows_of(blocks))
     return address(held[-1])

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from .arguments import Attend
+from .compiled import library
 from .kernels import NativeKernels, Tensor, address
-from .library import library
 
 
 class CachedLayer(NamedTuple):

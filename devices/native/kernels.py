@@ -11,7 +11,7 @@ import torch
 
 from moesched.system.cores import affinity, usable_cores
 
-from .library import instruction_sets, library
+from .compiled import instruction_sets, library
 
 Tensor = torch.Tensor
 Blocks = Sequence[Tensor]
@@ -112,7 +112,7 @@ def rows_of(blocks: Blocks) -> array[int]:
 
 
 def address(numbers: array[int]) -> int:
-    """Where C finds the numbers, as long as they live."""
+    """The address of the numbers; keep them alive while C uses it."""
     return numbers.buffer_info()[0]
 
 

@@ -15,8 +15,8 @@ import torch
 from moesched.models.config import ModelConfig
 
 from .arguments import A, Head, Inputs, Layer, LayerWeights, Preparation, Tokens
+from .compiled import library
 from .kernels import NativeKernels, Tensor, address, are_rows
-from .library import library
 
 MOST_PREPARED = 4096
 """Calls whose arguments a micro-batch keeps. Streamed weights have new pointers in every step."""

@@ -24,8 +24,8 @@ from moesched.system.cache import cache_folder
 from moesched.system.decoding import decode_json
 from moesched.system.input_file import read_input
 
+from ..native.compiled import build
 from ..native.kernels import NativeKernels
-from ..native.library import build
 from .linear import Blocks, Tensor, linear
 from .packed_weights import pack
 from .team import use_cores

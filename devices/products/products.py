@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..native.compiled import AUTO, TORCH, check_choice, instruction_sets
 from ..native.kernels import NativeKernels
-from ..native.library import AUTO, TORCH, check_choice, instruction_sets
 from .crossover import Shape, most_rows
 from .linear import Blocks, Tensor, expert_ffn, linear
 

@@ -95,7 +95,7 @@ class Attention:
         return self.attend(state, q_THd, state.cache.views(task.layer, state.step))
 
     def native_for(self, task: Task, state: MicroBatchState, q_THd: Tensor) -> NativeAttention | None:
-        """What attends natively: in decode steps on the CPU, wherever the policy keeps the cache."""
+        """Native attention if it takes this task: a decode step on the CPU. None otherwise."""
         one_each = len(q_THd) == len(state.step.sequences)
         return self._native_attention if task.step and one_each and q_THd.is_cpu else None
 

@@ -9,8 +9,8 @@ import torch
 from moesched.models.layout import WeightLayout
 from moesched.system.cores import usable_cores
 
+from ..native.compiled import check_choice
 from ..native.layers import NativeLayers
-from ..native.library import check_choice
 from ..products.bfloat16_support import has_bfloat16
 from ..products.crossover import Shape
 from ..products.linear import Tensor

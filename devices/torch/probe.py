@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..native.library import AUTO
+from ..native.compiled import AUTO
 from ..products.crossover import Shape, forget
 from ..products.packed_weights import pack, packing_pays
 from ..products.products import Products, make_kernel, rows_for_kernel
