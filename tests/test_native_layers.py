@@ -109,7 +109,7 @@ def inputs(
     layers: NativeLayers, hidden_TD: Tensor, weights: LayerWeights, angles: tuple[Tensor, Tensor]
 ) -> Tensor:
     """Queries, keys and values, side by side."""
-    buffers = layers.buffers(len(hidden_TD))
+    buffers = layers.buffers(len(hidden_TD), {})
     for ours, given in zip(buffers.angles, angles, strict=True):
         ours.copy_(given)
     layers.attention_inputs(buffers, hidden_TD, weights)
@@ -120,7 +120,7 @@ def after_attention(
     layers: NativeLayers, hidden_TD: Tensor, attended_TX: Tensor, weights: LayerWeights
 ) -> tuple[Tensor, Tensor, dict[int, int]]:
     """The new hidden states, the experts of each token, the rows of each expert."""
-    buffers = layers.buffers(len(hidden_TD))
+    buffers = layers.buffers(len(hidden_TD), {})
     counts = layers.run(buffers, hidden_TD, attended_TX, weights)
     return buffers.hidden_TD, buffers.choices.experts_Tk, counts
 
@@ -145,7 +145,7 @@ def test_embeddings_are_copied_and_angles_are_those_of_torch(native: NativeKerne
     embedding_VD = random(PLAIN.vocabulary, PLAIN.hidden, seed=1)
     ids, positions = [7, 100, 0], [0, 31, 4000]
     layers = NativeLayers(PLAIN, native)
-    buffers = layers.buffers(3)
+    buffers = layers.buffers(3, {})
     layers.embed(buffers, ids, positions, embedding_VD)
     assert torch.equal(buffers.hidden_TD, embedding_VD[ids])
     expected = kernels.rotary(torch.tensor(positions), PLAIN.head_dim, PLAIN.rope_theta)

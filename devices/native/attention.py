@@ -6,6 +6,7 @@ Shapes in names as in `devices/torch/kernels.py`.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 
 from .arguments import Attend
 from .compiled import library
-from .kernels import NativeKernels, Tensor, address
+from .kernels import NativeKernels, Tensor, address, check
 
 
 class CachedLayer(NamedTuple):
@@ -31,6 +32,21 @@ class SequencesInBlocks(NamedTuple):
     blocks: array[int]
 
 
+class AttentionCall:
+    """A call of attention whose tensors stay where they are, for as many sequences."""
+
+    __slots__ = ("_arguments", "_run")
+
+    def __init__(self, run: Callable[[], int], arguments: Attend) -> None:
+        self._run = run
+        self._arguments = arguments
+
+    def __call__(self, sequences: SequencesInBlocks) -> None:
+        arguments = self._arguments
+        arguments.lengths, arguments.blocks = address(sequences.lengths), address(sequences.blocks)
+        check(self._run())
+
+
 class NativeAttention:
     """Attention of one new token per sequence.
 
@@ -41,7 +57,7 @@ class NativeAttention:
     """
 
     def __init__(self, kernels: NativeKernels, window: int | None = None) -> None:
-        self._call = kernels.call
+        self._bound = kernels.bound
         self._attend = library().moesched_attend
         self._window = window or 0
 
@@ -53,30 +69,35 @@ class NativeAttention:
         All tensors are contiguous, on the CPU, and of the cache's type, which is one of `DTYPES`.
         """
         count, heads, head_dim = q_SHd.shape
-        kv_heads = k_SKd.shape[1]
         out_SX = torch.empty(count, heads * head_dim, dtype=q_SHd.dtype)
-        arguments = Attend(
-            q_SHd.element_size(),
-            count,
-            heads,
-            kv_heads,
-            head_dim,
-            self._window,
-            cached.block_size,
-            heads * head_dim,
-            kv_heads * head_dim,
-            head_dim**-0.5,
-            address(sequences.lengths),
-            address(sequences.blocks),
-            cached.keys,
-            cached.values,
-            q_SHd.data_ptr(),
-            k_SKd.data_ptr(),
-            v_SKd.data_ptr(),
-            out_SX.data_ptr(),
-        )
-        self._call(self._attend, arguments)
+        self.prepared(q_SHd, k_SKd, v_SKd, cached, out_SX)(sequences)
         return out_SX
+
+    def prepared(
+        self, q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, cached: CachedLayer, out_SX: Tensor
+    ) -> AttentionCall:
+        """The same call, to be made often with what these tensors then have; they are to live as long."""
+        count, heads, head_dim = q_SHd.shape
+        kv_heads = k_SKd.shape[1]
+        arguments = Attend(
+            number_bytes=q_SHd.element_size(),
+            sequences=count,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            window=self._window,
+            block_size=cached.block_size,
+            query_stride=heads * head_dim,
+            new_stride=kv_heads * head_dim,
+            scale=head_dim**-0.5,
+            keys=cached.keys,
+            values=cached.values,
+            queries=q_SHd.data_ptr(),
+            new_keys=k_SKd.data_ptr(),
+            new_values=v_SKd.data_ptr(),
+            out=out_SX.data_ptr(),
+        )
+        return AttentionCall(self._bound(self._attend, arguments), arguments)
 
 
 @lru_cache(maxsize=64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 
 import torch
@@ -68,7 +69,7 @@ class NativeKernels:
         y_TN = x_TD.new_empty(len(x_TD), _outputs(blocks))
         shape = (len(x_TD), x_TD.shape[1], y_TN.shape[1], x_TD.data_ptr(), x_TD.stride(0))
         rows = rows_of(blocks)
-        _check(self._library.moesched_product(self._team, *shape, address(rows), y_TN.data_ptr()))
+        check(self._library.moesched_product(self._team, *shape, address(rows), y_TN.data_ptr()))
         return y_TN
 
     def expert(self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
@@ -78,12 +79,16 @@ class NativeKernels:
         shape = (len(x_nD), x_nD.shape[1], _outputs(gate), x_nD.data_ptr(), x_nD.stride(0))
         matrices = [rows_of(matrix) for matrix in (gate, up, down)]
         weights = array("q", [address(rows) for rows in matrices])
-        _check(self._library.moesched_expert(self._team, *shape, address(weights), y_nD.data_ptr()))
+        check(self._library.moesched_expert(self._team, *shape, address(weights), y_nD.data_ptr()))
         return y_nD
 
     def call(self, function: Callable[..., int], arguments: ctypes.Structure) -> None:
         """Call a function that takes the threads and a pointer to its arguments."""
-        _check(function(self._team, ctypes.byref(arguments)))
+        check(function(self._team, ctypes.byref(arguments)))
+
+    def bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:
+        """The same call, to be made often; it returns what `check` takes."""
+        return partial(function, self._team, ctypes.byref(arguments))
 
 
 def _with_plain_rows(x_TD: Tensor) -> Tensor:
@@ -116,6 +121,7 @@ def address(numbers: array[int]) -> int:
     return numbers.buffer_info()[0]
 
 
-def _check(result: int) -> None:
+def check(result: int) -> None:
+    """Raise MemoryError if a native call returned that it had none."""
     if result:
         raise MemoryError("no memory for the rows that the CPU kernels multiply")

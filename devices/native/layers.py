@@ -6,66 +6,20 @@ Shapes in names as in `devices/torch/kernels.py`.
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from moesched.models.config import ModelConfig
 
-from .arguments import A, Head, Inputs, Layer, LayerWeights, Preparation, Tokens
+from .arguments import Head, Inputs, Layer, LayerWeights, Preparation, Tokens
+from .buffers import Choices, StepBuffers, choices_for
+from .calls import Call, EmbeddingCall, HeadCall
 from .compiled import library
-from .kernels import NativeKernels, Tensor, address, are_rows
+from .kernels import NativeKernels, Tensor, are_rows, check
 
-MOST_PREPARED = 4096
-"""Calls whose arguments a micro-batch keeps. Streamed weights have new pointers in every step."""
-
-
-class Choices(NamedTuple):
-    """A router's result: the experts' input; the experts of each token, int64, ascending; their weights; the logits."""
-
-    x_TD: Tensor
-    experts_Tk: Tensor
-    weights_Tk: Tensor
-    logits_TE: Tensor
-
-
-class StepBuffers:
-    """A micro-batch's results, which are overwritten in each layer and step, and the calls that write them.
-
-    Attributes:
-        angles: cosines and signed sines (T, 1, d), float32.
-        likeliest: of each row, a token.
-    """
-
-    def __init__(self, config: ModelConfig, tokens: int) -> None:
-        bfloat16 = torch.bfloat16
-        self.tokens = tokens
-        self.hidden_TD = torch.empty(tokens, config.hidden, dtype=bfloat16)
-        self.projected_TD = torch.empty_like(self.hidden_TD)
-        self.angles = torch.empty(tokens, 1, config.head_dim), torch.empty(tokens, 1, config.head_dim)
-        self.qkv = (
-            torch.empty(tokens, config.heads, config.head_dim, dtype=bfloat16),
-            torch.empty(tokens, config.kv_heads, config.head_dim, dtype=bfloat16),
-            torch.empty(tokens, config.kv_heads, config.head_dim, dtype=bfloat16),
-        )
-        self.choices = choices_for(config, tokens)
-        self.counts = (ctypes.c_int64 * config.experts)()
-        self.likeliest = (ctypes.c_int64 * tokens)()
-        self.logits_SV = torch.empty(tokens, config.vocabulary // config.ranks)
-        self.inputs: dict[int, Inputs] = {}
-        self.layers: dict[int, Layer] = {}
-
-
-def choices_for(config: ModelConfig, tokens: int) -> Choices:
-    """Memory for a router's result; the logits are zero, as those of a single expert stay."""
-    return Choices(
-        torch.empty(tokens, config.hidden, dtype=torch.bfloat16),
-        torch.empty(tokens, config.top_k, dtype=torch.int64),
-        torch.empty(tokens, config.top_k),
-        torch.zeros(tokens, config.experts),
-    )
+MOST_SHAPES = 4
+"""Numbers of tokens whose buffers a micro-batch keeps."""
 
 
 class NativeLayers:
@@ -99,43 +53,54 @@ class NativeLayers:
         """Whether the kernels take that many rows."""
         return 0 < rows <= self._kernels.most_rows
 
-    def buffers(self, tokens: int, before: StepBuffers | None = None) -> StepBuffers:
-        """Buffers for a step of that many tokens: those of the step before if they fit."""
-        if before is not None and before.tokens == tokens:
-            return before
-        return StepBuffers(self._config, tokens)
+    def buffers(self, tokens: int, shapes: dict[int, StepBuffers]) -> StepBuffers:
+        """Buffers for a step of that many tokens: those of an earlier step if `shapes`, which keeps them, has some."""
+        buffers = shapes.get(tokens)
+        if buffers is None:
+            if len(shapes) == MOST_SHAPES:
+                del shapes[next(iter(shapes))]
+            buffers = shapes[tokens] = StepBuffers(self._config, tokens)
+        return buffers
 
     def embed(
         self, buffers: StepBuffers, ids: Sequence[int], positions: Sequence[int], embedding_VD: Tensor
     ) -> None:
         """The tokens' embeddings, and the angles that rotate queries and keys."""
-        numbers = array("q", (*ids, *positions))
+        call = buffers.embedding
+        if call is None:
+            call = buffers.embedding = self._embedding_call(buffers)
+        call(ids, positions, embedding_VD)
+
+    def _embedding_call(self, buffers: StepBuffers) -> EmbeddingCall:
         cosines, sines = buffers.angles
         arguments = Tokens(
-            tokens=len(ids),
+            tokens=buffers.tokens,
             hidden=self._config.hidden,
             head_dim=self._config.head_dim,
-            ids=address(numbers),
-            positions=address(numbers) + len(ids) * numbers.itemsize,
-            embedding=embedding_VD.data_ptr(),
             frequencies=self._frequencies.data_ptr(),
             x=buffers.hidden_TD.data_ptr(),
             cosines=cosines.data_ptr(),
             sines=sines.data_ptr(),
         )
-        self._call(self._library.moesched_embed, arguments)
+        return EmbeddingCall(self._kernels, arguments)
 
     def attention_inputs(self, buffers: StepBuffers, hidden_TD: Tensor, weights: LayerWeights) -> None:
         """Norm, projection and rotation: queries, keys and values."""
-        inputs = buffers.inputs.get(weights.number)
-        if inputs is None:
-            inputs = weights.arguments(Inputs, self._prepare.inputs)
-            inputs.tokens = buffers.tokens
-            inputs.cosines, inputs.sines = (each.data_ptr() for each in buffers.angles)
-            inputs.queries, inputs.keys, inputs.values = (each.data_ptr() for each in buffers.qkv)
-            _keep(buffers.inputs, weights, inputs)
+        call = buffers.inputs.get(weights.number) or self._inputs_call(buffers, weights)
+        if hidden_TD is buffers.hidden_TD:
+            check(call.run())
+            return
+        inputs = Inputs.from_buffer_copy(call.arguments)
         inputs.x = hidden_TD.data_ptr()
         self._call(self._library.moesched_attention_inputs, inputs)
+
+    def _inputs_call(self, buffers: StepBuffers, weights: LayerWeights) -> Call[Inputs]:
+        inputs = weights.arguments(Inputs, self._prepare.inputs)
+        inputs.tokens, inputs.x = buffers.tokens, buffers.hidden_TD.data_ptr()
+        inputs.cosines, inputs.sines = (each.data_ptr() for each in buffers.angles)
+        inputs.queries, inputs.keys, inputs.values = (each.data_ptr() for each in buffers.qkv)
+        call = Call(self._kernels.bound(self._library.moesched_attention_inputs, inputs), inputs)
+        return buffers.inputs.keep(weights, call)
 
     def route(self, hidden_TD: Tensor, weights: LayerWeights) -> Choices:
         """Norm and router, in new tensors: those of another layer may still be needed."""
@@ -151,19 +116,25 @@ class NativeLayers:
     ) -> dict[int, int]:
         """All that follows attention: the new hidden states; returns the rows of each expert that has any.
 
-        hidden_TD: may be that of the buffers.
+        hidden_TD, attended_TX: with those of the buffers no arguments are made.
         """
-        layer = buffers.layers.get(weights.number)
-        if layer is None:
-            layer = weights.arguments(Layer, self._prepare.layer)
-            layer.tokens = buffers.tokens
-            layer.projected, layer.out = buffers.projected_TD.data_ptr(), buffers.hidden_TD.data_ptr()
-            layer.counts = ctypes.addressof(buffers.counts)
-            _write_choices(layer, buffers.choices)
-            _keep(buffers.layers, weights, layer)
-        layer.residual, layer.attended = hidden_TD.data_ptr(), attended_TX.data_ptr()
-        self._call(self._library.moesched_moe_layer, layer)
-        return {expert: rows for expert, rows in enumerate(buffers.counts) if rows}
+        call = buffers.layers.get(weights.number) or self._layer_call(buffers, weights)
+        if hidden_TD is buffers.hidden_TD and attended_TX is buffers.attended_TX:
+            check(call.run())
+        else:
+            layer = Layer.from_buffer_copy(call.arguments)
+            layer.residual, layer.attended = hidden_TD.data_ptr(), attended_TX.data_ptr()
+            self._call(self._library.moesched_moe_layer, layer)
+        return {expert: rows for expert, rows in enumerate(buffers.counts[:]) if rows}
+
+    def _layer_call(self, buffers: StepBuffers, weights: LayerWeights) -> Call[Layer]:
+        layer = weights.arguments(Layer, self._prepare.layer)
+        layer.tokens, layer.residual = buffers.tokens, buffers.hidden_TD.data_ptr()
+        layer.attended, layer.projected = buffers.attended_TX.data_ptr(), buffers.projected_TD.data_ptr()
+        layer.out, layer.counts = buffers.hidden_TD.data_ptr(), ctypes.addressof(buffers.counts)
+        _write_choices(layer, buffers.choices)
+        call = Call(self._kernels.bound(self._library.moesched_moe_layer, layer), layer)
+        return buffers.layers.keep(weights, call)
 
     def combine(self, y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor) -> Tensor:
         """The residual plus the weighted sum of each token's experts, whose outputs are rows of y."""
@@ -174,29 +145,23 @@ class NativeLayers:
         return out_TD
 
     def logits(
-        self, hidden_TD: Tensor, rows: Sequence[int], weights: LayerWeights, into: StepBuffers | None = None
+        self, hidden_TD: Tensor, rows: Sequence[int], weights: LayerWeights
     ) -> tuple[Tensor, list[int]]:
-        """The logits (S, V), float32, of some rows, and the likeliest token of each, -1 if its logits are not finite.
+        """The logits (R, V), float32, of some rows, and the likeliest token of each: -1 if they are not finite."""
+        call = HeadCall(self._kernels, weights.arguments(Head, self._prepare.head), hidden_TD, rows)
+        likeliest = call()
+        return call.logits_RV, likeliest
 
-        into: overwritten if it has as many rows.
-        """
-        chosen = array("q", rows)
-        head = weights.arguments(Head, self._prepare.head)
-        if into is not None and into.tokens == len(rows):
-            logits_SV, likeliest = into.logits_SV, into.likeliest
-        else:
-            logits_SV, likeliest = torch.empty(len(rows), head.vocabulary), (ctypes.c_int64 * len(rows))()
-        head.rows, head.x, head.chosen = len(rows), hidden_TD.data_ptr(), address(chosen)
-        head.logits, head.likeliest = logits_SV.data_ptr(), ctypes.addressof(likeliest)
-        self._call(self._library.moesched_logits, head)
-        return logits_SV, list(likeliest)
+    def all_logits(self, buffers: StepBuffers, weights: LayerWeights) -> tuple[Tensor, list[int]]:
+        """The same of all hidden states of the buffers, in memory that the next call overwrites."""
+        call = buffers.heads.get(weights.number)
+        if call is None:
+            head = weights.arguments(Head, self._prepare.head)
+            call = HeadCall(self._kernels, head, buffers.hidden_TD, range(buffers.tokens))
+            buffers.heads[weights.number] = call
+        likeliest = call()
+        return call.logits_RV, likeliest
 
 
 def _write_choices(layer: Layer, choices: Choices) -> None:
     layer.x, layer.chosen, layer.weights, layer.logits = (each.data_ptr() for each in choices)
-
-
-def _keep(prepared: dict[int, A], weights: LayerWeights, arguments: A) -> None:
-    if len(prepared) >= MOST_PREPARED:
-        prepared.clear()
-    prepared[weights.number] = arguments

@@ -9,7 +9,9 @@ import torch
 from moesched.models.config import ModelConfig
 from moesched.tasks import Task
 
-from ..native.attention import NativeAttention
+from ..native.arguments import LayerWeights
+from ..native.attention import AttentionCall, NativeAttention
+from ..native.buffers import StepBuffers
 from ..products.linear import Tensor
 from ..products.team import use_cores
 from . import kernels
@@ -52,28 +54,38 @@ class Attention:
 
     def embed(self, task: Task) -> None:
         """Extend the cache by the new tokens and look up their embeddings."""
-        use_cores(1)
-        config, state = self._config, self._states[task.micro_batch]
+        state = self._states[task.micro_batch]
         state.step = state.cache.extend(state.sequences, [len(tokens) for tokens in state.new])
         ids = [token for tokens in state.new for token in tokens]
         if self._native and self._native.takes_rows(len(ids)):
-            buffers = state.buffers = self._native.buffers(len(ids), state.buffers)
+            buffers = state.buffers = self._native.buffers(len(ids), state.shapes)
             self._native.embed(buffers, ids, state.step.positions, self._embedding_VD)
             state.hidden_TD, state.angles = buffers.hidden_TD, buffers.angles
             return
+        state.buffers = None
+        self._embed(state, ids)
+
+    @torch.inference_mode()
+    def _embed(self, state: MicroBatchState, ids: Sequence[int]) -> None:
+        use_cores(1)
+        config = self._config
         positions_T = moved(state.step.positions_T, self._accelerator)
         state.angles = kernels.rotary(positions_T, config.head_dim, config.rope_theta)
         state.hidden_TD = kernels.embed(indices(ids, self._accelerator), self._embedding_VD)
 
     def pre_attention(self, task: Task) -> None:
         """Project the hidden states to queries, keys and values."""
-        config, state = self._config, self._states[task.micro_batch]
-        weights = self._weights(task.operands)
-        if self._native and self._native.takes(state.hidden_TD, weights):
-            assert state.buffers is not None, "embed made them"
-            self._native.attention_inputs(state.buffers, state.hidden_TD, weights)
-            state.qkv = state.buffers.qkv
+        state, weights = self._states[task.micro_batch], self._weights(task.operands)
+        buffers = state.buffers
+        if self._native and buffers and self._native.reads(weights):
+            self._native.attention_inputs(buffers, state.hidden_TD, weights)
+            state.qkv = buffers.qkv
             return
+        self._project_qkv(state, weights)
+
+    @torch.inference_mode()
+    def _project_qkv(self, state: MicroBatchState, weights: LayerWeights) -> None:
+        config = self._config
         width = (config.heads + 2 * config.kv_heads) * config.head_dim
         self._use_cores_for(len(state.hidden_TD), config.hidden * width)
         state.qkv = kernels.project_qkv(state.hidden_TD, weights, state.angles, config, self._products.linear)
@@ -81,9 +93,23 @@ class Attention:
     def attention(self, task: Task) -> None:
         """Store keys and values in the cache, and attend over it."""
         state = self._states[task.micro_batch]
-        state.attended_TX = self.attend_cached(task, state, *state.qkv)
+        buffers = state.buffers
+        if buffers and state.qkv is buffers.qkv and task.step and state.step.one_each:
+            call = buffers.attention.get(task.layer) or self._attention_call(state, buffers, task.layer)
+            call(state.step.in_blocks)
+            state.attended_TX = buffers.attended_TX
+        else:
+            state.attended_TX = self.attend_cached(task, state, *state.qkv)
         del state.qkv
 
+    def _attention_call(self, state: MicroBatchState, buffers: StepBuffers, layer: int) -> AttentionCall:
+        assert self._native_attention is not None, "the buffers are those of its threads"
+        cached, attended_TX = state.cache.layer(layer), buffers.attended_TX
+        call = self._native_attention.prepared(*buffers.qkv, cached, attended_TX)
+        buffers.attention[layer] = call
+        return call
+
+    @torch.inference_mode()
     def attend_cached(
         self, task: Task, state: MicroBatchState, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor
     ) -> Tensor:
@@ -96,8 +122,7 @@ class Attention:
 
     def native_for(self, task: Task, state: MicroBatchState, q_THd: Tensor) -> NativeAttention | None:
         """Native attention if it takes this task: a decode step on the CPU. None otherwise."""
-        one_each = len(q_THd) == len(state.step.sequences)
-        return self._native_attention if task.step and one_each and q_THd.is_cpu else None
+        return self._native_attention if task.step and state.step.one_each and q_THd.is_cpu else None
 
     def attend(self, state: MicroBatchState, q_THd: Tensor, views: Sequence[KVView]) -> Tensor:
         """Attention of new queries over the keys and values of any views: (T, H * d)."""

@@ -84,7 +84,7 @@ class Compute:
         rows = 0 if self._packs else self._kernel_rows(packed=False)
         native = self._make_kernel(rows)
         self.products = Products(native)
-        self.native = NativeLayers(self._config, native) if native and rows else None
+        self.native = NativeLayers(self._config, native) if native and rows and self.on_cpu else None
         if self._shares:
             self.team = Team(self.cores)
 

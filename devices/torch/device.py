@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
 from moesched.machines import Machine, machine_names
@@ -182,8 +180,7 @@ class TorchDevice:
 
     def execute(self, task: Task) -> Any:
         """Run one task on the calling thread."""
-        with torch.inference_mode():
-            return self._verbs[task.verb](task)
+        return self._verbs[task.verb](task)
 
     async def aclose(self) -> None:
         """Close the checkpoint's files and end the threads."""

@@ -43,6 +43,7 @@ class KVStep:
 
     Attributes:
         past, new: tokens of each sequence before the step, and in it.
+        one_each: whether each sequence has one new token.
         in_blocks: all tokens' blocks.
     """
 
@@ -58,6 +59,7 @@ class KVStep:
         self.sequences = tuple(sequences)
         self.past = tuple(past)
         self.new = tuple(new)
+        self.one_each = self.new.count(1) == len(self.new)
         self._block_size = block_size
         self._device = device
         self._blocks = blocks

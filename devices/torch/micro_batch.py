@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..native.layers import StepBuffers
+from ..native.buffers import StepBuffers
 from ..products.linear import Tensor
 from .expert_rows import ExpertRows
 from .kv_cache import BlockedKV
@@ -25,7 +25,8 @@ class MicroBatchState:
         chunk_of: the micro-batch that a chunk of prefill is part of; else None.
         before: the chunk that this one continues, if any.
         ends: the places of the sequences that tokens are sampled for; None for all of them.
-        buffers: those of native calls; None before the first one.
+        buffers: those of the step's native calls; None where torch embedded its tokens.
+        shapes: those of this step and of earlier ones, by the number of tokens.
         cache: the KV cache that has its requests.
         rows: the rows of the layer's experts, from `route` to `combine`.
     """
@@ -39,6 +40,7 @@ class MicroBatchState:
         self.before: MicroBatchState | None = None
         self.ends: list[int] | None = None
         self.buffers: StepBuffers | None = None
+        self.shapes: dict[int, StepBuffers] = {}
         self.cache: BlockedKV
         self.step: KVStep
         self.angles: tuple[Tensor, Tensor]
@@ -51,6 +53,11 @@ class MicroBatchState:
     def whole(self) -> MicroBatchState:
         """The micro-batch that decodes what is sampled: itself, unless it is a chunk."""
         return self.chunk_of or self
+
+    @property
+    def sampled(self) -> int:
+        """The number of sequences that tokens are sampled for."""
+        return len(self.step.new) if self.ends is None else len(self.ends)
 
     @property
     def last(self) -> list[int]:

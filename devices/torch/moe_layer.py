@@ -83,16 +83,20 @@ class MoELayer:
     def post_attention(self, task: Task) -> dict[int, int]:
         """Run all that follows attention: output projection, router, experts, combine."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
-        native = self._native
-        if native is None or self._device_observers.activations or not native.takes(state.hidden_TD, weights):
-            self._attention.project_output(task)
-            return self.run_all(task)
-        buffers = state.buffers = native.buffers(len(state.hidden_TD), state.buffers)
+        native, buffers, observers = self._native, state.buffers, self._device_observers
+        if native is None or buffers is None or observers.activations or not native.reads(weights):
+            return self._run_parts(task)
         counts = native.run(buffers, state.hidden_TD, state.attended_TX, weights)
         state.hidden_TD = buffers.hidden_TD
         del state.attended_TX
-        self._device_observers.routed(task.layer, state, self._first_request, buffers.choices.experts_Tk)
+        if observers.routing is not None:
+            observers.routed(task.layer, state, self._first_request, buffers.choices.experts_Tk)
         return counts
+
+    @torch.inference_mode()
+    def _run_parts(self, task: Task) -> dict[int, int]:
+        self._attention.project_output(task)
+        return self.run_all(task)
 
     def run_all(self, task: Task) -> dict[int, int]:
         """Run all that follows the output projection: router, experts, combine."""

@@ -67,13 +67,14 @@ class NextTokens:
         self._native_head = LayerWeights({"final_norm": [head.norm_D], "lm_head": head.blocks})
         self._choice = choice
         self._beams = beams
+        self._is_greedy = beams is None and choice.kept is None and choice.sampling.temperature == 0
         self._first_bad = first_bad
 
     def logits(self, state: MicroBatchState) -> Tensor:
         """The logits (S, V), float32, of the last tokens; each block of the LM head on a core of its own."""
         config, head = self._config, self._head
-        if self._by_native(state):
-            return self._native_logits(state)[0]
+        if self._native and self._by_native(state):
+            return self._native.logits(state.hidden_TD, state.last, self._native_head)[0]
         last_SD = state.hidden_TD.index_select(0, indices(state.last, self._accelerator))
         x_SD = kernels.norm(last_SD, head.norm_D, config.norm_eps, config.norm)
         if self._team is None or len(x_SD) <= self._products.most_rows:
@@ -83,6 +84,7 @@ class NextTokens:
         self._team.run([partial(_multiply, x_SD, block, parts, n) for n, block in enumerate(head.blocks)])
         return torch.cat([parts[n] for n in range(len(head.blocks))], dim=-1).float()
 
+    @torch.inference_mode()
     def draw(self, task: Task, logits_SV: Tensor) -> list[int] | list[Standing]:
         """The next token of each sequence, or the standing of each request's beam search.
 
@@ -116,30 +118,35 @@ class NextTokens:
     def sample_next(self, task: Task) -> list[int] | list[Standing]:
         """Compute the logits, and `draw` the next tokens from them."""
         state = self._states[task.micro_batch]
-        if self._is_greedy and self._by_native(state):
-            logits_SV, tokens = self._native_logits(state)
-            if -1 in tokens:
-                return self.draw(task, logits_SV)  # raises
-            self._hand_on(state, tokens)
-            return tokens
-        return self.draw(task, self.logits(state))
+        if not self._is_greedy or not self._by_native(state):
+            return self._sample(task, state)
+        logits_SV, tokens = self._likeliest(state)
+        if -1 in tokens:
+            return self.draw(task, logits_SV)  # raises
+        self._hand_on(state, tokens)
+        return tokens
 
-    @property
-    def _is_greedy(self) -> bool:
-        """Whether only the likeliest tokens are wanted."""
-        return self._beams is None and self._choice.kept is None and self._choice.sampling.temperature == 0
+    @torch.inference_mode()
+    def _sample(self, task: Task, state: MicroBatchState) -> list[int] | list[Standing]:
+        return self.draw(task, self.logits(state))
 
     def _by_native(self, state: MicroBatchState) -> bool:
         native = self._native
-        return native is not None and native.takes_rows(len(state.last)) and native.reads(self._native_head)
+        return native is not None and native.takes_rows(state.sampled) and native.reads(self._native_head)
 
-    def _native_logits(self, state: MicroBatchState) -> tuple[Tensor, list[int]]:
+    def _likeliest(self, state: MicroBatchState) -> tuple[Tensor, list[int]]:
+        """The logits by a native call, and the likeliest tokens."""
         assert self._native is not None
-        into = state.buffers if self._is_greedy else None
-        return self._native.logits(state.hidden_TD, state.last, self._native_head, into)
+        buffers = state.buffers
+        if buffers and state.hidden_TD is buffers.hidden_TD and state.sampled == buffers.tokens:
+            return self._native.all_logits(buffers, self._native_head)
+        return self._native.logits(state.hidden_TD, state.last, self._native_head)
 
     def _hand_on(self, state: MicroBatchState, tokens: Sequence[int]) -> None:
         """Give each request its token for the next step."""
+        if state.ends is None and state.chunk_of is None:
+            state.new = [[token] for token in tokens]
+            return
         whole = state.whole
         mine = state.requests if state.ends is None else [state.requests[end] for end in state.ends]
         for request, token in zip(mine, tokens, strict=True):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+
+from moesched.tasks import Task
 
 from ..shared.node_exchanges import NodeVerbs
 from ..shared.verbs import Verb, after
@@ -39,7 +43,27 @@ class Parts(NamedTuple):
 
 
 def verbs_of(parts: Parts) -> dict[str, Verb]:
-    """The implementation of every verb of a batch."""
+    """The implementation of every verb of a batch.
+
+    Those that may be a native call enter torch's inference mode themselves, where they use torch: to enter it takes
+    longer than all else that Python does for such a call.
+    """
+    attention, moe, tokens = parts.attention, parts.moe, parts.tokens
+    native = [attention.embed, attention.pre_attention, attention.attention, moe.post_attention]
+    if tokens:
+        native.append(tokens.sample_next)
+    return {name: verb if verb in native else _inferring(verb) for name, verb in _table(parts).items()}
+
+
+def _inferring(verb: Verb) -> Verb:
+    def run(task: Task) -> Any:
+        with torch.inference_mode():
+            return verb(task)
+
+    return run
+
+
+def _table(parts: Parts) -> dict[str, Verb]:
     store, attention, moe, tokens, beams, host, host_experts, rank, node = parts
     verbs: dict[str, Verb] = {
         "load": store.load,
