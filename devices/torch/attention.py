@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -51,6 +52,8 @@ class Attention:
         self._native_attention = NativeAttention(threads, config.sliding_window) if threads else None
         self._use_cores_for = compute.use_cores_for
         self._rank = rank
+        self._shapes: defaultdict[int, dict[int, StepBuffers]] = defaultdict(dict)
+        """Buffers of each micro-batch, by the number of tokens."""
 
     def embed(self, task: Task) -> None:
         """Extend the cache by the new tokens and look up their embeddings."""
@@ -58,7 +61,7 @@ class Attention:
         state.step = state.cache.extend(state.sequences, [len(tokens) for tokens in state.new])
         ids = [token for tokens in state.new for token in tokens]
         if self._native and self._native.takes_rows(len(ids)):
-            buffers = state.buffers = self._native.buffers(len(ids), state.shapes)
+            buffers = state.buffers = self._native.buffers(len(ids), self._shapes[task.micro_batch])
             self._native.embed(buffers, ids, state.step.positions, self._embedding_VD)
             state.hidden_TD, state.angles = buffers.hidden_TD, buffers.angles
             return

@@ -26,7 +26,6 @@ class MicroBatchState:
         before: the chunk that this one continues, if any.
         ends: the places of the sequences that tokens are sampled for; None for all of them.
         buffers: those of the step's native calls; None where torch embedded its tokens.
-        shapes: those of this step and of earlier ones, by the number of tokens.
         cache: the KV cache that has its requests.
         rows: the rows of the layer's experts, from `route` to `combine`.
     """
@@ -40,7 +39,6 @@ class MicroBatchState:
         self.before: MicroBatchState | None = None
         self.ends: list[int] | None = None
         self.buffers: StepBuffers | None = None
-        self.shapes: dict[int, StepBuffers] = {}
         self.cache: BlockedKV
         self.step: KVStep
         self.angles: tuple[Tensor, Tensor]

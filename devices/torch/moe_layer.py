@@ -85,18 +85,15 @@ class MoELayer:
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         native, buffers, observers = self._native, state.buffers, self._device_observers
         if native is None or buffers is None or observers.activations or not native.reads(weights):
-            return self._run_parts(task)
+            with torch.inference_mode():
+                self._attention.project_output(task)
+                return self.run_all(task)
         counts = native.run(buffers, state.hidden_TD, state.attended_TX, weights)
         state.hidden_TD = buffers.hidden_TD
         del state.attended_TX
         if observers.routing is not None:
             observers.routed(task.layer, state, self._first_request, buffers.choices.experts_Tk)
         return counts
-
-    @torch.inference_mode()
-    def _run_parts(self, task: Task) -> dict[int, int]:
-        self._attention.project_output(task)
-        return self.run_all(task)
 
     def run_all(self, task: Task) -> dict[int, int]:
         """Run all that follows the output projection: router, experts, combine."""
