@@ -47,12 +47,14 @@ class EmbeddingCall:
         numbers = ctypes.c_int64 * arguments.tokens
         self._ids, self._positions = numbers(), numbers()
         arguments.ids, arguments.positions = map(ctypes.addressof, (self._ids, self._positions))
+        self._embedding_VD: Tensor | None = None
         self._arguments = arguments
         self._run = kernels.bound(library().moesched_embed, arguments)
 
     def __call__(self, ids: Sequence[int], positions: Sequence[int], embedding_VD: Tensor) -> None:
         self._ids[:], self._positions[:] = ids, positions
-        self._arguments.embedding = embedding_VD.data_ptr()
+        if embedding_VD is not self._embedding_VD:
+            self._embedding_VD, self._arguments.embedding = embedding_VD, embedding_VD.data_ptr()
         check(self._run())
 
 

@@ -102,9 +102,12 @@ class NativeLayers:
         call = Call(self._kernels.bound(self._library.moesched_attention_inputs, inputs), inputs)
         return buffers.inputs.keep(weights, call)
 
-    def route(self, hidden_TD: Tensor, weights: LayerWeights) -> Choices:
-        """Norm and router, in new tensors: those of another layer may still be needed."""
-        choices = choices_for(self._config, len(hidden_TD))
+    def route(self, hidden_TD: Tensor, weights: LayerWeights, into: Choices | None = None) -> Choices:
+        """Norm and router.
+
+        into: memory for the result, of as many tokens; new tensors by default.
+        """
+        choices = choices_for(self._config, len(hidden_TD)) if into is None else into
         layer = weights.arguments(Layer, self._prepare.layer)
         layer.tokens, layer.residual, layer.output_weights = len(hidden_TD), hidden_TD.data_ptr(), None
         _write_choices(layer, choices)
@@ -136,13 +139,16 @@ class NativeLayers:
         call = Call(self._kernels.bound(self._library.moesched_moe_layer, layer), layer)
         return buffers.layers.keep(weights, call)
 
-    def combine(self, y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor) -> Tensor:
-        """The residual plus the weighted sum of each token's experts, whose outputs are rows of y."""
-        out_TD = torch.empty_like(residual_TD)
+    def combine(
+        self, y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor, out_TD: Tensor
+    ) -> None:
+        """Write the residual plus the weighted sum of each token's experts, whose outputs are rows of y.
+
+        out_TD: may be the residual.
+        """
         tensors = (y_nD, rows_Tk, weights_Tk, residual_TD, out_TD)
         sizes = (len(residual_TD), residual_TD.shape[1], rows_Tk.shape[1])
         self._library.moesched_combine(*sizes, *(each.data_ptr() for each in tensors))
-        return out_TD
 
     def logits(
         self, hidden_TD: Tensor, rows: Sequence[int], weights: LayerWeights

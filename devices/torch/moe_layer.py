@@ -13,6 +13,7 @@ from moesched.routing import ScoredTokens
 from moesched.tasks import Task
 
 from ..native.arguments import LayerWeights
+from ..native.buffers import Choices
 from ..products.linear import Tensor
 from ..products.team import use_cores
 from . import kernels
@@ -127,7 +128,8 @@ class MoELayer:
     def route(self, task: Task) -> Routed:
         """Norm and router."""
         state = self._states[task.micro_batch]
-        routed = self._route(state.hidden_TD, self._weights(task.operands))
+        choices = state.buffers.choices if state.buffers else None
+        routed = self._route(state.hidden_TD, self._weights(task.operands), choices)
         self._device_observers.routed(task.layer, state, self._first_request, routed.experts_Tk)
         return routed
 
@@ -147,10 +149,10 @@ class MoELayer:
         counts = torch.bincount(routed.experts_Tk.view(-1), minlength=self._config.experts).tolist()
         return _with_scores({expert: count for expert, count in enumerate(counts) if count}, routed)
 
-    def _route(self, hidden_TD: Tensor, weights: LayerWeights) -> Routed:
+    def _route(self, hidden_TD: Tensor, weights: LayerWeights, into: Choices | None = None) -> Routed:
         config = self._config
         if self._native and self._native.takes(hidden_TD, weights):
-            x_TD, experts_Tk, weights_Tk, logits_TE = self._native.route(hidden_TD, weights)
+            x_TD, experts_Tk, weights_Tk, logits_TE = self._native.route(hidden_TD, weights, into)
             return Routed(x_TD, experts_Tk, weights_Tk, logits_TE if self._scores else None)
         x_TD = kernels.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
         if config.experts == 1:
@@ -195,10 +197,12 @@ class MoELayer:
         state = self._states[task.micro_batch]
         rows = state.rows
         residual_TD = self._attention.residual(state)
-        combine = kernels.combine
-        if self._native and self._native.takes_rows(len(residual_TD)):
-            combine = self._native.combine
-        state.hidden_TD = combine(rows.y_nD, rows.grouping.rows_Tk, rows.weights_Tk, residual_TD)
+        operands = rows.y_nD, rows.grouping.rows_Tk, rows.weights_Tk, residual_TD
+        if self._native and state.buffers:
+            self._native.combine(*operands, state.buffers.hidden_TD)
+            state.hidden_TD = state.buffers.hidden_TD
+        else:
+            state.hidden_TD = kernels.combine(*operands)
         del state.rows
 
     def _is_shared_out(self, rows: int) -> bool:

@@ -49,7 +49,7 @@ def verbs_of(parts: Parts) -> dict[str, Verb]:
     longer than all else that Python does for such a call.
     """
     attention, moe, tokens = parts.attention, parts.moe, parts.tokens
-    native = [attention.embed, attention.pre_attention, attention.attention, moe.post_attention]
+    native: list[Verb] = [attention.embed, attention.pre_attention, attention.attention, moe.post_attention]
     if tokens:
         native.append(tokens.sample_next)
     return {name: verb if verb in native else _inferring(verb) for name, verb in _table(parts).items()}
