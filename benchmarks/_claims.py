@@ -8,6 +8,7 @@ from _claim import Claim, Result, all_of, at_least, at_most, none_of, times
 from _claims_of_devices import (
     attention_kernel,
     expert_kernel,
+    host_time,
     leaks,
     offload_disk,
     packing,
@@ -361,7 +362,7 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
     for each in (
         all_reduce, attention_kernel, bottlenecks, busy_tests, check_cost, cluster_tokens, command_times,
         damaged_policies, decision_time, dispatch, emulated, engine, engine_paired, exactness, expert_kernel,
-        explaining, fidelity, fuzz_inputs, fuzz_transport, html_report, kill_a_node, layer_estimate, leaks,
+        explaining, fidelity, fuzz_inputs, fuzz_transport, host_time, html_report, kill_a_node, layer_estimate, leaks,
         makespan, offload_disk, opening, packing, papers, peak_memory, peers, plan_search, policy_checks, prediction,
         preview_accuracy, random_runs, reproduce, same_behaviour, signals, soak, sweeps, tutorial, what_ifs,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from _claim import Claim, Result, all_of, at_least, times
+from _claim import Claim, Result, all_of, at_least, at_most, times
 
 
 def attention_kernel(result: Result) -> Iterator[Claim]:
@@ -40,6 +40,15 @@ def expert_kernel(result: Result) -> Iterator[Claim]:
     yield at_least(
         "`mixtral-0.8b` at batch 1, kernel over torch", ratio, bars["decode_ratio_at_batch_1"], "{:.3f}x"
     )
+
+
+def host_time(result: Result) -> Iterator[Claim]:
+    """The host's own time between native calls."""
+    row, bars = result["rows"]["batch 1"], result["bars"]
+    words = "a decode step of `mixtral-0.8b`, batch 1, resident: the host's own time"
+    figure, bar = row["microseconds_per_task"], bars["microseconds_per_task"]
+    yield at_most(f"{words} for each task", figure, bar, "{:.1f} µs")
+    yield at_most(f"{words}, share", 100 * row["share"], 100 * bars["share"], "{:.1f} %")
 
 
 def leaks(result: Result) -> Iterator[Claim]:

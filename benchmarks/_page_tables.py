@@ -213,6 +213,21 @@ def previews(result: Result) -> str:
     return markdown(columns, rows)
 
 
+HOST_TIME = {
+    "step": "{name}",
+    "ms": "{step_ms:.2f}",
+    "host's time for each task, µs": "{microseconds_per_task:.1f}",
+    "its share": "{share:.1%}",
+    "from attention to experts, µs": "{microseconds_between[attend to moe_layer]:.1f}",
+    "from experts to the next layer, µs": "{microseconds_between[moe_layer to attention_inputs]:.1f}",
+}
+
+
+def host_time(result: Result) -> str:
+    """The time between native calls, by the size of the batch."""
+    return table_of(({"name": name, **row} for name, row in result["rows"].items()), HOST_TIME)
+
+
 MEASURED: dict[str, tuple[str, Table]] = {
     "bars": ("fidelity", bars),
     "settings": ("fidelity", lambda result: table_of(of_settings(result), SETTINGS)),
@@ -230,6 +245,7 @@ MEASURED: dict[str, tuple[str, Table]] = {
     "page-cache": ("peers", partial(peer_tables.rates, "page_cache")),
     "capped": ("peers", partial(peer_tables.rates, "capped")),
     "expert": ("peers", peer_tables.expert),
+    "host-time": ("host_time", host_time),
     "peers": ("peers", peer_tables.versions),
 }
 """The benchmark and the rows of every table on the pages of measurements."""

@@ -2,8 +2,11 @@
 
 `mixtral-0.8b` under the policy `resident`, all weights in memory. A shim in C (`_native_calls.c`) stands between Python
 and the kernels, and notes when each call begins and ends. A step lasts from the end of its predecessor's last call to
-that of its own; what is not within a native call is the host's own time: Python, the engine, the foreign function
-interface, and waits for the interpreter. Medians of the steps count.
+the end of its own last one. What is outside of native calls is the host's own time: Python, the engine, ctypes, and
+waits for the interpreter while the policy submits. Medians of the steps count.
+
+A layer's weights push Python's own code and data out of the caches. So one row is of a model of the same layers that
+is small enough to leave them there.
 """
 
 from __future__ import annotations
@@ -15,20 +18,23 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
-import numpy as np
 from _compiled import compiled
 from _options import EXECUTION, Benchmark, track
+from msgspec.structs import replace
 
 from moesched.devices.native.compiled import library
 from moesched.jobs.run_model import run_model
+from moesched.models.config import ModelConfig
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 from moesched.system.cache import cache_folder
 
 MODEL = "mixtral-0.8b"
-BATCHES = {"batch 1": 1, "batch 4": 4, "batch 16": 16}
+SMALL = "small model, batch 1"
+BATCHES = {"batch 1": 1, "batch 4": 4, "batch 16": 16, SMALL: 1}
 PROMPT, NEW_TOKENS = 128, 40
 SKIPPED = 3
 """Steps at the start, which prepare the calls of later ones."""
@@ -41,8 +47,31 @@ PYTHON_API = 4
 BAR_MICROSECONDS, BAR_SHARE = 15.0, 0.1
 """Of the host's time for a task, and of its share of a step, at batch 1."""
 
-Calls = np.ndarray[Any, np.dtype[np.int64]]
-"""One row for each call: its function, and when it began and ended."""
+
+class Call(NamedTuple):
+    """A native call: the number of its function, and its times in nanoseconds."""
+
+    function: int
+    begin: int
+    end: int
+
+
+class Step(NamedTuple):
+    """The calls of a decode step, and the end of the step before."""
+
+    since: int
+    calls: list[Call]
+
+    @property
+    def whole(self) -> int:
+        """Nanoseconds of the step."""
+        return self.calls[-1].end - self.since
+
+    @property
+    def host(self) -> int:
+        """Nanoseconds outside of native calls."""
+        return self.whole - sum(call.end - call.begin for call in self.calls)
+
 
 BENCHMARK = Benchmark(
     __doc__,
@@ -61,49 +90,63 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = BENCHMARK.parse(arguments)
     if not (options.model / "config.json").exists():
         write_random_model(SHAPES[MODEL], options.model)
-    found = {name: measured(options.model, BATCHES[name], options.rounds) for name in options.only}
-    for name, row in found.items():
-        print(f"{name}: {row}", flush=True)
+    found = {}
+    with TemporaryDirectory() as folder:
+        small = write_random_model(small_shape(), Path(folder) / "model")
+        for name in options.only:
+            model = small if name == SMALL else options.model
+            found[name] = measured(model, BATCHES[name], options.rounds)
+            print(f"{name}: {found[name]}", flush=True)
     bars = {"microseconds_per_task": BAR_MICROSECONDS, "share": BAR_SHARE}
     BENCHMARK.write({"model": MODEL, "policy": "resident", "bars": bars, "rows": found})
 
 
+def small_shape() -> ModelConfig:
+    """The same layers with matrices that fit in a cache."""
+    sizes = {
+        "hidden": 128,
+        "intermediate": 128,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "vocabulary": 1024,
+    }
+    return replace(SHAPES[MODEL], **sizes)
+
+
 def measured(model: Path, batch: int, rounds: int) -> dict[str, Any]:
     """One batch: medians over all steps."""
-    steps: list[Calls] = []
+    steps: list[Step] = []
     for _ in track(range(rounds), f"batch {batch}", still=True):
         steps += steps_of(decode(model, batch))[SKIPPED:]
-    tasks = len(steps[0]) - 1
-    whole = [step[-1, 2] - step[0, 2] for step in steps]
-    native = [np.sum(step[1:, 2] - step[1:, 1]) for step in steps]
-    host = [span - inside for span, inside in zip(whole, native, strict=True)]
+    tasks = len(steps[0].calls)
     return {
         "steps": len(steps),
         "tasks_per_step": tasks,
-        "step_ms": round(median(whole) / 1e6, 3),
-        "native_ms": round(median(native) / 1e6, 3),
-        "microseconds_per_task": round(median(host) / tasks / 1e3, 2),
-        "share": round(median(own / span for own, span in zip(host, whole, strict=True)), 4),
+        "step_ms": round(median(step.whole for step in steps) / 1e6, 3),
+        "microseconds_per_task": round(median(step.host for step in steps) / tasks / 1e3, 2),
+        "share": round(median(step.host / step.whole for step in steps), 4),
         "microseconds_between": between(steps),
     }
 
 
-def between(steps: Sequence[Calls]) -> dict[str, float]:
+def between(steps: Sequence[Step]) -> dict[str, float]:
     """The time from a call's end to the next one's begin, by their functions."""
     gaps = defaultdict(list)
     for step in steps:
-        for (one, _, end), (other, begin, _) in pairwise(step.tolist()):
-            gaps[f"{FUNCTIONS[one]} to {FUNCTIONS[other]}"].append(begin - end)
+        gaps[f"{FUNCTIONS[-1]} to {FUNCTIONS[0]}"].append(step.calls[0].begin - step.since)
+        for one, other in pairwise(step.calls):
+            gaps[f"{FUNCTIONS[one.function]} to {FUNCTIONS[other.function]}"].append(other.begin - one.end)
     return {name: round(median(each) / 1e3, 2) for name, each in gaps.items()}
 
 
-def steps_of(calls: Calls) -> list[Calls]:
-    """The calls of each decode step, and before them the last one of the step before."""
-    ends = np.flatnonzero(calls[:, 0] == len(FUNCTIONS) - 1)
-    return [calls[last : end + 1] for last, end in pairwise(ends)]
+def steps_of(calls: Sequence[Call]) -> list[Step]:
+    """The decode steps of a run; what precedes the first token is none."""
+    ends = [number for number, call in enumerate(calls) if call.function == len(FUNCTIONS) - 1]
+    return [Step(calls[before].end, list(calls[before + 1 : end + 1])) for before, end in pairwise(ends)]
 
 
-def decode(model: Path, batch: int) -> Calls:
+def decode(model: Path, batch: int) -> list[Call]:
     """The native calls of one run."""
     prompts = [[(31 * request + 17 * n) % 1000 for n in range(PROMPT)] for request in range(batch)]
     with noting() as shim:
@@ -115,8 +158,9 @@ def decode(model: Path, batch: int) -> Calls:
             batch_size=batch,
             micro_batch_size=batch,
         )
-        calls = np.zeros((MOST_CALLS, 3), np.int64)
-        return calls[: shim.take_calls(ctypes.c_void_p(calls.ctypes.data), MOST_CALLS)]
+        numbers = (ctypes.c_int64 * (len(Call._fields) * MOST_CALLS))()
+        count = shim.take_calls(numbers, ctypes.c_int64(MOST_CALLS))
+        return [Call(*numbers[3 * number : 3 * number + 3]) for number in range(count)]
 
 
 @contextmanager
