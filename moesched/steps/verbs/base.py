@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cache
 from sys import _getframe
 from threading import get_ident
 from typing import Any, TypeVar
@@ -54,23 +55,14 @@ class Verbs(StepFacts):
         self._looks = 0
         self._base = index * run_state.stride
         self._last_task = run_state.engine.submitted + run_state.plan.task_limit
-        self._needed = [self._base + self._offset(verb) + self._need(verb) for verb in VERBS]
-        self._left = [self._base + self._offset(verb) + verb.leaves for verb in VERBS]
+        needed, left = _progress(run_state.stride, self.attends)
+        self._needed = [self._base + progress for progress in needed]
+        self._left = [self._base + progress for progress in left]
         run_state.size(index)
         if not self.attends:
             for batch in self._batches.values():
                 batch.progress += batch.progress == self._base - 1  # there is no `embed`
         self._seal()
-
-    def _offset(self, verb: Verb) -> int:
-        """The progress to add to that of a verb's layer; `sample` has layer -1, and comes after all others."""
-        return self._state.stride if verb.name == "sample" else 0
-
-    def _need(self, verb: Verb) -> int:
-        """The progress within a layer that a verb needs on this node."""
-        if self.attends:
-            return verb.needs
-        return NEVER if verb.elsewhere is None else verb.elsewhere
 
     def _at(self, verb: Verb, layer: int, micro_batch: int) -> MicroBatch:
         """The micro-batch, checked to have the progress that the verb needs.
@@ -230,6 +222,21 @@ class Verbs(StepFacts):
         return OutOfOrder(
             f"{verb.name}({about}) needs mb{batch.index} at {needs}, but it is at {self._where(batch)}"
         )
+
+
+@cache
+def _progress(stride: int, attends: bool) -> tuple[list[int], list[int]]:
+    """The progress within a step that each verb needs and leaves, in layer 0, on a node that attends or not.
+
+    `sample` has layer -1, and comes after all others.
+    """
+    needed, left = [], []
+    for verb in VERBS:
+        offset = stride if verb.name == "sample" else 0
+        needs = verb.needs if attends else verb.elsewhere
+        needed.append(NEVER if needs is None else offset + needs)
+        left.append(offset + verb.leaves)
+    return needed, left
 
 
 def too_many(verb: str, limit: int) -> PolicyError:
