@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from _limits import limit_of
 from peers.comparison import equal_tokens, ratios
 from peers.environment import Peer
 from peers.gguf_file import interleaved, tensors
-from peers.limits import limit_of
 from peers.memory_cap import VERSION_1, VERSION_2, MemoryCap
 from peers.protocol import PeerFailed, Worker
 from peers.rounds import Field, Results, turned
