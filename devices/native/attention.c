@@ -68,7 +68,7 @@ typedef struct {
 /* The inner loops of an instruction set and a type of numbers. */
 typedef struct Loops {
     int64_t step; /* numbers */
-    int64_t quads_at_once; /* of groups that have more than one */
+    int64_t quads_at_once; /* a group that has more than one is filled up to a multiple of these */
     Part place, attend;
     void (*attend_head)(const Job *job, const Tile *tile, Ahead *keys, Ahead *values, int64_t at, const float *queries,
                         int64_t quad);
@@ -214,7 +214,9 @@ static const Loops *const loops[INSTRUCTION_SETS][2] = {
     [AVX2] = BOTH_TYPES(avx2),
     [AVX512] = BOTH_TYPES(avx512),
     [AVX512_BF16] = BOTH_TYPES(avx512),
-    [AMX_BF16] = BOTH_TYPES(avx512),
+#if defined(HAS_AMX)
+    [AMX_BF16] = {&loops_avx512_float32, &loops_amx},
+#endif
 #elif defined(__aarch64__)
     [NEON] = BOTH_TYPES(neon),
     [NEON_BF16] = BOTH_TYPES(neon),

@@ -108,6 +108,10 @@ __attribute__((target("avx512f"), always_inline)) static inline void add_lanes_a
 #define ADD_LANES add_lanes_avx512
 #include "attention_types.h"
 #undef WORDS
+
+#if defined(HAS_AMX)
+#include "attention_amx.h"
+#endif
 #endif
 
 #if defined(__aarch64__)
