@@ -256,10 +256,12 @@ static Seen seen_by(const Attend *attend) {
 }
 
 /* Items that a thread takes at a time: whole spans, whose heads are neighbours in memory, if there are enough of them
- * for all threads; else single heads. */
+ * for all threads; else as many neighbouring heads as there can be. */
 static int64_t items_at_once(const Team *team, int64_t spans, int64_t kv_heads) {
-    const int64_t share = spans / (CHUNKS * threads_of(team));
-    return share ? share * kv_heads : 1;
+    int64_t share = spans * kv_heads / (CHUNKS * threads_of(team));
+    if (share >= kv_heads) return share / kv_heads * kv_heads;
+    while (share > 1 && kv_heads % share) share--;
+    return share > 1 ? share : 1;
 }
 
 /* Quads of a group, filled up to as many as are computed at once. */

@@ -14,6 +14,7 @@
 #define HALF 16       /* tokens of a tile of keys; a tile of the job has two */
 #define LINE_NUMBERS 32
 #define MOST_HEADS 8  /* that are computed at once */
+#define MARGIN 16.0f
 
 /* Numbers of tiles. */
 #define SCORES 0
@@ -62,7 +63,7 @@ static void place_amx(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Attend *attend = job->attend;
     const int64_t kv_heads = attend->kv_heads, group = attend->heads / kv_heads, size = attend->head_dim;
-    const int64_t heads = heads_at_once(job), pairs = job->steps * STEP / 2;
+    const int64_t heads = heads_at_once(job);
     for (int64_t item = first; item < last; item++) {
         float *placed = job->queries + item * job->quads * job->quad_floats;
         const uint16_t *queries = (const uint16_t *)attend->queries + item / kv_heads * attend->query_stride +
@@ -70,10 +71,9 @@ static void place_amx(void *argument, int64_t first, int64_t last) {
         memset(placed, 0, (size_t)(job->quads * job->quad_floats) * sizeof *placed);
         for (int64_t head = 0; head < group; head++) {
             float *to = placed + head / heads * (heads / QUAD) * job->quad_floats + head % heads;
-            for (int64_t pair = 0; pair < pairs; pair++) {
-                const int64_t left = smaller(2, size - 2 * pair);
-                if (left > 0) memcpy(to + pair * heads, queries + head * size + 2 * pair, (size_t)left * sizeof *queries);
-            }
+            const uint16_t *from = queries + head * size;
+            for (int64_t pair = 0; pair < size / 2; pair++) memcpy(to + pair * heads, from + 2 * pair, 2 * sizeof *from);
+            if (size % 2) memcpy(to + size / 2 * heads, from + size - 1, sizeof *from);
         }
     }
 }
@@ -209,7 +209,8 @@ INLINE __m512 rounded_down(__m512 x) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0xffff0000u)));
 }
 
-/* Turns scores into weights; returns whether sums so far have to be multiplied by `scaling` of their heads. */
+/* Turns scores into weights; returns whether sums so far have to be multiplied by `scaling` of their heads. Weights are
+ * relative to a score so far that is at most MARGIN below the highest one: so sums are seldom multiplied. */
 INLINE int weigh_amx(const int heads, const Job *job, int64_t quad, const float *scores, Weights *weights,
                      float *scaling) {
     enum { MOST = TILE * MOST_HEADS / LANES };
@@ -219,7 +220,9 @@ INLINE int weigh_amx(const int heads, const Job *job, int64_t quad, const float 
     __m512 all[MOST], turned[2][MOST_HEADS], most = _mm512_load_ps(scores), total = _mm512_setzero_ps();
     for (int i = 1; i < count; i++) most = _mm512_max_ps(_mm512_load_ps(scores + i * LANES), most);
     const __m512 before = of_heads(heads, highest_so_far);
-    const __m512 highest = _mm512_max_ps(_mm512_mul_ps(highest_of_heads(heads, most), scale), before);
+    const __m512 found = _mm512_mul_ps(highest_of_heads(heads, most), scale);
+    const __mmask16 beyond = _mm512_cmp_ps_mask(found, _mm512_add_ps(before, _mm512_set1_ps(MARGIN)), _CMP_GT_OQ);
+    const __m512 highest = _mm512_mask_blend_ps(beyond, before, found);
     UNROLL
     for (int i = 0; i < count; i++) {
         all[i] = exponential_amx(_mm512_fmsub_ps(_mm512_load_ps(scores + i * LANES), scale, highest));
@@ -239,7 +242,7 @@ INLINE int weigh_amx(const int heads, const Job *job, int64_t quad, const float 
         _mm512_storeu_si512(weights->weights[c], (__m512i)_mm512_cvtne2ps_pbh(second, first));
         _mm512_storeu_si512(weights->rests[c], (__m512i)_mm512_cvtne2ps_pbh(second_rest, first_rest));
     }
-    return _mm512_cmp_ps_mask(highest, before, _CMP_NEQ_UQ) != 0;
+    return beyond != 0;
 }
 
 /* ---------------------------------------------------------------- values */

@@ -4,8 +4,7 @@
  *   NAME(name)           the name with the ending of the set and the type
  *   Number               the type of numbers
  *   VALUES(p, half)      that half of a step's numbers at p, as float32
- *   PLACE_OF(k)          where number k of a step comes to be then
- *   FROM_FLOAT(x)        x as a number
+ *   FROM_FLOATS(numbers, halves)   a step's numbers, from both halves
  */
 
 /* ---------------------------------------------------------------- queries */
@@ -224,7 +223,7 @@ static TARGET void NAME(merge)(void *argument, int64_t first, int64_t last) {
         Number *out = (Number *)attend->out + item * size;
         for (int64_t at = 0; at < size; at += STEP) {
             Number numbers[STEP];
-            for (int k = 0; k < STEP; k++) numbers[k] = FROM_FLOAT(sums[at + PLACE_OF(k)]);
+            FROM_FLOATS(numbers, sums + at);
             memcpy(out + at, numbers, (size_t)smaller(STEP, size - at) * sizeof *numbers);
         }
     }
@@ -235,5 +234,4 @@ static const Loops NAME(loops) = {STEP, 1, NAME(place), attend_items, NAME(atten
 #undef NAME
 #undef Number
 #undef VALUES
-#undef PLACE_OF
-#undef FROM_FLOAT
+#undef FROM_FLOATS
