@@ -6,13 +6,14 @@
  * float32.
  */
 
+#include "tiles.h"
+
 #define TARGET __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512bf16")))
 #define INLINE static inline __attribute__((always_inline)) TARGET
 #define UNROLL _Pragma("GCC unroll 16")
 #define LANES 16
 #define STEP 32
 #define HALF 16       /* tokens of a tile of keys; a tile of the job has two */
-#define LINE_NUMBERS 32
 #define MOST_HEADS 8  /* that are computed at once */
 #define MARGIN 16.0f
 
@@ -25,16 +26,6 @@
 #define WEIGHTS 5
 #define RESTS 6
 #define VALUES 7
-
-/* The intrinsics do not tell the compiler which memory they read and write. */
-#define MEMORY_IS_READ_OR_WRITTEN __asm__ volatile("" ::: "memory")
-
-/* The layout of the processor's tile configuration. */
-typedef struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t line_bytes[16];
-    uint8_t lines[16];
-} TileShapes;
 
 /* Heads that are computed at once. */
 static inline int heads_at_once(const Job *job) { return job->quads == 1 ? QUAD : MOST_HEADS; }
@@ -86,7 +77,7 @@ INLINE __mmask32 mask_of(int64_t numbers) {
     return numbers < STEP ? (__mmask32)((1u << numbers) - 1) : (__mmask32)~0u;
 }
 
-/* Multiplies a step of the keys of HALF tokens. apart: bytes from one to the next, 0 if they are not evenly apart. */
+/* Loads a step of the keys of HALF tokens. apart: bytes from one to the next, 0 if they are not evenly apart. */
 INLINE void load_keys(const char *const *slots, int64_t at, int64_t numbers, int64_t apart) {
     char lines[HALF][LINE] __attribute__((aligned(LINE)));
     if (apart && numbers >= STEP) {
@@ -320,3 +311,17 @@ static const Loops loops_amx = {STEP, MOST_HEADS / QUAD, place_amx, attend_amx, 
 #undef UNROLL
 #undef LANES
 #undef STEP
+#undef HALF
+#undef MOST_HEADS
+#undef MARGIN
+#undef SCORES
+#undef MORE_SCORES
+#undef KEYS
+#undef QUERIES
+#undef SUMS
+#undef WEIGHTS
+#undef RESTS
+#undef VALUES
+#undef SWAPPED
+#undef SWAP_HALVES
+#undef SWAP_QUARTERS

@@ -6,6 +6,8 @@
  * blocks.
  */
 
+#include "tiles.h"
+
 #define ISA(name) name##_amx_bf16
 #define TARGET __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl")))
 #define INLINE static inline __attribute__((always_inline)) TARGET
@@ -36,16 +38,6 @@ INLINE int64_t ahead_of(int rows) {
     const int64_t ahead = AHEAD * FEW_ROWS / rows / STEP * STEP;
     return ahead < STEP ? STEP : ahead;
 }
-
-/* The layout of the processor's tile configuration. */
-typedef struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t line_bytes[16];
-    uint8_t lines[16];
-} TileShapes;
-
-/* The intrinsics do not tell the compiler which memory they read and write. */
-#define MEMORY_IS_READ_OR_WRITTEN __asm__ volatile("" ::: "memory")
 
 /* A panel of x, or two, which are multiplied by two tiles of weights at once: so each tile that is loaded has two
  * products, and none has to wait for the one before. */
