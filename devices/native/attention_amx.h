@@ -3,7 +3,7 @@
  * A tile of keys is 16 tokens by STEP numbers, as in memory; queries lie in pairs of numbers, for all heads side by
  * side. Weights are turned so that a head's are a line, and halved into the nearest bfloat16 below and the rest, which
  * keeps them to 16 bits; values are laid out in pairs of tokens. Products and sums are exact but for the rounding to
- * float32.
+ * float32. What follows is prefetched a few lines at a time all along: else the core waits for them all at once.
  */
 
 #include "tiles.h"
@@ -101,7 +101,7 @@ INLINE int64_t apart_in(const Job *job, const char *const *slots) {
 INLINE void score_amx(const int heads, const Job *job, const Tile *tile, Ahead *ahead, int64_t at, const float *queries,
                       float *scores) {
     const int64_t apart = apart_in(job, tile->keys), more_apart = apart_in(job, tile->keys + HALF);
-    const int64_t lines = lines_of(TILE * LINE), stride = heads * (int64_t)sizeof(float);
+    const int64_t stride = heads * (int64_t)sizeof(float);
     int64_t left = job->attend->head_dim;
     MEMORY_IS_READ_OR_WRITTEN;
     _tile_zero(SCORES);
@@ -112,7 +112,7 @@ INLINE void score_amx(const int heads, const Job *job, const Tile *tile, Ahead *
         _tile_dpbf16ps(SCORES, KEYS, QUERIES);
         load_keys(tile->keys + HALF, at, left, more_apart);
         _tile_dpbf16ps(MORE_SCORES, KEYS, QUERIES);
-        fetch(ahead, lines);
+        fetch(ahead, 1);
     }
     _tile_stored(SCORES, scores, stride);
     _tile_stored(MORE_SCORES, scores + HALF * heads, stride);
@@ -202,9 +202,10 @@ INLINE __m512 rounded_down(__m512 x) {
 
 /* Turns scores into weights; returns whether sums so far have to be multiplied by `scaling` of their heads. Weights are
  * relative to a score so far that is at most MARGIN below the highest one: so sums are seldom multiplied. */
-INLINE int weigh_amx(const int heads, const Job *job, int64_t quad, const float *scores, Weights *weights,
+INLINE int weigh_amx(const int heads, const Job *job, Ahead *ahead, int64_t quad, const float *scores, Weights *weights,
                      float *scaling) {
     enum { MOST = TILE * MOST_HEADS / LANES };
+    const int64_t lines = (job->steps + 3) / 4; /* at each of 12 places, beside one in each step of scores */
     const int count = TILE * heads / LANES;
     const __m512 scale = _mm512_set1_ps((float)job->attend->scale);
     float *highest_so_far = job->highest + quad * QUAD, *total_so_far = job->total + quad * QUAD;
@@ -218,6 +219,7 @@ INLINE int weigh_amx(const int heads, const Job *job, int64_t quad, const float 
     for (int i = 0; i < count; i++) {
         all[i] = exponential_amx(_mm512_fmsub_ps(_mm512_load_ps(scores + i * LANES), scale, highest));
         total = _mm512_add_ps(total, all[i]);
+        if (i % (count / 8) == 0) fetch(ahead, lines);
     }
     const __m512 factor = exponential_amx(_mm512_sub_ps(before, highest));
     total = _mm512_fmadd_ps(of_heads(heads, total_so_far), factor, sum_of_heads(heads, total));
@@ -228,6 +230,7 @@ INLINE int weigh_amx(const int heads, const Job *job, int64_t quad, const float 
     for (int half = 0; half < 2; half++) turn_weights(heads, all + half * count / 2, turned[half]);
     UNROLL
     for (int c = 0; c < heads; c++) {
+        if (c % (heads / 4) == 0) fetch(ahead, lines);
         const __m512 first = rounded_down(turned[0][c]), second = rounded_down(turned[1][c]);
         const __m512 first_rest = _mm512_sub_ps(turned[0][c], first), second_rest = _mm512_sub_ps(turned[1][c], second);
         _mm512_storeu_si512(weights->weights[c], (__m512i)_mm512_cvtne2ps_pbh(second, first));
@@ -249,7 +252,7 @@ INLINE void pair_values(const int heads, const Tile *tile, Ahead *ahead, int64_t
         const __m512i b = numbers_at(tile->values[half + token_at(heads, place + 1)] + at, mask);
         _mm512_store_si512(pairs[0][pair], _mm512_mask_blend_epi16(upper, a, _mm512_slli_epi32(b, 16)));
         _mm512_store_si512(pairs[1][pair], _mm512_mask_blend_epi16(upper, _mm512_srli_epi32(a, 16), b));
-        if (pair % 4 == 3) fetch(ahead, 1);
+        if (pair % 8 == 3) fetch(ahead, 1);
     }
 }
 
@@ -270,6 +273,7 @@ INLINE void add_values(const int heads, const Job *job, const Tile *tile, Ahead 
             _tile_loadd(VALUES, pairs[half], LINE);
             _tile_dpbf16ps(SUMS, WEIGHTS, VALUES);
             _tile_dpbf16ps(SUMS, RESTS, VALUES);
+            fetch(ahead, 1);
             _tile_stored(SUMS, sums, stride);
         }
     }
@@ -290,7 +294,8 @@ INLINE void attend_heads(const int heads, const Job *job, const Tile *tile, Ahea
     float scores[TILE * MOST_HEADS] __attribute__((aligned(LINE))), scaling[MOST_HEADS];
     Weights weights __attribute__((aligned(LINE)));
     score_amx(heads, job, tile, keys, at, queries, scores);
-    if (weigh_amx(heads, job, quad, scores, &weights, scaling)) scale_sums(heads, job, scaling, sums_of(job, quad));
+    if (weigh_amx(heads, job, keys, quad, scores, &weights, scaling))
+        scale_sums(heads, job, scaling, sums_of(job, quad));
     add_values(heads, job, tile, values, at, &weights, sums_of(job, quad));
 }
 
