@@ -8,6 +8,10 @@ that halts) goes to the methods in Python, and so does what a plain task may lea
 #include <Python.h>
 #include <structmember.h>
 
+#ifdef Py_GIL_DISABLED
+#error "the fields are read without locks: free-threaded Python runs engine.py"
+#endif
+
 enum { VERSION = 1 };
 enum { WAITING, READY, RUNNING, ISSUED, DONE };
 enum { CLASS_SHIFT = 48, MOST_ARGUMENTS = 16 };
@@ -80,11 +84,14 @@ static int is_true(PyObject *object, Py_ssize_t offset) { return FIELD(object, o
 
 static int is_none(PyObject *object, Py_ssize_t offset) { return FIELD(object, offset) == Py_None; }
 
-/* Call a method without its result; returns -1 with an error set where it raises. */
-static int call(PyObject *object, PyObject *name, PyObject *argument, PyObject *other) {
-    PyObject *result = PyObject_CallMethodObjArgs(object, name, argument, other, NULL);
+/* Drop the result of a call; returns -1 with an error set where it raised. */
+static int drop(PyObject *result) {
     Py_XDECREF(result);
     return result ? 0 : -1;
+}
+
+static int call(PyObject *object, PyObject *name, PyObject *argument) {
+    return drop(PyObject_CallMethodOneArg(object, name, argument));
 }
 
 /* Call the method in Python with the same arguments. */
@@ -182,9 +189,9 @@ static int enter(PyObject *engine, PyObject *task, PyObject *lane, PyObject *rea
     if (for_writes < 0 || set_integer(task, of_task.waits, for_reads + for_writes)) return -1;
     if (is_true(lane, of_lane.in_order)) {
         PyObject *queue = get(lane, of_lane.queue);
-        if (!queue || call(queue, s_append, task, NULL)) return -1;
+        if (!queue || call(queue, s_append, task)) return -1;
     }
-    return for_reads + for_writes ? 0 : call(engine, s_unblock, task, NULL);
+    return for_reads + for_writes ? 0 : call(engine, s_unblock, task);
 }
 
 static PyObject *submit(PyObject *self, PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
@@ -217,10 +224,10 @@ static int start(PyObject *engine, PyObject *lane, PyObject *task) {
 
 static int push(PyObject *heap, PyObject *task) {
     PyObject *key = get(task, of_task.key), *item = key ? PyTuple_Pack(2, key, task) : NULL;
-    PyObject *result = item ? PyObject_CallFunctionObjArgs(heappush, heap, item, NULL) : NULL;
+    PyObject *both[] = {heap, item};
+    const int failed = !item || drop(PyObject_Vectorcall(heappush, both, 2, NULL));
     Py_XDECREF(item);
-    Py_XDECREF(result);
-    return result ? 0 : -1;
+    return failed ? -1 : 0;
 }
 
 /* Queue a task whose edges are met, or start it where its lane is free; its lane is simple and it has no cause. */
@@ -233,7 +240,7 @@ static int release(PyObject *engine, PyObject *lane, PyObject *task) {
         if (in_order && !first) return -1;
         Py_XDECREF(first);
         if (in_order && first == task) {
-            const int failed = call(waiting, s_popleft, NULL, NULL);
+            const int failed = drop(PyObject_CallMethodNoArgs(waiting, s_popleft));
             return failed ? -1 : start(engine, lane, task);
         }
         if (!in_order && !PyList_GET_SIZE(waiting)) return start(engine, lane, task);
@@ -252,7 +259,7 @@ static int meet(PyObject *engine, PyObject *task, PyObject **ended) {
     if (!lane) return -1;
     if (is_none(task, of_task.cause) && is_true(lane, of_lane.simple)) return release(engine, lane, task);
     if (!*ended && !(*ended = PyList_New(0))) return -1;
-    return call(engine, s_release, task, *ended);
+    return drop(PyObject_CallMethodObjArgs(engine, s_release, task, *ended, NULL));
 }
 
 /* Release the tasks that waited for one that is done. */
@@ -263,7 +270,7 @@ static int release_followers(PyObject *engine, PyObject *task) {
     if (followers && PyList_Check(followers))
         for (Py_ssize_t i = 0; !failed && i < PyList_GET_SIZE(followers); i++)
             failed = meet(engine, PyList_GET_ITEM(followers, i), &ended);
-    if (!failed && ended && PyList_GET_SIZE(ended)) failed = call(engine, s_settle_all, ended, NULL);
+    if (!failed && ended && PyList_GET_SIZE(ended)) failed = call(engine, s_settle_all, ended);
     Py_XDECREF(followers);
     Py_XDECREF(ended);
     return failed;
@@ -277,7 +284,7 @@ static PyObject *next_in_order(PyObject *engine, PyObject *lane, PyObject *queue
     if (PyErr_Occurred()) return NULL;
     if (state == READY) return PyObject_CallMethodNoArgs(queue, s_popleft);
     set(lane, of_lane.running, Py_None);
-    if (state >= DONE) call(engine, s_next, lane, NULL);
+    if (state >= DONE) call(engine, s_next, lane);
     return NULL;
 }
 
@@ -361,11 +368,11 @@ static const Slot engine_slots[] = {
 static int find_slots(PyTypeObject *type, const Slot *slots) {
     for (; slots->name; slots++) {
         PyObject *found = PyObject_GetAttrString((PyObject *)type, slots->name);
-        if (!found) return -1;
-        const PyMemberDef *member = Py_IS_TYPE(found, &PyMemberDescr_Type) ? ((PyMemberDescrObject *)found)->d_member : NULL;
+        const PyMemberDef *member =
+            found && Py_IS_TYPE(found, &PyMemberDescr_Type) ? ((PyMemberDescrObject *)found)->d_member : NULL;
         const int kept = member && member->type == T_OBJECT_EX && !(member->flags & READONLY);
         if (kept) *slots->offset = member->offset;
-        Py_DECREF(found);
+        Py_XDECREF(found);
         if (!kept) {
             PyErr_Format(PyExc_ImportError, "%s.%s is no slot", type->tp_name, slots->name);
             return -1;
@@ -374,8 +381,10 @@ static int find_slots(PyTypeObject *type, const Slot *slots) {
     return 0;
 }
 
-static PyMethodDef submit_method = {"submit", (PyCFunction)(void (*)(void))submit, METH_FASTCALL | METH_KEYWORDS, NULL};
-static PyMethodDef finish_method = {"finish", (PyCFunction)(void (*)(void))finish, METH_FASTCALL | METH_KEYWORDS, NULL};
+static PyMethodDef submit_method = {"submit", (PyCFunction)(void (*)(void))submit, METH_FASTCALL | METH_KEYWORDS,
+                                    PyDoc_STR("See `PlainEngine.submit`.")};
+static PyMethodDef finish_method = {"finish", (PyCFunction)(void (*)(void))finish, METH_FASTCALL | METH_KEYWORDS,
+                                    PyDoc_STR("See `PlainEngine.finish`.")};
 
 static PyObject *methods(PyObject *module, PyObject *arguments) {
     PyTypeObject *engine;

@@ -421,18 +421,20 @@ class PlainEngine:
 
 
 def _compiled_methods() -> tuple[Any, Any]:
-    """`submit` and `finish` from engine.c; those in Python where it was not compiled, or does not fit."""
+    """`submit` and `finish` from engine.c; those in Python where it was not compiled, or for another version."""
+    in_python = PlainEngine.submit, PlainEngine.finish
     try:
         compiled = import_module("moesched._engine")
-        if compiled.VERSION == _COMPILED_VERSION:
-            return compiled.methods(PlainEngine, Task, Block, Lane, read_only, cancelled_by)  # type: ignore[no-any-return]
     except ImportError:
-        pass
-    return PlainEngine.submit, PlainEngine.finish
+        return in_python
+    if compiled.VERSION != _COMPILED_VERSION:
+        return in_python
+    methods: tuple[Any, Any] = compiled.methods(PlainEngine, Task, Block, Lane, read_only, cancelled_by)
+    return methods
 
 
 class Engine(PlainEngine):
-    """A `PlainEngine`, three times as fast per task where a C compiler was there when moesched was installed."""
+    """A `PlainEngine` whose `submit` and `finish` are compiled, if there was a C compiler at the installation."""
 
     __slots__ = ()
 
