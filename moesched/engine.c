@@ -12,7 +12,7 @@ that halts) goes to the methods in Python, and so does what a plain task may lea
 #error "the fields are read without locks: free-threaded Python runs engine.py"
 #endif
 
-enum { VERSION = 1 };
+enum { VERSION = 1 }; /* Of the steps below; engine.py names the one that it describes. */
 enum { WAITING, READY, RUNNING, ISSUED, DONE };
 enum { CLASS_SHIFT = 48, MOST_ARGUMENTS = 16 };
 
@@ -387,29 +387,31 @@ static PyMethodDef finish_method = {"finish", (PyCFunction)(void (*)(void))finis
                                     PyDoc_STR("See `PlainEngine.finish`.")};
 
 static PyObject *methods(PyObject *module, PyObject *arguments) {
-    PyTypeObject *engine;
+    int version;
+    PyTypeObject *engine, *task, *block, *lane;
     PyObject *by_value, *by_cause;
-    if (!PyArg_ParseTuple(arguments, "O!O!O!O!OO", &PyType_Type, &engine, &PyType_Type, &Task, &PyType_Type, &Block,
-                          &PyType_Type, &Lane, &by_value, &by_cause))
+    if (!PyArg_ParseTuple(arguments, "iO!O!O!O!OO", &version, &PyType_Type, &engine, &PyType_Type, &task, &PyType_Type, &block,
+                          &PyType_Type, &lane, &by_value, &by_cause))
         return NULL;
-    if (find_slots(engine, engine_slots) || find_slots(Task, task_slots) || find_slots(Block, block_slots)
-        || find_slots(Lane, lane_slots))
+    if (version != VERSION) return PyErr_Format(PyExc_ImportError, "version %d instead of %d", VERSION, version);
+    if (find_slots(engine, engine_slots) || find_slots(task, task_slots) || find_slots(block, block_slots)
+        || find_slots(lane, lane_slots))
         return NULL;
     submit_in_python = PyObject_GetAttrString((PyObject *)engine, "submit");
     finish_in_python = PyObject_GetAttrString((PyObject *)engine, "finish");
     if (!submit_in_python || !finish_in_python) return NULL;
     read_only = Py_NewRef(by_value);
     cancelled_by = Py_NewRef(by_cause);
-    Py_INCREF(Task);
-    Py_INCREF(Block);
-    Py_INCREF(Lane);
+    Task = (PyTypeObject *)Py_NewRef(task);
+    Block = (PyTypeObject *)Py_NewRef(block);
+    Lane = (PyTypeObject *)Py_NewRef(lane);
     return Py_BuildValue("NN", PyDescr_NewMethod(engine, &submit_method), PyDescr_NewMethod(engine, &finish_method));
 }
 
 static PyMethodDef functions[] = {
     {"methods", methods, METH_VARARGS,
-     PyDoc_STR("The methods `submit` and `finish` for a class of engines, given it, Task, Block, Lane, and two functions "
-               "of tasks.py.")},
+     PyDoc_STR("The methods `submit` and `finish` for a class of engines, given a version, it, Task, Block, Lane, "
+               "and two functions of tasks.py.")},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_engine", "See engine.c.", -1, functions, NULL, NULL, NULL, NULL};
@@ -432,7 +434,5 @@ static int prepare(void) {
 }
 
 PyMODINIT_FUNC PyInit__engine(void) {
-    PyObject *made = prepare() ? NULL : PyModule_Create(&module);
-    if (made && PyModule_AddIntConstant(made, "VERSION", VERSION)) Py_CLEAR(made);
-    return made;
+    return prepare() ? NULL : PyModule_Create(&module);
 }

@@ -422,14 +422,12 @@ class PlainEngine:
 
 def _compiled_methods() -> tuple[Any, Any]:
     """`submit` and `finish` from engine.c; those in Python where it was not compiled, or for another version."""
-    in_python = PlainEngine.submit, PlainEngine.finish
+    classes = PlainEngine, Task, Block, Lane
     try:
         compiled = import_module("moesched._engine")
+        methods: tuple[Any, Any] = compiled.methods(_COMPILED_VERSION, *classes, read_only, cancelled_by)
     except ImportError:
-        return in_python
-    if compiled.VERSION != _COMPILED_VERSION:
-        return in_python
-    methods: tuple[Any, Any] = compiled.methods(PlainEngine, Task, Block, Lane, read_only, cancelled_by)
+        return PlainEngine.submit, PlainEngine.finish
     return methods
 
 

@@ -1,4 +1,4 @@
-"""The compiled engine beside the one in Python: the same calls, and after each of them the same tasks in the same state."""
+"""The compiled engine and the one in Python: after the same calls, the same tasks are in the same states."""
 
 from __future__ import annotations
 
@@ -135,7 +135,10 @@ class Play:
             [ids(each) for each in (engine.started, engine.awaited, engine.arrived)],
             [engine.submitted, engine.settled, engine.joins, str(engine.failure)],
             [seen_of(task) for task in self.tasks],
-            [(ids(lane.queue), [(key, t.id) for key, t in lane.heap], one(lane.running)) for lane in self.lanes],
+            [
+                (ids(lane.queue), [(key, t.id) for key, t in lane.heap], one(lane.running))
+                for lane in self.lanes
+            ],
             [(one(block.writer), ids(block.readers)) for block in self.blocks],
         )
 
@@ -171,8 +174,9 @@ def test_a_call_with_something_else_than_tasks_and_blocks_raises(
     engine: type[PlainEngine], arguments: tuple[Any, ...]
 ) -> None:
     task = Kernel(Lane("gpu"), WORK, "task")
+    values: list[Any] = [task if each == "task" else each for each in arguments]
     with pytest.raises((AttributeError, TypeError)):
-        engine([task.lane]).submit(*(task if each == "task" else each for each in arguments))
+        engine([task.lane]).submit(*values)
 
 
 @pytest.mark.parametrize("engine", [Engine, PlainEngine])

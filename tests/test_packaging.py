@@ -117,7 +117,10 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path)
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
     compiled = {name for name in shipped if is_compiled(Path(name))}
     assert shipped - compiled == {inside.as_posix() for _, inside in files_to_ship()}
-    assert {Path(name).parent for name in compiled} <= {Path("moesched"), Path("moesched", "devices", "native")}
+    assert {Path(name).parent for name in compiled} <= {
+        Path("moesched"),
+        Path("moesched", "devices", "native"),
+    }
 
 
 IMPORT_EVERYTHING = f"""
