@@ -6,6 +6,8 @@ to a `Turn`.
 
 from __future__ import annotations
 
+import sys
+from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,11 +15,22 @@ import zmq
 
 from moesched.seams import Exchange
 
-from .frames import SENDER_BYTES, Kind, common
+from .frames import SENDER_BYTES, common_of_parts
 from .waiting import Side
 
 if TYPE_CHECKING:
     from moesched.seams import Array
+
+if sys.platform == "linux":
+    from os import sched_yield
+else:
+
+    def sched_yield() -> None:
+        """Keep the core: only Linux has it."""
+
+
+PAUSE_SECONDS = 100e-6
+"""Time without an exchange after which ZeroMQ's thread is given the core, should it be this thread's."""
 
 
 class Rest(NamedTuple):
@@ -33,7 +46,7 @@ class Rest(NamedTuple):
 
 
 def swap(side: Side, exchange: Exchange, part: Array, parts: dict[int, Array]) -> Rest | None:
-    """Send a part to all other ranks, and put theirs into `parts`; returns what is left, None if nothing.
+    """Send a part to all other ranks, and add theirs to `parts`, which has it; returns what is left, None if nothing.
 
     A frame that begins as this rank's own, but for the sender, is not decoded. Parts are views of the frames.
 
@@ -42,17 +55,18 @@ def swap(side: Side, exchange: Exchange, part: Array, parts: dict[int, Array]) -
     """
     mesh, others = side.mesh, side.others
     ticket, signature, step, layer = exchange
-    place = side.epoch, side.sequence, ticket, step, layer
-    after = common(place, Kind.ALL_REDUCE, 0, part, part.shape, signature)
-    frame = b"".join((side.sender, after, part.data))
+    after = common_of_parts((side.epoch, side.sequence, ticket, step, layer), part, signature)
+    frame = b"".join((side.sender, after, part))
     nbytes = len(frame)
     if nbytes > mesh.max_bytes:
         return Rest(others)
     for sent, rank in enumerate(others):
         if not mesh.send(rank, frame):
             return Rest(others[sent:])
+    if monotonic() - side.swapped > PAUSE_SECONDS:
+        sched_yield()
     senders, start = side.senders, SENDER_BYTES + len(after)
-    while len(parts) < len(others):
+    while len(parts) <= len(others):
         message = mesh.receive()
         if message is None:
             return Rest(())
@@ -64,4 +78,5 @@ def swap(side: Side, exchange: Exchange, part: Array, parts: dict[int, Array]) -
             return Rest((), message)
         parts[sender] = np.ndarray(part.shape, part.dtype, data, start)
     side.sequence += 1
+    side.swapped = monotonic()
     return None

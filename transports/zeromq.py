@@ -80,6 +80,7 @@ class ZeroMqTransport:
         self.inbox = Inbox(self.mesh)
         self.calling = threading.Lock()
         self.sequence = 0
+        self.swapped = 0.0
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
         """The sum of all ranks' parts, added in the order of the ranks.
@@ -90,7 +91,7 @@ class ZeroMqTransport:
         """
         part = contiguous(part)
         with self.calling:
-            parts: dict[int, Array] = {}
+            parts = {rank: part}
             rest = Rest(self.others)
             if part.nbytes <= WHOLE_UP_TO and rank == self.rank and not (self.closed or self.inbox.early):
                 try:
@@ -99,15 +100,14 @@ class ZeroMqTransport:
                     with Turn(self, Kind.ALL_REDUCE, rank, exchange, part):
                         raise
                 if left is None:
-                    parts[rank] = part
-                    return self._sum(parts)
+                    return sum_in_order([*map(parts.__getitem__, range(self.ranks))])
                 rest = left
             with Turn(self, Kind.ALL_REDUCE, rank, exchange, part) as turn:
                 if self.ranks > 2 and part.nbytes > WHOLE_UP_TO:
                     return self._sum_in_pieces(turn, part)
                 turn.go_on(Kind.ALL_REDUCE, parts, rest.message)
                 turn.send(Kind.ALL_REDUCE, rest.unsent, part)
-                return self._sum({**turn.receive(Kind.ALL_REDUCE, self.others), rank: part})
+                return self._sum(turn.receive(Kind.ALL_REDUCE, self.others))
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
         """The root's array. The root does not wait for the others. Raises as `all_reduce`."""
