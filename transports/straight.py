@@ -56,7 +56,7 @@ def swap(side: Side, exchange: Exchange, part: Array, parts: dict[int, Array]) -
     mesh, others = side.mesh, side.others
     ticket, signature, step, layer = exchange
     after = common_of_parts((side.epoch, side.sequence, ticket, step, layer), part, signature)
-    frame = b"".join((side.sender, after, part))
+    frame = b"".join((side.sender, after, part.data))
     nbytes = len(frame)
     if nbytes > mesh.max_bytes:
         return Rest(others)
@@ -70,7 +70,7 @@ def swap(side: Side, exchange: Exchange, part: Array, parts: dict[int, Array]) -
         message = mesh.receive()
         if message is None:
             return Rest(())
-        data = memoryview(message)
+        data = message.buffer
         before = bytes(data[:start])
         sender = senders.get(before[:SENDER_BYTES])
         alike = before[SENDER_BYTES:] == after and len(data) == nbytes

@@ -96,7 +96,7 @@ class Turn:
 
     def go_on(self, kind: Kind, came: dict[int, Array], message: zmq.Frame | None) -> None:
         """Take over arrays of that kind that came before the turn, and then a message of any kind."""
-        self._came[kind] = came
+        self._came.setdefault(kind, {}).update(came)
         if message is not None:
             self._accept(message)
 
