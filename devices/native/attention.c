@@ -294,11 +294,10 @@ API int moesched_attend(Team *team, const Attend *attend) {
                .quad_floats = QUAD * steps * inner->step};
     if (!give_memory(&job, groups, items)) return -1;
     cut(attend, job.sequences);
-    Task task = {&job,
-                 3,
-                 {{inner->place, groups, 1, 0, 0},
-                  {inner->attend, items, items_at_once(team, seen.spans, kv_heads), 0, 0},
-                  {inner->merge, attend->sequences * attend->heads, QUAD, 0, 0}}};
+    Phase phases[] = {{inner->place, groups, 1, 0, 0},
+                      {inner->attend, items, items_at_once(team, seen.spans, kv_heads), 0, 0},
+                      {inner->merge, attend->sequences * attend->heads, QUAD, 0, 0}};
+    Task task = {&job, 3, phases};
     run(team, &task, 2 * seen.tokens * in_slot(attend, 1, 0));
     return 0;
 }

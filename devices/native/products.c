@@ -46,6 +46,7 @@ typedef struct {
     int64_t stride; /* inputs from one row of weights to the next */
     const char *x;  /* its steps one after the other, all rows of x in each */
     int64_t steps, rest;
+    int begins; /* the sums are zero */
     float *sums;
     int64_t sums_stride;
     int first_ahead, last_ahead; /* the rows of which weights are prefetched */
@@ -314,8 +315,9 @@ API int moesched_product(Team *team, int64_t batch, int64_t inputs, int64_t outp
     char *memory = scratch(placed_bytes(multiplier, &job.product));
     if (!memory) return -1;
     give_memory(multiplier, &job.product, memory);
-    for (int row = 0; row < batch; row++) multiplier->place_row(&job.product, row, x + row * stride);
-    Task task = {&job, 1, {{project, outputs, chunk_of(team, outputs), 0, 0}}};
+    for (int64_t row = 0; row < batch; row++) multiplier->place_row(&job.product, row, x + row * stride);
+    Phase phases[] = {{project, outputs, chunk_of(team, outputs), 0, 0}};
+    Task task = {&job, 1, phases};
     run(team, &task, inputs * outputs * (int64_t)sizeof(uint16_t));
     return 0;
 }
