@@ -110,9 +110,7 @@ def inputs(
 ) -> Tensor:
     """Queries, keys and values, side by side."""
     buffers = layers.buffers(len(hidden_TD))
-    for ours, given in zip(buffers.angles, angles, strict=True):
-        ours.copy_(given)
-    layers.attention_inputs(buffers, hidden_TD, weights)
+    layers.attention_inputs(buffers, hidden_TD, angles, weights)
     return torch.cat([part.flatten(1) for part in buffers.qkv], dim=1)
 
 

@@ -41,7 +41,7 @@ class NativeKernels:
     ) -> None:
         self._library = library()
         self.instruction_set = instruction_set or instruction_sets()[0]
-        self.most_rows: int = min(most_rows, self._library.moesched_most_batch())
+        self.most_rows = most_rows
         helpers = (usable_cores() if threads is None else threads) - 1
         cores = (ctypes.c_int * helpers)(*affinity()[1 : helpers + 1]) if pin else None
         self._team = self._library.moesched_new_team(self.instruction_set.encode(), helpers, cores)

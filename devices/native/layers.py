@@ -1,4 +1,4 @@
-"""The tasks of a layer as one native call each, for few rows of bfloat16 models on the CPU.
+"""The tasks of a layer as one native call each, for bfloat16 models on the CPU.
 
 Shapes in names as in `devices/torch/kernels.py`.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ from moesched.models.config import ModelConfig
 from .arguments import A, Head, Inputs, Layer, LayerWeights, Preparation, Tokens
 from .compiled import library
 from .kernels import NativeKernels, Tensor, address, are_rows
+
+KEPT_ROWS = 128
+"""Rows up to which a micro-batch keeps its buffers from layer to layer: a prompt's would take too much memory."""
 
 MOST_PREPARED = 4096
 """Calls whose arguments a micro-batch keeps. Streamed weights have new pointers in every step."""
@@ -32,30 +36,59 @@ class Choices(NamedTuple):
 
 
 class StepBuffers:
-    """A micro-batch's results, which are overwritten in each layer and step, and the calls that write them.
+    """Results of a micro-batch's tasks, each allocated by the first call that writes it, and those calls.
 
-    Attributes:
-        angles: cosines and signed sines (T, 1, d), float32.
-        likeliest: of each row, a token.
+    Few rows have the same ones in each layer and step.
     """
 
     def __init__(self, config: ModelConfig, tokens: int) -> None:
-        bfloat16 = torch.bfloat16
+        self._config = config
         self.tokens = tokens
-        self.hidden_TD = torch.empty(tokens, config.hidden, dtype=bfloat16)
-        self.projected_TD = torch.empty_like(self.hidden_TD)
-        self.angles = torch.empty(tokens, 1, config.head_dim), torch.empty(tokens, 1, config.head_dim)
-        self.qkv = (
-            torch.empty(tokens, config.heads, config.head_dim, dtype=bfloat16),
-            torch.empty(tokens, config.kv_heads, config.head_dim, dtype=bfloat16),
-            torch.empty(tokens, config.kv_heads, config.head_dim, dtype=bfloat16),
-        )
-        self.choices = choices_for(config, tokens)
+        self.hidden_TD = torch.empty(tokens, config.hidden, dtype=torch.bfloat16)
         self.counts = (ctypes.c_int64 * config.experts)()
-        self.likeliest = (ctypes.c_int64 * tokens)()
-        self.logits_SV = torch.empty(tokens, config.vocabulary // config.ranks)
         self.inputs: dict[int, Inputs] = {}
         self.layers: dict[int, Layer] = {}
+
+    @property
+    def to_keep(self) -> StepBuffers | None:
+        """These buffers for the next layer; None where they would take much memory until then."""
+        return self if self.tokens <= KEPT_ROWS else None
+
+    @cached_property
+    def projected_TD(self) -> Tensor:
+        """The hidden states after the output projection."""
+        return torch.empty_like(self.hidden_TD)
+
+    @cached_property
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines (T, 1, d), float32."""
+        shape = self.tokens, 1, self._config.head_dim
+        return torch.empty(shape), torch.empty(shape)
+
+    @cached_property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (T, H, d), keys and values (T, K, d)."""
+        config = self._config
+        queries, keys, values = (
+            torch.empty(self.tokens, heads, config.head_dim, dtype=torch.bfloat16)
+            for heads in (config.heads, config.kv_heads, config.kv_heads)
+        )
+        return queries, keys, values
+
+    @cached_property
+    def choices(self) -> Choices:
+        """The router's result."""
+        return choices_for(self._config, self.tokens)
+
+    @cached_property
+    def likeliest(self) -> ctypes.Array[ctypes.c_int64]:
+        """The likeliest token of each row."""
+        return (ctypes.c_int64 * self.tokens)()
+
+    @cached_property
+    def logits_SV(self) -> Tensor:
+        """The logits of each row, float32."""
+        return torch.empty(self.tokens, self._config.vocabulary // self._config.ranks)
 
 
 def choices_for(config: ModelConfig, tokens: int) -> Choices:
@@ -69,7 +102,7 @@ def choices_for(config: ModelConfig, tokens: int) -> Choices:
 
 
 class NativeLayers:
-    """Runs a model's tasks for few rows; a row's bits depend on no other row, and on the instruction set alone.
+    """Runs a model's tasks; a row's bits depend on no other row, and on the instruction set alone.
 
     Roundings to bfloat16 are where torch has them: after each product, norm, rotation and sum.
     """
@@ -125,13 +158,18 @@ class NativeLayers:
         )
         self._call(self._library.moesched_embed, arguments)
 
-    def attention_inputs(self, buffers: StepBuffers, hidden_TD: Tensor, weights: LayerWeights) -> None:
-        """Norm, projection and rotation: queries, keys and values."""
+    def attention_inputs(
+        self, buffers: StepBuffers, hidden_TD: Tensor, angles: tuple[Tensor, Tensor], weights: LayerWeights
+    ) -> None:
+        """Norm, projection and rotation: queries, keys and values.
+
+        angles: as `embed` wrote them, the same in all calls with these buffers.
+        """
         inputs = buffers.inputs.get(weights.number)
         if inputs is None:
             inputs = weights.arguments(Inputs, self._prepare.inputs)
             inputs.tokens = buffers.tokens
-            inputs.cosines, inputs.sines = (each.data_ptr() for each in buffers.angles)
+            inputs.cosines, inputs.sines = (each.data_ptr() for each in angles)
             inputs.queries, inputs.keys, inputs.values = (each.data_ptr() for each in buffers.qkv)
             _keep(buffers.inputs, weights, inputs)
         inputs.x = hidden_TD.data_ptr()

@@ -35,7 +35,7 @@ enum { LINES = 16, LINE_BYTES = 64, PAIR_BYTES = 4, FEW_COLUMNS = 8, FEW_ROWS = 
 
 /* From FEW_PANELS panels on, all of x passes over SQUARE rows of weights at a time, PASS_STEPS steps of them: a pair of
  * panels stays in the first-level cache, the weights in the second-level one. */
-enum { FEW_PANELS = 2, SQUARE = 2 * LINES, PASS_STEPS = 16 };
+enum { FEW_PANELS = 2, SQUARE = 2 * LINES, PASS_STEPS = 8 };
 
 /* Inputs from a weight to the one that is prefetched meanwhile: the fewer, the more rows a tile has. */
 INLINE int64_t ahead_of(int rows) {

@@ -268,8 +268,6 @@ static const Multiplier *const multipliers[INSTRUCTION_SETS] = {
 
 const Multiplier *multiplier_of(const Team *team) { return multipliers[set_of(team)]; }
 
-API int moesched_most_batch(void) { return MOST_BATCH; }
-
 Product product_of(const Multiplier *multiplier, int64_t batch, int64_t inputs, int64_t outputs, const Rows *blocks) {
     const int64_t steps = (inputs + multiplier->step - 1) / multiplier->step;
     return (Product){batch, inputs, outputs, steps, blocks, NULL};

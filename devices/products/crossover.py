@@ -30,15 +30,16 @@ from .linear import Blocks, Tensor, linear
 from .packed_weights import pack
 from .team import use_cores
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 LEAST, MOST_WEIGHTS = 512, 1 << 24
 """Of a matrix: the fewest rows and columns, and the most weights. Others take as long per weight."""
 COLD_BYTES = 96 << 20
 """Bytes of all matrices together, so that no cache still holds one when it is used again."""
-TURNS = 7
+TURNS, MANY_ROWS_TURNS = 7, 3
 TIE_WITH_PACKED, TIE_WITH_PLAIN = 1.02, 1.3
 """Up to this ratio the kernel is used, since it makes whole tasks one call. A decode step of 64 requests by plain
 weights took 1.4 times as long where torch, equally fast on one core, multiplied 64 rows."""
+ANY_ROWS = 1 << 40
 MOST_BYTES = 1_000_000
 """Limit of the file of results."""
 

@@ -57,7 +57,8 @@ class Attention:
         state.step = state.cache.extend(state.sequences, [len(tokens) for tokens in state.new])
         ids = [token for tokens in state.new for token in tokens]
         if self._native and self._native.takes_rows(len(ids)):
-            buffers = state.buffers = self._native.buffers(len(ids), state.buffers)
+            buffers = self._native.buffers(len(ids), state.buffers)
+            state.buffers = buffers.to_keep
             self._native.embed(buffers, ids, state.step.positions, self._embedding_VD)
             state.hidden_TD, state.angles = buffers.hidden_TD, buffers.angles
             return
@@ -70,9 +71,9 @@ class Attention:
         config, state = self._config, self._states[task.micro_batch]
         weights = self._weights(task.operands)
         if self._native and self._native.takes(state.hidden_TD, weights):
-            assert state.buffers is not None, "embed made them"
-            self._native.attention_inputs(state.buffers, state.hidden_TD, weights)
-            state.qkv = state.buffers.qkv
+            buffers = self._native.buffers(len(state.hidden_TD), state.buffers)
+            self._native.attention_inputs(buffers, state.hidden_TD, state.angles, weights)
+            state.qkv = buffers.qkv
             return
         width = (config.heads + 2 * config.kv_heads) * config.head_dim
         self._use_cores_for(len(state.hidden_TD), config.hidden * width)

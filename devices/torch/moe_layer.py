@@ -87,7 +87,7 @@ class MoELayer:
         if native is None or self._device_observers.activations or not native.takes(state.hidden_TD, weights):
             self._attention.project_output(task)
             return self.run_all(task)
-        buffers = state.buffers = native.buffers(len(state.hidden_TD), state.buffers)
+        buffers = native.buffers(len(state.hidden_TD), state.buffers)
         counts = native.run(buffers, state.hidden_TD, state.attended_TX, weights)
         state.hidden_TD = buffers.hidden_TD
         del state.attended_TX
