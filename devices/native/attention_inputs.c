@@ -55,7 +55,7 @@ static void clip(double most, int64_t count, uint16_t *x) {
 }
 
 /* Numbers i and i + head_dim / 2 of a head make a pair. */
-static void rotate(const Inputs *inputs, int64_t token, int64_t heads, const uint16_t *x, uint16_t *y) {
+ANY_WIDTH static void rotate(const Inputs *inputs, int64_t token, int64_t heads, const uint16_t *x, uint16_t *y) {
     const int64_t size = inputs->head_dim, half = size / 2;
     const float *cosines = inputs->cosines + token * size, *sines = inputs->sines + token * size;
     for (int64_t head = 0; head < heads; head++, x += size, y += size)

@@ -56,27 +56,16 @@ static void place_part(void *argument, int64_t first, int64_t last) {
         job->multiplier->place_row(&job->output, t, layer->attended + t * layer->attended_width);
 }
 
-/* Outputs [first, last) of the product of a group of rows of x that begins with `row`: out[output - first][row]. */
-static Product multiply_group(const Job *job, const Product *product, int64_t row, int64_t first, int64_t last,
-                              float *out) {
-    const Product group = group_at(product, row, job->multiplier->step_bytes);
-    job->multiplier->multiply(&group, first, last, out);
-    return group;
+ANY_WIDTH static void add(int64_t count, const uint16_t *residual, uint16_t *projected) {
+    for (int64_t i = 0; i < count; i++) projected[i] = rounded(widened(residual[i]) + widened(projected[i]));
 }
 
 static void project_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Layer *layer = job->layer;
-    float out[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
-    for (int64_t row = 0; row < layer->tokens; row += MOST_BATCH) {
-        const Product group = multiply_group(job, &job->output, row, first, last, out);
-        for (int64_t t = 0; t < group.batch; t++)
-            for (int64_t n = first; n < last; n++) {
-                const float projected = widened(rounded(out[(n - first) * group.batch + t]));
-                const int64_t at = (row + t) * layer->hidden + n;
-                layer->projected[at] = rounded(widened(layer->residual[at]) + projected);
-            }
-    }
+    write_rounded(job->multiplier, &job->output, first, last, layer->projected);
+    for (int64_t at = first; at < layer->tokens * layer->hidden; at += layer->hidden)
+        add(last - first, layer->residual + at, layer->projected + at);
 }
 
 static void norm_part(void *argument, int64_t first, int64_t last) {
@@ -95,7 +84,8 @@ static void router_part(void *argument, int64_t first, int64_t last) {
     const Layer *layer = job->layer;
     float out[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
     for (int64_t row = 0; row < layer->tokens; row += MOST_BATCH) {
-        const Product group = multiply_group(job, &job->router, row, first, last, out);
+        const Product group = group_at(&job->router, row, job->multiplier->step_bytes);
+        job->multiplier->multiply(&group, first, last, out);
         for (int64_t t = 0; t < group.batch; t++)
             for (int64_t e = first; e < last; e++)
                 layer->logits[(row + t) * layer->experts + e] = out[(e - first) * group.batch + t];
@@ -201,7 +191,7 @@ static void down_part(void *argument, int64_t first, int64_t last) {
 }
 
 /* Columns [first, last) of a token: the residual plus its experts' outputs, added in the order of its choices. */
-static void combine(int64_t hidden, int64_t top_k, const uint16_t *y, const int64_t *rows, const float *weights,
+ANY_WIDTH static void combine(int64_t hidden, int64_t top_k, const uint16_t *y, const int64_t *rows, const float *weights,
                     const uint16_t *residual, uint16_t *out, int64_t first, int64_t last) {
     float total[COLUMNS];
     const int64_t count = last - first;
@@ -278,7 +268,7 @@ static int64_t give_experts(Job *job, Task *task, char *memory) {
     return bytes;
 }
 
-static Phase *add(Task *task, Part part, int64_t items, int64_t chunk) {
+static Phase *add_phase(Task *task, Part part, int64_t items, int64_t chunk) {
     Phase *phase = task->phase + task->phases++;
     *phase = (Phase){part, items, chunk, 0, 0};
     return phase;
@@ -289,13 +279,13 @@ static int64_t add_router(Team *team, Task *task, Job *job) {
     const Layer *layer = job->layer;
     int64_t weights = 0;
     if (layer->output_weights) {
-        add(task, place_part, layer->tokens, PLACED_AT_ONCE);
-        add(task, project_part, layer->hidden, chunk_of(team, layer->hidden));
+        add_phase(task, place_part, layer->tokens, PLACED_AT_ONCE);
+        add_phase(task, project_part, layer->hidden, chunk_of(team, layer->hidden));
         weights += layer->attended_width * layer->hidden;
     }
-    add(task, norm_part, layer->tokens, 1);
-    if (layer->router) add(task, router_part, layer->experts, WHOLE_TILES);
-    add(task, choose_part, layer->tokens, 1);
+    add_phase(task, norm_part, layer->tokens, 1);
+    if (layer->router) add_phase(task, router_part, layer->experts, WHOLE_TILES);
+    add_phase(task, choose_part, layer->tokens, 1);
     return (weights + layer->hidden * layer->experts) * (int64_t)sizeof(uint16_t);
 }
 
@@ -303,12 +293,12 @@ static int64_t add_experts(Team *team, Task *task, Job *job) {
     const Layer *layer = job->layer;
     job->phases = task->phase + task->phases;
     for (int64_t wave = 0; wave < waves_of(layer); wave++) {
-        add(task, wave ? begin_part : group_part, 1, 1);
-        add(task, gather_part, 0, PLACED_AT_ONCE);
-        add(task, gate_part, 0, chunk_of(team, layer->width));
-        add(task, down_part, 0, chunk_of(team, layer->hidden));
+        add_phase(task, wave ? begin_part : group_part, 1, 1);
+        add_phase(task, gather_part, 0, PLACED_AT_ONCE);
+        add_phase(task, gate_part, 0, chunk_of(team, layer->width));
+        add_phase(task, down_part, 0, chunk_of(team, layer->hidden));
     }
-    add(task, combine_part, layer->tokens * ((layer->hidden + COLUMNS - 1) / COLUMNS), 1);
+    add_phase(task, combine_part, layer->tokens * ((layer->hidden + COLUMNS - 1) / COLUMNS), 1);
     return 3 * layer->hidden * layer->width * (int64_t)sizeof(uint16_t);
 }
 

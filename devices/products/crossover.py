@@ -35,11 +35,14 @@ LEAST, MOST_WEIGHTS = 512, 1 << 24
 """Of a matrix: the fewest rows and columns, and the most weights. Others take as long per weight."""
 COLD_BYTES = 96 << 20
 """Bytes of all matrices together, so that no cache still holds one when it is used again."""
-TURNS, MANY_ROWS_TURNS = 7, 3
+TURNS = 7
+MANY_ROWS, MANY_ROWS_TURNS = 256, 3
+"""From that many rows on, fewer turns will do, as they take longer."""
+ANY_ROWS = 1 << 40
+"""Where the kernel wins up to the last of ROWS, it is used for any number."""
 TIE_WITH_PACKED, TIE_WITH_PLAIN = 1.02, 1.3
 """Up to this ratio the kernel is used, since it makes whole tasks one call. A decode step of 64 requests by plain
 weights took 1.4 times as long where torch, equally fast on one core, multiplied 64 rows."""
-ANY_ROWS = 1 << 40
 MOST_BYTES = 1_000_000
 """Limit of the file of results."""
 
@@ -65,7 +68,7 @@ def _power_of_two(number: int, most: int) -> int:
 
 @cache
 def most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
-    """The number of rows up to which the kernel wins; read from the cache folder, or measured.
+    """The number of rows up to which the kernel wins, ANY_ROWS if it always does; read from the cache folder, or measured.
 
     packed: over torch with packed weights.
     """
@@ -77,7 +80,7 @@ def most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
             if here not in kept:
                 kept[here] = measure_most_rows(instruction_set, shape.measured, packed)
                 _keep(kept)
-    return kept[here]
+    return ANY_ROWS if kept[here] == ROWS[-1] else kept[here]
 
 
 def forget() -> None:
@@ -102,7 +105,7 @@ def _measure(instruction_set: str, shape: Shape, packed: bool) -> int:
     use_cores(1)
     with closing(NativeKernels(ROWS[-1], instruction_set, threads=1)) as kernel:
         contests = _contests(kernel, shape, packed)
-        ratios = {rows: _ratio(ours, theirs) for rows, ours, theirs in contests}
+        ratios = {rows: _ratio(ours, theirs, _turns(rows)) for rows, ours, theirs in contests}
         return most_saved(ratios, TIE_WITH_PACKED if packed else TIE_WITH_PLAIN)
 
 
@@ -136,9 +139,13 @@ def _multiply(linear: Callable[[Tensor, Blocks], Tensor], x_TD: Tensor, matrices
     return linear(x_TD, [next(matrices)])
 
 
-def _ratio(ours: Call, theirs: Call) -> float:
+def _turns(rows: int) -> int:
+    return TURNS if rows < MANY_ROWS else MANY_ROWS_TURNS
+
+
+def _ratio(ours: Call, theirs: Call, count: int) -> float:
     ours(), theirs()  # torch compiles code in the first call
-    turns = [(_core_seconds(ours), _core_seconds(theirs)) for _ in range(TURNS)]
+    turns = [(_core_seconds(ours), _core_seconds(theirs)) for _ in range(count)]
     return min(ours for ours, _ in turns) / min(theirs for _, theirs in turns)
 
 

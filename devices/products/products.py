@@ -66,8 +66,6 @@ def rows_for_kernel(kernel: str, dtype: str, shape: Shape, packed: bool) -> int:
     check_choice(kernel)
     if kernel == TORCH or dtype != "bfloat16" or not instruction_sets():
         return 0
-    import os
-    if os.environ.get("PF_ROWS"): return int(os.environ["PF_ROWS"])
     return most_rows(instruction_sets()[0] if kernel == AUTO else kernel, shape, packed)
 
 
