@@ -221,6 +221,30 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(native: NativeKernels, co
     assert counts == {expert: rows for expert, rows in enumerate(grouping.counts) if rows}
 
 
+@pytest.mark.parametrize("tokens", [129, 513, 1100])
+def test_many_tokens_have_the_bits_that_each_has_alone(native: NativeKernels, tokens: int) -> None:
+    layers, weights = NativeLayers(PLAIN, native), weights_of(PLAIN)
+    hidden_TD = random(tokens, PLAIN.hidden, seed=64)
+    attended_TX = random(tokens, PLAIN.heads * PLAIN.head_dim, seed=65)
+    angles = kernels.rotary(torch.arange(tokens), PLAIN.head_dim, PLAIN.rope_theta)
+    together = inputs(layers, hidden_TD, weights, angles)
+    out_TD, _, counts = after_attention(layers, hidden_TD, attended_TX, weights)
+    assert sum(counts.values()) == tokens * PLAIN.top_k
+    for token in (0, 127, 128, 511, 512, tokens - 1):
+        row = slice(min(token, tokens - 1), min(token, tokens - 1) + 1)
+        own_angles = angles[0][row], angles[1][row]
+        assert torch.equal(together[row], inputs(layers, hidden_TD[row], weights, own_angles))
+        assert torch.equal(out_TD[row], after_attention(layers, hidden_TD[row], attended_TX[row], weights)[0])
+
+
+def test_a_prompts_buffers_are_not_kept(native: NativeKernels) -> None:
+    layers = NativeLayers(PLAIN, native)
+    few = layers.buffers(5)
+    assert few.to_keep is few
+    assert layers.buffers(5, few) is few
+    assert layers.buffers(1000).to_keep is None
+
+
 def test_experts_are_weighted_and_added_to_the_residual_with_one_rounding(native: NativeKernels) -> None:
     y_nD, residual_TD = random(6, 700, seed=62), random(2, 700, seed=63)
     rows_Tk, weights_Tk = (

@@ -1,4 +1,4 @@
-"""Kernels for a few rows by plain bfloat16 matrices, as fast as memory gives the weights."""
+"""Products by plain bfloat16 matrices: of few rows as fast as memory gives the weights, of many in cache blocks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class NativeKernels:
         self._team = None
 
     def takes(self, x_TD: Tensor, blocks: Blocks) -> bool:
-        """Whether the kernel takes a product: few rows by a plain bfloat16 matrix in row blocks, on the CPU."""
+        """Whether the kernel takes a product: not too many rows by plain bfloat16 row blocks, on the CPU."""
         few = 0 < len(x_TD) <= self.most_rows
         return few and x_TD.dtype == torch.bfloat16 and x_TD.is_cpu and are_rows(blocks, x_TD.shape[1])
 

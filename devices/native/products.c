@@ -1,4 +1,5 @@
-/* Products of a few rows by bfloat16 matrices, and whole experts, as fast as memory gives the weights.
+/* Products by bfloat16 matrices, and whole experts: of few rows as fast as memory gives the weights, of many in groups
+ * that pass over weights in the cache.
  *
  * Sums are float32. A row's bits depend on the instruction set alone: not on the other rows, the row blocks, or the
  * number of threads.
