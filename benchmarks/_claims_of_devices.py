@@ -58,7 +58,7 @@ def leaks(result: Result) -> Iterator[Claim]:
 
 
 def offload_disk(result: Result) -> Iterator[Claim]:
-    """Decoding against the disk and against Hugging Face."""
+    """Decoding against the disk."""
     for name, bar in result["summary"].items():
         limit = str(bar["bar"]).replace("at most", "≤").replace("at least", "≥")
         yield Claim(f"disk offloading: {name}", f"{bar['value']:.3f}", limit, bar["reached"])

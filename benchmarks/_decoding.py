@@ -107,13 +107,12 @@ def decode(
     policy: str,
     batch: int,
     micro_batch: int,
-    settings: dict[str, Any],
     budget: int,
 ) -> Decoded:
     """Run a policy once and count its bytes."""
     device = TorchDevice(open_checkpoint(model.directory), model.layout)
     prompts = model.prompts(batch)
-    chosen, uses = plugins.make_policy(policy, settings), Uses()
+    chosen, uses = plugins.make_policy(policy, {}), Uses()
     budgets = {"host": budget}
     lengths = [len(prompt) for prompt in prompts]
     split = split_batch(lengths, STEPS, micro_batch)

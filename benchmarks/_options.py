@@ -20,7 +20,7 @@ from moesched.calibration.other_load import OtherLoad
 
 T = TypeVar("T")
 
-ENGINE = ("moesched/tasks.py", "moesched/engine.py", "moesched/drivers")
+ENGINE = ("moesched/tasks.py", "moesched/engine.py", "moesched/engine.c", "moesched/drivers")
 RUNS = (*ENGINE, "moesched/steps", "moesched/dispatch", "moesched/runs", "policies")
 SIMULATION = (*RUNS, "moesched/machines", "moesched/models", "moesched/routing")
 EXECUTION = (*RUNS, "devices")

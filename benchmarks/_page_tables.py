@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import _peer_tables as peer_tables
+from _attention_tables import attention
 from _expert_tables import limits, shares, times_torch
 from _results import RESULTS, stored
 from _tables import Row, across, markdown, percent, plain, shown, table_of
@@ -241,6 +242,7 @@ MEASURED: dict[str, tuple[str, Table]] = {
     "expert_shares": ("expert_kernel", shares),
     "expert_limits": ("expert_kernel", limits),
     "expert_times_torch": ("expert_kernel", times_torch),
+    "attention": ("attention_kernel", attention),
     "resident": ("peers", partial(peer_tables.rates, "resident")),
     "page-cache": ("peers", partial(peer_tables.rates, "page_cache")),
     "capped": ("peers", partial(peer_tables.rates, "capped")),

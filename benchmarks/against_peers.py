@@ -6,7 +6,7 @@ and answers requests. In every round each request is run by all of them in turn,
 round. Figures are medians; a peer that fails or takes too long leaves its reason. Parts:
 
 resident     All weights in memory, greedy tokens. A row's limit is what the machine could do at best: see
-             peers/limits.py. A decode step's bytes are the weights that it touched, as the routing says.
+             _limits.py. A decode step's bytes are the weights that it touched, as the routing says.
 first_token  From a command's start to its end with one token, the files in the page cache.
 page_cache   40 % of the weights' bytes as memory for weights, the files in the page cache.
 capped       The same, in a memory cgroup that holds the page cache as well and 450 MB for Python and libraries.
@@ -139,7 +139,7 @@ BENCHMARK = Benchmark(
     __doc__,
     "peers",
     script="against_peers.py",
-    measures=("benchmarks/peers", *EXECUTION),
+    measures=("benchmarks/peers", "benchmarks/_limits.py", "benchmarks/_limits.c", *EXECUTION),
     parts=PARTS,
     rounds=5,
     rounds_help="rounds of every request",

@@ -4,8 +4,8 @@ One layer's attention of a decode step, 32 query heads of size 128: contexts of 
 of 16, 4 and 8 key-value heads, in bfloat16, and one row in float32. Each call takes another layer's keys and values, so
 that no cache holds them; calls for small rows are timed in series.
 
-`read_limit` reads the same bytes on the same cores (`_core_limits.c`); `compute_limit` is the rate at which the
-processor multiplies and adds float32 numbers, over the FLOPs per byte. A row's limit is the smaller one. In each turn
+`read_limit` reads the same bytes on the same cores, call by call (`_limits.py`); `compute_limit` is the rate at which
+the processor multiplies and adds, over the FLOPs per byte. A row's limit is the smaller one. In each turn
 read, kernel, torch, kernel and read follow each other, and the medians of the turns' ratios count: the bandwidth of a
 shared machine moves more within a minute than what is measured here.
 """
@@ -15,21 +15,19 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from functools import partial
 from itertools import count, product
-from math import inf
-from statistics import mean, median
-from time import perf_counter
+from statistics import harmonic_mean, mean, median
+from time import clock_gettime
 from typing import Any, NamedTuple
 
 import torch
-from _core_limits import multiply, read_memory
+from _limits import clock_for, limit_of, measured_flops, read_limit
 from _options import Benchmark, track
 
 from moesched.devices.native.attention import CachedLayer, NativeAttention, SequencesInBlocks
 from moesched.devices.native.compiled import instruction_sets
 from moesched.devices.native.kernels import NativeKernels
-from moesched.devices.products.team import Team, use_cores
+from moesched.devices.products.team import use_cores
 from moesched.devices.torch import kernels
 from moesched.requests.batch import KV_BLOCK_TOKENS
 from moesched.system.cores import usable_cores
@@ -37,9 +35,8 @@ from moesched.system.cores import usable_cores
 HEADS, SIZE = 32, 128
 ARENA_BYTES = 2 << 30
 TURN_BYTES = 128 << 20
-ROUNDS_OF_MULTIPLICATIONS = 1_000_000
 FLOAT32_OF = {"amx_bf16": "avx512", "avx512_bf16": "avx512", "neon_bf16": "neon"}
-"""The instruction sets whose attention multiplies float32 numbers with another one's instructions."""
+"""The instruction sets whose products of float32 numbers are another one's."""
 LEAST_FRACTION, LEAST_TIMES_TORCH = 0.8, 5.0
 
 Tensor = torch.Tensor
@@ -79,7 +76,7 @@ ROWS = {
 BENCHMARK = Benchmark(
     __doc__,
     "attention_kernel",
-    measures=("devices/native", "benchmarks/_core_limits.c"),
+    measures=("devices/native", "benchmarks/_limits.py", "benchmarks/_limits.c"),
     packages=("torch",),
     parts=ROWS,
     rounds=7,
@@ -96,14 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = BENCHMARK.parse(arguments)
     found: dict[str, Any] = dict(BENCHMARK.stored().get("rows", {}))
     cores, name_of_set = options.threads, options.instruction_set
-    with (
-        torch.inference_mode(),
-        closing(NativeKernels(0, name_of_set, cores)) as threads,
-        closing(Team(cores)) as team,
-    ):
-        multiplies = FLOAT32_OF.get(name_of_set, name_of_set)
+    with torch.inference_mode(), closing(NativeKernels(0, name_of_set, cores)) as threads:
+        attention = NativeAttention(threads)
         for name in track(options.only, "rows"):
-            found[name] = measure(ROWS[name], NativeAttention(threads), multiplies, options.rounds, team)
+            found[name] = measure(ROWS[name], attention, name_of_set, cores, options.rounds)
             print(f"{name}: {found[name]}", flush=True)
     BENCHMARK.write(
         {
@@ -116,42 +109,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(
-    row: Row, attention: NativeAttention, instruction_set: str, turns: int, team: Team
+    row: Row, attention: NativeAttention, instruction_set: str, cores: int, turns: int
 ) -> dict[str, float]:
-    """Bandwidths in GB/s, and their ratios.
-
-    instruction_set: what multiplies.
-    """
-    layers = random_layers(row)
+    """Bandwidths in GB/s, and their ratios."""
+    layers, clock = random_layers(row), clock_for(cores)
     series = max(1, min(TURN_BYTES // row.nbytes, len(layers) // 4))
     numbers = count()
 
+    def taken(calls: int) -> list[Tensor]:
+        return [layers[next(numbers) % len(layers)] for _ in range(calls)]
+
     def rate(call: Callable[[Tensor], object], calls: int) -> float:
-        taken = [layers[next(numbers) % len(layers)] for _ in range(calls)]
-        start = perf_counter()
-        for layer in taken:
+        these = taken(calls)
+        start = clock_gettime(clock)
+        for layer in these:
             call(layer)
-        return calls * row.nbytes / (perf_counter() - start) / 1e9
+        return calls * row.nbytes / (clock_gettime(clock) - start)
 
-    def read(layer: Tensor) -> None:
-        share = row.nbytes // team.cores
-        starts = range(layer.data_ptr(), layer.data_ptr() + share * team.cores, share)
-        team.run([partial(read_memory, start, share) for start in starts])
+    def read() -> float:
+        return harmonic_mean(
+            [read_limit([(layer.data_ptr(), row.nbytes)], cores, clock) for layer in taken(series)]
+        )
 
-    ours, theirs = native_call(row, attention), torch_call(row, team.cores)
+    ours, theirs = native_call(row, attention), torch_call(row, cores)
     rates: dict[str, list[float]] = {name: [] for name in ("read_limit", "compute_limit", "kernel", "torch")}
     fractions, times = [], []
     for turn in range(turns + 1):
-        compute = flop_rate(instruction_set, team) / row.flop_per_byte / 1e9
-        reads, kernel = [rate(read, series)], [rate(ours, series)]
+        flops = measured_flops(cores, multiplies(instruction_set, row.dtype), clock)
+        reads, kernel = [read()], [rate(ours, series)]
         torchs = rate(theirs, max(1, series // 4))
         kernel.append(rate(ours, series))
-        reads.append(rate(read, series))
+        reads.append(read())
         if not turn:
             continue  # pages and threads were new
-        for name, value in zip(rates, (mean(reads), compute, mean(kernel), torchs), strict=True):
-            rates[name].append(value)
-        fractions.append(mean(kernel) / min(mean(reads), compute))
+        limit = limit_of(row.nbytes, row.flop_per_byte * row.nbytes, mean(reads), flops)
+        for name, value in zip(rates, (*limit, mean(kernel), torchs), strict=True):
+            rates[name].append(value / 1e9)
+        fractions.append(mean(kernel) / limit.rate)
         times.append(mean(kernel) / torchs)
     return {
         **{f"{name}_gbs": round(median(found), 2) for name, found in rates.items()},
@@ -160,14 +154,11 @@ def measure(
     }
 
 
-def flop_rate(instruction_set: str, team: Team) -> float:
-    """FLOP/s of all cores; infinite where the instruction set's limit is not known."""
-    done: list[float] = []
-    start = perf_counter()
-    team.run(
-        [lambda: done.append(multiply(instruction_set, ROUNDS_OF_MULTIPLICATIONS)) for _ in range(team.cores)]
-    )
-    return sum(done) / (perf_counter() - start) or inf
+def multiplies(instruction_set: str, dtype: torch.dtype) -> str:
+    """The instruction set whose products attention takes: those of AMX for bfloat16, else those of float32 numbers."""
+    if instruction_set == "amx_bf16" and dtype == torch.bfloat16:
+        return instruction_set
+    return FLOAT32_OF.get(instruction_set, instruction_set)
 
 
 def random_layers(row: Row) -> Tensor:

@@ -1,7 +1,7 @@
 """The CPU expert kernel beside its limit and beside torch, and in whole decode steps.
 
 Experts of named models in bfloat16, for 1 to 16 rows; each call takes another expert, and together they are four
-times the last-level cache, so that weights come from memory. Kernel, limit (`_core_limits.py`) and torch take turns.
+times the last-level cache, so that weights come from memory. Kernel, limit (`_limits.py`) and torch take turns.
 The ratio of neighbours is taken in each turn, and the median of that counts: the bandwidth of a shared machine moves
 more within a minute than what is measured here.
 
@@ -27,13 +27,13 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from _core_limits import multiply, read_memory
+from _limits import Piece, clock_for, limit_of, measured_flops, read_limit
 from _options import Benchmark, track
 
 from moesched.devices.native.compiled import instruction_sets, library
@@ -58,9 +58,6 @@ LEAST_TIMES_TORCH = 0.98
 LEAST_DECODE_RATIO = 1.2
 TURN_BYTES = 48 << 20
 """Least bytes of weights that one turn of one contender reads."""
-ROUNDS = {"amx_bf16": 200_000}
-MOST_ROUNDS = 2_000_000
-"""Of the loop that only multiplies: a few milliseconds, as a processor takes a while to reach its speed."""
 MODEL = "mixtral-0.8b"
 PROMPT = 8
 NEW_TOKENS = {1: 48, 16: 5}
@@ -80,8 +77,8 @@ BENCHMARK = Benchmark(
     measures=(
         "devices/native",
         "devices/products",
-        "benchmarks/_core_limits.py",
-        "benchmarks/_core_limits.c",
+        "benchmarks/_limits.py",
+        "benchmarks/_limits.c",
     ),
     packages=("torch",),
     parts=PARTS,
@@ -150,7 +147,7 @@ class Bench(NamedTuple):
 
     Attributes:
         threads: the kernel's, as C knows them.
-        clock: of the processor's time on one core, of the wall on several.
+        clock: the system's, of the thread's own time on one core, of the wall on several.
     """
 
     instruction_set: str
@@ -159,14 +156,13 @@ class Bench(NamedTuple):
     packed: list[Matrices]
     threads: int
     team: Team
-    clock: Callable[[], float]
+    clock: int
 
 
 def measure_experts(
     instruction_set: str, memory: torch.Tensor, cores: int, turns: int
 ) -> dict[str, dict[str, Rates]]:
     """By model and number of rows: rates in GB/s of weights, and their ratios."""
-    clock = time.thread_time if cores == 1 else time.perf_counter
     found = {}
     with kernel_threads(instruction_set, cores) as threads, closing(Team(cores)) as team:
         for model in EXPERTS:
@@ -175,7 +171,7 @@ def measure_experts(
             packed = experts
             if packing_pays() and instruction_set == instruction_sets()[0]:
                 packed = [[[pack(matrix)] for [matrix] in expert] for expert in experts]
-            bench = Bench(instruction_set, shape, experts, packed, threads, team, clock)
+            bench = Bench(instruction_set, shape, experts, packed, threads, team, clock_for(cores))
             found[model] = {str(rows): measure_rows(bench, rows, turns) for rows in track(ROWS, model)}
             for rows, rates in found[model].items():
                 print(f"{instruction_set}, {cores} cores, {model}, {rows} rows: {rates}", flush=True)
@@ -184,22 +180,28 @@ def measure_experts(
 
 def measure_rows(bench: Bench, rows: int, turns: int) -> Rates:
     """Medians of the turns: rates in GB/s, and their ratios in each turn."""
-    contenders = contenders_of(bench, rows)
-    found = [measured_turn(bench, rows, contenders) for _ in range(turns)]
+    contenders, pieces = contenders_of(bench, rows), cycle(pieces_of(bench))
+    found = [measured_turn(bench, rows, contenders, pieces) for _ in range(turns)]
     return {name: round(median(turn[name] for turn in found), 3) for name in found[0]}
 
 
-def measured_turn(bench: Bench, rows: int, contenders: dict[str, Contender]) -> Rates:
+def measured_turn(
+    bench: Bench, rows: int, contenders: dict[str, Contender], pieces: Iterator[Piece]
+) -> Rates:
     """One turn of everybody."""
     count = -(-TURN_BYTES // bench.shape.nbytes)
+    nbytes = count * bench.shape.nbytes
+    read = read_limit(list(islice(pieces, count)), bench.team.cores, bench.clock)
     rates = {
-        f"{name}_gbs": count * bench.shape.nbytes / seconds_of(bench, partial(call, count)) / 1e9
+        f"{name}_gbs": nbytes / seconds_of(bench, partial(call, count)) / 1e9
         for name, call in contenders.items()
     }
     torchs = [rates.pop(name) for name in ("torch_gbs", "torch_shared_gbs") if name in rates]
+    flops = measured_flops(bench.team.cores, bench.instruction_set, bench.clock)
     # Each weight of two bytes is multiplied and added once for each row.
-    rates["compute_limit_gbs"] = measured_flops(bench) / rows / 1e9
-    rates["share_of_limit"] = rates["kernel_gbs"] / min(rates["read_limit_gbs"], rates["compute_limit_gbs"])
+    limit = limit_of(nbytes, rows * nbytes, read, flops)
+    rates["read_limit_gbs"], rates["compute_limit_gbs"] = limit.read / 1e9, limit.compute / 1e9
+    rates["share_of_limit"] = rates["kernel_gbs"] * 1e9 / limit.rate
     if torchs:
         rates["torch_gbs"] = max(torchs)
         rates["times_torch"] = rates["kernel_gbs"] / max(torchs)
@@ -207,16 +209,10 @@ def measured_turn(bench: Bench, rows: int, contenders: dict[str, Contender]) -> 
 
 
 def contenders_of(bench: Bench, rows: int) -> dict[str, Contender]:
-    """All that read experts: torch only beside the best instruction set, which it uses, too."""
+    """All that multiply by experts: torch only beside the best instruction set, which it uses, too."""
     x_nD = torch.randn(rows, bench.shape.hidden).bfloat16()
-    team, share = bench.team, bench.shape.nbytes // bench.team.cores
-    plain, read, packed = cycle(native_calls(bench, x_nD)), cycle(bench.experts), cycle(bench.packed)
-
-    def read_limit(count: int) -> None:
-        starts = [
-            next(read)[0][0].data_ptr() + core * share for _ in range(count) for core in range(team.cores)
-        ]
-        team.run([partial(read_memory, start, share) for start in starts])
+    team = bench.team
+    plain, packed = cycle(native_calls(bench, x_nD)), cycle(bench.packed)
 
     def kernel(count: int) -> None:
         for _ in range(count):
@@ -230,12 +226,17 @@ def contenders_of(bench: Bench, rows: int) -> dict[str, Contender]:
     def torch_shared(count: int) -> None:
         team.run([partial(expert_ffn, x_nD, *next(packed)) for _ in range(count)])
 
-    contenders: dict[str, Contender] = {"read_limit": read_limit, "kernel": kernel}
+    contenders: dict[str, Contender] = {"kernel": kernel}
     if bench.instruction_set == instruction_sets()[0]:
         contenders["torch"] = torch_alone
         if team.cores > 1:
             contenders["torch_shared"] = torch_shared
     return contenders
+
+
+def pieces_of(bench: Bench) -> list[Piece]:
+    """The memory of each expert, whose matrices follow each other."""
+    return [(gate.data_ptr(), bench.shape.nbytes) for [gate], _, _ in bench.experts]
 
 
 @contextmanager
@@ -264,22 +265,11 @@ def native_calls(bench: Bench, x_nD: torch.Tensor) -> list[Callable[[], object]]
     return [native_call(expert) for expert in bench.experts]
 
 
-def measured_flops(bench: Bench) -> float:
-    """FLOP/s of the instruction set's multiplication."""
-    name = bench.instruction_set
-    rounds = ROUNDS.get(name, MOST_ROUNDS)
-    flop: list[float] = []
-    seconds = seconds_of(
-        bench, lambda: bench.team.run([lambda: flop.append(multiply(name, rounds))] * bench.team.cores)
-    )
-    return sum(flop) / seconds
-
-
 def seconds_of(bench: Bench, call: Callable[[], object]) -> float:
     """Seconds of a call by the bench's clock."""
-    start = bench.clock()
+    start = time.clock_gettime(bench.clock)
     call()
-    return bench.clock() - start
+    return time.clock_gettime(bench.clock) - start
 
 
 def weights_in_memory() -> torch.Tensor:

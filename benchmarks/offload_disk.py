@@ -1,11 +1,11 @@
 """Decoding with weights on the disk: steps against what the disk allows.
 
-16 sequences of a random mixtral-0.8b, which is written to the cache folder once; 40 % of the weights' bytes as memory,
-the files read past the page cache. Each run of a policy lies between two measurements of the disk: the same pages read
-into the same sort of memory, with nothing else to do, by one thread and by two; the better counts. A step is held
-against (needed bytes / disk bandwidth). Needed are the weights that the step touched, as its routing says, but for the
-pages that the plan keeps. Read is what the schedule fetched in the step, in whole blocks of the disk, checked against
-the reader's own count over the run.
+16 sequences, and one alone, of a random mixtral-0.8b, which is written to the cache folder once; 40 % of the weights'
+bytes as memory, the files read past the page cache. Each run of a policy lies between two measurements of the disk: the
+same pages read into the same sort of memory, with nothing else to do, by one thread and by two; the better counts. A
+step is held against (bytes that the policy read / disk bandwidth). Read is what the schedule fetched in the step, in
+whole blocks of the disk, checked against the reader's own count over the run. Needed are the weights that the step
+touched, as its routing says, but for the pages that the plan keeps.
 
 Other programs run the same model in against_peers.py. `cores_of_others` says how many cores other processes kept busy
 meanwhile (Linux): with more than a few hundredths, the figures are those of a fight for the cores.
@@ -34,14 +34,17 @@ from moesched.system.cache import cache_folder
 
 MODEL = "mixtral-0.8b"
 PARTS = ("disk",)
-BATCH = 16
-POLICIES: tuple[tuple[str, int, dict[str, Any]], ...] = (
-    ("layer_streaming", 16, {}),
-    ("cgopipe", 16, {}),
-    ("cgopipe", 8, {}),
-    ("expert_streaming", 16, {}),
+CASES: tuple[tuple[int, str, int], ...] = (
+    (16, "layer_streaming", 16),
+    (16, "cgopipe", 16),
+    (16, "cgopipe", 8),
+    (16, "expert_streaming", 16),
+    (1, "expert_cache", 1),
+    (1, "lru_offload", 1),
+    (1, "prefetch_gate", 1),
+    (1, "fate", 1),
 )
-"""Name, sequences of a micro-batch, settings."""
+"""Sequences of the batch, policy, sequences of a micro-batch."""
 
 
 def part_disk(model: Model, rounds: int, advance: Callable[[str], None]) -> dict[str, Any]:
@@ -51,15 +54,15 @@ def part_disk(model: Model, rounds: int, advance: Callable[[str], None]) -> dict
     advance("the disk")
     before = best_of(disk, disk_bandwidth(model))
     for _ in range(rounds):
-        for index, (policy, micro_batch, settings) in enumerate(POLICIES):
-            advance(f"{policy}, micro-batches of {micro_batch}")
-            decoded = decode(model, policy, BATCH, micro_batch, settings, model.budget)
+        for index, (batch, policy, micro_batch) in enumerate(CASES):
+            advance(f"batch {batch}: {policy}, micro-batches of {micro_batch}")
+            decoded = decode(model, policy, batch, micro_batch, model.budget)
             after = best_of(disk, disk_bandwidth(model))
             runs[index].append(disk_figures(decoded, (before + after) / 2))
             before = after
     policies = []
-    for index, (policy, micro_batch, settings) in enumerate(POLICIES):
-        name = {"policy": policy, "micro_batch_size": micro_batch, "settings": settings}
+    for index, (batch, policy, micro_batch) in enumerate(CASES):
+        name = {"batch_size": batch, "policy": policy, "micro_batch_size": micro_batch}
         policies.append({**name, **medians(runs[index]), "runs": runs[index]})
     return {"disk_bytes_per_second": disk, "policies": policies}
 
@@ -73,15 +76,12 @@ def best_of(disk: list[dict[str, float]], rates: dict[str, float]) -> float:
 def disk_figures(decoded: Decoded, bandwidth: float) -> dict[str, Any]:
     """One run against the disk that was measured around it."""
     plan, report = decoded.plan, decoded.report
-    needed, seconds = median(decoded.needed), median(decoded.steps)
     return {
-        "step_seconds": seconds,
+        "step_seconds": median(decoded.steps),
         "disk_bytes_per_second": bandwidth,
-        "needed_bytes": needed,
+        "needed_bytes": median(decoded.needed),
         "read_bytes": median(decoded.read),
-        "step_over_disk": median(
-            step * bandwidth / warmed for step, warmed in zip(decoded.steps, decoded.needed, strict=True)
-        ),
+        "step_over_disk": sum(decoded.steps) * bandwidth / sum(decoded.read),
         "read_over_needed": sum(decoded.read) / sum(decoded.needed),
         "disk_lane_utilization": decoded.utilization["disk->host"],
         "accelerator_lane_utilization": decoded.utilization["accelerator"],
@@ -108,7 +108,7 @@ def measure(model: Model, rounds: int) -> dict[str, Any]:
     columns = TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     # Refreshed by hand: a thread that draws ten times a second would show in the figures.
     with Progress(*columns, console=progress, auto_refresh=False) as bars:
-        bar = bars.add_task("", total=1 + rounds * len(POLICIES))
+        bar = bars.add_task("", total=1 + rounds * len(CASES))
         done = -1
 
         def advance(what: str) -> None:
@@ -152,7 +152,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "model": checkpoint.config.name,
             "weight_bytes": model.weight_bytes,
             "budget_bytes": model.budget,
-            "batch_size": BATCH,
             "prompt_tokens": PROMPT_TOKENS,
             "rounds": options.rounds,
             "seconds": time.perf_counter() - started,

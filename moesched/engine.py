@@ -15,15 +15,17 @@ A task that was cancelled, or whose input failed, stays `waiting` until all task
 only then becomes `cancelled`. So a task that overwrites its storage still waits for the earlier users of that storage.
 Edges to `followers` pass a failure on if they carry data, not if they only order.
 
-`finish` runs for every task, so it inlines `_settle`, `_release`, `_enqueue` and `_next`: change both together.
+`submit` and `finish` run for every task, so they exist twice: here, and compiled in engine.c, which inlines `_settle`,
+`_release`, `_enqueue` and `_next` for plain tasks. Change both together; tests run random graphs through the two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from heapq import heappop, heappush
-from typing import TypeVar
+from heapq import heappush
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moesched.errors import TaskCancelled, TaskFailed
 from moesched.stream_edges import kept_on_device, leave_to_device, wait_on_host
@@ -57,14 +59,41 @@ _NOWHERE = Lane("join")
 _NOWHERE.simple = False
 _NO_WORK = Work("join", "")
 
+_COMPILED_VERSION = 1
+"""The version of engine.c that does what is written here."""
 
-class Engine:
+
+class PlainEngine:
     """One rank's graph of tasks and its lanes.
 
     Args:
         lanes: the serial resources that tasks run on.
         halt_on_failure: after a task failed, `submit` raises that failure, so that a policy stops at once.
     """
+
+    __slots__ = (
+        "_admitted",
+        "_halted",
+        "_refusal",
+        "_undone",
+        "arrived",
+        "awaited",
+        "awaits",
+        "cancels",
+        "failure",
+        "halt_on_failure",
+        "has_streams",
+        "joined",
+        "joins",
+        "lanes",
+        "look",
+        "now",
+        "settled",
+        "started",
+        "submit_delays",
+        "submitted",
+        "tickets",
+    )
 
     def __init__(self, lanes: Iterable[Lane], *, halt_on_failure: bool = True) -> None:
         self.lanes = tuple(lanes)
@@ -219,56 +248,8 @@ class Engine:
         """Settle a running task that succeeded. Tasks that may start now are appended to `started`."""
         if value is not None:
             task._value = read_only(value)
-        lane = task.lane
-        if not lane.simple:
-            self._end_on_device(task)
-            self._leave(lane, task)
-            return
-        task.state = DONE
-        self.settled += 1
-        task.operands = None
-        if task.waiter is not None:
-            self.awaited.append(task)
-        started = self.started
-        ended: list[Task] = []
-        followers = task.followers or ()
-        task.followers = None
-        for other in followers:
-            other.waits = waits = other.waits - 1
-            if waits:
-                continue
-            free = other.lane
-            if other.cause is not None or not free.simple:
-                self._release(other, ended)
-            elif free.running is None and (free.queue[0] is other if free.in_order else not free.heap):
-                if free.in_order:
-                    free.queue.popleft()
-                free.running = other
-                other.state = RUNNING
-                started.append(other)
-            else:
-                other.state = READY
-                if not free.in_order:
-                    heappush(free.heap, (other.key, other))
-        if ended:
-            self._settle_all(ended)
-        if lane.in_order:
-            queue = lane.queue
-            following = queue[0].state if queue else WAITING
-            if following != READY:
-                lane.running = None
-                if following >= DONE:
-                    self._next(lane)
-                return
-            task = queue.popleft()
-        elif lane.heap:
-            task = heappop(lane.heap)[1]
-        else:
-            lane.running = None
-            return
-        lane.running = task
-        task.state = RUNNING
-        started.append(task)
+        self._end_on_device(task)
+        self._leave(task.lane, task)
 
     def fail(self, task: Task, error: BaseException) -> None:
         """Settle a running task that raised. Tasks that need its result are cancelled; others behind it still run."""
@@ -437,6 +418,26 @@ class Engine:
             self.arrived.append(task)
         if task.lane.in_order and task.lane.running is None:
             self._next(task.lane)
+
+
+def _compiled_methods() -> tuple[Any, Any]:
+    """`submit` and `finish` from engine.c; those in Python where it was not compiled, or for another version."""
+    classes = PlainEngine, Task, Block, Lane
+    try:
+        compiled = import_module("moesched._engine")
+        methods: tuple[Any, Any] = compiled.methods(_COMPILED_VERSION, *classes, read_only, cancelled_by)
+    except ImportError:
+        return PlainEngine.submit, PlainEngine.finish
+    return methods
+
+
+class Engine(PlainEngine):
+    """A `PlainEngine` whose `submit` and `finish` are compiled, if there was a C compiler at the installation."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+        submit, finish = _compiled_methods()
 
 
 def _follow(task: Task, others: Sequence[Task]) -> int:

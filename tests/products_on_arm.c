@@ -77,7 +77,7 @@ int main(void) {
     strcpy(sets, moesched_instruction_sets());
     for (char *set = strtok(sets, " "); set; set = strtok(NULL, " ")) {
         Team *team = moesched_new_team(set, 1, NULL);
-        for (int64_t batch = 1; batch <= MOST_BATCH; batch = batch < 8 ? batch + 1 : 2 * batch) {
+        for (int64_t batch = 1; batch <= 256; batch = batch < 8 ? batch + 1 : 2 * batch + 1) {
             check_product(team, set, batch, 200, 45);
             check_product(team, set, batch, 1300, 9);
             check_product(team, set, batch, 3, 2);

@@ -29,7 +29,7 @@ from moesched.system.cores import affinity, usable_cores
 
 Tensor = torch.Tensor
 
-MOST_ROWS = 128
+MOST_ROWS = 128  # of a group
 TINY = Path(__file__).parents[1] / "examples" / "tiny-mixtral"
 
 needs_kernel = pytest.mark.skipif(not instruction_sets(), reason=availability())
@@ -42,7 +42,7 @@ def random(rows: int, columns: int, seed: int = 1, scale: float = 1.0) -> Tensor
 
 @pytest.fixture
 def kernel(variant: str) -> Iterator[NativeKernels]:
-    with closing(NativeKernels(MOST_ROWS, variant, threads=2)) as kernel:
+    with closing(NativeKernels(1000, variant, threads=2)) as kernel:
         yield kernel
 
 
@@ -67,6 +67,32 @@ def test_a_row_has_the_same_bits_whatever_the_other_rows(
     for rows in (*range(1, 18), 24, 31, 33, 63, 65, 96, 127):
         assert torch.equal(kernel.linear(x_TD[:rows], [weight_ND]), together[:rows])
     assert torch.equal(kernel.linear(x_TD.flip(0), [weight_ND]), together.flip(0))
+
+
+# More than a group of rows, by one and by many; more than two groups and one row.
+MANY_ROWS = [129, 200, 513]
+
+
+@pytest.mark.parametrize("rows", MANY_ROWS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(100, 600), (200, 45), (33, 2100)])
+def test_many_rows_are_right_and_have_the_bits_that_each_has_alone(
+    kernel: NativeKernels, rows: int, outputs: int, inputs: int
+) -> None:
+    x_TD, weight_ND = random(rows, inputs), random(outputs, inputs, 2)
+    y_TN = kernel.linear(x_TD, [weight_ND[:7].clone(), weight_ND[7:].clone()])
+    exact_TN = x_TD.double() @ weight_ND.double().T
+    assert ((y_TN.double() - exact_TN).abs() <= exact_TN.abs() * 2**-8 + 1e-5 * inputs**0.5).all()
+    for row in (0, 127, 128, rows - 1):
+        assert torch.equal(kernel.linear(x_TD[row : row + 1], [weight_ND])[0], y_TN[row])
+
+
+@pytest.mark.parametrize("rows", MANY_ROWS)
+def test_an_expert_gives_many_rows_the_bits_that_each_has_alone(kernel: NativeKernels, rows: int) -> None:
+    x_nD = random(rows, 96)
+    gate, up, down = random(205, 96, 2, 0.1), random(205, 96, 3, 0.1), random(96, 205, 4, 0.1)
+    together = kernel.expert(x_nD, [gate], [up], [down])
+    for row in (0, 127, 128, rows - 1):
+        assert torch.equal(kernel.expert(x_nD[row : row + 1], [gate], [up], [down])[0], together[row])
 
 
 @pytest.mark.parametrize("cuts", [[1], [5, 6, 40], [16, 32, 48, 64, 80, 96]])
@@ -248,9 +274,12 @@ def test_the_crossover_is_measured_once_and_kept(tmp_path: Path, monkeypatch: py
     file.write_bytes(msgspec.json.encode({here: 7}))
     crossover.most_rows.cache_clear()
     assert crossover.most_rows("portable", shape, packed=False) == 7
+    file.write_bytes(msgspec.json.encode({here: crossover.ROWS[-1]}))
+    crossover.most_rows.cache_clear()
+    assert crossover.most_rows("portable", shape, packed=False) == crossover.ANY_ROWS
     file.write_bytes(b"{broken")
     crossover.most_rows.cache_clear()
-    assert crossover.most_rows("portable", shape, packed=False) in (0, *crossover.ROWS)
+    assert crossover.most_rows("portable", shape, packed=False) in (0, *crossover.ROWS, crossover.ANY_ROWS)
     crossover.most_rows.cache_clear()
 
 

@@ -198,15 +198,26 @@ def test_it_stores_the_new_tokens_where_the_cache_appends_them(
     assert torch.equal(attended.slots, appended.slots)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("scale", [1e4, 1e-30])
-def test_scores_far_out_give_no_nan(kernels: NativeKernels, scale: float) -> None:
-    step = random_step([400], 4, 1, 16)
+def test_scores_far_out_give_no_nan(kernels: NativeKernels, scale: float, dtype: torch.dtype) -> None:
+    step = random_step([400], 4, 1, 16, dtype)
     step = step._replace(q_SHd=step.q_SHd * scale)
     assert_right(attend(kernels, step), exact(step))
 
 
-def test_a_nan_stays_in_its_sequence_and_head(kernels: NativeKernels) -> None:
-    step = random_step([400, 400], 4, 1, 16)
+@pytest.mark.parametrize("rise", [0.02, 0.4, 3.0])
+def test_scores_may_rise_from_token_to_token(kernels: NativeKernels, rise: float) -> None:
+    step = random_step([400], 8, 1, 16, torch.bfloat16)
+    keys, values = step.past[0]
+    rising = torch.arange(len(keys))[:, None, None] * rise * 4 / step.q_SHd[0, 0, 0]
+    step = step._replace(past=[(torch.cat((rising.bfloat16(), keys[..., 1:]), 2), values)])
+    assert_right(attend(kernels, step), exact(step))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_nan_stays_in_its_sequence_and_head(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    step = random_step([400, 400], 4, 1, 16, dtype)
     step.q_SHd[1, 2] = torch.nan
     got = attend(kernels, step).view(2, 4, 16)
     assert got[1, 2].isnan().all()

@@ -10,6 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from moesched.devices.native.arguments import LayerWeights
+from moesched.devices.native.buffers import StepBuffers
 from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.native.layers import NativeLayers
@@ -109,10 +110,8 @@ def inputs(
     layers: NativeLayers, hidden_TD: Tensor, weights: LayerWeights, angles: tuple[Tensor, Tensor]
 ) -> Tensor:
     """Queries, keys and values, side by side."""
-    buffers = layers.buffers(len(hidden_TD), {})
-    for ours, given in zip(buffers.angles, angles, strict=True):
-        ours.copy_(given)
-    layers.attention_inputs(buffers, hidden_TD, weights)
+    buffers = layers.buffers(len(hidden_TD))
+    layers.attention_inputs(buffers, hidden_TD, angles, weights)
     return torch.cat([part.flatten(1) for part in buffers.qkv], dim=1)
 
 
@@ -120,7 +119,7 @@ def after_attention(
     layers: NativeLayers, hidden_TD: Tensor, attended_TX: Tensor, weights: LayerWeights
 ) -> tuple[Tensor, Tensor, dict[int, int]]:
     """The new hidden states, the experts of each token, the rows of each expert."""
-    buffers = layers.buffers(len(hidden_TD), {})
+    buffers = layers.buffers(len(hidden_TD))
     counts = layers.run(buffers, hidden_TD, attended_TX, weights)
     return buffers.hidden_TD, buffers.choices.experts_Tk, counts
 
@@ -145,7 +144,7 @@ def test_embeddings_are_copied_and_angles_are_those_of_torch(native: NativeKerne
     embedding_VD = random(PLAIN.vocabulary, PLAIN.hidden, seed=1)
     ids, positions = [7, 100, 0], [0, 31, 4000]
     layers = NativeLayers(PLAIN, native)
-    buffers = layers.buffers(3, {})
+    buffers = layers.buffers(3)
     layers.embed(buffers, ids, positions, embedding_VD)
     assert torch.equal(buffers.hidden_TD, embedding_VD[ids])
     expected = kernels.rotary(torch.tensor(positions), PLAIN.head_dim, PLAIN.rope_theta)
@@ -222,6 +221,32 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(native: NativeKernels, co
     assert torch.equal(together, apart)
     assert torch.equal(chosen_Tk, experts_Tk)
     assert counts == {expert: rows for expert, rows in enumerate(grouping.counts) if rows}
+
+
+@pytest.mark.parametrize("tokens", [129, 513, 1100])
+def test_many_tokens_have_the_bits_that_each_has_alone(native: NativeKernels, tokens: int) -> None:
+    layers, weights = NativeLayers(PLAIN, native), weights_of(PLAIN)
+    hidden_TD = random(tokens, PLAIN.hidden, seed=64)
+    attended_TX = random(tokens, PLAIN.heads * PLAIN.head_dim, seed=65)
+    angles = kernels.rotary(torch.arange(tokens), PLAIN.head_dim, PLAIN.rope_theta)
+    together = inputs(layers, hidden_TD, weights, angles)
+    out_TD, _, counts = after_attention(layers, hidden_TD, attended_TX, weights)
+    assert sum(counts.values()) == tokens * PLAIN.top_k
+    for token in (0, 127, 128, 511, 512, tokens - 1):
+        row = slice(min(token, tokens - 1), min(token, tokens - 1) + 1)
+        own_angles = angles[0][row], angles[1][row]
+        assert torch.equal(together[row], inputs(layers, hidden_TD[row], weights, own_angles))
+        assert torch.equal(out_TD[row], after_attention(layers, hidden_TD[row], attended_TX[row], weights)[0])
+
+
+def test_a_prompts_buffers_are_not_kept(native: NativeKernels) -> None:
+    layers = NativeLayers(PLAIN, native)
+    shapes: dict[int, StepBuffers] = {}
+    few = layers.buffers(5, shapes)
+    assert few.to_keep is few
+    assert layers.buffers(5, shapes) is few
+    assert layers.buffers(1000, shapes).to_keep is None
+    assert list(shapes) == [5]
 
 
 def test_experts_are_weighted_and_added_to_the_residual_with_one_rounding(native: NativeKernels) -> None:

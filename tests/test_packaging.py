@@ -23,10 +23,15 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 PACKAGES: list[str] = PYPROJECT["tool"]["setuptools"]["packages"]
 PLUGIN_FOLDERS = ("devices", "policies", "transports")
-COMPILED = "_kernels*.so"
-GENERATED = ("__pycache__", "*.pyc", "*.egg-info", COMPILED)
+COMPILED = ("_kernels*.so", "_engine*.so")
+GENERATED = ("__pycache__", "*.pyc", "*.egg-info", *COMPILED)
 COMPILER = sysconfig.get_config_var("CC").split()[0]
 OPTIONAL_LIBRARIES = ("mlx",)
+
+
+def is_compiled(path: Path) -> bool:
+    """Whether a file is a library that the installation compiles."""
+    return any(path.match(pattern) for pattern in COMPILED)
 
 
 def files_to_ship() -> Iterator[tuple[Path, Path]]:
@@ -37,7 +42,7 @@ def files_to_ship() -> Iterator[tuple[Path, Path]]:
             folders[:] = [name for name in folders if name != "__pycache__"]
             for name in names:
                 path = Path(directory, name)
-                if path.suffix != ".pyc" and not path.match(COMPILED) and not path.is_symlink():
+                if path.suffix != ".pyc" and not is_compiled(path) and not path.is_symlink():
                     yield path, inside / path.relative_to(ROOT / folder)
 
 
@@ -110,9 +115,12 @@ def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
-    compiled = {name for name in shipped if Path(name).match(COMPILED)}
+    compiled = {name for name in shipped if is_compiled(Path(name))}
     assert shipped - compiled == {inside.as_posix() for _, inside in files_to_ship()}
-    assert {Path(name).parent for name in compiled} <= {Path("moesched", "devices", "native")}
+    assert {Path(name).parent for name in compiled} <= {
+        Path("moesched"),
+        Path("moesched", "devices", "native"),
+    }
 
 
 IMPORT_EVERYTHING = f"""
@@ -132,6 +140,8 @@ for path in sorted(root.glob("moesched/**/*.py")):
         assert pathlib.Path(module.__file__).is_relative_to(root), module.__file__
 from moesched.devices.native.compiled import availability
 print(availability())
+from moesched.engine import Engine, PlainEngine
+print("engine in Python" if Engine.submit is PlainEngine.submit else "compiled engine")
 """
 
 
@@ -145,6 +155,7 @@ def test_every_module_of_an_installed_wheel_can_be_imported_and_the_kernel_is_th
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    built = any(tmp_path.glob(f"moesched/devices/native/{COMPILED}"))
+    built = any(is_compiled(path) for path in tmp_path.rglob("*.so"))
     said = "CPU kernels: " if built else "no CPU kernels, torch does without: it was not compiled"
     assert done.stdout.startswith(said)
+    assert done.stdout.endswith("compiled engine\n" if built else "engine in Python\n")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from _limits import limit_of, measured_flops, read_limit
 from peers.comparison import equal_tokens, ratios
 from peers.environment import Peer
 from peers.gguf_file import interleaved, tensors
-from peers.limits import limit_of
 from peers.memory_cap import VERSION_1, VERSION_2, MemoryCap
 from peers.protocol import PeerFailed, Worker
 from peers.rounds import Field, Results, turned
@@ -94,6 +95,15 @@ def test_the_limit_of_a_row_is_the_smaller_one(flops: float, bound_by: str, rate
     limit = limit_of(nbytes=100.0, flops=flops, read=30.0, flops_per_second=200.0)
     assert (limit.bound_by, limit.rate) == (bound_by, rate)
     assert limit.fraction(nbytes=100.0, seconds=10.0) == 10.0 / rate
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+def test_limits_are_measured_for_each_instruction_set_of_the_kernels(variant: str) -> None:
+    numbers = np.ones(1 << 17)
+    assert read_limit([(numbers.ctypes.data, numbers.nbytes)], cores=2) > 0
+    assert measured_flops(1, variant) > 0
+    with pytest.raises(RuntimeError, match="products with avx3"):
+        measured_flops(1, "avx3")
 
 
 def test_ratios_are_of_the_best_settings_in_the_rounds_that_nobody_disturbed() -> None:

@@ -16,7 +16,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 LARGE_CLASSES: dict[str, str] = {
     "Task": "every field is read while a task is scheduled; a struct inside a struct would cost time per task",
-    "Engine": "the queue calls of lanes, policies and drivers act on one graph",
+    "PlainEngine": "the queue calls of lanes, policies and drivers act on one graph",
     "ModelConfig": "the shape of a model, as config.json lists it",
     "Report": "the figures of a run, as `--json` prints them",
 }

@@ -206,6 +206,10 @@ def test_the_checker_names_some_and_counts_the_others(streamed_run: Run, streame
 
 REFUSED: dict[str, tuple[Callable[[list[Event]], object], str]] = {
     "a dependency on nothing": (depend(999_999), "task [0-9]+ depends on task 999999, which has no slice"),
+    "a dependency on itself": (
+        depend_on_itself,
+        "task ([0-9]+) depends on task \\1, which was not submitted before it",
+    ),
     "a dependency on a text": (depend("0"), r"Expected `int`, got `str` - at `\$.depends_on\[0\]`"),
     "a task twice": (repeat_a_task, "task [0-9]+ of rank 0 has several slices"),
 }

@@ -56,6 +56,20 @@ def test_parts_of_any_layout_can_be_summed(tmp_path: Path, part: Any) -> None:
             assert (total.shape, total.dtype, total.tolist()) == (part.shape, part.dtype, (2 * part).tolist())
 
 
+def test_a_part_that_came_before_its_exchange_is_in_its_sum(tmp_path: Path) -> None:
+    """Of three ranks, the slowest one gets the next part of the fastest one first."""
+    with closing(mesh_of(sockets_in(tmp_path, 3), timeout_seconds=PATIENCE_SECONDS)) as ranks:
+
+        def add_up(rank: int) -> list[float]:
+            return [
+                float(ranks[rank].all_reduce(rank, Exchange(ticket), ONE * ticket)[0])
+                for ticket in range(100)
+            ]
+
+        for found in at_once(*(lambda rank=rank: add_up(rank) for rank in range(3))):
+            assert found == [3.0 * ticket for ticket in range(100)]
+
+
 def test_results_are_the_caller_s_own(tmp_path: Path) -> None:
     with closing(mesh_of(sockets_in(tmp_path, 2))) as (first, second):
         part = np.ones(3)
@@ -140,6 +154,15 @@ def test_an_exchange_that_a_rank_gave_up_can_be_followed_by_others(tmp_path: Pat
         with pytest.raises(TransportError, match="all-reduce #0: rank 1 gave up: out of memory"):
             first.all_reduce(0, FIRST, ONE)
         assert [total.tolist() for total in sums([first, second], Exchange(1))] == [[2.0]] * 2
+
+
+def test_the_others_hear_why_a_part_cannot_be_sent(tmp_path: Path) -> None:
+    with closing(mesh_of(sockets_in(tmp_path, 2), timeout_seconds=PATIENCE_SECONDS)) as (first, second):
+        dates = np.zeros(1, "datetime64[s]")
+        found = at_once(lambda: first.all_reduce(0, FIRST, dates), lambda: second.all_reduce(1, FIRST, ONE))
+        problem = "an array of datetime64[s] (1,) cannot be sent"
+        assert str(found[0]) == f"all-reduce #0: {problem}"
+        assert str(found[1]) == f"all-reduce #0: rank 0 gave up: {problem}"
 
 
 def test_a_call_for_another_rank_is_refused(tmp_path: Path) -> None:

@@ -19,19 +19,20 @@ class Inbox:
     Attributes:
         reached: the last frame of each rank.
         left: the reasons of ranks that closed their transport.
+        early: frames of later exchanges, by the exchange's number.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.reached: dict[int, Frame] = {}
         self.left: dict[int, str] = {}
+        self.early: dict[int, list[Frame]] = {}
         self._mesh = mesh
         self._sequence = 0
-        self._waiting: dict[int, list[Frame]] = {}
 
     def begin(self, sequence: int) -> list[Frame]:
         """Begin an exchange; returns its early frames."""
         self._sequence = sequence
-        return self._waiting.pop(sequence, [])
+        return self.early.pop(sequence, [])
 
     def accept(self, message: Any) -> Frame | None:
         """Take in a message; returns its frame where that belongs to the current exchange.
@@ -49,8 +50,8 @@ class Inbox:
         self.reached[frame.rank] = frame
         if frame.sequence == self._sequence:
             return frame
-        self._waiting.setdefault(frame.sequence, []).append(frame)
-        ahead = sum(each.rank == frame.rank for frames in self._waiting.values() for each in frames)
+        self.early.setdefault(frame.sequence, []).append(frame)
+        ahead = sum(each.rank == frame.rank for frames in self.early.values() for each in frames)
         if ahead > AHEAD_FRAMES:
             raise TransportError(f"rank {frame.rank} is {ahead} frames ahead")
         return None

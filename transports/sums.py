@@ -17,8 +17,9 @@ def sum_in_order(parts: Sequence[Array]) -> Array:
     if len(parts) == 1:
         return parts[0].copy()
     total: Array = np.asarray(parts[0] + parts[1])
-    for part in parts[2:]:
-        np.add(total, part, out=total)
+    if len(parts) > 2:
+        for part in parts[2:]:
+            np.add(total, part, out=total)
     return total
 
 

@@ -13,7 +13,7 @@ import zmq
 from moesched.errors import RankLost, TransportError
 from moesched.seams import Exchange
 
-from .frames import NAMES, NOTHING, PIECES, SENDER_BYTES, Frame, Kind, common, joined, pack
+from .frames import NAMES, NOTHING, PIECES, Frame, Kind, pack
 from .waiting import CLOSED, Side, check_waiting, is_gone
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ TELL_SECONDS = 5.0
 
 class Turn:
     """One rank's part in one exchange, as a context manager: on an error, it tells the others the reason.
+
+    Entered with the side's lock `calling` held.
 
     Args:
         side: the rank.
@@ -64,7 +66,6 @@ class Turn:
 
     def __enter__(self) -> Turn:
         side = self._side
-        side.calling.acquire()
         try:
             self._until = time.monotonic() + side.timeout_seconds
             self._sequence = side.sequence
@@ -81,49 +82,23 @@ class Turn:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if error is None:
-                return
-            if not self._told and not self._side.closed:
-                self.abandon(
-                    str(error) or type(error).__name__, error.ranks if isinstance(error, RankLost) else ()
-                )
-        finally:
-            self._side.calling.release()
+        if error is None:
+            return
+        if not self._told and not self._side.closed:
+            self.abandon(
+                str(error) or type(error).__name__, error.ranks if isinstance(error, RankLost) else ()
+            )
         where = f"{NAMES[self._operation]} #{self._exchange.ticket}: "
         if isinstance(error, RankLost):
             raise RankLost(where + str(error), error.ranks) from None
         if isinstance(error, (TransportError, zmq.ZMQError)):
             raise TransportError(where + str(error)) from None
 
-    def swap(self, part: Array) -> dict[int, Array]:
-        """Send a whole part to all others; returns theirs, of the same shape and type.
-
-        A frame that begins as this rank's own, but for the sender, is taken without being decoded. Every token takes
-        this path in every layer, so it makes few calls, and sends before it does anything that can come later.
-        """
-        side, mesh = self._side, self._side.mesh
-        ticket, signature, step, layer = self._exchange
-        place = side.epoch, self._sequence, ticket, step, layer
-        after = common(place, self._operation, self._root, part, part.shape, signature)
-        self._send(side.others, joined(side.sender, after, part))
-        came = self._came.setdefault(self._operation, {})
-        start = SENDER_BYTES + len(after)
-        nbytes = start + part.nbytes
-        while len(came) < len(side.others):
-            message = mesh.receive()
-            if message is None:
-                self._pause(set(side.others) - came.keys())
-                continue
-            data = message.buffer
-            before = bytes(data[:start])
-            rank = side.senders.get(before[:SENDER_BYTES])
-            alike = before[SENDER_BYTES:] == after and len(data) == nbytes
-            if rank is None or rank in came or not alike or not mesh.is_from(message, rank):
-                self._accept(message)
-            else:
-                came[rank] = np.ndarray(part.shape, part.dtype, data, start)
-        return came
+    def go_on(self, kind: Kind, came: dict[int, Array], message: zmq.Frame | None) -> None:
+        """Take over arrays of that kind that came before the turn, and then a message of any kind."""
+        self._came.setdefault(kind, {}).update(came)
+        if message is not None:
+            self._accept(message)
 
     def send(self, kind: Kind, ranks: Iterable[int], values: Array) -> None:
         """Send elements to ranks; waits where a queue is full."""

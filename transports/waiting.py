@@ -22,7 +22,8 @@ class Side(Protocol):
         sender: the first bytes of this rank's parts of an all-reduce.
         senders: the others' ranks, by the first bytes of theirs.
         calling: held by the turn in progress.
-        sequence: number of turns so far.
+        sequence: number of exchanges so far.
+        swapped: the time at which the last swap of small parts ended, on the monotonic clock.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Side(Protocol):
     inbox: Inbox
     calling: threading.Lock
     sequence: int
+    swapped: float
 
 
 def check_waiting(side: Side, missing: set[int], sequence: int, until: float) -> None:

@@ -16,6 +16,7 @@ from .curve import Keys
 from .frames import Frame, Kind, pack, sender
 from .inbox import Inbox
 from .mesh import Mesh
+from .straight import Rest, swap
 from .sums import pieces, sum_in_order
 from .turn import Turn
 
@@ -79,6 +80,7 @@ class ZeroMqTransport:
         self.inbox = Inbox(self.mesh)
         self.calling = threading.Lock()
         self.sequence = 0
+        self.swapped = 0.0
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
         """The sum of all ranks' parts, added in the order of the ranks.
@@ -88,14 +90,28 @@ class ZeroMqTransport:
             TransportError: a rank did not arrive in time, gave up, or is in another exchange; the transport was closed.
         """
         part = contiguous(part)
-        with Turn(self, Kind.ALL_REDUCE, rank, exchange, part) as turn:
-            if self.ranks > 2 and part.nbytes > WHOLE_UP_TO:
-                return self._sum_in_pieces(turn, part)
-            return self._sum({**turn.swap(part), rank: part})
+        with self.calling:
+            parts = {rank: part}
+            rest = Rest(self.others)
+            if part.nbytes <= WHOLE_UP_TO and rank == self.rank and not (self.closed or self.inbox.early):
+                try:
+                    left = swap(self, exchange, part, parts)
+                except BaseException:
+                    with Turn(self, Kind.ALL_REDUCE, rank, exchange, part):
+                        raise
+                if left is None:
+                    return sum_in_order([*map(parts.__getitem__, range(self.ranks))])
+                rest = left
+            with Turn(self, Kind.ALL_REDUCE, rank, exchange, part) as turn:
+                if self.ranks > 2 and part.nbytes > WHOLE_UP_TO:
+                    return self._sum_in_pieces(turn, part)
+                turn.go_on(Kind.ALL_REDUCE, parts, rest.message)
+                turn.send(Kind.ALL_REDUCE, rest.unsent, part)
+                return self._sum(turn.receive(Kind.ALL_REDUCE, self.others))
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
         """The root's array. The root does not wait for the others. Raises as `all_reduce`."""
-        with Turn(self, Kind.BROADCAST, rank, exchange, array, root) as turn:
+        with self.calling, Turn(self, Kind.BROADCAST, rank, exchange, array, root) as turn:
             if rank != root:
                 found: Array = turn.receive(Kind.BROADCAST, (root,))[root].copy()
                 return found
@@ -106,7 +122,7 @@ class ZeroMqTransport:
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
         """All ranks' parts in their order, on the root; the others do not wait. Raises as `all_reduce`."""
-        with Turn(self, Kind.GATHER, rank, exchange, part, root) as turn:
+        with self.calling, Turn(self, Kind.GATHER, rank, exchange, part, root) as turn:
             if rank != root:
                 turn.send(Kind.GATHER, (root,), contiguous(part))
                 return None
@@ -115,7 +131,7 @@ class ZeroMqTransport:
 
     def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
         """Tell the others that a rank takes no part in an exchange, so that they do not wait for the timeout."""
-        with Turn(self, Kind.ABANDON, rank, exchange) as turn:
+        with self.calling, Turn(self, Kind.ABANDON, rank, exchange) as turn:
             turn.abandon(reason)
 
     async def aclose(self) -> None:

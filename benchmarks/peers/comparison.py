@@ -8,10 +8,11 @@ from contextlib import suppress
 from statistics import median
 from typing import Any, NamedTuple
 
+from _limits import Buffer, limit_of, measured_flops, read_limit
+
 from moesched.models.config import ITEM_BYTES, ModelConfig
 from moesched.models.tensors import count_weights, dense_shapes
 from moesched.system.cores import usable_cores
-from peers.limits import Buffer, limit_of, measured_flops, read_limit
 from peers.protocol import Message, PeerFailed
 from peers.rounds import QUIET_CORES, Contestant, Field, Results, spread, turned, undisturbed, wait_for_quiet
 

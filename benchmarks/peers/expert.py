@@ -11,10 +11,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from _limits import Buffer, Limit, limit_of, measured_flops, read_limit
 
 from moesched.system.cores import usable_cores
 from peers.environment import Peer
-from peers.limits import Buffer, Limit, limit_of, measured_flops, read_limit
 from peers.protocol import Answer, Message
 from peers.rounds import Field, Results, spread, turned, undisturbed, wait_for_quiet
 

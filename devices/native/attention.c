@@ -34,20 +34,15 @@ typedef struct {
 typedef struct {
     const Attend *attend;
     const struct Loops *loops;
-    int64_t quads;        /* of a key-value head's group; the last one is filled up with zeros */
-    int64_t steps;        /* of a head; the last one is filled up with zeros */
-    int64_t quad_floats;  /* of the queries of a quad */
-    int64_t part_floats;  /* of a quad */
+    int64_t quads;       /* of a key-value head's group; the last one is filled up with zeros */
+    int64_t steps;       /* of a head; the last one is filled up with zeros */
+    int64_t quad_floats; /* of the queries of a quad, and of its sums */
     Sequence *sequences;
     float *queries; /* of each sequence, of each key-value head, of each quad */
-    float *parts; /* of each span, of each key-value head in it, of each quad */
+    /* Of each span, of each key-value head in it, of each quad, of each head in that: */
+    float *sums;            /* values, weighted */
+    float *highest, *total; /* score; sum of weights */
 } Job;
-
-/* What a quad has of a span. */
-typedef struct {
-    float highest[QUAD], total[QUAD]; /* score; sum of weights */
-    float sums[]; /* of values, weighted: head after head */
-} Part4;
 
 /* The slots of neighbouring tokens in one sequence: their first keys and values. Up to TILE, the last one again. */
 typedef struct {
@@ -73,9 +68,10 @@ typedef struct {
 /* The inner loops of an instruction set and a type of numbers. */
 typedef struct Loops {
     int64_t step; /* numbers */
-    Part place;
+    int64_t quads_at_once; /* a group that has more than one is filled up to a multiple of these */
+    Part place, attend;
     void (*attend_head)(const Job *job, const Tile *tile, Ahead *keys, Ahead *values, int64_t at, const float *queries,
-                        Part4 *part);
+                        int64_t quad);
     Part merge;
 } Loops;
 
@@ -85,18 +81,18 @@ typedef struct {
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static inline Part4 *parts_after(const Job *job, Part4 *part, int64_t quads) {
-    return (Part4 *)((float *)part + quads * job->part_floats);
+/* The first quad of a key-value head in a span. */
+static inline int64_t quad_of(const Job *job, int64_t span, int64_t head) {
+    return (span * job->attend->kv_heads + head) * job->quads;
 }
 
-static inline Part4 *part_of(const Job *job, int64_t item) {
-    return parts_after(job, (Part4 *)job->parts, item * job->quads);
-}
+static inline float *sums_of(const Job *job, int64_t quad) { return job->sums + quad * job->quad_floats; }
 
-static inline void clear(const Job *job, Part4 *part) {
-    for (int64_t quad = 0; quad < job->quads; quad++, part = parts_after(job, part, 1)) {
-        memset(part, 0, (size_t)job->part_floats * sizeof(float));
-        for (int c = 0; c < QUAD; c++) part->highest[c] = -FLT_MAX;
+static void clear(const Job *job, int64_t quad) {
+    memset(sums_of(job, quad), 0, (size_t)(job->quads * job->quad_floats) * sizeof(float));
+    for (int64_t i = quad * QUAD; i < (quad + job->quads) * QUAD; i++) {
+        job->highest[i] = -FLT_MAX;
+        job->total[i] = 0.0f;
     }
 }
 
@@ -171,149 +167,41 @@ static inline void fetch(Ahead *ahead, int64_t lines) {
     }
 }
 
-/* ---------------------------------------------------------------- the inner loops */
-
-#define JOINED(a, b) a##_##b
-#define SUFFIXED(a, b) JOINED(a, b)
-
-typedef float Float4 __attribute__((vector_size(16)));
-typedef uint32_t Word4 __attribute__((vector_size(16)));
-
-static inline Float4 floats_at(const void *p) {
-    Float4 floats;
-    memcpy(&floats, p, sizeof floats);
-    return floats;
-}
-
-static inline void store_floats(float *p, Float4 floats) { memcpy(p, &floats, sizeof floats); }
-
-static inline Float4 larger_floats(Float4 a, Float4 b) {
-    const Word4 first = (Word4)(a > b);
-    return (Float4)((first & (Word4)a) | (~first & (Word4)b));
-}
-
-static inline void add_lanes_portable(const Float4 sums[][QUAD], float *out) {
-    for (int i = 0; i < 2 * QUAD; i++) {
-        const Float4 s = sums[i / QUAD][i % QUAD];
-        out[i] = (s[0] + s[2]) + (s[1] + s[3]);
+/* Heads [first, last) of the span that begins at `place`, tile by tile; spans before `end` will follow. */
+static void attend_span(const Job *job, Place place, int64_t first, int64_t last, int64_t end) {
+    const int64_t kv_heads = job->attend->kv_heads, span = place.span, begin = place.token;
+    const int64_t sequence = place.sequence - job->sequences, head_bytes = in_slot(job->attend, 0, 1);
+    Tile tiles[2];
+    find_tile(job->attend, &place, &tiles[0]);
+    for (int side = 0; place.span == span; side = !side) {
+        const Place next = next_place(job, place, end);
+        Tile *ahead = next.span < end ? &tiles[!side] : NULL;
+        if (ahead) find_tile(job->attend, &next, ahead);
+        Ahead keys = ahead_of(ahead ? ahead->keys : NULL, head_bytes * first, head_bytes * last);
+        Ahead values = ahead_of(ahead ? ahead->values : NULL, head_bytes * first, head_bytes * last);
+        for (int64_t head = first; head < last; head++) {
+            const int64_t quad = quad_of(job, span, head);
+            if (place.token == begin) clear(job, quad);
+            if (place.token + TILE >= place.sequence->last) store_new(job, place.sequence, head);
+            job->loops->attend_head(job, &tiles[side], &keys, &values, head_bytes * head,
+                                    job->queries + (sequence * kv_heads + head) * job->quads * job->quad_floats, quad);
+        }
+        place = next;
     }
 }
 
-#define SET portable
-#define TARGET
-#define LANES 4
-#define TOKENS 2
-#define MOST_QUADS 1
-#define Floats Float4
-#define LOADED(p) floats_at(p)
-#define STORE(p, v) store_floats(p, v)
-#define EVERY(x) ((Float4){x, x, x, x})
-#define LARGER(a, b) larger_floats(a, b)
-#define ADD_PRODUCT(sums, a, b) sums += (a) * (b)
-#define EVEN(p) ((Float4)((Word4)floats_at(p) << 16))
-#define ODD(p) ((Float4)((Word4)floats_at(p) & 0xffff0000u))
-#define ADD_LANES add_lanes_portable
-#include "attention_types.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-
-
-/* The sums of a quad's lanes, in each half of a register. */
-__attribute__((target("avx2,fma"), always_inline)) static inline __m256 quad_sums_avx2(const __m256 sums[QUAD]) {
-    const __m256 a = _mm256_add_ps(_mm256_unpacklo_ps(sums[0], sums[1]), _mm256_unpackhi_ps(sums[0], sums[1]));
-    const __m256 b = _mm256_add_ps(_mm256_unpacklo_ps(sums[2], sums[3]), _mm256_unpackhi_ps(sums[2], sums[3]));
-    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
-}
-
-__attribute__((target("avx2,fma"), always_inline)) static inline void add_lanes_avx2(const __m256 sums[][QUAD], float *out) {
-    const __m256 a = quad_sums_avx2(sums[0]), b = quad_sums_avx2(sums[1]);
-    _mm256_storeu_ps(out, _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
-}
-
-#define SET avx2
-#define TARGET __attribute__((target("avx2,fma")))
-#define LANES 8
-#define TOKENS 2
-#define MOST_QUADS 1
-#define Floats __m256
-#define LOADED(p) _mm256_loadu_ps((const float *)(p))
-#define STORE(p, v) _mm256_storeu_ps(p, v)
-#define EVERY(x) _mm256_set1_ps(x)
-#define LARGER(a, b) _mm256_max_ps(a, b)
-#define ADD_PRODUCT(sums, a, b) sums = _mm256_fmadd_ps(a, b, sums)
-#define WORDS(p) _mm256_loadu_si256((const __m256i *)(p))
-#define EVEN(p) _mm256_castsi256_ps(_mm256_slli_epi32(WORDS(p), 16))
-#define ODD(p) _mm256_castsi256_ps(_mm256_and_si256(WORDS(p), _mm256_set1_epi32((int)0xffff0000u)))
-#define ADD_LANES add_lanes_avx2
-#include "attention_types.h"
-#undef WORDS
-
-
-/* The sums of a quad's lanes, in each quarter of a register. */
-__attribute__((target("avx512f"), always_inline)) static inline __m512 quad_sums_avx512(const __m512 sums[QUAD]) {
-    const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
-    const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
-    return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
-}
-
-__attribute__((target("avx512f"), always_inline)) static inline __m512 halved_avx512(__m512 a, __m512 b) {
-    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-}
-
-__attribute__((target("avx512f"), always_inline)) static inline void add_lanes_avx512(const __m512 sums[][QUAD], float *out) {
-    const __m512 a = halved_avx512(quad_sums_avx512(sums[0]), quad_sums_avx512(sums[1]));
-    const __m512 b = halved_avx512(quad_sums_avx512(sums[2]), quad_sums_avx512(sums[3]));
-    _mm512_storeu_ps(out, halved_avx512(a, b));
-}
-
-#define SET avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl")))
-#define LANES 16
-#define TOKENS 4
-#define MOST_QUADS 2
-#define Floats __m512
-#define LOADED(p) _mm512_loadu_ps(p)
-#define STORE(p, v) _mm512_storeu_ps(p, v)
-#define EVERY(x) _mm512_set1_ps(x)
-#define LARGER(a, b) _mm512_max_ps(a, b)
-#define ADD_PRODUCT(sums, a, b) sums = _mm512_fmadd_ps(a, b, sums)
-#define WORDS(p) _mm512_loadu_si512(p)
-#define EVEN(p) _mm512_castsi512_ps(_mm512_slli_epi32(WORDS(p), 16))
-#define ODD(p) _mm512_castsi512_ps(_mm512_and_si512(WORDS(p), _mm512_set1_epi32((int)0xffff0000u)))
-#define ADD_LANES add_lanes_avx512
-#include "attention_types.h"
-#undef WORDS
-#endif
-
-#if defined(__aarch64__)
-#include <arm_neon.h>
-
-static inline void add_lanes_neon(const float32x4_t sums[][QUAD], float *out) {
-    for (int r = 0; r < 4; r++) {
-        const float32x4_t a = vpaddq_f32(sums[r][0], sums[r][1]), b = vpaddq_f32(sums[r][2], sums[r][3]);
-        vst1q_f32(out + r * QUAD, vpaddq_f32(a, b));
+/* Items are the key-value heads of the first span, then those of the second one, and so on. */
+static void attend_items(void *argument, int64_t first, int64_t last) {
+    const Job *job = argument;
+    const int64_t kv_heads = job->attend->kv_heads, end = (last + kv_heads - 1) / kv_heads;
+    while (first < last) {
+        const int64_t span = first / kv_heads, stop = smaller((span + 1) * kv_heads, last);
+        attend_span(job, place_of(job, span), first - span * kv_heads, stop - span * kv_heads, end);
+        first = stop;
     }
 }
 
-#define WORDS(p) vreinterpretq_u32_u8(vld1q_u8((const uint8_t *)(p)))
-
-#define SET neon
-#define TARGET
-#define LANES 4
-#define TOKENS 4
-#define MOST_QUADS 2
-#define Floats float32x4_t
-#define LOADED(p) vld1q_f32((const float *)(p))
-#define STORE(p, v) vst1q_f32(p, v)
-#define EVERY(x) vdupq_n_f32(x)
-#define LARGER(a, b) vmaxq_f32(a, b)
-#define ADD_PRODUCT(sums, a, b) sums = vfmaq_f32(sums, a, b)
-#define EVEN(p) vreinterpretq_f32_u32(vshlq_n_u32(WORDS(p), 16))
-#define ODD(p) vreinterpretq_f32_u32(vandq_u32(WORDS(p), vdupq_n_u32(0xffff0000u)))
-#define ADD_LANES add_lanes_neon
-#include "attention_types.h"
-#endif
+#include "attention_sets.h"
 
 /* ---------------------------------------------------------------- the parts of a call */
 
@@ -326,7 +214,9 @@ static const Loops *const loops[INSTRUCTION_SETS][2] = {
     [AVX2] = BOTH_TYPES(avx2),
     [AVX512] = BOTH_TYPES(avx512),
     [AVX512_BF16] = BOTH_TYPES(avx512),
-    [AMX_BF16] = BOTH_TYPES(avx512),
+#if defined(HAS_AMX)
+    [AMX_BF16] = {&loops_avx512_float32, &loops_amx},
+#endif
 #elif defined(__aarch64__)
     [NEON] = BOTH_TYPES(neon),
     [NEON_BF16] = BOTH_TYPES(neon),
@@ -365,45 +255,33 @@ static Seen seen_by(const Attend *attend) {
     return seen;
 }
 
-/* Heads [first, last) of the span that begins at `place`, tile by tile; spans before `end` will follow. */
-static void attend_span(const Job *job, Place place, int64_t first, int64_t last, int64_t end) {
-    const int64_t kv_heads = job->attend->kv_heads, span = place.span, begin = place.token;
-    const int64_t sequence = place.sequence - job->sequences, head_bytes = in_slot(job->attend, 0, 1);
-    Tile tiles[2];
-    find_tile(job->attend, &place, &tiles[0]);
-    for (int side = 0; place.span == span; side = !side) {
-        const Place next = next_place(job, place, end);
-        Tile *ahead = next.span < end ? &tiles[!side] : NULL;
-        if (ahead) find_tile(job->attend, &next, ahead);
-        Ahead keys = ahead_of(ahead ? ahead->keys : NULL, head_bytes * first, head_bytes * last);
-        Ahead values = ahead_of(ahead ? ahead->values : NULL, head_bytes * first, head_bytes * last);
-        for (int64_t head = first; head < last; head++) {
-            Part4 *part = part_of(job, span * kv_heads + head);
-            if (place.token == begin) clear(job, part);
-            if (place.token + TILE >= place.sequence->last) store_new(job, place.sequence, head);
-            job->loops->attend_head(job, &tiles[side], &keys, &values, head_bytes * head,
-                                    job->queries + (sequence * kv_heads + head) * job->quads * job->quad_floats, part);
-        }
-        place = next;
-    }
-}
-
-/* Items are the key-value heads of the first span, then those of the second one, and so on. */
-static void attend_items(void *argument, int64_t first, int64_t last) {
-    const Job *job = argument;
-    const int64_t kv_heads = job->attend->kv_heads, end = (last + kv_heads - 1) / kv_heads;
-    while (first < last) {
-        const int64_t span = first / kv_heads, stop = smaller((span + 1) * kv_heads, last);
-        attend_span(job, place_of(job, span), first - span * kv_heads, stop - span * kv_heads, end);
-        first = stop;
-    }
-}
-
 /* Items that a thread takes at a time: whole spans, whose heads are neighbours in memory, if there are enough of them
- * for all threads; else single heads. */
+ * for all threads; else as many neighbouring heads as there can be. */
 static int64_t items_at_once(const Team *team, int64_t spans, int64_t kv_heads) {
-    const int64_t share = spans / (CHUNKS * threads_of(team));
-    return share ? share * kv_heads : 1;
+    int64_t share = spans * kv_heads / (CHUNKS * threads_of(team));
+    if (share >= kv_heads) return share / kv_heads * kv_heads;
+    while (share > 1 && kv_heads % share) share--;
+    return share > 1 ? share : 1;
+}
+
+/* Quads of a group, filled up to as many as are computed at once. */
+static int64_t quads_of(const Attend *attend, const Loops *inner) {
+    const int64_t quads = (attend->heads / attend->kv_heads + QUAD - 1) / QUAD, at_once = inner->quads_at_once;
+    return quads == 1 ? 1 : (quads + at_once - 1) / at_once * at_once;
+}
+
+/* Gives the job its memory; 0 without any. */
+static int give_memory(Job *job, int64_t groups, int64_t items) {
+    const int64_t queries = groups * job->quads * job->quad_floats, parts = items * job->quads;
+    const int64_t floats = queries + parts * (job->quad_floats + 2 * QUAD);
+    char *memory = scratch(floats * (int64_t)sizeof(float) + (job->attend->sequences + 1) * (int64_t)sizeof(Sequence));
+    if (!memory) return 0;
+    job->queries = (float *)memory;
+    job->sums = job->queries + queries;
+    job->highest = job->sums + parts * job->quad_floats;
+    job->total = job->highest + parts * QUAD;
+    job->sequences = (Sequence *)(job->total + parts * QUAD);
+    return 1;
 }
 
 /* Stores the new tokens, and attends. Returns 0, or -1 without memory. */
@@ -411,23 +289,15 @@ API int moesched_attend(Team *team, const Attend *attend) {
     const Loops *inner = loops[set_of(team)][attend->number_bytes == sizeof(uint16_t)];
     const int64_t kv_heads = attend->kv_heads, groups = attend->sequences * kv_heads;
     const Seen seen = seen_by(attend);
-    Job job = {.attend = attend, .loops = inner, .quads = (attend->heads / kv_heads + QUAD - 1) / QUAD};
-    job.steps = (attend->head_dim + inner->step - 1) / inner->step;
-    job.quad_floats = QUAD * job.steps * inner->step;
-    job.part_floats = job.quad_floats + (int64_t)(sizeof(Part4) / sizeof(float));
-    const int64_t items = seen.spans * kv_heads;
-    const int64_t floats = job.quads * (groups * job.quad_floats + items * job.part_floats);
-    job.queries = (float *)scratch(floats * (int64_t)sizeof(float) +
-                                   (attend->sequences + 1) * (int64_t)sizeof(Sequence));
-    if (!job.queries) return -1;
-    job.parts = job.queries + groups * job.quads * job.quad_floats;
-    job.sequences = (Sequence *)(job.queries + floats);
+    const int64_t items = seen.spans * kv_heads, steps = (attend->head_dim + inner->step - 1) / inner->step;
+    Job job = {.attend = attend, .loops = inner, .quads = quads_of(attend, inner), .steps = steps,
+               .quad_floats = QUAD * steps * inner->step};
+    if (!give_memory(&job, groups, items)) return -1;
     cut(attend, job.sequences);
-    Task task = {&job,
-                 3,
-                 {{inner->place, groups, 1, 0, 0},
-                  {attend_items, items, items_at_once(team, seen.spans, kv_heads), 0, 0},
-                  {inner->merge, attend->sequences * attend->heads, QUAD, 0, 0}}};
+    Phase phases[] = {{inner->place, groups, 1, 0, 0},
+                      {inner->attend, items, items_at_once(team, seen.spans, kv_heads), 0, 0},
+                      {inner->merge, attend->sequences * attend->heads, QUAD, 0, 0}};
+    Task task = {&job, 3, phases};
     run(team, &task, 2 * seen.tokens * in_slot(attend, 1, 0));
     return 0;
 }

@@ -32,7 +32,7 @@ static void norm_part(void *argument, int64_t first, int64_t last) {
     const int64_t hidden = job->inputs->hidden;
     for (int64_t t = first; t < last; t++) {
         normalise(&job->inputs->norm, hidden, job->inputs->x + t * hidden, job->normed + t * hidden);
-        job->multiplier->place_row(&job->product, (int)t, job->normed + t * hidden);
+        job->multiplier->place_row(&job->product, t, job->normed + t * hidden);
     }
 }
 
@@ -55,7 +55,7 @@ static void clip(double most, int64_t count, uint16_t *x) {
 }
 
 /* Numbers i and i + head_dim / 2 of a head make a pair. */
-static void rotate(const Inputs *inputs, int64_t token, int64_t heads, const uint16_t *x, uint16_t *y) {
+ANY_WIDTH static void rotate(const Inputs *inputs, int64_t token, int64_t heads, const uint16_t *x, uint16_t *y) {
     const int64_t size = inputs->head_dim, half = size / 2;
     const float *cosines = inputs->cosines + token * size, *sines = inputs->sines + token * size;
     for (int64_t head = 0; head < heads; head++, x += size, y += size)
@@ -94,11 +94,10 @@ API int moesched_attention_inputs(Team *team, const Inputs *inputs) {
     give_memory(multiplier, &job.product, memory);
     job.normed = (uint16_t *)(memory + placed);
     job.projected = job.normed + tokens * inputs->hidden;
-    Task task = {&job,
-                 3,
-                 {{norm_part, tokens, 1, 0, 0},
-                  {project_part, outputs, chunk_of(team, outputs), 0, 0},
-                  {finish_part, tokens, 1, 0, 0}}};
+    Phase phases[] = {{norm_part, tokens, 1, 0, 0},
+                      {project_part, outputs, chunk_of(team, outputs), 0, 0},
+                      {finish_part, tokens, 1, 0, 0}};
+    Task task = {&job, 3, phases};
     run(team, &task, inputs->hidden * outputs * (int64_t)sizeof(uint16_t));
     return 0;
 }

@@ -4,8 +4,7 @@
  *   NAME(name)           the name with the ending of the set and the type
  *   Number               the type of numbers
  *   VALUES(p, half)      that half of a step's numbers at p, as float32
- *   PLACE_OF(k)          where number k of a step comes to be then
- *   FROM_FLOAT(x)        x as a number
+ *   FROM_FLOATS(numbers, halves)   a step's numbers, from both halves
  */
 
 /* ---------------------------------------------------------------- queries */
@@ -90,7 +89,7 @@ INLINE void NAME(score)(const int quads, const Job *job, const Tile *tile, Ahead
 }
 
 /* Turns scores into weights, and sets `scaling` to what sums so far are multiplied by. */
-INLINE void NAME(weigh)(Part4 *part, float scores[TILE * QUAD], float scaling[QUAD]) {
+INLINE void NAME(weigh)(float *highest_of, float *total_of, float scores[TILE * QUAD], float scaling[QUAD]) {
     float lanes[LANES] __attribute__((aligned(64))), total[LANES] __attribute__((aligned(64))) = {0};
     Floats most[2] = {LOADED(scores), LOADED(scores + LANES)};
     for (int i = 2 * LANES; i < TILE * QUAD; i += 2 * LANES) {
@@ -99,12 +98,12 @@ INLINE void NAME(weigh)(Part4 *part, float scores[TILE * QUAD], float scaling[QU
     }
     STORE(lanes, LARGER(most[0], most[1]));
     for (int c = 0; c < QUAD; c++) {
-        float highest = part->highest[c];
+        float highest = highest_of[c];
         for (int i = c; i < LANES; i += QUAD) highest = lanes[i] > highest ? lanes[i] : highest;
-        scaling[c] = exponential(part->highest[c] - highest);
-        part->highest[c] = highest;
+        scaling[c] = exponential(highest_of[c] - highest);
+        highest_of[c] = highest;
     }
-    for (int i = 0; i < LANES; i++) lanes[i] = part->highest[i % QUAD];
+    for (int i = 0; i < LANES; i++) lanes[i] = highest_of[i % QUAD];
     for (int i = 0; i < TILE * QUAD; i += LANES)
         for (int lane = 0; lane < LANES; lane++) {
             scores[i + lane] = exponential(scores[i + lane] - lanes[lane]);
@@ -113,7 +112,7 @@ INLINE void NAME(weigh)(Part4 *part, float scores[TILE * QUAD], float scaling[QU
     for (int c = 0; c < QUAD; c++) {
         float sum = 0.0f;
         for (int i = c; i < LANES; i += QUAD) sum += total[i];
-        part->total[c] = part->total[c] * scaling[c] + sum;
+        total_of[c] = total_of[c] * scaling[c] + sum;
     }
 }
 
@@ -157,13 +156,13 @@ INLINE void NAME(add_step)(const int quads, const Tile *tile, Ahead *ahead, int6
 
 /* Adds a tile to the parts of `quads` quads. at: of the head, in the slots. */
 INLINE void NAME(attend_quads)(const int quads, const Job *job, const Tile *tile, Ahead *keys, Ahead *values, int64_t at,
-                               const float *queries, Part4 *part) {
+                               const float *queries, int64_t quad) {
     float scores[MOST_QUADS][TILE * QUAD] __attribute__((aligned(64))), scaling[MOST_QUADS][QUAD];
     float *sums[MOST_QUADS];
     NAME(score)(quads, job, tile, keys, at, queries, scores);
-    for (int q = 0; q < quads; q++, part = parts_after(job, part, 1)) {
-        NAME(weigh)(part, scores[q], scaling[q]);
-        sums[q] = part->sums;
+    for (int q = 0; q < quads; q++, quad++) {
+        NAME(weigh)(job->highest + quad * QUAD, job->total + quad * QUAD, scores[q], scaling[q]);
+        sums[q] = sums_of(job, quad);
     }
     for (int64_t left = job->attend->head_dim; left > 0; left -= STEP, at += STEP * (int64_t)sizeof(Number)) {
         if (left < STEP)
@@ -176,44 +175,40 @@ INLINE void NAME(attend_quads)(const int quads, const Job *job, const Tile *tile
 
 /* Adds a tile to a head's parts. */
 static TARGET void NAME(attend_head)(const Job *job, const Tile *tile, Ahead *keys, Ahead *values, int64_t at,
-                                     const float *queries, Part4 *part) {
+                                     const float *queries, int64_t quad) {
     int64_t left = job->quads;
-    for (; MOST_QUADS > 1 && left >= MOST_QUADS; left -= MOST_QUADS) {
-        NAME(attend_quads)(MOST_QUADS, job, tile, keys, values, at, queries, part);
+    for (; MOST_QUADS > 1 && left >= MOST_QUADS; left -= MOST_QUADS, quad += MOST_QUADS) {
+        NAME(attend_quads)(MOST_QUADS, job, tile, keys, values, at, queries, quad);
         queries += MOST_QUADS * job->quad_floats;
-        part = parts_after(job, part, MOST_QUADS);
     }
-    for (; left; left--) {
-        NAME(attend_quads)(1, job, tile, keys, values, at, queries, part);
+    for (; left; left--, quad++) {
+        NAME(attend_quads)(1, job, tile, keys, values, at, queries, quad);
         queries += job->quad_floats;
-        part = parts_after(job, part, 1);
     }
 }
 
 /* ---------------------------------------------------------------- outputs */
 
-/* The weighted sum of values of one head, from its parts in order; overwrites the first part.
- * parts: of `spans` spans, `apart` quads from each other. */
-INLINE const float *NAME(merge_head)(const Job *job, Part4 *parts, int64_t spans, int64_t apart, int c) {
+/* The weighted sum of values of a head, from its parts in order; overwrites the first one.
+ * head: of all heads of all quads in the first of `spans` spans, which are `apart` heads from each other. */
+INLINE const float *NAME(merge_head)(const Job *job, int64_t head, int64_t spans, int64_t apart) {
     const int64_t stride = job->steps * STEP;
-    float weights[MOST_SPANS], highest = -FLT_MAX, total = 0.0f;
+    float weights[MOST_SPANS], highest = -FLT_MAX, total = 0.0f, *first = job->sums + head * stride;
     for (int64_t p = 0; p < spans; p++) {
-        const Part4 *part = parts_after(job, parts, p * apart);
-        highest = part->highest[c] > highest ? part->highest[c] : highest;
+        const float other = job->highest[head + p * apart];
+        highest = other > highest ? other : highest;
     }
     for (int64_t p = 0; p < spans; p++) {
-        const Part4 *part = parts_after(job, parts, p * apart);
-        weights[p] = exponential(part->highest[c] - highest);
-        total += weights[p] * part->total[c];
+        weights[p] = exponential(job->highest[head + p * apart] - highest);
+        total += weights[p] * job->total[head + p * apart];
     }
     for (int64_t p = 0; p < spans; p++) weights[p] /= total;
-    for (int64_t k = c * stride; k < (c + 1) * stride; k += LANES) {
+    for (int64_t k = 0; k < stride; k += LANES) {
         Floats sums = EVERY(0.0f);
-        for (int64_t p = 0; p < spans; p++)
-            ADD_PRODUCT(sums, LOADED(parts_after(job, parts, p * apart)->sums + k), EVERY(weights[p]));
-        STORE(parts->sums + k, sums);
+        for (int64_t p = 0; p < spans; p++) ADD_PRODUCT(sums, LOADED(first + p * apart * stride + k), EVERY(weights[p]));
+        STORE(first + k, sums);
     }
-    return parts->sums + c * stride;
+    return first;
 }
 
 static TARGET void NAME(merge)(void *argument, int64_t first, int64_t last) {
@@ -223,23 +218,20 @@ static TARGET void NAME(merge)(void *argument, int64_t first, int64_t last) {
     for (int64_t item = first; item < last; item++) {
         const Sequence *sequence = job->sequences + item / attend->heads;
         const int64_t head = item % attend->heads, kv_head = head / group, within = head % group;
-        Part4 *parts = parts_after(job, part_of(job, sequence->spans_before * attend->kv_heads + kv_head),
-                                   within / QUAD);
-        const float *sums = NAME(merge_head)(job, parts, sequence->spans, attend->kv_heads * job->quads,
-                                             (int)(within % QUAD));
+        const int64_t quad = quad_of(job, sequence->spans_before, kv_head), apart = quad_of(job, 1, 0) * QUAD;
+        const float *sums = NAME(merge_head)(job, quad * QUAD + within, sequence->spans, apart);
         Number *out = (Number *)attend->out + item * size;
         for (int64_t at = 0; at < size; at += STEP) {
             Number numbers[STEP];
-            for (int k = 0; k < STEP; k++) numbers[k] = FROM_FLOAT(sums[at + PLACE_OF(k)]);
+            FROM_FLOATS(numbers, sums + at);
             memcpy(out + at, numbers, (size_t)smaller(STEP, size - at) * sizeof *numbers);
         }
     }
 }
 
-static const Loops NAME(loops) = {STEP, NAME(place), NAME(attend_head), NAME(merge)};
+static const Loops NAME(loops) = {STEP, 1, NAME(place), attend_items, NAME(attend_head), NAME(merge)};
 
 #undef NAME
 #undef Number
 #undef VALUES
-#undef PLACE_OF
-#undef FROM_FLOAT
+#undef FROM_FLOATS

@@ -19,15 +19,14 @@
 #define NAME(name) SUFFIXED(name, SUFFIXED(SET, float32))
 #define Number float
 #define VALUES(p, half) LOADED((const float *)(p) + (half) * LANES)
-#define PLACE_OF(k) (k)
-#define FROM_FLOAT(x) (x)
+#define FROM_FLOATS(numbers, halves) memcpy(numbers, halves, sizeof numbers)
 #include "attention_loops.h"
 
 #define NAME(name) SUFFIXED(name, SUFFIXED(SET, bfloat16))
 #define Number uint16_t
 #define VALUES(p, half) ((half) ? ODD(p) : EVEN(p))
-#define PLACE_OF(k) ((k) % 2 * LANES + (k) / 2)
-#define FROM_FLOAT(x) rounded(x)
+#define FROM_FLOATS(numbers, halves) \
+    for (int k = 0; k < LANES; k++) numbers[2 * k] = rounded((halves)[k]), numbers[2 * k + 1] = rounded((halves)[LANES + k])
 #include "attention_loops.h"
 
 #undef INLINE

@@ -6,16 +6,19 @@ Shapes in names as in `devices/torch/kernels.py`.
 from __future__ import annotations
 
 import ctypes
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from moesched.models.config import ModelConfig
 
-from .arguments import Inputs, Layer
 from .attention import AttentionCall
 from .calls import Calls, EmbeddingCall, HeadCall
 from .kernels import Tensor
+
+KEPT_ROWS = 128
+"""Rows up to which a micro-batch keeps its buffers from layer to layer: a prompt's would take too much memory."""
 
 
 class Choices(NamedTuple):
@@ -38,31 +41,54 @@ def choices_for(config: ModelConfig, tokens: int) -> Choices:
 
 
 class StepBuffers:
-    """A micro-batch's results for one number of tokens, and the calls that write them.
+    """Results of a micro-batch's tasks, each allocated by the first call that writes it, and those calls.
 
-    Results are overwritten in each layer and step.
-
-    Attributes:
-        angles: cosines and signed sines (T, 1, d), float32.
-        counts: the rows of each expert.
+    Few rows have the same ones in each layer and step.
     """
 
     def __init__(self, config: ModelConfig, tokens: int) -> None:
-        bfloat16 = torch.bfloat16
+        self._config = config
         self.tokens = tokens
-        self.hidden_TD = torch.empty(tokens, config.hidden, dtype=bfloat16)
-        self.projected_TD = torch.empty_like(self.hidden_TD)
-        self.angles = torch.empty(tokens, 1, config.head_dim), torch.empty(tokens, 1, config.head_dim)
-        self.qkv = (
-            torch.empty(tokens, config.heads, config.head_dim, dtype=bfloat16),
-            torch.empty(tokens, config.kv_heads, config.head_dim, dtype=bfloat16),
-            torch.empty(tokens, config.kv_heads, config.head_dim, dtype=bfloat16),
-        )
-        self.attended_TX = torch.empty(tokens, config.heads * config.head_dim, dtype=bfloat16)
-        self.choices = choices_for(config, tokens)
+        self.hidden_TD = torch.empty(tokens, config.hidden, dtype=torch.bfloat16)
         self.counts = (ctypes.c_int64 * config.experts)()
         self.embedding: EmbeddingCall | None = None
-        self.inputs = Calls[Inputs]()
+        self.inputs = Calls()
         self.attention: dict[int, AttentionCall] = {}
-        self.layers = Calls[Layer]()
+        self.layers = Calls()
         self.heads: dict[int, HeadCall] = {}
+
+    @property
+    def to_keep(self) -> StepBuffers | None:
+        """These buffers for the next layer; None where they would take much memory until then."""
+        return self if self.tokens <= KEPT_ROWS else None
+
+    @cached_property
+    def projected_TD(self) -> Tensor:
+        """The hidden states after the output projection."""
+        return torch.empty_like(self.hidden_TD)
+
+    @cached_property
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines (T, 1, d), float32."""
+        shape = self.tokens, 1, self._config.head_dim
+        return torch.empty(shape), torch.empty(shape)
+
+    @cached_property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (T, H, d), keys and values (T, K, d)."""
+        config = self._config
+        queries, keys, values = (
+            torch.empty(self.tokens, heads, config.head_dim, dtype=torch.bfloat16)
+            for heads in (config.heads, config.kv_heads, config.kv_heads)
+        )
+        return queries, keys, values
+
+    @cached_property
+    def attended_TX(self) -> Tensor:
+        """Attention's output (T, H * d)."""
+        return torch.empty(self.tokens, self._config.heads * self._config.head_dim, dtype=torch.bfloat16)
+
+    @cached_property
+    def choices(self) -> Choices:
+        """The router's result."""
+        return choices_for(self._config, self.tokens)

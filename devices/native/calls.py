@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
 
 import torch
 
@@ -16,28 +15,18 @@ from .kernels import NativeKernels, Tensor, address, check
 MOST_KEPT = 512
 """Calls of one kernel that a micro-batch keeps. Streamed weights have new pointers in every step."""
 
-A = TypeVar("A", bound=ctypes.Structure)
+Call = Callable[[], int]
+"""A native call with its arguments; returns what `check` takes."""
 
 
-class Call(Generic[A]):
-    """A native call with its arguments, which C reads in each call."""
-
-    __slots__ = ("arguments", "run")
-
-    def __init__(self, run: Callable[[], int], arguments: A) -> None:
-        self.arguments = arguments
-        self.run = run
-
-
-class Calls(dict[int, Call[A]]):
+class Calls(dict[int, Call]):
     """Calls of one kernel, by the number of the weights that they read."""
 
-    def keep(self, weights: LayerWeights, call: Call[A]) -> Call[A]:
-        """Keep a call for the next step; returns it."""
+    def keep(self, weights: LayerWeights, call: Call) -> None:
+        """Keep a call for the next step."""
         if len(self) >= MOST_KEPT:
             self.clear()
         self[weights.number] = call
-        return call
 
 
 class EmbeddingCall:

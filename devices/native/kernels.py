@@ -1,4 +1,4 @@
-"""Kernels for a few rows by plain bfloat16 matrices, as fast as memory gives the weights."""
+"""Products by plain bfloat16 matrices: of few rows as fast as memory gives the weights, of many in cache blocks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class NativeKernels:
     ) -> None:
         self._library = library()
         self.instruction_set = instruction_set or instruction_sets()[0]
-        self.most_rows: int = min(most_rows, self._library.moesched_most_batch())
+        self.most_rows = most_rows
         helpers = (usable_cores() if threads is None else threads) - 1
         cores = (ctypes.c_int * helpers)(*affinity()[1 : helpers + 1]) if pin else None
         self._team = self._library.moesched_new_team(self.instruction_set.encode(), helpers, cores)
@@ -55,7 +55,7 @@ class NativeKernels:
         self._team = None
 
     def takes(self, x_TD: Tensor, blocks: Blocks) -> bool:
-        """Whether the kernel takes a product: few rows by a plain bfloat16 matrix in row blocks, on the CPU."""
+        """Whether the kernel takes a product: not too many rows by plain bfloat16 row blocks, on the CPU."""
         few = 0 < len(x_TD) <= self.most_rows
         return few and x_TD.dtype == torch.bfloat16 and x_TD.is_cpu and are_rows(blocks, x_TD.shape[1])
 

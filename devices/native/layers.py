@@ -1,4 +1,4 @@
-"""The tasks of a layer as one native call each, for few rows of bfloat16 models on the CPU.
+"""The tasks of a layer as one native call each, for bfloat16 models on the CPU.
 
 Shapes in names as in `devices/torch/kernels.py`.
 """
@@ -14,7 +14,7 @@ from moesched.models.config import ModelConfig
 
 from .arguments import Head, Inputs, Layer, LayerWeights, Preparation, Tokens
 from .buffers import Choices, StepBuffers, choices_for
-from .calls import Call, EmbeddingCall, HeadCall
+from .calls import EmbeddingCall, HeadCall
 from .compiled import library
 from .kernels import NativeKernels, Tensor, are_rows, check
 
@@ -23,7 +23,7 @@ MOST_SHAPES = 4
 
 
 class NativeLayers:
-    """Runs a model's tasks for few rows; a row's bits depend on no other row, and on the instruction set alone.
+    """Runs a model's tasks; a row's bits depend on no other row, and on the instruction set alone.
 
     Roundings to bfloat16 are where torch has them: after each product, norm, rotation and sum.
     """
@@ -53,13 +53,14 @@ class NativeLayers:
         """Whether the kernels take that many rows."""
         return 0 < rows <= self._kernels.most_rows
 
-    def buffers(self, tokens: int, shapes: dict[int, StepBuffers]) -> StepBuffers:
+    def buffers(self, tokens: int, shapes: dict[int, StepBuffers] | None = None) -> StepBuffers:
         """Buffers for a step of that many tokens: those of an earlier step if `shapes`, which keeps them, has some."""
-        buffers = shapes.get(tokens)
-        if buffers is None:
+        shapes = {} if shapes is None else shapes
+        buffers = shapes.get(tokens) or StepBuffers(self._config, tokens)
+        if buffers.to_keep and tokens not in shapes:
             if len(shapes) == MOST_SHAPES:
                 del shapes[next(iter(shapes))]
-            buffers = shapes[tokens] = StepBuffers(self._config, tokens)
+            shapes[tokens] = buffers
         return buffers
 
     def embed(
@@ -84,23 +85,32 @@ class NativeLayers:
         )
         return EmbeddingCall(self._kernels, arguments)
 
-    def attention_inputs(self, buffers: StepBuffers, hidden_TD: Tensor, weights: LayerWeights) -> None:
-        """Norm, projection and rotation: queries, keys and values."""
-        call = buffers.inputs.get(weights.number) or self._inputs_call(buffers, weights)
-        if hidden_TD is buffers.hidden_TD:
-            check(call.run())
-            return
-        inputs = Inputs.from_buffer_copy(call.arguments)
-        inputs.x = hidden_TD.data_ptr()
-        self._call(self._library.moesched_attention_inputs, inputs)
+    def attention_inputs(
+        self, buffers: StepBuffers, hidden_TD: Tensor, angles: tuple[Tensor, Tensor], weights: LayerWeights
+    ) -> None:
+        """Norm, projection and rotation: queries, keys and values.
 
-    def _inputs_call(self, buffers: StepBuffers, weights: LayerWeights) -> Call[Inputs]:
+        hidden_TD, angles: with those of the buffers, the call is prepared once.
+        """
+        if hidden_TD is buffers.hidden_TD and angles is buffers.angles:
+            call = buffers.inputs.get(weights.number)
+            if call is None:
+                inputs = self._inputs(buffers, hidden_TD, angles, weights)
+                call = self._kernels.bound(self._library.moesched_attention_inputs, inputs)
+                buffers.inputs.keep(weights, call)
+            check(call())
+        else:
+            inputs = self._inputs(buffers, hidden_TD, angles, weights)
+            self._call(self._library.moesched_attention_inputs, inputs)
+
+    def _inputs(
+        self, buffers: StepBuffers, hidden_TD: Tensor, angles: tuple[Tensor, Tensor], weights: LayerWeights
+    ) -> Inputs:
         inputs = weights.arguments(Inputs, self._prepare.inputs)
-        inputs.tokens, inputs.x = buffers.tokens, buffers.hidden_TD.data_ptr()
-        inputs.cosines, inputs.sines = (each.data_ptr() for each in buffers.angles)
+        inputs.tokens, inputs.x = buffers.tokens, hidden_TD.data_ptr()
+        inputs.cosines, inputs.sines = (each.data_ptr() for each in angles)
         inputs.queries, inputs.keys, inputs.values = (each.data_ptr() for each in buffers.qkv)
-        call = Call(self._kernels.bound(self._library.moesched_attention_inputs, inputs), inputs)
-        return buffers.inputs.keep(weights, call)
+        return inputs
 
     def route(self, hidden_TD: Tensor, weights: LayerWeights, into: Choices | None = None) -> Choices:
         """Norm and router.
@@ -119,25 +129,29 @@ class NativeLayers:
     ) -> dict[int, int]:
         """All that follows attention: the new hidden states; returns the rows of each expert that has any.
 
-        hidden_TD, attended_TX: with those of the buffers no arguments are made.
+        hidden_TD, attended_TX: with those of the buffers, the call is prepared once.
         """
-        call = buffers.layers.get(weights.number) or self._layer_call(buffers, weights)
         if hidden_TD is buffers.hidden_TD and attended_TX is buffers.attended_TX:
-            check(call.run())
+            call = buffers.layers.get(weights.number)
+            if call is None:
+                layer = self._layer(buffers, hidden_TD, attended_TX, weights)
+                call = self._kernels.bound(self._library.moesched_moe_layer, layer)
+                buffers.layers.keep(weights, call)
+            check(call())
         else:
-            layer = Layer.from_buffer_copy(call.arguments)
-            layer.residual, layer.attended = hidden_TD.data_ptr(), attended_TX.data_ptr()
+            layer = self._layer(buffers, hidden_TD, attended_TX, weights)
             self._call(self._library.moesched_moe_layer, layer)
         return {expert: rows for expert, rows in enumerate(buffers.counts[:]) if rows}
 
-    def _layer_call(self, buffers: StepBuffers, weights: LayerWeights) -> Call[Layer]:
+    def _layer(
+        self, buffers: StepBuffers, hidden_TD: Tensor, attended_TX: Tensor, weights: LayerWeights
+    ) -> Layer:
         layer = weights.arguments(Layer, self._prepare.layer)
-        layer.tokens, layer.residual = buffers.tokens, buffers.hidden_TD.data_ptr()
-        layer.attended, layer.projected = buffers.attended_TX.data_ptr(), buffers.projected_TD.data_ptr()
+        layer.tokens, layer.residual = buffers.tokens, hidden_TD.data_ptr()
+        layer.attended, layer.projected = attended_TX.data_ptr(), buffers.projected_TD.data_ptr()
         layer.out, layer.counts = buffers.hidden_TD.data_ptr(), ctypes.addressof(buffers.counts)
         _write_choices(layer, buffers.choices)
-        call = Call(self._kernels.bound(self._library.moesched_moe_layer, layer), layer)
-        return buffers.layers.keep(weights, call)
+        return layer
 
     def combine(
         self, y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor, out_TD: Tensor

@@ -38,7 +38,7 @@ static void norm_part(void *argument, int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++) {
         uint16_t *normed = job->normed + row * hidden;
         normalise(&job->head->norm, hidden, job->head->x + job->head->chosen[row] * hidden, normed);
-        job->multiplier->place_row(&job->product, (int)row, normed);
+        job->multiplier->place_row(&job->product, row, normed);
     }
 }
 
@@ -89,11 +89,10 @@ API int moesched_logits(Team *team, const Head *head) {
     job.normed = (uint16_t *)(memory + placed);
     job.bits = job.normed + normed;
     job.largest = (int16_t *)(job.bits + bits);
-    Task task = {&job,
-                 3,
-                 {{norm_part, head->rows, 1, 0, 0},
-                  {project_part, head->vocabulary, job.chunk, 0, 0},
-                  {choose_part, head->rows, 1, 0, 0}}};
+    Phase phases[] = {{norm_part, head->rows, 1, 0, 0},
+                      {project_part, head->vocabulary, job.chunk, 0, 0},
+                      {choose_part, head->rows, 1, 0, 0}};
+    Task task = {&job, 3, phases};
     run(team, &task, head->hidden * head->vocabulary * (int64_t)sizeof(uint16_t));
     return 0;
 }

@@ -26,30 +26,46 @@ typedef struct {
     uint16_t *out; /* (tokens, hidden) */
 } Layer;
 
-enum { COLUMNS = 512 }; /* of a token, that are summed over its experts by one thread */
+enum {
+    COLUMNS = 512,        /* of a token, that are summed over its experts by one thread */
+    ROWS_AT_ONCE = 1024,  /* of all experts, between their matrices: bounds the memory for any number of tokens */
+    PLACED_AT_ONCE = 4,   /* rows that a thread takes at a time */
+};
 
+/* Rows of experts are sorted by expert, then by token. They are multiplied ROWS_AT_ONCE at a time: a wave. */
 typedef struct {
     const Layer *layer;
     const Multiplier *multiplier;
     Product output, router;
-    Experts experts;
-    char *memory; /* of the experts */
-    uint16_t *y; /* (tokens * top_k, hidden): rows sorted by expert, then by token */
-    int64_t *rows; /* (tokens, top_k): of y */
-    Phase *gates, *downs; /* whose items are known after the router */
+    Experts experts; /* of the wave */
+    char *memory;    /* of the wave's products */
+    uint16_t *y;     /* (tokens * top_k, hidden) */
+    int64_t *rows;   /* (tokens, top_k): of y */
+    int64_t *tokens; /* (tokens * top_k): of each row */
+    int64_t *ends;   /* (experts): behind the last row of each */
+    int64_t first, last; /* rows of the wave */
+    Phase *phases;   /* of the experts, whose items are known after the router: WAVE_PHASES of each wave */
 } Job;
+
+enum { BEGIN, GATHER, GATE, DOWN, WAVE_PHASES };
+
+static void place_part(void *argument, int64_t first, int64_t last) {
+    const Job *job = argument;
+    const Layer *layer = job->layer;
+    for (int64_t t = first; t < last; t++)
+        job->multiplier->place_row(&job->output, t, layer->attended + t * layer->attended_width);
+}
+
+ANY_WIDTH static void add(int64_t count, const uint16_t *residual, uint16_t *projected) {
+    for (int64_t i = 0; i < count; i++) projected[i] = rounded(widened(residual[i]) + widened(projected[i]));
+}
 
 static void project_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Layer *layer = job->layer;
-    float out[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
-    job->multiplier->multiply(&job->output, first, last, out);
-    for (int64_t t = 0; t < layer->tokens; t++)
-        for (int64_t n = first; n < last; n++) {
-            const float projected = widened(rounded(out[(n - first) * layer->tokens + t]));
-            const int64_t at = t * layer->hidden + n;
-            layer->projected[at] = rounded(widened(layer->residual[at]) + projected);
-        }
+    write_rounded(job->multiplier, &job->output, first, last, layer->projected);
+    for (int64_t at = first; at < layer->tokens * layer->hidden; at += layer->hidden)
+        add(last - first, layer->residual + at, layer->projected + at);
 }
 
 static void norm_part(void *argument, int64_t first, int64_t last) {
@@ -59,7 +75,7 @@ static void norm_part(void *argument, int64_t first, int64_t last) {
     for (int64_t t = first; t < last; t++) {
         uint16_t *x = layer->x + t * layer->hidden;
         normalise(&layer->norm, layer->hidden, before + t * layer->hidden, x);
-        job->multiplier->place_row(&job->router, (int)t, x);
+        job->multiplier->place_row(&job->router, t, x);
     }
 }
 
@@ -67,10 +83,13 @@ static void router_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Layer *layer = job->layer;
     float out[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
-    job->multiplier->multiply(&job->router, first, last, out);
-    for (int64_t t = 0; t < layer->tokens; t++)
-        for (int64_t e = first; e < last; e++)
-            layer->logits[t * layer->experts + e] = out[(e - first) * layer->tokens + t];
+    for (int64_t row = 0; row < layer->tokens; row += MOST_BATCH) {
+        const Product group = group_at(&job->router, row, job->multiplier->step_bytes);
+        job->multiplier->multiply(&group, first, last, out);
+        for (int64_t t = 0; t < group.batch; t++)
+            for (int64_t e = first; e < last; e++)
+                layer->logits[(row + t) * layer->experts + e] = out[(e - first) * group.batch + t];
+    }
 }
 
 /* NaN counts as the greatest, as in torch; of equal logits the first one is chosen. */
@@ -106,7 +125,29 @@ static void choose_part(void *argument, int64_t first, int64_t last) {
                layer->weights + t * layer->top_k);
 }
 
-/* Gives each expert its rows, and the later phases their items. */
+/* Begins the next wave: its experts, and the items of its phases. */
+static void begin_wave(Job *job) {
+    const Layer *layer = job->layer;
+    const int64_t rows = layer->tokens * layer->top_k;
+    Phase *phases = job->phases + job->last / ROWS_AT_ONCE * WAVE_PHASES;
+    char *memory = job->memory;
+    job->first = job->last;
+    job->last = rows - job->first < ROWS_AT_ONCE ? rows : job->first + ROWS_AT_ONCE;
+    job->experts.count = 0;
+    for (int64_t e = 0; e < layer->experts; e++) {
+        const int64_t begins = job->ends[e] - layer->counts[e], first = begins < job->first ? job->first : begins;
+        const int64_t last = job->ends[e] < job->last ? job->ends[e] : job->last;
+        if (first >= last) continue;
+        job->experts.experts[job->experts.count++] =
+            expert_in(&job->experts, last - first, layer->expert_weights + e, job->y + first * layer->hidden, memory);
+        memory += expert_bytes(job->multiplier, last - first, layer->hidden, layer->width);
+    }
+    phases[GATHER].items = job->last - job->first;
+    phases[GATE].items = job->experts.count * layer->width;
+    phases[DOWN].items = job->experts.count * layer->hidden;
+}
+
+/* Sorts the rows, and begins the first wave. */
 static void group_part(void *argument, int64_t first, int64_t last) {
     (void)first, (void)last;
     Job *job = argument;
@@ -114,25 +155,31 @@ static void group_part(void *argument, int64_t first, int64_t last) {
     const int64_t pairs = layer->tokens * layer->top_k;
     for (int64_t e = 0; e < layer->experts; e++) layer->counts[e] = 0;
     for (int64_t pair = 0; pair < pairs; pair++) layer->counts[layer->chosen[pair]]++;
-    char *memory = job->memory;
-    uint16_t *y = job->y;
-    job->experts.count = 0;
-    for (int64_t e = 0; e < layer->experts; e++) {
-        const int64_t rows = layer->counts[e];
-        if (!rows) continue;
-        Expert *expert = job->experts.experts + job->experts.count++;
-        *expert = expert_in(&job->experts, rows, layer->expert_weights + e, y, memory);
-        int row = 0;
-        for (int64_t pair = 0; pair < pairs; pair++) {
-            if (layer->chosen[pair] != e) continue;
-            job->rows[pair] = (y - job->y) / layer->hidden + row;
-            job->multiplier->place_row(&expert->gate, row++, layer->x + pair / layer->top_k * layer->hidden);
-        }
-        memory += expert_bytes(job->multiplier, rows, layer->hidden, layer->width);
-        y += rows * layer->hidden;
+    int64_t row = 0;
+    for (int64_t e = 0; e < layer->experts; row += layer->counts[e++]) job->ends[e] = row;
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        job->rows[pair] = job->ends[layer->chosen[pair]]++;
+        job->tokens[job->rows[pair]] = pair / layer->top_k;
     }
-    job->gates->items = job->experts.count * layer->width;
-    job->downs->items = job->experts.count * layer->hidden;
+    begin_wave(job);
+}
+
+static void begin_part(void *job, int64_t first, int64_t last) {
+    (void)first, (void)last;
+    begin_wave(job);
+}
+
+/* Rows [first, last) of the wave. */
+static void gather_part(void *argument, int64_t first, int64_t last) {
+    const Job *job = argument;
+    const Layer *layer = job->layer;
+    const Expert *expert = job->experts.experts;
+    int64_t before = 0; /* rows of the experts before */
+    for (int64_t row = first; row < last; row++) {
+        for (; row - before >= expert->gate.batch; expert++) before += expert->gate.batch;
+        const uint16_t *x = layer->x + job->tokens[job->first + row] * layer->hidden;
+        job->multiplier->place_row(&expert->gate, row - before, x);
+    }
 }
 
 static void gate_part(void *argument, int64_t first, int64_t last) {
@@ -144,7 +191,7 @@ static void down_part(void *argument, int64_t first, int64_t last) {
 }
 
 /* Columns [first, last) of a token: the residual plus its experts' outputs, added in the order of its choices. */
-static void combine(int64_t hidden, int64_t top_k, const uint16_t *y, const int64_t *rows, const float *weights,
+ANY_WIDTH static void combine(int64_t hidden, int64_t top_k, const uint16_t *y, const int64_t *rows, const float *weights,
                     const uint16_t *residual, uint16_t *out, int64_t first, int64_t last) {
     float total[COLUMNS];
     const int64_t count = last - first;
@@ -187,27 +234,43 @@ static int64_t give_router(Job *job, char *memory) {
     return before + placed_bytes(job->multiplier, &job->router);
 }
 
-static int64_t give_experts(Job *job, char *memory) {
-    const Layer *layer = job->layer;
-    const int64_t pairs = layer->tokens * layer->top_k;
-    const int64_t most = pairs < layer->experts ? pairs : layer->experts;
-    const int64_t sizes[] = {on_line(most * (int64_t)sizeof(Expert)), on_line(pairs * (int64_t)sizeof(int64_t)),
-                             on_line(pairs * layer->hidden * (int64_t)sizeof(uint16_t))};
-    if (memory) {
-        job->experts.experts = (Expert *)memory;
-        job->rows = (int64_t *)(memory + sizes[0]);
-        job->y = (uint16_t *)(memory + sizes[0] + sizes[1]);
-        job->memory = memory + sizes[0] + sizes[1] + sizes[2];
-    }
-    /* However the rows are divided, those of one row each need the most. */
-    return sizes[0] + sizes[1] + sizes[2] + pairs * expert_bytes(job->multiplier, 1, layer->hidden, layer->width);
+static int64_t waves_of(const Layer *layer) {
+    return (layer->tokens * layer->top_k + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
 }
 
-static Phase *add(Task *task, Part part, int64_t items, int64_t chunk) {
+enum { OTHER_PHASES = 6 };
+
+/* What the phases need beside the products before the experts, in `memory`; NULL only counts its bytes. */
+static int64_t give_experts(Job *job, Task *task, char *memory) {
+    const Layer *layer = job->layer;
+    const int64_t number = sizeof(int64_t), pairs = layer->tokens * layer->top_k;
+    const int64_t phases = OTHER_PHASES + waves_of(layer) * WAVE_PHASES;
+    const int64_t at_once = pairs < ROWS_AT_ONCE ? pairs : ROWS_AT_ONCE;
+    const int64_t experts = at_once < layer->experts ? at_once : layer->experts;
+    const int64_t sizes[] = {phases * (int64_t)sizeof(Phase), experts * (int64_t)sizeof(Expert), pairs * number,
+                             pairs * number, layer->experts * number,
+                             pairs * layer->hidden * (int64_t)sizeof(uint16_t),
+                             /* however the rows are divided, those of one row each need the most */
+                             at_once * expert_bytes(job->multiplier, 1, layer->hidden, layer->width)};
+    enum { PARTS = sizeof sizes / sizeof *sizes };
+    char *part[PARTS];
+    int64_t bytes = 0;
+    for (int i = 0; i < PARTS; bytes += on_line(sizes[i++])) part[i] = memory + (memory ? bytes : 0);
+    if (memory) {
+        task->phase = (Phase *)part[0];
+        job->experts.experts = (Expert *)part[1];
+        job->rows = (int64_t *)part[2];
+        job->tokens = (int64_t *)part[3];
+        job->ends = (int64_t *)part[4];
+        job->y = (uint16_t *)part[5];
+        job->memory = part[6];
+    }
+    return bytes;
+}
+
+static Phase *add_phase(Task *task, Part part, int64_t items, int64_t chunk) {
     Phase *phase = task->phase + task->phases++;
-    phase->part = part;
-    phase->items = items;
-    phase->chunk = chunk;
+    *phase = (Phase){part, items, chunk, 0, 0};
     return phase;
 }
 
@@ -216,23 +279,26 @@ static int64_t add_router(Team *team, Task *task, Job *job) {
     const Layer *layer = job->layer;
     int64_t weights = 0;
     if (layer->output_weights) {
-        for (int row = 0; row < layer->tokens; row++)
-            job->multiplier->place_row(&job->output, row, layer->attended + row * layer->attended_width);
-        add(task, project_part, layer->hidden, chunk_of(team, layer->hidden));
+        add_phase(task, place_part, layer->tokens, PLACED_AT_ONCE);
+        add_phase(task, project_part, layer->hidden, chunk_of(team, layer->hidden));
         weights += layer->attended_width * layer->hidden;
     }
-    add(task, norm_part, layer->tokens, 1);
-    if (layer->router) add(task, router_part, layer->experts, WHOLE_TILES);
-    add(task, choose_part, layer->tokens, 1);
+    add_phase(task, norm_part, layer->tokens, 1);
+    if (layer->router) add_phase(task, router_part, layer->experts, WHOLE_TILES);
+    add_phase(task, choose_part, layer->tokens, 1);
     return (weights + layer->hidden * layer->experts) * (int64_t)sizeof(uint16_t);
 }
 
 static int64_t add_experts(Team *team, Task *task, Job *job) {
     const Layer *layer = job->layer;
-    add(task, group_part, 1, 1);
-    job->gates = add(task, gate_part, 0, chunk_of(team, layer->width));
-    job->downs = add(task, down_part, 0, chunk_of(team, layer->hidden));
-    add(task, combine_part, layer->tokens * ((layer->hidden + COLUMNS - 1) / COLUMNS), 1);
+    job->phases = task->phase + task->phases;
+    for (int64_t wave = 0; wave < waves_of(layer); wave++) {
+        add_phase(task, wave ? begin_part : group_part, 1, 1);
+        add_phase(task, gather_part, 0, PLACED_AT_ONCE);
+        add_phase(task, gate_part, 0, chunk_of(team, layer->width));
+        add_phase(task, down_part, 0, chunk_of(team, layer->hidden));
+    }
+    add_phase(task, combine_part, layer->tokens * ((layer->hidden + COLUMNS - 1) / COLUMNS), 1);
     return 3 * layer->hidden * layer->width * (int64_t)sizeof(uint16_t);
 }
 
@@ -242,7 +308,8 @@ API int moesched_route(Team *team, const Layer *layer) {
     char *memory = scratch(give_router(&job, NULL));
     if (!memory) return -1;
     give_router(&job, memory);
-    Task task = {.job = &job};
+    Phase phases[OTHER_PHASES];
+    Task task = {&job, 0, phases};
     const int64_t bytes = add_router(team, &task, &job);
     run(team, &task, bytes);
     return 0;
@@ -252,12 +319,12 @@ API int moesched_route(Team *team, const Layer *layer) {
 API int moesched_moe_layer(Team *team, const Layer *layer) {
     Job job = {.layer = layer, .multiplier = multiplier_of(team)};
     job.experts = (Experts){job.multiplier, layer->hidden, layer->width, 0, NULL};
+    Task task = {.job = &job};
     const int64_t before = give_router(&job, NULL);
-    char *memory = scratch(before + give_experts(&job, NULL));
+    char *memory = scratch(before + give_experts(&job, &task, NULL));
     if (!memory) return -1;
     give_router(&job, memory);
-    give_experts(&job, memory + before);
-    Task task = {.job = &job};
+    give_experts(&job, &task, memory + before);
     int64_t bytes = add_router(team, &task, &job);
     bytes += add_experts(team, &task, &job);
     run(team, &task, bytes);

@@ -7,7 +7,7 @@
 
 enum { LANES = 16 };
 
-static float sum_of(const float *lanes) {
+static inline float sum_of(const float *lanes) {
     float sums[LANES];
     memcpy(sums, lanes, sizeof sums);
     for (int width = LANES / 2; width; width /= 2)
@@ -15,7 +15,7 @@ static float sum_of(const float *lanes) {
     return sums[0];
 }
 
-static float mean_of(int64_t count, const uint16_t *x) {
+static inline float mean_of(int64_t count, const uint16_t *x) {
     float lanes[LANES] = {0};
     for (int64_t i = 0; i < count / LANES * LANES; i += LANES)
         for (int lane = 0; lane < LANES; lane++) lanes[lane] += widened(x[i + lane]);
@@ -23,7 +23,7 @@ static float mean_of(int64_t count, const uint16_t *x) {
     return sum_of(lanes) / (float)count;
 }
 
-static float mean_square_of(int64_t count, const uint16_t *x, float mean) {
+static inline float mean_square_of(int64_t count, const uint16_t *x, float mean) {
     float lanes[LANES] = {0};
     for (int64_t i = 0; i < count / LANES * LANES; i += LANES)
         for (int lane = 0; lane < LANES; lane++) {
@@ -37,7 +37,7 @@ static float mean_square_of(int64_t count, const uint16_t *x, float mean) {
     return sum_of(lanes) / (float)count;
 }
 
-void normalise(const Norm *norm, int64_t count, const uint16_t *x, uint16_t *y) {
+ANY_WIDTH void normalise(const Norm *norm, int64_t count, const uint16_t *x, uint16_t *y) {
     const float mean = norm->subtracts_mean ? mean_of(count, x) : 0.0f;
     const float scale = 1.0f / sqrtf(mean_square_of(count, x, mean) + (float)norm->epsilon);
     for (int64_t i = 0; i < count; i++) y[i] = rounded((widened(x[i]) - mean) * scale * widened(norm->weight[i]));

@@ -9,6 +9,13 @@
 #error "needs a little-endian processor, and GCC or Clang"
 #endif
 
+/* Before a function whose loops are compiled for several widths of vectors: the bits are the same. */
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
+#define ANY_WIDTH __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#else
+#define ANY_WIDTH
+#endif
+
 static inline float from_bits(uint32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof value);

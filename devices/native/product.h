@@ -7,7 +7,7 @@
 #include "team.h"
 
 enum {
-    MOST_BATCH = 128,         /* rows of x in one product */
+    MOST_BATCH = 128,        /* rows of x that are multiplied at once: a group */
     WHOLE_TILES = 96,        /* a multiple of the rows of every tile, and of every step */
     MOST_OUTPUTS = 2 * WHOLE_TILES, /* outputs of one call */
 };
@@ -18,8 +18,9 @@ typedef struct {
     int64_t count;
 } Rows;
 
-/* x times the transpose of a matrix given as row blocks, top to bottom. x is stored as panels of a few rows, as equal
- * as possible: panel after panel, in each panel step after step, in each step row after row. */
+/* x times the transpose of a matrix given as row blocks, top to bottom. x is stored as groups of MOST_BATCH rows, the
+ * last one with what is left; a group as panels of a few rows, as equal as possible: panel after panel, in each panel
+ * step after step, in each step row after row. */
 typedef struct {
     int64_t batch, inputs, outputs;
     int64_t steps; /* of all inputs, the last one filled up with zeros */
@@ -31,12 +32,13 @@ typedef struct {
 typedef struct {
     int64_t step, step_bytes;
     /* Puts inputs [first, last) of a row of x, `gap` numbers apart at `values`, where `multiply` looks for them. */
-    void (*place)(const Product *product, int row, int64_t first, int64_t last, const uint16_t *values, int64_t gap);
+    void (*place)(const Product *product, int64_t row, int64_t first, int64_t last, const uint16_t *values, int64_t gap);
     /* Puts a whole row of x there. */
-    void (*place_row)(const Product *product, int row, const uint16_t *values);
-    /* Outputs [first, last) for all rows of x: out[output - first][row of x], with room for MOST_OUTPUTS, on a cache line. */
+    void (*place_row)(const Product *product, int64_t row, const uint16_t *values);
+    /* Outputs [first, last) for all rows of one group: out[output - first][row of x], on a cache line, with room for
+     * MOST_OUTPUTS. */
     void (*multiply)(const Product *product, int64_t first, int64_t last, float *out);
-    /* The same as bfloat16: y (batch, outputs). */
+    /* Outputs [first, last) for all rows of x, as bfloat16: y (batch, outputs). */
     void (*write)(const Product *product, int64_t first, int64_t last, uint16_t *y);
     /* Numbers [first, last) of silu(gate x) * up x, rounded once and put where `down` looks for them. */
     void (*gated)(const Product *gate, const Product *up, const Product *down, int64_t first, int64_t last);
@@ -51,6 +53,14 @@ Product product_of(const Multiplier *multiplier, int64_t batch, int64_t inputs, 
 int64_t placed_bytes(const Multiplier *multiplier, const Product *product);
 
 void give_memory(const Multiplier *multiplier, Product *product, char *memory);
+
+/* The group of rows that begins with `row`, as a product of its own. */
+static inline Product group_at(const Product *product, int64_t row, int64_t step_bytes) {
+    Product rows = *product;
+    rows.batch = product->batch - row < MOST_BATCH ? product->batch - row : MOST_BATCH;
+    rows.x = product->x + row * product->steps * step_bytes;
+    return rows;
+}
 
 /* Outputs [first, last) for all rows of x, as bfloat16: y (batch, outputs). */
 void write_rounded(const Multiplier *multiplier, const Product *product, int64_t first, int64_t last, uint16_t *y);

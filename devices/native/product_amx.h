@@ -6,6 +6,8 @@
  * blocks.
  */
 
+#include "tiles.h"
+
 #define ISA(name) name##_amx_bf16
 #define TARGET __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl")))
 #define INLINE static inline __attribute__((always_inline)) TARGET
@@ -14,7 +16,7 @@
 #define STEP 32
 #define STEP_BYTES 64
 #define COLUMNS 16
-#define MOST_SUMS 12288
+#define MOST_SUMS (MOST_OUTPUTS * MOST_BATCH)
 #define SUMMED_ROWS 96
 
 /* Numbers of tiles. */
@@ -31,21 +33,15 @@
  * x is loaded less often. */
 enum { LINES = 16, LINE_BYTES = 64, PAIR_BYTES = 4, FEW_COLUMNS = 8, FEW_ROWS = 4, MANY_ROWS = 8 };
 
+/* From FEW_PANELS panels on, all of x passes over SQUARE rows of weights at a time, PASS_STEPS steps of them: a pair of
+ * panels stays in the first-level cache, the weights in the second-level one. */
+enum { FEW_PANELS = 2, SQUARE = 2 * LINES, PASS_STEPS = 8 };
+
 /* Inputs from a weight to the one that is prefetched meanwhile: the fewer, the more rows a tile has. */
 INLINE int64_t ahead_of(int rows) {
     const int64_t ahead = AHEAD * FEW_ROWS / rows / STEP * STEP;
     return ahead < STEP ? STEP : ahead;
 }
-
-/* The layout of the processor's tile configuration. */
-typedef struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t line_bytes[16];
-    uint8_t lines[16];
-} TileShapes;
-
-/* The intrinsics do not tell the compiler which memory they read and write. */
-#define MEMORY_IS_READ_OR_WRITTEN __asm__ volatile("" ::: "memory")
 
 /* A panel of x, or two, which are multiplied by two tiles of weights at once: so each tile that is loaded has two
  * products, and none has to wait for the one before. */
@@ -53,7 +49,17 @@ typedef struct {
     int columns, more_columns; /* 0 for one panel */
     const char *x, *more_x;
     float *sums, *more_sums;
+    int first_ahead, rows_ahead; /* of each two tiles of weights, the part that is prefetched with this pair */
 } PanelPair;
+
+/* The sums so far; zeros where a product begins. */
+#define LOAD_SUMS(tile, begins, from, bytes)                                                                          \
+    do {                                                                                                              \
+        if (begins)                                                                                                   \
+            _tile_zero(tile);                                                                                         \
+        else                                                                                                          \
+            _tile_loadd(tile, from, bytes);                                                                           \
+    } while (0)
 
 /* For tiles of `rows` rows of weights, and the rows of x of a pair. */
 INLINE void ISA(shape_tiles)(int rows, const PanelPair *pair) {
@@ -63,11 +69,11 @@ INLINE void ISA(shape_tiles)(int rows, const PanelPair *pair) {
     const TileShapes shapes = {
         .palette = 1,
         .lines = {[SUMS] = lines, [WEIGHTS] = lines, [INPUTS] = LINES, [MORE_SUMS] = more_lines,
-                  [MORE_INPUTS] = more_bytes ? LINES : 0, [LOWER_SUMS] = more_lines, [LOWER_MORE_SUMS] = more_lines,
-                  [LOWER_WEIGHTS] = more_lines},
+                  [MORE_INPUTS] = more_bytes ? LINES : 0, [LOWER_SUMS] = lines, [LOWER_MORE_SUMS] = more_lines,
+                  [LOWER_WEIGHTS] = lines},
         .line_bytes = {[SUMS] = x_bytes, [WEIGHTS] = LINE_BYTES, [INPUTS] = x_bytes, [MORE_SUMS] = more_bytes,
-                       [MORE_INPUTS] = more_bytes, [LOWER_SUMS] = more_bytes ? x_bytes : 0,
-                       [LOWER_MORE_SUMS] = more_bytes, [LOWER_WEIGHTS] = more_bytes ? LINE_BYTES : 0},
+                       [MORE_INPUTS] = more_bytes, [LOWER_SUMS] = x_bytes,
+                       [LOWER_MORE_SUMS] = more_bytes, [LOWER_WEIGHTS] = LINE_BYTES},
     };
     MEMORY_IS_READ_OR_WRITTEN;
     _tile_loadconfig(&shapes);
@@ -86,26 +92,36 @@ INLINE void ISA(add_step)(const PanelPair *pair, const uint16_t *weights, int64_
     if (lower) {
         _tile_loadd(LOWER_WEIGHTS, weights + lower, bytes);
         _tile_dpbf16ps(LOWER_SUMS, LOWER_WEIGHTS, INPUTS);
-        _tile_dpbf16ps(LOWER_MORE_SUMS, LOWER_WEIGHTS, MORE_INPUTS);
+        if (pair->more_columns) _tile_dpbf16ps(LOWER_MORE_SUMS, LOWER_WEIGHTS, MORE_INPUTS);
     }
 }
 
 /* The product of `rows` rows of weights, in two tiles if `doubled`, and the rows of x of a pair, whose sums begin at
- * `sums_at`. */
-INLINE void ISA(tile)(int rows, int doubled, const PanelPair *pair, const Tile *tile, int64_t sums_at) {
+ * `sums_at`. ahead: where prefetching is shared by pairs of panels, the pair's part of the weights. */
+INLINE void ISA(tile)(int rows, int doubled, const PanelPair *pair, const Tile *tile, int64_t sums_at,
+                      const uint16_t *ahead) {
     const uint16_t *weights = tile->weights;
+    const int more = pair->more_columns, begins = tile->begins;
     const int64_t sums_bytes = tile->sums_stride * (int64_t)sizeof *pair->sums;
     const int64_t lower = doubled ? rows / 2 * tile->stride : 0, lower_at = sums_at + rows / 2 * tile->sums_stride;
+    int64_t column = 0;
     MEMORY_IS_READ_OR_WRITTEN;
-    _tile_loadd(SUMS, pair->sums + sums_at, sums_bytes);
-    if (pair->more_columns) _tile_loadd(MORE_SUMS, pair->more_sums + sums_at, sums_bytes);
-    if (doubled) {
-        _tile_loadd(LOWER_SUMS, pair->sums + lower_at, sums_bytes);
-        _tile_loadd(LOWER_MORE_SUMS, pair->more_sums + lower_at, sums_bytes);
-    }
+    LOAD_SUMS(SUMS, begins, pair->sums + sums_at, sums_bytes);
+    if (more) LOAD_SUMS(MORE_SUMS, begins, pair->more_sums + sums_at, sums_bytes);
+    if (doubled) LOAD_SUMS(LOWER_SUMS, begins, pair->sums + lower_at, sums_bytes);
+    if (doubled && more) LOAD_SUMS(LOWER_MORE_SUMS, begins, pair->more_sums + lower_at, sums_bytes);
     for (int64_t step = 0; step < tile->steps; step++, weights += STEP) {
-        const uint16_t *ahead = weights + ahead_of(rows) + (step < tile->turn ? 0 : tile->gap);
-        for (int r = 0; r < rows; r++) __builtin_prefetch(ahead + r * tile->stride, 0, 3);
+        if (!pair->rows_ahead) {
+            const uint16_t *alone = weights + ahead_of(rows) + (step < tile->turn ? 0 : tile->gap);
+            for (int r = 0; r < rows; r++) __builtin_prefetch(alone + r * tile->stride, 0, 3);
+        } else if (ahead) {
+            for (int r = 0; r < pair->rows_ahead; r++, ahead += STEP) {
+                __builtin_prefetch(ahead, 0, 2);
+                if (++column < tile->steps) continue;
+                column = 0;
+                ahead += tile->stride - tile->steps * STEP;
+            }
+        }
         ISA(add_step)(pair, weights, tile->stride, lower, step);
     }
     if (tile->rest) {
@@ -116,11 +132,9 @@ INLINE void ISA(tile)(int rows, int doubled, const PanelPair *pair, const Tile *
         ISA(add_step)(pair, padded, STEP, doubled ? rows / 2 * STEP : 0, tile->steps);
     }
     _tile_stored(SUMS, pair->sums + sums_at, sums_bytes);
-    if (pair->more_columns) _tile_stored(MORE_SUMS, pair->more_sums + sums_at, sums_bytes);
-    if (doubled) {
-        _tile_stored(LOWER_SUMS, pair->sums + lower_at, sums_bytes);
-        _tile_stored(LOWER_MORE_SUMS, pair->more_sums + lower_at, sums_bytes);
-    }
+    if (more) _tile_stored(MORE_SUMS, pair->more_sums + sums_at, sums_bytes);
+    if (doubled) _tile_stored(LOWER_SUMS, pair->sums + lower_at, sums_bytes);
+    if (doubled && more) _tile_stored(LOWER_MORE_SUMS, pair->more_sums + lower_at, sums_bytes);
     MEMORY_IS_READ_OR_WRITTEN;
 }
 
@@ -130,51 +144,98 @@ INLINE void ISA(rows_of_tiles)(const Stretch *stretch, const PanelPair *pair, in
                                int doubled) {
     const int64_t inputs = stretch->product->inputs, sums_row = stretch->product->batch;
     Tile tile = {.stride = count * inputs, .sums_stride = count * sums_row, .steps = stretch->steps,
-                 .rest = stretch->rest, .turn = stretch->steps - ahead_of(rows) / STEP};
+                 .rest = stretch->rest, .begins = !stretch->first, .turn = stretch->steps - ahead_of(rows) / STEP};
     if (!count) return;
     ISA(shape_tiles)(doubled ? rows / 2 : rows, pair);
     for (int64_t row = 0; row < count; row++) {
         tile.weights = stretch->weights + (first + row) * inputs;
         tile.gap = first ? 0 : gap_behind(stretch, row, count, STEP);
-        ISA(tile)(rows, doubled, pair, &tile, (first + row) * sums_row);
+        ISA(tile)(rows, doubled, pair, &tile, (first + row) * sums_row, NULL);
     }
 }
 
-/* A pair of panels by the weights of a stretch. */
-INLINE void ISA(pair)(const Stretch *stretch, const PanelPair *pair) {
-    int64_t done = 0;
-    if (pair->more_columns) {
-        const int64_t count = stretch->rows / (2 * LINES);
-        ISA(rows_of_tiles)(stretch, pair, 0, count, 2 * LINES, 1);
-        done = count * 2 * LINES;
-    }
+/* Weights of a stretch from row `done` on, by a pair of panels. */
+INLINE void ISA(few_rows)(const Stretch *stretch, const PanelPair *pair, int64_t done) {
     const int64_t left = stretch->rows - done;
-    if (pair->columns <= FEW_COLUMNS) {
+    const int rows = pair->columns <= FEW_COLUMNS ? FEW_ROWS : MANY_ROWS;
+    if (rows == FEW_ROWS)
         ISA(rows_of_tiles)(stretch, pair, done, left / FEW_ROWS, FEW_ROWS, 0);
-        done += left / FEW_ROWS * FEW_ROWS;
-    } else {
+    else
         ISA(rows_of_tiles)(stretch, pair, done, left / MANY_ROWS, MANY_ROWS, 0);
-        done += left / MANY_ROWS * MANY_ROWS;
-    }
+    done += left / rows * rows;
     if (done < stretch->rows) ISA(rows_of_tiles)(stretch, pair, done, 1, (int)(stretch->rows - done), 0);
-    _tile_release();
+}
+
+/* A panel of x, and the next one if there is one. */
+INLINE PanelPair ISA(pair_of)(const Stretch *stretch, int number, float *sums) {
+    const Product *product = stretch->product;
+    const Panels *panels = stretch->panels;
+    const Panel one = panels->panel[number];
+    const char *x = product->x + (one.column * product->steps + one.columns * stretch->first) * STEP_BYTES;
+    PanelPair pair = {.columns = one.columns, .x = x, .sums = sums + one.column};
+    if (number + 1 < panels->count) {
+        const Panel more = panels->panel[number + 1];
+        pair.more_columns = more.columns;
+        pair.more_x = product->x + (more.column * product->steps + more.columns * stretch->first) * STEP_BYTES;
+        pair.more_sums = sums + more.column;
+    }
+    return pair;
+}
+
+/* One panel or two by all weights of a stretch. */
+INLINE void ISA(few_panels)(const Stretch *stretch, float *sums) {
+    const PanelPair pair = ISA(pair_of)(stretch, 0, sums);
+    const int64_t squares = pair.more_columns ? stretch->rows / SQUARE : 0;
+    ISA(rows_of_tiles)(stretch, &pair, 0, squares, SQUARE, 1);
+    ISA(few_rows)(stretch, &pair, squares * SQUARE);
+}
+
+/* A pair of panels by weights that follow each other, SQUARE rows at a time. */
+INLINE void ISA(squares)(const Stretch *stretch, const PanelPair *pair, int64_t count) {
+    const int64_t inputs = stretch->product->inputs, sums_row = stretch->product->batch;
+    Tile tile = {.stride = inputs, .sums_stride = sums_row, .steps = stretch->steps, .rest = stretch->rest,
+                 .begins = !stretch->first};
+    const uint16_t *ahead = stretch->next ? stretch->next + pair->first_ahead * count * inputs : NULL;
+    for (int64_t number = 0; number < count; number++) {
+        tile.weights = stretch->weights + number * SQUARE * inputs;
+        ISA(tile)(SQUARE, 1, pair, &tile, number * SQUARE * sums_row, ahead);
+        if (ahead) ahead += pair->rows_ahead * inputs;
+    }
+}
+
+/* All panels by a few steps of the weights of a stretch. */
+INLINE void ISA(pass)(const Stretch *pass, float *sums) {
+    const int panels = pass->panels->count;
+    const int64_t squares = pass->rows / SQUARE;
+    int columns = 0, more_columns = 0; /* of the tiles' shapes */
+    for (int number = 0; number < panels; number += 2) {
+        PanelPair pair = ISA(pair_of)(pass, number, sums);
+        if (squares * SQUARE < pass->rows) ISA(few_rows)(pass, &pair, squares * SQUARE), columns = 0;
+        if (pair.columns != columns || pair.more_columns != more_columns) ISA(shape_tiles)(LINES, &pair);
+        columns = pair.columns, more_columns = pair.more_columns;
+        pair.first_ahead = SQUARE * number / panels;
+        pair.rows_ahead = (number + 2 < panels ? SQUARE * (number + 2) / panels : SQUARE) - pair.first_ahead;
+        ISA(squares)(pass, &pair, squares);
+    }
 }
 
 static TARGET void ISA(stretch)(const Stretch *stretch, float *sums) {
-    const Product *product = stretch->product;
-    const Panels *panels = stretch->panels;
-    for (int number = 0; number < panels->count; number += 2) {
-        const Panel one = panels->panel[number];
-        const char *x = product->x + (one.column * product->steps + one.columns * stretch->first) * STEP_BYTES;
-        PanelPair pair = {.columns = one.columns, .x = x, .sums = sums + one.column};
-        if (number + 1 < panels->count) {
-            const Panel more = panels->panel[number + 1];
-            pair.more_columns = more.columns;
-            pair.more_x = product->x + (more.column * product->steps + more.columns * stretch->first) * STEP_BYTES;
-            pair.more_sums = sums + more.column;
-        }
-        ISA(pair)(stretch, &pair);
+    if (stretch->panels->count <= FEW_PANELS) {
+        ISA(few_panels)(stretch, sums);
+    } else {
+        int64_t step = 0;
+        do {
+            const int64_t left = stretch->steps - step, steps = left < PASS_STEPS ? left : PASS_STEPS;
+            Stretch pass = *stretch;
+            pass.first += step;
+            pass.weights += step * STEP;
+            pass.steps = steps;
+            if (steps < left) pass.rest = 0, pass.next = pass.weights + steps * STEP;
+            ISA(pass)(&pass, sums);
+            step += steps;
+        } while (step < stretch->steps);
     }
+    _tile_release();
 }
 
 INLINE void ISA(put)(char *step, int columns, int column, int k, uint16_t bits) {
@@ -186,6 +247,95 @@ INLINE void ISA(put_step)(char *step, int columns, int column, const uint16_t *v
         memcpy(step + (pair * columns + column) * PAIR_BYTES, values + 2 * pair, PAIR_BYTES);
 }
 
+/* The upper halves of the words are the numbers rounded to bfloat16, as in `rounded`. */
+INLINE __m512i ISA(rounded)(__m512 numbers) {
+    const __m512i bits = _mm512_castps_si512(numbers), one = _mm512_set1_epi32(1);
+    const __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+    const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), even);
+    const __mmask16 nan = _mm512_cmp_ps_mask(numbers, numbers, _CMP_UNORD_Q);
+    return _mm512_mask_mov_epi32(up, nan, _mm512_set1_epi32(0x7fc00000));
+}
+
+/* The words of two rows of 16 numbers: those of `even`, rounded, are the lower halves. */
+INLINE __m512i ISA(words)(__m512 even, __m512 odd) {
+    return _mm512_or_si512(_mm512_srli_epi32(ISA(rounded)(even), 16),
+                           _mm512_and_si512(ISA(rounded)(odd), _mm512_set1_epi32((int)0xffff0000)));
+}
+
+/* Words of outputs `n` and `n` + 1, zero from `outputs` on, for up to 16 rows of x. */
+INLINE __m512i ISA(words_of)(const float *out, int64_t outputs, int64_t batch, int64_t n, __mmask16 rows) {
+    const __m512 even = n < outputs ? _mm512_maskz_loadu_ps(rows, out + n * batch) : _mm512_setzero_ps();
+    const __m512 odd = n + 1 < outputs ? _mm512_maskz_loadu_ps(rows, out + (n + 1) * batch) : _mm512_setzero_ps();
+    return ISA(words)(even, odd);
+}
+
+/* Swaps the rows and columns of 16 x 16 words. */
+INLINE void ISA(transpose)(__m512i word[16]) {
+    __m512i half[16];
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            const __m512i low = _mm512_unpacklo_epi32(word[i + 2 * j], word[i + 2 * j + 1]);
+            half[i + 2 * j + 1] = _mm512_unpackhi_epi32(word[i + 2 * j], word[i + 2 * j + 1]);
+            half[i + 2 * j] = low;
+        }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            word[i + 2 * j] = _mm512_unpacklo_epi64(half[i + j], half[i + j + 2]);
+            word[i + 2 * j + 1] = _mm512_unpackhi_epi64(half[i + j], half[i + j + 2]);
+        }
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 2; j++) {
+            half[i + 8 * j] = _mm512_shuffle_i32x4(word[i + 8 * j], word[i + 8 * j + 4], 0x88);
+            half[i + 8 * j + 4] = _mm512_shuffle_i32x4(word[i + 8 * j], word[i + 8 * j + 4], 0xdd);
+        }
+    for (int i = 0; i < 8; i++) {
+        word[i] = _mm512_shuffle_i32x4(half[i], half[i + 8], 0x88);
+        word[i + 8] = _mm512_shuffle_i32x4(half[i], half[i + 8], 0xdd);
+    }
+}
+
+/* y[row][output] = out[output][row], rounded; rows of y are `gap` numbers apart. */
+INLINE void ISA(round_transposed)(const float *out, int64_t outputs, int64_t batch, uint16_t *y, int64_t gap) {
+    for (int64_t m = 0; m < batch; m += 16) {
+        const int64_t rows = batch - m < 16 ? batch - m : 16;
+        const __mmask16 here = (__mmask16)((1u << rows) - 1);
+        for (int64_t n = 0; n < outputs; n += 32) {
+            __m512i word[16];
+            for (int i = 0; i < 16; i++) word[i] = ISA(words_of)(out + m, outputs, batch, n + 2 * i, here);
+            ISA(transpose)(word);
+            const __mmask32 there = outputs - n < 32 ? (__mmask32)((1u << (outputs - n)) - 1) : 0xffffffffu;
+            for (int64_t row = 0; row < rows; row++)
+                _mm512_mask_storeu_epi16(y + (m + row) * gap + n, there, word[row]);
+        }
+    }
+}
+
+/* Puts numbers [first, last) of all rows where `down` looks for them: hidden[number - first][row of x]. */
+INLINE void ISA(place_hidden)(const Product *down, const Panels *panels, int64_t first, int64_t last,
+                              const float *hidden) {
+    for (int number = 0; number < panels->count; number++) {
+        const Panel panel = panels->panel[number];
+        const __mmask16 rows = (__mmask16)((1u << panel.columns) - 1);
+        char *steps = down->x + panel.column * down->steps * STEP_BYTES;
+        int64_t n = first;
+        for (; n < last && n % 2; n++) /* the other half of the words is already there */
+            for (int c = 0; c < panel.columns; c++)
+                ISA(put)(steps + n / STEP * panel.columns * STEP_BYTES, panel.columns, c, (int)(n % STEP),
+                         rounded(hidden[(n - first) * down->batch + panel.column + c]));
+        for (; n < last; n += 2) {
+            const float *numbers = hidden + panel.column;
+            char *line = steps + (n / STEP * STEP_BYTES + n % STEP / 2 * PAIR_BYTES) * panel.columns;
+            const __m512i words = ISA(words_of)(numbers, last - first, down->batch, n - first, rows);
+            if (n + 1 < last || last == down->inputs)
+                _mm512_mask_storeu_epi32(line, rows, words);
+            else /* another thread may have written the other half */
+                for (int c = 0; c < panel.columns; c++)
+                    ISA(put)(line, panel.columns, c, 0, rounded(numbers[(n - first) * down->batch + c]));
+        }
+    }
+}
+
+#define OWN_OUTPUTS
 #include "product_parts.h"
 
 #undef SUMS
@@ -196,3 +346,5 @@ INLINE void ISA(put_step)(char *step, int columns, int column, const uint16_t *v
 #undef LOWER_SUMS
 #undef LOWER_MORE_SUMS
 #undef LOWER_WEIGHTS
+#undef LOAD_SUMS
+#undef OWN_OUTPUTS

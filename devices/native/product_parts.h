@@ -3,23 +3,30 @@
  * The including file defines, in addition to the macros of product_tiles.h or instead of them,
  *   COLUMNS    the most rows of x in a panel
  *   stretch    all rows of x by rows of weights, over a stretch of the inputs
+ *   OWN_OUTPUTS  defined where it has its own round_transposed and place_hidden
  *   put        puts input k, counted within the step, of a row of x into its step
  *   put_step   the same for a whole step
  */
 
+#if LANES > 1
 /* out[row][m]: the sum of each accumulator's lanes. */
 INLINE void ISA(add_lanes)(const float *sums, int64_t count, float *out) {
     for (int64_t n = 0; n < count; n += FOLDED) FOLD(sums + n * LANES, out + n);
 }
+#endif
 
 /* Outputs [first, last), which are few enough for MOST_SUMS. */
 INLINE void ISA(multiply_few)(const Product *product, const Panels *panels, int64_t first, int64_t last,
                               const uint16_t *next, float *out) {
     const int64_t batch = product->batch, inputs = product->inputs, whole = inputs / STEP;
     const int64_t most_steps = X_BYTES / STEP_BYTES / batch;
+#if LANES > 1
     const int64_t count = ((last - first) * batch + FOLDED - 1) / FOLDED * FOLDED;
     float sums[MOST_SUMS * LANES] __attribute__((aligned(64)));
     memset(sums, 0, (size_t)(count * LANES) * sizeof(float));
+#else
+    float *sums = out; /* the first step does not read them */
+#endif
     for (int64_t from = first, to; from < last; from = to) {
         const Rows here = rows_from(product, from);
         to = from + here.count < last ? from + here.count : last;
@@ -35,7 +42,9 @@ INLINE void ISA(multiply_few)(const Product *product, const Panels *panels, int6
             step += steps;
         } while (step < whole);
     }
+#if LANES > 1
     ISA(add_lanes)(sums, count, out);
+#endif
 }
 
 /* Outputs [first, last). next: the weights that will be read afterwards, or NULL. */
@@ -54,11 +63,12 @@ static TARGET void ISA(multiply)(const Product *product, int64_t first, int64_t 
     ISA(multiply_before)(product, first, last, NULL, out);
 }
 
-static TARGET void ISA(place)(const Product *product, int row, int64_t first, int64_t last, const uint16_t *values,
-                              int64_t gap) {
-    const Panel panel = panel_of(product, row, COLUMNS);
-    const int column = row - panel.column;
-    char *steps = product->x + panel.column * product->steps * STEP_BYTES;
+static TARGET void ISA(place)(const Product *product, int64_t row, int64_t first, int64_t last,
+                              const uint16_t *values, int64_t gap) {
+    const Product rows = group_at(product, row / MOST_BATCH * MOST_BATCH, STEP_BYTES);
+    const Panel panel = panel_of(&rows, (int)(row % MOST_BATCH), COLUMNS);
+    const int column = (int)(row % MOST_BATCH) - panel.column;
+    char *steps = rows.x + panel.column * rows.steps * STEP_BYTES;
     for (int64_t k = first; k < last;) {
         char *step = steps + k / STEP * panel.columns * STEP_BYTES;
         const int whole = gap == 1 && k % STEP == 0 && k + STEP <= last;
@@ -71,10 +81,11 @@ static TARGET void ISA(place)(const Product *product, int row, int64_t first, in
     }
 }
 
-static TARGET void ISA(place_row)(const Product *product, int row, const uint16_t *values) {
+static TARGET void ISA(place_row)(const Product *product, int64_t row, const uint16_t *values) {
     ISA(place)(product, row, 0, product->inputs, values, 1);
 }
 
+#if !defined(OWN_OUTPUTS)
 /* to[column][row] = from[row][column], rounded. */
 INLINE void ISA(round_transposed)(const float *from, int64_t rows, int64_t columns, uint16_t *to, int64_t gap) {
     uint16_t bits[MOST_OUTPUTS * MOST_BATCH];
@@ -83,23 +94,39 @@ INLINE void ISA(round_transposed)(const float *from, int64_t rows, int64_t colum
         for (int64_t row = 0; row < rows; row++) to[column * gap + row] = bits[row * columns + column];
 }
 
+/* Puts numbers [first, last) of all rows where `down` looks for them: hidden[number - first][row of x]. */
+INLINE void ISA(place_hidden)(const Product *down, const Panels *panels, int64_t first, int64_t last,
+                              const float *hidden) {
+    (void)panels;
+    uint16_t rows[MOST_OUTPUTS * MOST_BATCH];
+    ISA(round_transposed)(hidden, last - first, down->batch, rows, last - first);
+    for (int64_t m = 0; m < down->batch; m++) ISA(place)(down, m, first, last, rows + m * (last - first), 1);
+}
+#endif
+
 static TARGET void ISA(gated)(const Product *gate, const Product *up, const Product *down, int64_t first,
                               int64_t last) {
     float gates[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
     float ups[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
-    const int64_t batch = gate->batch, outputs = last - first;
-    ISA(multiply_before)(gate, first, last, rows_from(up, first).first, gates);
-    ISA(multiply_before)(up, first, last, NULL, ups);
-    for (int64_t i = 0; i < outputs * batch; i++) gates[i] = silu(gates[i]) * ups[i];
-    uint16_t hidden[MOST_OUTPUTS * MOST_BATCH];
-    ISA(round_transposed)(gates, outputs, batch, hidden, outputs);
-    for (int64_t m = 0; m < batch; m++) ISA(place)(down, (int)m, first, last, hidden + m * outputs, 1);
+    for (int64_t row = 0; row < gate->batch; row += MOST_BATCH) {
+        const Product gate_rows = group_at(gate, row, STEP_BYTES), up_rows = group_at(up, row, STEP_BYTES);
+        const Product down_rows = group_at(down, row, STEP_BYTES);
+        const Panels panels = panels_of(&down_rows, COLUMNS);
+        ISA(multiply_before)(&gate_rows, first, last, rows_from(up, first).first, gates);
+        ISA(multiply_before)(&up_rows, first, last, NULL, ups);
+        const int64_t count = (last - first) * gate_rows.batch;
+        for (int64_t i = 0; i < count; i++) gates[i] = silu(gates[i]) * ups[i];
+        ISA(place_hidden)(&down_rows, &panels, first, last, gates);
+    }
 }
 
 static TARGET void ISA(write)(const Product *product, int64_t first, int64_t last, uint16_t *y) {
     float out[MOST_OUTPUTS * MOST_BATCH] __attribute__((aligned(64)));
-    ISA(multiply)(product, first, last, out);
-    ISA(round_transposed)(out, last - first, product->batch, y + first, product->outputs);
+    for (int64_t row = 0; row < product->batch; row += MOST_BATCH) {
+        const Product rows = group_at(product, row, STEP_BYTES);
+        ISA(multiply)(&rows, first, last, out);
+        ISA(round_transposed)(out, last - first, rows.batch, y + row * product->outputs + first, product->outputs);
+    }
 }
 
 static const Multiplier ISA(multiplier) = {STEP,          STEP_BYTES, ISA(place), ISA(place_row),

@@ -1,4 +1,5 @@
-/* Products of a few rows by bfloat16 matrices, and whole experts, as fast as memory gives the weights.
+/* Products by bfloat16 matrices, and whole experts: of few rows as fast as memory gives the weights, of many in groups
+ * that pass over weights in the cache.
  *
  * Sums are float32. A row's bits depend on the instruction set alone: not on the other rows, the row blocks, or the
  * number of threads.
@@ -46,6 +47,7 @@ typedef struct {
     int64_t stride; /* inputs from one row of weights to the next */
     const char *x;  /* its steps one after the other, all rows of x in each */
     int64_t steps, rest;
+    int begins; /* the sums are zero */
     float *sums;
     int64_t sums_stride;
     int first_ahead, last_ahead; /* the rows of which weights are prefetched */
@@ -267,8 +269,6 @@ static const Multiplier *const multipliers[INSTRUCTION_SETS] = {
 
 const Multiplier *multiplier_of(const Team *team) { return multipliers[set_of(team)]; }
 
-API int moesched_most_batch(void) { return MOST_BATCH; }
-
 Product product_of(const Multiplier *multiplier, int64_t batch, int64_t inputs, int64_t outputs, const Rows *blocks) {
     const int64_t steps = (inputs + multiplier->step - 1) / multiplier->step;
     return (Product){batch, inputs, outputs, steps, blocks, NULL};
@@ -314,8 +314,9 @@ API int moesched_product(Team *team, int64_t batch, int64_t inputs, int64_t outp
     char *memory = scratch(placed_bytes(multiplier, &job.product));
     if (!memory) return -1;
     give_memory(multiplier, &job.product, memory);
-    for (int row = 0; row < batch; row++) multiplier->place_row(&job.product, row, x + row * stride);
-    Task task = {&job, 1, {{project, outputs, chunk_of(team, outputs), 0, 0}}};
+    for (int64_t row = 0; row < batch; row++) multiplier->place_row(&job.product, row, x + row * stride);
+    Phase phases[] = {{project, outputs, chunk_of(team, outputs), 0, 0}};
+    Task task = {&job, 1, phases};
     run(team, &task, inputs * outputs * (int64_t)sizeof(uint16_t));
     return 0;
 }

@@ -21,12 +21,10 @@ typedef struct {
     _Atomic int64_t taken, done;
 } Phase;
 
-enum { MOST_PHASES = 8 };
-
 typedef struct {
     void *job;
-    int phases;
-    Phase phase[MOST_PHASES];
+    int64_t phases;
+    Phase *phase;
 } Task;
 
 /* The calling thread and its helpers, which compute with one instruction set. */

@@ -26,16 +26,23 @@ from moesched.system.input_file import read_input
 
 from ..native.compiled import build
 from ..native.kernels import NativeKernels
+from ..shared.arena import aligned_bytes
 from .linear import Blocks, Tensor, linear
 from .packed_weights import pack
 from .team import use_cores
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 LEAST, MOST_WEIGHTS = 512, 1 << 24
 """Of a matrix: the fewest rows and columns, and the most weights. Others take as long per weight."""
 COLD_BYTES = 96 << 20
 """Bytes of all matrices together, so that no cache still holds one when it is used again."""
 TURNS = 7
+MANY_ROWS, MANY_ROWS_TURNS = 256, 3
+"""From that many rows on, fewer turns will do, as they take longer."""
+LOST = 2
+"""After two ratios beyond this one, no more rows are tried."""
+ANY_ROWS = 1 << 40
+"""More than any number of rows."""
 TIE_WITH_PACKED, TIE_WITH_PLAIN = 1.02, 1.3
 """Up to this ratio the kernel is used, since it makes whole tasks one call. A decode step of 64 requests by plain
 weights took 1.4 times as long where torch, equally fast on one core, multiplied 64 rows."""
@@ -66,6 +73,8 @@ def _power_of_two(number: int, most: int) -> int:
 def most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
     """The number of rows up to which the kernel wins; read from the cache folder, or measured.
 
+    It is ANY_ROWS where the kernel wins up to the last of ROWS.
+
     packed: over torch with packed weights.
     """
     here = _here(instruction_set, shape, packed)
@@ -76,7 +85,7 @@ def most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
             if here not in kept:
                 kept[here] = measure_most_rows(instruction_set, shape.measured, packed)
                 _keep(kept)
-    return kept[here]
+    return ANY_ROWS if kept[here] == ROWS[-1] else kept[here]
 
 
 def forget() -> None:
@@ -101,7 +110,11 @@ def _measure(instruction_set: str, shape: Shape, packed: bool) -> int:
     use_cores(1)
     with closing(NativeKernels(ROWS[-1], instruction_set, threads=1)) as kernel:
         contests = _contests(kernel, shape, packed)
-        ratios = {rows: _ratio(ours, theirs) for rows, ours, theirs in contests}
+        ratios: dict[int, float] = {}
+        for rows, ours, theirs in contests:
+            ratios[rows] = _ratio(ours, theirs, _turns(rows))
+            if len(ratios) > 1 and min([*ratios.values()][-2:]) > LOST:
+                break
         return most_saved(ratios, TIE_WITH_PACKED if packed else TIE_WITH_PLAIN)
 
 
@@ -123,7 +136,7 @@ Call = Callable[[], object]
 def _contests(kernel: NativeKernels, shape: Shape, packed: bool) -> Iterator[tuple[int, Call, Call]]:
     """Numbers of rows, and the same products by the kernel and by torch."""
     count = max(2, COLD_BYTES // (2 * shape.outputs * shape.inputs))
-    matrices = [torch.full(shape, 0.01, dtype=torch.bfloat16) for _ in range(count)]
+    matrices = [_matrix(shape) for _ in range(count)]
     plain = cycle(matrices)
     torchs = cycle([pack(each) for each in matrices] if packed else matrices)
     for rows in ROWS:
@@ -131,13 +144,22 @@ def _contests(kernel: NativeKernels, shape: Shape, packed: bool) -> Iterator[tup
         yield rows, partial(_multiply, kernel.linear, x_TD, plain), partial(_multiply, linear, x_TD, torchs)
 
 
+def _matrix(shape: Shape) -> Tensor:
+    """In huge pages, as weights are."""
+    return aligned_bytes(2 * shape.outputs * shape.inputs).view(torch.bfloat16).view(shape).fill_(0.01)
+
+
 def _multiply(linear: Callable[[Tensor, Blocks], Tensor], x_TD: Tensor, matrices: Iterator[Tensor]) -> Tensor:
     return linear(x_TD, [next(matrices)])
 
 
-def _ratio(ours: Call, theirs: Call) -> float:
+def _turns(rows: int) -> int:
+    return TURNS if rows < MANY_ROWS else MANY_ROWS_TURNS
+
+
+def _ratio(ours: Call, theirs: Call, count: int) -> float:
     ours(), theirs()  # torch compiles code in the first call
-    turns = [(_core_seconds(ours), _core_seconds(theirs)) for _ in range(TURNS)]
+    turns = [(_core_seconds(ours), _core_seconds(theirs)) for _ in range(count)]
     return min(ours for ours, _ in turns) / min(theirs for _, theirs in turns)
 
 

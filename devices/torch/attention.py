@@ -61,7 +61,8 @@ class Attention:
         state.step = state.cache.extend(state.sequences, [len(tokens) for tokens in state.new])
         ids = [token for tokens in state.new for token in tokens]
         if self._native and self._native.takes_rows(len(ids)):
-            buffers = state.buffers = self._native.buffers(len(ids), self._shapes[task.micro_batch])
+            buffers = self._native.buffers(len(ids), self._shapes[task.micro_batch])
+            state.buffers = buffers.to_keep
             self._native.embed(buffers, ids, state.step.positions, self._embedding_VD)
             state.hidden_TD, state.angles = buffers.hidden_TD, buffers.angles
             return
@@ -79,9 +80,10 @@ class Attention:
     def pre_attention(self, task: Task) -> None:
         """Project the hidden states to queries, keys and values."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
-        buffers = state.buffers
-        if self._native and buffers and self._native.reads(weights):
-            self._native.attention_inputs(buffers, state.hidden_TD, weights)
+        native, buffers = self._native, state.buffers
+        if native and (buffers or native.takes_rows(len(state.hidden_TD))) and native.reads(weights):
+            buffers = buffers or native.buffers(len(state.hidden_TD))
+            native.attention_inputs(buffers, state.hidden_TD, state.angles, weights)
             state.qkv = buffers.qkv
             return
         self._project_qkv(state, weights)

@@ -80,12 +80,13 @@ def apply_to_each(
     """
     few: list[Part] = []
     for part in parts:
-        if len(parts) > 1 and products.by_kernel(part.input, *expert_weights(weights, expert)):
+        fits = len(parts) > 1 and len(part.rows) <= EXPERT_TILE
+        if fits and products.by_kernel(part.input, *expert_weights(weights, expert)):
             few.append(part)
         else:
             use_cores_for(len(part.rows))
             apply_expert(part, expert, weights, products)
-    for group in _groups(few, products.most_rows):
+    for group in _groups(few, min(products.most_rows, EXPERT_TILE)):
         gate, up, down = expert_weights(weights, expert)
         y_nD = products.expert(torch.cat([part.input for part in group]), gate, up, down)
         for part, output_nD in zip(group, y_nD.split([len(part.rows) for part in group]), strict=True):

@@ -25,7 +25,7 @@ class MicroBatchState:
         chunk_of: the micro-batch that a chunk of prefill is part of; else None.
         before: the chunk that this one continues, if any.
         ends: the places of the sequences that tokens are sampled for; None for all of them.
-        buffers: those of the step's native calls; None where torch embedded its tokens.
+        buffers: those of the step's native calls; None where torch embedded its tokens, or they are many.
         cache: the KV cache that has its requests.
         rows: the rows of the layer's experts, from `route` to `combine`.
     """

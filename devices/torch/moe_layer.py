@@ -85,10 +85,12 @@ class MoELayer:
         """Run all that follows attention: output projection, router, experts, combine."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         native, buffers, observers = self._native, state.buffers, self._device_observers
-        if native is None or buffers is None or observers.activations or not native.reads(weights):
+        fits = native and (buffers or native.takes_rows(len(state.hidden_TD))) and native.reads(weights)
+        if not native or not fits or observers.activations:
             with torch.inference_mode():
                 self._attention.project_output(task)
                 return self.run_all(task)
+        buffers = buffers or native.buffers(len(state.hidden_TD))
         counts = native.run(buffers, state.hidden_TD, state.attended_TX, weights)
         state.hidden_TD = buffers.hidden_TD
         del state.attended_TX
@@ -198,9 +200,9 @@ class MoELayer:
         rows = state.rows
         residual_TD = self._attention.residual(state)
         operands = rows.y_nD, rows.grouping.rows_Tk, rows.weights_Tk, residual_TD
-        if self._native and state.buffers:
-            self._native.combine(*operands, state.buffers.hidden_TD)
-            state.hidden_TD = state.buffers.hidden_TD
+        if self._native and self._native.takes_rows(len(residual_TD)):
+            state.hidden_TD = state.buffers.hidden_TD if state.buffers else torch.empty_like(residual_TD)
+            self._native.combine(*operands, state.hidden_TD)
         else:
             state.hidden_TD = kernels.combine(*operands)
         del state.rows

@@ -106,14 +106,16 @@ class Shared:
             work: one whose time alone is known.
             longer: extra nanoseconds that it takes this time.
         """
-        kind = self._kinds.get(work, IDLE)
-        if kind == IDLE:
+        try:
+            kind = self._kinds[work]
+        except KeyError:
             kind = self._kinds[work] = self._kind(work.demand)
         self._ends[lane] = self.now + (work.nanoseconds + longer) / self._rated.rates[lane]
-        following = self._mix.started[lane].get(kind)
-        if following is None:
-            following = self._mix.started[lane][kind] = self._changed(lane, kind)
-        self._mix = following
+        started = self._mix.started[lane]
+        try:
+            self._mix = started[kind]
+        except KeyError:
+            self._mix = started[kind] = self._changed(lane, kind)
 
     def next_end(self) -> float:
         """The end of the next task if no other starts before; infinity when nothing runs.
@@ -122,8 +124,9 @@ class Shared:
         """
         ends, before, mix = self._ends, self._rated, self._mix
         if mix is not before:
-            slower = before.slower.get(mix)
-            if slower is None:
+            try:
+                slower = before.slower[mix]
+            except KeyError:
                 slower = before.slower[mix] = _slower(before, mix)
             now = self.now
             for lane, ratio in slower:

@@ -334,6 +334,10 @@ def _producers(slices: list[Slice], depends_on: list[tuple[int, ...]]) -> list[t
             producers.append(tuple([indices[number] for number in numbers]))
         except KeyError as missing:
             raise ValueError(f"task {each.id} depends on task {missing}, which has no slice") from None
+        if numbers and max(numbers) >= each.id:
+            raise ValueError(
+                f"task {each.id} depends on task {max(numbers)}, which was not submitted before it"
+            )
     return producers
 
 

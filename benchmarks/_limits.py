@@ -1,14 +1,16 @@
 """The limit of a row: the rate at which the machine can read its bytes, or multiply by them, whichever is smaller.
 
-`read_limit` is the rate of one loop that reads the same bytes as the kernel on as many cores, in the same round.
-`compute_limit` is measured FLOP/s over the FLOPs per byte of the row. Both are in bytes per second, as a row's own rate
-is. FLOP/s are those of the processor's widest product of bfloat16 (of float32 where it has none), from registers alone.
+`read_limit` is the rate of one loop that reads the same bytes as the kernel on as many cores, in the same round; each
+thread reads eight streams at once, since one alone does not fill the memory's queues. `compute_limit` is measured
+FLOP/s over the FLOPs per byte of the row, with products of an instruction set from registers alone. Both are in bytes
+per second, as a row's own rate is.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -17,8 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from _compiled import compiled
 
-SOURCE = Path(__file__).with_name("limits.c")
-ROUNDS = 1_000_000
+SOURCE = Path(__file__).with_name("_limits.c")
+ROUNDS = 500_000
+"""Of the loop that only multiplies: some milliseconds, as a processor takes a while to reach its speed."""
 WORD = 8
 
 Piece = tuple[int, int]
@@ -56,25 +59,36 @@ def limit_of(nbytes: float, flops: float, read: float, flops_per_second: float) 
     return Limit(read, flops_per_second / (flops / nbytes))
 
 
-def read_limit(pieces: Sequence[Piece], cores: int) -> float:
-    """Bytes per second of reading pieces of memory once, on as many cores."""
+def clock_for(cores: int) -> int:
+    """The clock of a thread's own time on one core, which other processes disturb least; the wall's on several."""
+    return time.CLOCK_THREAD_CPUTIME_ID if cores == 1 else time.CLOCK_MONOTONIC
+
+
+def read_limit(pieces: Sequence[Piece], cores: int, clock: int = time.CLOCK_MONOTONIC) -> float:
+    """Bytes per second of reading pieces of memory once, on as many cores.
+
+    clock: the system's; that of a thread's own time is for one core.
+    """
     addresses = (ctypes.c_void_p * len(pieces))(*(address for address, _ in pieces))
     words = (ctypes.c_size_t * len(pieces))(*(nbytes // WORD for _, nbytes in pieces))
-    seconds = _library().read_seconds(addresses, words, len(pieces), cores)
+    seconds = _library().read_seconds(addresses, words, len(pieces), cores, clock)
     if seconds <= 0:
         raise RuntimeError(f"the read loop does not run on {cores} cores")
     return sum(nbytes for _, nbytes in pieces) / float(seconds)
 
 
-def measured_flops(cores: int) -> float:
-    """Peak FLOP/s of as many cores.
+def measured_flops(
+    cores: int, instruction_set: str | None = None, clock: int = time.CLOCK_MONOTONIC
+) -> float:
+    """Peak FLOP/s of as many cores with an instruction set, by default the best one.
 
     Raises:
-        RuntimeError: the system does not allow the instructions.
+        RuntimeError: the processor or the system does not have it.
     """
-    found = float(_library().flops_per_second(ROUNDS, cores))
+    name = instruction_set and instruction_set.encode()
+    found = float(_library().flops_per_second(name, ROUNDS, cores, clock))
     if found <= 0:
-        raise RuntimeError("the system does not allow the processor's widest products")
+        raise RuntimeError(f"the processor or the system does not allow products with {instruction_set}")
     return found
 
 
@@ -102,6 +116,6 @@ class Buffer:
 def _library() -> ctypes.CDLL:
     library = compiled(SOURCE)
     library.read_seconds.restype = library.flops_per_second.restype = ctypes.c_double
-    library.read_seconds.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
-    library.flops_per_second.argtypes = [ctypes.c_int64, ctypes.c_int]
+    library.read_seconds.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int] * 3]
+    library.flops_per_second.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
     return library
