@@ -14,9 +14,10 @@ def main() -> int:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from moesched.errors import memory_refusal
+    from moesched.system.collector import rare_collections
     from moesched.system.signals import Stopped, ends_in_order, exit_code_of_signal
 
-    with ends_in_order():
+    with ends_in_order(), rare_collections():
         try:
             from moesched.cli.main import main as command_line
 
