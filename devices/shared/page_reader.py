@@ -133,10 +133,10 @@ class PageReader:
         return items.view(shape)
 
     def read_tensor_into(self, name: str, items: torch.Tensor) -> None:
-        """Read a whole tensor into items (1-D) of the layout's dtype."""
+        """Read a whole tensor into items (1-D) of the layout's dtype; what the page cache has comes from there."""
         stored = self._tensors[name]
         file, rows = self._files[stored.file], (0, stored.shape[0])
-        self._count(_convert(file, stored, rows, items, aligned_bytes(_BUFFER_BYTES)))
+        self._count(_convert(file, stored, rows, items, aligned_bytes(_BUFFER_BYTES), cached=True))
 
     def _read_converted(self, page: Page, slot: torch.Tensor) -> int:
         items, size = slot.view(self.dtype), self.dtype.itemsize
@@ -167,7 +167,13 @@ def _read_runs(runs: Sequence[Run], slot: torch.Tensor, cached: bool) -> int:
 
 
 def _convert(
-    file: Blocks, stored: StoredTensor, rows: tuple[int, int], out: torch.Tensor, buffer: torch.Tensor
+    file: Blocks,
+    stored: StoredTensor,
+    rows: tuple[int, int],
+    out: torch.Tensor,
+    buffer: torch.Tensor,
+    *,
+    cached: bool = False,
 ) -> int:
     """Read rows of a tensor through the buffer into `out` (1-D); returns the bytes read."""
     start, end = byte_range(stored, rows)
@@ -176,7 +182,7 @@ def _convert(
     for lo in range(start, end, chunk):
         hi = min(lo + chunk, end)
         first, last = round_down(lo), round_up(hi)
-        nbytes += file.read(buffer.numpy().data[: last - first], first, hi - first)
+        nbytes += file.read(buffer.numpy().data[: last - first], first, hi - first, cached=cached)
         items = _wanted(_typed(buffer[lo - first : hi - first], DTYPES[stored.dtype]), stored)
         _copy_here(items, out[done : done + len(items)])
         done += len(items)
