@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import MutableMapping
+from functools import partial
 from typing import Any
 
 from moesched.errors import BadInput
+from moesched.system.logs import printer, show_lines
 from moesched.system.plain_text import plain_text, shown
 
 SWITCH = "MOESCHED_LOG"
@@ -20,21 +22,22 @@ def send_logs_to_stderr() -> None:
     Raises:
         BadInput: it is not a level.
     """
-    import structlog
-
-    from moesched.system.logs import printer
-
     given = os.environ.get(SWITCH) or "warning"
     level = LEVELS.get(given.lower())
     if level is None:
         raise BadInput(f"{SWITCH} is {shown(given)} in the environment: set {', '.join(LEVELS)}, or unset it")
-    colors = sys.stderr.isatty()
+    show_lines(level, partial(_configure, level))
+
+
+def _configure(level: int) -> None:
+    import structlog
+
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
             _plain,
             structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
-            structlog.dev.ConsoleRenderer(colors=colors),
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=lambda *_: printer(),

@@ -122,5 +122,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def explains_only(arguments: Sequence[str]) -> bool:
-    """Whether no command runs, so that logging is not needed: importing it would double the time of --help."""
+    """Whether no command runs, which needs neither logs nor the sweep of old temporary files."""
     return not arguments or not {"--help", "-h", "--version"}.isdisjoint(arguments)

@@ -14,7 +14,6 @@ from moesched.jobs.options import OutputOptions
 from moesched.jobs.report import JobReport
 from moesched.machines import Machine
 from moesched.machines.cost import cost_model
-from moesched.report import write_run_page
 from moesched.runs.listeners import Listener
 from moesched.steps.plan import Plan
 from moesched.system.logs import Log
@@ -118,6 +117,8 @@ def write_recording(
             write_trace(files.trace, recording, about)
         if files.html is not None:
             listener.writing(files.html)
+            from moesched.report import write_run_page
+
             write_run_page(files.html, recording, about, report=report.as_dict())
     except BadInput as error:
         raise NotTraced(error, report) from error

@@ -14,7 +14,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-import highspy
 import msgspec
 
 from moesched.planner.traits import Setting, Shape, Share, Traits
@@ -106,6 +105,9 @@ class _Programme:
     """All variables and constraints; only λ, and with it the objective, changes from round to round."""
 
     def __init__(self, setting: Setting, traits: Traits, shapes: Sequence[Shape]) -> None:
+        import highspy  # here, since most commands search nothing
+
+        self._optimal = highspy.HighsModelStatus.kOptimal
         self._setting, self._traits, self._shapes = setting, traits, shapes
         self._weights = tuple(weight_bytes(setting, traits, resident_share) for resident_share in (0.0, 1.0))
         self._model = model = highspy.Highs()
@@ -129,7 +131,7 @@ class _Programme:
         )
         seconds = setting.layout.config.layers * (self._prefill + setting.new_tokens * self._step)
         model.maximize(tokens - rate * seconds)
-        if model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        if model.getModelStatus() != self._optimal:
             return None
         number = next(i for i, one in enumerate(self._taken) if model.val(one) > 0.5)
         each, *resident = (round(model.val(count)) for _, count in self._counts[number])

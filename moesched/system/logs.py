@@ -1,18 +1,34 @@
 """Log lines: to wherever the application sends them with structlog; otherwise warnings go to standard error.
 
-structlog by itself prints to standard output, where the results of an application are.
+structlog by itself prints to standard output, where the results of an application are. It is imported for the first
+line that is shown, since it imports a lot: most commands show none.
 """
 
 from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TextIO, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
-import structlog
+if TYPE_CHECKING:
+    from structlog import PrintLogger
 
-WARNING = 30
+INFO, WARNING = 20, 30
+
+
+class _Choice:
+    """The lines that are shown where the application did not configure structlog itself."""
+
+    least = WARNING
+    configure: Callable[[], object] | None = None
+
+
+def show_lines(least: int, configure: Callable[[], object]) -> None:
+    """Show lines from a level on, by structlog as `configure` sets it up before the first of them."""
+    _Choice.least, _Choice.configure = least, configure
 
 
 class Log:
@@ -22,18 +38,44 @@ class Log:
     """
 
     def __init__(self, name: str) -> None:
-        self._configured = structlog.get_logger(name)
+        self._name = name
 
     def info(self, event: str, **facts: Any) -> None:
         """Tell what happens."""
-        self._target().info(event, **facts)
+        if _is_shown(INFO):
+            _logger(self._name).info(event, **facts)
 
     def warning(self, event: str, **facts: Any) -> None:
         """Tell what needs attention, although the run goes on."""
-        self._target().warning(event, **facts)
+        if _is_shown(WARNING):
+            _logger(self._name).warning(event, **facts)
 
-    def _target(self) -> Any:
-        return self._configured if structlog.is_configured() else _unconfigured
+
+def _is_shown(level: int) -> bool:
+    return level >= _Choice.least or _is_configured()
+
+
+def _is_configured() -> bool:
+    if "structlog" not in sys.modules:
+        return False
+    import structlog
+
+    return structlog.is_configured()
+
+
+def _logger(name: str) -> Any:
+    import structlog
+
+    if not structlog.is_configured() and _Choice.configure is not None:
+        _Choice.configure()
+    return structlog.get_logger(name) if structlog.is_configured() else _unconfigured()
+
+
+@cache
+def _unconfigured() -> Any:
+    import structlog
+
+    return structlog.wrap_logger(printer(), wrapper_class=structlog.make_filtering_bound_logger(WARNING))
 
 
 class StandardError(io.TextIOBase):
@@ -49,9 +91,8 @@ class StandardError(io.TextIOBase):
             sys.stderr.flush()
 
 
-def printer() -> structlog.PrintLogger:
+def printer() -> PrintLogger:
     """Prints lines on standard error."""
-    return structlog.PrintLogger(cast(TextIO, StandardError()))
+    from structlog import PrintLogger
 
-
-_unconfigured = structlog.wrap_logger(printer(), wrapper_class=structlog.make_filtering_bound_logger(WARNING))
+    return PrintLogger(cast(TextIO, StandardError()))
