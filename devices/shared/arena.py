@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from moesched.system.memory_ahead import new_memory
+
 CACHE_LINE = 64  # bytes; torch's own tensors start at multiples of it
 HUGE_PAGE = 2 << 20  # bytes
 ALIGNMENT = 4096  # of the address, file offset and length of direct reads
@@ -89,10 +91,7 @@ def aligned_bytes(nbytes: int) -> torch.Tensor:
     A direct read pins every page that it writes to and passes each to the disk: in huge pages it was measured
     at 3.9 GB/s and 2 % of a core, in small ones at 3.0 GB/s and 10 %. Shared memory gets no huge pages.
     """
-    memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+    tensor = torch.frombuffer(new_memory(nbytes), dtype=torch.uint8)[:nbytes]
     # Writing to each page takes the memory now: the first touch during a read would be measured as the read.
     tensor.numpy()[:: mmap.PAGESIZE] = 0
     return tensor

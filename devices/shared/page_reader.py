@@ -16,6 +16,7 @@ from moesched.models.checkpoint import Blocks, Checkpoint, StoredTensor
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.tensors import is_transposed
 from moesched.system.logs import Log
+from moesched.system.memory_ahead import MemoryAhead
 
 from .arena import ALIGNMENT, aligned_bytes, round_down, round_up
 from .direct_file import DirectFile
@@ -42,6 +43,7 @@ class PageReader:
         converts: whether there are pages whose bytes in the files must be converted.
         buffer_bytes: size of each reading thread's buffer for conversions.
         bytes_read: bytes read from the files so far, in whole blocks.
+        ahead: memory for weights that stay, as far as it goes.
 
     Raises:
         BadInput: a file cannot be opened.
@@ -50,6 +52,7 @@ class PageReader:
     def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, direct: bool = True) -> None:
         self.dtype = DTYPES[layout.dtype]
         self.bytes_read = 0
+        self.ahead = MemoryAhead()
         self._counting = threading.Lock()
         self._own = threading.local()
         self._config = checkpoint.config
@@ -128,9 +131,14 @@ class PageReader:
     def read_tensor(self, name: str) -> torch.Tensor:
         """The whole tensor of that canonical name, in the layout's dtype, in memory of its own."""
         shape = self._tensors[name].shape
-        items = aligned_bytes(math.prod(shape) * self.dtype.itemsize).view(self.dtype)
+        items = self.new_memory(math.prod(shape) * self.dtype.itemsize).view(self.dtype)
         self.read_tensor_into(name, items)
         return items.view(shape)
+
+    def new_memory(self, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor at a multiple of 4096, for weights that stay; memory that was taken ahead if there is some."""
+        taken = self.ahead.use(nbytes)
+        return aligned_bytes(nbytes) if taken is None else torch.frombuffer(taken, dtype=torch.uint8)[:nbytes]
 
     def read_tensor_into(self, name: str, items: torch.Tensor) -> None:
         """Read a whole tensor into items (1-D) of the layout's dtype; what the page cache has comes from there."""

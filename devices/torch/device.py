@@ -13,6 +13,7 @@ from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling
 from moesched.seams import ActivationObserver, Progress, RoutingObserver, Transport, nobody_hears
 from moesched.steps.plan import Plan
+from moesched.system.memory_ahead import MemoryAhead
 from moesched.tasks import Task
 
 from ..products.linear import Tensor
@@ -127,6 +128,10 @@ class TorchDevice:
     def slot_bytes(self, page: Page) -> int:
         """Bytes that a page takes in a slot."""
         return self._store.reader.bytes_in_slot(page)
+
+    def use_memory(self, ahead: MemoryAhead) -> None:
+        """Have weights that stay in memory that was taken already, as far as it goes."""
+        self._store.reader.ahead = ahead
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
         """Work as one of several from now on, with exchanges over a transport.

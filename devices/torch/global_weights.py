@@ -38,5 +38,7 @@ def read_global_weights(
     if config.tied_embeddings:
         blocks = list(embedding_VD.chunk(config.ranks)[rank].chunk(pieces))
     else:
-        blocks = [compute.arranged(block) for block in read("lm_head").chunk(pieces)]
+        blocks = list(read("lm_head").chunk(pieces))
+        if compute.arranges:
+            blocks = [compute.arranged(block) for block in blocks]
     return GlobalWeights(embedding_VD, Head(norm_D, blocks))

@@ -11,7 +11,6 @@ import torch
 from moesched.models.layout import Page
 
 from ..products.team import use_cores
-from ..shared.arena import aligned_bytes
 from ..shared.page_reader import PageReader
 
 Weights = dict[str, list[torch.Tensor]]
@@ -70,6 +69,7 @@ class ResidentPages:
         if not self._awaited:
             while self._busy:
                 self._settle_oldest()
+            self._reader.ahead.give_back()
             self.close()
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class ResidentPages:
         self._pages[number] = loaded.result()
 
     def _read_in_place(self, page: Page) -> Weights:
-        memory = aligned_bytes(self._reader.bytes_in_slot(page))
+        memory = self._reader.new_memory(self._reader.bytes_in_slot(page))
         self._reader.read(page, memory, cached=True)
         return self._reader.views(memory, page)
 

@@ -83,6 +83,8 @@ class WeightStore:
             self._allocate(plan, tell)
         if missing:
             compute = self._compute
+            if compute.arranges:
+                self.reader.ahead.give_back()
             self._resident.expect(
                 missing,
                 compute.arranged if compute.arranges else None,

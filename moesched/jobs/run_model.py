@@ -15,6 +15,7 @@ from moesched.inputs.prompts import Prompt, encode_prompts, require_some
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
 from moesched.jobs.job import Job
+from moesched.jobs.memory_ahead import pieces_to_take
 from moesched.jobs.options import RunKeywords, RunOptions
 from moesched.jobs.report import JobReport, job_report
 from moesched.jobs.text_listener import TextListener
@@ -35,7 +36,8 @@ from moesched.runs.generation import TokenHandling
 from moesched.runs.hardware import run
 from moesched.runs.listeners import KindMeter, Listener
 from moesched.runs.ranks import Devices, Rank, open_devices, process_of
-from moesched.seams import TellsProgress
+from moesched.seams import TellsProgress, UsesMemoryAhead
+from moesched.system.memory_ahead import MemoryAhead
 from moesched.system.outputs import require_outputs
 
 
@@ -75,29 +77,43 @@ def run_model(
     tokenizer = find_tokenizer(checkpoint.directory)
     encoded = encode_prompts(prompts, tokenizer, config, given.max_new_tokens)
     sampling = given.sampling or Sampling()
-    found = find_machine(given.machine, given.device, foreign=given.foreign_machine)
-    job = Job(given, config, found, beams=sampling.beams)
     listener = given.listener or Listener()
     lengths = list(map(len, encoded))
     reports = BatchReports()
-    with open_devices(given.device, given.device_settings, checkpoint, job.layout) as devices:
-        listener.opened(devices.first)
-        if isinstance(devices.first, TellsProgress):
-            devices.first.tell = listener.preparing
-        job.use_process(process_of(devices.all, job.machine))
-        batches = _batches(job, lengths, given.max_new_tokens, devices)
-        checkpoint.require_unchanged()
-        for number, batch in enumerate(batches):
-            first = batch.first_request
-            mine = encoded[first : first + len(batch.prompts)]
-            texts = TextListener(listener, tokenizer, mine, first, config.stop_tokens, given.max_new_tokens)
-            with suppress(KeyboardInterrupt):
-                files = batch_files(given, number)
-                reports.add(_run_batch, job, batch, checkpoint, devices, mine, sampling, texts, files)
-            texts.finish_all()
-            if reports.ended_early(number):
-                break
+    with MemoryAhead() as ahead:
+        ahead.begin(pieces_to_take(given, config, lengths, sampling.beams))
+        found = find_machine(given.machine, given.device, foreign=given.foreign_machine)
+        job = Job(given, config, found, beams=sampling.beams)
+        with open_devices(given.device, given.device_settings, checkpoint, job.layout) as devices:
+            listener.opened(devices.first)
+            _use_memory(devices, ahead)
+            if isinstance(devices.first, TellsProgress):
+                devices.first.tell = listener.preparing
+            job.use_process(process_of(devices.all, job.machine, ahead.nbytes))
+            batches = _batches(job, lengths, given.max_new_tokens, devices)
+            checkpoint.require_unchanged()
+            for number, batch in enumerate(batches):
+                first = batch.first_request
+                mine = encoded[first : first + len(batch.prompts)]
+                texts = TextListener(
+                    listener, tokenizer, mine, first, config.stop_tokens, given.max_new_tokens
+                )
+                with suppress(KeyboardInterrupt):
+                    files = batch_files(given, number)
+                    reports.add(_run_batch, job, batch, checkpoint, devices, mine, sampling, texts, files)
+                texts.finish_all()
+                if reports.ended_early(number):
+                    break
     return reports.merge(requests=len(encoded), batches=len(batches))
+
+
+def _use_memory(devices: Devices, ahead: MemoryAhead) -> None:
+    """Pass memory that was taken while a device was imported on to it, or back to the system."""
+    ahead.stop()
+    if isinstance(devices.first, UsesMemoryAhead):
+        devices.first.use_memory(ahead)
+    else:
+        ahead.give_back()
 
 
 def _batches(job: Job, lengths: Sequence[int], new_tokens: int, devices: Devices) -> list[Batch]:

@@ -65,10 +65,13 @@ class Devices(NamedTuple):
         return max(device.slot_bytes(page) for device in self.all)
 
 
-def process_of(devices: Sequence[Device], machine: Machine) -> Process:
-    """This process before its first batch, when its devices are open and hold no weights."""
+def process_of(devices: Sequence[Device], machine: Machine, ahead: int = 0) -> Process:
+    """This process before its first batch, when its devices are open and hold no weights.
+
+    ahead: bytes that were taken for weights.
+    """
     return Process(
-        runtime=resident_bytes(),
+        runtime=resident_bytes() - ahead,
         peak=peak_resident_bytes(),
         kernels=sum(device.own_bytes for device in devices if isinstance(device, HasOwnBytes)),
         whole=machine.unified or isinstance(devices[0], Emulates),

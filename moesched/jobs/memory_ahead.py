@@ -1,0 +1,69 @@
+"""The memory that a run will need for weights that stay, known before its device is imported."""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections.abc import Sequence
+
+from moesched.errors import MoeschedError
+from moesched.inputs.budgets import PROCESS
+from moesched.inputs.defaults import DEVICE
+from moesched.inputs.lookup import find_machine
+from moesched.jobs.job import Job
+from moesched.jobs.options import RunOptions
+from moesched.models.config import ITEM_BYTES, ModelConfig
+from moesched.models.layout import room_for
+from moesched.models.tensors import global_shapes
+from moesched.requests.batch import Batch
+from moesched.requests.batching import batches_of
+from moesched.system.memory import available_memory
+
+LEAST = 2 << 20
+"""Bytes of the smallest piece, a huge page. Taking smaller ones early saves nothing."""
+
+MOST_ROWS = 16
+"""Rows of an expert in a decode step up to which weights are used as they are read. With more, some processors
+use packed weights, which torch allocates."""
+
+BESIDE = 1 << 30
+"""Bytes that must stay available: libraries are loaded meanwhile."""
+
+
+def pieces_to_take(given: RunOptions, config: ModelConfig, lengths: Sequence[int], beams: int) -> list[int]:
+    """Bytes of each page and tensor that will stay in this process, by a preliminary plan of the first batch.
+
+    None if the device keeps weights elsewhere or in another form, if something limits the process, or if the plan does
+    not fit: the run itself reports that.
+    """
+    settings = given.device_settings or {}
+    limited = PROCESS in (given.budgets or {}) or _address_space_is_limited()
+    if given.device != DEVICE or settings.get("accelerator", "cpu") != "cpu" or limited:
+        return []
+    try:
+        sizes = _sizes_by_plan(given, config, lengths, beams)
+    except MoeschedError:
+        return []
+    pieces = [nbytes for nbytes in sizes if nbytes >= LEAST]
+    return pieces if sum(pieces) + BESIDE <= available_memory() else []
+
+
+def _sizes_by_plan(given: RunOptions, config: ModelConfig, lengths: Sequence[int], beams: int) -> list[int]:
+    job = Job(given, config, find_machine(given.machine, foreign=True), beams=beams)
+    sizes = job.sizes(lengths, given.max_new_tokens, room_for)
+    batch = next(batches_of(lengths, given.max_new_tokens, sizes))
+    if not job.machine.unified or job.layout.config.ranks > 1 or _rows(batch, config) > MOST_ROWS:
+        return []
+    plan, _ = job.plan(batch, room_for)
+    item = ITEM_BYTES[job.layout.dtype]
+    tensors = [item * math.prod(shape) for shape in global_shapes(config).values()]
+    return tensors + [room_for(page) for pool in plan.weights.resident for page in pool.pages()]
+
+
+def _address_space_is_limited() -> bool:
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+
+
+def _rows(batch: Batch, config: ModelConfig) -> float:
+    """Mean rows of an expert in a decode step of the largest micro-batch."""
+    return max(map(len, batch.micro_batches)) * config.top_k / config.experts
