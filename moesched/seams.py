@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from moesched.runs.outcome import Emulation
     from moesched.steps.plan import Plan
     from moesched.steps.step import Step
-    from moesched.system.memory_ahead import MemoryAhead
     from moesched.tasks import Task, Work
 
     Array = npt.NDArray[Any]
@@ -290,14 +289,6 @@ class TellsProgress(Protocol):
     """
 
     tell: Progress
-
-
-@runtime_checkable
-class UsesMemoryAhead(Protocol):
-    """A device that keeps weights in memory of this process, some of which was taken while it was imported."""
-
-    def use_memory(self, ahead: MemoryAhead) -> None:
-        """Use this memory for pages that stay, and give back the rest once they are loaded. Called before `begin`."""
 
 
 @runtime_checkable

@@ -71,6 +71,7 @@ class TorchDevice:
         self.layout = layout
         self.logits: list[tuple[tuple[int, ...], Tensor]] = []
         self.tell: Progress = nobody_hears
+        self.memory_ahead = MemoryAhead()
         self._keep_logits = keep_logits
         if threads is not None and not 1 <= threads <= MOST_THREADS:
             raise BadInput(f"threads is {threads}: give 1 to {MOST_THREADS}")
@@ -129,10 +130,6 @@ class TorchDevice:
         """Bytes that a page takes in a slot."""
         return self._store.reader.bytes_in_slot(page)
 
-    def use_memory(self, ahead: MemoryAhead) -> None:
-        """Have weights that stay in memory that was taken already, as far as it goes."""
-        self._store.reader.ahead = ahead
-
     def join(self, rank: int, transport: Transport, first: Any) -> None:
         """Work as one of several from now on, with exchanges over a transport.
 
@@ -162,6 +159,7 @@ class TorchDevice:
         check_token_ids(prompts, config.vocabulary)
         self._verbs = {}
         self._store.let_go()
+        self._store.reader.ahead = self.memory_ahead
         # Mean rows of an expert in a decode step of the largest micro-batch: the same for every policy.
         largest = max(map(len, plan.batch.micro_batches))
         self._compute.start(largest * config.top_k / config.experts)

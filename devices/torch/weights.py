@@ -81,10 +81,10 @@ class WeightStore:
             self._mapped = self._map_files()
         if self._mapped is None:
             self._allocate(plan, tell)
+        compute = self._compute
+        if compute.arranges or not missing:
+            self.reader.ahead.give_back()
         if missing:
-            compute = self._compute
-            if compute.arranges:
-                self.reader.ahead.give_back()
             self._resident.expect(
                 missing,
                 compute.arranged if compute.arranges else None,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -36,8 +36,8 @@ from moesched.runs.generation import TokenHandling
 from moesched.runs.hardware import run
 from moesched.runs.listeners import KindMeter, Listener
 from moesched.runs.ranks import Devices, Rank, open_devices, process_of
-from moesched.seams import TellsProgress, UsesMemoryAhead
-from moesched.system.memory_ahead import MemoryAhead
+from moesched.seams import TellsProgress
+from moesched.system.memory_ahead import MemoryAhead, UsesMemoryAhead
 from moesched.system.outputs import require_outputs
 
 
@@ -80,40 +80,42 @@ def run_model(
     listener = given.listener or Listener()
     lengths = list(map(len, encoded))
     reports = BatchReports()
-    with MemoryAhead() as ahead:
-        ahead.begin(pieces_to_take(given, config, lengths, sampling.beams))
-        found = find_machine(given.machine, given.device, foreign=given.foreign_machine)
-        job = Job(given, config, found, beams=sampling.beams)
-        with open_devices(given.device, given.device_settings, checkpoint, job.layout) as devices:
-            listener.opened(devices.first)
-            _use_memory(devices, ahead)
-            if isinstance(devices.first, TellsProgress):
-                devices.first.tell = listener.preparing
-            job.use_process(process_of(devices.all, job.machine, ahead.nbytes))
-            batches = _batches(job, lengths, given.max_new_tokens, devices)
-            checkpoint.require_unchanged()
-            for number, batch in enumerate(batches):
-                first = batch.first_request
-                mine = encoded[first : first + len(batch.prompts)]
-                texts = TextListener(
-                    listener, tokenizer, mine, first, config.stop_tokens, given.max_new_tokens
-                )
-                with suppress(KeyboardInterrupt):
-                    files = batch_files(given, number)
-                    reports.add(_run_batch, job, batch, checkpoint, devices, mine, sampling, texts, files)
-                texts.finish_all()
-                if reports.ended_early(number):
-                    break
+    with _opened(given, checkpoint, lengths, sampling.beams) as (job, devices):
+        listener.opened(devices.first)
+        if isinstance(devices.first, TellsProgress):
+            devices.first.tell = listener.preparing
+        batches = _batches(job, lengths, given.max_new_tokens, devices)
+        checkpoint.require_unchanged()
+        for number, batch in enumerate(batches):
+            first = batch.first_request
+            mine = encoded[first : first + len(batch.prompts)]
+            texts = TextListener(listener, tokenizer, mine, first, config.stop_tokens, given.max_new_tokens)
+            with suppress(KeyboardInterrupt):
+                files = batch_files(given, number)
+                reports.add(_run_batch, job, batch, checkpoint, devices, mine, sampling, texts, files)
+            texts.finish_all()
+            if reports.ended_early(number):
+                break
     return reports.merge(requests=len(encoded), batches=len(batches))
 
 
-def _use_memory(devices: Devices, ahead: MemoryAhead) -> None:
-    """Pass memory that was taken while a device was imported on to it, or back to the system."""
-    ahead.stop()
-    if isinstance(devices.first, UsesMemoryAhead):
-        devices.first.use_memory(ahead)
-    else:
-        ahead.give_back()
+@contextmanager
+def _opened(
+    given: RunOptions, checkpoint: Checkpoint, lengths: Sequence[int], beams: int
+) -> Iterator[tuple[Job, Devices]]:
+    """The job and its open devices; memory for weights is taken while these are imported."""
+    with MemoryAhead() as ahead:
+        ahead.begin(pieces_to_take(given, checkpoint.config, lengths, beams))
+        found = find_machine(given.machine, given.device, foreign=given.foreign_machine)
+        job = Job(given, checkpoint.config, found, beams=beams)
+        with open_devices(given.device, given.device_settings, checkpoint, job.layout) as devices:
+            ahead.stop()
+            if isinstance(devices.first, UsesMemoryAhead):
+                devices.first.memory_ahead = ahead
+            else:
+                ahead.give_back()
+            job.use_process(process_of(devices.all, job.machine, ahead.nbytes))
+            yield job, devices
 
 
 def _batches(job: Job, lengths: Sequence[int], new_tokens: int, devices: Devices) -> list[Batch]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 import threading
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Protocol, runtime_checkable
 
 
 class MemoryAhead:
@@ -42,8 +44,8 @@ class MemoryAhead:
             return sum(map(len, self._ready))
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Begin to take pieces of these sizes in bytes; called at most once."""
-        if sizes:
+        """Begin to take pieces of these sizes in bytes, on Linux; called at most once."""
+        if sizes and sys.platform == "linux":
             self._thread = threading.Thread(
                 target=self._take, args=(sizes,), name="memory ahead", daemon=True
             )
@@ -89,9 +91,21 @@ class MemoryAhead:
                 self._ready.append(piece)
 
 
+@runtime_checkable
+class UsesMemoryAhead(Protocol):
+    """A device that keeps weights in memory of this process, some of which was taken while it was imported.
+
+    Attributes:
+        memory_ahead: for weights that stay; assigned before the first batch. The device gives the rest back once they
+            are loaded.
+    """
+
+    memory_ahead: MemoryAhead
+
+
 def new_memory(nbytes: int) -> mmap.mmap:
     """Private memory that the system gives when it is first written to, in huge pages where there are any."""
     memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if sys.platform == "linux":
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
