@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from moesched import run_model
+from moesched.devices.shared.page_reader import PageReader
+from moesched.devices.torch.resident_pages import ResidentPages
 from moesched.inputs.options import options_from
 from moesched.inputs.prompts import Prompt
 from moesched.jobs.memory_ahead import LEAST, pieces_to_take
@@ -159,6 +162,29 @@ def test_a_run_uses_all_that_it_took(model: Path) -> None:
     large = [page for page in layout.pages if page.nbytes >= LEAST]
     assert watching.used == len(large) > 0
     assert watching.left == 0
+
+
+def test_what_no_page_used_is_given_back_after_the_last_one(model: Path, ahead: MemoryAhead) -> None:
+    checkpoint = open_checkpoint(model)
+    layout = weight_layout(checkpoint.config, "float32")
+    with PageReader(checkpoint, layout) as reader:
+        reader.ahead = taken(ahead, 8 * SIZE)
+        pages = ResidentPages(reader)
+        pages.expect(pages.retain(layout.pages))
+        for page in layout.pages[:-1]:
+            pages.load(page)
+        assert ahead.nbytes == 8 * SIZE
+        pages.load(layout.pages[-1])
+    assert ahead.nbytes == 0
+
+
+def test_an_address_space_with_a_limit_is_left_to_libraries() -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, before[1]))
+    try:
+        assert pieces(dtype="bfloat16") == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_tokens_are_those_of_a_run_that_takes_nothing(model: Path) -> None:
