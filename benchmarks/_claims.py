@@ -102,7 +102,11 @@ def emulated(result: Result) -> Iterator[Claim]:
 
 def engine(result: Result) -> Iterator[Claim]:
     """The engine's speed."""
-    bars = {"building the graph": ("built", 5), "replaying it": ("replayed", 22), "with sharing": ("sharing", 4)}
+    bars = {
+        "building the graph": ("built", 5),
+        "replaying it": ("replayed", 22),
+        "with sharing": ("sharing", 4),
+    }
     for words, (name, bar) in bars.items():
         rate, ratio = result["tasks_per_second"][name]["median"], result["times_simpy"][name]
         figure = f"{rate:,.0f} tasks/s, {ratio}x SimPy"
