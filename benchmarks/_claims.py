@@ -95,9 +95,6 @@ def emulated(result: Result) -> Iterator[Claim]:
     """MoE-Lightning's Tables 4 and 5 on an emulated T4."""
     words = "emulated T4: CGOPipe, FlexGen, FlexGen with CPU attention, layer streaming in the paper's order"
     yield Claim(words, "yes" if result["in_the_papers_order"] else "no", "yes", result["in_the_papers_order"])
-    yield Claim(
-        "emulated T4: CGOPipe over FlexGen, equal sizes", times(result["times_flexgen_with_equal_sizes"])
-    )
 
 
 def engine(result: Result) -> Iterator[Claim]:
