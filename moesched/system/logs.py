@@ -27,8 +27,10 @@ class _Choice:
 
 
 def show_lines(least: int, configure: Callable[[], object]) -> None:
-    """Show lines from a level on, by structlog as `configure` sets it up before the first of them."""
+    """Show lines from a level on, by structlog as `configure` sets it up: now if it is imported, or before the first."""
     _Choice.least, _Choice.configure = least, configure
+    if "structlog" in sys.modules:
+        configure()
 
 
 class Log:
