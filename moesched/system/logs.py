@@ -27,7 +27,7 @@ class _Choice:
 
 
 def show_lines(least: int, configure: Callable[[], object]) -> None:
-    """Show lines from a level on, by structlog as `configure` sets it up: now if it is imported, or before the first."""
+    """Show lines from a level on, by structlog, which `configure` sets up when it is imported."""
     _Choice.least, _Choice.configure = least, configure
     if "structlog" in sys.modules:
         configure()
