@@ -176,21 +176,16 @@ def test_a_policy_that_does_not_end_is_ended_and_told_at_its_line(name: str) -> 
     assert report.reason == f"roomy GPU still ran, at {fault.line}"
 
 
-def test_the_line_of_an_endless_policy_is_the_innermost_of_its_own_on_the_main_thread() -> None:
-    def frame(file: str, line: int) -> str:
+def test_the_line_of_an_endless_policy_is_the_innermost_of_its_own() -> None:
+    def frame(file: str, line: object) -> str:
         return f'  File "{file}", line {line} in something'
 
-    threads = ["Thread 0x7f01 (most recent call first):", frame("/home/other.py", 1), ""]
-    main = [
-        "Thread 0x7f02 (most recent call first):",
-        frame(threading.__file__, 2),
-        frame(plugins.__file__, 3),
-    ]
-    assert (
-        endless_line([*threads, *main, frame("/home/mine.py", 4), frame("/home/mine.py", 5)], "")
-        == "/home/mine.py:4"
-    )
-    assert endless_line([*threads, *main], "/home/mine.py:1") == "/home/mine.py:1"
+    inner = ["Stack (most recent call first):", frame(threading.__file__, 2), frame(plugins.__file__, 3)]
+    outer = [frame("/home/mine.py", 4), frame("/home/mine.py", 5)]
+    assert endless_line([*inner, *outer], "") == "/home/mine.py:4"
+    assert endless_line(inner, "/home/mine.py:1") == "/home/mine.py:1"
+    between_two_lines = frame("/home/mine.py", "???")
+    assert endless_line([*inner, between_two_lines, *outer], "") is None
 
 
 def test_a_policy_that_ends_the_process_is_a_fault(tmp_path: Path) -> None:

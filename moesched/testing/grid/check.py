@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from signal import Signals
 from typing import Any
 
@@ -16,7 +16,7 @@ from moesched.system.children import tied_child
 from moesched.testing.grid.advice import advice_of_lanes
 from moesched.testing.grid.cells import Cell, cells_of
 from moesched.testing.grid.child import Began, Message, Opened, Order, Refused, command, message_in
-from moesched.testing.grid.faults import UNKNOWN, endless_line
+from moesched.testing.grid.faults import UNKNOWN, begins_traceback, endless_line
 from moesched.testing.grid.items import Outcome, Subject
 from moesched.testing.grid.results import Advice, CellResult, Fault, GridReport, merged, rank_among
 
@@ -81,21 +81,15 @@ class ChildRun:
         Raises:
             BadInput: it refuses the policy.
         """
-        traceback: list[str] = []
         with tied_child(command(self._order), stdout=subprocess.PIPE) as child:
             assert child.stdout is not None, "it has a pipe"
             try:
-                for line in child.stdout:
-                    message = message_in(line)
-                    if message is None:
-                        traceback.append(line.decode(errors="replace").rstrip())
-                    else:
-                        self._take(message)
+                busy_at = self._read(child.stdout)
             finally:
                 child.kill()
                 code = child.wait()
         if self._begun is not None or not self._names:
-            self._ended_early(traceback, code)
+            self._ended_early(busy_at, code)
 
     def report(self, seconds: float) -> GridReport:
         """The outcomes together."""
@@ -119,6 +113,24 @@ class ChildRun:
             seconds=seconds,
         )
 
+    def _read(self, lines: Iterable[bytes]) -> str | None:
+        """Take the messages; returns the line that an item which takes too long is busy with."""
+        traceback: list[str] = []
+        for line in lines:
+            message = message_in(line)
+            if message is not None:
+                traceback.clear()
+                self._take(message)
+                continue
+            text = line.decode(errors="replace").rstrip()
+            if traceback and begins_traceback(text):
+                busy_at = endless_line(traceback, self._home)
+                if busy_at is not None:
+                    return busy_at
+                traceback.clear()
+            traceback.append(text)
+        return None
+
     def _take(self, message: Message) -> None:
         if isinstance(message, Refused):
             raise BadInput(message.why)
@@ -131,24 +143,27 @@ class ChildRun:
             self._outcomes[message.item] = message.outcome
             self._begun = None
 
-    def _ended_early(self, traceback: Sequence[str], code: int) -> None:
-        """Note why an item did not end; it was the last one."""
+    def _ended_early(self, busy_at: str | None, code: int) -> None:
+        """Note why an item did not end; it was the last one.
+
+        Args:
+            busy_at: the policy's line where it took too long; None where the process ended by itself.
+        """
         begun = self._begun
         case = self._names[begun.item] if begun is not None else "loading the policy"
         if begun is not None and begun.item >= len(self._names) - len(self._order.cells):
             return  # only ranks are missing
-        if not traceback:
+        if busy_at is None:
             ended = f"by {Signals(-code).name}" if code < 0 else f"with exit code {code}"
             message = f"the policy ended the process, {ended}"
             self._fatal.append(Fault(line=self._home, message=message, case=case))
             self._reason = f"the process ended in {case}"
             return
-        line = endless_line(traceback, self._home)
-        self._reason = f"{case} still ran, at {line}"
+        self._reason = f"{case} still ran, at {busy_at}"
         if begun is None or begun.quick:
             seconds = self._order.loading if begun is None else begun.seconds
             message = f"does not end: still running after {seconds:.3g} s"
-            self._fatal.append(Fault(line=line, message=message, case=case))
+            self._fatal.append(Fault(line=busy_at, message=message, case=case))
 
     def _cell_results(self, first: int) -> Iterator[CellResult]:
         """The cells' results with ranks; `first` is the index of the first cell's item."""

@@ -1,13 +1,14 @@
 """The process that runs a check's items, and its messages to the process that started it, one JSON value per line.
 
-`faulthandler` ends it when an item takes too long, even within a loop in C or one that catches every exception, and
-first writes the traceback among the messages. Whatever the policy prints is dropped.
+When an item takes too long, `faulthandler` writes a traceback among the messages, even within a loop in C or one that
+catches every exception, and goes on writing them until the process is ended. Whatever the policy prints is dropped.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from moesched.testing.grid.items import Outcome, Subject, TrialItem, items_of
 
 LEAST_SECONDS = 0.05
 """Time left below which no item begins."""
+BETWEEN_TRACEBACKS = 0.01
+"""Seconds from one traceback of an item that takes too long to the next."""
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -94,9 +97,10 @@ def carry_out(order: Order, alarm: BinaryIO) -> Iterator[Message]:
     """Run the items; yields messages about them.
 
     Args:
-        alarm: receives the traceback of an item that takes too long; then the process ends.
+        alarm: receives the tracebacks of an item that takes too long.
     """
-    faulthandler.dump_traceback_later(order.loading, exit=True, file=alarm)
+    faulthandler.register(signal.SIGALRM, file=alarm, all_threads=False)
+    signal.setitimer(signal.ITIMER_REAL, order.loading, BETWEEN_TRACEBACKS)
     try:
         policy = find_policy(order.subject.name)
         title = f"policy {order.subject.name}"
@@ -118,11 +122,11 @@ def carry_out(order: Order, alarm: BinaryIO) -> Iterator[Message]:
         quick = isinstance(item, TrialItem) and order.patience <= left
         seconds = order.patience if quick else left
         yield Began(number, seconds, quick)
-        faulthandler.dump_traceback_later(seconds, exit=True, file=alarm)
+        signal.setitimer(signal.ITIMER_REAL, seconds, BETWEEN_TRACEBACKS)
         outcomes.append(item.run(subject) if item.is_needed(outcomes) else Outcome(skipped=True))
-        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
         yield Ended(number, outcomes[-1])
-    faulthandler.cancel_dump_traceback_later()
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def command(order: Order) -> list[str]:

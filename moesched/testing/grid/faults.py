@@ -67,16 +67,22 @@ def reason_of(error: BadInput) -> str:
     return str(error.__cause__ if isinstance(error.__cause__, PolicyError) else error)
 
 
-def endless_line(lines: Sequence[str], home: str) -> str:
-    """The line that a policy was busy with, from the traceback of a process that was ended.
+def begins_traceback(line: str) -> bool:
+    """Whether `faulthandler` begins a traceback with this line."""
+    return "most recent call first" in line
+
+
+def endless_line(traceback: Sequence[str], home: str) -> str | None:
+    """The line that a policy is busy with; None where it is between two lines.
 
     Args:
-        lines: as `faulthandler` writes them, the innermost frame of each thread first; the main thread comes last.
+        traceback: lines as `faulthandler` writes them, the innermost frame first.
     """
-    for line in lines[_last_thread(lines) :]:
+    for line in traceback:
         file, found, rest = line.strip().removeprefix('File "').partition('", line ')
         if found and not is_a_librarys(file) and not is_our_file(file):
-            return f"{file}:{rest.partition(' ')[0]}"
+            number = rest.partition(" ")[0]
+            return f"{file}:{number}" if number.isdecimal() else None
     return home
 
 
@@ -86,8 +92,3 @@ def _fault(error: Exception, case: str, home: str, *, whole: bool = False) -> Fa
     if whole:
         more = "".join(traceback.format_exception(error)).splitlines()
     return Fault(line=home if line == UNKNOWN else line, message=in_words(error), case=case, more=more)
-
-
-def _last_thread(lines: Sequence[str]) -> int:
-    starts = [number for number, line in enumerate(lines) if "most recent call first" in line]
-    return starts[-1] + 1 if starts else 0
