@@ -94,7 +94,7 @@ class Benchmark:
         if not options.only:
             self.parser.error(f"no part is named so; parts: {', '.join(self.parts)}")
         self._command = " ".join([f"python {self._script}", *arguments])
-        self._partial = options.only != self.parts
+        self._chosen, self._partial = options.only, options.only != self.parts
         self._named = options.out is not None
         self._measured = options.rounds > 0
         self.out = options.out or self.out
@@ -109,14 +109,15 @@ class Benchmark:
     def write(self, figures: dict[str, Any], out: Path | None = None) -> None:
         """Write figures with the command, the machine, its load, the commit, the date and a hash of the sources.
 
-        A result of some parts replaces one of all parts only where the other parts stay, and then keeps its date;
-        one of no rounds keeps all that it said of the measurement. `out` is for scripts that write several files.
+        A result of some parts replaces one of all parts only where the other parts stay; it keeps its date, and `parts`
+        says how each part was measured. One of no rounds keeps all that it said of the measurement. `out` is for
+        scripts that write several files.
         """
         if self._partial and not (self._named or self._keeps_parts):
             progress.print("only some parts were measured: nothing is written (name a file with --out)")
             return
         older = stored(out or self.out)
-        about = {
+        about: dict[str, Any] = {
             "command": self._command,
             "date": datetime.now(UTC).date().isoformat(),
             "commit": commit(),
@@ -127,9 +128,11 @@ class Benchmark:
             "other_cores": {"before": round(self._before, 2), "during": round(self._load_so_far(), 2)},
         }
         if self._partial and out is None and older:
-            about = {key: older[key] for key in about if key in older}
+            parts = {part: older.get("parts", {}).get(part, _of(older, about)) for part in self.parts}
+            parts.update(dict.fromkeys(self._chosen, about))
+            about = {**_of(older, about), "parts": parts}
         if not self._measured:
-            about, machine = ({key: older[key] for key in each if key in older} for each in (about, machine))
+            about, machine = _of(older, [*about, "parts"]), _of(older, machine)
         result = {**about, **machine, **figures}
         path = out or self.out
         path.write_text(json.dumps(result, indent=2) + "\n")
@@ -144,6 +147,11 @@ class Benchmark:
         """Cores that others kept busy since the options were read; processes that the script started are its own."""
         own = (_children_seconds() - self._children) / (time.perf_counter() - self._since)
         return max(0.0, self._load.cores() - own)
+
+
+def _of(result: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """The entries of a result under some keys, as far as it has them."""
+    return {key: result[key] for key in keys if key in result}
 
 
 def _load_of(seconds: float) -> float:

@@ -63,9 +63,9 @@ def source_hash(paths: Iterable[str]) -> str:
 
 
 def older_than_the_code(result: dict[str, Any]) -> bool:
-    """Whether the sources of a result changed since it was measured, or were not recorded."""
-    measured = result.get("measures")
-    return measured is None or source_hash(measured["paths"]) != measured["hash"]
+    """Whether the sources of a result, or of a part, changed since it was measured, or were not recorded."""
+    recorded = [each.get("measures") for each in result.get("parts", {"": result}).values()]
+    return any(each is None or source_hash(each["paths"]) != each["hash"] for each in recorded)
 
 
 def _sources(paths: Iterable[str]) -> Iterator[Path]:

@@ -84,7 +84,20 @@ def test_parts_measured_later_leave_the_age_of_the_others(tmp_path: Path) -> Non
     measured.write({"figure": 2})
     result = json.loads(file.read_text())
     assert (result["figure"], result["date"]) == (2, "2026-01-01")
+    assert result["parts"]["blue"] == {"date": "2026-01-01"}
+    assert result["parts"]["red"]["command"] == f"python benchmarks/test.py --only red --out {file}"
     assert older_than_the_code(result)
+
+
+def test_a_result_is_of_the_code_of_today_once_each_of_its_parts_is(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    file.write_text('{"date": "2026-01-01"}')
+    for part in ("red", "redder", "blue"):
+        assert older_than_the_code(json.loads(file.read_text()))
+        measured = benchmark(keeps_parts=True)
+        measured.parse(["--only", part, "--out", str(file)])
+        measured.write({})
+    assert not older_than_the_code(json.loads(file.read_text()))
 
 
 def test_a_result_that_is_only_summed_up_anew_keeps_its_machine_and_its_date(tmp_path: Path) -> None:

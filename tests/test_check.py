@@ -26,12 +26,12 @@ from moesched.testing.grid.rivals import rivals_in
 from moesched.testing.grid.trials import SEEDS, Trial, random_case, trials_of
 from moesched.testing.policy_checks import node_cases, policy_cases
 from moesched.trace import LaneName, Recording, Slice, TaskInfo, least_nanoseconds
-from test_faulty_policies import FAULTY, MOST_LINES, Faulty, faulty_policies
+from test_faulty_policies import FAULTY, KINDS, MOST_LINES, Faulty, faulty_policies, faulty_policy
 
-ENDLESS = FAULTY.with_name("endless.py")
+ENDLESS = FAULTY / "endless.py"
 ENDS_THE_PROCESS = """import os
 
-from mistakes import Streams
+from sound import Streams
 
 class Mine(Streams):
     async def decode(self, step):
@@ -44,8 +44,8 @@ CASES = {case.name: case for case in [*policy_cases(), *node_cases()]}
 @pytest.fixture(autouse=True)
 def faulty_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The faulty files can be imported, and are no modules of other tests."""
-    names = ("mine", "mistakes", "endless")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(FAULTY.parent)])
+    names = ("mine", "endless", *KINDS)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(FAULTY)])
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield
@@ -62,12 +62,12 @@ def outcome(policy: str, item: Item) -> Outcome:
 
 @pytest.mark.parametrize("faulty", faulty_policies(), ids=lambda faulty: faulty.name)
 def test_each_mistake_is_a_fault_at_its_line(faulty: Faulty) -> None:
-    policy = f"{FAULTY}:{faulty.name}"
+    policy = faulty.policy
     if not faulty.line:
         assert outcome(policy, TrialItem(Trial(CASES["roomy GPU"]))) == Outcome()
         return
     fault = first_fault(policy)
-    assert fault.line == f"{FAULTY}:{faulty.line}"
+    assert fault.line == f"{faulty.file}:{faulty.line}"
     assert fault.message.removeprefix("fits in no case: ").startswith(faulty.said)
     assert len([fault.line, fault.case, *fault.more]) <= MOST_LINES
 
@@ -85,14 +85,14 @@ def first_fault(policy: str) -> Fault:
 
 
 def test_a_mistake_that_shows_with_two_layers_only_is_found_by_their_case() -> None:
-    policy, case = f"{FAULTY}:Streams", CASES["two layers, many micro-batches"]
+    policy, case = faulty_policy("Streams"), CASES["two layers, many micro-batches"]
     [fault] = outcome(policy, TrialItem(Trial(case))).faults
     assert "page L0 dense #0 is already in gpu" in fault.message
     assert outcome(policy, TrialItem(Trial(CASES["roomy GPU"]))).faults == []
 
 
 RELIES_ON_DURATIONS = """
-from mistakes import Streams
+from sound import Streams
 
 class Mine(Streams):
     def plan(self, plan):
@@ -124,7 +124,7 @@ def test_a_mistake_that_shows_with_other_durations_only_is_found_by_uneven_ones(
 
 
 def test_a_fault_has_its_whole_traceback_on_demand() -> None:
-    whole = Subject(f"{FAULTY}:Stumbles", {}, whole=True)
+    whole = Subject(faulty_policy("Stumbles"), {}, whole=True)
     [fault] = TrialItem(Trial(CASES["roomy GPU"])).run(whole).faults
     assert fault.more[0] == "Traceback (most recent call last):"
     assert fault.more[-1] == fault.message == "KeyError: 'experts'"
@@ -212,7 +212,7 @@ def in_child(policy: str, *, patience: float = 10.0, limit: float = 60.0) -> Gri
 # -- advice, bounds and ranks ------------------------------------------------------------------------
 
 WASTEFUL = """
-from mistakes import Streams
+from sound import Streams
 
 
 class OneMicroBatchAtATime(Streams):
@@ -343,13 +343,13 @@ def test_a_check_without_faults_ends_with_code_0_and_ranks_the_policy(command: A
 
 
 def test_faults_come_first_in_few_lines_each_and_the_code_is_1(command: Any) -> None:
-    policy = f"{FAULTY}:BringsALayerTwice"
+    policy = faulty_policy("BringsALayerTwice")
     said = command("check", policy, *NARROW)
     assert said.code == 1
     first, blank, *fault = said.out.splitlines()
     assert re.fullmatch(r"\S+: 1 fault in \d+ small cases \(\d+ do not fit\) and 0 of 1 cells, \d+ s", first)
     assert blank == ""
-    assert re.match(r".*mistakes\.py:\d+: PolicyError: page L0 dense #0 is already in gpu", fault[0])
+    assert re.match(r".*fetches\.py:\d+: PolicyError: page L0 dense #0 is already in gpu", fault[0])
     assert re.fullmatch(r"  in roomy GPU, and \d+ more cases", fault[1])
     assert all(line.startswith("  ") for line in fault[1 : fault.index("")])
     assert fault.index("") <= MOST_LINES

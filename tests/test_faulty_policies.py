@@ -1,10 +1,11 @@
-"""Policies with one mistake each (faulty/mistakes.py): each is told at its own line, in few lines, and none hangs."""
+"""Policies with one mistake each (faulty/): each is told at its own line, in few lines, and none hangs."""
 
 from __future__ import annotations
 
 import ast
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,39 +13,53 @@ import pytest
 
 from commands import refused
 
-FAULTY = Path(__file__).parent / "faulty" / "mistakes.py"
+FAULTY = Path(__file__).parent / "faulty"
+KINDS = ("sound", "plans", "schedules", "fetches", "errors")
 MARK = "#!"
 MOST_LINES = 8
 
 
 class Faulty(NamedTuple):
-    """A policy, and its marked line with what must be said of it; no line where nothing is wrong."""
+    """A policy in a file, and its marked line with what must be said of it; no line where nothing is wrong."""
 
+    file: Path
     name: str
     line: int
     said: str
 
+    @property
+    def policy(self) -> str:
+        return f"{self.file}:{self.name}"
+
 
 def faulty_policies() -> list[Faulty]:
-    text = FAULTY.read_text()
+    return [found for kind in KINDS for found in policies_in(FAULTY / f"{kind}.py")]
+
+
+def policies_in(file: Path) -> Iterator[Faulty]:
+    text = file.read_text()
     lines = text.splitlines()
-    found = []
     for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef):
             numbers = range(node.lineno, (node.end_lineno or 0) + 1)
             marked = [number for number in numbers if MARK in lines[number - 1]]
             line = marked[0] if marked else 0
-            found.append(Faulty(node.name, line, lines[line - 1].partition(MARK)[2].strip()))
-    return found
+            said = lines[line - 1].partition(MARK)[2].strip() if line else ""
+            yield Faulty(file, node.name, line, said)
+
+
+def faulty_policy(name: str) -> str:
+    """One of them, as commands take it."""
+    return next(faulty.policy for faulty in faulty_policies() if faulty.name == name)
 
 
 @pytest.fixture
 def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A simulation of two micro-batches, by policies of the faulty file."""
+    """A simulation of two micro-batches, by faulty policies."""
     (tmp_path / "two.toml").write_text('name = "two"\nnew_tokens = [4]\nprompt_tokens = [3, 2]\n')
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(FAULTY.parent)])
-    for name in ("mistakes", "mine"):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(FAULTY)])
+    for name in (*KINDS, "mine"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return ["simulate", "--machine", "t4", "--workload", "two.toml", "--micro-batch-size", 1, "--json"]
 
@@ -53,13 +68,15 @@ def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_mistake_is_told_at_its_line(
     command: Any, no_text: Path, simulated: list[Any], faulty: Faulty
 ) -> None:
-    said = command(*simulated, "--model", no_text, "--policy", f"{FAULTY}:{faulty.name}")
+    said = command(*simulated, "--model", no_text, "--policy", faulty.policy)
     if not faulty.line:
         assert said.code == 0
         return
     first, *others = said.err.splitlines()
     assert said.code in (1, 2)
-    assert re.match(rf"moesched: .*mistakes\.py:{faulty.line}\b.*: {re.escape(faulty.said)}", first), first
+    assert re.match(
+        rf"moesched: .*{faulty.file.stem}\.py:{faulty.line}\b.*: {re.escape(faulty.said)}", first
+    ), first
     assert all(line.startswith("  ") for line in others)
     assert len(others) < MOST_LINES
 
@@ -67,7 +84,7 @@ def test_a_mistake_is_told_at_its_line(
 def test_a_mistake_deep_within_shows_the_policys_own_frames(
     command: Any, no_text: Path, simulated: list[Any]
 ) -> None:
-    said = command(*simulated, "--model", no_text, "--policy", f"{FAULTY}:StumblesDeepWithin")
+    said = command(*simulated, "--model", no_text, "--policy", faulty_policy("StumblesDeepWithin"))
     shown = [line.split(":", 1)[1].split(" in ", 1)[1] for line in said.err.splitlines()[1:]]
     assert shown == [
         "decode: await self.first(step)",
@@ -79,15 +96,15 @@ def test_a_mistake_deep_within_shows_the_policys_own_frames(
 def test_what_a_policy_prints_is_not_among_the_json(
     command: Any, no_text: Path, simulated: list[Any]
 ) -> None:
-    said = command(*simulated, "--model", no_text, "--policy", f"{FAULTY}:Prints")
-    assert said.json["policy"] == f"{FAULTY}:Prints"
+    said = command(*simulated, "--model", no_text, "--policy", faulty_policy("Prints"))
+    assert said.json["policy"] == faulty_policy("Prints")
     assert "decoding 1" in said.err
 
 
 def test_the_whole_traceback_is_shown_on_demand(command: Any, no_text: Path, simulated: list[Any]) -> None:
-    said = command(*simulated, "--model", no_text, "--policy", f"{FAULTY}:Stumbles", "--traceback")
+    said = command(*simulated, "--model", no_text, "--policy", faulty_policy("Stumbles"), "--traceback")
     assert "Traceback (most recent call last)" in said.err
-    assert re.search(r"moesched: .*mistakes\.py:\d+: KeyError: 'experts'\n$", said.err)
+    assert re.search(r"moesched: .*errors\.py:\d+: KeyError: 'experts'\n$", said.err)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +142,7 @@ def test_what_is_no_policy_is_refused(
 
 
 CONSTRUCTED = """
-from mistakes import Streams
+from sound import Streams
 
 class Mine(Streams):
     def __init__(self, ahead{default}):

@@ -1,4 +1,4 @@
-"""What `moesched run` leaves out before its first token: modules that it does not need, and searches for garbage."""
+"""`moesched run` imports few modules before its first token, and does not search for garbage until then."""
 
 from __future__ import annotations
 

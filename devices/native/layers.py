@@ -92,16 +92,14 @@ class NativeLayers:
 
         hidden_TD, angles: with those of the buffers, the call is prepared once.
         """
-        if hidden_TD is buffers.hidden_TD and angles is buffers.angles:
-            call = buffers.inputs.get(weights.number)
-            if call is None:
-                inputs = self._inputs(buffers, hidden_TD, angles, weights)
-                call = self._kernels.bound(self._library.moesched_attention_inputs, inputs)
-                buffers.inputs.keep(weights, call)
-            check(call())
-        else:
+        own = hidden_TD is buffers.hidden_TD and angles is buffers.angles
+        call = buffers.inputs.get(weights.number) if own else None
+        if call is None:
             inputs = self._inputs(buffers, hidden_TD, angles, weights)
-            self._call(self._library.moesched_attention_inputs, inputs)
+            call = self._kernels.bound(self._library.moesched_attention_inputs, inputs)
+            if own:
+                buffers.inputs.keep(weights, call)
+        check(call())
 
     def _inputs(
         self, buffers: StepBuffers, hidden_TD: Tensor, angles: tuple[Tensor, Tensor], weights: LayerWeights
@@ -131,16 +129,14 @@ class NativeLayers:
 
         hidden_TD, attended_TX: with those of the buffers, the call is prepared once.
         """
-        if hidden_TD is buffers.hidden_TD and attended_TX is buffers.attended_TX:
-            call = buffers.layers.get(weights.number)
-            if call is None:
-                layer = self._layer(buffers, hidden_TD, attended_TX, weights)
-                call = self._kernels.bound(self._library.moesched_moe_layer, layer)
-                buffers.layers.keep(weights, call)
-            check(call())
-        else:
+        own = hidden_TD is buffers.hidden_TD and attended_TX is buffers.attended_TX
+        call = buffers.layers.get(weights.number) if own else None
+        if call is None:
             layer = self._layer(buffers, hidden_TD, attended_TX, weights)
-            self._call(self._library.moesched_moe_layer, layer)
+            call = self._kernels.bound(self._library.moesched_moe_layer, layer)
+            if own:
+                buffers.layers.keep(weights, call)
+        check(call())
         return {expert: rows for expert, rows in enumerate(buffers.counts[:]) if rows}
 
     def _layer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from mistakes import Streams
+from sound import Streams
 
 
 class NeverEnds(Streams):
