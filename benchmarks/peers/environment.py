@@ -30,6 +30,7 @@ class Peer(NamedTuple):
         module: in this package, the program of its process.
         requirements: of pip; none for what `.[dev]` already installs.
         installing: environment variables of the installation.
+        environment: environment variables of its process.
         settings: those that it is tried with; the best counts in each row.
         seconds: the time limit of each answer.
         on_cuda: whether it needs a CUDA GPU, with a torch of its own.
@@ -39,6 +40,7 @@ class Peer(NamedTuple):
     module: str
     requirements: tuple[str, ...] = ()
     installing: Mapping[str, str] = {}
+    environment: Mapping[str, str] = {}
     settings: Mapping[str, Message] = {"": {}}
     seconds: float = 240.0
     on_cuda: bool = False
@@ -54,7 +56,7 @@ class Peer(NamedTuple):
         python = self.python()
         return Worker(
             within([str(python), "-m", f"peers.{self.module}", *arguments]),
-            {"PYTHONPATH": str(ROOT / "benchmarks")},
+            {"PYTHONPATH": str(ROOT / "benchmarks"), **self.environment},
             LOADING_SECONDS,
         )
 

@@ -32,7 +32,12 @@ LLAMA_CPP = Peer(
 )
 LLAMA_CPP_MAPPED = LLAMA_CPP._replace(settings={"mmap": {"flash_attention": True}})
 
-HUGGING_FACE = Peer("Hugging Face", "hugging_face_peer", settings=EXPERTS)
+KEEPING_MEMORY = {
+    "GLIBC_TUNABLES": ":".join(f"glibc.malloc.{limit}_threshold={8 << 30}" for limit in ("mmap", "trim"))
+}
+"""Has freed memory used again, and not given back: each prompt would have the system make its pages again."""
+
+HUGGING_FACE = Peer("Hugging Face", "hugging_face_peer", settings=EXPERTS, environment=KEEPING_MEMORY)
 ACCELERATE = Peer("Accelerate", "hugging_face_peer", settings=EXPERTS)
 
 MLX_LM = Peer("mlx-lm", "mlx_lm_peer", settings={"float32": {}}, seconds=60.0)
