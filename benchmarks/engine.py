@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -109,7 +110,8 @@ def captured() -> tuple[list[Template], Roofline]:
     plan, policy = planned(SIMPY_STEPS)
     lanes = make_lanes(plan)
     run_state = RunState(plan, CapturingEngine(lanes.values()), lanes)
-    return capture(run_state, policy), Roofline(plan.machine, plan.layout.dtype)
+    with closing(run_state):
+        return capture(run_state, policy), Roofline(plan.machine, plan.layout.dtype)
 
 
 def run_in_simpy(steps: list[Template], cost: Roofline) -> int:

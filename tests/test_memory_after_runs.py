@@ -10,6 +10,11 @@ import torch
 
 from moesched import run_model
 from moesched.models.random_model import write_random_model
+from moesched.plugins import make_policy
+from moesched.runs.simulation import simulate
+from moesched.tasks import Lane
+from moesched.trace import Recorder
+from runs import make_plan
 from small_models import SMALL
 
 
@@ -25,6 +30,25 @@ def test_no_tensor_outlives_its_run_although_no_garbage_is_collected(policy: str
         assert tensors() == before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("options", [{}, {"sharing": True}, {"replay": True}], ids=str)
+def test_no_task_outlives_its_simulation_although_no_garbage_is_collected(options: dict[str, bool]) -> None:
+    policy = make_policy("cgopipe")
+    plan = make_plan(policy)
+    gc.collect()
+    before = lanes()
+    gc.disable()
+    try:
+        simulate(plan, policy, recorder=Recorder(), **options)
+        assert lanes() == before
+    finally:
+        gc.enable()
+
+
+def lanes() -> int:
+    """The number of lanes in this process. Tasks refer to theirs, and cannot be counted themselves."""
+    return sum(isinstance(each, Lane) for each in gc.get_objects())
 
 
 def tensors() -> int:

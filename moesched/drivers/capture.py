@@ -33,12 +33,13 @@ class CapturingEngine(Engine):
 
     def __init__(self, lanes: Iterable[Lane]) -> None:
         super().__init__(lanes)
-        self.tasks: list[Task] = []
+        self._tasks: list[Task] = []
+        self._taken = 0
         self.look = _no_time
 
     def submit(self, task: Any, *arguments: Any, **named: Any) -> Any:
         super().submit(task, *arguments, **named)
-        self.tasks.append(task)
+        self._tasks.append(task)
         return task
 
     def cancel(self, task: Task) -> bool:
@@ -46,8 +47,21 @@ class CapturingEngine(Engine):
 
     def take(self) -> list[Task]:
         """The tasks submitted since the last call."""
-        tasks, self.tasks = self.tasks, []
+        tasks = self._tasks[self._taken :]
+        self._taken += len(tasks)
         return tasks
+
+    def forget(self) -> None:
+        """Drop errors, and what leads from task to task: none of them settles, and no collector sees them."""
+        super().forget()
+        for task in self._tasks:
+            task.followers = task.operands = None
+        for lane in self.lanes:
+            lane.running = None
+            lane.heap.clear()
+            lane.queue.clear()
+        self._tasks.clear()
+        self.started.clear()
 
 
 class Template:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from heapq import heappop, heappush
 from typing import Any
 
@@ -36,9 +36,6 @@ class VirtualDriver:
         perform: functions that compute the values of tasks at their end, by type; an error fails the task.
         observers: called with each task that ran, when it ends.
         delays: functions that give the extra time of a lane's tasks.
-
-    Attributes:
-        now: nanoseconds since the driver was made.
     """
 
     def __init__(
@@ -51,14 +48,16 @@ class VirtualDriver:
         observers: Sequence[Observer] = (),
         delays: Mapping[Lane, Delay] | None = None,
     ) -> None:
-        self.now = 0
+        self._clock = clock = (
+            _Clock()
+        )  # engines know it, not the driver: a run's tasks are freed without a collection
         self._delays = delays or {}
         self._engines = list(engines)
         self._cost = cost
         self._perform = dict(perform or {})
         self._ended = observers_of_ends(observers)
         self._rendezvous = Rendezvous(self._engines)
-        self._advance = self._advance_shared if sharing else self._advance_alone
+        self._sharing = sharing
         self._events: list[tuple[int, int, Task]] = []
         self._lanes = [lane for engine in self._engines for lane in engine.lanes]
         counts = [len(engine.lanes) for engine in self._engines]
@@ -68,11 +67,15 @@ class VirtualDriver:
         self._owners: list[Engine] = []
         for engine in self._engines:
             engine.started, engine.awaited = self._started, self._awaited
-            engine.now = lambda: self.now
-            engine.look = lambda: nullcontext(self.now)
+            engine.now, engine.look = clock.time, clock.look
             for lane in engine.lanes:
                 lane.index = len(self._owners)
                 self._owners.append(engine)
+
+    @property
+    def now(self) -> int:
+        """Nanoseconds since the driver was made."""
+        return self._clock.now
 
     def run(self, *mains: Coroutine[Task, Any, Any]) -> list[Any]:
         """Run one coroutine per rank and all tasks that they submit; returns the coroutines' results.
@@ -85,6 +88,7 @@ class VirtualDriver:
             for rank, (main, engine) in enumerate(zip(mains, self._engines, strict=True))
         ]
         ready = deque(runs)
+        advance = self._advance_shared if self._sharing else self._advance_alone
         with no_garbage_collection():
             while True:
                 while ready:
@@ -94,7 +98,7 @@ class VirtualDriver:
                         self._rendezvous.leave(run.rank, run.error)
                     elif run.awaited is not None:
                         self._engines[run.rank].policy_waits(run.awaited)
-                self._advance()
+                advance()
                 if not self._awaited:
                     stuck = next((run for run in runs if not run.done), None)
                     if stuck is None:
@@ -111,7 +115,8 @@ class VirtualDriver:
         """Run tasks until a handle that a policy awaits has settled, or no task is left."""
         events, started, awaited, owners = self._events, self._started, self._awaited, self._owners
         perform, ended, arrived = self._perform, self._ended, self._rendezvous.arrived
-        now, cost, delays = self.now, self._cost, self._delays
+        clock, cost, delays = self._clock, self._cost, self._delays
+        now = clock.now
         while True:
             while started:
                 task = started.pop()
@@ -130,7 +135,7 @@ class VirtualDriver:
             if awaited or not events:
                 return
             now, index, task = heappop(events)
-            self.now = task.end = now
+            clock.now = task.end = now
             if type(task) in perform:
                 _act(owners[index], task, perform)
             else:
@@ -141,7 +146,8 @@ class VirtualDriver:
         """Run tasks as `_advance_alone` does, with concurrent tasks sharing resources."""
         shared, started, awaited, owners = self._shared, self._started, self._awaited, self._owners
         perform, ended, arrived = self._perform, self._ended, self._rendezvous.arrived
-        now, cost, lanes, delays = self.now, self._cost, self._lanes, self._delays
+        clock, cost, lanes, delays = self._clock, self._cost, self._lanes, self._delays
+        now = clock.now
         while True:
             for begun in started:
                 work = begun.work
@@ -163,13 +169,30 @@ class VirtualDriver:
             lane = lanes[index]
             task = lane.running
             assert task is not None
-            self.now = task.end = now = shared.now
+            clock.now = task.end = now = shared.now
             lane.busy += now - task.start
             if type(task) in perform:
                 _act(owners[index], task, perform)
             else:
                 owners[index].finish(task)
             ended(task)
+
+
+class _Clock:
+    """The time of a driver, in nanoseconds since it was made."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def time(self) -> int:
+        """The time."""
+        return self.now
+
+    def look(self) -> AbstractContextManager[int]:
+        """The time, in a context in which nothing changes."""
+        return nullcontext(self.now)
 
 
 def _act(engine: Engine, task: Task, perform: Mapping[type[Task], Perform]) -> None:
