@@ -328,7 +328,7 @@ static PyObject *finish(PyObject *self, PyObject *const *arguments, Py_ssize_t c
     PyObject *task = count ? arguments[0] : NULL;
     const int plain = !names && count >= 1 && count <= 2 && PyObject_TypeCheck(task, Task)
         && FIELD(task, of_task.lane) && PyObject_TypeCheck(FIELD(task, of_task.lane), Lane)
-        && is_true(FIELD(task, of_task.lane), of_lane.simple);
+        && is_none(FIELD(task, of_task.lane), of_lane.domain) && is_none(task, of_task.cause);
     if (!plain) return in_python(finish_in_python, self, arguments, count, names);
     PyObject *lane = FIELD(task, of_task.lane);
     if (count == 2 && arguments[1] != Py_None && keep_value(task, arguments[1])) return NULL;

@@ -49,13 +49,16 @@ class Play:
         self.blocks = [Block(f"block {n}") for n in range(BLOCKS)]
         self.tasks: list[Task] = []
         self.calls = [self.submit] * 6 + [self.finish] * 4
+        self.halts_after = choose.randrange(CALLS) if choose.random() < 0.2 else CALLS
         if choose.random() < 0.6:
             self.calls += [self.fail, self.cancel, self.promote, self.join, self.collective, self.finish]
 
     def run(self) -> list[object]:
         """Make the calls, end all tasks, and return what was there after each call."""
         seen: list[object] = []
-        for _ in range(CALLS):
+        for number in range(CALLS):
+            if number == self.halts_after:
+                self.engine.halt(RuntimeError("the run was interrupted"))
             self.choose.choice(self.calls)()
             seen.append(self.seen())
         while self.running():
