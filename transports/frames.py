@@ -193,7 +193,7 @@ def common_of_parts(place: tuple[int, ...], part: Array, text: str) -> bytes:
 
 @lru_cache(256)
 def _subject_of_parts(dtype: np.dtype[Any], shape: tuple[int, ...], said: int) -> tuple[bytes, bytes]:
-    """What comes before the text of a whole part of an all-reduce, and after it."""
+    """The bytes before and after the text in the frame of a whole part of an all-reduce; cached."""
     return _subject(Kind.ALL_REDUCE, 0, dtype, prod(shape), shape, said), bytes(-said % TEXT_UNIT)
 
 

@@ -1,7 +1,7 @@
 """An all-reduce of small parts as nearly all of them go: the next frames are the others' parts, and all of them.
 
-Every token takes this path in every layer, mostly with cold caches, so it makes few calls. What goes otherwise is left
-to a `Turn`.
+Every token takes this path in every layer, mostly with cold caches, so it makes few calls. A `Turn` does the rest where
+another frame comes, or none in time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAUSE_SECONDS = 100e-6
 
 
 class Rest(NamedTuple):
-    """What is left of a swap.
+    """The unfinished part of a swap, for a `Turn`.
 
     Attributes:
         unsent: the ranks that have yet to be sent the part.
@@ -46,7 +46,7 @@ class Rest(NamedTuple):
 
 
 def swap(side: Side, exchange: Exchange, part: Array, parts: dict[int, Array]) -> Rest | None:
-    """Send a part to all other ranks, and add theirs to `parts`, which has it; returns what is left, None if nothing.
+    """Send a part to all other ranks, and add theirs to `parts`, which has it; returns the rest, None if all is done.
 
     A frame that begins as this rank's own, but for the sender, is not decoded. Parts are views of the frames.
 
