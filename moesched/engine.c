@@ -104,6 +104,47 @@ static PyObject *in_python(PyObject *method, PyObject *self, PyObject *const *ar
     return PyObject_Vectorcall(method, all, count + 1, names);
 }
 
+/* -- ready tasks ------------------------------------------------------------------------------------- */
+
+static int start(PyObject *engine, PyObject *lane, PyObject *task) {
+    set(lane, of_lane.running, task);
+    set(task, of_task.state, states[RUNNING]);
+    PyObject *started = get_a(&PyList_Type, engine, of_engine.started);
+    return started ? PyList_Append(started, task) : -1;
+}
+
+static int push(PyObject *heap, PyObject *task) {
+    PyObject *key = get(task, of_task.key), *item = key ? PyTuple_Pack(2, key, task) : NULL;
+    PyObject *both[] = {heap, item};
+    const int failed = !item || drop(PyObject_Vectorcall(heappush, both, 2, NULL));
+    Py_XDECREF(item);
+    return failed ? -1 : 0;
+}
+
+/* Whether nothing but its edges and its lane decides when a task starts. */
+static int is_plain(PyObject *task, PyObject *lane) {
+    return is_none(task, of_task.cause) && is_true(lane, of_lane.simple);
+}
+
+/* Queue a plain task whose edges are met, or start it where its lane is free. */
+static int release(PyObject *engine, PyObject *lane, PyObject *task) {
+    const int in_order = is_true(lane, of_lane.in_order);
+    PyObject *waiting = in_order ? get(lane, of_lane.queue) : get_a(&PyList_Type, lane, of_lane.heap);
+    if (!waiting) return -1;
+    if (is_none(lane, of_lane.running)) {
+        PyObject *first = in_order ? PySequence_GetItem(waiting, 0) : NULL;
+        if (in_order && !first) return -1;
+        Py_XDECREF(first);
+        if (in_order && first == task) {
+            const int failed = drop(PyObject_CallMethodNoArgs(waiting, s_popleft));
+            return failed ? -1 : start(engine, lane, task);
+        }
+        if (!in_order && !PyList_GET_SIZE(waiting)) return start(engine, lane, task);
+    }
+    set(task, of_task.state, states[READY]);
+    return in_order ? 0 : push(waiting, task);
+}
+
 /* -- submit ------------------------------------------------------------------------------------------ */
 
 /* Have a task follow another; returns 1 where it has to wait for it, 0 where not, -1 with an error set. */
@@ -191,7 +232,8 @@ static int enter(PyObject *engine, PyObject *task, PyObject *lane, PyObject *rea
         PyObject *queue = get(lane, of_lane.queue);
         if (!queue || call(queue, s_append, task)) return -1;
     }
-    return for_reads + for_writes ? 0 : call(engine, s_unblock, task);
+    if (for_reads + for_writes) return 0;
+    return is_plain(task, lane) ? release(engine, lane, task) : call(engine, s_unblock, task);
 }
 
 static PyObject *submit(PyObject *self, PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
@@ -215,40 +257,6 @@ static PyObject *submit(PyObject *self, PyObject *const *arguments, Py_ssize_t c
 
 /* -- finish ------------------------------------------------------------------------------------------ */
 
-static int start(PyObject *engine, PyObject *lane, PyObject *task) {
-    set(lane, of_lane.running, task);
-    set(task, of_task.state, states[RUNNING]);
-    PyObject *started = get_a(&PyList_Type, engine, of_engine.started);
-    return started ? PyList_Append(started, task) : -1;
-}
-
-static int push(PyObject *heap, PyObject *task) {
-    PyObject *key = get(task, of_task.key), *item = key ? PyTuple_Pack(2, key, task) : NULL;
-    PyObject *both[] = {heap, item};
-    const int failed = !item || drop(PyObject_Vectorcall(heappush, both, 2, NULL));
-    Py_XDECREF(item);
-    return failed ? -1 : 0;
-}
-
-/* Queue a task whose edges are met, or start it where its lane is free; its lane is simple and it has no cause. */
-static int release(PyObject *engine, PyObject *lane, PyObject *task) {
-    const int in_order = is_true(lane, of_lane.in_order);
-    PyObject *waiting = in_order ? get(lane, of_lane.queue) : get_a(&PyList_Type, lane, of_lane.heap);
-    if (!waiting) return -1;
-    if (is_none(lane, of_lane.running)) {
-        PyObject *first = in_order ? PySequence_GetItem(waiting, 0) : NULL;
-        if (in_order && !first) return -1;
-        Py_XDECREF(first);
-        if (in_order && first == task) {
-            const int failed = drop(PyObject_CallMethodNoArgs(waiting, s_popleft));
-            return failed ? -1 : start(engine, lane, task);
-        }
-        if (!in_order && !PyList_GET_SIZE(waiting)) return start(engine, lane, task);
-    }
-    set(task, of_task.state, states[READY]);
-    return in_order ? 0 : push(waiting, task);
-}
-
 /* Count one edge of a task as met; one that is not plain goes through the engine in Python, and to `ended` if it is over. */
 static int meet(PyObject *engine, PyObject *task, PyObject **ended) {
     if (!is_a(Task, task)) return -1;
@@ -257,7 +265,7 @@ static int meet(PyObject *engine, PyObject *task, PyObject **ended) {
     if (waits) return 0;
     PyObject *lane = get_a(Lane, task, of_task.lane);
     if (!lane) return -1;
-    if (is_none(task, of_task.cause) && is_true(lane, of_lane.simple)) return release(engine, lane, task);
+    if (is_plain(task, lane)) return release(engine, lane, task);
     if (!*ended && !(*ended = PyList_New(0))) return -1;
     return drop(PyObject_CallMethodObjArgs(engine, s_release, task, *ended, NULL));
 }

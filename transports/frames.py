@@ -184,17 +184,15 @@ def _subject(
 
 def common_of_parts(place: tuple[int, ...], part: Array, text: str) -> bytes:
     """The bytes that `common` gives for whole parts of an all-reduce, with fewer calls. Raises as `common`."""
-    said = text.encode()
-    if len(said) > TEXT_BYTES:
-        said = cut(text).encode()
-    subject, padding = _subject_of_parts(part.dtype, part.shape, len(said))
-    return b"".join((_PLACE.pack(*place), subject, said, padding))
+    return _PLACE.pack(*place) + _subject_of_parts(part.dtype, part.shape, text)
 
 
 @lru_cache(256)
-def _subject_of_parts(dtype: np.dtype[Any], shape: tuple[int, ...], said: int) -> tuple[bytes, bytes]:
-    """The bytes before and after the text in the frame of a whole part of an all-reduce; cached."""
-    return _subject(Kind.ALL_REDUCE, 0, dtype, prod(shape), shape, said), bytes(-said % TEXT_UNIT)
+def _subject_of_parts(dtype: np.dtype[Any], shape: tuple[int, ...], text: str) -> bytes:
+    """The part of `common` that follows the place, cached for the parts of similar exchanges."""
+    said = cut(text).encode()
+    subject = _subject(Kind.ALL_REDUCE, 0, dtype, prod(shape), shape, len(said))
+    return b"".join((subject, said, bytes(-len(said) % TEXT_UNIT)))
 
 
 def pack(frame: Frame) -> bytes | memoryview:

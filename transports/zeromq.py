@@ -92,16 +92,16 @@ class ZeroMqTransport:
         part = contiguous(part)
         with self.calling:
             parts = {rank: part}
-            rest = Rest(self.others)
             if part.nbytes <= WHOLE_UP_TO and rank == self.rank and not (self.closed or self.inbox.early):
                 try:
-                    left = swap(self, exchange, part, parts)
+                    rest = swap(self, exchange, part, parts)
                 except BaseException:
                     with Turn(self, Kind.ALL_REDUCE, rank, exchange, part):
                         raise
-                if left is None:
-                    return sum_in_order([*map(parts.__getitem__, range(self.ranks))])
-                rest = left
+                if rest is None:
+                    return self._sum(parts)
+            else:
+                rest = Rest(self.others)
             with Turn(self, Kind.ALL_REDUCE, rank, exchange, part) as turn:
                 if self.ranks > 2 and part.nbytes > WHOLE_UP_TO:
                     return self._sum_in_pieces(turn, part)
