@@ -32,15 +32,17 @@ def test_no_tensor_outlives_its_run_although_no_garbage_is_collected(policy: str
         gc.enable()
 
 
-@pytest.mark.parametrize("options", [{}, {"sharing": True}, {"replay": True}], ids=str)
-def test_no_task_outlives_its_simulation_although_no_garbage_is_collected(options: dict[str, bool]) -> None:
+@pytest.mark.parametrize(("sharing", "replay"), [(False, False), (True, False), (False, True)])
+def test_no_task_outlives_its_simulation_although_no_garbage_is_collected(
+    sharing: bool, replay: bool
+) -> None:
     policy = make_policy("cgopipe")
     plan = make_plan(policy)
     gc.collect()
     before = lanes()
     gc.disable()
     try:
-        simulate(plan, policy, recorder=Recorder(), **options)
+        simulate(plan, policy, sharing=sharing, replay=replay, recorder=Recorder())
         assert lanes() == before
     finally:
         gc.enable()
