@@ -94,9 +94,9 @@ API int moesched_attention_inputs(Team *team, const Inputs *inputs) {
     give_memory(multiplier, &job.product, memory);
     job.normed = (uint16_t *)(memory + placed);
     job.projected = job.normed + tokens * inputs->hidden;
-    Phase phases[] = {{norm_part, tokens, 1, 0, 0},
-                      {project_part, outputs, chunk_of(team, outputs), 0, 0},
-                      {finish_part, tokens, 1, 0, 0}};
+    Phase phases[] = {{norm_part, tokens, 1, 1, 0},
+                      {project_part, outputs, LEAST_OUTPUTS, MOST_OUTPUTS, 0},
+                      {finish_part, tokens, 1, 1, 0}};
     Task task = {&job, 3, phases};
     run(team, &task, inputs->hidden * outputs * (int64_t)sizeof(uint16_t));
     return 0;

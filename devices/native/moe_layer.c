@@ -268,37 +268,35 @@ static int64_t give_experts(Job *job, Task *task, char *memory) {
     return bytes;
 }
 
-static Phase *add_phase(Task *task, Part part, int64_t items, int64_t chunk) {
-    Phase *phase = task->phase + task->phases++;
-    *phase = (Phase){part, items, chunk, 0, 0};
-    return phase;
+static void add_phase(Task *task, Part part, int64_t items, int64_t least, int64_t most) {
+    task->phase[task->phases++] = (Phase){part, items, least, most, 0};
 }
 
 /* Phases up to the choice of experts; returns the bytes of weights that they read. */
-static int64_t add_router(Team *team, Task *task, Job *job) {
+static int64_t add_router(Task *task, Job *job) {
     const Layer *layer = job->layer;
     int64_t weights = 0;
     if (layer->output_weights) {
-        add_phase(task, place_part, layer->tokens, PLACED_AT_ONCE);
-        add_phase(task, project_part, layer->hidden, chunk_of(team, layer->hidden));
+        add_phase(task, place_part, layer->tokens, 1, PLACED_AT_ONCE);
+        add_phase(task, project_part, layer->hidden, LEAST_OUTPUTS, MOST_OUTPUTS);
         weights += layer->attended_width * layer->hidden;
     }
-    add_phase(task, norm_part, layer->tokens, 1);
-    if (layer->router) add_phase(task, router_part, layer->experts, WHOLE_TILES);
-    add_phase(task, choose_part, layer->tokens, 1);
+    add_phase(task, norm_part, layer->tokens, 1, 1);
+    if (layer->router) add_phase(task, router_part, layer->experts, LEAST_OUTPUTS, LEAST_OUTPUTS);
+    add_phase(task, choose_part, layer->tokens, 1, 1);
     return (weights + layer->hidden * layer->experts) * (int64_t)sizeof(uint16_t);
 }
 
-static int64_t add_experts(Team *team, Task *task, Job *job) {
+static int64_t add_experts(Task *task, Job *job) {
     const Layer *layer = job->layer;
     job->phases = task->phase + task->phases;
     for (int64_t wave = 0; wave < waves_of(layer); wave++) {
-        add_phase(task, wave ? begin_part : group_part, 1, 1);
-        add_phase(task, gather_part, 0, PLACED_AT_ONCE);
-        add_phase(task, gate_part, 0, chunk_of(team, layer->width));
-        add_phase(task, down_part, 0, chunk_of(team, layer->hidden));
+        add_phase(task, wave ? begin_part : group_part, 1, 1, 1);
+        add_phase(task, gather_part, 0, 1, PLACED_AT_ONCE);
+        add_phase(task, gate_part, 0, LEAST_OUTPUTS, MOST_OUTPUTS);
+        add_phase(task, down_part, 0, LEAST_OUTPUTS, MOST_OUTPUTS);
     }
-    add_phase(task, combine_part, layer->tokens * ((layer->hidden + COLUMNS - 1) / COLUMNS), 1);
+    add_phase(task, combine_part, layer->tokens * ((layer->hidden + COLUMNS - 1) / COLUMNS), 1, 1);
     return 3 * layer->hidden * layer->width * (int64_t)sizeof(uint16_t);
 }
 
@@ -310,7 +308,7 @@ API int moesched_route(Team *team, const Layer *layer) {
     give_router(&job, memory);
     Phase phases[OTHER_PHASES];
     Task task = {&job, 0, phases};
-    const int64_t bytes = add_router(team, &task, &job);
+    const int64_t bytes = add_router(&task, &job);
     run(team, &task, bytes);
     return 0;
 }
@@ -325,8 +323,8 @@ API int moesched_moe_layer(Team *team, const Layer *layer) {
     if (!memory) return -1;
     give_router(&job, memory);
     give_experts(&job, &task, memory + before);
-    int64_t bytes = add_router(team, &task, &job);
-    bytes += add_experts(team, &task, &job);
+    int64_t bytes = add_router(&task, &job);
+    bytes += add_experts(&task, &job);
     run(team, &task, bytes);
     return 0;
 }

@@ -8,8 +8,8 @@
 
 enum {
     MOST_BATCH = 128,        /* rows of x that are multiplied at once: a group */
-    WHOLE_TILES = 96,        /* a multiple of the rows of every tile, and of every step */
-    MOST_OUTPUTS = 2 * WHOLE_TILES, /* outputs of one call */
+    LEAST_OUTPUTS = 96,      /* that a thread takes at a time: a multiple of the rows of every tile, and of every step */
+    MOST_OUTPUTS = 2 * LEAST_OUTPUTS,
 };
 
 /* A row block of a matrix of bfloat16 numbers. */
@@ -64,8 +64,5 @@ static inline Product group_at(const Product *product, int64_t row, int64_t step
 
 /* Outputs [first, last) for all rows of x, as bfloat16: y (batch, outputs). */
 void write_rounded(const Multiplier *multiplier, const Product *product, int64_t first, int64_t last, uint16_t *y);
-
-/* Outputs that a thread takes at a time: whole tiles, as long as there are any. */
-int64_t chunk_of(const Team *team, int64_t outputs);
 
 #endif

@@ -18,7 +18,6 @@ enum {
     MOST_PANELS = 32,
     LINE = 32,           /* weights in a cache line */
     AHEAD = 1024,        /* inputs from a weight to the one that is prefetched meanwhile */
-    CHUNKS = 4,          /* of each thread, at least, if there is enough work: shortens the wait for the last one */
 };
 
 typedef struct {
@@ -284,11 +283,6 @@ void give_memory(const Multiplier *multiplier, Product *product, char *memory) {
     if (product->inputs % multiplier->step) memset(memory, 0, (size_t)placed_bytes(multiplier, product));
 }
 
-int64_t chunk_of(const Team *team, int64_t outputs) {
-    const int64_t share = outputs / (CHUNKS * threads_of(team)) / WHOLE_TILES * WHOLE_TILES;
-    return share < WHOLE_TILES ? WHOLE_TILES : share > MOST_OUTPUTS ? MOST_OUTPUTS : share;
-}
-
 typedef struct {
     const Multiplier *multiplier;
     Product product;
@@ -315,7 +309,7 @@ API int moesched_product(Team *team, int64_t batch, int64_t inputs, int64_t outp
     if (!memory) return -1;
     give_memory(multiplier, &job.product, memory);
     for (int64_t row = 0; row < batch; row++) multiplier->place_row(&job.product, row, x + row * stride);
-    Phase phases[] = {{project, outputs, chunk_of(team, outputs), 0, 0}};
+    Phase phases[] = {{project, outputs, LEAST_OUTPUTS, MOST_OUTPUTS, 0}};
     Task task = {&job, 1, phases};
     run(team, &task, inputs * outputs * (int64_t)sizeof(uint16_t));
     return 0;
