@@ -95,7 +95,7 @@ API int moesched_attention_inputs(Team *team, const Inputs *inputs) {
     job.normed = (uint16_t *)(memory + placed);
     job.projected = job.normed + tokens * inputs->hidden;
     Phase phases[] = {{norm_part, tokens, 1, 1, 0},
-                      {project_part, outputs, LEAST_OUTPUTS, MOST_OUTPUTS, 0},
+                      {project_part, outputs, least_outputs(tokens), MOST_OUTPUTS, 0},
                       {finish_part, tokens, 1, 1, 0}};
     Task task = {&job, 3, phases};
     run(team, &task, inputs->hidden * outputs * (int64_t)sizeof(uint16_t));

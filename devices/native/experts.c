@@ -61,8 +61,8 @@ API int moesched_expert(Team *team, int64_t rows, int64_t hidden, int64_t width,
     Experts one = {multiplier, hidden, width, 1, &expert};
     expert = expert_in(&one, rows, weights, y, memory);
     for (int64_t row = 0; row < rows; row++) multiplier->place_row(&expert.gate, row, x + row * stride);
-    Phase phases[] = {{gate_part, width, LEAST_OUTPUTS, MOST_OUTPUTS, 0},
-                      {project_part, hidden, LEAST_OUTPUTS, MOST_OUTPUTS, 0}};
+    Phase phases[] = {{gate_part, width, least_outputs(rows), MOST_OUTPUTS, 0},
+                      {project_part, hidden, least_outputs(rows), MOST_OUTPUTS, 0}};
     Task task = {&one, 2, phases};
     run(team, &task, 3 * hidden * width * (int64_t)sizeof(uint16_t));
     return 0;

@@ -278,11 +278,11 @@ static int64_t add_router(Task *task, Job *job) {
     int64_t weights = 0;
     if (layer->output_weights) {
         add_phase(task, place_part, layer->tokens, 1, PLACED_AT_ONCE);
-        add_phase(task, project_part, layer->hidden, LEAST_OUTPUTS, MOST_OUTPUTS);
+        add_phase(task, project_part, layer->hidden, least_outputs(layer->tokens), MOST_OUTPUTS);
         weights += layer->attended_width * layer->hidden;
     }
     add_phase(task, norm_part, layer->tokens, 1, 1);
-    if (layer->router) add_phase(task, router_part, layer->experts, LEAST_OUTPUTS, LEAST_OUTPUTS);
+    if (layer->router) add_phase(task, router_part, layer->experts, WHOLE_TILES, WHOLE_TILES);
     add_phase(task, choose_part, layer->tokens, 1, 1);
     return (weights + layer->hidden * layer->experts) * (int64_t)sizeof(uint16_t);
 }
@@ -293,8 +293,8 @@ static int64_t add_experts(Task *task, Job *job) {
     for (int64_t wave = 0; wave < waves_of(layer); wave++) {
         add_phase(task, wave ? begin_part : group_part, 1, 1, 1);
         add_phase(task, gather_part, 0, 1, PLACED_AT_ONCE);
-        add_phase(task, gate_part, 0, LEAST_OUTPUTS, MOST_OUTPUTS);
-        add_phase(task, down_part, 0, LEAST_OUTPUTS, MOST_OUTPUTS);
+        add_phase(task, gate_part, 0, least_outputs(layer->tokens), MOST_OUTPUTS);
+        add_phase(task, down_part, 0, least_outputs(layer->tokens), MOST_OUTPUTS);
     }
     add_phase(task, combine_part, layer->tokens * ((layer->hidden + COLUMNS - 1) / COLUMNS), 1, 1);
     return 3 * layer->hidden * layer->width * (int64_t)sizeof(uint16_t);

@@ -8,8 +8,9 @@
 
 enum {
     MOST_BATCH = 128,        /* rows of x that are multiplied at once: a group */
-    LEAST_OUTPUTS = 96,      /* that a thread takes at a time: a multiple of the rows of every tile, and of every step */
-    MOST_OUTPUTS = 2 * LEAST_OUTPUTS,
+    FEW_ROWS_OF_X = 16,
+    WHOLE_TILES = 96,        /* a multiple of the rows of every tile, and of every step */
+    MOST_OUTPUTS = 2 * WHOLE_TILES, /* outputs of one call */
 };
 
 /* A row block of a matrix of bfloat16 numbers. */
@@ -64,5 +65,9 @@ static inline Product group_at(const Product *product, int64_t row, int64_t step
 
 /* Outputs [first, last) for all rows of x, as bfloat16: y (batch, outputs). */
 void write_rounded(const Multiplier *multiplier, const Product *product, int64_t first, int64_t last, uint16_t *y);
+
+/* The least outputs that a thread takes at a time. The last ones decide how long it waits for the others; half as many are
+ * as fast where rows of x are few. */
+static inline int64_t least_outputs(int64_t batch) { return batch <= FEW_ROWS_OF_X ? WHOLE_TILES / 2 : WHOLE_TILES; }
 
 #endif

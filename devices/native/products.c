@@ -309,7 +309,7 @@ API int moesched_product(Team *team, int64_t batch, int64_t inputs, int64_t outp
     if (!memory) return -1;
     give_memory(multiplier, &job.product, memory);
     for (int64_t row = 0; row < batch; row++) multiplier->place_row(&job.product, row, x + row * stride);
-    Phase phases[] = {{project, outputs, LEAST_OUTPUTS, MOST_OUTPUTS, 0}};
+    Phase phases[] = {{project, outputs, least_outputs(batch), MOST_OUTPUTS, 0}};
     Task task = {&job, 1, phases};
     run(team, &task, inputs * outputs * (int64_t)sizeof(uint16_t));
     return 0;
