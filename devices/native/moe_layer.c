@@ -29,7 +29,7 @@ typedef struct {
 enum {
     COLUMNS = 512,        /* of a token, that are summed over its experts by one thread */
     ROWS_AT_ONCE = 1024,  /* of all experts, between their matrices: bounds the memory for any number of tokens */
-    PLACED_AT_ONCE = 4,   /* rows that a thread takes at a time */
+    GATHERED_AT_ONCE = 4, /* rows that a thread takes at a time */
 };
 
 /* Rows of experts are sorted by expert, then by token. They are multiplied ROWS_AT_ONCE at a time: a wave. */
@@ -52,8 +52,7 @@ enum { BEGIN, GATHER, GATE, DOWN, WAVE_PHASES };
 static void place_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Layer *layer = job->layer;
-    for (int64_t t = first; t < last; t++)
-        job->multiplier->place_row(&job->output, t, layer->attended + t * layer->attended_width);
+    place_inputs(job->multiplier, &job->output, layer->attended, layer->attended_width, first, last);
 }
 
 ANY_WIDTH static void add(int64_t count, const uint16_t *residual, uint16_t *projected) {
@@ -277,7 +276,7 @@ static int64_t add_router(Task *task, Job *job) {
     const Layer *layer = job->layer;
     int64_t weights = 0;
     if (layer->output_weights) {
-        add_phase(task, place_part, layer->tokens, 1, PLACED_AT_ONCE);
+        add_phase(task, place_part, layer->attended_width, PLACED_AT_ONCE, layer->attended_width);
         add_phase(task, project_part, layer->hidden, least_outputs(layer->tokens), MOST_OUTPUTS);
         weights += layer->attended_width * layer->hidden;
     }
@@ -292,7 +291,7 @@ static int64_t add_experts(Task *task, Job *job) {
     job->phases = task->phase + task->phases;
     for (int64_t wave = 0; wave < waves_of(layer); wave++) {
         add_phase(task, wave ? begin_part : group_part, 1, 1, 1);
-        add_phase(task, gather_part, 0, 1, PLACED_AT_ONCE);
+        add_phase(task, gather_part, 0, 1, GATHERED_AT_ONCE);
         add_phase(task, gate_part, 0, least_outputs(layer->tokens), MOST_OUTPUTS);
         add_phase(task, down_part, 0, least_outputs(layer->tokens), MOST_OUTPUTS);
     }

@@ -11,6 +11,7 @@ enum {
     FEW_ROWS_OF_X = 16,
     WHOLE_TILES = 96,        /* a multiple of the rows of every tile, and of every step */
     MOST_OUTPUTS = 2 * WHOLE_TILES, /* outputs of one call */
+    PLACED_AT_ONCE = 512,    /* inputs */
 };
 
 /* A row block of a matrix of bfloat16 numbers. */
@@ -54,6 +55,11 @@ Product product_of(const Multiplier *multiplier, int64_t batch, int64_t inputs, 
 int64_t placed_bytes(const Multiplier *multiplier, const Product *product);
 
 void give_memory(const Multiplier *multiplier, Product *product, char *memory);
+
+/* Puts inputs [first, last) of all rows of x, which are `stride` numbers apart, where products look for them. Threads share
+ * out inputs, not rows: those lie side by side in cache lines. */
+void place_inputs(const Multiplier *multiplier, const Product *product, const uint16_t *x, int64_t stride, int64_t first,
+                  int64_t last);
 
 /* The group of rows that begins with `row`, as a product of its own. */
 static inline Product group_at(const Product *product, int64_t row, int64_t step_bytes) {
