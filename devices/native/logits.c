@@ -39,8 +39,12 @@ static void norm_part(void *argument, int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++) {
         uint16_t *normed = job->normed + row * hidden;
         normalise(&job->head->norm, hidden, job->head->x + job->head->chosen[row] * hidden, normed);
-        job->multiplier->place_row(&job->product, row, normed);
     }
+}
+
+static void place_part(void *argument, int64_t first, int64_t last) {
+    const Job *job = argument;
+    place_inputs(job->multiplier, &job->product, job->normed, job->head->hidden, first, last);
 }
 
 static void project_part(void *argument, int64_t first, int64_t last) {
@@ -90,9 +94,10 @@ API int moesched_logits(Team *team, const Head *head) {
     job.bits = job.normed + normed;
     job.largest = (int16_t *)(job.bits + bits);
     Phase phases[] = {{norm_part, head->rows, 1, 1, 0},
+                      {place_part, head->hidden, PLACED_AT_ONCE, head->hidden, 0},
                       {project_part, head->vocabulary, CHUNK, CHUNK, 0},
                       {choose_part, head->rows, 1, 1, 0}};
-    Task task = {&job, 3, phases};
+    Task task = {&job, 4, phases};
     run(team, &task, head->hidden * head->vocabulary * (int64_t)sizeof(uint16_t));
     return 0;
 }

@@ -71,11 +71,13 @@ static void norm_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Layer *layer = job->layer;
     const uint16_t *before = layer->output_weights ? layer->projected : layer->residual;
-    for (int64_t t = first; t < last; t++) {
-        uint16_t *x = layer->x + t * layer->hidden;
-        normalise(&layer->norm, layer->hidden, before + t * layer->hidden, x);
-        job->multiplier->place_row(&job->router, t, x);
-    }
+    for (int64_t t = first; t < last; t++)
+        normalise(&layer->norm, layer->hidden, before + t * layer->hidden, layer->x + t * layer->hidden);
+}
+
+static void place_normed_part(void *argument, int64_t first, int64_t last) {
+    const Job *job = argument;
+    place_inputs(job->multiplier, &job->router, job->layer->x, job->layer->hidden, first, last);
 }
 
 static void router_part(void *argument, int64_t first, int64_t last) {
@@ -237,7 +239,7 @@ static int64_t waves_of(const Layer *layer) {
     return (layer->tokens * layer->top_k + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
 }
 
-enum { OTHER_PHASES = 6 };
+enum { OTHER_PHASES = 7 };
 
 /* What the phases need beside the products before the experts, in `memory`; NULL only counts its bytes. */
 static int64_t give_experts(Job *job, Task *task, char *memory) {
@@ -281,7 +283,10 @@ static int64_t add_router(Task *task, Job *job) {
         weights += layer->attended_width * layer->hidden;
     }
     add_phase(task, norm_part, layer->tokens, 1, 1);
-    if (layer->router) add_phase(task, router_part, layer->experts, WHOLE_TILES, WHOLE_TILES);
+    if (layer->router) {
+        add_phase(task, place_normed_part, layer->hidden, PLACED_AT_ONCE, layer->hidden);
+        add_phase(task, router_part, layer->experts, WHOLE_TILES, WHOLE_TILES);
+    }
     add_phase(task, choose_part, layer->tokens, 1, 1);
     return (weights + layer->hidden * layer->experts) * (int64_t)sizeof(uint16_t);
 }
