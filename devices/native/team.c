@@ -16,7 +16,8 @@ enum {
     SPIN_NANOSECONDS = 50000,
 };
 
-/* How many items are taken off the front of a thread's share of a phase, and off its back in the upper half. */
+/* How many pieces of a thread's share of a phase are taken off its front, and off its back in the upper half. A piece is the
+ * least items that are taken at a time. */
 typedef _Atomic uint64_t Taken;
 
 /* A task that a team does. */
@@ -66,35 +67,37 @@ static void wait_for(_Atomic int64_t *value, int64_t wanted) {
     }
 }
 
-/* Items [first, last) of a phase. */
+/* Pieces [first, last) of a phase. */
 typedef struct {
     int64_t first, last;
-} Range;
+} Pieces;
 
-/* The items in the share of a thread: neighbours, as are those of the other threads. */
-static Range share_of(const Phase *phase, int thread, int threads) {
+/* The share of a thread: neighbours, as are those of the other threads. */
+static Pieces share_of(const Phase *phase, int thread, int threads) {
     const int64_t pieces = (phase->items + phase->least - 1) / phase->least;
-    const int64_t first = pieces * thread / threads * phase->least, last = pieces * (thread + 1) / threads * phase->least;
-    return (Range){first < phase->items ? first : phase->items, last < phase->items ? last : phase->items};
+    return (Pieces){pieces * thread / threads, pieces * (thread + 1) / threads};
 }
 
-/* Takes half of what is left of a share: off its front as its owner, else off its back. The less is left the less is
- * taken, so that all threads end together. */
-static Range take(const Phase *phase, Taken *share, Range items, int alone, int owner) {
+/* Takes half of what is left of a share, or all for a thread alone: off its front as its owner, else off its back. The less
+ * is left the less is taken, so that all threads end together. */
+static Pieces take(const Phase *phase, Taken *share, Pieces all, int alone, int owner) {
+    const int64_t most = phase->most > phase->least ? phase->most / phase->least : 1;
     uint64_t before = atomic_load(share), after;
-    Range range;
+    Pieces pieces;
     do {
-        const int64_t front = items.first + (int64_t)(uint32_t)before, back = items.last - (int64_t)(before >> 32);
-        const int64_t left = back - front, half = (left / 2 + phase->least - 1) / phase->least * phase->least;
-        int64_t count = alone ? left : half;
-        if (count < phase->least) count = phase->least;
-        if (count > phase->most) count = phase->most;
-        if (count > left) count = left;
-        if (count <= 0) return (Range){0, 0};
-        range = owner ? (Range){front, front + count} : (Range){back - count, back};
+        const int64_t front = all.first + (int64_t)(uint32_t)before, back = all.last - (int64_t)(before >> 32);
+        const int64_t left = back - front, wanted = alone ? left : (left + 1) / 2, count = wanted < most ? wanted : most;
+        pieces = owner ? (Pieces){front, front + count} : (Pieces){back - count, back};
         after = before + ((uint64_t)count << (owner ? 0 : 32));
-    } while (!atomic_compare_exchange_weak(share, &before, after));
-    return range;
+    } while (after != before && !atomic_compare_exchange_weak(share, &before, after));
+    return pieces;
+}
+
+static void do_pieces(const Task *task, Phase *phase, Pieces pieces) {
+    const int64_t first = pieces.first * phase->least, end = pieces.last * phase->least;
+    const int64_t last = end < phase->items ? end : phase->items;
+    phase->part(task->job, first, last);
+    atomic_fetch_add(&phase->done, last - first);
 }
 
 /* Does the thread's own share of each phase, then helps with those of the others. */
@@ -106,12 +109,11 @@ static void work(const Call *call, int thread) {
         const int64_t items = phase->items;
         for (int other = 0; other < threads; other++) {
             const int owner = (thread + other) % threads;
-            const Range share = share_of(phase, owner, threads);
+            const Pieces share = share_of(phase, owner, threads);
             for (;;) {
-                const Range range = take(phase, taken + owner, share, threads == 1, !other);
-                if (range.first == range.last) break;
-                phase->part(task->job, range.first, range.last);
-                atomic_fetch_add(&phase->done, range.last - range.first);
+                const Pieces pieces = take(phase, taken + owner, share, threads == 1, !other);
+                if (pieces.first == pieces.last) break;
+                do_pieces(task, phase, pieces);
             }
         }
         wait_for(&phase->done, items);
