@@ -137,8 +137,7 @@ static int this_core(void) { return -1; }
 static void leave(int core) { (void)core; }
 #endif
 
-/* Where the other cores of a virtual machine sleep, Linux wakes a thread on the core of the one that wakes it, call after
- * call: then both would take turns. */
+/* Linux may wake a thread on the core of the one that wakes it, call after call: then both would take turns. */
 static void leave_caller(Team *team) {
     const int core = this_core();
     if (core >= 0 && core == atomic_load(&team->core)) leave(core);
