@@ -16,12 +16,10 @@
 enum {
     QUAD = 4,          /* query heads that are computed together */
     TILE = 32,         /* tokens whose scores are computed together: their keys and values stay in the first caches */
-    LEAST_SPAN = 128,  /* tokens */
-    FEW_SPANS = 8,     /* of a sequence, whose spans grow from here up to twice the least, */
-    MOST_SPANS = 32,   /* and from here on without end */
+    LONG_SPAN = 256,   /* tokens; only of a sequence of MOST_SPANS a span is longer */
+    MOST_SPANS = 32,   /* of a sequence */
     STREAMS = 8,       /* see `Ahead` */
     LINE = 64,         /* bytes of a cache line */
-    CHUNKS = 2,        /* of each thread, at least, if there is enough work */
 };
 
 /* The tokens that a sequence's query sees, in spans. */
@@ -81,8 +79,6 @@ typedef struct {
 } Seen;
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* The first quad of a key-value head in a span. */
 static inline int64_t quad_of(const Job *job, int64_t span, int64_t head) {
@@ -226,12 +222,13 @@ static const Loops *const loops[INSTRUCTION_SETS][2] = {
 #endif
 };
 
-/* Cuts a sequence into spans. */
+/* Cuts a sequence into equal spans, which are 2, 4, 8 or so on, so that cores have as many each. */
 static Sequence sequence_of(const Attend *attend, int64_t length, int64_t spans_before, const int64_t *blocks) {
     const int64_t first = attend->window && attend->window < length ? length - attend->window : 0;
-    const int64_t few = larger(LEAST_SPAN, smaller(2 * LEAST_SPAN, (length - first + FEW_SPANS - 1) / FEW_SPANS));
-    const int64_t share = larger(few, (length - first + MOST_SPANS - 1) / MOST_SPANS);
-    Sequence sequence = {first, length, (share + TILE - 1) / TILE * TILE, 0, spans_before, blocks};
+    int64_t spans = 1;
+    while (spans < MOST_SPANS && length - first > spans * LONG_SPAN) spans *= 2;
+    const int64_t share = (length - first + spans - 1) / spans, span = (share + TILE - 1) / TILE * TILE;
+    Sequence sequence = {first, length, span, 0, spans_before, blocks};
     sequence.spans = (length - first + sequence.span - 1) / sequence.span;
     return sequence;
 }
@@ -259,10 +256,10 @@ static Seen seen_by(const Attend *attend) {
     return seen;
 }
 
-/* Items that a thread takes at a time: whole spans, whose heads are neighbours in memory, if there are enough of them
- * for all threads; else as many neighbouring heads as there can be. */
-static int64_t items_at_once(const Team *team, int64_t spans, int64_t kv_heads) {
-    int64_t share = spans * kv_heads / (CHUNKS * threads_of(team));
+/* The least items that a thread takes at a time: a whole span, whose heads are neighbours in memory, if there are enough of
+ * them for all threads; else as many neighbouring heads as there can be. */
+static int64_t least_items(const Team *team, int64_t spans, int64_t kv_heads) {
+    int64_t share = spans * kv_heads / threads_of(team);
     if (share >= kv_heads) return kv_heads;
     while (share > 1 && kv_heads % share) share--;
     return share > 1 ? share : 1;
@@ -300,7 +297,7 @@ API int moesched_attend(Team *team, const Attend *attend) {
     if (!give_memory(&job, groups, items)) return -1;
     cut(attend, job.sequences);
     Phase phases[] = {{inner->place, groups, 1, groups, 0},
-                      {inner->attend, items, items_at_once(team, seen.spans, kv_heads), items, 0},
+                      {inner->attend, items, least_items(team, seen.spans, kv_heads), items, 0},
                       {inner->merge, heads, QUAD, heads, 0}};
     Task task = {&job, 3, phases};
     run(team, &task, 2 * seen.tokens * in_slot(attend, 1, 0));
