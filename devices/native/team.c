@@ -78,15 +78,15 @@ static Pieces share_of(const Phase *phase, int thread, int threads) {
     return (Pieces){pieces * thread / threads, pieces * (thread + 1) / threads};
 }
 
-/* Takes half of what is left of a share, or all for a thread alone: off its front as its owner, else off its back. The less
- * is left the less is taken, so that all threads end together. */
+/* Takes three quarters of what is left of a share, or all for a thread alone: off its front as its owner, else off its back.
+ * The less is left the less is taken, so that all threads end together. */
 static Pieces take(const Phase *phase, Taken *share, Pieces all, int alone, int owner) {
     const int64_t most = phase->most > phase->least ? phase->most / phase->least : 1;
     uint64_t before = atomic_load(share), after;
     Pieces pieces;
     do {
         const int64_t front = all.first + (int64_t)(uint32_t)before, back = all.last - (int64_t)(before >> 32);
-        const int64_t left = back - front, wanted = alone ? left : (left + 1) / 2, count = wanted < most ? wanted : most;
+        const int64_t left = back - front, wanted = alone ? left : (3 * left + 3) / 4, count = wanted < most ? wanted : most;
         pieces = owner ? (Pieces){front, front + count} : (Pieces){back - count, back};
         after = before + ((uint64_t)count << (owner ? 0 : 32));
     } while (after != before && !atomic_compare_exchange_weak(share, &before, after));
