@@ -47,21 +47,28 @@ static void work_together(Member *m) {
     m->ended = now(m->clock);
 }
 
-static void *member(void *argument) {
-    Member *m = argument;
 #if defined(__linux__)
-    cpu_set_t allowed, own;
+// Keeps the calling thread on the core of that number among the allowed ones, if there are as many as threads.
+static void take_core(const Member *m, const cpu_set_t *allowed) {
     int core = -1;
-    if (!sched_getaffinity(0, sizeof allowed, &allowed) && m->threads > 1 && m->threads <= CPU_COUNT(&allowed)) {
-        for (int left = m->thread; left >= 0;) left -= CPU_ISSET(++core, &allowed) != 0;
-        CPU_ZERO(&own);
-        CPU_SET(core, &own);
-        sched_setaffinity(0, sizeof own, &own);
-    }
-    work_together(m);
-    if (core >= 0) sched_setaffinity(0, sizeof allowed, &allowed);
+    cpu_set_t own;
+    if (m->threads == 1 || m->threads > CPU_COUNT(allowed)) return;
+    for (int left = m->thread; left >= 0;) left -= CPU_ISSET(++core, allowed) != 0;
+    CPU_ZERO(&own);
+    CPU_SET(core, &own);
+    sched_setaffinity(0, sizeof own, &own);
+}
+#endif
+
+static void *member(void *argument) {
+#if defined(__linux__)
+    cpu_set_t allowed;
+    const int known = !sched_getaffinity(0, sizeof allowed, &allowed);
+    if (known) take_core(argument, &allowed);
+    work_together(argument);
+    if (known) sched_setaffinity(0, sizeof allowed, &allowed);
 #else
-    work_together(m);
+    work_together(argument);
 #endif
     return NULL;
 }
