@@ -1,9 +1,11 @@
 """The limit of a row: the rate at which the machine can read its bytes, or multiply by them, whichever is smaller.
 
 `read_limit` is the rate of one loop that reads the same bytes as the kernel on as many cores, in the same round; each
-thread reads eight streams at once, since one alone does not fill the memory's queues. `compute_limit` is measured
-FLOP/s over the FLOPs per byte of the row, with products of an instruction set from registers alone. Both are in bytes
-per second, as a row's own rate is.
+thread reads four streams at once and prefetches them a kilobyte ahead, since one alone does not fill the memory's
+queues. Its threads are awake when the time begins, as a kernel's are from call to call, and each has a core of its own:
+the system may put a new thread on the core of the one that made it, which would halve the limit. `compute_limit` is
+measured FLOP/s over the FLOPs per byte of the row, with products of an instruction set from registers alone. Both are
+in bytes per second, as a row's own rate is.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +25,8 @@ SOURCE = Path(__file__).with_name("_limits.c")
 ROUNDS = 500_000
 """Of the loop that only multiplies: some milliseconds, as a processor takes a while to reach its speed."""
 WORD = 8
+PAUSE = 0.02
+"""Seconds before a contender's turn: torch's threads keep their cores busy for some milliseconds after a call."""
 
 Piece = tuple[int, int]
 """Address and bytes of memory that a kernel reads."""
@@ -62,6 +66,12 @@ def limit_of(nbytes: float, flops: float, read: float, flops_per_second: float) 
 def clock_for(cores: int) -> int:
     """The clock of a thread's own time on one core, which other processes disturb least; the wall's on several."""
     return time.CLOCK_THREAD_CPUTIME_ID if cores == 1 else time.CLOCK_MONOTONIC
+
+
+def warm_up(call: Callable[[], object]) -> None:
+    """Let the threads of others fall asleep, and wake a contender's by a call that is not measured."""
+    time.sleep(PAUSE)
+    call()
 
 
 def read_limit(pieces: Sequence[Piece], cores: int, clock: int = time.CLOCK_MONOTONIC) -> float:

@@ -4,6 +4,9 @@ One layer's attention of a decode step, 32 query heads of size 128: contexts of 
 of 16, 4 and 8 key-value heads, in bfloat16, and one row in float32. Each call takes another layer's keys and values, so
 that no cache holds them; calls for small rows are timed in series.
 
+The kernel is called with arguments made before, as a decode step whose shapes repeat calls it. A call that is not
+measured wakes each contender's threads.
+
 `read_limit` reads the same bytes on the same cores, call by call (`_limits.py`); `compute_limit` is the rate at which
 the processor multiplies and adds, over the FLOPs per byte. A row's limit is the smaller one. In each turn
 read, kernel, torch, kernel and read follow each other, and the medians of the turns' ratios count: the bandwidth of a
@@ -15,16 +18,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import count, product
 from statistics import harmonic_mean, mean, median
 from time import clock_gettime
 from typing import Any, NamedTuple
 
 import torch
-from _limits import clock_for, limit_of, measured_flops, read_limit
+from _limits import clock_for, limit_of, measured_flops, read_limit, warm_up
 from _options import Benchmark, track
 
-from moesched.devices.native.attention import CachedLayer, NativeAttention, SequencesInBlocks
+from moesched.devices.native.attention import AttentionCall, CachedLayer, NativeAttention, SequencesInBlocks
 from moesched.devices.native.compiled import instruction_sets
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.products.team import use_cores
@@ -116,22 +120,23 @@ def measure(
     series = max(1, min(TURN_BYTES // row.nbytes, len(layers) // 4))
     numbers = count()
 
-    def taken(calls: int) -> list[Tensor]:
-        return [layers[next(numbers) % len(layers)] for _ in range(calls)]
+    def taken(calls: int) -> list[int]:
+        return [next(numbers) % len(layers) for _ in range(calls)]
 
-    def rate(call: Callable[[Tensor], object], calls: int) -> float:
-        these = taken(calls)
+    def rate(calls_of: Sequence[Callable[[], object]], calls: int) -> float:
+        first, *these = [calls_of[number] for number in taken(1 + calls)]
+        warm_up(first)
         start = clock_gettime(clock)
-        for layer in these:
-            call(layer)
+        for call in these:
+            call()
         return calls * row.nbytes / (clock_gettime(clock) - start)
 
     def read() -> float:
         return harmonic_mean(
-            [read_limit([(layer.data_ptr(), row.nbytes)], cores, clock) for layer in taken(series)]
+            [read_limit([(layers[number].data_ptr(), row.nbytes)], cores, clock) for number in taken(series)]
         )
 
-    ours, theirs = native_call(row, attention), torch_call(row, cores)
+    ours, theirs = native_calls(row, layers, attention), torch_calls(row, layers, cores)
     rates: dict[str, list[float]] = {name: [] for name in ("read_limit", "compute_limit", "kernel", "torch")}
     fractions, times = [], []
     for turn in range(turns + 1):
@@ -177,22 +182,27 @@ def random_step(row: Row) -> Iterator[Tensor]:
         yield torch.randn(row.batch, heads, SIZE).to(row.dtype)
 
 
-def native_call(row: Row, attention: NativeAttention) -> Callable[[Tensor], object]:
-    """One layer by the native kernel; every sequence's blocks follow each other."""
-    q_SHd, k_SKd, v_SKd = random_step(row)
+def native_calls(row: Row, layers: Tensor, attention: NativeAttention) -> list[Callable[[], object]]:
+    """Each layer by the native kernel; every sequence's blocks follow each other."""
+    step = q_SHd, k_SKd, v_SKd = tuple(random_step(row))
     blocks = row.batch * row.context // KV_BLOCK_TOKENS
     sequences = SequencesInBlocks(array("q", [row.context] * row.batch), array("q", range(blocks)))
+    out_SX = torch.empty(row.batch, HEADS * SIZE, dtype=row.dtype)
 
-    def call(layer: Tensor) -> None:
+    def call(prepared: AttentionCall, held: object) -> None:
+        """held: the tensors that the call reads and writes."""
+        prepared(sequences)
+
+    def native_call(layer: Tensor) -> Callable[[], object]:
         keys = layer.data_ptr()
         cached = CachedLayer(keys, keys + row.nbytes // 2, KV_BLOCK_TOKENS)
-        attention.attend(q_SHd, k_SKd, v_SKd, cached, sequences)
+        return partial(call, attention.prepared(q_SHd, k_SKd, v_SKd, cached, out_SX), (step, out_SX))
 
-    return call
+    return [native_call(layer) for layer in layers]
 
 
-def torch_call(row: Row, cores: int) -> Callable[[Tensor], object]:
-    """One layer by torch, as devices without native kernels attend."""
+def torch_calls(row: Row, layers: Tensor, cores: int) -> list[Callable[[], object]]:
+    """Each layer by torch, as devices without native kernels attend."""
     q_SHd, _, _ = random_step(row)
     shape = (2, row.batch, row.context, row.kv_heads, SIZE)
 
@@ -201,7 +211,7 @@ def torch_call(row: Row, cores: int) -> Callable[[Tensor], object]:
         keys, values = layer.view(shape)
         kernels.attention(q_SHd, [kernels.KVView(keys, values, 1)])
 
-    return call
+    return [partial(call, layer) for layer in layers]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ own, as the device shares them out; the faster one counts. Torch's weights are p
 In whole: `mixtral-0.8b`, all weights in memory, batches of 1 and of 16, with the kernel and with `kernel=torch`, in
 turn, and medians of each turn's ratio again.
 
-The kernel is called with arguments made before, as a native layer calls it.
+The kernel is called with arguments made before, as a native layer calls it. A call that is not measured wakes each
+contender's threads.
 
 Parts that are not measured stay in the result file.
 """
@@ -33,7 +34,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from _limits import Piece, clock_for, limit_of, measured_flops, read_limit
+from _limits import Piece, clock_for, limit_of, measured_flops, read_limit, warm_up
 from _options import Benchmark, track
 
 from moesched.devices.native.compiled import instruction_sets, library
@@ -193,8 +194,7 @@ def measured_turn(
     nbytes = count * bench.shape.nbytes
     read = read_limit(list(islice(pieces, count)), bench.team.cores, bench.clock)
     rates = {
-        f"{name}_gbs": nbytes / seconds_of(bench, partial(call, count)) / 1e9
-        for name, call in contenders.items()
+        f"{name}_gbs": nbytes / seconds_of(bench, call, count) / 1e9 for name, call in contenders.items()
     }
     torchs = [rates.pop(name) for name in ("torch_gbs", "torch_shared_gbs") if name in rates]
     flops = measured_flops(bench.team.cores, bench.instruction_set, bench.clock)
@@ -265,10 +265,11 @@ def native_calls(bench: Bench, x_nD: torch.Tensor) -> list[Callable[[], object]]
     return [native_call(expert) for expert in bench.experts]
 
 
-def seconds_of(bench: Bench, call: Callable[[], object]) -> float:
-    """Seconds of a call by the bench's clock."""
+def seconds_of(bench: Bench, call: Contender, count: int) -> float:
+    """Seconds of as many experts by the bench's clock."""
+    warm_up(partial(call, 1))
     start = time.clock_gettime(bench.clock)
-    call()
+    call(count)
     return time.clock_gettime(bench.clock) - start
 
 

@@ -294,6 +294,18 @@ def test_the_number_of_threads_does_not_show_in_the_bits_of_a_layer() -> None:
     assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
 
 
+@pytest.mark.skipif(not instruction_sets(), reason=availability())
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_likeliest_token_is_found_however_threads_share_out_the_logits(threads: int) -> None:
+    config = replace(PLAIN, hidden=256, vocabulary=1234)
+    weights, hidden_TD = weights_of(config), random(40, config.hidden, seed=61)
+    with closing(NativeKernels(MOST_ROWS, threads=threads)) as native:
+        layers = NativeLayers(config, native)
+        for row in range(40):
+            logits_SV, likeliest = layers.logits(hidden_TD, [row], weights)
+            assert likeliest == logits_SV.numpy().argmax(axis=1).tolist()
+
+
 def test_a_nan_stays_in_its_token(native: NativeKernels) -> None:
     layers, weights = NativeLayers(PLAIN, native), weights_of(PLAIN)
     hidden_TD, attended_TX = (

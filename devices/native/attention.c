@@ -16,11 +16,10 @@
 enum {
     QUAD = 4,          /* query heads that are computed together */
     TILE = 32,         /* tokens whose scores are computed together: their keys and values stay in the first caches */
-    LEAST_SPAN = 256,  /* tokens */
+    LONG_SPAN = 256,   /* tokens; only of a sequence of MOST_SPANS a span is longer */
     MOST_SPANS = 32,   /* of a sequence */
     STREAMS = 8,       /* see `Ahead` */
     LINE = 64,         /* bytes of a cache line */
-    CHUNKS = 4,        /* of each thread, at least, if there is enough work */
 };
 
 /* The tokens that a sequence's query sees, in spans. */
@@ -223,11 +222,13 @@ static const Loops *const loops[INSTRUCTION_SETS][2] = {
 #endif
 };
 
-/* Cuts a sequence into spans. */
+/* Cuts a sequence into equal spans, which are 2, 4, 8 or so on, so that cores have as many each. */
 static Sequence sequence_of(const Attend *attend, int64_t length, int64_t spans_before, const int64_t *blocks) {
     const int64_t first = attend->window && attend->window < length ? length - attend->window : 0;
-    const int64_t share = (length - first + MOST_SPANS - 1) / MOST_SPANS, span = (share + TILE - 1) / TILE * TILE;
-    Sequence sequence = {first, length, span < LEAST_SPAN ? LEAST_SPAN : span, 0, spans_before, blocks};
+    int64_t spans = 1;
+    while (spans < MOST_SPANS && length - first > spans * LONG_SPAN) spans *= 2;
+    const int64_t share = (length - first + spans - 1) / spans, span = (share + TILE - 1) / TILE * TILE;
+    Sequence sequence = {first, length, span, 0, spans_before, blocks};
     sequence.spans = (length - first + sequence.span - 1) / sequence.span;
     return sequence;
 }
@@ -255,11 +256,11 @@ static Seen seen_by(const Attend *attend) {
     return seen;
 }
 
-/* Items that a thread takes at a time: whole spans, whose heads are neighbours in memory, if there are enough of them
- * for all threads; else as many neighbouring heads as there can be. */
-static int64_t items_at_once(const Team *team, int64_t spans, int64_t kv_heads) {
-    int64_t share = spans * kv_heads / (CHUNKS * threads_of(team));
-    if (share >= kv_heads) return share / kv_heads * kv_heads;
+/* The least items that a thread takes at a time: a whole span, whose heads are neighbours in memory, if there are enough of
+ * them for all threads; else as many neighbouring heads as there can be. */
+static int64_t least_items(const Team *team, int64_t spans, int64_t kv_heads) {
+    int64_t share = spans * kv_heads / threads_of(team);
+    if (share >= kv_heads) return kv_heads;
     while (share > 1 && kv_heads % share) share--;
     return share > 1 ? share : 1;
 }
@@ -288,15 +289,16 @@ static int give_memory(Job *job, int64_t groups, int64_t items) {
 API int moesched_attend(Team *team, const Attend *attend) {
     const Loops *inner = loops[set_of(team)][attend->number_bytes == sizeof(uint16_t)];
     const int64_t kv_heads = attend->kv_heads, groups = attend->sequences * kv_heads;
+    const int64_t heads = attend->sequences * attend->heads;
     const Seen seen = seen_by(attend);
     const int64_t items = seen.spans * kv_heads, steps = (attend->head_dim + inner->step - 1) / inner->step;
     Job job = {.attend = attend, .loops = inner, .quads = quads_of(attend, inner), .steps = steps,
                .quad_floats = QUAD * steps * inner->step};
     if (!give_memory(&job, groups, items)) return -1;
     cut(attend, job.sequences);
-    Phase phases[] = {{inner->place, groups, 1, 0, 0},
-                      {inner->attend, items, items_at_once(team, seen.spans, kv_heads), 0, 0},
-                      {inner->merge, attend->sequences * attend->heads, QUAD, 0, 0}};
+    Phase phases[] = {{inner->place, groups, 1, groups, 0},
+                      {inner->attend, items, least_items(team, seen.spans, kv_heads), items, 0},
+                      {inner->merge, heads, QUAD, heads, 0}};
     Task task = {&job, 3, phases};
     run(team, &task, 2 * seen.tokens * in_slot(attend, 1, 0));
     return 0;

@@ -30,10 +30,13 @@ typedef struct {
 static void norm_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const int64_t hidden = job->inputs->hidden;
-    for (int64_t t = first; t < last; t++) {
+    for (int64_t t = first; t < last; t++)
         normalise(&job->inputs->norm, hidden, job->inputs->x + t * hidden, job->normed + t * hidden);
-        job->multiplier->place_row(&job->product, t, job->normed + t * hidden);
-    }
+}
+
+static void place_part(void *argument, int64_t first, int64_t last) {
+    const Job *job = argument;
+    place_inputs(job->multiplier, &job->product, job->normed, job->inputs->hidden, first, last);
 }
 
 static void project_part(void *argument, int64_t first, int64_t last) {
@@ -94,10 +97,11 @@ API int moesched_attention_inputs(Team *team, const Inputs *inputs) {
     give_memory(multiplier, &job.product, memory);
     job.normed = (uint16_t *)(memory + placed);
     job.projected = job.normed + tokens * inputs->hidden;
-    Phase phases[] = {{norm_part, tokens, 1, 0, 0},
-                      {project_part, outputs, chunk_of(team, outputs), 0, 0},
-                      {finish_part, tokens, 1, 0, 0}};
-    Task task = {&job, 3, phases};
+    Phase phases[] = {{norm_part, tokens, 1, 1, 0},
+                      {place_part, inputs->hidden, PLACED_AT_ONCE, inputs->hidden, 0},
+                      {project_part, outputs, least_outputs(tokens), MOST_OUTPUTS, 0},
+                      {finish_part, tokens, 1, 1, 0}};
+    Task task = {&job, 4, phases};
     run(team, &task, inputs->hidden * outputs * (int64_t)sizeof(uint16_t));
     return 0;
 }

@@ -32,7 +32,7 @@ static void embed_part(void *argument, int64_t first, int64_t last) {
 }
 
 API int moesched_embed(Team *team, const Tokens *tokens) {
-    Phase phases[] = {{embed_part, tokens->tokens, 1, 0, 0}};
+    Phase phases[] = {{embed_part, tokens->tokens, 1, 1, 0}};
     Task task = {(void *)tokens, 1, phases};
     run(team, &task, tokens->tokens * tokens->hidden * (int64_t)sizeof(uint16_t));
     return 0;

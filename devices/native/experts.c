@@ -47,9 +47,26 @@ void project_experts(const Experts *experts, int64_t first, int64_t last) {
     }
 }
 
-static void gate_part(void *experts, int64_t first, int64_t last) { gate_experts(experts, first, last); }
+/* One expert, and rows of x that are `stride` numbers apart. */
+typedef struct {
+    Experts experts;
+    const uint16_t *x;
+    int64_t stride;
+} Job;
 
-static void project_part(void *experts, int64_t first, int64_t last) { project_experts(experts, first, last); }
+static void place_part(void *argument, int64_t first, int64_t last) {
+    const Job *job = argument;
+    const Experts *experts = &job->experts;
+    place_inputs(experts->multiplier, &experts->experts->gate, job->x, job->stride, first, last);
+}
+
+static void gate_part(void *job, int64_t first, int64_t last) {
+    gate_experts(&((const Job *)job)->experts, first, last);
+}
+
+static void project_part(void *job, int64_t first, int64_t last) {
+    project_experts(&((const Job *)job)->experts, first, last);
+}
 
 /* y (rows, hidden) of one expert; rows of x are `stride` numbers apart. Returns 0, or -1 without memory. */
 API int moesched_expert(Team *team, int64_t rows, int64_t hidden, int64_t width, const uint16_t *x, int64_t stride,
@@ -58,12 +75,13 @@ API int moesched_expert(Team *team, int64_t rows, int64_t hidden, int64_t width,
     char *memory = scratch(expert_bytes(multiplier, rows, hidden, width));
     if (!memory) return -1;
     Expert expert;
-    Experts one = {multiplier, hidden, width, 1, &expert};
-    expert = expert_in(&one, rows, weights, y, memory);
-    for (int64_t row = 0; row < rows; row++) multiplier->place_row(&expert.gate, row, x + row * stride);
-    Phase phases[] = {{gate_part, width, chunk_of(team, width), 0, 0},
-                      {project_part, hidden, chunk_of(team, hidden), 0, 0}};
-    Task task = {&one, 2, phases};
+    Job job = {{multiplier, hidden, width, 1, &expert}, x, stride};
+    expert = expert_in(&job.experts, rows, weights, y, memory);
+    const int64_t least = least_outputs(rows);
+    Phase phases[] = {{place_part, hidden, PLACED_AT_ONCE, hidden, 0},
+                      {gate_part, width, least, MOST_OUTPUTS, 0},
+                      {project_part, hidden, least, MOST_OUTPUTS, 0}};
+    Task task = {&job, 3, phases};
     run(team, &task, 3 * hidden * width * (int64_t)sizeof(uint16_t));
     return 0;
 }

@@ -19,13 +19,14 @@ typedef struct {
     int64_t *likeliest;
 } Head;
 
+enum { CHUNK = MOST_OUTPUTS }; /* logits whose largest one is found at once */
+
 typedef struct {
     const Head *head;
     const Multiplier *multiplier;
     Product product;
     uint16_t *normed;
     uint16_t *bits; /* (rows, vocabulary): the logits as bfloat16 */
-    int64_t chunk;
     int16_t *largest; /* (chunks, rows): the orders of the largest logits */
 } Job;
 
@@ -38,8 +39,12 @@ static void norm_part(void *argument, int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++) {
         uint16_t *normed = job->normed + row * hidden;
         normalise(&job->head->norm, hidden, job->head->x + job->head->chosen[row] * hidden, normed);
-        job->multiplier->place_row(&job->product, row, normed);
     }
+}
+
+static void place_part(void *argument, int64_t first, int64_t last) {
+    const Job *job = argument;
+    place_inputs(job->multiplier, &job->product, job->normed, job->head->hidden, first, last);
 }
 
 static void project_part(void *argument, int64_t first, int64_t last) {
@@ -55,7 +60,7 @@ static void project_part(void *argument, int64_t first, int64_t last) {
             largest = order > largest ? order : largest;
         }
         for (int64_t n = first; n < last; n++) logits[n] = widened(bits[n]);
-        job->largest[first / job->chunk * head->rows + row] = largest;
+        job->largest[first / CHUNK * head->rows + row] = largest;
     }
 }
 
@@ -64,10 +69,10 @@ static void choose_part(void *argument, int64_t first, int64_t last) {
     const Head *head = job->head;
     for (int64_t row = first; row < last; row++) {
         int64_t best = 0;
-        for (int64_t chunk = 1; chunk * job->chunk < head->vocabulary; chunk++)
+        for (int64_t chunk = 1; chunk * CHUNK < head->vocabulary; chunk++)
             if (job->largest[chunk * head->rows + row] > job->largest[best * head->rows + row]) best = chunk;
         const uint16_t *bits = job->bits + row * head->vocabulary;
-        int64_t token = best * job->chunk;
+        int64_t token = best * CHUNK;
         while (order_of(bits[token]) != job->largest[best * head->rows + row]) token++;
         head->likeliest[row] = isfinite(widened(bits[token])) ? token : -1;
     }
@@ -78,21 +83,21 @@ API int moesched_logits(Team *team, const Head *head) {
     const Multiplier *multiplier = multiplier_of(team);
     Job job = {.head = head,
                .multiplier = multiplier,
-               .product = product_of(multiplier, head->rows, head->hidden, head->vocabulary, head->weights),
-               .chunk = chunk_of(team, head->vocabulary)};
+               .product = product_of(multiplier, head->rows, head->hidden, head->vocabulary, head->weights)};
     const int64_t placed = placed_bytes(multiplier, &job.product);
     const int64_t normed = head->rows * head->hidden, bits = head->rows * head->vocabulary;
-    const int64_t largest = (head->vocabulary / job.chunk + 1) * head->rows;
+    const int64_t largest = (head->vocabulary / CHUNK + 1) * head->rows;
     char *memory = scratch(placed + (normed + bits + largest) * (int64_t)sizeof(uint16_t));
     if (!memory) return -1;
     give_memory(multiplier, &job.product, memory);
     job.normed = (uint16_t *)(memory + placed);
     job.bits = job.normed + normed;
     job.largest = (int16_t *)(job.bits + bits);
-    Phase phases[] = {{norm_part, head->rows, 1, 0, 0},
-                      {project_part, head->vocabulary, job.chunk, 0, 0},
-                      {choose_part, head->rows, 1, 0, 0}};
-    Task task = {&job, 3, phases};
+    Phase phases[] = {{norm_part, head->rows, 1, 1, 0},
+                      {place_part, head->hidden, PLACED_AT_ONCE, head->hidden, 0},
+                      {project_part, head->vocabulary, CHUNK, CHUNK, 0},
+                      {choose_part, head->rows, 1, 1, 0}};
+    Task task = {&job, 4, phases};
     run(team, &task, head->hidden * head->vocabulary * (int64_t)sizeof(uint16_t));
     return 0;
 }

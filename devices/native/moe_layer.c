@@ -29,7 +29,7 @@ typedef struct {
 enum {
     COLUMNS = 512,        /* of a token, that are summed over its experts by one thread */
     ROWS_AT_ONCE = 1024,  /* of all experts, between their matrices: bounds the memory for any number of tokens */
-    PLACED_AT_ONCE = 4,   /* rows that a thread takes at a time */
+    GATHERED_AT_ONCE = 4, /* rows that a thread takes at a time */
 };
 
 /* Rows of experts are sorted by expert, then by token. They are multiplied ROWS_AT_ONCE at a time: a wave. */
@@ -52,8 +52,7 @@ enum { BEGIN, GATHER, GATE, DOWN, WAVE_PHASES };
 static void place_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Layer *layer = job->layer;
-    for (int64_t t = first; t < last; t++)
-        job->multiplier->place_row(&job->output, t, layer->attended + t * layer->attended_width);
+    place_inputs(job->multiplier, &job->output, layer->attended, layer->attended_width, first, last);
 }
 
 ANY_WIDTH static void add(int64_t count, const uint16_t *residual, uint16_t *projected) {
@@ -72,11 +71,13 @@ static void norm_part(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Layer *layer = job->layer;
     const uint16_t *before = layer->output_weights ? layer->projected : layer->residual;
-    for (int64_t t = first; t < last; t++) {
-        uint16_t *x = layer->x + t * layer->hidden;
-        normalise(&layer->norm, layer->hidden, before + t * layer->hidden, x);
-        job->multiplier->place_row(&job->router, t, x);
-    }
+    for (int64_t t = first; t < last; t++)
+        normalise(&layer->norm, layer->hidden, before + t * layer->hidden, layer->x + t * layer->hidden);
+}
+
+static void place_normed_part(void *argument, int64_t first, int64_t last) {
+    const Job *job = argument;
+    place_inputs(job->multiplier, &job->router, job->layer->x, job->layer->hidden, first, last);
 }
 
 static void router_part(void *argument, int64_t first, int64_t last) {
@@ -238,7 +239,7 @@ static int64_t waves_of(const Layer *layer) {
     return (layer->tokens * layer->top_k + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
 }
 
-enum { OTHER_PHASES = 6 };
+enum { OTHER_PHASES = 7 };
 
 /* What the phases need beside the products before the experts, in `memory`; NULL only counts its bytes. */
 static int64_t give_experts(Job *job, Task *task, char *memory) {
@@ -268,37 +269,38 @@ static int64_t give_experts(Job *job, Task *task, char *memory) {
     return bytes;
 }
 
-static Phase *add_phase(Task *task, Part part, int64_t items, int64_t chunk) {
-    Phase *phase = task->phase + task->phases++;
-    *phase = (Phase){part, items, chunk, 0, 0};
-    return phase;
+static void add_phase(Task *task, Part part, int64_t items, int64_t least, int64_t most) {
+    task->phase[task->phases++] = (Phase){part, items, least, most, 0};
 }
 
 /* Phases up to the choice of experts; returns the bytes of weights that they read. */
-static int64_t add_router(Team *team, Task *task, Job *job) {
+static int64_t add_router(Task *task, Job *job) {
     const Layer *layer = job->layer;
     int64_t weights = 0;
     if (layer->output_weights) {
-        add_phase(task, place_part, layer->tokens, PLACED_AT_ONCE);
-        add_phase(task, project_part, layer->hidden, chunk_of(team, layer->hidden));
+        add_phase(task, place_part, layer->attended_width, PLACED_AT_ONCE, layer->attended_width);
+        add_phase(task, project_part, layer->hidden, least_outputs(layer->tokens), MOST_OUTPUTS);
         weights += layer->attended_width * layer->hidden;
     }
-    add_phase(task, norm_part, layer->tokens, 1);
-    if (layer->router) add_phase(task, router_part, layer->experts, WHOLE_TILES);
-    add_phase(task, choose_part, layer->tokens, 1);
+    add_phase(task, norm_part, layer->tokens, 1, 1);
+    if (layer->router) {
+        add_phase(task, place_normed_part, layer->hidden, PLACED_AT_ONCE, layer->hidden);
+        add_phase(task, router_part, layer->experts, WHOLE_TILES, WHOLE_TILES);
+    }
+    add_phase(task, choose_part, layer->tokens, 1, 1);
     return (weights + layer->hidden * layer->experts) * (int64_t)sizeof(uint16_t);
 }
 
-static int64_t add_experts(Team *team, Task *task, Job *job) {
+static int64_t add_experts(Task *task, Job *job) {
     const Layer *layer = job->layer;
     job->phases = task->phase + task->phases;
     for (int64_t wave = 0; wave < waves_of(layer); wave++) {
-        add_phase(task, wave ? begin_part : group_part, 1, 1);
-        add_phase(task, gather_part, 0, PLACED_AT_ONCE);
-        add_phase(task, gate_part, 0, chunk_of(team, layer->width));
-        add_phase(task, down_part, 0, chunk_of(team, layer->hidden));
+        add_phase(task, wave ? begin_part : group_part, 1, 1, 1);
+        add_phase(task, gather_part, 0, 1, GATHERED_AT_ONCE);
+        add_phase(task, gate_part, 0, least_outputs(layer->tokens), MOST_OUTPUTS);
+        add_phase(task, down_part, 0, least_outputs(layer->tokens), MOST_OUTPUTS);
     }
-    add_phase(task, combine_part, layer->tokens * ((layer->hidden + COLUMNS - 1) / COLUMNS), 1);
+    add_phase(task, combine_part, layer->tokens * ((layer->hidden + COLUMNS - 1) / COLUMNS), 1, 1);
     return 3 * layer->hidden * layer->width * (int64_t)sizeof(uint16_t);
 }
 
@@ -310,7 +312,7 @@ API int moesched_route(Team *team, const Layer *layer) {
     give_router(&job, memory);
     Phase phases[OTHER_PHASES];
     Task task = {&job, 0, phases};
-    const int64_t bytes = add_router(team, &task, &job);
+    const int64_t bytes = add_router(&task, &job);
     run(team, &task, bytes);
     return 0;
 }
@@ -325,8 +327,8 @@ API int moesched_moe_layer(Team *team, const Layer *layer) {
     if (!memory) return -1;
     give_router(&job, memory);
     give_experts(&job, &task, memory + before);
-    int64_t bytes = add_router(team, &task, &job);
-    bytes += add_experts(team, &task, &job);
+    int64_t bytes = add_router(&task, &job);
+    bytes += add_experts(&task, &job);
     run(team, &task, bytes);
     return 0;
 }

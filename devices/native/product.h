@@ -8,8 +8,10 @@
 
 enum {
     MOST_BATCH = 128,        /* rows of x that are multiplied at once: a group */
+    FEW_ROWS_OF_X = 16,
     WHOLE_TILES = 96,        /* a multiple of the rows of every tile, and of every step */
     MOST_OUTPUTS = 2 * WHOLE_TILES, /* outputs of one call */
+    PLACED_AT_ONCE = 512,    /* inputs */
 };
 
 /* A row block of a matrix of bfloat16 numbers. */
@@ -54,6 +56,11 @@ int64_t placed_bytes(const Multiplier *multiplier, const Product *product);
 
 void give_memory(const Multiplier *multiplier, Product *product, char *memory);
 
+/* Puts inputs [first, last) of all rows of x, which are `stride` numbers apart, where products look for them. Threads share
+ * out inputs, not rows: those lie side by side in cache lines. */
+void place_inputs(const Multiplier *multiplier, const Product *product, const uint16_t *x, int64_t stride, int64_t first,
+                  int64_t last);
+
 /* The group of rows that begins with `row`, as a product of its own. */
 static inline Product group_at(const Product *product, int64_t row, int64_t step_bytes) {
     Product rows = *product;
@@ -65,7 +72,8 @@ static inline Product group_at(const Product *product, int64_t row, int64_t step
 /* Outputs [first, last) for all rows of x, as bfloat16: y (batch, outputs). */
 void write_rounded(const Multiplier *multiplier, const Product *product, int64_t first, int64_t last, uint16_t *y);
 
-/* Outputs that a thread takes at a time: whole tiles, as long as there are any. */
-int64_t chunk_of(const Team *team, int64_t outputs);
+/* The least outputs that a thread takes at a time. The last ones decide how long it waits for the others; half as many are
+ * as fast where rows of x are few. */
+static inline int64_t least_outputs(int64_t batch) { return batch <= FEW_ROWS_OF_X ? WHOLE_TILES / 2 : WHOLE_TILES; }
 
 #endif

@@ -18,7 +18,6 @@ enum {
     MOST_PANELS = 32,
     LINE = 32,           /* weights in a cache line */
     AHEAD = 1024,        /* inputs from a weight to the one that is prefetched meanwhile */
-    CHUNKS = 4,          /* of each thread, at least, if there is enough work: shortens the wait for the last one */
 };
 
 typedef struct {
@@ -284,16 +283,24 @@ void give_memory(const Multiplier *multiplier, Product *product, char *memory) {
     if (product->inputs % multiplier->step) memset(memory, 0, (size_t)placed_bytes(multiplier, product));
 }
 
-int64_t chunk_of(const Team *team, int64_t outputs) {
-    const int64_t share = outputs / (CHUNKS * threads_of(team)) / WHOLE_TILES * WHOLE_TILES;
-    return share < WHOLE_TILES ? WHOLE_TILES : share > MOST_OUTPUTS ? MOST_OUTPUTS : share;
+void place_inputs(const Multiplier *multiplier, const Product *product, const uint16_t *x, int64_t stride, int64_t first,
+                  int64_t last) {
+    for (int64_t row = 0; row < product->batch; row++)
+        multiplier->place(product, row, first, last, x + row * stride + first, 1);
 }
 
 typedef struct {
     const Multiplier *multiplier;
     Product product;
+    const uint16_t *x;
+    int64_t stride;
     uint16_t *y;
 } Job;
+
+static void place_part(void *argument, int64_t first, int64_t last) {
+    const Job *job = argument;
+    place_inputs(job->multiplier, &job->product, job->x, job->stride, first, last);
+}
 
 static void project(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
@@ -310,13 +317,13 @@ void write_rounded(const Multiplier *multiplier, const Product *product, int64_t
 API int moesched_product(Team *team, int64_t batch, int64_t inputs, int64_t outputs, const uint16_t *x, int64_t stride,
                      const Rows *blocks, uint16_t *y) {
     const Multiplier *multiplier = multiplier_of(team);
-    Job job = {multiplier, product_of(multiplier, batch, inputs, outputs, blocks), y};
+    Job job = {multiplier, product_of(multiplier, batch, inputs, outputs, blocks), x, stride, y};
     char *memory = scratch(placed_bytes(multiplier, &job.product));
     if (!memory) return -1;
     give_memory(multiplier, &job.product, memory);
-    for (int64_t row = 0; row < batch; row++) multiplier->place_row(&job.product, row, x + row * stride);
-    Phase phases[] = {{project, outputs, chunk_of(team, outputs), 0, 0}};
-    Task task = {&job, 1, phases};
+    Phase phases[] = {{place_part, inputs, PLACED_AT_ONCE, inputs, 0},
+                      {project, outputs, least_outputs(batch), MOST_OUTPUTS, 0}};
+    Task task = {&job, 2, phases};
     run(team, &task, inputs * outputs * (int64_t)sizeof(uint16_t));
     return 0;
 }

@@ -13,12 +13,12 @@
 /* Does items [first, last) of a phase. */
 typedef void (*Part)(void *job, int64_t first, int64_t last);
 
-/* Items that threads take off a counter, `chunk` at a time, until none is left. A phase begins when the one before is
- * done, and may have its `items` from there. */
+/* Items that threads share out, `least` to `most` at a time. A phase begins when the one before is done, and may have its
+ * `items` from there. */
 typedef struct {
     Part part;
-    int64_t items, chunk;
-    _Atomic int64_t taken, done;
+    int64_t items, least, most;
+    _Atomic int64_t done;
 } Phase;
 
 typedef struct {
