@@ -16,6 +16,8 @@ from .arguments import Attend
 from .compiled import library
 from .kernels import NativeKernels, Tensor, address, check
 
+_LENGTHS, _BLOCKS = Attend.lengths.offset // 8, Attend.blocks.offset // 8
+
 
 class CachedLayer(NamedTuple):
     """A layer's keys and values, (slots, K, d) each, as C reads them: their addresses, and the tokens of a block."""
@@ -35,15 +37,15 @@ class SequencesInBlocks(NamedTuple):
 class AttentionCall:
     """A call of attention whose tensors stay where they are, for as many sequences."""
 
-    __slots__ = ("_arguments", "_run")
+    __slots__ = ("_fields", "_run")
 
     def __init__(self, run: Callable[[], int], arguments: Attend) -> None:
         self._run = run
-        self._arguments = arguments
+        self._fields = memoryview(arguments).cast("B").cast("q")
 
     def __call__(self, sequences: SequencesInBlocks) -> None:
-        arguments = self._arguments
-        arguments.lengths, arguments.blocks = address(sequences.lengths), address(sequences.blocks)
+        fields = self._fields
+        fields[_LENGTHS], fields[_BLOCKS] = address(sequences.lengths), address(sequences.blocks)
         check(self._run())
 
 

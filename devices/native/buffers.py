@@ -5,7 +5,6 @@ Shapes in names as in `devices/torch/kernels.py`.
 
 from __future__ import annotations
 
-import ctypes
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from moesched.models.config import ModelConfig
 
 from .attention import AttentionCall
 from .calls import Calls, EmbeddingCall, HeadCall
-from .kernels import Tensor
+from .kernels import Tensor, numbers
 
 KEPT_ROWS = 128
 """Rows up to which a micro-batch keeps its buffers from layer to layer: a prompt's would take too much memory."""
@@ -50,7 +49,7 @@ class StepBuffers:
         self._config = config
         self.tokens = tokens
         self.hidden_TD = torch.empty(tokens, config.hidden, dtype=torch.bfloat16)
-        self.counts = (ctypes.c_int64 * config.experts)()
+        self.counts = numbers(config.experts)
         self.embedding: EmbeddingCall | None = None
         self.inputs = Calls()
         self.attention: dict[int, AttentionCall] = {}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain
 
 import torch
 
+from moesched.system.bound_call import bound_call
 from moesched.system.cores import affinity, usable_cores
 
 from .compiled import instruction_sets, library
@@ -88,7 +88,7 @@ class NativeKernels:
 
     def bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:
         """The same call, to be made often; it returns what `check` takes."""
-        return partial(function, self._team, ctypes.byref(arguments))
+        return bound_call(function, self._team, arguments)
 
 
 def _with_plain_rows(x_TD: Tensor) -> Tensor:
@@ -114,6 +114,14 @@ def _outputs(blocks: Blocks) -> int:
 def rows_of(blocks: Blocks) -> array[int]:
     """The row blocks of a matrix, as C reads them."""
     return array("q", chain(*((each.data_ptr(), len(each)) for each in blocks)))
+
+
+def numbers(count: int) -> array[int]:
+    """Zeros of 64 bits, at an address that stays as long as their number does.
+
+    Arrays of ctypes would do, but run its code, which a layer's weights push out of the processor's caches.
+    """
+    return array("q", bytes(8 * count))
 
 
 def address(numbers: array[int]) -> int:

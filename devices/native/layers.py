@@ -5,7 +5,6 @@ Shapes in names as in `devices/torch/kernels.py`.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +15,7 @@ from .arguments import Head, Inputs, Layer, LayerWeights, Preparation, Tokens
 from .buffers import Choices, StepBuffers, choices_for
 from .calls import EmbeddingCall, HeadCall
 from .compiled import library
-from .kernels import NativeKernels, Tensor, are_rows, check
+from .kernels import NativeKernels, Tensor, address, are_rows, check
 
 MOST_SHAPES = 4
 """Numbers of tokens whose buffers a micro-batch keeps."""
@@ -137,7 +136,7 @@ class NativeLayers:
             if own:
                 buffers.layers.keep(weights, call)
         check(call())
-        return {expert: rows for expert, rows in enumerate(buffers.counts[:]) if rows}
+        return {expert: rows for expert, rows in enumerate(buffers.counts) if rows}
 
     def _layer(
         self, buffers: StepBuffers, hidden_TD: Tensor, attended_TX: Tensor, weights: LayerWeights
@@ -145,7 +144,7 @@ class NativeLayers:
         layer = weights.arguments(Layer, self._prepare.layer)
         layer.tokens, layer.residual = buffers.tokens, hidden_TD.data_ptr()
         layer.attended, layer.projected = attended_TX.data_ptr(), buffers.projected_TD.data_ptr()
-        layer.out, layer.counts = buffers.hidden_TD.data_ptr(), ctypes.addressof(buffers.counts)
+        layer.out, layer.counts = buffers.hidden_TD.data_ptr(), address(buffers.counts)
         _write_choices(layer, buffers.choices)
         return layer
 

@@ -34,7 +34,7 @@ from moesched.requests.batching import batches_of
 from moesched.requests.sampling import Sampling
 from moesched.runs.generation import TokenHandling
 from moesched.runs.hardware import run
-from moesched.runs.listeners import KindMeter, Listener
+from moesched.runs.listeners import KindMeter, Listener, observers_in
 from moesched.runs.ranks import Devices, Rank, open_devices, process_of
 from moesched.seams import TellsProgress
 from moesched.system.memory_ahead import MemoryAhead, UsesMemoryAhead
@@ -154,7 +154,7 @@ def _run_batch(
             prompts,
             sampling=sampling,
             tokens=TokenHandling(job.layout.config.stop_tokens, texts.tell),
-            observers=[texts.listener, kinds],
+            observers=[*observers_in(texts.listener), kinds],
             recorder=recorder,
             peers=peers,
             keep_open=True,

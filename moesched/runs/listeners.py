@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moesched.seams import Device
+from moesched.seams import Device, Observer
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 from moesched.trace.summary import KindUse
@@ -52,16 +53,24 @@ class Listener:
         """The batch's trace is about to be written, which may take a while; `ran` is called again afterwards."""
 
 
+def observers_in(listener: Listener) -> list[Observer]:
+    """The listener, if it observes tasks: to call one that does not takes some time at every task's end."""
+    return [] if type(listener).ended is Listener.ended else [listener]
+
+
 class KindMeter:
     """Sums of tasks by kind and lane, loading included."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, str], list[float]] = {}
+        self._sums: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
 
     def ended(self, task: Task) -> None:
         """Count a task."""
-        work = task.work
-        self._add(task.verb, task.lane.name, 1, task.end - task.start, work.nbytes, work.flops)
+        work, sums = task.work, self._sums[task.verb, task.lane.name]
+        sums[0] += 1
+        sums[1] += task.end - task.start
+        sums[2] += work.nbytes
+        sums[3] += work.flops
 
     def replayed(self, timeline: Timeline) -> None:
         """Count a replayed run's tasks without making them."""
@@ -89,9 +98,7 @@ class KindMeter:
         ]
 
     def _add(self, verb: str, lane: str, tasks: int, taken: int, nbytes: float, flops: float) -> None:
-        sums = self._sums.get((verb, lane))
-        if sums is None:
-            sums = self._sums[verb, lane] = [0, 0, 0.0, 0.0]
+        sums = self._sums[verb, lane]
         sums[0] += tasks
         sums[1] += taken
         sums[2] += nbytes
