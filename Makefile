@@ -9,7 +9,7 @@ TOOLS := $(VENV)/installed-dev
 FOR_DOCS := $(VENV)/installed-docs
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
 # Compiled during the installation where there is a C compiler.
-COMPILED := moesched/engine.c $(wildcard devices/native/*.[ch])
+COMPILED := moesched/engine.c moesched/system/bound_call.c $(wildcard devices/native/*.[ch])
 
 # Set in many containers; each of the many processes of the tests would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -65,8 +65,8 @@ clean: ## remove wheels, caches, traces and generated models (out/)
 	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -path ./$(VENV) -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
-distclean: clean ## remove .venv, the compiled CPU kernels and the compiled engine, too
-	rm -rf $(VENV) devices/native/_kernels* moesched/_engine.*
+distclean: clean ## remove .venv, and all that was compiled, too
+	rm -rf $(VENV) devices/native/_kernels* moesched/_engine.* moesched/system/_bound_call.*
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -23,7 +23,7 @@ T = TypeVar("T")
 ENGINE = ("moesched/tasks.py", "moesched/engine.py", "moesched/engine.c", "moesched/drivers")
 RUNS = (*ENGINE, "moesched/steps", "moesched/dispatch", "moesched/runs", "policies")
 SIMULATION = (*RUNS, "moesched/machines", "moesched/models", "moesched/routing")
-EXECUTION = (*RUNS, "devices")
+EXECUTION = (*RUNS, "devices", "moesched/system/bound_call.py", "moesched/system/bound_call.c")
 CLUSTER = (*EXECUTION, "transports", "moesched/cluster")
 """Sources that figures depend on, by what is measured."""
 

@@ -23,7 +23,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 PACKAGES: list[str] = PYPROJECT["tool"]["setuptools"]["packages"]
 PLUGIN_FOLDERS = ("devices", "policies", "transports")
-COMPILED = ("_kernels*.so", "_engine*.so")
+COMPILED = ("_kernels*.so", "_engine*.so", "_bound_call*.so")
 GENERATED = ("__pycache__", "*.pyc", "*.egg-info", *COMPILED)
 COMPILER = sysconfig.get_config_var("CC").split()[0]
 OPTIONAL_LIBRARIES = ("mlx",)
@@ -120,6 +120,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path)
     assert {Path(name).parent for name in compiled} <= {
         Path("moesched"),
         Path("moesched", "devices", "native"),
+        Path("moesched", "system"),
     }
 
 

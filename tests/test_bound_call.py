@@ -1,0 +1,54 @@
+"""A bound call of a C function does what ctypes does."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import weakref
+from collections.abc import Callable
+
+from moesched.system.bound_call import bound_call
+
+HELD = b"held by the test"
+
+
+class Text(ctypes.Structure):
+    _fields_ = (("text", ctypes.c_char * 8),)
+
+
+def compared(text: bytes, arguments: Text) -> Callable[[], int]:
+    """The call of `strcmp`, which takes two addresses."""
+    address = ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p).value
+    assert address is not None
+    return bound_call(ctypes.CDLL(None).strcmp, address, arguments)
+
+
+def test_it_passes_both_addresses_and_gives_the_result() -> None:
+    assert compared(HELD, Text(b"h"))() > 0
+    assert compared(HELD, Text(b"i"))() < 0
+
+
+def test_it_sees_fields_that_change() -> None:
+    arguments = Text(b"i")
+    call = compared(HELD, arguments)
+    before = call()
+    arguments.text = b"h"
+    assert before < 0 < call()
+
+
+def test_it_keeps_its_arguments() -> None:
+    arguments = Text(b"h")
+    call, kept = compared(HELD, arguments), weakref.ref(arguments)
+    del arguments
+    gc.collect()
+    assert kept() is not None
+    del call
+    gc.collect()
+    assert kept() is None
+
+
+def test_other_threads_run_meanwhile_unless_the_function_is_one_of_pythons() -> None:
+    has_interpreter = [
+        bound_call(library(None).PyGILState_Check, 0, Text())() for library in (ctypes.CDLL, ctypes.PyDLL)
+    ]
+    assert has_interpreter == [0, 1]
