@@ -20,7 +20,9 @@ def compared(text: bytes, arguments: Text) -> Callable[[], int]:
     """The call of `strcmp`, which takes two addresses."""
     address = ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p).value
     assert address is not None
-    return bound_call(ctypes.CDLL(None).strcmp, address, arguments)
+    compare = ctypes.CDLL(None).strcmp
+    compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return bound_call(compare, address, arguments)
 
 
 def test_it_passes_both_addresses_and_gives_the_result() -> None:

@@ -35,7 +35,7 @@ def bound_call(function: Any, first: int, second: ctypes.Structure) -> Callable[
     """The call `function(first, &second)`, which gives an int; other Python threads run meanwhile, as with ctypes.
 
     Args:
-        function: of ctypes, which takes two pointers; one of a `PyDLL` keeps other threads from running.
+        function: of ctypes, with `argtypes` of two pointers; one of a `PyDLL` keeps other threads from running.
         first: an address, which must stay valid as long as calls are made.
         second: its fields may change between calls.
     """
