@@ -63,7 +63,11 @@ def run(
                 f"--transport {transport} connects processes: give --local N as well, or omit --transport"
             )
         return given.generate(
-            model_dir, run_model, tensor_parallel=tensor_parallel, foreign_machine=foreign_machine
+            model_dir,
+            run_model,
+            tensor_parallel=tensor_parallel,
+            foreign_machine=foreign_machine,
+            expect=True,
         )
     if tensor_parallel not in (None, 1):
         raise BadInput(f"--local {local} gives each node one accelerator: omit --tensor-parallel")
