@@ -8,22 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import linear_regression
+from time import perf_counter
 
 from msgspec.structs import replace
 
 from moesched.inputs.defaults import DEVICE, MACHINE, PREVIEW_ACCURACY
-from moesched.jobs.batch_reports import JobEnding
 from moesched.jobs.job import Job
 from moesched.jobs.options import RunOptions
 from moesched.jobs.report import JobReport, at_the_tokens_of, job_report
 from moesched.machines.local import this_processor
 from moesched.requests.batch import Batch
 from moesched.routing.observed import ObservedRouting
+from moesched.routing.router_forecast import RouterForecast
+from moesched.runs.decisions import simulated_decisions
+from moesched.runs.ending import Ending
 from moesched.runs.listeners import KindMeter
-from moesched.runs.outcome import LaneUse, PreviewUse
-from moesched.runs.ranks import Devices
-from moesched.runs.simulation import simulate
+from moesched.runs.outcome import LaneUse, PreviewUse, make_report
+from moesched.runs.ranks import Devices, Rank
+from moesched.runs.virtual_run import VirtualRun
 from moesched.system.cores import usable_cores
+from moesched.system.signals import hold_signals, release_signals
 from moesched.tasks import Task
 
 MOST_TASKS = 40_000
@@ -68,30 +72,38 @@ class Expectation:
             return replace(report, no_expectation=self._obstacle)
         if report.interrupted or report.failure:
             return replace(report, no_expectation="the run ended early")
-        ending = JobEnding()
+        ending = Ending()
         with ending:
-            return replace(report, expected=self._predict(report))
+            release_signals()
+            report = replace(report, expected=self._predict(report))
+        hold_signals()
+        if report.expected is not None:
+            return report
         if ending.interrupted:
             return replace(report, interrupted=True, no_expectation="the prediction was interrupted")
-        return replace(report, no_expectation=f"it cannot be predicted: {ending.failure}")
+        reason = (ending.failure or "").partition("\n")[0]
+        return replace(report, no_expectation=f"it cannot be predicted: {reason}")
 
     def _predict(self, report: JobReport) -> JobReport:
+        started = perf_counter()
         plan, policy = self._job.plan(self._batch, self._devices.slot_bytes)
-        steps = len(report.step_seconds)
+        config, steps = plan.layout.config, len(report.step_seconds)
         simulated = min(steps, self._most_steps, max(LEAST_STEPS, steps * MOST_TASKS // report.tasks))
+        forecast = RouterForecast(self._routing, config.experts, _accuracy(report.previews))
         kinds, busy = KindMeter(), _BusyBySteps(simulated)
-        expected = simulate(
-            plan,
-            policy,
-            routing=self._routing,
-            preview_accuracy=_accuracy(report.previews),
+        virtual = VirtualRun(
+            [Rank(plan, policy)],
+            decisions=simulated_decisions(plan, self._routing, forecast),
             observers=[kinds, busy],
             steps=simulated,
         )
-        told = job_report(expected, plan, kinds, policy=report.policy, dtype=report.dtype)
+        virtual.run()
+        outcome = virtual.rank_runs[0].outcome()
+        made = make_report(plan, policy, outcome, perf_counter() - started, measured=False)
+        expected = job_report(made, plan, kinds, policy=report.policy, dtype=report.dtype)
         if simulated < steps:
-            told = _prolonged(told, busy.seconds, steps)
-        return at_the_tokens_of(told, report)
+            expected = _prolonged(expected, busy.seconds, steps)
+        return at_the_tokens_of(expected, report)
 
 
 def obstacle(given: RunOptions, job: Job, devices: Devices) -> str | None:
@@ -140,9 +152,9 @@ class _BusyBySteps:
 
 def _prolonged(report: JobReport, busy: dict[str, list[float]], steps: int) -> JobReport:
     """A prediction of the first steps, extrapolated to all."""
-    step_seconds = _extrapolated(report.step_seconds, steps)
+    step_seconds = extrapolated(report.step_seconds, steps)
     running = sum(step_seconds)
-    used = {name: sum(_extrapolated(seconds, steps)) for name, seconds in busy.items()}
+    used = {name: sum(extrapolated(seconds, steps)) for name, seconds in busy.items()}
     return replace(
         report,
         step_seconds=step_seconds,
@@ -151,7 +163,7 @@ def _prolonged(report: JobReport, busy: dict[str, list[float]], steps: int) -> J
     )
 
 
-def _extrapolated(known: Sequence[float], steps: int) -> list[float]:
+def extrapolated(known: Sequence[float], steps: int) -> list[float]:
     """Values of all steps: the known ones, then those of a straight line through the later half of them.
 
     The last known value is replaced: it is of a step that fetches nothing for a next one.

@@ -36,7 +36,6 @@ def simulate(
     observers: Sequence[Observer] = (),
     recorder: Recorder | LastSteps | None = None,
     peers: Sequence[Rank] = (),
-    steps: int | None = None,
 ) -> Report:
     """Run a plan on the virtual clock.
 
@@ -51,7 +50,6 @@ def simulate(
         peers: the other nodes, if several run one model; `plan` and `policy` are those of the first node. Observers and
             report are also those of the first node, except for the trace, and for each memory's peak, which is the
             highest of all nodes.
-        steps: number of steps to run; by default all of the batch. A replay runs all.
 
     Raises:
         NotFixed: `replay` is set, and the policy awaits a handle. The plan cannot be run again: make a new one.
@@ -74,7 +72,6 @@ def simulate(
             sharing=sharing,
             observers=observers,
             recorder=recorder,
-            steps=steps,
         )
         with ending:
             virtual.run()
