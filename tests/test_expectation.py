@@ -17,6 +17,7 @@ from moesched.machines import COST_FORMAT, CostPoint, Machine
 from moesched.machines.local import assumed_machine, calibrated_file, this_processor
 from moesched.machines.toml_text import machine_toml
 from moesched.system.cores import usable_cores
+from moesched.system.signals import Stopped
 from moesched.units import format_seconds
 from policies_for_tests import Once
 from small_models import small_model
@@ -173,7 +174,7 @@ def test_the_device_s_own_number_of_threads_may_be_named(model: Path) -> None:
     ("error", "reason", "interrupted"),
     [
         (RuntimeError("ran twice\nfor sure"), "it cannot be predicted: ran twice", False),
-        (KeyboardInterrupt(), "the prediction was interrupted", True),
+        (Stopped(), "the prediction was interrupted", True),
     ],
 )
 def test_a_prediction_that_fails_leaves_the_run_as_it_is(
