@@ -14,6 +14,7 @@ HELP = options.paragraphs(
     "Generate text on this machine; weights that do not fit into fast memory are streamed.",
     "Prompts that do not fit into one batch run in successive batches. Ctrl-C ends a run cleanly: the "
     "tokens so far are printed, and the trace so far is written.",
+    "Once `moesched calibrate` has measured this machine, each figure stands beside the one that was to be expected.",
     options.BROKEN_LINES,
 )
 
