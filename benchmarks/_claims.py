@@ -369,8 +369,9 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
         all_reduce, attention_kernel, bottlenecks, busy_tests, check_cost, cluster_tokens, command_times,
         damaged_policies, decision_time, dispatch, emulated, engine, engine_paired, exactness, expectation,
         expert_kernel, explaining, fidelity, fuzz_inputs, fuzz_transport, host_time, html_report, kill_a_node,
-        layer_estimate, leaks, makespan, offload_disk, opening, packing, papers, peak_memory, peers, plan_search,
-        policy_checks, prediction, preview_accuracy, random_runs, reproduce, same_behaviour, signals, soak, sweeps, tutorial, what_ifs,
+        layer_estimate, leaks, makespan, offload_disk, opening, packing, papers, peak_memory, peers,
+        plan_search, policy_checks, prediction, preview_accuracy, random_runs, reproduce, same_behaviour,
+        signals, soak, sweeps, tutorial, what_ifs,
     )
 }  # fmt: skip
 """By benchmark."""
