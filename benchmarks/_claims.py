@@ -136,6 +136,16 @@ def exactness(result: Result) -> Iterator[Claim]:
     yield none_of(words, policies["runs_that_differ"], policies["runs"])
 
 
+def expectation(result: Result) -> Iterator[Claim]:
+    """What `run` spends on telling what was to be expected."""
+    cases = result["cases"].values()
+    words = "runs whose expectation takes at most 2 % of the run or 1 s"
+    yield all_of(words, sum(case["reached"] for case in cases), len(cases))
+    worst = max(cases, key=lambda case: float(case["seconds"]))
+    words = f"the longest of these expectations, of a run of {worst['run_seconds']:.0f} s"
+    yield at_most(words, worst["seconds"], worst["bar_seconds"], "{:.2f} s")
+
+
 def explaining(result: Result) -> Iterator[Claim]:
     """`explain` on large traces."""
     runs = result["runs"]
@@ -357,10 +367,11 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
     each.__name__: each
     for each in (
         all_reduce, attention_kernel, bottlenecks, busy_tests, check_cost, cluster_tokens, command_times,
-        damaged_policies, decision_time, dispatch, emulated, engine, engine_paired, exactness, expert_kernel,
-        explaining, fidelity, fuzz_inputs, fuzz_transport, host_time, html_report, kill_a_node, layer_estimate, leaks,
-        makespan, offload_disk, opening, packing, papers, peak_memory, peers, plan_search, policy_checks, prediction,
-        preview_accuracy, random_runs, reproduce, same_behaviour, signals, soak, sweeps, tutorial, what_ifs,
+        damaged_policies, decision_time, dispatch, emulated, engine, engine_paired, exactness, expectation,
+        expert_kernel, explaining, fidelity, fuzz_inputs, fuzz_transport, host_time, html_report, kill_a_node,
+        layer_estimate, leaks, makespan, offload_disk, opening, packing, papers, peak_memory, peers,
+        plan_search, policy_checks, prediction, preview_accuracy, random_runs, reproduce, same_behaviour,
+        signals, soak, sweeps, tutorial, what_ifs,
     )
 }  # fmt: skip
 """By benchmark."""

@@ -6,6 +6,7 @@ import time
 
 from moesched.policies.ep_balanced import EpBalanced
 from moesched.policies.ep_router_aided import EpRouterAided
+from moesched.policies.resident import Resident
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
@@ -39,3 +40,16 @@ class Unhurried(EpBalanced):
     async def decode(self, step: Step) -> None:
         time.sleep(0.03)
         await super().decode(step)
+
+
+class Once(Resident):
+    """Runs once, and fails in a second run."""
+
+    runs = 0
+    error: BaseException = RuntimeError("ran twice")
+
+    async def prefill(self, step: Step) -> None:
+        Once.runs += 1
+        if Once.runs > 1:
+            raise Once.error
+        await super().prefill(step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from moesched.jobs.report import JobReport, NodeReport
-    from moesched.runs.outcome import Emulation, PoolUse, PreviewUse
+    from moesched.runs.outcome import Emulation, LaneUse, PoolUse, PreviewUse
     from moesched.runs.process_bytes import ProcessBytes
 
 PATIENCE_SECONDS = 1.0
@@ -111,25 +111,19 @@ def print_report(report: JobReport) -> None:
         f"{plan.resident_pages} resident pages, {plan.streamed_pages} streamed; {_kv_cache(plan.kv_on_gpu)}"
     )
     say(f"{sizes}; {placed}\n")
-    rates = [
-        ["decode", f"{report.decode_tokens_per_second:.1f} tokens/s"],
-        ["throughput", f"{report.throughput_tokens_per_second:.1f} tokens/s"],
-        ["load", format_seconds(report.load_seconds)],
-        ["prefill", format_seconds(report.prefill_seconds)],
-    ]
-    if report.first_token_seconds is not None:
-        rates.append(["first token, on average", format_seconds(report.first_token_seconds)])
-    if report.simulated_seconds is not None:
-        rates.append(["simulated", format_seconds(report.simulated_seconds)])
     wall = "wall" if report.emulation is None else "wall, not dilated"
-    rates.append([wall, format_seconds(report.wall_seconds)])
-    print_table(["", measured], rates, figures=1)
+    rates = _rates(report) | {wall: format_seconds(report.wall_seconds)}
+    expected = report.expected
+    if expected is None:
+        print_table(["", measured], list(rates.items()), figures=1)
+    else:
+        beside = _rates(expected)
+        rows = [(name, figure, beside.get(name, "")) for name, figure in rates.items()]
+        print_table(["", measured, "expected"], rows, figures=2)
     say()
-    lanes = [
-        [name, format_seconds(lane.busy_seconds), f"{100 * lane.utilization:.1f} %"]
-        for name, lane in report.lanes.items()
-    ]
-    print_table(["lane", "busy", "in use"], lanes, figures=2)
+    _print_lanes(report.lanes, None if expected is None else expected.lanes)
+    if report.no_expectation is not None:
+        say(f"\nNot compared with a prediction: {report.no_expectation}")
     say()
     _print_memories(report)
     if any(pool.hits or pool.fetched for pool in report.pools):
@@ -143,6 +137,39 @@ def print_report(report: JobReport) -> None:
     if isinstance(report, ClusterReport):
         say()
         _print_members(report.members)
+
+
+def _rates(report: JobReport) -> dict[str, str]:
+    """The rates and times of a report in words, by name."""
+    from moesched.units import format_seconds
+
+    rates = {
+        "decode": f"{report.decode_tokens_per_second:.1f} tokens/s",
+        "throughput": f"{report.throughput_tokens_per_second:.1f} tokens/s",
+        "load": format_seconds(report.load_seconds),
+        "prefill": format_seconds(report.prefill_seconds),
+    }
+    if report.first_token_seconds is not None:
+        rates["first token, on average"] = format_seconds(report.first_token_seconds)
+    if report.simulated_seconds is not None:
+        rates["simulated"] = format_seconds(report.simulated_seconds)
+    return rates
+
+
+def _print_lanes(lanes: Mapping[str, LaneUse], expected: Mapping[str, LaneUse] | None) -> None:
+    """Print the use of each lane, beside the expected one where there is one."""
+    from moesched.units import format_seconds
+
+    columns = ["lane", "busy", "in use"]
+    rows = [
+        [name, format_seconds(lane.busy_seconds), f"{100 * lane.utilization:.1f} %"]
+        for name, lane in lanes.items()
+    ]
+    if expected is not None:
+        columns.insert(2, "expected")
+        for row in rows:
+            row.insert(2, format_seconds(expected[row[0]].busy_seconds))
+    print_table(columns, rows, figures=len(columns) - 1)
 
 
 def _print_memories(report: JobReport) -> None:

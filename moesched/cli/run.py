@@ -14,6 +14,7 @@ HELP = options.paragraphs(
     "Generate text on this machine; weights that do not fit into fast memory are streamed.",
     "Prompts that do not fit into one batch run in successive batches. Ctrl-C ends a run cleanly: the "
     "tokens so far are printed, and the trace so far is written.",
+    "Once `moesched calibrate` has measured this machine, each figure stands beside the one that was to be expected.",
     options.BROKEN_LINES,
 )
 
@@ -63,7 +64,11 @@ def run(
                 f"--transport {transport} connects processes: give --local N as well, or omit --transport"
             )
         return given.generate(
-            model_dir, run_model, tensor_parallel=tensor_parallel, foreign_machine=foreign_machine
+            model_dir,
+            run_model,
+            tensor_parallel=tensor_parallel,
+            foreign_machine=foreign_machine,
+            expect=True,
         )
     if tensor_parallel not in (None, 1):
         raise BadInput(f"--local {local} gives each node one accelerator: omit --tensor-parallel")

@@ -11,6 +11,7 @@ from moesched.cluster.cluster_file import Host
 from moesched.cluster.launcher import Finished, Launch
 from moesched.cluster.roster import Roster
 from moesched.errors import TransportError
+from moesched.jobs.expectation import SEVERAL
 from moesched.jobs.options import OutputOptions
 from moesched.jobs.report import ClusterReport, JobReport, NodeReport, merge_reports
 from moesched.jobs.trace_file import batch_files, write_recording
@@ -44,6 +45,7 @@ def cluster_report(
         "text": text,
         "interrupted": ending.interrupted,
         "failure": launch.failure if ending.error is None else str(ending.error),
+        "no_expectation": SEVERAL,
     }
     by_rank: dict[int, list[JobReport]] = {node.host.rank: [] for node in roster.nodes}
     for found in reports.values():

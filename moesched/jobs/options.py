@@ -88,15 +88,18 @@ class RunOptions(PlannedOptions, DeviceOptions, GenerationOptions, OutputOptions
 
     Attributes:
         foreign_machine: use the machine's measured costs even if they come from another processor than this one.
+        expect: predict each batch after it ran, if the machine is calibrated: `expected` of the report.
     """
 
     foreign_machine: bool = False
+    expect: bool = False
 
 
 class RunKeywords(ProfilingKeywords, CutKeywords, GenerationKeywords, OutputKeywords, total=False):
     """Keywords of RunOptions that have a default."""
 
     foreign_machine: bool
+    expect: bool
 
 
 @dataclass(frozen=True, kw_only=True)

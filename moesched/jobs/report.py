@@ -39,6 +39,8 @@ class JobReport(Report, frozen=True, kw_only=True):
         bytes_read: bytes read from the checkpoint's files; None if not measured.
         batches: number of successive batches.
         padded: whether prompts were padded to the longest.
+        expected: prediction of a measured run, from the calibration of its machine; None if there is none.
+        no_expectation: the reason, if one was asked for.
     """
 
     dtype: str
@@ -47,6 +49,8 @@ class JobReport(Report, frozen=True, kw_only=True):
     bytes_read: int | None = None
     batches: int = 1
     padded: bool = False
+    expected: JobReport | None = None
+    no_expectation: str | None = None
 
     @property
     def place(self) -> str:
@@ -65,10 +69,12 @@ class JobReport(Report, frozen=True, kw_only=True):
         """Convert to JSON values: measured runs have tokens and text, predicted ones the simulated time."""
         content: dict[str, Any] = msgspec.to_builtins(self)
         of_predictions = ("simulated_seconds", "padded")
-        of_runs = ("tokens", "scores", "text", "bytes_read", "emulation")
+        of_runs = ("tokens", "scores", "text", "bytes_read", "emulation", "expected", "no_expectation")
         foreign = of_predictions if self.measured else of_runs
         for name in foreign:
             del content[name]
+        if self.expected is not None:
+            content["expected"] = self.expected.as_dict()
         return content
 
 
@@ -216,7 +222,32 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         pools=_merge_pools([pool for report in reports for pool in report.pools]),
         previews=_merge_previews([each for report in reports for each in report.previews]),
         emulation=_merge_emulations([each.emulation for each in reports if each.emulation is not None]),
+        expected=_merge_expectations(reports, requests=requests, batches=batches),
+        no_expectation=next((report.no_expectation for report in reports if report.no_expectation), None),
     )
+
+
+def at_the_tokens_of(expected: JobReport, measured: JobReport) -> JobReport:
+    """A prediction of one batch with the tokens that the run generated, and its rates for these.
+
+    They may be fewer than were asked for: a stop token ends a request.
+    """
+    counts = _token_counts(measured)
+    _, *decoding = expected.step_seconds
+    return msgspec.structs.replace(
+        expected,
+        tokens=measured.tokens,
+        decode_tokens_per_second=_rate(sum(max(0, count - 1) for count in counts), sum(decoding)),
+        throughput_tokens_per_second=_rate(sum(counts), sum(expected.step_seconds)),
+    )
+
+
+def _merge_expectations(reports: Sequence[JobReport], *, requests: int, batches: int) -> JobReport | None:
+    """The prediction of all batches; None where one has none."""
+    expected = [report.expected for report in reports if report.expected is not None]
+    if len(expected) < len(reports):
+        return None
+    return merge_reports(expected, requests=requests, batches=batches)
 
 
 def _mean_of_requests(reports: Sequence[JobReport]) -> float | None:

@@ -14,6 +14,7 @@ from moesched.inputs.options import options_from, takes
 from moesched.inputs.prompts import Prompt, encode_prompts, require_some
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
+from moesched.jobs.expectation import Expectation, obstacle
 from moesched.jobs.job import Job
 from moesched.jobs.memory_ahead import pieces_to_take
 from moesched.jobs.options import RunKeywords, RunOptions
@@ -86,13 +87,17 @@ def run_model(
             devices.first.tell = listener.preparing
         batches = _batches(job, lengths, given.max_new_tokens, devices)
         checkpoint.require_unchanged()
+        reason = obstacle(given, job, devices)
         for number, batch in enumerate(batches):
             first = batch.first_request
             mine = encoded[first : first + len(batch.prompts)]
             texts = TextListener(listener, tokenizer, mine, first, config.stop_tokens, given.max_new_tokens)
             with suppress(KeyboardInterrupt):
                 files = batch_files(given, number)
-                reports.add(_run_batch, job, batch, checkpoint, devices, mine, sampling, texts, files)
+                expectation = Expectation(job, batch, devices, reason) if given.expect else None
+                reports.add(
+                    _run_batch, job, batch, checkpoint, devices, mine, sampling, texts, files, expectation
+                )
             texts.finish_all()
             if reports.ended_early(number):
                 break
@@ -137,6 +142,7 @@ def _run_batch(
     sampling: Sampling,
     texts: TextListener,
     files: BatchFiles,
+    expectation: Expectation | None,
 ) -> JobReport:
     plan, policy = job.plan(batch, devices.slot_bytes)
     peers = [Rank(*job.plan(batch, devices.slot_bytes), device) for device in devices.all[1:]]
@@ -154,7 +160,11 @@ def _run_batch(
             prompts,
             sampling=sampling,
             tokens=TokenHandling(job.layout.config.stop_tokens, texts.tell),
-            observers=[*observers_in(texts.listener), kinds],
+            observers=[
+                *observers_in(texts.listener),
+                kinds,
+                *(expectation.observers if expectation else ()),
+            ],
             recorder=recorder,
             peers=peers,
             keep_open=True,
@@ -174,6 +184,8 @@ def _run_batch(
         bytes_read=None if read is None or read_before is None else read - read_before,
         change=checkpoint.change(),
     )
+    if expectation is not None:
+        finished = expectation.added_to(finished)
     if recorder is not None:
         roofs = roofs_of(plan.machine, finished.dtype)
         write_recording(files, recorder.recording(), finished, texts.listener, roofs=roofs)

@@ -15,7 +15,12 @@ from moesched.report.markup import element, figures, paragraphs, table, text
 from moesched.report.packing import Columns
 from moesched.report.page import page
 from moesched.report.roofline_drawing import roofline_section
-from moesched.report.run_figures import budgets_table, predictions_table, run_figures
+from moesched.report.run_figures import (
+    budgets_table,
+    expectation_table,
+    predictions_table,
+    run_figures,
+)
 from moesched.system.whole_file import whole_file
 from moesched.trace.chrome_writer import TitledRun, common_shifts
 from moesched.trace.recording import About, Recording
@@ -54,7 +59,10 @@ def write_run_page(
         tables += [table(name, *each) for name, each in tables_of(explanation).items()]
         if any(each.decisions_unchanged for each in explanation.what_if):
             tables.append(paragraphs([DECISIONS_HELD], css="note"))
+    if known.get("no_expectation"):
+        tables.append(paragraphs([f"Not compared with a prediction: {known['no_expectation']}"], css="note"))
     tables += [
+        expectation_table(known),
         predictions_table(recording),
         roofline_section(recording, about.roofs),
         budgets_table(known),

@@ -12,23 +12,24 @@ from moesched.units import format_bytes, format_seconds
 
 SHOWN_KINDS = 12
 
+RATES = {"decode_tokens_per_second": "decode", "throughput_tokens_per_second": "throughput"}
+TIMES = {
+    "load_seconds": "load",
+    "prefill_seconds": "prefill",
+    "first_token_seconds": "first token, on average",
+}
+"""Figures of a report by their keys, in words."""
+
 
 def run_figures(
     recording: Recording, explanation: Explanation | None, report: Mapping[str, Any]
 ) -> dict[str, str]:
     """What one wants to know first, by name."""
     found: dict[str, str] = {}
-    for key, name in {
-        "decode_tokens_per_second": "decode",
-        "throughput_tokens_per_second": "throughput",
-    }.items():
+    for key, name in RATES.items():
         if report.get(key):
             found[name] = f"{report[key]:,.1f} tokens/s"
-    for key, name in {
-        "load_seconds": "load",
-        "prefill_seconds": "prefill",
-        "first_token_seconds": "first token, on average",
-    }.items():
+    for key, name in TIMES.items():
         if report.get(key):
             found[name] = format_seconds(report[key])
     if explanation is not None:
@@ -51,6 +52,34 @@ def budgets_table(report: Mapping[str, Any]) -> str:
         if peak
     ]
     return table("Memory", ["memory", "peak", "budget"], rows, 2) if rows else ""
+
+
+def expectation_table(report: Mapping[str, Any]) -> str:
+    """The run's rates, times and lanes beside those that were expected; empty without an expectation."""
+    expected: Mapping[str, Any] | None = report.get("expected")
+    if not expected:
+        return ""
+    rows = [
+        [
+            name,
+            f"{report[key]:,.1f} tokens/s",
+            f"{expected[key]:,.1f} tokens/s",
+            _over(report[key], expected[key]),
+        ]
+        for key, name in RATES.items()
+    ]
+    seconds = {name: (report[key], expected[key]) for key, name in TIMES.items() if report[key]}
+    seconds |= {
+        f"{name}, busy": (lane["busy_seconds"], expected["lanes"][name]["busy_seconds"])
+        for name, lane in report["lanes"].items()
+    }
+    rows += [[name, *map(format_seconds, pair), _over(*pair)] for name, pair in seconds.items() if any(pair)]
+    columns = ["", "measured", "expected", "measured/expected"]
+    return table("Measured beside expected", columns, rows, 3)
+
+
+def _over(measured: float, expected: float) -> str:
+    return f"{measured / expected:.2f}" if expected else ""
 
 
 def predictions_table(recording: Recording) -> str:

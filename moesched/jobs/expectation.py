@@ -1,0 +1,174 @@
+"""The expectation of a run: its own plans and expert choices on the virtual clock, at the costs of a calibration.
+
+Batches are predicted after they ran, so that a prediction disturbs no timing. Of a run, it knows the number of steps,
+the experts that the routers chose and how often previews of the router were right, but no times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import linear_regression
+from time import perf_counter
+
+from msgspec.structs import replace
+
+from moesched.inputs.defaults import DEVICE, MACHINE, PREVIEW_ACCURACY
+from moesched.jobs.job import Job
+from moesched.jobs.options import RunOptions
+from moesched.jobs.report import JobReport, at_the_tokens_of, job_report
+from moesched.machines.local import this_processor
+from moesched.requests.batch import Batch
+from moesched.routing.observed import ObservedRouting
+from moesched.routing.router_forecast import RouterForecast
+from moesched.runs.decisions import simulated_decisions
+from moesched.runs.ending import Ending
+from moesched.runs.listeners import KindMeter
+from moesched.runs.outcome import LaneUse, PreviewUse, make_report
+from moesched.runs.ranks import Devices, Rank
+from moesched.runs.virtual_run import VirtualRun
+from moesched.system.cores import usable_cores
+from moesched.system.signals import hold_signals, release_signals
+from moesched.tasks import Task
+
+MOST_TASKS = 40_000
+"""Limit of the tasks that are simulated, which takes less than a second; the steps beyond are extrapolated."""
+
+LEAST_STEPS = 8
+LEAST_TASKS_OF_A_LAYER = 3
+
+SEVERAL = "a calibration measures one device, and this run used several"
+
+
+class Expectation:
+    """Predicts one batch after it ran.
+
+    Args:
+        obstacle: the reason for which there is no prediction; None if there is one.
+
+    Attributes:
+        observers: for the run to be predicted.
+    """
+
+    def __init__(self, job: Job, batch: Batch, devices: Devices, obstacle: str | None) -> None:
+        self._job = job
+        self._batch = batch
+        self._devices = devices
+        self._obstacle = obstacle
+        layers = job.layout.config.layers * len(batch.micro_batches)
+        self._most_steps = max(LEAST_STEPS, MOST_TASKS // (LEAST_TASKS_OF_A_LAYER * layers))
+        self._routing = ObservedRouting(self._most_steps)
+
+    @property
+    def observers(self) -> Sequence[ObservedRouting]:
+        """The observers of the run."""
+        return [] if self._obstacle else [self._routing]
+
+    def added_to(self, report: JobReport) -> JobReport:
+        """The report of the run with its expectation, or with the reason that there is none. Never raises an error.
+
+        A signal ends the prediction, and the report then says that the job was interrupted.
+        """
+        if self._obstacle:
+            return replace(report, no_expectation=self._obstacle)
+        if report.interrupted or report.failure:
+            return replace(report, no_expectation="the run ended early")
+        ending = Ending()
+        with ending:
+            release_signals()
+            report = replace(report, expected=self._predict(report))
+        hold_signals()
+        if report.expected is not None:
+            return report
+        if ending.interrupted:
+            return replace(report, interrupted=True, no_expectation="the prediction was interrupted")
+        reason = (ending.failure or "").partition("\n")[0]
+        return replace(report, no_expectation=f"it cannot be predicted: {reason}")
+
+    def _predict(self, report: JobReport) -> JobReport:
+        started = perf_counter()
+        plan, policy = self._job.plan(self._batch, self._devices.slot_bytes)
+        config, steps = plan.layout.config, len(report.step_seconds)
+        simulated = min(steps, self._most_steps, max(LEAST_STEPS, steps * MOST_TASKS // report.tasks))
+        forecast = RouterForecast(self._routing, config.experts, _accuracy(report.previews))
+        kinds, busy = KindMeter(), _BusyBySteps(simulated)
+        virtual = VirtualRun(
+            [Rank(plan, policy)],
+            decisions=simulated_decisions(plan, self._routing, forecast),
+            observers=[kinds, busy],
+            steps=simulated,
+        )
+        virtual.run()
+        outcome = virtual.rank_runs[0].outcome()
+        made = make_report(plan, policy, outcome, perf_counter() - started, measured=False)
+        expected = job_report(made, plan, kinds, policy=report.policy, dtype=report.dtype)
+        if simulated < steps:
+            expected = _prolonged(expected, busy.seconds, steps)
+        return at_the_tokens_of(expected, report)
+
+
+def obstacle(given: RunOptions, job: Job, devices: Devices) -> str | None:
+    """The reason for which a job's runs cannot be predicted; None where the calibration is of what they use."""
+    machine = job.machine
+    if len(devices.all) > 1:
+        return SEVERAL
+    if given.device != DEVICE:
+        return f"a calibration measures device {DEVICE}, and this run used {given.device}"
+    if not machine.cost_table:
+        if given.machine == MACHINE:
+            return "this machine is not calibrated: run `moesched calibrate`, which takes half a minute"
+        return f"machine {machine.name} has no measured costs: calibrate this machine, and omit --machine"
+    if machine.measured_on != this_processor():
+        return f"{machine.name} was measured on {machine.measured_on}, and this is {this_processor()}"
+    settings = dict(given.device_settings or {})
+    if settings.get("threads") == usable_cores():
+        del settings["threads"]
+    if settings:
+        changed = ", ".join(f"{name}={value}" for name, value in settings.items())
+        return f"a calibration measures the device with its own settings, and this run had {changed}"
+    return None
+
+
+def _accuracy(previews: Sequence[PreviewUse]) -> float:
+    """The accuracy of the run's previews, one layer ahead."""
+    if not previews:
+        return PREVIEW_ACCURACY
+    nearest = previews[0]
+    return float(nearest.accuracy ** (1 / nearest.ahead))
+
+
+class _BusyBySteps:
+    """Seconds that each lane is busy, by step."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self.seconds: dict[str, list[float]] = {}
+
+    def ended(self, task: Task) -> None:
+        """Add a task, unless it loads what stays."""
+        if task.step >= 0:
+            by_step = self.seconds.setdefault(task.lane.name, [0.0] * self._steps)
+            by_step[task.step] += (task.end - task.start) / 1e9
+
+
+def _prolonged(report: JobReport, busy: dict[str, list[float]], steps: int) -> JobReport:
+    """A prediction of the first steps, extrapolated to all."""
+    step_seconds = extrapolated(report.step_seconds, steps)
+    running = sum(step_seconds)
+    used = {name: sum(extrapolated(seconds, steps)) for name, seconds in busy.items()}
+    return replace(
+        report,
+        step_seconds=step_seconds,
+        simulated_seconds=report.load_seconds + running,
+        lanes={name: LaneUse(used.get(name, 0.0), used.get(name, 0.0) / running) for name in report.lanes},
+    )
+
+
+def extrapolated(known: Sequence[float], steps: int) -> list[float]:
+    """Values of all steps: the known ones, then those of a straight line through the later half of them.
+
+    The last known value is replaced: it is of a step that fetches nothing for a next one.
+    """
+    whole = known[:-1]
+    half = range(len(whole) // 2, len(whole))
+    slope, at_zero = linear_regression(half, whole[half.start :])
+    return [*whole, *(max(0.0, at_zero + slope * step) for step in range(len(whole), steps))]

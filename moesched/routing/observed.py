@@ -1,0 +1,35 @@
+"""The expert choices of a run, kept while it runs, as the routing of a simulation of the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moesched.routing.scores import ScoredTokens
+from moesched.tasks import Task
+
+
+class ObservedRouting:
+    """An observer of a run, and afterwards a routing: micro-batches choose what they chose in the run.
+
+    Args:
+        steps: number of steps whose choices are kept.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._chosen: dict[tuple[int, int, int], Mapping[int, int]] = {}
+
+    def ended(self, task: Task) -> None:
+        """Keep the value of a router."""
+        if task.verb == "route" and task.step < self._steps:
+            self._chosen[task.step, task.layer, task.micro_batch] = task.value
+
+    def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
+        """Return the number of tokens of each expert that got any in the run."""
+        return dict(self._chosen[step, layer, micro_batch])
+
+    def scores(self, step: int, layer: int, micro_batch: int, tokens: int) -> Sequence[float]:
+        """Return the router's scores of all experts; only of runs whose plan requests scores."""
+        value = self._chosen[step, layer, micro_batch]
+        assert isinstance(value, ScoredTokens), "the device gives scores to such a plan"
+        return value.scores

@@ -1,0 +1,234 @@
+"""Expectations: what a calibrated machine was to take, beside what a run took."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+import moesched
+from moesched.errors import BadInput
+from moesched.jobs.expectation import extrapolated
+from moesched.machines import COST_FORMAT, CostPoint, Machine
+from moesched.machines.local import assumed_machine, calibrated_file, this_processor
+from moesched.machines.toml_text import machine_toml
+from moesched.system.cores import usable_cores
+from moesched.system.signals import Stopped
+from moesched.units import format_seconds
+from policies_for_tests import Once
+from small_models import small_model
+
+ARGUMENTS = ("--policy", "resident", "--prompt-ids", "1,2,3;4", "--max-new-tokens", 3, "--dtype", "float32")
+PROMPTS = ([1, 2, 3], [4, 5], [6])
+PRODUCTS = ("pre_attention", "route", "expert", "experts", "sample")
+SECONDS = {
+    **{name: 0.002 for each in PRODUCTS for name in (each, f"resident {each}")},
+    **dict.fromkeys(("attention", "attention call", "step attention", "attention prompt"), 0.001),
+    **dict.fromkeys(("embed", "combine"), 0.0005),
+    "disk->host": 0.004,
+}
+"""Of each operation, whatever its size."""
+
+
+def calibrated(*, only: str = "", **changes: Any) -> Machine:
+    """This machine as if it had been measured, as a whole or one operation only."""
+    table = [
+        CostPoint(operation=operation, size=1, seconds=seconds, dtype="float32")
+        for operation, seconds in SECONDS.items()
+        if operation == (only or operation)
+    ]
+    measured = replace(
+        assumed_machine(), measured_on=this_processor(), cost_format=COST_FORMAT, cost_table=table
+    )
+    return replace(measured, **changes)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("models") / "small")
+
+
+def run(model: Path, **changes: Any) -> Any:
+    """The report of three requests that are predicted."""
+    given: dict[str, Any] = {
+        "policy": "resident",
+        "machine": calibrated(),
+        "dtype": "float32",
+        "max_new_tokens": 4,
+        "batch_size": 3,
+        "micro_batch_size": 2,
+        "expect": True,
+    }
+    return moesched.run_model(model, PROMPTS, **(given | changes))
+
+
+def test_the_expectation_of_a_run_is_what_simulate_predicts(model: Path) -> None:
+    report = run(model)
+    predicted = moesched.simulate_model(
+        model,
+        machine=calibrated(),
+        policy="resident",
+        workload=PROMPTS,
+        dtype="float32",
+        gen=4,
+        batch_size=3,
+        micro_batch_size=2,
+    )
+    expected = report.as_dict()["expected"]
+    assert report.no_expectation is None
+    assert expected.keys() == predicted.as_dict().keys()
+    for name in ("step_seconds", "load_seconds", "prefill_seconds", "lanes", "tasks", "simulated_seconds"):
+        assert expected[name] == predicted.as_dict()[name]
+    assert expected["decode_tokens_per_second"] == pytest.approx(predicted.decode_tokens_per_second)
+    assert expected["throughput_tokens_per_second"] == pytest.approx(predicted.throughput_tokens_per_second)
+
+
+@pytest.mark.parametrize("policy", ["expert_streaming", "hybrimoe"])
+def test_the_experts_of_an_expectation_are_those_that_the_run_chose(model: Path, policy: str) -> None:
+    report = run(model, policy=policy, budgets={"host": "600KB"})
+    measured, expected = (
+        {kind.lane: kind.tasks for kind in each.kinds if kind.kind == "run_expert"}
+        for each in (report, report.expected)
+    )
+    assert sum(measured.values()) == sum(expected.values()) > 0
+
+
+def test_an_expectation_has_as_many_steps_and_tokens_as_the_run(tmp_path: Path) -> None:
+    first = run(small_model(tmp_path / "endless"))
+    stopping = small_model(tmp_path / "stopping", stop_tokens=tuple({each[1] for each in first.tokens}))
+    report = run(stopping, max_new_tokens=50)
+    expected = report.expected
+    assert len(expected.step_seconds) == len(report.step_seconds) < 50
+    counts = list(map(len, report.tokens))
+    assert expected.throughput_tokens_per_second == pytest.approx(sum(counts) / sum(expected.step_seconds))
+    decoding = sum(expected.step_seconds[1:])
+    assert expected.decode_tokens_per_second == pytest.approx((sum(counts) - 3) / decoding)
+
+
+def test_batches_are_expected_one_by_one_and_together(model: Path) -> None:
+    report = run(model, batch_size=1, micro_batch_size=1)
+    expected = report.expected
+    assert (report.batches, expected.batches) == (3, 3)
+    assert len(expected.step_seconds) == len(report.step_seconds) == 12
+    assert expected.prefill_seconds == pytest.approx(sum(expected.step_seconds[::4]))
+    assert expected.decode_tokens_per_second == pytest.approx(
+        9 / (sum(expected.step_seconds) - expected.prefill_seconds)
+    )
+
+
+def test_only_runs_that_ask_for_it_are_predicted(model: Path) -> None:
+    report = run(model, expect=False)
+    assert (report.expected, report.no_expectation) == (None, None)
+
+
+# -- long runs
+
+
+def test_steps_beyond_those_that_were_simulated_follow_a_line_through_the_later_half() -> None:
+    known = [9.0, 7.0, 8.0, 9.0, 1.0, 1.5, 2.0, 2.5, 0.1]
+    assert extrapolated(known, 12) == pytest.approx([*known[:-1], 3.0, 3.5, 4.0, 4.5])
+
+
+def test_an_extrapolated_time_is_never_negative() -> None:
+    assert extrapolated([9.0, 8.0, 7.0, 6.0, 4.0, 2.0, 1.0, 0.0], 20)[-1] == 0
+
+
+# -- without an expectation
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"machine": assumed_machine()}, "has no measured costs: calibrate this machine, and omit --machine"),
+        ({"machine": "auto"}, "this machine is not calibrated: run `moesched calibrate`"),
+        (
+            {"machine": calibrated(measured_on="Z80, 1 cores"), "foreign_machine": True},
+            "was measured on Z80, 1 cores, and this is",
+        ),
+        ({"device_settings": {"threads": usable_cores() + 1}}, f"had threads={usable_cores() + 1}$"),
+        ({"device_settings": {"direct": False}}, "had direct=False$"),
+        (
+            {"machine": calibrated(only="route")},
+            r"cannot be predicted: machine .* has no cost for 'disk->host'",
+        ),
+        ({"device": "emulated", "machine": "t4"}, "device torch, and this run used emulated$"),
+    ],
+)
+def test_a_run_that_cannot_be_predicted_says_why(model: Path, changes: Any, reason: str) -> None:
+    report = run(model, **changes)
+    assert report.expected is None
+    with pytest.raises(BadInput, match=reason):
+        raise BadInput(report.no_expectation)
+    assert [len(tokens) for tokens in report.tokens] == [4, 4, 4]
+
+
+def test_the_device_s_own_number_of_threads_may_be_named(model: Path) -> None:
+    assert run(model, device_settings={"threads": usable_cores()}).expected is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "interrupted"),
+    [
+        (RuntimeError("ran twice\nfor sure"), "it cannot be predicted: ran twice", False),
+        (Stopped(), "the prediction was interrupted", True),
+    ],
+)
+def test_a_prediction_that_fails_leaves_the_run_as_it_is(
+    model: Path, error: BaseException, reason: str, interrupted: bool
+) -> None:
+    Once.runs, Once.error = 0, error
+    report = run(model, policy="policies_for_tests:Once")
+    assert [len(tokens) for tokens in report.tokens] == [4, 4, 4]
+    assert (report.expected, report.failure) == (None, None)
+    assert (report.no_expectation, report.interrupted) == (reason, interrupted)
+
+
+# -- what is printed
+
+
+@pytest.fixture
+def calibrated_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine is calibrated, for `--machine auto`."""
+    monkeypatch.setenv("MOESCHED_CACHE", str(tmp_path))
+    calibrated_file().write_text(machine_toml(calibrated()))
+
+
+@pytest.mark.usefixtures("calibrated_here")
+def test_run_prints_what_was_expected_beside_what_it_measured(
+    command: Any, model: Path, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.json"
+    said = command("run", model, *ARGUMENTS, "--report", report)
+    assert said.code == 0
+    expected = json.loads(report.read_text())["expected"]
+    rows = dict(re.findall(r"^(\S.*?)  +(\S.*)$", said.out, re.MULTILINE))
+    prefill, busy = (
+        format_seconds(seconds)
+        for seconds in (expected["prefill_seconds"], expected["lanes"]["accelerator"]["busy_seconds"])
+    )
+    assert rows["prefill"].endswith(f" {prefill}")
+    assert re.search(rf" {busy} +[\d.]+ %$", rows["accelerator"])
+    assert rows["lane"].split() == ["busy", "expected", "in", "use"]
+
+
+@pytest.mark.usefixtures("calibrated_here")
+def test_a_page_has_what_was_expected(command: Any, model: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert command("run", model, *ARGUMENTS, "--report", page).code == 0
+    assert "<h2>Measured beside expected</h2>" in page.read_text()
+    assert "accelerator, busy" in page.read_text()
+
+
+def test_without_a_calibration_run_says_how_to_get_one(command: Any, model: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    line = "Not compared with a prediction: this machine is not calibrated: run `moesched calibrate`"
+    said = command("run", model, *ARGUMENTS, "--report", page)
+    assert said.out.count(line) == 1
+    assert line in page.read_text()
+    told = command("run", model, *ARGUMENTS, "--json").json
+    assert told["expected"] is None
+    assert line.endswith(told["no_expectation"].partition(",")[0])
