@@ -141,9 +141,6 @@ def expectation(result: Result) -> Iterator[Claim]:
     cases = result["cases"].values()
     words = "runs whose expectation takes at most 2 % of the run or 1 s"
     yield all_of(words, sum(case["reached"] for case in cases), len(cases))
-    worst = max(cases, key=lambda case: float(case["seconds"]))
-    words = f"the longest of these expectations, of a run of {worst['run_seconds']:.0f} s"
-    yield at_most(words, worst["seconds"], worst["bar_seconds"], "{:.2f} s")
 
 
 def explaining(result: Result) -> Iterator[Claim]:

@@ -20,16 +20,16 @@ Table = Callable[[Result], str]
 # -- measured: a table for each machine ----------------------------------------------------------------------------
 
 
-def measured(name: str, table: Table) -> str:
-    """A table of a benchmark, once for each machine that it was run on."""
+def measured(name: str, table: Table, part: str = "") -> str:
+    """A table of a benchmark, or of a part of it, once for each machine that it was run on."""
     parts = []
     for file in sorted(RESULTS.glob(f"{name}-*.json")):
         result = stored(file)
         written = table(result)
         if written.count("\n") > 1:
-            parts.append(
-                f"{machine(result)}: `{result.get('command', f'python benchmarks/{name}.py')}`\n\n{written}\n"
-            )
+            about = result.get("parts", {}).get(part, result)
+            command = about.get("command", f"python benchmarks/{name}.py")
+            parts.append(f"{machine(result)}: `{command}`\n\n{written}\n")
     return "\n".join(parts) or "Not measured yet."
 
 
@@ -229,7 +229,7 @@ def host_time(result: Result) -> str:
     return table_of(({"name": name, **row} for name, row in result["rows"].items()), HOST_TIME)
 
 
-MEASURED: dict[str, tuple[str, Table]] = {
+MEASURED: dict[str, tuple[str, Table] | tuple[str, Table, str]] = {
     "bars": ("fidelity", bars),
     "settings": ("fidelity", lambda result: table_of(of_settings(result), SETTINGS)),
     "replays": ("fidelity", partial(replays, error="replay_error_percent")),
@@ -243,10 +243,10 @@ MEASURED: dict[str, tuple[str, Table]] = {
     "expert_limits": ("expert_kernel", limits),
     "expert_times_torch": ("expert_kernel", times_torch),
     "attention": ("attention_kernel", attention),
-    "resident": ("peers", partial(peer_tables.rates, "resident")),
-    "page-cache": ("peers", partial(peer_tables.rates, "page_cache")),
-    "capped": ("peers", partial(peer_tables.rates, "capped")),
-    "expert": ("peers", peer_tables.expert),
+    "resident": ("peers", partial(peer_tables.rates, "resident"), "resident"),
+    "page-cache": ("peers", partial(peer_tables.rates, "page_cache"), "page_cache"),
+    "capped": ("peers", partial(peer_tables.rates, "capped"), "capped"),
+    "expert": ("peers", peer_tables.expert, "expert"),
     "host-time": ("host_time", host_time),
     "peers": ("peers", peer_tables.versions),
 }

@@ -58,7 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for part in options.only:
         progress.print(f"[bold]{part}[/bold]")
         try:
+            others = found.get(part, {}).get("cases", {}) if options.cases else {}
             found[part] = PARTS[part](options) | {"rounds": options.rounds}
+            if others:
+                found[part]["cases"] = others | found[part]["cases"]
         except PeerFailed as reason:  # ours: without it there is nothing to compare
             found[part] = {"failed": str(reason)}
             progress.print(found[part])
@@ -153,7 +156,7 @@ BENCHMARK.parser.add_argument(
     "--cases",
     nargs="+",
     metavar="TEXT",
-    help='only requests whose name contains one of these, such as "batch 1,"',
+    help='only requests whose name contains one of these, such as "batch 1,"; the results of the others stay',
 )
 BENCHMARK.parser.add_argument(
     "--patience",
