@@ -137,7 +137,7 @@ def exactness(result: Result) -> Iterator[Claim]:
 
 
 def expectation(result: Result) -> Iterator[Claim]:
-    """What `run` spends on telling what was to be expected."""
+    """The cost of the expectation that `run` prints."""
     cases = result["cases"].values()
     words = "runs whose expectation takes at most 2 % of the run or 1 s"
     yield all_of(words, sum(case["reached"] for case in cases), len(cases))
