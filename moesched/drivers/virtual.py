@@ -48,9 +48,8 @@ class VirtualDriver:
         observers: Sequence[Observer] = (),
         delays: Mapping[Lane, Delay] | None = None,
     ) -> None:
-        self._clock = clock = (
-            _Clock()
-        )  # engines know it, not the driver: a run's tasks are freed without a collection
+        # Engines know the clock and not the driver: so a run's tasks are freed without a collection.
+        self._clock = clock = _Clock()
         self._delays = delays or {}
         self._engines = list(engines)
         self._cost = cost
