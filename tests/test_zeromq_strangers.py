@@ -94,7 +94,7 @@ def test_strangers_are_sent_away_and_logged_and_the_ranks_go_on(
         (b"GET / HTTP/1.1\r\n", "16 bytes, less than a header"),
         (b"\x80\x04\x95" + bytes(200), r"it begins with b'\x80\x04\x95\x00'"),
         (bytes(from_rank_1(epoch=5))[:-1], "99 bytes for 0 of text and 1 of float32"),
-        (b"MoEx\x02" + bytes(from_rank_1(epoch=5))[5:], "version 2 of the wire format; this is version 1"),
+        (b"MoEx\x03" + bytes(from_rank_1(epoch=5))[5:], "version 3 of the wire format; this is version 2"),
     ],
     ids=["epoch", "own rank", "no rank", "too short", "pickle", "too little", "version"],
 )

@@ -1,21 +1,25 @@
-"""Sockets between all pairs of ranks: each rank receives on one socket, and sends to each other rank on a separate one.
+"""Sockets between all pairs of ranks: one connection for each pair, which the higher rank opens.
 
-All are DEALERs. The receiving socket never sends, so that an unknown peer learns nothing from it. The sending sockets
-send only to a peer with the key of their rank. One address for each rank is enough, and ranks may start in any order.
+A rank listens on one ROUTER for all higher ranks, and has one DEALER for each lower rank. A rank that connects says so in
+its first frame, and the ROUTER answers only on connections on which a rank did: a stranger learns nothing from it. One
+address for each rank is enough, and ranks may start in any order.
 """
 
 from __future__ import annotations
 
 import re
+import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import zmq
 
 from moesched.errors import BadInput
 
 from .curve import Keys, check_keys, seal
-from .frames import JOINED_UP_TO, BadFrame, Frame, unpack
+from .frames import JOINED_UP_TO, SENDER_BYTES, BadFrame, Frame, Kind, pack, sender, unpack
 from .watch import Watch
 
 WAITING_FRAMES = 64
@@ -24,11 +28,26 @@ WAITING_FRAMES = 64
 SLICE_MILLISECONDS = 50
 """Interval at which a waiting rank checks for lost ranks and a closed transport."""
 
+SETTLED_SECONDS = 1.0
+"""Time after which a socket knows of all connections that ended before."""
+
 HANDSHAKE_MILLISECONDS = 5_000
 LINGER_MILLISECONDS = 5_000
 """Time allowed for sending the last frames when a transport is closed, since a peer may not read them."""
 
 _LOCAL = re.compile(r"(ipc://|tcp://(127\.[0-9.]+|localhost|\[::1\]):)")
+
+
+class Message(msgspec.Struct, frozen=True, gc=False):
+    """A message from another rank, or from a stranger.
+
+    Attributes:
+        content: its bytes.
+        peer: the rank whose key its connection has; None where several may have it, and ZeroMQ knows.
+    """
+
+    content: zmq.Frame
+    peer: int | None
 
 
 class Mesh:
@@ -62,89 +81,164 @@ class Mesh:
         check_addresses(addresses, rank, keys)
         self.max_bytes = max_bytes
         self._keys = keys
-        self._several_keys = keys is not None and len(addresses) > 2
-        """Whether frames must be told apart by their keys: with one other rank, only its key is admitted."""
         self._epoch = epoch
         self._rank = rank
+        self._ranks = len(addresses)
         self._heartbeat = max(1, round(1000 * lost_after_seconds))
         self._context: zmq.Context[Any] = zmq.Context()
-        public = None if keys is None else {key: each for each, key in enumerate(keys.public) if each != rank}
-        self.watch = Watch(self._context, public)
-        self._ear = self._socket(None)
-        self._mouths: dict[int, zmq.Socket[bytes]] = {}
-        self._heard: set[int] = set()
-        self._bind(listen or addresses[rank])
-        for peer, address in enumerate(addresses):
-            if peer != rank:
-                self._mouths[peer] = self._socket(peer)
-                self._mouths[peer].connect(address)
+        callers = range(rank + 1, self._ranks)
+        self._only_caller = callers[0] if len(callers) == 1 else None
+        self.watch = Watch(
+            self._context, None if keys is None else {keys.public[each]: each for each in callers}
+        )
+        self._unmet = {sender(Kind.HERE, each): each for each in callers}
+        """Ranks that have not connected yet, by the first bytes of their greeting."""
+        self._names: dict[int, bytes] = {}
+        """The ROUTER's name of the connection to each rank that has."""
+        self._gone: set[int] = set()
+        self._asked: dict[int, float] = {}
+        self._kept: deque[Message] = deque()
+        """Messages that were received while a rank was looked for."""
+        self._ready: deque[zmq.Socket[bytes]] = deque()
+        self._poller = zmq.Poller()
+        self._greeting = pack(Frame(Kind.HERE, Kind.ABANDON, rank, epoch))
+        self._ear = self._socket(None) if callers else None
+        self._mouths = {peer: self._socket(peer) for peer in range(rank)}
+        self._sources: dict[zmq.Socket[bytes], int | None] = {
+            each: peer for peer, each in self._mouths.items()
+        }
+        if self._ear is not None:
+            self._sources[self._ear] = self._only_caller
+            self._bind(self._ear, listen or addresses[rank])
+        self._only = next(iter(self._sources)) if len(self._sources) == 1 else None
+        for each in self._sources:
+            self._poller.register(each, zmq.POLLIN)
+        for peer, mouth in self._mouths.items():
+            mouth.connect(addresses[peer])
+            mouth.send(self._greeting, zmq.NOBLOCK)
         self.watch.begin()
 
     def send(self, peer: int, data: Any) -> bool:
-        """Send a frame's bytes; False where the peer is not connected yet, or its queue is full."""
+        """Send a frame's bytes; False where the peer is not connected, or its queue is full."""
+        copy = len(data) <= JOINED_UP_TO
         try:
-            self._mouths[peer].send(data, zmq.NOBLOCK, copy=len(data) <= JOINED_UP_TO)
-        except zmq.Again:
+            if peer in self._mouths:
+                if peer not in self.watch.connected:
+                    return False
+                self._mouths[peer].send(data, zmq.NOBLOCK, copy)
+            elif self._ear is not None and (peer in self._names or self._met(peer)):
+                self._ear.send(self._names[peer], zmq.NOBLOCK | zmq.SNDMORE)
+                self._ear.send(data, zmq.NOBLOCK, copy)
+            else:
+                return False
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                self._gone.add(peer)
+            elif error.errno != zmq.EAGAIN:
+                raise
             return False
         return True
 
-    def receive(self) -> zmq.Frame | None:
+    def receive(self) -> Message | None:
         """The next message; None after a short time-out."""
-        try:
-            return self._ear.recv(copy=False)
-        except zmq.Again:
-            return None
+        if self._kept:
+            return self._kept.popleft()
+        return self._next(0)
 
-    def read(self, message: zmq.Frame) -> Frame | None:
+    def read(self, message: Message) -> Frame | None:
         """The frame in a message; None where it is refused."""
         try:
-            frame = unpack(message.buffer)
-            if frame.rank not in self._mouths:
+            frame = unpack(message.content.buffer)
+            if frame.rank == self._rank or frame.rank >= self._ranks:
                 raise BadFrame(f"from rank {frame.rank}, which is not one of the others")
             if frame.epoch != self._epoch:
                 raise BadFrame(f"of epoch {frame.epoch}; this is epoch {self._epoch}")
             if not self.is_from(message, frame.rank):
-                raise BadFrame(
-                    f"from rank {frame.rank}, with the key of rank {_metadata(message, 'User-Id')}"
-                )
+                raise BadFrame(f"from rank {frame.rank}, with the key of rank {_key_of(message)}")
         except BadFrame as error:
             self.refuse(message, str(error))
             return None
         return frame
 
-    def is_from(self, message: zmq.Frame, rank: int) -> bool:
-        """Whether a message was sent with the key of a rank."""
-        genuine = not self._several_keys or message.get("User-Id") == str(rank)
-        if genuine and rank not in self._heard:
-            self._heard.add(rank)
-            self.watch.heard(message.get(zmq.SRCFD), rank)
-        return genuine
+    def is_from(self, message: Message, rank: int) -> bool:
+        """Whether a message was sent with the key of a rank; without keys, nobody can tell."""
+        return self._keys is None or _key_of(message) == str(rank)
 
     def poll(self, milliseconds: int) -> bool:
         """Whether a message arrives within some time."""
-        return bool(self._ear.poll(milliseconds))
+        return bool(self._kept or self._poller.poll(milliseconds))
+
+    def lost(self, rank: int) -> bool:
+        """Whether the connection to a rank ended; what it sent before can be received by now."""
+        if rank in self._mouths:
+            return rank in self.watch.lost
+        if rank in self._names and self._asked.get(rank, 0.0) < self.watch.ended + SETTLED_SECONDS:
+            self._asked[rank] = time.monotonic()
+            self.send(rank, self._greeting)  # fails if its connection was the one that ended
+        return rank in self._gone
 
     def close(self) -> None:
         """Send the last frames, and free all sockets."""
-        for socket in (self._ear, *self._mouths.values()):
-            socket.setsockopt(zmq.LINGER, 0 if socket is self._ear else LINGER_MILLISECONDS)
+        for each, peer in self._sources.items():
+            waits = each is self._ear or peer in self.watch.connected
+            each.setsockopt(zmq.LINGER, LINGER_MILLISECONDS if waits else 0)
         self.watch.end()
-        for socket in (self._ear, *self._mouths.values()):
-            socket.close()
+        for each in self._sources:
+            each.close()
         self._context.term()
 
-    def refuse(self, message: zmq.Frame, why: str) -> None:
+    def refuse(self, message: Message, why: str) -> None:
         """Count and log a refused message."""
         self.watch.refuse("a frame", why, _metadata(message, "Peer-Address") or "this machine")
 
+    def _next(self, flags: int) -> Message | None:
+        """The next message, but not a rank's greeting; None where none comes within a slice, or at once."""
+        source = self._only
+        try:
+            if source is None:
+                if not self._ready:
+                    wait = 0 if flags else SLICE_MILLISECONDS
+                    self._ready.extend(each for each, _ in self._poller.poll(wait))
+                if not self._ready:
+                    return None
+                source, flags = self._ready.popleft(), zmq.NOBLOCK
+            if source is not self._ear:
+                return Message(source.recv(flags, False), self._sources[source])
+            while True:
+                name = source.recv(flags)
+                message = Message(source.recv(flags, False), self._only_caller)
+                while source.getsockopt(zmq.RCVMORE):  # no rank sends several parts
+                    source.recv(flags)
+                if not (self._unmet and self._meet(name, message)):
+                    return message
+        except zmq.Again:
+            return None
+
+    def _met(self, peer: int) -> bool:
+        """Whether a rank has connected, with the messages that are there by now."""
+        while self._unmet and len(self._kept) < WAITING_FRAMES:
+            message = self._next(zmq.NOBLOCK)
+            if message is None:
+                break
+            self._kept.append(message)
+        return peer in self._names
+
+    def _meet(self, name: bytes, message: Message) -> bool:
+        """Whether a message is the greeting of a rank that was not met yet; its connection is that rank's then."""
+        first = bytes(message.content.buffer[:SENDER_BYTES])
+        if first not in self._unmet:
+            return False
+        if self.read(message) is not None:
+            self._names[self._unmet.pop(first)] = name
+        return True
+
     def _socket(self, peer: int | None) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER if peer is None else zmq.DEALER)
         for option, value in (
             (zmq.SNDHWM, WAITING_FRAMES),
             (zmq.RCVHWM, WAITING_FRAMES),
             (zmq.RCVTIMEO, SLICE_MILLISECONDS),
             (zmq.LINGER, 0),
-            (zmq.IMMEDIATE, 1),
             (zmq.IPV6, 1),
             (zmq.MAXMSGSIZE, self.max_bytes),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS),
@@ -156,14 +250,16 @@ class Mesh:
             (zmq.RECONNECT_IVL_MAX, 500),
         ):
             socket.setsockopt(option, value)
+        if peer is None:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._keys is not None:
             seal(socket, self._keys, self._rank, peer)
         self.watch.over(socket, peer)
         return socket
 
-    def _bind(self, address: str) -> None:
+    def _bind(self, ear: zmq.Socket[bytes], address: str) -> None:
         try:
-            self._ear.bind(address)
+            ear.bind(address)
         except zmq.ZMQError as error:
             self.watch.begin()
             self.close()
@@ -194,9 +290,14 @@ def check_addresses(addresses: Sequence[str], rank: int, keys: Keys | None) -> N
         check_keys(keys, rank, len(addresses))
 
 
-def _metadata(message: zmq.Frame, name: str) -> str:
+def _key_of(message: Message) -> str:
+    """The rank with whose key a message was sent."""
+    return _metadata(message, "User-Id") if message.peer is None else str(message.peer)
+
+
+def _metadata(message: Message, name: str) -> str:
     try:
-        value = message.get(name)
+        value = message.content.get(name)
     except zmq.ZMQError:
         return ""
     return value if isinstance(value, str) else ""

@@ -11,11 +11,11 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import zmq
 
 from moesched.seams import Exchange
 
 from .frames import SENDER_BYTES, common_of_parts
+from .mesh import Message
 from .waiting import Side
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Rest(NamedTuple):
     """
 
     unsent: tuple[int, ...]
-    message: zmq.Frame | None = None
+    message: Message | None = None
 
 
 def swap(side: Side, exchange: Exchange, part: Array, parts: dict[int, Array]) -> Rest | None:
@@ -70,7 +70,7 @@ def swap(side: Side, exchange: Exchange, part: Array, parts: dict[int, Array]) -
         message = mesh.receive()
         if message is None:
             return Rest(())
-        data = message.buffer
+        data = message.content.buffer
         before = bytes(data[:start])
         sender = senders.get(before[:SENDER_BYTES])
         alike = before[SENDER_BYTES:] == after and len(data) == nbytes

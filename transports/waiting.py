@@ -59,7 +59,7 @@ def check_waiting(side: Side, missing: set[int], sequence: int, until: float) ->
             raise TransportError(f"rank {rank} went on without it, to {ahead.describe()}")
     lost = {rank: side.inbox.left[rank] for rank in sorted(missing) if rank in side.inbox.left}
     for rank in missing - set(lost):
-        if side.mesh.watch.lost(rank):
+        if side.mesh.lost(rank):
             lost[rank] = "its connection ended"
     if lost and not side.mesh.poll(0):  # frames that arrived before are read first: they may hold the reason
         said = "; ".join(f"rank {rank} is lost: {why}" for rank, why in sorted(lost.items()))
@@ -70,7 +70,7 @@ def check_waiting(side: Side, missing: set[int], sequence: int, until: float) ->
 
 def is_gone(side: Side, rank: int) -> bool:
     """Whether a rank has left or hung up, so that nothing more need be sent to it."""
-    return rank in side.inbox.left or side.mesh.watch.hung_up(rank)
+    return rank in side.inbox.left or side.mesh.lost(rank)
 
 
 def _late(side: Side, missing: set[int]) -> str:
