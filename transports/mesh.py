@@ -1,7 +1,7 @@
 """Sockets between all pairs of ranks: one connection for each pair, which the higher rank opens.
 
-A rank listens on one ROUTER for all higher ranks, and has one DEALER for each lower rank. A rank that connects says so in
-its first frame, and the ROUTER answers only on connections on which a rank did: a stranger learns nothing from it. One
+A rank listens on one ROUTER for all higher ranks, and has one DEALER for each lower rank. A rank that connects greets
+in its first frame, and the ROUTER sends only on connections on which a rank did: a stranger learns nothing from it. One
 address for each rank is enough, and ranks may start in any order.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import zmq
+from zmq.backend import Socket as BareSocket
 
 from moesched.errors import BadInput
 
@@ -34,6 +35,12 @@ SETTLED_SECONDS = 1.0
 HANDSHAKE_MILLISECONDS = 5_000
 LINGER_MILLISECONDS = 5_000
 """Time allowed for sending the last frames when a transport is closed, since a peer may not read them."""
+
+_NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_give, _take = (
+    BareSocket.send,
+    BareSocket.recv,
+)  # `zmq.Socket` looks for options of other sockets first, in Python
 
 _LOCAL = re.compile(r"(ipc://|tcp://(127\.[0-9.]+|localhost|\[::1\]):)")
 
@@ -102,33 +109,35 @@ class Mesh:
         self._ready: deque[zmq.Socket[bytes]] = deque()
         self._poller = zmq.Poller()
         self._greeting = pack(Frame(Kind.HERE, Kind.ABANDON, rank, epoch))
-        self._ear = self._socket(None) if callers else None
+        self._ear = self._socket(None)
         self._mouths = {peer: self._socket(peer) for peer in range(rank)}
+        self._bind(listen or addresses[rank])  # by all ranks, so that each is told of a port in use
         self._sources: dict[zmq.Socket[bytes], int | None] = {
-            each: peer for peer, each in self._mouths.items()
+            mouth: peer for peer, mouth in self._mouths.items()
         }
-        if self._ear is not None:
+        """The sockets that ranks send to, each with the rank if it is the only one that may."""
+        if callers:
             self._sources[self._ear] = self._only_caller
-            self._bind(self._ear, listen or addresses[rank])
         self._only = next(iter(self._sources)) if len(self._sources) == 1 else None
         for each in self._sources:
             self._poller.register(each, zmq.POLLIN)
         for peer, mouth in self._mouths.items():
             mouth.connect(addresses[peer])
-            mouth.send(self._greeting, zmq.NOBLOCK)
+            mouth.send(self._greeting, _NOW)
         self.watch.begin()
 
     def send(self, peer: int, data: Any) -> bool:
         """Send a frame's bytes; False where the peer is not connected, or its queue is full."""
         copy = len(data) <= JOINED_UP_TO
         try:
-            if peer in self._mouths:
+            mouth = self._mouths.get(peer)
+            if mouth is not None:
                 if peer not in self.watch.connected:
                     return False
-                self._mouths[peer].send(data, zmq.NOBLOCK, copy)
-            elif self._ear is not None and (peer in self._names or self._met(peer)):
-                self._ear.send(self._names[peer], zmq.NOBLOCK | zmq.SNDMORE)
-                self._ear.send(data, zmq.NOBLOCK, copy)
+                _give(mouth, data, _NOW, copy)
+            elif peer in self._names or self._met(peer):
+                _give(self._ear, self._names[peer], _MORE)
+                _give(self._ear, data, _NOW, copy)
             else:
                 return False
         except zmq.ZMQError as error:
@@ -162,7 +171,9 @@ class Mesh:
 
     def is_from(self, message: Message, rank: int) -> bool:
         """Whether a message was sent with the key of a rank; without keys, nobody can tell."""
-        return self._keys is None or _key_of(message) == str(rank)
+        if self._keys is None or message.peer == rank:
+            return True
+        return message.peer is None and _metadata(message, "User-Id") == str(rank)
 
     def poll(self, milliseconds: int) -> bool:
         """Whether a message arrives within some time."""
@@ -179,11 +190,12 @@ class Mesh:
 
     def close(self) -> None:
         """Send the last frames, and free all sockets."""
-        for each, peer in self._sources.items():
-            waits = each is self._ear or peer in self.watch.connected
-            each.setsockopt(zmq.LINGER, LINGER_MILLISECONDS if waits else 0)
+        for peer, mouth in self._mouths.items():
+            if peer in self.watch.connected:
+                mouth.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        self._ear.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         self.watch.end()
-        for each in self._sources:
+        for each in (self._ear, *self._mouths.values()):
             each.close()
         self._context.term()
 
@@ -201,14 +213,16 @@ class Mesh:
                     self._ready.extend(each for each, _ in self._poller.poll(wait))
                 if not self._ready:
                     return None
-                source, flags = self._ready.popleft(), zmq.NOBLOCK
+                source, flags = self._ready.popleft(), _NOW
             if source is not self._ear:
-                return Message(source.recv(flags, False), self._sources[source])
+                return Message(_take(source, flags, False), self._sources[source])
             while True:
-                name = source.recv(flags)
-                message = Message(source.recv(flags, False), self._only_caller)
-                while source.getsockopt(zmq.RCVMORE):  # no rank sends several parts
-                    source.recv(flags)
+                name = _take(source, flags)
+                content = _take(source, flags, False)
+                more = content.more
+                while more:  # a stranger's: no rank sends several parts
+                    more = _take(source, flags, False).more
+                message = Message(content, self._only_caller)
                 if not (self._unmet and self._meet(name, message)):
                     return message
         except zmq.Again:
@@ -217,7 +231,7 @@ class Mesh:
     def _met(self, peer: int) -> bool:
         """Whether a rank has connected, with the messages that are there by now."""
         while self._unmet and len(self._kept) < WAITING_FRAMES:
-            message = self._next(zmq.NOBLOCK)
+            message = self._next(_NOW)
             if message is None:
                 break
             self._kept.append(message)
@@ -257,9 +271,9 @@ class Mesh:
         self.watch.over(socket, peer)
         return socket
 
-    def _bind(self, ear: zmq.Socket[bytes], address: str) -> None:
+    def _bind(self, address: str) -> None:
         try:
-            ear.bind(address)
+            self._ear.bind(address)
         except zmq.ZMQError as error:
             self.watch.begin()
             self.close()
