@@ -128,18 +128,16 @@ class Mesh:
 
     def send(self, peer: int, data: Any) -> bool:
         """Send a frame's bytes; False where the peer is not connected, or its queue is full."""
-        copy = len(data) <= JOINED_UP_TO
+        socket = self._mouths.get(peer, self._ear)
         try:
-            mouth = self._mouths.get(peer)
-            if mouth is not None:
+            if socket is not self._ear:
                 if peer not in self.watch.connected:
                     return False
-                _give(mouth, data, _NOW, copy)
             elif peer in self._names or self._met(peer):
-                _give(self._ear, self._names[peer], _MORE)
-                _give(self._ear, data, _NOW, copy)
+                _give(socket, self._names[peer], _MORE)
             else:
                 return False
+            _give(socket, data, _NOW, len(data) <= JOINED_UP_TO)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 self._gone.add(peer)
@@ -152,7 +150,12 @@ class Mesh:
         """The next message; None after a short time-out."""
         if self._kept:
             return self._kept.popleft()
-        return self._next(0)
+        if self._only is None:
+            return self._next(SLICE_MILLISECONDS)
+        try:
+            return self._from(self._only, 0)
+        except zmq.Again:
+            return None
 
     def read(self, message: Message) -> Frame | None:
         """The frame in a message; None where it is refused."""
@@ -203,35 +206,37 @@ class Mesh:
         """Count and log a refused message."""
         self.watch.refuse("a frame", why, _metadata(message, "Peer-Address") or "this machine")
 
-    def _next(self, flags: int) -> Message | None:
-        """The next message, but not a rank's greeting; None where none comes within a slice, or at once."""
-        source = self._only
+    def _next(self, milliseconds: int) -> Message | None:
+        """The next message of any socket; None where none comes in time."""
+        if not self._ready:
+            self._ready.extend(each for each, _ in self._poller.poll(milliseconds))
+        if not self._ready:
+            return None
         try:
-            if source is None:
-                if not self._ready:
-                    wait = 0 if flags else SLICE_MILLISECONDS
-                    self._ready.extend(each for each, _ in self._poller.poll(wait))
-                if not self._ready:
-                    return None
-                source, flags = self._ready.popleft(), _NOW
-            if source is not self._ear:
-                return Message(_take(source, flags, False), self._sources[source])
-            while True:
-                name = _take(source, flags)
-                content = _take(source, flags, False)
-                more = content.more
-                while more:  # a stranger's: no rank sends several parts
-                    more = _take(source, flags, False).more
-                message = Message(content, self._only_caller)
-                if not (self._unmet and self._meet(name, message)):
-                    return message
+            return self._from(self._ready.popleft(), _NOW)
         except zmq.Again:
             return None
+
+    def _from(self, source: zmq.Socket[bytes], flags: int) -> Message:
+        """The next message of a socket, but not a rank's greeting.
+
+        Raises:
+            zmq.Again: none came in time.
+        """
+        if source is not self._ear:
+            return Message(_take(source, flags, False), self._sources[source])
+        name = _take(source, flags)
+        content = _take(source, flags, False)
+        if content.more:  # a stranger's: no rank sends several parts
+            while _take(source, flags, False).more:
+                pass
+        message = Message(content, self._only_caller)
+        return self._from(source, flags) if self._unmet and self._meet(name, message) else message
 
     def _met(self, peer: int) -> bool:
         """Whether a rank has connected, with the messages that are there by now."""
         while self._unmet and len(self._kept) < WAITING_FRAMES:
-            message = self._next(_NOW)
+            message = self._next(0)
             if message is None:
                 break
             self._kept.append(message)

@@ -71,9 +71,8 @@ def swap(side: Side, exchange: Exchange, part: Array, parts: dict[int, Array]) -
         if message is None:
             return Rest(())
         data = message.content.buffer
-        before = bytes(data[:start])
-        sender = senders.get(before[:SENDER_BYTES])
-        alike = before[SENDER_BYTES:] == after and len(data) == nbytes
+        sender = senders.get(bytes(data[:SENDER_BYTES]))
+        alike = data[SENDER_BYTES:start] == after and len(data) == nbytes
         if sender is None or sender in parts or not alike or not mesh.is_from(message, sender):
             return Rest((), message)
         parts[sender] = np.ndarray(part.shape, part.dtype, data, start)
