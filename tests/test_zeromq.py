@@ -193,6 +193,22 @@ def test_ranks_that_do_not_come_in_time_are_named(tmp_path: Path) -> None:
             alone.all_reduce(1, FIRST, ONE)
 
 
+def test_ranks_whose_keys_differ_learn_why_the_other_does_not_come() -> None:
+    addresses, keys, others = ports(2), keys_of(2), keys_of(2)
+    mine = Keys(others[1].secret, [keys[0].public[0], others[1].public[1]])
+    ranks = [
+        ZeroMqTransport(addresses, 0, keys=keys[0], timeout_seconds=0.5),
+        ZeroMqTransport(addresses, 1, keys=mine, timeout_seconds=0.5),
+    ]
+    with closing(ranks):
+        first, second = sums(ranks)
+    assert re.search(
+        r"rank 1 did not come in 0\.5 s; rank 1: a connection from .* was refused: its key is not known here",
+        str(first),
+    )
+    assert str(second).endswith("rank 0 did not come in 0.5 s; rank 0: it does not know our key")
+
+
 def test_ranks_may_start_in_any_order(tmp_path: Path) -> None:
     addresses = sockets_in(tmp_path, 2)
     with closing([ZeroMqTransport(addresses, 1)]) as (second,), ThreadPoolExecutor(1) as threads:

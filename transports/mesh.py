@@ -191,6 +191,10 @@ class Mesh:
             self.send(rank, self._greeting)  # fails if its connection was the one that ended
         return rank in self._gone
 
+    def trouble(self, rank: int) -> str:
+        """The likely reason that a rank is not connected; empty where none is known."""
+        return self.watch.refusal if rank in self._unmet.values() else self.watch.trouble.get(rank, "")
+
     def close(self) -> None:
         """Send the last frames, and free all sockets."""
         for peer, mouth in self._mouths.items():

@@ -74,7 +74,7 @@ def is_gone(side: Side, rank: int) -> bool:
 
 
 def _late(side: Side, missing: set[int]) -> str:
-    trouble = side.mesh.watch.trouble
-    said = "".join(f"; rank {each}: {trouble[each]}" for each in sorted(missing) if each in trouble)
+    troubles = {each: side.mesh.trouble(each) for each in sorted(missing)}
+    said = "".join(f"; rank {each}: {trouble}" for each, trouble in troubles.items() if trouble)
     ranks = ", ".join(str(each) for each in sorted(missing))
     return f"rank {ranks} did not come in {side.timeout_seconds:g} s{said}"

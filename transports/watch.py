@@ -46,6 +46,7 @@ class Watch:
         connected: the ranks that this one is connected to, of those that it connects to itself.
         lost: those whose connection ended once.
         trouble: by rank, the reason that the last attempt to connect to it failed.
+        refusal: the last refusal of a connection, in words; empty where none was refused.
         ended: the time at which a connection that was accepted ended last, on the monotonic clock.
         refused: number of connections and frames that were refused.
     """
@@ -54,6 +55,7 @@ class Watch:
         self.connected: set[int] = set()
         self.lost: set[int] = set()
         self.trouble: dict[int, str] = {}
+        self.refusal = ""
         self.ended = -math.inf
         self.refused = 0
         self._address = "unknown"
@@ -124,6 +126,7 @@ class Watch:
         elif kind == zmq.EVENT_DISCONNECTED:
             self.ended = time.monotonic()
         elif kind in _FAILED:
+            self.refusal = f"a connection from {self._address} was refused: {_FAILED[kind]}"
             self.refuse("a connection", _FAILED[kind], self._address)
 
 
