@@ -8,19 +8,17 @@ address for each rank is enough, and ranks may start in any order.
 from __future__ import annotations
 
 import re
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import zmq
-from zmq.backend import Socket as BareSocket
 
 from moesched.errors import BadInput
 
 from .curve import Keys, check_keys, seal
-from .frames import JOINED_UP_TO, SENDER_BYTES, BadFrame, Frame, Kind, pack, sender, unpack
+from .ear import NOW, Ear, Message, give, take
+from .frames import JOINED_UP_TO, BadFrame, Frame, Kind, pack, unpack
 from .watch import Watch
 
 WAITING_FRAMES = 64
@@ -29,32 +27,11 @@ WAITING_FRAMES = 64
 SLICE_MILLISECONDS = 50
 """Interval at which a waiting rank checks for lost ranks and a closed transport."""
 
-SETTLED_SECONDS = 1.0
-"""Time after which a socket knows of all connections that ended before."""
-
 HANDSHAKE_MILLISECONDS = 5_000
 LINGER_MILLISECONDS = 5_000
 """Time allowed for sending the last frames when a transport is closed, since a peer may not read them."""
 
-_NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-_give, _take = (
-    BareSocket.send,
-    BareSocket.recv,
-)  # `zmq.Socket` looks for options of other sockets first, in Python
-
 _LOCAL = re.compile(r"(ipc://|tcp://(127\.[0-9.]+|localhost|\[::1\]):)")
-
-
-class Message(msgspec.Struct, frozen=True, gc=False):
-    """A message from another rank, or from a stranger.
-
-    Attributes:
-        content: its bytes.
-        peer: the rank whose key its connection has; None where several may have it, and ZeroMQ knows.
-    """
-
-    content: zmq.Frame
-    peer: int | None
 
 
 class Mesh:
@@ -90,54 +67,42 @@ class Mesh:
         self._keys = keys
         self._epoch = epoch
         self._rank = rank
-        self._ranks = len(addresses)
-        self._heartbeat = max(1, round(1000 * lost_after_seconds))
         self._context: zmq.Context[Any] = zmq.Context()
-        callers = range(rank + 1, self._ranks)
-        self._only_caller = callers[0] if len(callers) == 1 else None
-        self.watch = Watch(
-            self._context, None if keys is None else {keys.public[each]: each for each in callers}
-        )
-        self._unmet = {sender(Kind.HERE, each): each for each in callers}
-        """Ranks that have not connected yet, by the first bytes of their greeting."""
-        self._names: dict[int, bytes] = {}
-        """The ROUTER's name of the connection to each rank that has."""
+        callers = range(rank + 1, len(addresses))
+        known = None if keys is None else {keys.public[each]: each for each in callers}
+        self.watch = Watch(self._context, known)
+        self._greeting = pack(Frame(Kind.HERE, Kind.ABANDON, rank, epoch))
         self._gone: set[int] = set()
-        self._asked: dict[int, float] = {}
+        """Higher ranks whose connection ended."""
         self._kept: deque[Message] = deque()
         """Messages that were received while a rank was looked for."""
         self._ready: deque[zmq.Socket[bytes]] = deque()
         self._poller = zmq.Poller()
-        self._greeting = pack(Frame(Kind.HERE, Kind.ABANDON, rank, epoch))
-        self._ear = self._socket(None)
-        self._mouths = {peer: self._socket(peer) for peer in range(rank)}
+        self._ear = Ear(self._socket(None, lost_after_seconds), callers, self.read)
+        self._mouths = {peer: self._socket(peer, lost_after_seconds) for peer in range(rank)}
         self._bind(listen or addresses[rank])  # by all ranks, so that each is told of a port in use
-        self._sources: dict[zmq.Socket[bytes], int | None] = {
-            mouth: peer for peer, mouth in self._mouths.items()
-        }
+        self._sources: dict[zmq.Socket[bytes], int | None] = {m: peer for peer, m in self._mouths.items()}
         """The sockets that ranks send to, each with the rank if it is the only one that may."""
         if callers:
-            self._sources[self._ear] = self._only_caller
+            self._sources[self._ear.socket] = self._ear.only_caller
         self._only = next(iter(self._sources)) if len(self._sources) == 1 else None
         for each in self._sources:
             self._poller.register(each, zmq.POLLIN)
         for peer, mouth in self._mouths.items():
             mouth.connect(addresses[peer])
-            mouth.send(self._greeting, _NOW)
+            give(mouth, self._greeting, NOW)
         self.watch.begin()
 
     def send(self, peer: int, data: Any) -> bool:
         """Send a frame's bytes; False where the peer is not connected, or its queue is full."""
-        socket = self._mouths.get(peer, self._ear)
+        copy = len(data) <= JOINED_UP_TO
         try:
-            if socket is not self._ear:
-                if peer not in self.watch.connected:
-                    return False
-            elif peer in self._names or self._met(peer):
-                _give(socket, self._names[peer], _MORE)
+            if peer in self.watch.connected:
+                give(self._mouths[peer], data, NOW, copy)
+            elif peer in self._ear.names or self._met(peer):
+                self._ear.send(peer, data, copy)
             else:
                 return False
-            _give(socket, data, _NOW, len(data) <= JOINED_UP_TO)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 self._gone.add(peer)
@@ -161,7 +126,7 @@ class Mesh:
         """The frame in a message; None where it is refused."""
         try:
             frame = unpack(message.content.buffer)
-            if frame.rank == self._rank or frame.rank >= self._ranks:
+            if frame.rank not in self._mouths and frame.rank not in self._ear.callers:
                 raise BadFrame(f"from rank {frame.rank}, which is not one of the others")
             if frame.epoch != self._epoch:
                 raise BadFrame(f"of epoch {frame.epoch}; this is epoch {self._epoch}")
@@ -186,23 +151,22 @@ class Mesh:
         """Whether the connection to a rank ended; what it sent before can be received by now."""
         if rank in self._mouths:
             return rank in self.watch.lost
-        if rank in self._names and self._asked.get(rank, 0.0) < self.watch.ended + SETTLED_SECONDS:
-            self._asked[rank] = time.monotonic()
-            self.send(rank, self._greeting)  # fails if its connection was the one that ended
+        if self._ear.should_ask(rank, self.watch.ended):
+            self.send(rank, self._greeting)
         return rank in self._gone
 
     def trouble(self, rank: int) -> str:
         """The likely reason that a rank is not connected; empty where none is known."""
-        return self.watch.refusal if rank in self._unmet.values() else self.watch.trouble.get(rank, "")
+        return self.watch.refusal if rank in self._ear.unmet.values() else self.watch.trouble.get(rank, "")
 
     def close(self) -> None:
         """Send the last frames, and free all sockets."""
         for peer, mouth in self._mouths.items():
             if peer in self.watch.connected:
                 mouth.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
-        self._ear.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        self._ear.socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         self.watch.end()
-        for each in (self._ear, *self._mouths.values()):
+        for each in (self._ear.socket, *self._mouths.values()):
             each.close()
         self._context.term()
 
@@ -217,45 +181,29 @@ class Mesh:
         if not self._ready:
             return None
         try:
-            return self._from(self._ready.popleft(), _NOW)
+            return self._from(self._ready.popleft(), NOW)
         except zmq.Again:
             return None
 
     def _from(self, source: zmq.Socket[bytes], flags: int) -> Message:
-        """The next message of a socket, but not a rank's greeting.
-
-        Raises:
-            zmq.Again: none came in time.
-        """
-        if source is not self._ear:
-            return Message(_take(source, flags, False), self._sources[source])
-        name = _take(source, flags)
-        content = _take(source, flags, False)
-        if content.more:  # a stranger's: no rank sends several parts
-            while _take(source, flags, False).more:
-                pass
-        message = Message(content, self._only_caller)
-        return self._from(source, flags) if self._unmet and self._meet(name, message) else message
+        """The next message of a socket. Raises `zmq.Again` if none comes in time."""
+        if source is self._ear.socket:
+            return self._ear.receive(flags)
+        return Message(
+            take(source, flags, False), next(r for r, each in self._mouths.items() if each is source)
+        )
 
     def _met(self, peer: int) -> bool:
-        """Whether a rank has connected, with the messages that are there by now."""
-        while self._unmet and len(self._kept) < WAITING_FRAMES:
+        """Whether a higher rank has connected, with the messages that are there by now."""
+        while peer in self._ear.unmet.values() and len(self._kept) < WAITING_FRAMES:
             message = self._next(0)
             if message is None:
                 break
             self._kept.append(message)
-        return peer in self._names
+        return peer in self._ear.names
 
-    def _meet(self, name: bytes, message: Message) -> bool:
-        """Whether a message is the greeting of a rank that was not met yet; its connection is that rank's then."""
-        first = bytes(message.content.buffer[:SENDER_BYTES])
-        if first not in self._unmet:
-            return False
-        if self.read(message) is not None:
-            self._names[self._unmet.pop(first)] = name
-        return True
-
-    def _socket(self, peer: int | None) -> zmq.Socket[bytes]:
+    def _socket(self, peer: int | None, lost_after_seconds: float) -> zmq.Socket[bytes]:
+        heartbeat = max(1, round(1000 * lost_after_seconds))
         socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER if peer is None else zmq.DEALER)
         for option, value in (
             (zmq.SNDHWM, WAITING_FRAMES),
@@ -265,9 +213,9 @@ class Mesh:
             (zmq.IPV6, 1),
             (zmq.MAXMSGSIZE, self.max_bytes),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS),
-            (zmq.HEARTBEAT_IVL, max(1, self._heartbeat // 5)),
-            (zmq.HEARTBEAT_TIMEOUT, self._heartbeat),
-            (zmq.HEARTBEAT_TTL, self._heartbeat),
+            (zmq.HEARTBEAT_IVL, max(1, heartbeat // 5)),
+            (zmq.HEARTBEAT_TIMEOUT, heartbeat),
+            (zmq.HEARTBEAT_TTL, heartbeat),
             (zmq.CONNECT_TIMEOUT, 2_000),
             (zmq.RECONNECT_IVL, 20),
             (zmq.RECONNECT_IVL_MAX, 500),
@@ -282,7 +230,7 @@ class Mesh:
 
     def _bind(self, address: str) -> None:
         try:
-            self._ear.bind(address)
+            self._ear.socket.bind(address)
         except zmq.ZMQError as error:
             self.watch.begin()
             self.close()
