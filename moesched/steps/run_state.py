@@ -33,6 +33,7 @@ class RunState:
         prefill_batches: the micro-batches of prefill: chunks where prompts are cut, else those of decoding.
         kv_slots: the buffers that `load_kv` fills, of all stages.
         rooms: what micro-batches within a layer in prefill share, where the plan limits their number.
+        kind_of: the number of each layer's kind.
         stride: the progress that a micro-batch makes in a step.
         previews: compares forecasts of the router with its choices.
         submit: submits a verb's task: the engine's own method, unless verbs are several tasks.
@@ -52,6 +53,7 @@ class RunState:
             stage for stage, layers in zip(self.stages, plan.stages, strict=True) for _ in layers
         ]
         self.works = Works(plan, lanes, self.stages, age)
+        self.kind_of = self.works.kind_of
         self.micro_batches = [
             whole_micro_batch(
                 index,
@@ -113,7 +115,7 @@ class RunState:
             lane, work = self.works.move(source, destination, nbytes)
             ends = (source, destination)
             hops.append(PageTransfer(lane, work, "pass_hidden", layer, batch.index, -1, ends, step))
-        batch.enter(self.stages[stage.number + 1])
+        batch.enter(self.stages[stage.number + 1], self.works.kind_of[layer])
         return hops
 
     def count_pools(self) -> None:
