@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from moesched.models.formats import FORMATS, Role, role_of
+from moesched.models.formats import EXPERT_ROLES, FORMATS, Format, Role, role_of
 from moesched.models.layers import FeedForward, GroupedAttention, HeadNorm, Layer, Shape, representative
 
 DType = Literal["float32", "bfloat16"]
@@ -37,6 +37,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             only simulated. Empty for models that also run.
         format: the storage format of the weights, a key of `FORMATS`; None for plain weights in the dtype of the
             computation.
+        expert_format: the format that experts keep where the other weights have one of fewer than 16 bits.
         unused_weights: weights in the published files that generating text does not need: extra prediction layers,
             and encoders of pictures.
         ranks: the tensor-parallel ranks (see `tensor_parallel.py`). heads, kv_heads and intermediate are those of one
@@ -68,6 +69,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     transposed_down: bool = False
     pattern: tuple[Layer, ...] = ()
     format: str | None = None
+    expert_format: str | None = None
     unused_weights: int = 0
     ranks: int = 1
 
@@ -102,7 +104,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
         dtype: that of the computation, and of plain weights.
         """
-        return ITEM_BYTES[dtype] if self.format is None else FORMATS[self.format].bytes_per_weight(role, row)
+        stored = self._format_of(role)
+        return ITEM_BYTES[dtype] if stored is None else stored.bytes_per_weight(role, row)
 
     def tensor_bytes(self, name: str, shape: Shape, dtype: str) -> float:
         """Bytes per weight of a tensor, by its canonical name; `dtype` as in `weight_bytes`."""
@@ -110,7 +113,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def kernel_rate(self, role: Role) -> float:
         """The kernel rate of products with tensors of a role (see `Format`)."""
-        return 1.0 if self.format is None else FORMATS[self.format].rate(role)
+        stored = self._format_of(role)
+        return 1.0 if stored is None else stored.rate(role)
+
+    def _format_of(self, role: Role) -> Format | None:
+        name = self.format
+        if self.expert_format is not None and role in EXPERT_ROLES and name not in (None, "bf16"):
+            name = self.expert_format
+        return None if name is None else FORMATS[name]
 
 
 @cache

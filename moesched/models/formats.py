@@ -14,6 +14,8 @@ import msgspec
 Role = Literal["matrix", "down", "value", "expert", "expert_down", "embedding", "head", "small"]
 """Roles of tensors. Small ones are norms, biases and routers; value and down are matrices that mixed formats favour."""
 
+EXPERT_ROLES: tuple[Role, ...] = ("expert", "expert_down")
+
 BLOCK = 256
 """Weights of a k-quant's block; rows of other lengths take the next larger format with blocks of 32."""
 

@@ -47,7 +47,7 @@ def _pattern(keys: GptOssKeys) -> Iterator[Layer]:
         yield Layer(attention=attention, feed_forward=network)
 
 
-FAMILY = Family("gpt_oss", GptOssKeys, _pattern)
+FAMILY = Family("gpt_oss", GptOssKeys, _pattern, expert_format="mxfp4")
 
 GPT_OSS = FAMILY.architecture(
     ["gpt_oss"],
@@ -57,5 +57,5 @@ GPT_OSS = FAMILY.architecture(
     ],
     ["huggingface.co/openai/gpt-oss-20b", "huggingface.co/openai/gpt-oss-120b"],
     left_out=["embedding"],
-    formats=["mxfp4", "bf16"],
+    formats=["mxfp4", "q8_0", "bf16"],
 )

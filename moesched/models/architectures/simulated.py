@@ -39,12 +39,14 @@ class Family(NamedTuple):
         keys: the type of the keys.
         pattern: the kinds of all layers.
         unused: weights in the published files that text does not need.
+        expert_format: as in ModelConfig.
     """
 
     form: str
     keys: type[Any]
     pattern: Callable[[Any], Iterable[Layer]]
     unused: Callable[[ModelConfig, Any], int] = lambda config, keys: 0
+    expert_format: str | None = None
 
     def model(self, name: str, keys: SimulatedKeys, format_name: str | None = None) -> ModelConfig:
         """The model with these keys."""
@@ -71,6 +73,7 @@ class Family(NamedTuple):
             form=self.form,
             pattern=pattern,
             format=format_name,
+            expert_format=self.expert_format,
             **_NO_INFLUENCE,
         )
         return msgspec.structs.replace(config, unused_weights=self.unused(config, keys))
