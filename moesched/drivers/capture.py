@@ -167,12 +167,12 @@ def capture(run_state: RunState, policy: Policy) -> list[Template]:
         step = Step(run_state, index, last=index == count - 1)
         _run_through(scheduled(policy, step))
         step.close()
-        return Template(engine.take(), engine.lanes, edges, run_state.kind_of)
+        return Template(engine.take(), engine.lanes, edges, run_state.works.kind_of)
 
     for kept in run_state.plan.weights.resident:
         run_state.load(kept)
     run_state.fill()
-    steps = [Template(engine.take(), engine.lanes, edges, run_state.kind_of)]
+    steps = [Template(engine.take(), engine.lanes, edges, run_state.works.kind_of)]
     index = 0
     while index < count:
         counted = [counts_of(pool).now() for pool in pools]

@@ -94,7 +94,8 @@ class AttentionOperations(Products):
             if window is None or total <= window:
                 pairs += new * first + new * (new + 1) // 2
             else:
-                pairs += sum(min(first + n + 1, window) for n in range(new))
+                within = min(new, max(0, window - first))
+                pairs += within * first + within * (within + 1) // 2 + (new - within) * window
             seen = total if window is None else min(total, window + new)
             nbytes += seen * self.kv_bytes + new * (self.qkv_bytes + self.attention_bytes)
             if new == 1:

@@ -33,7 +33,6 @@ class RunState:
         prefill_batches: the micro-batches of prefill: chunks where prompts are cut, else those of decoding.
         kv_slots: the buffers that `load_kv` fills, of all stages.
         rooms: what micro-batches within a layer in prefill share, where the plan limits their number.
-        kind_of: the number of each layer's kind.
         stride: the progress that a micro-batch makes in a step.
         previews: compares forecasts of the router with its choices.
         submit: submits a verb's task: the engine's own method, unless verbs are several tasks.
@@ -53,7 +52,6 @@ class RunState:
             stage for stage, layers in zip(self.stages, plan.stages, strict=True) for _ in layers
         ]
         self.works = Works(plan, lanes, self.stages, age)
-        self.kind_of = self.works.kind_of
         self.micro_batches = [
             whole_micro_batch(
                 index,

@@ -87,7 +87,7 @@ class AttentionVerbs(Verbs):
         if lane is None:
             return batch.last  # type: ignore[return-value]  # the step has begun, so that a task was submitted
         # The micro-batch may still be at an earlier stage, so `_run` would take the wrong lane.
-        work = batch.works_at[stage.number][state.kind_of[layer]][LOAD_KV.name]
+        work = batch.works_at[stage.number][state.works.kind_of[layer]][LOAD_KV.name]
         task = LOAD_KV.task(lane, work, LOAD_KV.name, layer, batch.index, -1, buffer, self.index)
         reads = (kv.layers[layer], *batch.blocks.reads[LOAD_KV.number])
         return self._enter(task, reads, (state.kv_slots[buffer],))

@@ -160,8 +160,8 @@ class Verbs(StepFacts):
 
     def _enter_layer(self, batch: MicroBatch, layer: int) -> None:
         """Have a micro-batch's next verbs do the work of the layer's kind."""
-        kind = self._state.kind_of[layer]
-        if kind != batch.kind:
+        kind = self._state.works.kind_of[layer]
+        if batch.works is not batch.works_at[batch.stage.number][kind]:
             batch.enter(batch.stage, kind)
 
     def _room(self, batch: MicroBatch, *, leaves: bool) -> tuple[Block, ...]:

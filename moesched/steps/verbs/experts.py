@@ -79,7 +79,7 @@ class ExpertVerbs(Verbs):
         lane, _, reads, _ = batch.bound[PREVIEW_ROUTE.number]
         assert lane is not None, "an accelerator has a lane"
         ahead = layer - (batch.progress - self._base) // STRIDE
-        work = batch.works_at[batch.stage.number][self._state.kind_of[layer]]["preview_route"]
+        work = batch.works_at[batch.stage.number][self._state.works.kind_of[layer]]["preview_route"]
         name = PREVIEW_ROUTE.name
         task = Preview(lane, work, name, layer, batch.index, -1, view, self.index, ahead=ahead)
         self._enter(task, reads + view.reads, ())
