@@ -201,7 +201,7 @@ def test_latencies_are_those_of_the_machines_cost_model() -> None:
     plan = Plan(T4, layout, split_batch([2], 2, 1))
     latencies, operations = ExpertLatencies(plan), plan.operations
     for s in (1, 64, 4096):
-        flops, nbytes, _ = operations.fetched_expert(s)
+        flops, nbytes, *_ = operations.fetched_expert(s)
         assert latencies.at_host(s) == pytest.approx(5e-6 + max(flops / 1.7e12, nbytes / 100e9))
         assert latencies.at_accelerator(s) == pytest.approx(5e-6 + max(flops / 65e12, nbytes / 320e9))
     assert latencies.transfer == pytest.approx(10e-6 + operations.expert_bytes / 12e9, rel=1e-3)

@@ -32,6 +32,8 @@ EPILOGUE = """Examples:
   moesched plan --model mixtral-8x7b --machine t4
   moesched plan --model mixtral-8x7b --machine l4 --workload mtbench \\
       --gen 128 --policy flexgen --budget gpu=16GB
+  moesched plan --model gpt-oss-120b --machine l4
+  moesched plan --model qwen3-next-80b-a3b --format q4_k_m --machine l4
   moesched plan --model dbrx --machine m2-ultra --nodes 4 --network 10gbe"""
 
 
@@ -42,7 +44,7 @@ def add_to(app: App) -> None:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class PlanArguments(arguments.ClusterArguments, arguments.ModelArguments):
+class PlanArguments(arguments.ClusterArguments, arguments.FormatArguments, arguments.ModelArguments):
     """All options of the command."""
 
     workload: Annotated[
@@ -93,6 +95,7 @@ def _propose(given: PlanArguments) -> Proposal:
             policy=given.policy,
             settings=parse_settings(given.settings),
             dtype=given.dtype,
+            format=given.format,
             seed=given.seed,
             budgets=options.parse_budgets(given.budget),
             tensor_parallel=given.tensor_parallel,
@@ -109,6 +112,7 @@ def _propose_cluster(given: PlanArguments, nodes: int) -> ClusterProposal:
             "--gen": given.gen,
             "--set": given.settings,
             "--seed": given.seed,
+            "--format": given.format,
             "--tensor-parallel": given.tensor_parallel,
         }
     )

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from moesched.drivers.capture import Price, Template, capture
+from moesched.drivers.capture import Price, Sized, Template, capture
 from moesched.drivers.in_order import play_in_order
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.seams import CostModel, Policy
@@ -28,13 +28,14 @@ _NUMBER = (1 << CLASS_SHIFT) - 1
 class Timeline:
     """The start and end of every task of a replayed run; tasks have the numbers of their order of submission.
 
-    `works` are, for each step, the works that differ between steps, by micro-batch and verb.
+    `works` are, for each step, the works that differ between steps, by micro-batch, verb and kind
+    of layer.
     """
 
     def __init__(
         self,
         steps: list[Template],
-        works: list[dict[tuple[int, str], Work]],
+        works: list[dict[Sized, Work]],
         starts: list[int],
         ends: list[int],
     ) -> None:
@@ -98,9 +99,7 @@ class Timeline:
             for captured in template.tasks:
                 yield msgspec.structs.replace(
                     captured,
-                    work=_resized(
-                        captured.work, self.works[index].get((captured.micro_batch, captured.verb))
-                    ),
+                    work=_resized(captured.work, self.works[index].get(template.key(captured))),
                     id=number,
                     step=index - 1,
                     state=DONE,
@@ -152,7 +151,7 @@ class _PricedSteps:
     """
 
     def __init__(self, steps: Sequence[Template], run_state: RunState, price: Price) -> None:
-        self.works: list[dict[tuple[int, str], Work]] = []
+        self.works: list[dict[Sized, Work]] = []
         self._steps = steps
         self._run_state = run_state
         self._price = price
@@ -162,7 +161,7 @@ class _PricedSteps:
         step, run_state = self._steps[index], self._run_state
         if index:
             run_state.size(index - 1)
-        works = {(number, verb): run_state.numbered(number).works[verb] for number, verb in step.sized}
+        works = {key: run_state.numbered(key[0]).works_at[0][key[2]][key[1]] for key in step.sized}
         self.works.append(works)
         return step.nanoseconds(self._price, works)
 

@@ -56,7 +56,7 @@ class Roofline:
         """
         processor = self.machine.processors.get(work.resource)
         if processor is not None:
-            computing = work.flops / self.machine.peak(work.resource, self.dtype)
+            computing = work.flops / (self.machine.peak(work.resource, self.dtype) * _kernel_rate(work))
             moving = work.nbytes / self.machine.memories[processor.memory].bandwidth
             seconds = max(computing, moving, _reading_experts(work, processor))
             busy = ((work.resource, computing), (processor.memory, moving))
@@ -212,6 +212,11 @@ class Surface:
     def __call__(self, size: float, rows: float) -> float:
         through = ((each, curve(rows)) for each, curve in self._curves.items())
         return Curve(through, rising=False)(size)
+
+
+def _kernel_rate(work: Work) -> float:
+    """The share of the processor's FLOP/s that kernels reach on the storage format of the work's weights."""
+    return work.kernel_rate
 
 
 def _reading_experts(work: Work, processor: Processor) -> float:

@@ -17,6 +17,8 @@ from moesched.inputs.lookup import find_machine, find_policy, find_shape
 from moesched.inputs.options import (
     CutKeywords,
     CutOptions,
+    FormatKeywords,
+    FormatOptions,
     MachineKeywords,
     MachineOptions,
     SettingKeywords,
@@ -107,11 +109,11 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(SettingOptions, MachineOptions, CutOptions):
+class PlanOptions(SettingOptions, MachineOptions, CutOptions, FormatOptions):
     """The options of `plan_model`."""
 
 
-class PlanKeywords(SettingKeywords, MachineKeywords, CutKeywords, total=False):
+class PlanKeywords(SettingKeywords, MachineKeywords, CutKeywords, FormatKeywords, total=False):
     """Those of PlanOptions that have a default."""
 
 
@@ -144,7 +146,7 @@ def plan_model(
     given = options_from(PlanOptions, "plan_model", options, machine=machine)
     cls = None if policy is None else find_policy(policy)
     config, described, shares = cut_over_ranks(
-        find_shape(model),
+        find_shape(model, given.format),
         find_machine(machine),
         given.budgets,
         given.tensor_parallel,

@@ -33,12 +33,13 @@ def attention_section(paper: Paper, rates: Rates) -> Section:
     link = f"{machine.host.memory}->{machine.accelerator.memory}"
     rows: list[dict[str, Value]] = []
     for size in MICRO_BATCHES:
-        flops, nbytes, _ = operations.experts(size)
-        work = Work("experts", machine.roles.accelerator, flops, nbytes)
+        amount = operations.experts(size)
+        work = Work("experts", machine.roles.accelerator, amount.flops, amount.nbytes)
         experts, fastest = cost.work(work).seconds, full.work(work).seconds
         for context in CONTEXTS:
-            flops, nbytes, _ = operations.attention_step([context] * size)
-            attention = cost.work(Work("cpu_attention", machine.roles.host, flops, nbytes)).seconds
+            amount = operations.attention_step([context] * size)
+            at_host = Work("cpu_attention", machine.roles.host, amount.flops, amount.nbytes)
+            attention = cost.work(at_host).seconds
             cache = size * context * operations.kv_bytes
             moving = cost.work(Work(link, link, nbytes=cache)).seconds
             rows.append(

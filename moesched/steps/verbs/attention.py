@@ -30,6 +30,7 @@ class AttentionVerbs(Verbs):
             hidden = (batch.blocks.hidden,)
             for hop in self._state.pass_on(batch, layer, self.index):
                 self._enter(hop, hidden, hidden)
+        self._enter_layer(batch, layer)
         dense = batch.stage.dense
         view = dense.open.get(layer) or self._view(dense, layer)
         if view.noted != self.index:
@@ -86,7 +87,7 @@ class AttentionVerbs(Verbs):
         if lane is None:
             return batch.last  # type: ignore[return-value]  # the step has begun, so that a task was submitted
         # The micro-batch may still be at an earlier stage, so `_run` would take the wrong lane.
-        work = batch.works_at[stage.number][LOAD_KV.name]
+        work = batch.works_at[stage.number][state.works.kind_of[layer]][LOAD_KV.name]
         task = LOAD_KV.task(lane, work, LOAD_KV.name, layer, batch.index, -1, buffer, self.index)
         reads = (kv.layers[layer], *batch.blocks.reads[LOAD_KV.number])
         return self._enter(task, reads, (state.kv_slots[buffer],))
