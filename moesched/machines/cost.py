@@ -1,7 +1,7 @@
 """Cost models: the time of a task's work on a machine.
 
-The roofline is the maximum of the times to compute and to move bytes, at the rates that kernels sustain. A calibrated machine has measured times of
-operations. Work on a resource that the machine does not describe is refused.
+The roofline is the maximum of the times to compute and to move bytes, at the rates that kernels sustain. A calibrated
+machine has measured times of operations. Work on a resource that the machine does not describe is refused.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ MOST_FEW_ROWS = 16
 """Most rows of a product that is bound by reading its weights, and uses most of the memory bandwidth."""
 
 
-def cost_model(machine: Machine, dtype: str) -> CostModel:
+def cost_model(machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> CostModel:
     """The machine's measured costs if it was calibrated, else its roofline.
 
-    dtype: dtype that the model computes in.
+    Args:
+        dtype: dtype that the model computes in.
+        levels: rates that are not at their expected figure, by group.
     """
-    return Calibrated(machine, dtype) if machine.cost_table else Roofline(machine, dtype)
+    return Calibrated(machine, dtype) if machine.cost_table else Roofline(machine, dtype, levels)
 
 
 class Roofline:
