@@ -78,7 +78,10 @@ def uncertainty(make_ranks: Callable[[], Sequence[Rank]], expected: Figures) -> 
     if not machine.cost_table:
         peak = _moved(expected, base, runs.figures(cost_model(at_peak(machine), dtype)))
     return Uncertainty(
-        band={name: _band(getattr(expected, name), [each[name] for each in effects.values()]) for name in FIGURES},
+        band={
+            name: _band(getattr(expected, name), [each[name] for each in effects.values()])
+            for name in FIGURES
+        },
         at_peak=peak,
         widest_rate=widest if widest is not None and widths[widest] > 0 else None,
     )
@@ -130,7 +133,9 @@ def _figures(ends: Sequence[int], batch: Batch) -> Figures:
 def _effects(base: Figures, others: Iterable[Figures]) -> dict[str, tuple[float, float]]:
     """How far a rate moves each figure down and up, as logarithms."""
     known = list(others)
-    moves = {name: [_log_ratio(getattr(each, name), getattr(base, name)) for each in known] for name in FIGURES}
+    moves = {
+        name: [_log_ratio(getattr(each, name), getattr(base, name)) for each in known] for name in FIGURES
+    }
     return {name: (max(0.0, -min(each)), max(0.0, *each)) for name, each in moves.items()}
 
 
