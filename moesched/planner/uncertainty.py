@@ -141,7 +141,7 @@ class _WorkMeter:
             for work, count in self._works.values()
             if work.demand is not None
         )
-        return moved * 1e9 / self._end
+        return float(moved * 1e9 / self._end)
 
 
 def _captured(rank: Rank) -> CapturedRun | None:
