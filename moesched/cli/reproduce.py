@@ -120,6 +120,8 @@ def print_reproduction(report: Reproduction) -> None:
     if report.accuracy is not None and report.accuracy_as_drawn is not None:
         say(f"\nPredicted cells: {_accuracy(report.accuracy)}.")
         say(f"With FlexGen as Fig. 6 draws it: {_accuracy(report.accuracy_as_drawn)}.")
+    if report.accuracy_sustained is not None:
+        say(f"At sustained rates, of which no cell set any: {_accuracy(report.accuracy_sustained)}.")
 
 
 CELLS = ("paper", "ours", "error", "", "FlexGen as drawn", "bound by")
