@@ -142,10 +142,10 @@ def print_report(report: JobReport) -> None:
 
 
 def in_band(
-    band: Mapping[str, tuple[float, float, float]], figure: str, write: Callable[[float], str]
+    band: Mapping[str, tuple[float, float, float]] | None, figure: str, write: Callable[[float], str]
 ) -> str:
     """The ends of a figure's band, as " (240 to 355)"; empty without a band."""
-    if figure not in band:
+    if not band or figure not in band:
         return ""
     low, _, high = band[figure]
     return f" ({write(low)} to {write(high)})"

@@ -42,7 +42,7 @@ class JobReport(Report, frozen=True, kw_only=True):
         padded: whether prompts were padded to the longest.
         expected: prediction of a measured run, from the calibration of its machine; None if there is none.
         no_expectation: the reason, if one was asked for.
-        band: of a prediction's figures, the low end, the expected figure and the high end; empty without a band.
+        band: of a prediction's figures, the low end, the expected figure and the high end; None without a band.
         at_peak: a prediction's figures at the rates that the machine states; None where its costs were measured.
         widest_rate: the rate that widens the band most, in words.
     """
@@ -55,7 +55,7 @@ class JobReport(Report, frozen=True, kw_only=True):
     padded: bool = False
     expected: JobReport | None = None
     no_expectation: str | None = None
-    band: dict[str, tuple[float, float, float]] = msgspec.field(default_factory=dict)
+    band: dict[str, tuple[float, float, float]] | None = None
     at_peak: Figures | None = None
     widest_rate: str | None = None
 
