@@ -137,6 +137,10 @@ class Template:
                 durations[position] = duration
         return durations
 
+    def forget_prices(self) -> None:
+        """Have durations computed anew, for another cost model."""
+        self._durations = []
+
 
 def capture(run_state: RunState, policy: Policy) -> list[Template]:
     """The graphs of a whole run: of loading, of prefill, then of each decode step.

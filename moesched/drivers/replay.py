@@ -133,16 +133,47 @@ def replay_run(run_state: RunState, policy: Policy, cost: CostModel) -> Timeline
     Raises:
         NotFixed: the policy awaited a handle.
     """
-
-    lanes = run_state.engine.lanes
     with no_garbage_collection():
-        steps = capture(run_state, policy)
-        priced = _PricedSteps(steps, run_state, lambda work: nanoseconds(work, cost))
-        if all(lane.in_order for lane in lanes):
-            starts, ends = play_in_order(steps, map(priced.durations, range(len(steps))))
-        else:
-            starts, ends = Player(steps, len(lanes), priced.durations).run()
-        return Timeline(steps, priced.works, starts, ends)
+        return _play(capture(run_state, policy), run_state, lambda work: nanoseconds(work, cost))
+
+
+class CapturedRun:
+    """A run that is captured once, to be replayed at the costs of several cost models.
+
+    Raises:
+        NotFixed: the policy awaited a handle.
+    """
+
+    def __init__(self, run_state: RunState, policy: Policy) -> None:
+        self._run_state = run_state
+        with no_garbage_collection():
+            self._steps = capture(run_state, policy)
+
+    def step_ends(self, cost: CostModel) -> list[int]:
+        """The end of loading, and the time at which each step had its samples."""
+        known: dict[int, int] = {}
+        works: list[Work] = []  # kept, so that no other work gets one's id
+
+        def price(work: Work) -> int:
+            if id(work) not in known:
+                known[id(work)] = max(1, round(cost.work(work).seconds * 1e9))
+                works.append(work)
+            return known[id(work)]
+
+        for step in self._steps:
+            step.forget_prices()
+        with no_garbage_collection():
+            return _play(self._steps, self._run_state, price).step_ends()
+
+
+def _play(steps: list[Template], run_state: RunState, price: Price) -> Timeline:
+    lanes = run_state.engine.lanes
+    priced = _PricedSteps(steps, run_state, price)
+    if all(lane.in_order for lane in lanes):
+        starts, ends = play_in_order(steps, map(priced.durations, range(len(steps))))
+    else:
+        starts, ends = Player(steps, len(lanes), priced.durations).run()
+    return Timeline(steps, priced.works, starts, ends)
 
 
 class _PricedSteps:

@@ -10,6 +10,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
+from moesched.machines.estimates import Estimate
 from moesched.machines.networks import Network
 from moesched.machines.toml_library import Amount, Price, Rate, Seconds
 from moesched.units import parse_bytes
@@ -43,6 +44,9 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         expert_bandwidth: bytes of weights per second that an expert's kernel reads, if less than the memory's
             bandwidth.
         handover_seconds: time from the end of a kernel until the network may send its result.
+        device_class: its class of device, whose kernels sustain less than the stated rates; empty where the stated
+            rates are sustained.
+        rates: estimates that replace those of its class, by name.
     """
 
     memory: str
@@ -50,6 +54,8 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     launch_seconds: Seconds = 0.0
     expert_bandwidth: Rate | None = None
     handover_seconds: Seconds = 0.0
+    device_class: str = ""
+    rates: dict[str, Estimate] = {}
 
 
 class Tier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +77,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         bandwidth: bytes per second.
         latency: seconds per transfer.
         path: the wire or bus; links that share a path share a lane. By default "source->destination".
+        sustained: the share of its bandwidth that copies sustain; by default that of its kind of copy.
     """
 
     source: str
@@ -78,6 +85,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     bandwidth: Rate
     latency: Seconds = 0.0
     path: str = ""
+    sustained: Estimate | None = None
 
     @property
     def lane(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from moesched.errors import BadInput
 from moesched.machines.machine import BY_THEMSELVES, SORTS, Machine, Processor, Tier
+from moesched.machines.sustained import rate_problems
 from moesched.machines.toml_library import (
     MOST_RATE,
     convert_profile,
@@ -78,6 +79,7 @@ def _problems(machine: Machine) -> Iterator[str]:
     for name, tier in machine.memories.items():
         yield from _capacity_problems(f"memories.{name}.capacity", tier)
     yield from _link_problems(machine)
+    yield from rate_problems(machine)
     yield from _contention_problems(machine)
     roles = machine.roles
     yield from _unknown("roles.accelerator", roles.accelerator, machine.processors)
