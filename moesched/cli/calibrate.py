@@ -73,5 +73,6 @@ def print_machine(machine: Machine) -> None:
         for dtype, rate in processor.flops.items()
     ]
     rows += [["memory", name, f"{tier.bandwidth / 1e9:.3g} GB/s"] for name, tier in machine.memories.items()]
-    rows += [["link", link.lane, f"{link.bandwidth / 1e9:.3g} GB/s"] for link in machine.links]
+    lanes = {link.lane: link for link in machine.links}
+    rows += [["link", lane, f"{link.bandwidth / 1e9:.3g} GB/s"] for lane, link in lanes.items()]
     print_table(["", machine.name, ""], rows)

@@ -45,4 +45,5 @@ def _figures(entry: dict[str, Any]) -> str:
     bandwidth, half = f"{format_bytes(entry['bandwidth'])}/s", f"{format_flops(entry['half'])} in 16 bits"
     if entry["kind"] == "chip":
         return f"up to {entry['largest']} at {bandwidth}, {half}, {entry['cores']} CPU cores"
-    return f"{entry['memory']} at {bandwidth}, {half}, {entry['watts']} W, PCIe {entry['pcie']}, {entry['class']}"
+    slot = f"{entry['watts']} W, PCIe {entry['pcie']}, {entry['device_class']}"
+    return f"{entry['memory']} at {bandwidth}, {half}, {slot}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from moesched.errors import BadInput
+from moesched.machines.built_comments import cores_comment, disk_comment, format_size, gpu_comment, times
 from moesched.machines.built_links import gpu_interconnect, gpu_links, pcie_of
 from moesched.machines.host_memory import HostMemory, host_memory
 from moesched.machines.machine import AcceleratorGroup, Link, Machine, Processor, Roles, Tier
@@ -19,6 +20,7 @@ DISK_BYTES = 10**12
 DISK_BANDWIDTH = 3e9
 DISK_LATENCY = 1e-4
 PINNED_SHARE = 4
+DESKTOP_CHANNELS = 2
 
 NO_PARTS = (
     "a machine needs parts: name --gpu and --cpu, --chip, or --cpu alone; `moesched list parts` lists them"
@@ -97,7 +99,7 @@ def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
         "pinned": Tier(capacity=format_size(host.nbytes // PINNED_SHARE), bandwidth=host.bandwidth),
     }
     comments = {
-        "processors.gpu": _gpu_comment(gpu, count),
+        "processors.gpu": gpu_comment(gpu, count),
         "memories.gpu": f"{gpu.name}: {gpu.memory} at {format_bytes(gpu.bandwidth)}/s; {gpu.source}.",
         "memories.pinned": "Assumed: a quarter of the host's.",
         "accelerator_group": (
@@ -111,16 +113,21 @@ def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
             "The disk reads into host memory, pinned or not; what stays on the GPU is loaded by way of it. "
             "Assumed: 100 us to begin."
         )
-        comments["memories.disk"] = _disk_comment(disk, parts.disk)
+        comments["memories.disk"] = disk_comment(disk, parts.disk)
         comments["roles"] = 'Models that do not fit into the host need weights = "disk" (--weights disk).'
     machine = Machine(
-        name=parts.name or f"{_times(gpu.name, count)}, {_times(cpu.name, sockets)}",
-        description=f"{_times(gpu.name, count)} on {slot}, {_times(cpu.name, sockets)}, {host.words}",
+        name=parts.name or f"{times(gpu.name, count)}, {times(cpu.name, sockets)}",
+        description=f"{times(gpu.name, count)} on {slot}, {times(cpu.name, sockets)}, {host.words}",
         accelerator_group=AcceleratorGroup(
             count=count, interconnect=gpu_interconnect(slot) if count > 1 else None
         ),
         processors={
-            "gpu": Processor(memory="gpu", flops=gpu_flops(gpu), launch_seconds=LAUNCH_SECONDS),
+            "gpu": Processor(
+                memory="gpu",
+                flops=gpu_flops(gpu),
+                launch_seconds=LAUNCH_SECONDS,
+                device_class=gpu.device_class,
+            ),
             "cpu": _cpu_processor(cpu, sockets),
         },
         memories=memories,
@@ -136,8 +143,8 @@ def _cpu_only(parts: Parts, cpu: Cpu, sockets: int) -> BuiltMachine:
     host = host_memory(cpu, sockets, parts.ram)
     disk, assumed = _unified_disk(parts)
     machine = Machine(
-        name=parts.name or _times(cpu.name, sockets),
-        description=f"{_times(cpu.name, sockets)}, {host.words}",
+        name=parts.name or times(cpu.name, sockets),
+        description=f"{times(cpu.name, sockets)}, {host.words}",
         processors={"cpu": _cpu_processor(cpu, sockets)},
         memories={
             "host": Tier(capacity=format_size(host.nbytes), bandwidth=host.bandwidth),
@@ -146,7 +153,7 @@ def _cpu_only(parts: Parts, cpu: Cpu, sockets: int) -> BuiltMachine:
         links=[_disk_link(disk, "host")],
         roles=Roles(accelerator="cpu", host="cpu", weights="disk"),
     )
-    comments = {"memories.disk": _disk_comment(disk, parts.disk), "links.disk": "Assumed: 100 us to begin."}
+    comments = {"memories.disk": disk_comment(disk, parts.disk), "links.disk": "Assumed: 100 us to begin."}
     return _built(machine, comments, cpu, sockets, host, assumed)
 
 
@@ -155,14 +162,23 @@ def _with_chip(parts: Parts, chip: Chip) -> BuiltMachine:
     _refuse(parts, f"chip {chip.name}", "gpu", "cpu", "pcie")
     nbytes = _chip_bytes(parts.ram, chip)
     disk, assumed = _unified_disk(parts)
-    cpu_flops = library().flops(chip)
-    launch = APPLE_LAUNCH_SECONDS if chip.device_class == "apple" else LAUNCH_SECONDS
+    apple = chip.device_class == "apple-gpu"
     machine = Machine(
         name=parts.name or f"{chip.name} {format_size(nbytes)}",
         description=f"{chip.name} with {chip.gpu_cores} GPU cores and {format_size(nbytes)}",
         processors={
-            "gpu": Processor(memory="unified", flops=gpu_flops(chip), launch_seconds=launch),
-            "cpu": Processor(memory="unified", flops=cpu_flops, launch_seconds=LAUNCH_SECONDS),
+            "gpu": Processor(
+                memory="unified",
+                flops=gpu_flops(chip),
+                launch_seconds=APPLE_LAUNCH_SECONDS if apple else LAUNCH_SECONDS,
+                device_class=chip.device_class,
+            ),
+            "cpu": Processor(
+                memory="unified",
+                flops=library().flops(chip),
+                launch_seconds=LAUNCH_SECONDS,
+                device_class="apple-cpu" if apple else "desktop-cpu",
+            ),
         },
         memories={
             "unified": Tier(capacity=format_size(nbytes), bandwidth=chip.bandwidth),
@@ -172,10 +188,10 @@ def _with_chip(parts: Parts, chip: Chip) -> BuiltMachine:
         roles=Roles(accelerator="gpu", host="cpu", weights="disk"),
     )
     comments = {
-        "processors.gpu": f"{chip.name}: {chip.source}. Assumed: an operation takes {launch * 1e6:.0f} us to begin.",
-        "processors.cpu": _cores_comment(chip, 1),
+        "processors.gpu": f"{chip.name}: {chip.source}.",
+        "processors.cpu": cores_comment(chip, 1),
         "memories.unified": f"--ram {parts.ram}. {format_bytes(chip.bandwidth)}/s: {chip.source}.",
-        "memories.disk": _disk_comment(disk, parts.disk),
+        "memories.disk": disk_comment(disk, parts.disk),
         "links.disk": "Assumed: 100 us to begin.",
     }
     return BuiltMachine(machine, comments, assumed)
@@ -190,7 +206,7 @@ def _built(
     assumed: list[str] | None = None,
 ) -> BuiltMachine:
     """The machine with what a CPU and its memory say."""
-    own = {"processors.cpu": _cores_comment(cpu, sockets), "memories.host": host.comment}
+    own = {"processors.cpu": cores_comment(cpu, sockets), "memories.host": host.comment}
     return BuiltMachine(machine, comments | own, [*host.assumed, *(assumed or [])])
 
 
@@ -243,49 +259,7 @@ def _disk_link(disk: Disk, memory: str) -> Link:
     )
 
 
-def _disk_comment(disk: Disk, given: str | None) -> str:
-    size = "" if disk.nbytes else " Assumed: 1 TB."
-    return (
-        f"--disk {given}.{size}"
-        if given
-        else f"Assumed: an NVMe disk that reads {format_bytes(disk.bandwidth)}/s, of 1 TB."
-    )
-
-
 def _cpu_processor(cpu: Cpu, sockets: int) -> Processor:
     flops = {dtype: sockets * rate for dtype, rate in library().flops(cpu).items()}
-    return Processor(memory="host", flops=flops, launch_seconds=LAUNCH_SECONDS)
-
-
-def _gpu_comment(gpu: Gpu, count: int) -> str:
-    each = "each " if count > 1 else ""
-    sixteen = (
-        ""
-        if gpu.bfloat16
-        else " It has no bfloat16 units; assumed: 16-bit models run in float16 at the same rate."
-    )
-    return (
-        f"{gpu.name}, {each}{gpu.watts} W: {gpu.source}.{sixteen} Assumed: an operation takes 5 us to begin."
-    )
-
-
-def _cores_comment(cpu: Cpu | Chip, sockets: int) -> str:
-    per_cycle = library().architectures[cpu.architecture]
-    bfloat16 = f", {per_cycle.bfloat16} in bfloat16" if per_cycle.bfloat16 else ""
-    return (
-        f"{cpu.name}, {_times(f'{cpu.cores} cores', sockets)} at {cpu.clock / 1e9:g} GHz: {cpu.source}. {per_cycle.simd}: "
-        f"{per_cycle.float32} float32 FLOP per cycle{bfloat16} ({per_cycle.source}). "
-        "Other dtypes are computed in float32. Assumed: an operation takes 5 us to begin."
-    )
-
-
-def _times(name: str, count: int) -> str:
-    return f"{count}x {name}" if count > 1 else name
-
-
-def format_size(nbytes: int) -> str:
-    """Bytes as a machine file has them: a whole number of a unit, else the number."""
-    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("GiB", 2**30), ("MB", 10**6)):
-        if nbytes % factor == 0:
-            return f"{nbytes // factor}{unit}"
-    return f"{nbytes}B"
+    device_class = "desktop-cpu" if cpu.channels <= DESKTOP_CHANNELS else "server-cpu"
+    return Processor(memory="host", flops=flops, launch_seconds=LAUNCH_SECONDS, device_class=device_class)

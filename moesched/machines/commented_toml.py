@@ -48,8 +48,14 @@ def _values(fields: msgspec.Struct, names: tuple[str, ...] = ()) -> Iterator[str
     """The lines of a table: its fields that are not at their defaults."""
     for field in msgspec.structs.fields(fields):
         value = getattr(fields, field.name)
-        if value != field.default and (not names or field.name in names):
+        if value != _default(field) and (not names or field.name in names):
             yield f"{field.name} = {_value(msgspec.to_builtins(value))}"
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    """A field's default, also where each struct has one of its own, such as an empty list."""
+    factory = field.default_factory
+    return field.default if factory is msgspec.NODEFAULT else factory()
 
 
 def _value(value: Any) -> str:

@@ -11,7 +11,6 @@ from importlib import resources
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import field
 
 from moesched.machines.toml_library import Rate, convert_profile, decode_profile
 from moesched.units import parse_bytes
@@ -46,7 +45,7 @@ class Gpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
         memory: its size, as text with a unit.
         bandwidth: of its memory, in bytes per second.
         watts: power limit.
-        device_class: "data-center", "workstation", "consumer", "power-limited" or "laptop".
+        device_class: its class of device, such as "consumer-gpu", which says what its kernels sustain.
         pcie: generation and lanes of its slot, such as "4x16".
         float32: FLOP/s of its vector units.
         half: dense FLOP/s of 16-bit matrix products that accumulate in float32.
@@ -57,7 +56,7 @@ class Gpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     memory: str
     bandwidth: Rate
     watts: int
-    device_class: str = field(name="class")
+    device_class: str
     pcie: str
     float32: Rate
     half: Rate
@@ -70,7 +69,7 @@ class Chip(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A chip whose CPU and GPU share one memory.
 
     Attributes:
-        device_class: "apple" or "power-limited".
+        device_class: of its GPU, as for `Gpu`.
         architecture: of its CPU cores.
         clock: of its CPU cores, in Hz.
         cores: performance cores of its CPU.
@@ -80,7 +79,7 @@ class Chip(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float32, half, float8: FLOP/s of its GPU, as for `Gpu`.
     """
 
-    device_class: str = field(name="class")
+    device_class: str
     architecture: str
     clock: Rate
     cores: int
