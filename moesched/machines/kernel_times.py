@@ -50,6 +50,7 @@ class KernelTimes:
             rate: estimate.at(levels.get(group(name, processor, rate), "expected"))
             for rate, estimate in rates_of(processor).items()
         }
+        self._off_expected = self._rates["weights"] / rates_of(processor)["weights"].expected
 
     def __call__(self, work: Work) -> WorkTimes:
         """The times of a work."""
@@ -83,7 +84,7 @@ class KernelTimes:
         if self._processor.expert_bandwidth is None:
             return 0.0
         weights = sum(part.times * part.size for part in work.parts if part.operation in EXPERTS)
-        return weights / self._processor.expert_bandwidth
+        return weights / (self._processor.expert_bandwidth * self._off_expected)
 
     def _fixed(self, work: Work) -> float:
         """The time of starting the work's kernels, and of waiting for its result."""

@@ -269,7 +269,11 @@ def read_only(machine: Machine) -> Machine:
         paths = tuple(group.interconnect.paths)
         group = replace(group, interconnect=replace(group.interconnect, paths=paths))
     processors = {
-        name: replace(processor, flops=MappingProxyType(dict(processor.flops)))
+        name: replace(
+            processor,
+            flops=MappingProxyType(dict(processor.flops)),
+            rates=MappingProxyType(dict(processor.rates)),
+        )
         for name, processor in machine.processors.items()
     }
     return replace(

@@ -29,6 +29,7 @@ from moesched.models.layout import WeightLayout, room_for, weight_layout
 from moesched.planner.candidate import Seen
 from moesched.planner.resources import Gain
 from moesched.planner.search_policies import POLICIES, Best, Refused, plan_best
+from moesched.planner.uncertainty import Figures
 from moesched.requests.workloads import Workload, load_workload
 
 MOST_REQUESTS = 8192
@@ -91,6 +92,9 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
         gains: relative increase of the bound for a tenth more of each resource, the most useful first.
         rivals: other policies that were simulated; a policy whose bound is too low is not.
         refused: policies that do not fit, with the missing bytes.
+        band: of each figure, the low end, the expected figure and the high end.
+        at_peak: the figures at the rates that the machine states; None where its costs were measured.
+        widest_rate: the rate that widens the band most, in words.
     """
 
     model: str
@@ -104,6 +108,9 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     gains: list[Gain]
     rivals: list[Rival]
     refused: list[Refused]
+    band: dict[str, tuple[float, float, float]]
+    at_peak: Figures | None
+    widest_rate: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +192,9 @@ def _proposal(best: Best, machine: str, workload: str, new_tokens: int, layout: 
         gains=best.gains,
         rivals=[_rival(name, seen) for name, seen in best.others.items()],
         refused=best.refused,
+        band=best.uncertainty.band,
+        at_peak=best.uncertainty.at_peak,
+        widest_rate=best.uncertainty.widest_rate,
     )
 
 

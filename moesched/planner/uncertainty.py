@@ -1,7 +1,7 @@
 """The uncertainty of a prediction: its band, from runs with one rate after another at its low and its high end.
 
 The rates of a class of device rise and fall together. Different rates are taken as independent, so that their effects
-add up as squares, on a logarithmic scale.
+add up as squares, on a logarithmic scale. What the model omits is one more such effect.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ from moesched.runs.assembly import assemble
 from moesched.runs.ranks import Rank
 from moesched.seams import CostModel
 from moesched.steps.plan import lanes_contend
+from moesched.tasks import Task, Work
 
 LEVELS: tuple[Level, ...] = ("low", "high")
+LEAST = 0.002
+"""Change of all tasks' time, as a share of the run, below which a rate is taken to change no figure."""
+OMITTED = 1.2
+"""Factor by which a machine that follows all its rates is still slower or faster than the model: assumed."""
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -74,11 +79,15 @@ def uncertainty(make_ranks: Callable[[], Sequence[Rank]], expected: Figures) -> 
     }
     widths = {words: sum(effect[FIGURES[0]]) for words, effect in effects.items()}
     widest = max(widths, key=widths.__getitem__, default=None)
+    omitted = (log(OMITTED), log(OMITTED))
     peak = None
     if not machine.cost_table:
         peak = _moved(expected, base, runs.figures(cost_model(at_peak(machine), dtype)))
     return Uncertainty(
-        band={name: _band(getattr(expected, name), [each[name] for each in effects.values()]) for name in FIGURES},
+        band={
+            name: _band(getattr(expected, name), [omitted, *(each[name] for each in effects.values())])
+            for name in FIGURES
+        },
         at_peak=peak,
         widest_rate=widest if widest is not None and widths[widest] > 0 else None,
     )
@@ -96,14 +105,43 @@ class _Runs:
         self._batch: Batch = plan.batch
         fixed = len(ranks) == 1 and not lanes_contend(plan) and plan.machine.wired_memory is None
         self._captured = _captured(ranks[0]) if fixed else None
+        self._base: tuple[Figures, _WorkMeter] | None = None
 
     def figures(self, cost: CostModel) -> Figures:
-        """The figures at the costs of one cost model."""
+        """The figures at the costs of one cost model; those of the first one where it hardly changes any task."""
         if self._captured is not None:
             return _figures(self._captured.step_ends(cost), self._batch)
+        if self._base is not None and self._base[1].change(cost) < LEAST:
+            return self._base[0]
+        meter = _WorkMeter()
         first, *peers = self._make_ranks()
-        seen = trial_run(first.plan, first.policy, cost, peers=peers)
-        return Figures(seen.tokens_per_second(self._batch), seen.step_seconds, seen.prefill_seconds)
+        seen = trial_run(first.plan, first.policy, cost, peers=peers, observers=[meter])
+        found = Figures(seen.tokens_per_second(self._batch), seen.step_seconds, seen.prefill_seconds)
+        self._base = self._base or (found, meter)
+        return found
+
+
+class _WorkMeter:
+    """Observer that keeps the works of a run, and how many tasks have each."""
+
+    def __init__(self) -> None:
+        self._works: dict[int, tuple[Work, int]] = {}
+        self._end = 1
+
+    def ended(self, task: Task) -> None:
+        """Add a task."""
+        self._end = max(self._end, task.end)
+        _, count = self._works.get(id(task.work), (task.work, 0))
+        self._works[id(task.work)] = task.work, count + 1
+
+    def change(self, cost: CostModel) -> float:
+        """By how much another cost model changes all tasks' time, as a share of the run."""
+        moved = sum(
+            count * abs(cost.work(work).seconds - work.demand.seconds)
+            for work, count in self._works.values()
+            if work.demand is not None
+        )
+        return float(moved * 1e9 / self._end)
 
 
 def _captured(rank: Rank) -> CapturedRun | None:
@@ -130,7 +168,9 @@ def _figures(ends: Sequence[int], batch: Batch) -> Figures:
 def _effects(base: Figures, others: Iterable[Figures]) -> dict[str, tuple[float, float]]:
     """How far a rate moves each figure down and up, as logarithms."""
     known = list(others)
-    moves = {name: [_log_ratio(getattr(each, name), getattr(base, name)) for each in known] for name in FIGURES}
+    moves = {
+        name: [_log_ratio(getattr(each, name), getattr(base, name)) for each in known] for name in FIGURES
+    }
     return {name: (max(0.0, -min(each)), max(0.0, *each)) for name, each in moves.items()}
 
 

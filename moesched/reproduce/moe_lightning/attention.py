@@ -28,7 +28,7 @@ def attention_section(paper: Paper, rates: Rates) -> Section:
     """Times of one layer by micro-batch and context."""
     where = paper.settings["S2"]
     layout = weight_layout(find_shape(where.model))
-    machine = machine_at(at_peak(load_machine(where.machine)), rates)
+    machine = machine_at(load_machine(where.machine), rates)
     cost, operations = cost_model(machine, layout.dtype), Operations(layout.config, layout.dtype)
     full = cost_model(at_peak(load_machine(where.machine)), layout.dtype)
     link = f"{machine.host.memory}->{machine.accelerator.memory}"

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.machines import Machine, load_machine
-from moesched.machines.sustained import at_peak
 from moesched.reproduce.moe_lightning.paper import Column, Paper, Row
 from moesched.reproduce.moe_lightning.rates import Rates
 from moesched.reproduce.moe_lightning.systems import SYSTEMS, Predicted, System, predict, setting_of
@@ -69,7 +68,7 @@ def calibration_rows(paper: Paper, rates: Rates) -> list[dict[str, Value]]:
     for column in paper.cells:
         for row in column.rows:
             if row.fit:
-                machine = at_peak(load_machine(paper.settings[column.setting].machine))
+                machine = load_machine(paper.settings[column.setting].machine)
                 share = getattr(rates, row.fit)
                 rows.append(
                     {

@@ -6,6 +6,7 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched.machines import Machine
+from moesched.machines.sustained import at_peak
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +24,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machine_at(machine: Machine, rates: Rates, *, attends_as_flexgen: bool = False) -> Machine:
-    """The machine with these rates."""
+    """The machine with these shares of the rates that its profile states; nothing else is taken off."""
+    machine = at_peak(machine)
     fast, slow = machine.accelerator.memory, machine.host.memory
     attention = rates.flexgen_attention if attends_as_flexgen else 1.0
     links = [

@@ -11,7 +11,6 @@ from moesched.errors import BadInput
 from moesched.inputs.lookup import find_shape
 from moesched.machines import load_machine
 from moesched.machines.cost import cost_model
-from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.planner.traits import Setting, resident_bytes
 from moesched.planner.trial_run import trial_run
@@ -82,7 +81,7 @@ def setting_of(
     requests: int = MOST_REQUESTS,
 ) -> Setting:
     """A system in a setting of the paper, its machine at these rates, with this many requests of the workload."""
-    machine = at_peak(load_machine(where.machine))
+    machine = load_machine(where.machine)
     layout = weight_layout(find_shape(where.model))
     described = machine_at(machine, rates, attends_as_flexgen=system.attends_as_flexgen)
     chosen = load_workload(workload)
