@@ -135,20 +135,16 @@ def true_machine() -> Machine:
     )
 
 
+def roomy(machine: Machine) -> Machine:
+    """The machine with enough host memory for Mixtral 8x7B."""
+    host = msgspec.structs.replace(machine.memories["host"], capacity="128GB")
+    return msgspec.structs.replace(machine, memories=machine.memories | {"host": host})
+
+
 @pytest.mark.parametrize("policy", ["cgopipe", "expert_cache", "layer_streaming", "fastdecode"])
 def test_predictions_with_offloading_are_those_of_the_known_rates(policy: str) -> None:
-    room = {"host": 128 * 10**9, "pinned": 16 * 10**9, "gpu": 24 * 10**9}
-    machines = [
-        msgspec.structs.replace(
-            machine,
-            memories={
-                name: msgspec.structs.replace(tier, capacity=room[name])
-                for name, tier in machine.memories.items()
-            },
-        )
-        for machine in (calibrated(with_noise(0.03), THOROUGH_GPU), true_machine())
-    ]
-    found, truth = (decode_rate(machine, policy) for machine in machines)
+    machines = calibrated(with_noise(0.03), THOROUGH_GPU), true_machine()
+    found, truth = (decode_rate(roomy(machine), policy) for machine in machines)
     assert found == near(truth, 0.05)
 
 
@@ -157,6 +153,18 @@ def test_copies_of_a_calibrated_machine_slow_each_other_in_predictions() -> None
     up = cost.work(Work("load", "pinned->gpu", nbytes=24e6))
     assert up.sort == "pinned->gpu"
     assert dict(up.slowed)["gpu->host"] == near(0.75)
+
+
+def test_copies_at_once_take_as_long_as_was_measured() -> None:
+    """CGOPipe copies pages into pinned memory while earlier ones cross the link; here both take the whole time."""
+    links = DESKTOP.links | {("host", "pinned"): (24e9, 1e-6)}
+    rates = [
+        decode_rate(
+            roomy(calibrated(msgspec.structs.replace(DESKTOP, links=links, beside=beside))), "cgopipe"
+        )
+        for beside in (1.0, 0.5)
+    ]
+    assert rates[1] == near(rates[0] / 2, 0.05)
 
 
 def test_copies_of_a_profile_have_no_measured_slowness() -> None:
