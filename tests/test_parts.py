@@ -242,6 +242,10 @@ def test_weights_come_from_the_disk_if_that_is_said() -> None:
     assert built(gpu="3090", cpu="7950X", disk="7GB/s", weights="disk").roles.weights == "disk"
 
 
+def test_the_largest_memory_of_a_chip_may_be_written_in_gib() -> None:
+    assert built(chip="M2 Ultra", ram="192GiB").memories["unified"].nbytes == 192 * 2**30
+
+
 def test_a_chip_has_one_memory() -> None:
     machine = built(chip="M2 Ultra", ram="192GB")
     assert machine.unified

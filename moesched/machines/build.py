@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from moesched.errors import BadInput
-from moesched.machines.built_comments import cores_comment, disk_comment, format_size, gpu_comment, times
+from moesched.machines.built_comments import (
+    OF_PEAKS,
+    cores_comment,
+    disk_comment,
+    format_size,
+    gpu_comment,
+    times,
+)
 from moesched.machines.built_links import gpu_interconnect, gpu_links, pcie_of
 from moesched.machines.host_memory import HostMemory, host_memory
 from moesched.machines.machine import AcceleratorGroup, Link, Machine, Processor, Roles, Tier
@@ -21,6 +30,8 @@ DISK_BANDWIDTH = 3e9
 DISK_LATENCY = 1e-4
 PINNED_SHARE = 4
 DESKTOP_CHANNELS = 2
+GIB_PER_GB = 2**30 / 10**9
+"""Owners may write GiB for the GB of a shop."""
 
 NO_PARTS = (
     "a machine needs parts: name --gpu and --cpu, --chip, or --cpu alone; `moesched list parts` lists them"
@@ -188,7 +199,7 @@ def _with_chip(parts: Parts, chip: Chip) -> BuiltMachine:
         roles=Roles(accelerator="gpu", host="cpu", weights="disk"),
     )
     comments = {
-        "processors.gpu": f"{chip.name}: {chip.source}.",
+        "processors.gpu": f"{chip.name}: {chip.source}. {OF_PEAKS}",
         "processors.cpu": cores_comment(chip, 1),
         "memories.unified": f"--ram {parts.ram}. {format_bytes(chip.bandwidth)}/s: {chip.source}.",
         "memories.disk": disk_comment(disk, parts.disk),
@@ -203,11 +214,11 @@ def _built(
     cpu: Cpu,
     sockets: int,
     host: HostMemory,
-    assumed: list[str] | None = None,
+    assumed: Sequence[str] = (),
 ) -> BuiltMachine:
     """The machine with what a CPU and its memory say."""
     own = {"processors.cpu": cores_comment(cpu, sockets), "memories.host": host.comment}
-    return BuiltMachine(machine, comments | own, [*host.assumed, *(assumed or [])])
+    return BuiltMachine(machine, comments | own, [*host.assumed, *assumed])
 
 
 def _refuse(parts: Parts, what: str, *names: str) -> None:
@@ -236,7 +247,7 @@ def _chip_bytes(ram: str | None, chip: Chip) -> int:
         raise BadInput(
             f"--ram {ram!r}: the memory of {chip.name} has one speed: give its size only, such as --ram {chip.largest}"
         )
-    if parsed.nbytes > largest:
+    if parsed.nbytes > largest * GIB_PER_GB:
         raise BadInput(f"--ram {ram!r}: {chip.name} is sold with up to {chip.largest}")
     return parsed.nbytes
 
