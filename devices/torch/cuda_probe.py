@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import cycle
+from threading import Event, Thread
 from time import perf_counter
 from typing import Any
 
@@ -67,28 +69,25 @@ class CudaProbe:
         torch.cuda.empty_cache()
 
     def seconds(self, operation: Operation, *beside: Operation) -> float:
-        """The time of an operation among repetitions of it, while others are repeated beside it.
+        """The time of an operation among repetitions of it, while others are repeated beside it."""
+        with torch.inference_mode(), torch.cuda.device(self._device), ExitStack() as running:
+            call, others = self._call(operation), [(other, self._call(other)) for other in beside]
+            running.callback(torch.cuda.synchronize)
+            times = _repetitions(call, SECONDS)
+            longer = [_repetitions(other, LONGER * SECONDS) for _, other in others]
+            for (kind, other), count in zip(others, longer, strict=True):
+                if is_enqueued(kind):
+                    self._enqueue(other, count)
+                else:
+                    running.enter_context(_in_a_thread(other))
+            if is_enqueued(operation):
+                return self._enqueued(call, times)
+            return _timed(call, times, alone=not beside)
 
-        beside: kernels and page-locked copies, which the host need not wait for; others are not repeated.
-        """
-        with torch.inference_mode(), torch.cuda.device(self._device):
-            call = self._call(operation)
-            others = [self._call(other) for other in beside if is_enqueued(other)]
-            for each in (call, *others):
-                each()
-            torch.cuda.synchronize()
-            times = _repetitions(_timed(call, 1))
-            for other in others:
-                self._repeat(other, LONGER * SECONDS)
-            found = self._enqueued(call, times) if is_enqueued(operation) else _timed(call, times)
-            torch.cuda.synchronize()
-            return found
-
-    def _repeat(self, call: Call, seconds: float) -> None:
-        """Enqueue a call again and again on a stream of its own."""
-        once = _timed(call, 1)
+    def _enqueue(self, call: Call, times: int) -> None:
+        """Begin a call again and again on a stream of its own."""
         with torch.cuda.stream(_UNTYPED.Stream(self._device)):
-            for _ in range(max(LEAST, round(seconds / once))):
+            for _ in range(times):
                 call()
 
     def _enqueued(self, call: Call, times: int) -> float:
@@ -166,15 +165,41 @@ def is_enqueued(operation: Operation) -> bool:
     return False
 
 
-def _repetitions(once: float) -> int:
-    return min(MOST, max(LEAST, round(SECONDS / max(once, 1e-9))))
+def _repetitions(call: Call, seconds: float) -> int:
+    """The number of calls that take about that long, within limits."""
+    _timed(call, 1)  # may prepare its kernel
+    return min(MOST, max(LEAST, round(seconds / max(_timed(call, 1), 1e-9))))
 
 
-def _timed(call: Call, times: int) -> float:
-    """The time of a call by the host's clock, with the GPU idle before and after."""
-    torch.cuda.synchronize()
+@contextmanager
+def _in_a_thread(call: Call) -> Iterator[None]:
+    """Repeat a call of the host in a thread of its own."""
+    ended = Event()
+
+    def repeat() -> None:
+        with torch.inference_mode():
+            while not ended.is_set():
+                call()
+
+    thread = Thread(target=repeat, name="beside")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _timed(call: Call, times: int, *, alone: bool = True) -> float:
+    """The time of a call by the host's clock.
+
+    alone: whether to wait until the GPU is idle, before and after; otherwise it goes on with what runs beside.
+    """
+    if alone:
+        torch.cuda.synchronize()
     start = perf_counter()
     for _ in range(times):
         call()
-    torch.cuda.synchronize()
+    if alone:
+        torch.cuda.synchronize()
     return (perf_counter() - start) / times
