@@ -42,7 +42,7 @@ def cost_model(machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> Cost
         dtype: dtype that the model computes in.
         levels: rates that are not at their expected figure, by group.
     """
-    return Calibrated(machine, dtype) if machine.cost_table else Roofline(machine, dtype, levels)
+    return Calibrated(machine, dtype, levels) if machine.cost_table else Roofline(machine, dtype, levels)
 
 
 class Roofline:
@@ -124,10 +124,11 @@ class Calibrated:
         BadInput: the machine has no measured costs in this dtype.
     """
 
-    def __init__(self, machine: Machine, dtype: str) -> None:
+    def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:
         self.machine = machine
         self.dtype = dtype
         self._roofline = Roofline(machine, dtype)
+        self._speeds = {sort: machine.spread[sort].at(level) for sort, level in levels.items()}
         points: dict[str, list[CostPoint]] = {}
         for point in machine.cost_table:
             if point.dtype in ("", dtype):
@@ -157,6 +158,7 @@ class Calibrated:
         if DISPATCH in self._surfaces:
             lead += self.seconds(WorkPart(DISPATCH, 0))
         sort = sort_of(work)
+        seconds /= self._speeds.get(sort, 1.0)
         return Demand(lead + seconds, (), sort, tuple(self._slowed.get(sort, ())), lead)
 
     def seconds(self, part: WorkPart) -> float:

@@ -191,6 +191,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         measured_on: the processor that the costs were measured on; empty if they were not measured.
         cost_format: the version of the cost table's format; 0 without a cost table.
+        spread: how far the measured speed of each kind of work was from its median, by the kinds of `Contention.work`.
         network: the connection to other nodes of this kind.
         wired_memory: wiring of weights; None if the accelerator's driver never unwires them.
         price_usd: of the whole machine.
@@ -207,6 +208,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cost_format: int = 0
     cost_table: list[CostPoint] = []
     contention: list[Contention] = []
+    spread: dict[str, Estimate] = {}
     network: Network | None = None
     price_usd: Price | None = None
     wired_memory: WiredMemory | None = None
@@ -284,4 +286,5 @@ def read_only(machine: Machine) -> Machine:
         accelerator_group=group,
         cost_table=tuple(machine.cost_table),
         contention=tuple(machine.contention),
+        spread=MappingProxyType(dict(machine.spread)),
     )

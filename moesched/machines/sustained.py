@@ -128,7 +128,12 @@ def sustained_share(machine: Machine, link: Link, levels: Levels) -> float:
 
 
 def groups(machine: Machine) -> dict[str, str]:
-    """The groups of rates that rise and fall together, and their names for people: of a class of device and a kind."""
+    """The groups of rates that rise and fall together, and their names for people: of a class of device and a kind.
+
+    On a calibrated machine: the kinds of work whose spread was measured.
+    """
+    if machine.cost_table:
+        return {sort: f"measured: {sort}" for sort in machine.spread}
     found = {}
     for name, processor in machine.processors.items():
         for rate in rates_of(processor):
@@ -159,6 +164,8 @@ def rate_problems(machine: Machine) -> Iterator[str]:
             if rate not in known_rates:
                 yield f"{key}.rates: {rate!r} is not a rate of this class: use one of {', '.join(known_rates)}"
             yield from estimate_problems(f"{key}.rates.{rate}", estimate)
+    for sort, estimate in machine.spread.items():
+        yield from estimate_problems(f"spread.{sort}", estimate)
     for number, link in enumerate(machine.links):
         if link.sustained is not None:
             yield from estimate_problems(f"links[{number}].sustained", link.sustained)

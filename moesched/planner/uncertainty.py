@@ -31,6 +31,8 @@ LEAST = 0.002
 """Change of all tasks' time, as a share of the run, below which a rate is taken to change no figure."""
 OMITTED = 1.2
 """Factor by which a machine that follows all its rates is still slower or faster than the model: assumed."""
+OMITTED_BESIDE_COSTS = 1.1
+"""The same for a machine with measured costs: about the errors of docs/fidelity.md."""
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -79,7 +81,8 @@ def uncertainty(make_ranks: Callable[[], Sequence[Rank]], expected: Figures) -> 
     }
     widths = {words: sum(effect[FIGURES[0]]) for words, effect in effects.items()}
     widest = max(widths, key=widths.__getitem__, default=None)
-    omitted = (log(OMITTED), log(OMITTED))
+    omits = log(OMITTED_BESIDE_COSTS if machine.cost_table else OMITTED)
+    omitted = (omits, omits)
     peak = None
     if not machine.cost_table:
         peak = _moved(expected, base, runs.figures(cost_model(at_peak(machine), dtype)))
