@@ -10,18 +10,20 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from moesched.cli import options
+from moesched.cli.list_parts import part_entries, part_rows
 
 HELP = options.paragraphs(
-    "List the names of policies, devices, transports, models, machines, networks or workloads.",
+    "List the names of policies, devices, transports, models, machines, parts of machines, networks or workloads.",
     "Plug-ins of other packages are included. Those that cannot load are listed with the reason.",
 )
 
 EPILOGUE = """Examples:
 
   moesched list policies
+  moesched list parts "RTX 30"
   moesched list devices --json"""
 
-Kind = Literal["policies", "devices", "transports", "models", "machines", "networks", "workloads"]
+Kind = Literal["policies", "devices", "transports", "models", "machines", "parts", "networks", "workloads"]
 
 
 def add_to(app: App) -> None:
@@ -30,12 +32,19 @@ def add_to(app: App) -> None:
 
 
 def list_kind(
-    kind: Annotated[Kind, Parameter(help="Kind of thing to list.")], /, *, json: options.Json = False
+    kind: Annotated[Kind, Parameter(help="Kind of thing to list.")],
+    containing: Annotated[
+        str, Parameter(metavar="TEXT", show_default=False, help="List only names that contain this text.")
+    ] = "",
+    /,
+    *,
+    json: options.Json = False,
 ) -> None:
     """See HELP."""
     from moesched.cli.output import print_json, print_table
 
-    entries = entries_of(kind)
+    wanted = containing.lower()
+    entries = [entry for entry in entries_of(kind) if wanted in entry["name"].lower()]
     if json:
         print_json({kind: entries})
         return
@@ -46,6 +55,8 @@ def list_kind(
         columns = ["parameters", "active", "layers", "experts", "top k", "format", "bytes", "", "source"]
         rows = [[entry["name"], *_model_figures(entry)] for entry in entries]
         print_table([kind, *columns], rows)
+    elif kind == "parts":
+        print_table([kind, "kind", "figures", "source"], part_rows(entries))
     elif kind == "networks":
         rows = [[entry["name"], *_network_figures(entry), _state(entry)] for entry in entries]
         print_table([kind, "latency", "bandwidth", ""], rows)
@@ -58,6 +69,7 @@ def entries_of(kind: Kind) -> list[dict[str, Any]]:
     listed: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "models": _models,
         "machines": _machines,
+        "parts": part_entries,
         "networks": _networks,
         "workloads": _workloads,
     }

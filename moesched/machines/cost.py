@@ -59,6 +59,7 @@ class Roofline:
         self.dtype = dtype
         self._levels = levels
         self._kernels: dict[str, KernelTimes] = {}
+        self._slowed = _slowed(machine)
 
     def work(self, work: Work) -> Demand:
         """Time alone and shares of each resource.
@@ -104,7 +105,10 @@ class Roofline:
         ends = tuple(
             (end, nbytes / self.machine.memories[end].bandwidth) for end in (link.source, link.destination)
         )
-        return _demand(seconds, link.latency, ((link.lane, seconds), *ends))
+        alone = _demand(seconds, link.latency, ((link.lane, seconds), *ends))
+        name = f"{link.source}->{link.destination}"
+        slowed = self._slowed.get(name)
+        return alone._replace(sort=name, slowed=tuple(slowed)) if slowed else alone
 
     def _share(self, kind: str) -> float:
         return copies_of(self.machine).rates[kind].at(self._levels.get(kind, "expected"))
@@ -135,9 +139,7 @@ class Calibrated:
                 "or choose another --dtype"
             )
         self._surfaces = {operation: Surface(measured) for operation, measured in points.items()}
-        self._slowed: dict[str, list[tuple[str, float]]] = {}
-        for pair in machine.contention:
-            self._slowed.setdefault(pair.work, []).append((pair.beside, pair.rate))
+        self._slowed = _slowed(machine)
 
     def work(self, work: Work) -> Demand:
         """The sum of the parts' times, and the speed beside other work.
@@ -172,6 +174,14 @@ class Calibrated:
                 "run `moesched calibrate`"
             )
         return surface(part.size, part.rows)
+
+
+def _slowed(machine: Machine) -> dict[str, list[tuple[str, float]]]:
+    """The measured speeds of each kind of work beside others."""
+    found: dict[str, list[tuple[str, float]]] = {}
+    for pair in machine.contention:
+        found.setdefault(pair.work, []).append((pair.beside, pair.rate))
+    return found
 
 
 def sort_of(work: Work) -> str:
