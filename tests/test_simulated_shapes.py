@@ -19,6 +19,7 @@ from moesched.jobs.report import JobReport
 from moesched.jobs.scenario import Scenario
 from moesched.jobs.simulate_model import simulate_scenario
 from moesched.machines import load_machine
+from moesched.machines.sustained import at_peak
 from moesched.machines.networks import load_network
 from moesched.models.architectures import ARCHITECTURES
 from moesched.models.config import ModelConfig
@@ -242,7 +243,7 @@ def test_rows_that_no_k_quant_divides_take_blocks_of_32() -> None:
 
 
 def test_the_kernel_rate_divides_the_speed_of_products_that_are_bound_by_computing() -> None:
-    machine = load_machine("l4")
+    machine = at_peak(load_machine("l4"))
     cost = moesched.machines.cost.cost_model(machine, "bfloat16")
     seconds = {}
     for name in ("bf16", "q6_k"):
