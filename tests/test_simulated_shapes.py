@@ -19,8 +19,8 @@ from moesched.jobs.report import JobReport
 from moesched.jobs.scenario import Scenario
 from moesched.jobs.simulate_model import simulate_scenario
 from moesched.machines import load_machine
-from moesched.machines.sustained import at_peak
 from moesched.machines.networks import load_network
+from moesched.machines.sustained import at_peak
 from moesched.models.architectures import ARCHITECTURES
 from moesched.models.config import ModelConfig
 from moesched.models.formats import FORMATS

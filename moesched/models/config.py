@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -83,14 +85,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.layer(self.layers - 1)
 
     @property
-    def kinds(self) -> dict[Layer, int]:
+    def kinds(self) -> Mapping[Layer, int]:
         """The different kinds of layers, in the order of their first use, and the number of layers of each."""
         if not self.pattern:
-            return {_uniform(self): self.layers}
+            return MappingProxyType({_uniform(self): self.layers})
         counts: dict[Layer, int] = {}
         for layer in self.pattern:
             counts[layer] = counts.get(layer, 0) + 1
-        return counts
+        return MappingProxyType(counts)
 
     def cut(self, layers: int) -> ModelConfig:
         """A shorter model, in which each kind of layer has about its share of the whole, and at least one layer."""

@@ -77,7 +77,12 @@ class WeightLayout(msgspec.Struct, frozen=True):
         return self.pages[self.layer_starts[layer] : self.layer_starts[layer + 1]]
 
     def dense(self, layer: int) -> tuple[Page, ...]:
-        """Return the pages of a layer that every token needs: norms, q, k, v, o, router and shared experts."""
+        """Return the pages of a layer that every token needs: norms, q, k, v, o, router and shared experts.
+
+        There are none beyond the last layer.
+        """
+        if layer not in range(self.config.layers):
+            return ()
         start = self.layer_starts[layer]
         return self.pages[start : start + self.dense_pages[layer]]
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import ne
+from types import MappingProxyType
 from typing import NamedTuple
 
 from moesched.models.formats import role_of
@@ -246,14 +247,16 @@ class Operations(AttentionOperations, ExpertOperations):
     """
 
     @cached_property
-    def kinds(self) -> dict[Layer, Operations]:
+    def kinds(self) -> Mapping[Layer, Operations]:
         """The operations of each kind of layer."""
-        return {kind: self if kind == self.layer else replace(self, kind=kind) for kind in self.config.kinds}
+        return MappingProxyType(
+            {kind: self if kind == self.layer else replace(self, kind=kind) for kind in self.config.kinds}
+        )
 
     @cached_property
-    def by_layer(self) -> list[Operations]:
+    def by_layer(self) -> tuple[Operations, ...]:
         """The operations of each layer."""
-        return [self.kinds[self.config.layer(layer)] for layer in range(self.config.layers)]
+        return tuple(self.kinds[self.config.layer(layer)] for layer in range(self.config.layers))
 
     def held_in(self, layers: Iterable[int], requests: Sequence[int], beams: int = 1) -> int:
         """Bytes of the caches of some layers for requests of which they hold these numbers of tokens."""

@@ -30,9 +30,9 @@ class AttentionVerbs(Verbs):
             hidden = (batch.blocks.hidden,)
             for hop in self._state.pass_on(batch, layer, self.index):
                 self._enter(hop, hidden, hidden)
-        self._enter_layer(batch, layer)
         dense = batch.stage.dense
         view = dense.open.get(layer) or self._view(dense, layer)
+        self._enter_layer(batch, layer)
         if view.noted != self.index:
             view.use(self.index, batch.works["pre_attention"].tokens)
         room: tuple[Block, ...] = ()
