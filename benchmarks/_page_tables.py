@@ -248,6 +248,7 @@ MEASURED: dict[str, tuple[str, Table] | tuple[str, Table, str]] = {
     "capped": ("peers", partial(peer_tables.rates, "capped"), "capped"),
     "expert": ("peers", peer_tables.expert, "expert"),
     "host-time": ("host_time", host_time),
+    "missed-bars": ("peers", peer_tables.missed),
     "peers": ("peers", peer_tables.versions),
 }
 """The benchmark and the rows of every table on the pages of measurements."""
