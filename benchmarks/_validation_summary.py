@@ -1,0 +1,102 @@
+"""The figures of a validation: each source counts once, by its median error; pairs of settings by their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+Row = dict[str, Any]
+
+FIGURES = ("decode", "prefill")
+ERROR_BARS = {"decode": 0.25, "prefill": 0.40}
+INSIDE_BAR, WIDTH_BAR, ORDER_BAR = 0.8, 2.0, 0.9
+APART = 1.1
+"""Measured rates closer than this are not ordered."""
+
+
+def judged(measured: float, low: float, predicted: float, high: float) -> Row:
+    """A prediction beside the measured rate; the error is relative to that."""
+    return {
+        "measured": measured,
+        "predicted": predicted,
+        "low": low,
+        "high": high,
+        "error": predicted / measured - 1,
+        "inside": low <= measured <= high,
+        "width": high / low,
+    }
+
+
+def summary(rows: Iterable[Row]) -> Row:
+    """The figures of rows, which have a `source` and, by name, figures as `judged` gives them."""
+    kept = list(rows)
+    figures = {name: of_figure(kept, name) for name in FIGURES if any(name in row for row in kept)}
+    pairs = [pair for name in figures for pair in ordered_pairs(kept, name)]
+    right = sum(pair["right"] for pair in pairs)
+    return {
+        **figures,
+        "pairs": len(pairs),
+        "pairs_in_order": right,
+        "order": right / len(pairs) if pairs else None,
+    }
+
+
+def of_figure(rows: Sequence[Row], name: str) -> Row:
+    """The summary of decode or prefill."""
+    found = [row for row in rows if name in row]
+    sources = {
+        source: median(abs(row[name]["error"]) for row in found if row["source"] == source)
+        for source in dict.fromkeys(row["source"] for row in found)
+    }
+    return {
+        "rows": len(found),
+        "sources": sources,
+        "median_error": median(sources.values()),
+        "inside": sum(row[name]["inside"] for row in found),
+        "median_width": median(row[name]["width"] for row in found),
+        "widest": max(row[name]["width"] for row in found),
+    }
+
+
+def ordered_pairs(rows: Sequence[Row], name: str) -> Iterator[Row]:
+    """Pairs of settings of one source and model whose measured rates are apart: whether their order is right."""
+    for one, other in combinations([row for row in rows if name in row], 2):
+        if (one["source"], one["model"]) != (other["source"], other["model"]):
+            continue
+        slow, fast = sorted((one[name], other[name]), key=lambda each: float(each["measured"]))
+        if fast["measured"] > APART * slow["measured"]:
+            yield {
+                "source": one["source"],
+                "settings": (one["setting"], other["setting"]),
+                "right": fast["predicted"] > slow["predicted"],
+            }
+
+
+def bars(result: Row) -> list[Row]:
+    """The bars of a summary, with the figures and whether they are reached."""
+    found = []
+    for name in FIGURES:
+        if name not in result:
+            continue
+        of = result[name]
+        found += [
+            _bar(f"{name}: median error of the sources", of["median_error"], ERROR_BARS[name]),
+            _bar(f"{name}: share of rows inside the band", of["inside"] / of["rows"], INSIDE_BAR, least=True),
+        ]
+    decode = result["decode"]
+    found.append(_bar("decode: width of the band, widest", decode["widest"], WIDTH_BAR))
+    if result["order"] is not None:
+        found.append(_bar("pairs of settings in the right order", result["order"], ORDER_BAR, least=True))
+    return found
+
+
+def _bar(name: str, value: float, bar: float, *, least: bool = False) -> Row:
+    return {
+        "measure": name,
+        "value": value,
+        "bar": bar,
+        "least": least,
+        "reached": value >= bar if least else value <= bar,
+    }

@@ -1,0 +1,120 @@
+"""Predict runs that others measured and published, on machines that this project has never touched.
+
+benchmarks/measured_rows.csv has the rows with their sources. Each machine is built from the names of its parts. Rows
+marked `predict` set no rate of the project; those marked `fit` may, and are listed apart. Sources count once each, by
+their median error. The result does not depend on the machine that this script runs on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from _options import SIMULATION, Benchmark, progress, track
+from _validation_rows import PublishedRow, Run, Skipped, mapped, published_rows
+from _validation_summary import FIGURES, bars, judged, summary
+
+from moesched import JobReport, simulate_model
+from moesched.errors import BadInput
+from moesched.machines import Machine
+from moesched.machines.build import build_machine
+from moesched.machines.changes import changed
+from moesched.models.shapes import SHAPES
+from moesched.requests.workloads import given_lengths
+from moesched.routing.popularity import GENERATORS, expected_profile
+from moesched.routing.profile import write_profile
+
+BENCHMARK = Benchmark(
+    __doc__,
+    "validation",
+    measures=(
+        *SIMULATION,
+        "benchmarks/_validation_rows.py",
+        "benchmarks/_validation_summary.py",
+        "benchmarks/measured_rows.csv",
+    ),
+    parts=dict.fromkeys(row.source for row in published_rows()),
+    rounds_help="has no effect, since predictions do not vary",
+    by_machine=False,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Predict all rows, print the bars, write the result."""
+    options = BENCHMARK.parse(arguments)
+    rows = [row for row in published_rows() if row.source in options.only]
+    with ProcessPoolExecutor() as pool:
+        results = list(pool.map(result_of, track(rows, "predicting")))
+    predicted = [row for row in results if row["use"] == "predict" and "fails" not in row]
+    figures: dict[str, Any] = {"rows": results}
+    if any("decode" in row for row in predicted):
+        figures["summary"] = summary(predicted)
+        figures["bars"] = bars(figures["summary"])
+        for bar in figures["bars"]:
+            progress.print(f"{bar['measure']}: {bar['value']:.2f}, bar {bar['bar']:g}")
+    BENCHMARK.write(figures)
+
+
+def result_of(row: PublishedRow) -> dict[str, Any]:
+    """A row with its prediction, with the reason why it has none, or with what fails."""
+    about = {name: getattr(row, name) for name in ("use", "source", "model", "quant", "machine", "setting")}
+    run = mapped(row)
+    if isinstance(run, Skipped):
+        return {**about, "use": "skip", "why": run.why}
+    about |= {"policy": shown_policy(run), "why": run.why}
+    try:
+        report = predicted_by(run)
+    except BadInput as error:
+        return {**about, "fails": str(error)}
+    batch = report.plan.batch_size
+    tokens = {"decode": batch, "prefill": batch * run.prompt}
+    seconds = {"decode": "decode_step_seconds", "prefill": "prefill_seconds"}
+    for name in FIGURES:
+        measured = row.measured(name)
+        if measured is not None:
+            shortest, expected, longest = report.band[seconds[name]]
+            rates = [tokens[name] / each for each in (longest, expected, shortest)]
+            about[name] = judged(measured, *rates)
+    return {**about, "widest_rate": report.widest_rate}
+
+
+def predicted_by(run: Run) -> JobReport:
+    """The report of a simulated run.
+
+    Raises:
+        BadInput: it does not fit, or a part is not known.
+    """
+    options: dict[str, Any] = {"batch_size": 1, **run.options}
+    with TemporaryDirectory() as folder:
+        if run.popular:
+            path = Path(folder) / "popularity.csv"
+            config, popularity = SHAPES[run.model], GENERATORS["popularity"]()
+            write_profile(expected_profile(popularity, config, 0, 10**6), path)
+            options["settings"] = {**options["settings"], "popularity": str(path)}
+        return simulate_model(
+            run.model,
+            machine=machine_of(run),
+            policy=run.policy,
+            workload=given_lengths([run.prompt] * options["batch_size"], run.new_tokens),
+            **options,
+        )
+
+
+def machine_of(run: Run) -> Machine:
+    """The machine that is built from a run's parts."""
+    machine = build_machine(run.parts).machine
+    return changed(machine, [f"{what}={value}" for what, value in run.capacity.items()])
+
+
+def shown_policy(run: Run) -> str:
+    """The policy with its settings, as the command line has them."""
+    return " ".join(
+        [run.policy, *(f"{key}={value}" for key, value in run.options.get("settings", {}).items())]
+    )
+
+
+if __name__ == "__main__":
+    main()
