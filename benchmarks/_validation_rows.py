@@ -37,6 +37,7 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tok_s: str
     decode_tok_s: str
     source: str
+    note: str
 
     def measured(self, figure: str) -> float | None:
         """The tokens per second of "prefill" or "decode"; None where none were measured."""
