@@ -344,6 +344,19 @@ def tutorial(result: Result) -> Iterator[Claim]:
     yield at_most(words, result["seconds"], result["bar_seconds"], "{:.0f} s")
 
 
+def validation(result: Result) -> Iterator[Claim]:
+    """Published rows of machines that others measured."""
+    of, rows = result["summary"], result["summary"]["decode"]["rows"]
+    words = "predicted decode rates that others [measured and published](validation.md)"
+    yield at_most(f"{words}: median error of the sources", 100 * of["decode"]["median_error"], 25, "{:.0f} %")
+    reached = [bar["reached"] for bar in result["bars"]]
+    yield all_of(
+        f"bars of [predictions of {rows} such rows](validation.md) that are reached",
+        sum(reached),
+        len(reached),
+    )
+
+
 def what_ifs(result: Result) -> Iterator[Claim]:
     """`explain --what-if` beside the same changes made on the virtual clock."""
     fixed, deciding = result["fixed"], result["deciding"]
@@ -363,7 +376,8 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
         expert_kernel, explaining, fidelity, fuzz_inputs, fuzz_transport, host_time, html_report, kill_a_node,
         layer_estimate, leaks, makespan, offload_disk, opening, packing, papers, peak_memory, peers,
         plan_search, policy_checks, prediction, preview_accuracy, random_runs, reproduce, same_behaviour,
-        signals, soak, sweeps, tutorial, what_ifs,
+        signals, soak, sweeps, tutorial, validation,
+        what_ifs,
     )
 }  # fmt: skip
 """By benchmark."""

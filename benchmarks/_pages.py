@@ -15,6 +15,7 @@ from _claims import CLAIMS
 from _page_tables import MEASURED, PAPERS, SECTIONS, measured, reproduction, simulated
 from _results import RESULTS, ROOT, older_than_the_code, stored
 from _tables import filled, markdown
+from _validation_tables import VALIDATION
 
 DOCS = ROOT / "docs"
 OLDER = " ⟳"
@@ -32,6 +33,7 @@ MEASURED_PAGES = (
     "performance.md",
     "routing.md",
     "transports.md",
+    "validation.md",
 )
 
 
@@ -57,6 +59,8 @@ def measured_table(name: str) -> str | None:
     """A table of the pages of measurements."""
     if name == "papers":
         return simulated(name, PAPERS)
+    if name in VALIDATION:
+        return VALIDATION[name](stored(RESULTS / "validation.json"))
     return measured(*MEASURED[name]) if name in MEASURED else None
 
 

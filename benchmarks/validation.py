@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = BENCHMARK.parse(arguments)
     rows = [row for row in published_rows() if row.source in options.only]
     with ProcessPoolExecutor() as pool:
-        results = list(pool.map(result_of, track(rows, "predicting")))
+        found = pool.map(result_of, rows)
+        results = [next(found) for _ in track(rows, "predicting")]
     predicted = [row for row in results if row["use"] == "predict" and "fails" not in row]
     figures: dict[str, Any] = {"rows": results}
     if any("decode" in row for row in predicted):
@@ -69,13 +70,13 @@ def result_of(row: PublishedRow) -> dict[str, Any]:
         report = predicted_by(run)
     except BadInput as error:
         return {**about, "fails": str(error)}
-    batch = report.plan.batch_size
+    batch, band = report.plan.batch_size, report.band or {}
     tokens = {"decode": batch, "prefill": batch * run.prompt}
     seconds = {"decode": "decode_step_seconds", "prefill": "prefill_seconds"}
     for name in FIGURES:
         measured = row.measured(name)
         if measured is not None:
-            shortest, expected, longest = report.band[seconds[name]]
+            shortest, expected, longest = band[seconds[name]]
             rates = [tokens[name] / each for each in (longest, expected, shortest)]
             about[name] = judged(measured, *rates)
     return {**about, "widest_rate": report.widest_rate}

@@ -1,0 +1,93 @@
+"""Validation on foreign machines: what its rows may set, and what its summary counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from _validation_rows import BY_SOURCE, Run, Skipped, mapped, published_rows
+from _validation_summary import bars, judged, ordered_pairs, summary
+from msgspec.structs import replace
+from validation import machine_of, predicted_by
+
+from moesched.machines import parts
+
+MACHINES = Path(parts.__file__).parent
+PREDICTED = sorted(
+    name for name in BY_SOURCE if any(name in row.source and row.use == "predict" for row in published_rows())
+)
+
+
+def row(source: str, setting: str, measured: float, predicted: float) -> dict[str, object]:
+    """A row whose band is a tenth to either side."""
+    return {
+        "source": source,
+        "model": "m",
+        "setting": setting,
+        "decode": judged(measured, 0.9 * predicted, predicted, 1.1 * predicted),
+    }
+
+
+@pytest.mark.parametrize("source", PREDICTED)
+def test_no_rate_and_no_part_names_the_source_of_a_predicted_row(source: str) -> None:
+    files = [file for folder in ("rates", "library") for file in (MACHINES / folder).glob("*.toml")]
+    named = [file.name for file in [*files, *MACHINES.glob("*.toml")] if source in file.read_text()]
+    assert len(files) > 10
+    assert named == []
+
+
+def test_a_mapping_does_not_look_at_what_was_measured() -> None:
+    for each in published_rows():
+        assert mapped(each) == mapped(replace(each, prefill_tok_s="1", decode_tok_s="1"))
+
+
+def test_every_row_is_mapped_to_a_machine_and_a_policy_or_says_why_not() -> None:
+    for each in published_rows():
+        run = mapped(each)
+        if isinstance(run, Skipped):
+            assert each.use != "predict"
+        else:
+            assert machine_of(run).processors
+
+
+def test_a_row_is_predicted_by_the_simulator() -> None:
+    run = next(mapped(each) for each in published_rows() if "B=4" in each.setting)
+    assert isinstance(run, Run)
+    report = predicted_by(run)
+    assert (report.plan.batch_size, report.measured) == (4, False)
+    assert report.band is not None
+
+
+def test_each_source_counts_once() -> None:
+    many = [row("many rows", str(n), 100, 150) for n in range(9)]
+    few = [row("two rows", "a", 100, 110), row("two rows", "b", 100, 80), row("one row", "c", 100, 120)]
+    found = summary([*many, *few])["decode"]
+    assert found["sources"] == pytest.approx({"many rows": 0.5, "two rows": 0.15, "one row": 0.2})
+    assert found["median_error"] == pytest.approx(0.2)
+    assert (found["rows"], found["inside"]) == (12, 1)
+
+
+def test_pairs_that_are_apart_are_in_order_where_the_faster_one_is_predicted_faster() -> None:
+    rows = [
+        row("s", "slow", 10, 12),
+        row("s", "nearly as slow", 10.9, 1),
+        row("s", "fast", 20, 30),
+        row("other source", "x", 100, 0.5),
+    ]
+    pairs = {pair["settings"]: pair["right"] for pair in ordered_pairs(rows, "decode")}
+    assert pairs == {("slow", "fast"): True, ("nearly as slow", "fast"): True}
+    rows[2] = row("s", "fast", 20, 12)
+    assert [pair["right"] for pair in ordered_pairs(rows, "decode")] == [False, True]
+
+
+def test_bars_say_whether_they_are_reached() -> None:
+    reached = {
+        bar["measure"]: bar["reached"]
+        for bar in bars(summary([row("s", "a", 10, 10.5), row("s", "b", 20, 30)]))
+    }
+    assert reached == {
+        "decode: median error of the sources": False,
+        "decode: share of rows inside the band": False,
+        "decode: width of the band, widest": True,
+        "pairs of settings in the right order": True,
+    }
