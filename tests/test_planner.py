@@ -17,7 +17,8 @@ from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.planner import Proposal, plan_best, plan_model
 from moesched.planner.search import best
-from moesched.planner.traits import Setting, Shape, Share, TraitProbe, Traits, learn
+from moesched.planner.setting import Setting
+from moesched.planner.traits import Shape, Share, TraitProbe, Traits, learn
 from moesched.planner.trial_run import trial_run
 from moesched.plugins import make_policy
 from moesched.policies.cgopipe import CGOPipe

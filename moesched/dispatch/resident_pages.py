@@ -36,12 +36,13 @@ def keep_beside_buffer(plan: Plan, slots: Callable[[int], int], stage: int = 0) 
     per_layer = [plan.layout.layer(i) for i in plan.stages[stage]]
     count = len(per_layer[0])
     largest = max(map(plan.slot_bytes, plan.layout.pages))
+    kept_bytes = sum(plan.slot_bytes(page) for pages in per_layer for page in pages)
     for streamed in range(count + 1):
-        buffer = slots(streamed) * largest
-        resident = [page for pages in per_layer for page in pages[: count - streamed]]
-        left = free - buffer - sum(map(plan.slot_bytes, resident))
+        left = free - slots(streamed) * largest - kept_bytes
         if left >= 0 or streamed == count:
             break
+        kept_bytes -= sum(plan.slot_bytes(pages[count - streamed - 1]) for pages in per_layer)
+    resident = [page for pages in per_layer for page in pages[: count - streamed]]
     for pages in per_layer:
         extra = pages[count - streamed : count - streamed + 1]
         if extra and plan.slot_bytes(extra[0]) <= left:

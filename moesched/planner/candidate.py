@@ -11,7 +11,10 @@ from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.planner.search import PolicyChoice, best, costed, filled, least
-from moesched.planner.traits import Setting, Shape, TraitProbe, Traits, learn, resident_bytes
+from moesched.planner.objectives import most_steps, rate
+from moesched.planner.setting import Setting
+from moesched.planner.shallow_trial import shallow_trial
+from moesched.planner.traits import Shape, TraitProbe, Traits, learn, resident_bytes
 from moesched.planner.trial_run import TrialRun, trial_run
 from moesched.runs.outcome import bytes_of_all_ranks
 from moesched.seams import Policy
@@ -20,6 +23,8 @@ from moesched.steps.plan import Plan
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 192, 224)
 """Requests of a micro-batch: all coarse sizes are tried, and the fine sizes next to the best coarse one."""
+ROUGH = (1, 4, 16, 48, 128, 256)
+"""Sizes of the first look at a policy."""
 MOST_SHARES = 8
 MOST_PREVIEWS = 8
 NEAR = 1.1
@@ -33,6 +38,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         weights_on_gpu: share of the weights' bytes that stays in the accelerator's memory.
         kv_on_gpu: share of the micro-batches whose KV cache stays there.
         throughput: generated tokens per second, prefill included.
+        rate: the figure that the setting's objective maximises.
     """
 
     batch_size: int
@@ -42,6 +48,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: dict[str, int]
     trial_run: TrialRun
     throughput: float
+    rate: float
 
 
 class Point(NamedTuple):
@@ -57,30 +64,53 @@ class Candidate:
 
     Args:
         sizes: allowed sizes of micro-batches; None for any.
+        deep: whether trial runs have all layers, not a few of them.
+
+    Attributes:
+        choice: the sizes with the highest bound: of `ROUGH` sizes, until they are refined.
 
     Raises:
         BadInput: not even one request fits; the message names the memory and the missing bytes.
     """
 
-    def __init__(self, name: str, setting: Setting, sizes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, name: str, setting: Setting, sizes: Sequence[int] | None = None, *, deep: bool = True
+    ) -> None:
         setting.plan(setting.batch(1, 1))
         self.name = name
         self.setting = setting
         self.traits: Traits = learn(setting)
+        self._deep = deep
         self._probes: dict[int, TraitProbe] = {}
-        coarse = sizes or sorted({*SIZES, *_even_shares(len(setting.lengths))})
-        self._ladder = sizes or sorted({*coarse, *FINER})
-        shapes = self._shapes(setting, coarse)
-        rough = best(setting, self.traits, shapes) or least(setting, self.traits, shapes[0])
-        size = rough.micro_batch_size
-        finer = [other for other in self._ladder if other in coarse or size / 2 < other < size * 2]
-        self.choice = best(setting, self.traits, self._shapes(setting, finer), rough.throughput) or rough
+        self._coarse = sizes or sorted({*SIZES, *_even_shares(len(setting.lengths))})
+        self._ladder = sizes or sorted({*self._coarse, *FINER, *ROUGH})
+        shapes = self._shapes(setting, sizes or ROUGH)
+        self.choice = best(setting, self.traits, shapes) or least(setting, self.traits, shapes[0])
+
+    def refine(self) -> None:
+        """Choose among all coarse sizes, and the fine ones next to the best of these."""
+        for sizes in (self._coarse, self._ladder):
+            size = self.choice.micro_batch_size
+            near = [other for other in sizes if other in self._coarse or size / 2 < other < size * 2]
+            shapes = self._shapes(self.setting, near)
+            self.choice = best(self.setting, self.traits, shapes, self.choice.throughput) or self.choice
+
+    def first(self) -> Seen:
+        """Simulate the schedule of the choice."""
+        return self.see(*_point(self.choice))
+
+    def deepened(self, seen: Seen) -> Seen:
+        """The same schedule with all layers simulated."""
+        size = seen.micro_batch_size
+        count = -(-seen.batch_size // size)
+        return self.see(size, count, round(seen.kv_on_gpu * count), deep=True)
 
     def look(self) -> Seen:
         """Find the best schedule near the choice; if the KV cache can be split, also near none and all of it.
 
         The bound ignores that lanes overlap less well where micro-batches differ.
         """
+        self.refine()
         found = self._climb(self.choice)
         if self.setting.splits_kv and self.setting.kv_on_gpu is None:
             for share in (0.0, 1.0):
@@ -88,7 +118,7 @@ class Candidate:
                 shapes = self._shapes(setting, list(self._probes))
                 edge = best(setting, self.traits, shapes, above=found.throughput / NEAR)
                 if edge is not None and _point(edge) != _point(self.choice):
-                    found = max(found, self._climb(edge), key=lambda seen: seen.throughput)
+                    found = max(found, self._climb(edge), key=lambda seen: seen.rate)
         return found
 
     def _climb(self, start: PolicyChoice) -> Seen:
@@ -103,7 +133,7 @@ class Candidate:
             tried.add(_point(choice))
             with suppress(BadInput):
                 other = self.see(*_point(choice))
-                if other.throughput > found.throughput:
+                if other.rate > found.rate:
                     found = other
                     ahead = self._around(found)
         return found
@@ -158,14 +188,22 @@ class Candidate:
         place = self._ladder.index(size)
         return [*self._ladder[place + 1 : place + 3], *self._ladder[max(0, place - 2) : place]]
 
-    def see(self, size: int, micro_batches: int, resident: int = 0) -> Seen:
+    def see(self, size: int, micro_batches: int, resident: int = 0, *, deep: bool | None = None) -> Seen:
         """Simulate the schedule of that number of micro-batches, or of as many as fit.
 
-        resident: micro-batches whose KV cache stays on the accelerator, for a policy that splits it.
+        Args:
+            resident: micro-batches whose KV cache stays on the accelerator, for a policy that splits it.
+            deep: whether to simulate all layers; by default as the candidate does.
         """
         plan, policy = self._fitting(size, micro_batches, resident)
-        batch = plan.batch
-        seen = trial_run(plan, policy)
+        batch, setting = plan.batch, self.setting
+        deep = self._deep if deep is None else deep
+        share = plan.kv.on_gpu if setting.splits_kv else None
+        steps = most_steps(setting.objective)
+        if deep:
+            seen = trial_run(plan, policy, setting.cost, most_steps=steps)
+        else:
+            seen = shallow_trial(setting, plan, policy, share, steps)
         return Seen(
             micro_batch_size=size,
             batch_size=len(batch.prompts),
@@ -176,6 +214,7 @@ class Candidate:
             },
             trial_run=seen,
             throughput=seen.tokens_per_second(batch),
+            rate=rate(setting.objective, seen, batch),
         )
 
     def _fitting(self, size: int, micro_batches: int, resident: int) -> tuple[Plan, Policy]:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from moesched.machines import Machine
 from moesched.machines.cost import cost_model
 from moesched.planner.candidate import Candidate
-from moesched.planner.traits import Setting
+from moesched.planner.setting import Setting
 
 MORE = 1.1
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from moesched.planner.traits import Setting, Shape, Share, Traits
+from moesched.planner.setting import Setting
+from moesched.planner.traits import Shape, Share, Traits
 
 MOST_ROUNDS = 12
 TOLERANCE = 1e-4
