@@ -10,11 +10,11 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
-from moesched.planner.search import PolicyChoice, best, costed, filled, least
+from moesched.planner.search import PolicyChoice, best, filled, least, most_of
 from moesched.planner.objectives import most_steps, rate
 from moesched.planner.setting import Setting
-from moesched.planner.shallow_trial import shallow_trial
-from moesched.planner.traits import Shape, TraitProbe, Traits, learn, resident_bytes
+from moesched.planner.shallow_trial import Cut, cut_like
+from moesched.planner.traits import Lesson, Shape, TraitProbe, Traits, resident_bytes
 from moesched.planner.trial_run import TrialRun, trial_run
 from moesched.runs.outcome import bytes_of_all_ranks
 from moesched.seams import Policy
@@ -37,6 +37,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         weights_on_gpu: share of the weights' bytes that stays in the accelerator's memory.
         kv_on_gpu: share of the micro-batches whose KV cache stays there.
+        few: the few layers that were simulated; None if all of them were.
         throughput: generated tokens per second, prefill included.
         rate: the figure that the setting's objective maximises.
     """
@@ -47,6 +48,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     kv_on_gpu: float
     peak_bytes: dict[str, int]
     trial_run: TrialRun
+    few: Cut | None
     throughput: float
     rate: float
 
@@ -79,7 +81,8 @@ class Candidate:
         setting.plan(setting.batch(1, 1))
         self.name = name
         self.setting = setting
-        self.traits: Traits = learn(setting)
+        self._lesson = Lesson(setting)
+        self.traits: Traits = self._lesson.traits
         self._deep = deep
         self._probes: dict[int, TraitProbe] = {}
         self._coarse = sizes or sorted({*SIZES, *_even_shares(len(setting.lengths))})
@@ -168,13 +171,13 @@ class Candidate:
         return None
 
     def bound_with(self, setting: Setting) -> float:
-        """The bound on another machine, in tokens per second."""
-        traits = self.traits if setting.machine is self.setting.machine else learn(setting)
-        size = self.choice.micro_batch_size
-        shape, *others = self._shapes(setting, [size, *self._neighbours(size)])
-        same = costed(setting, traits, shape, self.choice).throughput
-        better = best(setting, traits, [shape, *others], above=same)
-        return same if better is None else better.throughput
+        """The bound with micro-batches of the chosen size on another machine, in tokens per second."""
+        faster = setting.machine is not self.setting.machine
+        traits = replace(self.traits, fetch=self._lesson.fetch_seconds(setting.cost)) if faster else self.traits
+        shape = self._probe(self.choice.micro_batch_size).shape(setting.cost)
+        resident = self.choice.resident / self.choice.micro_batches
+        shares = {0.0, resident, 1.0} if self.setting.splits_kv and setting.kv_on_gpu is None else {resident}
+        return max(most_of(setting, traits, shape, share) for share in shares)
 
     def _shapes(self, setting: Setting, sizes: Sequence[int]) -> list[Shape]:
         return [self._probe(size).shape(setting.cost) for size in sizes if size <= len(setting.lengths)]
@@ -200,10 +203,12 @@ class Candidate:
         deep = self._deep if deep is None else deep
         share = plan.kv.on_gpu if setting.splits_kv else None
         steps = most_steps(setting.objective)
-        if deep:
-            seen = trial_run(plan, policy, setting.cost, most_steps=steps)
+        found = None if deep else cut_like(setting, plan, share)
+        if found is None:
+            few, seen = None, trial_run(plan, policy, setting.cost, most_steps=steps)
         else:
-            seen = shallow_trial(setting, plan, policy, share, steps)
+            few, prepared = found
+            seen = few.trial(steps, prepared)
         return Seen(
             micro_batch_size=size,
             batch_size=len(batch.prompts),
@@ -213,6 +218,7 @@ class Candidate:
                 name: bytes_of_all_ranks(plan, memory, memory.peak) for name, memory in plan.memories.items()
             },
             trial_run=seen,
+            few=few,
             throughput=seen.tokens_per_second(batch),
             rate=rate(setting.objective, seen, batch),
         )

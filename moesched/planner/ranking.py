@@ -52,7 +52,7 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
 def ranked(candidate: Candidate, seen: Seen) -> Ranked:
     """The row of a policy that fits."""
     busy = seen.trial_run.utilization
-    best = next(iter(gains(candidate)), None)
+    best = next(iter(gains(candidate, seen)), None)
     return Ranked(
         policy=candidate.name,
         throughput_tokens_per_second=seen.throughput,

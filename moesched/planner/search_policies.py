@@ -142,7 +142,7 @@ def _best_of(
         bound=best.choice.throughput,
         lanes=best.choice.lanes,
         bound_by=max(sizes.trial_run.utilization, key=sizes.trial_run.utilization.__getitem__),
-        gains=gains(best),
+        gains=gains(best, sizes),
         ranking=in_order(rows, misfits),
     )
 

@@ -86,40 +86,53 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     resident: Share | None = None
 
 
+class Lesson:
+    """A policy's plans with unlimited memory and with too little, and the traits that they show.
+
+    Raises:
+        BadInput: it plans nothing at all.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        setting = probed(setting)
+        batch = setting.batch(1, 1)
+        unlimited = dict.fromkeys(setting.machine.memories, UNLIMITED)
+        on_host = 0.0 if setting.splits_kv else None
+        roomy, _ = setting.plan(batch, unlimited, on_host)
+        resident_share = resident_bytes(roomy)
+        fast = roomy.memory("accelerator")
+        stages = len(roomy.stages)
+        short = unlimited | {fast.name: fast.used - resident_share // stages // 4}
+        try:
+            tight, _ = setting.plan(batch, short, on_host)
+        except BadInput:
+            tight = None
+        self._least = roomy if tight is None else tight
+        streamed = (weight_bytes(self._least) - resident_bytes(self._least)) / len(self._least.layers)
+        self._ffn_on_gpu = not roomy.declared.experts_on_host
+        self.traits = Traits(
+            attention_on_gpu=roomy.kv.on_gpu == 1 or roomy.kv.slots > 0,
+            ffn_on_gpu=self._ffn_on_gpu,
+            kv_on_gpu=roomy.kv.on_gpu == 1,
+            keeps=resident_share / weight_bytes(roomy),
+            streams=resident_share == 0 or tight is not None,
+            buffer=_pool_bytes(self._least) / streamed if streamed else 0.0,
+            fetch=self.fetch_seconds(setting.cost),
+            stages=stages,
+        )
+
+    def fetch_seconds(self, cost: CostModel) -> float:
+        """`Traits.fetch` with other costs."""
+        return max(_hop_seconds(self._least, cost)) if self._ffn_on_gpu else 0.0
+
+
 def learn(setting: Setting) -> Traits:
     """The traits of the setting's policy.
 
     Raises:
         BadInput: it plans nothing at all.
     """
-    setting = probed(setting)
-    batch = setting.batch(1, 1)
-    unlimited = dict.fromkeys(setting.machine.memories, UNLIMITED)
-    on_host = 0.0 if setting.splits_kv else None
-    roomy, _ = setting.plan(batch, unlimited, on_host)
-    weights = weight_bytes(roomy)
-    resident_share = resident_bytes(roomy)
-    fast = roomy.memory("accelerator")
-    stages = len(roomy.stages)
-    here = resident_share // stages
-    short = unlimited | {fast.name: fast.used - here // 4}
-    try:
-        tight, _ = setting.plan(batch, short, on_host)
-    except BadInput:
-        tight = None
-    least = roomy if tight is None else tight
-    streamed = (weight_bytes(least) - resident_bytes(least)) / len(least.layers)
-    pools = _pool_bytes(least)
-    return Traits(
-        attention_on_gpu=roomy.kv.on_gpu == 1 or roomy.kv.slots > 0,
-        ffn_on_gpu=not roomy.declared.experts_on_host,
-        kv_on_gpu=roomy.kv.on_gpu == 1,
-        keeps=resident_share / weights,
-        streams=resident_share == 0 or tight is not None,
-        buffer=pools / streamed if streamed else 0.0,
-        fetch=0.0 if roomy.declared.experts_on_host else max(_hop_seconds(least, setting.cost)),
-        stages=stages,
-    )
+    return Lesson(setting).traits
 
 
 class TraitProbe:
