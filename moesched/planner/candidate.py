@@ -10,8 +10,8 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
-from moesched.planner.search import PolicyChoice, best, filled, least, most_of
 from moesched.planner.objectives import most_steps, rate
+from moesched.planner.search import PolicyChoice, best, filled, least, most_of
 from moesched.planner.setting import Setting
 from moesched.planner.shallow_trial import Cut, cut_like
 from moesched.planner.traits import Lesson, Shape, TraitProbe, Traits, resident_bytes
@@ -70,6 +70,7 @@ class Candidate:
 
     Attributes:
         choice: the sizes with the highest bound: of `ROUGH` sizes, until they are refined.
+        tasks: number of tasks of all its trial runs.
 
     Raises:
         BadInput: not even one request fits; the message names the memory and the missing bytes.
@@ -83,6 +84,7 @@ class Candidate:
         self.setting = setting
         self._lesson = Lesson(setting)
         self.traits: Traits = self._lesson.traits
+        self.tasks = 0
         self._deep = deep
         self._probes: dict[int, TraitProbe] = {}
         self._coarse = sizes or sorted({*SIZES, *_even_shares(len(setting.lengths))})
@@ -173,7 +175,9 @@ class Candidate:
     def bound_with(self, setting: Setting) -> float:
         """The bound with micro-batches of the chosen size on another machine, in tokens per second."""
         faster = setting.machine is not self.setting.machine
-        traits = replace(self.traits, fetch=self._lesson.fetch_seconds(setting.cost)) if faster else self.traits
+        traits = (
+            replace(self.traits, fetch=self._lesson.fetch_seconds(setting.cost)) if faster else self.traits
+        )
         shape = self._probe(self.choice.micro_batch_size).shape(setting.cost)
         resident = self.choice.resident / self.choice.micro_batches
         shares = {0.0, resident, 1.0} if self.setting.splits_kv and setting.kv_on_gpu is None else {resident}
@@ -209,6 +213,7 @@ class Candidate:
         else:
             few, prepared = found
             seen = few.trial(steps, prepared)
+        self.tasks += seen.tasks
         return Seen(
             micro_batch_size=size,
             batch_size=len(batch.prompts),

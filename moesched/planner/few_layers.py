@@ -24,7 +24,7 @@ def depths_of(setting: Setting) -> list[int]:
     """The numbers of layers that may stand for the whole model; none where machines or accelerators share it."""
     if setting.machine.accelerator_group.count > 1 or setting.nodes > 1:
         return []
-    return [depth for depth in DEPTHS if 2 * depth < setting.layout.config.layers]
+    return [depth for depth in DEPTHS if 2 * depth <= setting.layout.config.layers]
 
 
 def cut(setting: Setting, layers: int) -> Setting:

@@ -9,7 +9,6 @@ from typing import Unpack
 
 import msgspec
 
-from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.inputs.budgets import assumed_process, within_process
 from moesched.inputs.defaults import MACHINE, WORKLOAD
@@ -115,7 +114,7 @@ def plan_model(
     workload: Workload | str = WORKLOAD,
     gen: int | None = None,
     policy: str | None = None,
-    objective: str = "throughput",
+    objective: Objective = "throughput",
     seed: int = 0,
     on_progress: Callable[[str], None] = lambda what: None,
     **options: Unpack[PlanKeywords],
@@ -151,9 +150,7 @@ def plan_model(
     shares, process = within_process(shares, described, assumed_process(described), config.ranks)
     chosen = load_workload(workload) if isinstance(workload, str) else workload
     new_tokens = chosen.new_tokens[0] if gen is None else gen
-    if new_tokens < 1:
-        raise BadInput(f"--gen is {new_tokens}: give 1 or more")
-    objective = require_objective(objective, new_tokens)
+    require_objective(objective, new_tokens)
     layout = weight_layout(config, given.dtype)
     best = plan_best(
         described,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import msgspec
 
@@ -14,7 +14,7 @@ from moesched.machines import Machine
 from moesched.machines.cost import cost_model
 from moesched.models.layout import Page, WeightLayout
 from moesched.planner.candidate import Candidate, Seen
-from moesched.planner.objectives import Objective, requests_for
+from moesched.planner.objectives import Objective, close, requests_for
 from moesched.planner.ranking import Ranked, in_order, misfit, ranked
 from moesched.planner.resources import Gain, gains
 from moesched.planner.setting import KV_SHARE, Setting, splits_kv
@@ -28,7 +28,7 @@ FIRST = "resident"
 PROMISING = 0.6
 """Share of the best rate so far from which on a policy's sizes are searched for."""
 MOST_TASKS = 100_000
-"""Most tasks of a trial run of all layers."""
+"""Most tasks of a trial run of all layers, and from which on no further policy's sizes are searched for."""
 
 
 class Best(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +63,14 @@ def plannable() -> list[str]:
     return sorted(names, key=lambda name: name != FIRST)
 
 
+class Resources(TypedDict, total=False):
+    """Fields of `Setting` that a search may be given; see there."""
+
+    budgets: dict[str, int]
+    slot_bytes: Callable[[Page], int] | None
+    process: Process | None
+
+
 def plan_best(
     machine: Machine,
     layout: WeightLayout,
@@ -72,23 +80,19 @@ def plan_best(
     objective: Objective = "throughput",
     policies: Iterable[str] | None = None,
     settings: Mapping[str, Any] | None = None,
-    budgets: Mapping[str, int] | None = None,
-    slot_bytes: Callable[[Page], int] | None = None,
-    process: Process | None = None,
     on_progress: Callable[[str], None] = lambda what: None,
+    **resources: Unpack[Resources],
 ) -> Best:
     """Search for the plan that is best in an objective.
 
     Args:
         lengths: prompt lengths in tokens; their number is the most requests of a batch.
         policies: names, or file.py:Class, which all take `settings`; by default all that one machine can run.
-        settings: of policies that are named.
-        process: the process that would run the plan.
         on_progress: called with the name of each stage of the search.
 
     Raises:
         DoesNotFit: no policy fits; the message names the memory and the missing bytes.
-        BadInput: a policy that is named does not take the settings.
+        BadInput: a policy that is named does not exist, or does not take the settings.
     """
     names = plannable() if policies is None else list(policies)
     settings = settings or {}
@@ -96,7 +100,6 @@ def plan_best(
     misfits: list[Ranked] = []
     for name in names:
         on_progress(f"bound of {name}")
-        setting = None
         try:
             policy = plugins.find("policies", name)
         except BadInput as error:
@@ -111,12 +114,10 @@ def plan_best(
             lengths=requests_for(objective, lengths),
             new_tokens=new_tokens,
             cost=cost_model(machine, layout.dtype),
-            budgets=dict(budgets or {}),
-            slot_bytes=slot_bytes,
             splits_kv=splits_kv(policy, machine),
             kv_on_gpu=settings.get(KV_SHARE),
-            process=process,
             objective=objective,
+            **resources,
         )
         try:
             candidates.append(Candidate(name, setting, deep=len(names) == 1))
@@ -155,16 +156,35 @@ def _look(candidates: Sequence[Candidate], on_progress: Callable[[str], None]) -
     for candidate in candidates:
         on_progress(f"a schedule of {candidate.name}")
         seen[candidate] = candidate.first()
-    most = max(one.rate for one in seen.values())
-    for candidate in sorted(candidates, key=lambda each: seen[each].rate, reverse=True):
-        if seen[candidate].rate >= PROMISING * most:
-            on_progress(f"schedules of {candidate.name}")
-            seen[candidate] = candidate.look()
-            most = max(most, seen[candidate].rate)
-    while _can_deepen(best := _winner(seen), seen[best].trial_run):
-        on_progress(f"all layers of {best.name}")
-        seen[best] = best.deepened(seen[best])
+    _search_sizes(seen, on_progress)
+    _deepen(seen, on_progress)
     return seen
+
+
+def _search_sizes(seen: dict[Candidate, Seen], on_progress: Callable[[str], None]) -> None:
+    """Look for better sizes of the promising policies, the best first, while that takes few tasks."""
+    firsts: dict[float, Seen] = {}
+    ahead = sorted(seen, key=lambda each: seen[each].rate, reverse=True)
+    before = sum(each.tasks for each in ahead)
+    for candidate in ahead:
+        first, most = seen[candidate].rate, max(one.rate for one in seen.values())
+        if first < PROMISING * most or sum(each.tasks for each in ahead) - before > MOST_TASKS:
+            break
+        if first in firsts:  # the same schedule by another name
+            seen[candidate] = firsts[first]
+            continue
+        on_progress(f"schedules of {candidate.name}")
+        seen[candidate] = firsts[first] = candidate.look()
+
+
+def _deepen(seen: dict[Candidate, Seen], on_progress: Callable[[str], None]) -> None:
+    """Simulate all layers of the best policy, and of those that are too close to it to tell from a few layers."""
+    for candidate in sorted(seen, key=lambda each: seen[each].rate, reverse=True):
+        most = max(one.rate for one in seen.values())
+        near = seen[candidate].rate * close(candidate.setting.objective) >= most
+        if near and _can_deepen(candidate, seen[candidate].trial_run):
+            on_progress(f"all layers of {candidate.name}")
+            seen[candidate] = candidate.deepened(seen[candidate])
 
 
 def _can_deepen(candidate: Candidate, trial: TrialRun) -> bool:

@@ -46,7 +46,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     lengths: tuple[int, ...]
     new_tokens: int
     cost: CostModel
-    budgets: dict[str, int]
+    budgets: dict[str, int] = {}
     slot_bytes: Callable[[Page], int] | None = None
     splits_kv: bool = False
     kv_on_gpu: float | None = None
