@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from moesched import plugins
 from moesched.cli.main import main
-from moesched.errors import BadInput, DoesNotFit
+from moesched.errors import BadInput
 from moesched.machines import load_machine
 from moesched.machines.cost import cost_model
 from moesched.models.layout import weight_layout
@@ -110,14 +111,16 @@ def test_each_row_tells_its_busiest_lane_and_the_change_that_helps(
 
 
 def test_a_tie_goes_to_the_policy_that_moves_nothing() -> None:
-    proposal = plan_model("mixtral-0.8b", machine="h200", gen=8)
-    assert proposal.plan.policy == "resident"
+    proposal = plan_model("mixtral-0.8b", machine="h200", gen=8, objective="latency")
+    first, second = proposal.ranking[:2]
+    assert first.policy == "resident"
+    assert first.decode_step_seconds == second.decode_step_seconds
 
 
 # -- a few layers stand for all ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["cgopipe", "flexgen", "expert_streaming", "expert_cache", "layer_split"])
+@pytest.mark.parametrize("policy", ["cgopipe", "flexgen", "expert_streaming", "expert_cache"])
 def test_a_few_layers_tell_what_all_of_them_come_to(policy: str) -> None:
     candidate = Candidate(policy, asking(policy), deep=False)
     few = candidate.first()
@@ -169,16 +172,15 @@ def test_a_policy_that_does_not_fit_is_last_with_what_it_lacks() -> None:
 
 
 def test_where_nothing_fits_the_ranking_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(DoesNotFit, match=r"would fit with 1[0-9.]+ GB more host") as refused:
-        plan_model("mixtral-8x22b", machine="t4", budgets={"host": "100GB"})
-    assert {row.policy for row in refused.value.ranking} == set(plannable())
     arguments = ["plan", "--model", "dbrx", "--machine", "t4", "--for", "latency", "--json"]
     assert main(arguments) == 2
     told = capsys.readouterr()
     printed = json.loads(told.out)
     assert printed["plan"] is None
     assert all(not row["fits"] and row["missing_bytes"] > 60e9 for row in printed["ranking"])
+    assert {row["policy"] for row in printed["ranking"]} == set(plannable())
     assert told.err.count("\n") == 1
+    assert re.search(r"would fit with [0-9.]+ GB more host$", told.err)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         weights_on_gpu: share of the weights' bytes that stays in the accelerator's memory.
         kv_on_gpu: share of the micro-batches whose KV cache stays there.
-        few: the few layers that were simulated; None if all of them were.
+        few: a few layers of it; None where a trial run needs all of them.
         throughput: generated tokens per second, prefill included.
         rate: the figure that the setting's objective maximises.
     """
@@ -108,7 +108,8 @@ class Candidate:
         """The same schedule with all layers simulated."""
         size = seen.micro_batch_size
         count = -(-seen.batch_size // size)
-        return self.see(size, count, round(seen.kv_on_gpu * count), deep=True)
+        found = self.see(size, count, round(seen.kv_on_gpu * count), deep=True)
+        return replace(found, few=seen.few)
 
     def look(self) -> Seen:
         """Find the best schedule near the choice; if the KV cache can be split, also near none and all of it.

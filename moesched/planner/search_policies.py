@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import msgspec
+from msgspec.structs import replace
 
 from moesched import plugins
 from moesched.errors import BadInput, DoesNotFit
@@ -163,18 +164,20 @@ def _look(candidates: Sequence[Candidate], on_progress: Callable[[str], None]) -
 
 def _search_sizes(seen: dict[Candidate, Seen], on_progress: Callable[[str], None]) -> None:
     """Look for better sizes of the promising policies, the best first, while that takes few tasks."""
-    firsts: dict[float, Seen] = {}
+    firsts: dict[float, Candidate] = {}
     ahead = sorted(seen, key=lambda each: seen[each].rate, reverse=True)
     before = sum(each.tasks for each in ahead)
     for candidate in ahead:
         first, most = seen[candidate].rate, max(one.rate for one in seen.values())
         if first < PROMISING * most or sum(each.tasks for each in ahead) - before > MOST_TASKS:
             break
-        if first in firsts:  # the same schedule by another name
-            seen[candidate] = firsts[first]
-            continue
-        on_progress(f"schedules of {candidate.name}")
-        seen[candidate] = firsts[first] = candidate.look()
+        twin = firsts.setdefault(first, candidate)
+        if twin is candidate:
+            on_progress(f"schedules of {candidate.name}")
+            seen[candidate] = candidate.look()
+        else:  # the same schedule by another name
+            seen[candidate] = replace(seen[twin], few=seen[candidate].few)
+            candidate.choice = twin.choice
 
 
 def _deepen(seen: dict[Candidate, Seen], on_progress: Callable[[str], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import msgspec
 
@@ -23,7 +24,7 @@ KV_SHARE = "kv_on_gpu"
 """The setting of a policy for the share of the KV cache that stays on the accelerator."""
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
+class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Everything that a plan depends on, apart from the batch.
 
     Attributes:
@@ -91,7 +92,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             found.append((plan, policy))
         return found[0]
 
-    @property
+    @cached_property
     def weight_bytes(self) -> int:
         """Bytes of all weights in slots."""
         return sum(map(self.slot_bytes or (lambda page: page.nbytes), self.layout.pages))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from statistics import fmean
 
 import msgspec
 from msgspec.structs import replace
 
 from moesched.engine import Engine
+from moesched.planner.trial_routing import TrialRouting
 from moesched.requests.batch import Batch
-from moesched.routing import SeededRouting
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.ranks import Rank
 from moesched.runs.virtual_run import VirtualRun
@@ -89,7 +88,7 @@ def trial_run(
     virtual = VirtualRun(
         [Rank(plan, policy)],
         cost=cost,
-        decisions=simulated_decisions(plan, RememberedRouting(config.experts, config.top_k)),
+        decisions=simulated_decisions(plan, TrialRouting(config.experts, config.top_k)),
         make_engine=Engine,
         observers=[spans, *observers],
         recorder=recorder,
@@ -112,21 +111,6 @@ def trial_run(
         layers=len(plan.layers),
         tasks=spans.count,
     )
-
-
-class RememberedRouting(SeededRouting):
-    """Random choices that trial runs of other policies need again."""
-
-    def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """Count the tokens of each expert that gets any, in ascending order of expert."""
-        return dict(_chosen(self.experts, self.top_k, self.seed, step, layer, micro_batch, tokens))
-
-
-@lru_cache(maxsize=2048)
-def _chosen(
-    experts: int, top_k: int, seed: int, step: int, layer: int, micro_batch: int, tokens: int
-) -> dict[int, int]:
-    return SeededRouting(experts, top_k, seed).choose(step, layer, micro_batch, tokens)
 
 
 class _Spans:
