@@ -31,7 +31,7 @@
 
 /* Rows of weights in a tile for few rows of x and for many: with fewer rows, memory is read in fewer streams; with more,
  * x is loaded less often. */
-enum { LINES = 16, LINE_BYTES = 64, PAIR_BYTES = 4, FEW_COLUMNS = 8, FEW_ROWS = 4, MANY_ROWS = 8 };
+enum { LINES = 16, LINE_BYTES = 64, PAIR_BYTES = 4, FEW_COLUMNS = 8, FEW_ROWS = 4, MANY_ROWS = 8, FEW_ROWS_AHEAD = 1024 };
 
 /* From FEW_PANELS panels on, all of x passes over SQUARE rows of weights at a time, PASS_STEPS steps of them: a pair of
  * panels stays in the first-level cache, the weights in the second-level one. */
@@ -39,7 +39,7 @@ enum { FEW_PANELS = 2, SQUARE = 2 * LINES, PASS_STEPS = 8 };
 
 /* Inputs from a weight to the one that is prefetched meanwhile: the fewer, the more rows a tile has. */
 INLINE int64_t ahead_of(int rows) {
-    const int64_t ahead = AHEAD * FEW_ROWS / rows / STEP * STEP;
+    const int64_t ahead = FEW_ROWS_AHEAD * FEW_ROWS / rows / STEP * STEP;
     return ahead < STEP ? STEP : ahead;
 }
 

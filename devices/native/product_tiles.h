@@ -7,9 +7,10 @@
  *   FOLD             the function of lanes.h that adds them up
  *   STEP             number of inputs in one step
  *   STEP_BYTES       bytes of one row of x per step, in the layout that the instructions need
- *   TILE_ROWS        number of rows of weights multiplied at once
- *   COLUMNS          most rows of x multiplied at once: TILE_ROWS * COLUMNS accumulators, TILE_ROWS vectors of weights
- *                    and one of x have to fit into the registers
+ *   TILE_ROWS(C)     number of rows of weights multiplied at once with C rows of x: TILE_ROWS(C) * C accumulators,
+ *                    TILE_ROWS(C) vectors of weights and one of x have to fit into the registers
+ *   MOST_TILE_ROWS   the largest of these
+ *   COLUMNS          most rows of x multiplied at once
  *   Sums             the type of an accumulator
  *   HALVES           1, or 2 where a step takes two multiplications, first of its even inputs, then of its odd ones
  *   Vector           the type of the factors
@@ -27,10 +28,10 @@
 
 /* sums_RC += weights_R x_C of one step, for R rows of weights and C rows of x. */
 INLINE void ISA(add_step)(const int R, const int C, const uint16_t *weights, int64_t stride, const char *x,
-                          Sums sums[TILE_ROWS][COLUMNS]) {
+                          Sums sums[MOST_TILE_ROWS][COLUMNS]) {
     UNROLL
     for (int half = 0; half < HALVES; half++) {
-        Vector rows[TILE_ROWS];
+        Vector rows[MOST_TILE_ROWS];
         UNROLL
         for (int r = 0; r < R; r++) rows[r] = WEIGHTS(weights + r * stride, half);
         UNROLL
@@ -42,13 +43,20 @@ INLINE void ISA(add_step)(const int R, const int C, const uint16_t *weights, int
     }
 }
 
+/* Memory takes longer than the few misses of the first-level cache can wait for: a line comes to the second level early,
+ * and to the first a little before its use. */
+INLINE void ISA(prefetch)(const uint16_t *weights, const uint16_t *ahead, int64_t soon) {
+    __builtin_prefetch(ahead, 0, 2);
+    __builtin_prefetch(weights + soon, 0, 3);
+}
+
 /* The product of R rows of weights and C rows of x. alone: all R rows are prefetched. */
 INLINE void ISA(tile)(const int R, const int C, const int alone, const Tile *tile) {
     enum { STEPS = LINE / STEP };
     const int64_t stride = tile->stride, turn = tile->turn, steps = tile->steps;
     const uint16_t *weights = tile->weights;
     const char *x = tile->x;
-    Sums sums[TILE_ROWS][COLUMNS];
+    Sums sums[MOST_TILE_ROWS][COLUMNS];
     UNROLL
     for (int r = 0; r < R; r++)
         UNROLL
@@ -58,9 +66,10 @@ INLINE void ISA(tile)(const int R, const int C, const int alone, const Tile *til
         const uint16_t *ahead = weights + AHEAD + (step < turn ? 0 : tile->gap);
         if (alone) {
             UNROLL
-            for (int r = 0; r < R; r++) __builtin_prefetch(ahead + r * stride, 0, 3);
+            for (int r = 0; r < R; r++) ISA(prefetch)(weights + r * stride, ahead + r * stride, tile->soon);
         } else {
-            for (int r = tile->first_ahead; r < tile->last_ahead; r++) __builtin_prefetch(ahead + r * stride, 0, 3);
+            for (int r = tile->first_ahead; r < tile->last_ahead; r++)
+                ISA(prefetch)(weights + r * stride, ahead + r * stride, tile->soon);
         }
         UNROLL
         for (int i = 0; i < STEPS; i++, weights += STEP, x += C * STEP_BYTES)
@@ -68,7 +77,7 @@ INLINE void ISA(tile)(const int R, const int C, const int alone, const Tile *til
     }
     for (; step < steps; step++, weights += STEP, x += C * STEP_BYTES) ISA(add_step)(R, C, weights, stride, x, sums);
     if (tile->rest) {
-        uint16_t padded[TILE_ROWS * STEP];
+        uint16_t padded[MOST_TILE_ROWS * STEP];
         memset(padded, 0, sizeof padded);
         UNROLL
         for (int r = 0; r < R; r++)
@@ -85,10 +94,12 @@ INLINE void ISA(tile)(const int R, const int C, const int alone, const Tile *til
     static TARGET void ISA(tiles_##C)(int rows, const Tile *tile) {                                                    \
         if (rows == 1)                                                                                                 \
             ISA(tile)(1, C, 0, tile);                                                                                  \
-        else if (tile->first_ahead == 0 && tile->last_ahead == TILE_ROWS)                                              \
-            ISA(tile)(TILE_ROWS, C, 1, tile);                                                                          \
-        else                                                                                                           \
-            ISA(tile)(TILE_ROWS, C, 0, tile);                                                                          \
+        else if (tile->first_ahead == 0 && tile->last_ahead == TILE_ROWS(C))                                           \
+            ISA(tile)(TILE_ROWS(C), C, 1, tile);                                                                       \
+        else if (rows == TILE_ROWS(C))                                                                                 \
+            ISA(tile)(TILE_ROWS(C), C, 0, tile);                                                                       \
+        else /* the first panel is wider */                                                                            \
+            ISA(tile)(TILE_ROWS(COLUMNS), C, 0, tile);                                                                 \
     }
 TILES(1)
 TILES(2)
@@ -107,7 +118,7 @@ static void (*const ISA(tiles)[])(int rows, const Tile *tile) = {
 #endif
 };
 
-/* All rows of x by `rows` rows of weights, 1 or TILE_ROWS, each `apart` rows below the one before.
+/* All rows of x by `rows` rows of weights, 1 or those of a tile, each `apart` rows below the one before.
  *
  * Several panels take turns at pieces of the weights, which stay in the first-level cache meanwhile, and share the
  * prefetching of a later piece: so that memory is read all the time. */
@@ -115,7 +126,8 @@ INLINE void ISA(tile_rows)(const Stretch *stretch, int rows, int64_t row, int64_
     const Product *product = stretch->product;
     const int panels = stretch->panels->count;
     const int64_t piece = panels > 1 ? PIECE / STEP : stretch->steps, sums_row = product->batch * LANES;
-    Tile tile = {.stride = apart * product->inputs, .sums_stride = apart * sums_row, .gap = gap};
+    Tile tile = {.stride = apart * product->inputs, .sums_stride = apart * sums_row, .gap = gap,
+                 .soon = panels > 1 ? PIECE : SOON};
     int64_t step = 0;
     do {
         const int64_t left = stretch->steps - step;
@@ -138,10 +150,11 @@ INLINE void ISA(tile_rows)(const Stretch *stretch, int rows, int64_t row, int64_
 /* sums += weights x. A tile has rows far apart, and the next tile the rows below them: thus few streams of memory are
  * read, each from its beginning to its end. */
 static TARGET void ISA(stretch)(const Stretch *stretch, float *sums) {
-    const int64_t tiles = stretch->rows / TILE_ROWS;
+    const int rows = TILE_ROWS(stretch->panels->panel[0].columns); /* no panel is wider */
+    const int64_t tiles = stretch->rows / rows;
     for (int64_t row = 0; row < tiles; row++)
-        ISA(tile_rows)(stretch, TILE_ROWS, row, tiles, gap_behind(stretch, row, tiles, STEP), sums);
-    for (int64_t row = tiles * TILE_ROWS; row < stretch->rows; row++)
+        ISA(tile_rows)(stretch, rows, row, tiles, gap_behind(stretch, row, tiles, STEP), sums);
+    for (int64_t row = tiles * rows; row < stretch->rows; row++)
         ISA(tile_rows)(stretch, 1, row, 0, gap_behind(stretch, row, stretch->rows, STEP), sums);
 }
 
@@ -164,6 +177,7 @@ INLINE void ISA(put_step)(char *step, int columns, int column, const uint16_t *v
 #include "product_parts.h"
 
 #undef TILE_ROWS
+#undef MOST_TILE_ROWS
 #undef Sums
 #undef HALVES
 #undef Vector

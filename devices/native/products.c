@@ -17,7 +17,8 @@ enum {
     PIECE = 1024,        /* inputs of a few rows of weights that stay in the first-level cache while all of x passes */
     MOST_PANELS = 32,
     LINE = 32,           /* weights in a cache line */
-    AHEAD = 1024,        /* inputs from a weight to the one that is prefetched meanwhile */
+    AHEAD = 2048,        /* inputs from a weight to the one that the second-level cache gets meanwhile */
+    SOON = 256,          /* the same for the first-level cache, where one panel has all of x; else the next piece */
 };
 
 typedef struct {
@@ -50,6 +51,7 @@ typedef struct {
     float *sums;
     int64_t sums_stride;
     int first_ahead, last_ahead; /* the rows of which weights are prefetched */
+    int64_t soon;      /* inputs from a weight to the one that the first-level cache gets meanwhile */
     int64_t turn, gap; /* from step `turn` on, those of the next tile, which are `gap` inputs further */
 } Tile;
 
@@ -114,7 +116,8 @@ static inline Word4 words_at(const void *p) {
 #define FOLD fold_four
 #define STEP 8
 #define STEP_BYTES 32
-#define TILE_ROWS 2
+#define TILE_ROWS(columns) 2
+#define MOST_TILE_ROWS 2
 #define COLUMNS 4
 #define Sums Float4
 #define HALVES 2
@@ -145,7 +148,8 @@ __attribute__((target("avx2,fma"), always_inline)) static inline __m256i odd_avx
 #define FOLD fold_eight
 #define STEP 16
 #define STEP_BYTES 64
-#define TILE_ROWS 3
+#define TILE_ROWS(columns) 3
+#define MOST_TILE_ROWS 3
 #define COLUMNS 4
 #define Sums __m256
 #define HALVES 2
@@ -169,7 +173,8 @@ __attribute__((target("avx512f"), always_inline)) static inline __m512i odd_avx5
 #define FOLD fold_sixteen
 #define STEP 32
 #define STEP_BYTES 128
-#define TILE_ROWS 4
+#define TILE_ROWS(columns) ((columns) > 4 ? 4 : 6)
+#define MOST_TILE_ROWS 6
 #define COLUMNS 6
 #define Sums __m512
 #define HALVES 2
@@ -188,7 +193,8 @@ __attribute__((target("avx512f"), always_inline)) static inline __m512i odd_avx5
 #define FOLD fold_sixteen
 #define STEP 32
 #define STEP_BYTES 64
-#define TILE_ROWS 4
+#define TILE_ROWS(columns) ((columns) > 4 ? 4 : 6)
+#define MOST_TILE_ROWS 6
 #define COLUMNS 6
 #define Sums __m512
 #define HALVES 1
@@ -214,7 +220,8 @@ __attribute__((target("avx512f"), always_inline)) static inline __m512i odd_avx5
 #define FOLD fold_four
 #define STEP 8
 #define STEP_BYTES 32
-#define TILE_ROWS 4
+#define TILE_ROWS(columns) 4
+#define MOST_TILE_ROWS 4
 #define COLUMNS 6
 #define Sums float32x4_t
 #define HALVES 2
@@ -233,7 +240,8 @@ __attribute__((target("avx512f"), always_inline)) static inline __m512i odd_avx5
 #define FOLD fold_four
 #define STEP 8
 #define STEP_BYTES 16
-#define TILE_ROWS 4
+#define TILE_ROWS(columns) 4
+#define MOST_TILE_ROWS 4
 #define COLUMNS 6
 #define Sums float32x4_t
 #define HALVES 1
