@@ -26,9 +26,9 @@ from moesched.steps.process import Process
 
 FIRST = "resident"
 """The policy that wins a tie, since it moves nothing."""
-PROMISING = 0.6
+PROMISING = 0.75
 """Share of the best rate so far from which on a policy's sizes are searched for."""
-MOST_TASKS = 100_000
+MOST_TASKS = 60_000
 """Most tasks of a trial run of all layers, and from which on no further policy's sizes are searched for."""
 
 
