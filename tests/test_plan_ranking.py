@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,7 +97,7 @@ def test_a_batch_wants_another_policy_than_one_request(proposals: dict[Objective
     streaming, alone = proposals["throughput"], proposals["latency"]
     assert streaming.plan.policy == "cgopipe"
     assert alone.plan.policy != "cgopipe"
-    rates = {row.policy: row.decode_step_seconds for row in alone.ranking}
+    rates = {row.policy: row.decode_step_seconds or 0.0 for row in alone.ranking}
     assert rates["cgopipe"] > 2 * rates[alone.plan.policy]
 
 
@@ -115,6 +116,28 @@ def test_a_tie_goes_to_the_policy_that_moves_nothing() -> None:
     first, second = proposal.ranking[:2]
     assert first.policy == "resident"
     assert first.decode_step_seconds == second.decode_step_seconds
+
+
+def test_installed_plug_ins_are_ranked_and_broken_ones_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[moesched.policies]\nmine = my_policy:Mine\nmistaken = my_policy:Mistaken\ngone = no_such_module:Gone\n"
+    )
+    (tmp_path / "my_policy.py").write_text(
+        "from moesched.policies.cgopipe import CGOPipe\n"
+        "class Mine(CGOPipe):\n    pass\n"
+        "class Mistaken(CGOPipe):\n    def plan(self, plan):\n        plan.keep(None)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    proposal = plan_model("mixtral-0.8b", machine="t4", objective="latency", gen=4, budgets=FEW_GPU_BYTES)
+    rows = {row.policy: row for row in proposal.ranking}
+    assert rows["mine"].decode_step_seconds == rows["cgopipe"].decode_step_seconds
+    assert not rows["mistaken"].fits and "my_policy.py" in (rows["mistaken"].why or "")
+    assert not rows["gone"].fits and "no_such_module" in (rows["gone"].why or "")
 
 
 # -- a few layers stand for all ----------------------------------------------------------------------------------------
@@ -213,4 +236,6 @@ def test_an_objective_that_cannot_be_met_is_told(capsys: pytest.CaptureFixture[s
         plan_model("mixtral-0.8b", machine="t4", objective="latency", gen=1)
     with pytest.raises(BadInput, match="--for is 'speed': choose throughput, latency, interactive"):
         plan_model("mixtral-0.8b", machine="t4", objective="speed")  # type: ignore[arg-type]  # as a caller may
+    with pytest.raises(BadInput, match="settings such as ahead are those of one policy"):
+        plan_model("mixtral-0.8b", machine="t4", settings={"ahead": 3})
     assert main(["plan", "--model", "mixtral-0.8b", "--machine", "t4", "--for", "speed"]) == 2

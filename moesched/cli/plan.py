@@ -169,8 +169,9 @@ def print_proposal(proposal: Proposal) -> None:
     if len(proposal.ranking) > 1:
         say()
         print_ranking(proposal.ranking, proposal.objective)
+    requests = "1 request" if plan.batch_size == 1 else f"{plan.batch_size} requests"
     say(
-        f"\nA run of {plan.batch_size} {'request' if plan.batch_size == 1 else 'requests'} takes {format_seconds(_run_seconds(proposal))}. "
+        f"\nA run of {requests} takes {format_seconds(_run_seconds(proposal))}. "
         f"{predicted.bound_by} is the bottleneck."
     )
 

@@ -210,7 +210,7 @@ class Candidate:
         steps = most_steps(setting.objective)
         found = None if deep else cut_like(setting, plan, share)
         if found is None:
-            few, seen = None, trial_run(plan, policy, setting.cost, most_steps=steps)
+            few, seen = None, trial_run(plan, policy, most_steps=steps)
         else:
             few, prepared = found
             seen = few.trial(steps, prepared)

@@ -11,6 +11,7 @@ from moesched.planner.candidate import Candidate, Seen
 from moesched.planner.missing import missing_bytes
 from moesched.planner.resources import Gain, gains
 from moesched.planner.setting import Setting
+from moesched.system.source_lines import raising_line
 from moesched.units import format_bytes
 
 
@@ -66,12 +67,13 @@ def ranked(candidate: Candidate, seen: Seen) -> Ranked:
     )
 
 
-def misfit(name: str, setting: Setting | None, error: BadInput) -> Ranked:
+def misfit(name: str, setting: Setting | None, error: Exception) -> Ranked:
     """The row of a policy that cannot be planned; `setting` is None if the policy cannot be made."""
-    missing = {} if setting is None else missing_bytes(setting)
-    return Ranked(
-        policy=name, fits=False, missing_bytes=sum(missing.values()), missing=missing, why=str(error)
-    )
+    missing: dict[str, int] = {}
+    if setting is not None and isinstance(error, BadInput):
+        missing = missing_bytes(setting)
+    why = str(error) if isinstance(error, BadInput) else f"{raising_line(error)}: {error!r}"
+    return Ranked(policy=name, fits=False, missing_bytes=sum(missing.values()), missing=missing, why=why)
 
 
 def in_order(rows: Sequence[tuple[float, Ranked]], misfits: Sequence[Ranked]) -> list[Ranked]:

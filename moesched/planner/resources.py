@@ -47,7 +47,7 @@ def _trials(setting: Setting, seen: Seen) -> Callable[[Setting], float]:
             batch = richer.batch(1, 1)
             share = seen.kv_on_gpu if setting.splits_kv else None
             plan, policy = richer.plan(batch, kv_on_gpu=share)
-            trial = trial_run(plan, policy, richer.cost)
+            trial = trial_run(plan, policy)
         return rate(setting.objective, trial, batch)
 
     return rate_with

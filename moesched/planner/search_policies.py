@@ -97,10 +97,14 @@ def plan_best(
     """
     names = plannable() if policies is None else list(policies)
     settings = settings or {}
-    candidates: list[Candidate] = []
+    if policies is None and settings:
+        raise BadInput(
+            f"settings such as {next(iter(settings))} are those of one policy: name it with --policy"
+        )
+    seen: dict[Candidate, Seen] = {}
     misfits: list[Ranked] = []
     for name in names:
-        on_progress(f"bound of {name}")
+        on_progress(f"bound and schedule of {name}")
         try:
             policy = plugins.find("policies", name)
         except BadInput as error:
@@ -121,17 +125,35 @@ def plan_best(
             **resources,
         )
         try:
-            candidates.append(Candidate(name, setting, deep=len(names) == 1))
-        except BadInput as error:
+            candidate = Candidate(name, setting, deep=len(names) == 1)
+            seen[candidate] = candidate.look() if len(names) == 1 else candidate.first()
+        except Exception as error:  # an installed plug-in may raise anything
+            if not isinstance(error, BadInput) and (policies or name in plugins.shipped("policies")):
+                raise
             misfits.append(misfit(name, setting, error))
-    if not candidates:
-        raise _nothing_fits(in_order([], misfits))
-    return _best_of(_look(candidates, on_progress), misfits, on_progress)
+    return _best_of(seen, misfits, on_progress)
+
+
+def _names(policies: Iterable[str] | None, settings: Mapping[str, Any]) -> list[str]:
+    """The names of the policies to search."""
+    if policies is not None:
+        return list(policies)
+    if settings:
+        raise BadInput(
+            f"settings such as {next(iter(settings))} are those of one policy: name it with --policy"
+        )
+    return plannable()
 
 
 def _best_of(
-    seen: Mapping[Candidate, Seen], misfits: Sequence[Ranked], on_progress: Callable[[str], None]
+    seen: dict[Candidate, Seen], misfits: Sequence[Ranked], on_progress: Callable[[str], None]
 ) -> Best:
+    """The best plan, after a search for better sizes if there are several policies."""
+    if not seen:
+        raise _nothing_fits(in_order([], misfits))
+    if len(seen) > 1:
+        _search_sizes(seen, on_progress)
+    _deepen(seen, on_progress)
     best = _winner(seen)
     sizes = seen[best]
     on_progress("gain from more of each resource")
@@ -147,19 +169,6 @@ def _best_of(
         gains=gains(best, sizes),
         ranking=in_order(rows, misfits),
     )
-
-
-def _look(candidates: Sequence[Candidate], on_progress: Callable[[str], None]) -> dict[Candidate, Seen]:
-    """Simulate a schedule of each policy, then more of the promising ones, and all layers of the best ones."""
-    if len(candidates) == 1:
-        return {candidates[0]: candidates[0].look()}
-    seen = {}
-    for candidate in candidates:
-        on_progress(f"a schedule of {candidate.name}")
-        seen[candidate] = candidate.first()
-    _search_sizes(seen, on_progress)
-    _deepen(seen, on_progress)
-    return seen
 
 
 def _search_sizes(seen: dict[Candidate, Seen], on_progress: Callable[[str], None]) -> None:

@@ -43,7 +43,7 @@ class Cut(NamedTuple):
     def trial(self, most_steps: int, prepared: tuple[Plan, Policy] | None = None) -> TrialRun:
         """The figures of the whole model, from those of its few layers."""
         plan, policy = prepared or self.plan()
-        return trial_run(plan, policy, self.setting.cost, most_steps=most_steps).times(1 / self.part)
+        return trial_run(plan, policy, most_steps=most_steps).times(1 / self.part)
 
     def plan(self) -> tuple[Plan, Policy]:
         """The few layers' plan."""
