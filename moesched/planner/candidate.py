@@ -69,7 +69,7 @@ class Candidate:
         deep: whether trial runs have all layers, not a few of them.
 
     Attributes:
-        choice: the sizes with the highest bound: of `ROUGH` sizes, until they are refined.
+        choice: the sizes with the highest bound: of coarse sizes, or of `ROUGH` ones for few layers, until refined.
         tasks: number of tasks of all its trial runs.
 
     Raises:
@@ -89,12 +89,13 @@ class Candidate:
         self._probes: dict[int, TraitProbe] = {}
         self._coarse = sizes or sorted({*SIZES, *_even_shares(len(setting.lengths))})
         self._ladder = sizes or sorted({*self._coarse, *FINER, *ROUGH})
-        shapes = self._shapes(setting, sizes or ROUGH)
+        self._first = sizes or (self._coarse if deep else ROUGH)
+        shapes = self._shapes(setting, self._first)
         self.choice = best(setting, self.traits, shapes) or least(setting, self.traits, shapes[0])
 
     def refine(self) -> None:
         """Choose among all coarse sizes, and the fine ones next to the best of these."""
-        for sizes in (self._coarse, self._ladder):
+        for sizes in (self._ladder,) if self._first is self._coarse else (self._coarse, self._ladder):
             size = self.choice.micro_batch_size
             near = [other for other in sizes if other in self._coarse or size / 2 < other < size * 2]
             shapes = self._shapes(self.setting, near)
