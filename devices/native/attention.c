@@ -57,6 +57,12 @@ typedef struct {
     int64_t at, first, last; /* bytes in a slot */
 } Ahead;
 
+/* The keys that follow a head's, which the first-level cache gets while the head's values are computed. */
+typedef struct {
+    const char *const *slots;
+    int64_t at;
+} Soon;
+
 /* A tile's place. */
 typedef struct {
     const Sequence *sequence;
@@ -69,8 +75,8 @@ typedef struct Loops {
     int64_t step; /* numbers */
     int64_t quads_at_once; /* a group that has more than one is filled up to a multiple of these */
     Part place, attend;
-    void (*attend_head)(const Job *job, const Tile *tile, Ahead *keys, Ahead *values, int64_t at, const float *queries,
-                        int64_t quad);
+    void (*attend_head)(const Job *job, const Tile *tile, Ahead *keys, Ahead *values, Soon soon, int64_t at,
+                        const float *queries, int64_t quad);
     Part merge;
 } Loops;
 
@@ -182,7 +188,9 @@ static void attend_span(const Job *job, Place place, int64_t first, int64_t last
             const int64_t quad = quad_of(job, span, head);
             if (place.token == begin) clear(job, quad);
             if (place.token + TILE >= place.sequence->last) store_new(job, place.sequence, head);
-            job->loops->attend_head(job, &tiles[side], &keys, &values, head_bytes * head,
+            const Soon soon = head + 1 < last || !ahead ? (Soon){tiles[side].keys, head_bytes * smaller(head + 1, last - 1)}
+                                                        : (Soon){ahead->keys, head_bytes * first};
+            job->loops->attend_head(job, &tiles[side], &keys, &values, soon, head_bytes * head,
                                     job->queries + (sequence * kv_heads + head) * job->quads * job->quad_floats, quad);
         }
         place = next;
@@ -212,7 +220,7 @@ static const Loops *const loops[INSTRUCTION_SETS][2] = {
 #if defined(__x86_64__)
     [AVX2] = BOTH_TYPES(avx2),
     [AVX512] = BOTH_TYPES(avx512),
-    [AVX512_BF16] = BOTH_TYPES(avx512),
+    [AVX512_BF16] = {&loops_avx512_float32, &loops_avx512_bf16_bfloat16},
 #if defined(HAS_AMX)
     [AMX_BF16] = {&loops_avx512_float32, &loops_amx},
 #endif
