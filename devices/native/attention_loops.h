@@ -5,20 +5,27 @@
  *   Number               the type of numbers
  *   VALUES(p, half)      that half of a step's numbers at p, as float32
  *   FROM_FLOATS(numbers, halves)   a step's numbers, from both halves
- *   Factors          the type of a register of what keys and queries are multiplied as
- *   PARTS            registers of factors in a step
- *   KEYS(p, part)    that part of a step's keys at p
- *   QUERY(p)         a part of a query, as `place` stored it
- *   ADD_FACTORS(sums, keys, query)   adds their products
+ * and PAIRS where keys and queries are multiplied as pairs of bfloat16 numbers.
  */
 
+/* Brings bytes [at, last) of TOKENS slots into the first-level cache. */
+INLINE void NAME(bring)(const char *const *slots, int64_t at, int64_t last) {
+    for (; at < last; at += LINE)
+        UNROLL
+        for (int t = 0; t < TOKENS; t++) __builtin_prefetch(slots[t] + at, 0, 3);
+}
+
+#if defined(PAIRS)
+#include "attention_pairs.h"
+#else
 /* ---------------------------------------------------------------- queries */
 
-/* Puts queries where `score` looks for them: of each quad, step after step, in each step head after head. */
+/* Puts queries, scaled, where `score` looks for them: of each quad, step after step, in each step head after head. */
 static TARGET void NAME(place)(void *argument, int64_t first, int64_t last) {
     const Job *job = argument;
     const Attend *attend = job->attend;
     const int64_t kv_heads = attend->kv_heads, group = attend->heads / kv_heads, size = attend->head_dim;
+    const float scale = (float)attend->scale;
     for (int64_t item = first; item < last; item++) {
         float *placed = job->queries + item * job->quads * job->quad_floats;
         const Number *query = (const Number *)attend->queries + item / kv_heads * attend->query_stride +
@@ -28,11 +35,9 @@ static TARGET void NAME(place)(void *argument, int64_t first, int64_t last) {
                 const int64_t left = head < group ? smaller(STEP, size - step * STEP) : 0;
                 Number numbers[STEP] = {0};
                 if (left) memcpy(numbers, query + head * size + step * STEP, (size_t)left * sizeof *numbers);
-                float *to = placed + head / QUAD * job->quad_floats + (step * QUAD + head % QUAD) * PARTS * LANES;
-                for (int part = 0; part < PARTS; part++) {
-                    const Factors factors = KEYS(numbers, part);
-                    memcpy(to + part * LANES, &factors, sizeof factors);
-                }
+                float *to = placed + ((head / QUAD * job->steps + step) * QUAD + head % QUAD) * STEP;
+                STORE(to, VALUES(numbers, 0) * scale);
+                STORE(to + LANES, VALUES(numbers, 1) * scale);
             }
     }
 }
@@ -41,22 +46,21 @@ static TARGET void NAME(place)(void *argument, int64_t first, int64_t last) {
 
 INLINE void NAME(score_step)(const Number *const keys[TOKENS], int64_t k, const float *query, Floats sums[TOKENS][QUAD]) {
     UNROLL
-    for (int part = 0; part < PARTS; part++) {
-        Factors rows[TOKENS];
+    for (int half = 0; half < 2; half++) {
+        Floats rows[TOKENS];
         UNROLL
-        for (int t = 0; t < TOKENS; t++) rows[t] = KEYS(keys[t] + k, part);
+        for (int t = 0; t < TOKENS; t++) rows[t] = VALUES(keys[t] + k, half);
         UNROLL
         for (int c = 0; c < QUAD; c++) {
-            const Factors column = QUERY(query + (c * PARTS + part) * LANES);
+            const Floats column = LOADED(query + c * STEP + half * LANES);
             UNROLL
-            for (int t = 0; t < TOKENS; t++) ADD_FACTORS(sums[t][c], rows[t], column);
+            for (int t = 0; t < TOKENS; t++) ADD_PRODUCT(sums[t][c], rows[t], column);
         }
     }
 }
 
-/* Scores of some tokens for a quad: out[token][head]. at: of the head, in the slots. */
-INLINE void NAME(score_tokens)(const char *const *slots, int64_t at, int64_t size, float scale, const float *query,
-                               float *out) {
+/* Scores of TOKENS tokens for a quad: out[token][head]. at: of the head, in the slots. */
+INLINE void NAME(score_quad)(const char *const *slots, int64_t at, int64_t size, const float *query, float *out) {
     const Number *keys[TOKENS];
     Floats sums[TOKENS][QUAD];
     UNROLL
@@ -66,7 +70,7 @@ INLINE void NAME(score_tokens)(const char *const *slots, int64_t at, int64_t siz
         for (int c = 0; c < QUAD; c++) sums[t][c] = EVERY(0.0f);
     }
     int64_t k = 0;
-    for (; k + STEP <= size; k += STEP, query += QUAD * PARTS * LANES) NAME(score_step)(keys, k, query, sums);
+    for (; k + STEP <= size; k += STEP, query += QUAD * STEP) NAME(score_step)(keys, k, query, sums);
     if (k < size) {
         Number padded[TOKENS][STEP] = {{0}};
         for (int t = 0; t < TOKENS; t++) {
@@ -76,28 +80,23 @@ INLINE void NAME(score_tokens)(const char *const *slots, int64_t at, int64_t siz
         NAME(score_step)(keys, 0, query, sums);
     }
     ADD_LANES((const Floats(*)[QUAD])sums, out);
-    UNROLL
-    for (int i = 0; i < TOKENS * QUAD; i += LANES) STORE(out + i, LOADED(out + i) * EVERY(scale));
 }
 
-/* Brings bytes [at, last) of some slots into the first-level cache. */
-INLINE void NAME(soon)(const char *const *slots, int64_t at, int64_t last) {
-    for (; at < last; at += LINE)
-        UNROLL
-        for (int t = 0; t < TOKENS; t++) __builtin_prefetch(slots[t] + at, 0, 3);
+/* The same for `quads` quads, from token t of a tile on: scores[quad][token][head]. */
+INLINE void NAME(score_tokens)(const int quads, const Job *job, const Tile *tile, int64_t t, Ahead *ahead, int64_t at,
+                               const float *queries, float scores[][TILE * QUAD]) {
+    const int64_t bytes = in_slot(job->attend, 0, 1);
+    fetch(ahead, lines_of(TOKENS * bytes));
+    NAME(bring)(tile->values + t, at, at + bytes);
+    for (int q = 0; q < quads; q++)
+        NAME(score_quad)(tile->keys + t, at, job->attend->head_dim, queries + q * job->quad_floats, scores[q] + t * QUAD);
 }
+#endif
 
 /* Scores of a tile for `quads` quads: scores[quad][token][head]. After the last token they are -infinity. */
 INLINE void NAME(score)(const int quads, const Job *job, const Tile *tile, Ahead *ahead, int64_t at,
                         const float *queries, float scores[][TILE * QUAD]) {
-    const int64_t size = job->attend->head_dim, bytes = size * (int64_t)sizeof(Number), lines = lines_of(TOKENS * bytes);
-    for (int64_t t = 0; t < tile->count; t += TOKENS) {
-        fetch(ahead, lines);
-        NAME(soon)(tile->values + t, at, at + bytes);
-        for (int q = 0; q < quads; q++)
-            NAME(score_tokens)(tile->keys + t, at, size, (float)job->attend->scale, queries + q * job->quad_floats,
-                               scores[q] + t * QUAD);
-    }
+    for (int64_t t = 0; t < tile->count; t += TOKENS) NAME(score_tokens)(quads, job, tile, t, ahead, at, queries, scores);
     for (int q = 0; q < quads; q++)
         for (int64_t i = tile->count * QUAD; i < TILE * QUAD; i++) scores[q][i] = -INFINITY;
 }
@@ -250,8 +249,3 @@ static const Loops NAME(loops) = {STEP, 1, NAME(place), attend_items, NAME(atten
 #undef Number
 #undef VALUES
 #undef FROM_FLOATS
-#undef Factors
-#undef PARTS
-#undef KEYS
-#undef QUERY
-#undef ADD_FACTORS

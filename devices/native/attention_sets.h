@@ -118,7 +118,7 @@ __attribute__((target("avx512f"), always_inline)) static inline void add_lanes_a
 #define SET avx512_bf16
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
 #define LANES 16
-#define TOKENS 4
+#define TOKENS 8
 #define MOST_QUADS 2
 #define Floats __m512
 #define LOADED(p) _mm512_loadu_ps(p)
@@ -131,17 +131,10 @@ __attribute__((target("avx512f"), always_inline)) static inline void add_lanes_a
 #define WORDS(p) _mm512_loadu_si512(p)
 #define EVEN(p) _mm512_castsi512_ps(_mm512_slli_epi32(WORDS(p), 16))
 #define ODD(p) _mm512_castsi512_ps(_mm512_and_si512(WORDS(p), _mm512_set1_epi32((int)0xffff0000u)))
-#define ONLY_BFLOAT16
-#define Pairs __m512bh
-#define PAIRS(p) ((__m512bh)_mm512_loadu_si512(p))
-#define ADD_PAIRS(sums, a, b) sums = _mm512_dpbf16_ps(sums, a, b)
-#define ADD_LANES add_lanes_avx512
+#define PAIRS
 #include "attention_types.h"
 #undef WORDS
-#undef ONLY_BFLOAT16
-#undef Pairs
 #undef PAIRS
-#undef ADD_PAIRS
 
 #if defined(HAS_AMX)
 #include "attention_amx.h"

@@ -41,16 +41,11 @@ INLINE Floats EXPONENTIALS(Floats x) {
     return power * (Floats)(((SUFFIXED(Words, SET))shifted + 127u) << 23);
 }
 
-#if !defined(ONLY_BFLOAT16)
+#if !defined(PAIRS)
 #define NAME(name) SUFFIXED(name, SUFFIXED(SET, float32))
 #define Number float
 #define VALUES(p, half) LOADED((const float *)(p) + (half) * LANES)
 #define FROM_FLOATS(numbers, halves) memcpy(numbers, halves, sizeof numbers)
-#define Factors Floats
-#define PARTS 2
-#define KEYS(p, part) VALUES(p, part)
-#define QUERY(p) LOADED(p)
-#define ADD_FACTORS(sums, keys, query) ADD_PRODUCT(sums, keys, query)
 #include "attention_loops.h"
 #endif
 
@@ -59,19 +54,6 @@ INLINE Floats EXPONENTIALS(Floats x) {
 #define VALUES(p, half) ((half) ? ODD(p) : EVEN(p))
 #define FROM_FLOATS(numbers, halves) \
     for (int k = 0; k < LANES; k++) numbers[2 * k] = rounded((halves)[k]), numbers[2 * k + 1] = rounded((halves)[LANES + k])
-#if defined(PAIRS)
-#define Factors Pairs
-#define PARTS 1
-#define KEYS(p, part) PAIRS(p)
-#define QUERY(p) PAIRS(p)
-#define ADD_FACTORS(sums, keys, query) ADD_PAIRS(sums, keys, query)
-#else
-#define Factors Floats
-#define PARTS 2
-#define KEYS(p, part) VALUES(p, part)
-#define QUERY(p) LOADED(p)
-#define ADD_FACTORS(sums, keys, query) ADD_PRODUCT(sums, keys, query)
-#endif
 #include "attention_loops.h"
 
 #undef INLINE
