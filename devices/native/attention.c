@@ -49,8 +49,9 @@ typedef struct {
     const char *keys[TILE], *values[TILE];
 } Tile;
 
-/* The keys or the values of the next tile, which are prefetched while this one is computed: STREAMS lines at a time,
- * from places so far apart that the processor follows each of them on its own. One stream has half the bandwidth. */
+/* The keys or the values of the next tile, which the second-level cache gets while this one is computed: STREAMS lines at
+ * a time, from places so far apart that the processor follows each of them on its own. One stream has half the
+ * bandwidth. */
 typedef struct {
     const char *const *slots;
     int64_t token;           /* of each stream */
@@ -188,8 +189,8 @@ static void attend_span(const Job *job, Place place, int64_t first, int64_t last
             const int64_t quad = quad_of(job, span, head);
             if (place.token == begin) clear(job, quad);
             if (place.token + TILE >= place.sequence->last) store_new(job, place.sequence, head);
-            const Soon soon = head + 1 < last || !ahead ? (Soon){tiles[side].keys, head_bytes * smaller(head + 1, last - 1)}
-                                                        : (Soon){ahead->keys, head_bytes * first};
+            const int same = head + 1 < last || !ahead; /* tile; its last head has nothing behind it without a next one */
+            const Soon soon = {same ? tiles[side].keys : ahead->keys, head_bytes * (head + 1 < last ? head + 1 : first)};
             job->loops->attend_head(job, &tiles[side], &keys, &values, soon, head_bytes * head,
                                     job->queries + (sequence * kv_heads + head) * job->quads * job->quad_floats, quad);
         }
@@ -214,7 +215,7 @@ static void attend_items(void *argument, int64_t first, int64_t last) {
 
 #define BOTH_TYPES(set) {&loops_##set##_float32, &loops_##set##_bfloat16}
 
-/* By whether numbers are bfloat16. Products of pairs of bfloat16 numbers are not faster here: see docs/design.md. */
+/* By whether numbers are bfloat16. */
 static const Loops *const loops[INSTRUCTION_SETS][2] = {
     [PORTABLE] = BOTH_TYPES(portable),
 #if defined(__x86_64__)

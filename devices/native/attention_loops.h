@@ -8,13 +8,6 @@
  * and PAIRS where keys and queries are multiplied as pairs of bfloat16 numbers.
  */
 
-/* Brings bytes [at, last) of TOKENS slots into the first-level cache. */
-INLINE void NAME(bring)(const char *const *slots, int64_t at, int64_t last) {
-    for (; at < last; at += LINE)
-        UNROLL
-        for (int t = 0; t < TOKENS; t++) __builtin_prefetch(slots[t] + at, 0, 3);
-}
-
 #if defined(PAIRS)
 #include "attention_pairs.h"
 #else
@@ -82,7 +75,14 @@ INLINE void NAME(score_quad)(const char *const *slots, int64_t at, int64_t size,
     ADD_LANES((const Floats(*)[QUAD])sums, out);
 }
 
-/* The same for `quads` quads, from token t of a tile on: scores[quad][token][head]. */
+/* Brings bytes [at, last) of TOKENS slots into the first-level cache. */
+INLINE void NAME(bring)(const char *const *slots, int64_t at, int64_t last) {
+    for (; at < last; at += LINE)
+        UNROLL
+        for (int t = 0; t < TOKENS; t++) __builtin_prefetch(slots[t] + at, 0, 3);
+}
+
+/* Scores of TOKENS tokens for `quads` quads, from token t of a tile on: scores[quad][token][head]. */
 INLINE void NAME(score_tokens)(const int quads, const Job *job, const Tile *tile, int64_t t, Ahead *ahead, int64_t at,
                                const float *queries, float scores[][TILE * QUAD]) {
     const int64_t bytes = in_slot(job->attend, 0, 1);
@@ -145,6 +145,7 @@ INLINE void NAME(add_step)(const int quads, const Tile *tile, Ahead *ahead, cons
         const Number *values = (const Number *)(tile->values[t] + at);
         Number padded[STEP];
         if (t % STREAMS == 0) fetch(ahead, lines_of(STREAMS * STEP * (int64_t)sizeof(Number)));
+        UNROLL
         for (int64_t byte = 0; byte < STEP * (int64_t)sizeof(Number); byte += LINE)
             __builtin_prefetch(soon->slots[t] + soon->at + byte, 0, 3);
         if (numbers < STEP) {
@@ -168,8 +169,8 @@ INLINE void NAME(add_step)(const int quads, const Tile *tile, Ahead *ahead, cons
 }
 
 /* Adds a tile to the parts of `quads` quads. at: of the head, in the slots. */
-INLINE void NAME(attend_quads)(const int quads, const Job *job, const Tile *tile, Ahead *keys, Ahead *values, Soon soon, int64_t at,
-                               const float *queries, int64_t quad) {
+INLINE void NAME(attend_quads)(const int quads, const Job *job, const Tile *tile, Ahead *keys, Ahead *values, Soon soon,
+                               int64_t at, const float *queries, int64_t quad) {
     float scores[MOST_QUADS][TILE * QUAD] __attribute__((aligned(64))), scaling[MOST_QUADS][QUAD];
     const int64_t step_bytes = STEP * (int64_t)sizeof(Number);
     float *sums[MOST_QUADS];
