@@ -248,6 +248,7 @@ MEASURED: dict[str, tuple[str, Table] | tuple[str, Table, str]] = {
     "capped": ("peers", partial(peer_tables.rates, "capped"), "capped"),
     "expert": ("peers", peer_tables.expert, "expert"),
     "host-time": ("host_time", host_time),
+    "missed-bars": ("peers", peer_tables.missed),
     "peers": ("peers", peer_tables.versions),
 }
 """The benchmark and the rows of every table on the pages of measurements."""
@@ -321,6 +322,21 @@ def printed(rows: Sequence[Row]) -> str:
     return across(said, ["nodes"], "{cell}", "{shown}")
 
 
+def sustained(rows: Sequence[Row]) -> str:
+    """Cells at sustained rates, with their bands."""
+    columns = {
+        "workload": "{workload}",
+        "setting": "{setting}",
+        "system": "{system}",
+        "paper": "{paper:g}",
+        "ours": "{ours:g} ({low:g} to {high:g})",
+        "error": "{error:+.1%}",
+        "at the data sheets": "{at_peak:g}",
+        "bound by": "{bound_by}",
+    }
+    return table_of(rows, columns)
+
+
 def turned(rows: Sequence[Row]) -> str:
     """A column for each row."""
     keys = list(rows[0])[2:]
@@ -340,6 +356,7 @@ SECTIONS: dict[str, dict[str, Callable[[Sequence[Row]], str]]] = {
         "table-5": cells,
         "speedups": BY_LENGTH,
         "scaling": BY_LENGTH,
+        "sustained": sustained,
         "policy-map": partial(
             across,
             down=["cpu_ratio"],
@@ -413,6 +430,7 @@ def accuracy(result: Result) -> str:
         for name, each in (
             ("FlexGen as its code runs", result["accuracy"]),
             ("FlexGen as Fig. 6 draws it", result["accuracy_as_drawn"]),
+            ("sustained rates, none fitted", result["accuracy_sustained"]),
         )
     ]
     return markdown(

@@ -18,7 +18,12 @@ from _tables import filled, markdown
 
 DOCS = ROOT / "docs"
 OLDER = " ⟳"
-MACHINES = {"spr": "Xeon, Sapphire Rapids", "zen3": "EPYC, Zen 3", "zen5": "EPYC, Zen 5"}
+MACHINES = {
+    "spr": "Xeon, Sapphire Rapids",
+    "zen3": "EPYC, Zen 3",
+    "zen4": "EPYC, Zen 4",
+    "zen5": "EPYC, Zen 5",
+}
 ANY = "any machine"
 MEASURED_PAGES = (
     "expert-kernel.md",

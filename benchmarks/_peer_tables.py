@@ -30,6 +30,10 @@ class Bar(NamedTuple):
     unit: str = "{:.2f}"
     most: bool = False
 
+    def reached(self) -> bool:
+        """Whether the figure keeps to its bar."""
+        return self.figure <= self.bar if self.most else self.figure >= self.bar
+
 
 def bars(result: Result) -> Iterator[Bar]:
     """All figures that have a bar, as far as they were measured."""
@@ -55,6 +59,16 @@ def bars(result: Result) -> Iterator[Bar]:
         if OURS in figures["contestants"]:
             share = figures["contestants"][OURS]["fraction_of_limit"]["median"]
             yield Bar(f"expert kernel, rows {rows}: share of the limit", share, EXPERT_BARS[int(rows)])
+
+
+def missed(result: Result) -> str:
+    """A line for each bar that is missed."""
+    lines = [
+        [each.words, each.unit.format(each.figure), each.unit.format(each.bar)]
+        for each in bars(result)
+        if not each.reached()
+    ]
+    return markdown(["figure", "measured", "bar"], lines)
 
 
 def _page_cache(name: str, ratio: float, share: float) -> Bar:

@@ -25,6 +25,7 @@ from _within import Stuck, within
 
 from moesched.devices.torch.device import TorchDevice
 from moesched.machines import Machine, load_machine
+from moesched.machines.sustained import at_peak
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
@@ -130,7 +131,11 @@ class Bench:
             return self._generate(policy, MACHINES[machine]) == self._expected[machine]
         weights = 1.2 if resident(policy) else 0.9
         case = Case(
-            name="damaged", machine=load_machine("t4"), layers=4, weights=weights, new_tokens=NEW_TOKENS
+            name="damaged",
+            machine=at_peak(load_machine("t4")),
+            layers=4,
+            weights=weights,
+            new_tokens=NEW_TOKENS,
         )
         ended = run_on_symbols(policy, case.plan(policy))
         return ended.tokens == ended.expected

@@ -176,6 +176,7 @@ class Work(msgspec.Struct, eq=False):
         nbytes: bytes read from and written to the processor's memory, or carried over a link.
         tokens: rows of the operation, for cost tables.
         parts: the operations that it consists of, for cost tables.
+        kernel_rate: share of the processor's FLOP/s that kernels reach on weights in their storage format.
         nanoseconds, lead, demand: its time alone on the machine, the part of that time before a task starts, and its
             shares of resources; the virtual driver fills them in.
     """
@@ -186,6 +187,7 @@ class Work(msgspec.Struct, eq=False):
     nbytes: float = 0.0
     tokens: int = 0
     parts: tuple[WorkPart, ...] = ()
+    kernel_rate: float = 1.0
     nanoseconds: int = -1
     lead: int = 0
     demand: Any = None

@@ -43,9 +43,11 @@ class CpuFFN(ExpertStreaming):
             step.embed(j)
         routing = [self._launch(step, i, j) for i, j in order[:ahead]]
         for k, (i, j) in enumerate(order):
-            for expert in await routing[k]:
+            routed = await routing[k]
+            for expert in routed:
                 step.run_expert(i, expert, j, at="host")
-            step.load_routed(i, j)
+            if routed:
+                step.load_routed(i, j)
             step.combine(i, j)
             if k + ahead < len(order):
                 routing.append(self._launch(step, *order[k + ahead]))

@@ -54,6 +54,6 @@ class EpBalanced(NodeExperts):
     def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         owners = assign_by_rows(routed, self.placement)
         own = run_own(step, i, j, owners)
-        if self.recent is not None:
+        if self.recent is not None and routed:
             idle = self.recent.idle_for(IDLE_TOKENS * len(step.layers))
             warm_spare(step, i, j, owners, own, self.recent, idle)

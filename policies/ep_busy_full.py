@@ -20,6 +20,6 @@ class EpBusyFull(NodeExperts):
 
     def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         own = run_own(step, i, j, assign(routed, self.placement))
-        for expert in sorted(self.placement[step.node]):
+        for expert in sorted(self.placement[step.node]) if routed else ():
             if expert not in own:
                 step.warm_expert(i, expert, j)

@@ -103,7 +103,8 @@ class ExpertStreaming:
             self.moved = end
 
     def _slots(self, plan: Plan) -> int:
-        largest = max(len(plan.layout.dense(0)), len(plan.layout.expert(0, 0)))
+        dense = max(len(plan.layout.dense(i)) for i in plan.layers)
+        largest = max(dense, len(plan.layout.an_expert))
         return (1 + self.ahead) * self.together * largest
 
     def _goes_on(self, step: Step) -> bool:

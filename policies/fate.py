@@ -34,6 +34,8 @@ class Fate(PrefetchGate):
 
     def _rooms(self, plan: Plan) -> list[int]:
         experts, even = plan.layout.config.experts, super()._rooms(plan)
-        whole = min(self.shallow, len(even), sum(even) // experts)
-        left, layers = sum(even) - whole * experts, len(even) - whole
-        return [experts] * whole + [left // layers + (n < left % layers) for n in range(layers)]
+        routed = [i for i in plan.layers if plan.layout.experts_of(i)]
+        whole = min(self.shallow, len(routed), sum(even) // experts)
+        left, layers = sum(even) - whole * experts, len(routed) - whole
+        rooms = [experts] * whole + [left // layers + (n < left % layers) for n in range(layers)]
+        return [rooms[routed.index(i)] if i in routed else 0 for i in plan.layers]

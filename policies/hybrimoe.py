@@ -40,11 +40,13 @@ class HybriMoE(LayerByLayer):
         place_kv_and_dense(plan, experts=self.buffers)
         self.cache = PooledExperts(plan, LowestScore(), most=self.most, buffers=self.buffers)
         self.prefetches = Prefetches(self.cache.pool)
+        self.routes = [bool(plan.layout.experts_of(i)) for i in plan.layers]
         self.decisions = LayerDecisions(ExpertLatencies(plan), on_host=self.cache.on_host)
 
     async def _route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
         routing = {j: step.route(i, j) for j in micro_batches}
-        later = step.layers[i + 1 : i + 1 + self.ahead] if step.index else ()
+        following = step.layers[i + 1 : i + 1 + self.ahead] if step.index else ()
+        later = [n for n in following if self.routes[n]]
         previews = {n: {j: step.preview_route(n, j) for j in micro_batches} for n in later}
         routed = {j: await handle for j, handle in routing.items()}
         self._run_experts(step, i, routed)

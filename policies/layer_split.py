@@ -27,13 +27,13 @@ class LayerSplit:
         place_kv_that_fits(plan, experts=0)
         plan.run_experts_on_host()
         keep_dense(plan)
-        experts = range(plan.layout.config.experts)
-        layer = sum(
-            plan.slot_bytes(page) for page in plan.layout.pages if page.layer == 0 and page.expert >= 0
-        )
-        fit = min(plan.free("accelerator") // layer, len(plan.layers))
+        layout, left = plan.layout, plan.free("accelerator")
+        fit = 0
+        for i in plan.layers:
+            left -= sum(plan.slot_bytes(page) for page in layout.layer(i) if page.expert >= 0)
+            fit += left >= 0
         self.whole = range(fit if self.gpu_layers < 0 else min(fit, self.gpu_layers))
-        leave_on_host(plan, keep_experts(plan, [(i, e) for i in self.whole for e in experts]))
+        leave_on_host(plan, keep_experts(plan, [(i, e) for i in self.whole for e in layout.experts_of(i)]))
 
     async def prefill(self, step: Step) -> None:
         for j in step.micro_batches:
@@ -54,7 +54,9 @@ class LayerSplit:
     async def _on_host(self, step: Step, i: int, j: int) -> None:
         routing = step.route(i, j)
         step.offload_routed(i, j)
-        for expert in await routing:
+        routed = await routing
+        for expert in routed:
             step.run_expert(i, expert, j, at="host")
-        step.load_routed(i, j)
+        if routed:
+            step.load_routed(i, j)
         step.combine(i, j)

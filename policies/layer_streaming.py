@@ -16,8 +16,8 @@ class LayerStreaming:
     def plan(self, plan: Plan) -> None:
         plan.limit_in_flight(2)
         plan.place_kv("accelerator")
-        per_layer = len(plan.layout.layer(0))
-        self.buffer = plan.pool("accelerator", "layers", 2 * per_layer, plan.layout.pages)
+        largest = max(len(plan.layout.layer(i)) for i in plan.layers)
+        self.buffer = plan.pool("accelerator", "layers", 2 * largest, plan.layout.pages)
 
     async def prefill(self, step: Step) -> None:
         self._fetch(step, 0)

@@ -40,11 +40,14 @@ class LruOffload(LayerByLayer):
 
     def plan(self, plan: Plan) -> None:
         place_kv_and_dense(plan, experts=self.buffers)
-        experts, rooms = plan.layout.config.experts, self._rooms(plan)
+        layout, rooms = plan.layout, self._rooms(plan)
         # The published code offloads the first ones.
-        held = [[(i, expert) for expert in range(experts - room, experts)] for i, room in enumerate(rooms)]
+        held = [
+            [(i, expert) for expert in experts[len(experts) - rooms[i] :]]
+            for i, experts in enumerate(map(layout.experts_of, plan.layers))
+        ]
         self.cached = [CachedExperts(plan.layout, self.rule(), len(each), each) for each in held]
-        self.offloads = sum(rooms) < experts * len(rooms)
+        self.offloads = sum(rooms) < sum(len(layout.experts_of(i)) for i in plan.layers)
         if self.offloads:
             filled = [expert for each in held for expert in each]
             self.pool = ExpertPool(plan, len(filled) + self.buffers, filled, on_host=host_has_experts(plan))
@@ -53,8 +56,9 @@ class LruOffload(LayerByLayer):
             plan.keep([page for page in plan.layout.pages if page.expert >= 0])
 
     def _rooms(self, plan: Plan) -> list[int]:
-        """The size of each layer's cache, in experts."""
-        return [plan.layout.config.experts - self._offloaded(plan)] * len(plan.layers)
+        """The size of each layer's cache, in experts; 0 for layers that have none."""
+        room = plan.layout.config.experts - self._offloaded(plan)
+        return [room if plan.layout.experts_of(i) else 0 for i in plan.layers]
 
     def _offloaded(self, plan: Plan) -> int:
         """Number of experts per layer outside its cache.
@@ -72,7 +76,8 @@ class LruOffload(LayerByLayer):
             return self.offload_per_layer
         if all_fit(plan):
             return 0
-        room = max(0, experts_that_fit(plan) - self.buffers) // len(plan.layers)
+        routed = sum(bool(plan.layout.experts_of(i)) for i in plan.layers)
+        room = max(0, experts_that_fit(plan) - self.buffers) // routed
         return max(1, experts - room)
 
     def _run_experts(self, step: Step, i: int, routed: Routed) -> None:

@@ -35,12 +35,13 @@ class PrefetchGate(LruOffload):
 
     def plan(self, plan: Plan) -> None:
         super().plan(plan)
+        self.routes = {i for i in plan.layers if plan.layout.experts_of(i)}
         if self.offloads:
             self.prefetches = Prefetches(self.pool)
 
     async def _route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
         routing = {j: step.route(i, j) for j in micro_batches}
-        following = micro_batches if self.offloads and i + 1 in step.layers else ()
+        following = micro_batches if self.offloads and i + 1 in self.routes else ()
         previews = {j: step.preview_route(i + 1, j) for j in following}
         routed = {j: await handle for j, handle in routing.items()}
         if self.offloads:

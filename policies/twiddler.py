@@ -65,9 +65,7 @@ class Twiddler(LayerByLayer):
             self.at_gpu = keep_experts(plan, order)
             return
         plan.run_experts_on_host()
-        self.visitors = plan.pool(
-            "accelerator", "visitors", VISITORS * len(plan.layout.expert(0, 0)), experts
-        )
+        self.visitors = plan.pool("accelerator", "visitors", VISITORS * len(plan.layout.an_expert), experts)
         self.at_gpu = keep_experts(plan, order, self.most)
         self.held = leave_on_host(plan, self.at_gpu) if self.has_host else None
 

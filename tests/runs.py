@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.engine import Engine
 from moesched.machines import Machine, load_machine
+from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
@@ -77,7 +78,7 @@ def make_plan(
 ) -> Plan:
     """A policy's plan for some requests with prompts of the same length."""
     batch = split_batch([prompt] * requests, new_tokens, micro_batch_size)
-    described = load_machine(machine) if isinstance(machine, str) else machine
+    described = at_peak(load_machine(machine)) if isinstance(machine, str) else machine
     plan = Plan(described, weight_layout(SHAPES[shape]), batch, budgets)
     policy.plan(plan)
     plan.check()

@@ -10,13 +10,14 @@ import msgspec
 from moesched.drivers.validation import CheckedEngine
 from moesched.engine import Engine
 from moesched.machines import Machine, load_machine
+from moesched.machines.sustained import at_peak
 from moesched.plugins import make_policy
 from moesched.runs.simulation import simulate
 from moesched.tasks import DONE, Task
 from moesched.testing import Case
 from moesched.trace import Recorder
 
-T4 = load_machine("t4")
+T4 = at_peak(load_machine("t4"))
 LAYOUT = Case(name="cache", machine=T4, layers=4).layout()
 Choices = Sequence[Sequence[Sequence[int] | Mapping[int, int]]]
 """Experts by step and layer."""

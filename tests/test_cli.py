@@ -18,7 +18,18 @@ from moesched.cli.logs import send_logs_to_stderr
 
 @pytest.mark.parametrize(
     "name",
-    ["run", "simulate", "check", "random-model", "list", "compare", "calibrate", "roofline", "reproduce"],
+    [
+        "run",
+        "simulate",
+        "check",
+        "random-model",
+        "list",
+        "compare",
+        "machine",
+        "calibrate",
+        "roofline",
+        "reproduce",
+    ],
 )
 def test_each_command_explains_itself_with_an_example(command: Any, name: str) -> None:
     said = command(name, "--help")

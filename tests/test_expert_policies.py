@@ -17,6 +17,7 @@ from moesched.dispatch.expert_latencies import ExpertLatencies
 from moesched.dispatch.expert_placement import order_of, popularity_of
 from moesched.errors import BadInput
 from moesched.machines import Machine, load_machine
+from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.planner import plan_model
@@ -30,7 +31,7 @@ from moesched.tasks import HostKernel, Task
 from moesched.testing import Case, run_on_symbols
 from odd_models import DBRX, MIXTRAL, PROMPTS, Reference, Streamed, layout_of, name_of
 
-T4 = load_machine("t4")
+T4 = at_peak(load_machine("t4"))
 POPULARITY = [[3, 1, 2], [9, 4, 7]]
 POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("cpu_ffn", {}),
@@ -201,7 +202,7 @@ def test_latencies_are_those_of_the_machines_cost_model() -> None:
     plan = Plan(T4, layout, split_batch([2], 2, 1))
     latencies, operations = ExpertLatencies(plan), plan.operations
     for s in (1, 64, 4096):
-        flops, nbytes, _ = operations.fetched_expert(s)
+        flops, nbytes, *_ = operations.fetched_expert(s)
         assert latencies.at_host(s) == pytest.approx(5e-6 + max(flops / 1.7e12, nbytes / 100e9))
         assert latencies.at_accelerator(s) == pytest.approx(5e-6 + max(flops / 65e12, nbytes / 320e9))
     assert latencies.transfer == pytest.approx(10e-6 + operations.expert_bytes / 12e9, rel=1e-3)

@@ -39,7 +39,7 @@ def test_large_frames_are_put_together_alike() -> None:
 
 def test_a_frame_lies_at_the_places_that_the_docs_say() -> None:
     data = pack(Frame(Kind.ALL_REDUCE, Kind.ALL_REDUCE, 258, shape=(2,), text="t", values=np.ones(2, "<f4")))
-    assert (data[:4], data[4], data[6:8], len(data)) == (b"MoEx", 1, b"\x02\x01", 96 + 16 + 8)
+    assert (data[:4], data[4], data[6:8], len(data)) == (b"MoEx", 2, b"\x02\x01", 96 + 16 + 8)
 
 
 def test_long_texts_are_cut_and_stay_different() -> None:

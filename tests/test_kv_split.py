@@ -19,6 +19,7 @@ from moesched.errors import BadInput, PolicyError
 from moesched.inputs.options import SizeOptions
 from moesched.machines import Machine, load_machine
 from moesched.machines.cost import cost_model
+from moesched.machines.sustained import at_peak
 from moesched.machines.toml_text import machine_toml
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
@@ -36,7 +37,7 @@ from small_models import SMALL, small_model
 
 SPLITTING = ("cgopipe", "fastdecode", "flexgen", "flexgen_cpu", "three_tiers")
 SHARES = (0.0, 0.5, 1.0)
-T4 = load_machine("t4")
+T4 = at_peak(load_machine("t4"))
 PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90], [11, 12], [13, 14, 15]]
 
 

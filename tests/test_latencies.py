@@ -16,6 +16,7 @@ from moesched.inputs.lookup import find_machine
 from moesched.machines import COST_FORMAT, CostPoint, Machine, load_machine, machine_names, parse_machine
 from moesched.machines.cost import cost_model
 from moesched.machines.local import this_processor, unified_machine
+from moesched.machines.sustained import at_peak
 from moesched.machines.toml_text import machine_toml
 
 ADA = ("latencies", "--model", "mixtral-8x7b", "--machine", "rtx6000-ada")
@@ -33,8 +34,8 @@ def test_the_figures_are_those_of_the_cost_model_and_say_where_moving_pays(comma
     report = json.loads(command(*ADA, "--json").out)
     seconds = {row["name"]: row["seconds"] for row in report["rows"]}
     assert seconds["weight copy"] == pytest.approx(352_321_536 / 24e9 + 10e-6)
-    assert seconds["gpu 1"] == pytest.approx(352_321_536 / 120e9 + 5e-6)
-    assert seconds["cpu 1"] == pytest.approx(352_321_536 / 67e9 + 5e-6)
+    assert seconds["gpu 1"] == pytest.approx(352_321_536 / 120e9 + 5 * 3e-6)
+    assert seconds["cpu 1"] == pytest.approx(352_321_536 / 67e9 + 5 * 15e-6)
     threshold = latencies_of("mixtral-8x7b", "rtx6000-ada", tokens=[report["cheaper_moved"]])
     below = latencies_of("mixtral-8x7b", "rtx6000-ada", tokens=[report["cheaper_moved"] - 1])
     moved = [each.rows[0].seconds + each.rows[2].seconds for each in (threshold, below)]
@@ -108,7 +109,7 @@ def test_this_machines_own_calibration_is_taken(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_machine_file_keeps_where_it_was_measured_and_what_experts_read() -> None:
-    machine = load_machine("rtx6000")
+    machine = at_peak(load_machine("rtx6000"))
     again = parse_machine(
         machine_toml(msgspec.structs.replace(machine, measured_on="here")).encode(), "again"
     )

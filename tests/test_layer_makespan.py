@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from moesched.dispatch.expert_latencies import ExpertLatencies
 from moesched.dispatch.layer_makespan import FEW, Layer, LayerDecision, decide
 from moesched.machines import load_machine
+from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
@@ -149,7 +150,7 @@ def test_slower_side_by_side_means_a_later_end_and_fewer_fetches() -> None:
 
 
 def test_copies_of_rows_and_contention_are_those_of_the_machines_cost_model() -> None:
-    latencies = ExpertLatencies(Plan(load_machine("t4"), MIXTRAL, split_batch([2], 2, 1)))
+    latencies = ExpertLatencies(Plan(at_peak(load_machine("t4")), MIXTRAL, split_batch([2], 2, 1)))
     assert latencies.to_host(100) == pytest.approx(10e-6 + 100 * 4096 * 2 / 12e9)
     assert latencies.from_host(100) == pytest.approx(latencies.to_host(100))
     host, link = latencies.side_by_side(1)
@@ -159,7 +160,7 @@ def test_copies_of_rows_and_contention_are_those_of_the_machines_cost_model() ->
 
 @pytest.mark.parametrize("name", TABLE_1)
 def test_profiles_of_the_papers_machines_have_its_measured_ratio(name: str) -> None:
-    latencies = ExpertLatencies(Plan(load_machine(name), MIXTRAL, split_batch([2], 2, 1)))
+    latencies = ExpertLatencies(Plan(at_peak(load_machine(name)), MIXTRAL, split_batch([2], 2, 1)))
     for n in (1, 16, 256, 1024):
         assert 2 <= latencies.transfer / latencies.at_accelerator(n) <= 5.01
     assert latencies.to_host(1) < 0.01 * latencies.at_host(1)
@@ -182,7 +183,7 @@ def first_layer(policy: str, routing: Routing, machine: str = "rtx6000") -> list
     """Tasks of an expert of layer 0 in one decode step."""
     ended = Ended()
     made = make_policy(policy, {"experts": TABLE_1[machine]})
-    plan = plan_run(load_machine(machine), MIXTRAL, split_batch([4], 2, 1), made)
+    plan = plan_run(at_peak(load_machine(machine)), MIXTRAL, split_batch([4], 2, 1), made)
     simulate(plan, made, routing=routing, observers=[ended])
     return [task for task in ended.tasks if task.layer == 0 and task.step == 1]
 
@@ -202,7 +203,7 @@ def test_a_layer_ends_when_it_was_estimated_to() -> None:
     end = next(task.start for task in tasks if task.verb == "combine")
     kept = {0, 1}  # 14 of 64 experts, spread evenly over the layers
     assert {task.expert for task in tasks if task.verb == "fetch"}.isdisjoint(kept)
-    plan = Plan(load_machine("rtx6000"), MIXTRAL, split_batch([4], 2, 1))
+    plan = Plan(at_peak(load_machine("rtx6000")), MIXTRAL, split_batch([4], 2, 1))
     layer = Layer([200, 300], [150, 120, 110, 90, 60, 20], ExpertLatencies(plan), resident_on_host=True)
     assert (end - begin) / 1e9 == pytest.approx(decide(layer).seconds, rel=0.01)
 
@@ -226,7 +227,7 @@ def test_a_layer_never_ends_later_than_with_algorithm_1(machine: str) -> None:
 
 def test_a_choice_on_a_machine_whose_host_has_no_copies_leaves_kept_experts_where_they_are() -> None:
     policy: Any = make_policy("twiddler_makespan", {"experts": 6})
-    plan = Case(name="unified", machine=load_machine("cpu-nvme"), weights=1.5).plan(policy)
+    plan = Case(name="unified", machine=at_peak(load_machine("cpu-nvme")), weights=1.5).plan(policy)
     ended = run_on_symbols(policy, plan)
     assert ended.tokens == ended.expected
     assert not plan.declared.resident_experts_on_host

@@ -145,6 +145,7 @@ def test_the_named_shapes_have_the_parameters_that_they_are_known_for() -> None:
     billions = {
         name: sum(math.prod(shape) for shape in tensor_shapes(config).values()) / 1e9
         for name, config in SHAPES.items()
+        if not config.pattern
     }
     assert billions == {
         "mixtral-0.8b": pytest.approx(0.79, abs=0.005),

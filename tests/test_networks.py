@@ -13,6 +13,7 @@ from moesched.errors import BadInput
 from moesched.machines import load_machine, parse_machine
 from moesched.machines.cost import Roofline
 from moesched.machines.networks import NETWORK, Network, load_network, network_names
+from moesched.machines.sustained import at_peak
 from moesched.machines.toml_text import machine_toml
 from moesched.tasks import Work
 
@@ -65,7 +66,7 @@ def test_an_unknown_network_is_told_with_those_there_are() -> None:
 
 
 def test_an_exchange_costs_latency_and_its_bytes() -> None:
-    machine = msgspec.structs.replace(load_machine("m2-ultra"), network=load_network("10gbe"))
+    machine = msgspec.structs.replace(at_peak(load_machine("m2-ultra")), network=load_network("10gbe"))
     demand = Roofline(machine, "bfloat16").work(Work("all_reduce", NETWORK, nbytes=1.25e6))
     assert demand.seconds == pytest.approx(2e-3)
     assert dict(demand.shares) == {NETWORK: 0.5}
@@ -73,10 +74,10 @@ def test_an_exchange_costs_latency_and_its_bytes() -> None:
 
 def test_a_machine_without_a_network_has_no_cost_for_an_exchange() -> None:
     with pytest.raises(BadInput, match="machine m2-ultra has no cost for all_reduce on 'network'"):
-        Roofline(load_machine("m2-ultra"), "bfloat16").work(Work("all_reduce", NETWORK, nbytes=1))
+        Roofline(at_peak(load_machine("m2-ultra")), "bfloat16").work(Work("all_reduce", NETWORK, nbytes=1))
 
 
 def test_a_machine_is_written_with_its_network_and_its_price() -> None:
-    machine = msgspec.structs.replace(load_machine("m2-ultra"), network=load_network("rocev2"))
+    machine = msgspec.structs.replace(at_peak(load_machine("m2-ultra")), network=load_network("rocev2"))
     assert parse_machine(machine_toml(machine).encode(), "written") == machine
     assert machine.price_usd == 6599

@@ -13,6 +13,7 @@ from moesched.cli.main import main
 from moesched.errors import BadInput
 from moesched.machines import load_machine
 from moesched.machines.cost import cost_model
+from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.planner import Proposal, plan_best, plan_model
@@ -217,7 +218,7 @@ def test_a_look_at_a_schedule_tells_what_all_of_it_comes_to(policy: str) -> None
 
 @pytest.fixture(scope="module")
 def proposal() -> Proposal:
-    return plan_model("mixtral-8x7b", machine="t4", gen=32)
+    return plan_model("mixtral-8x7b", machine=at_peak(T4), gen=32)
 
 
 def test_the_plan_for_mixtral_on_a_t4_streams_weights_and_attends_on_the_host(proposal: Proposal) -> None:

@@ -46,7 +46,7 @@ WELCOME = Welcome(
 
 @contextmanager
 def repeating(front: str, back: str, recorded: list[bytes]) -> Iterator[None]:
-    """Pass frames on from one address to another; before each, send all recorded frames again."""
+    """Pass frames on from one address to another, and back; before each, send all recorded ones again."""
     context: zmq.Context[Any] = zmq.Context()
     taking, giving = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
     taking.bind(front)
@@ -55,7 +55,9 @@ def repeating(front: str, back: str, recorded: list[bytes]) -> Iterator[None]:
 
     def pass_on() -> None:
         while not ended.is_set():
-            if taking.poll(20):
+            if giving.poll(0):
+                taking.send(giving.recv())
+            if taking.poll(2):
                 for frame in recorded:
                     giving.send(frame)
                 recorded.append(taking.recv())

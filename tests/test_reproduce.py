@@ -13,6 +13,7 @@ from msgspec.structs import replace
 import moesched
 from moesched.errors import BadInput
 from moesched.machines import load_machine
+from moesched.machines.sustained import at_peak
 from moesched.planner.traits import UNLIMITED
 from moesched.reproduce import SECTIONS, Section, reproduce
 from moesched.reproduce.moe_lightning.attention import attention_section
@@ -100,7 +101,7 @@ def test_a_cell_that_no_rate_can_meet_is_refused() -> None:
 
 
 def test_rates_change_the_links_and_the_gpu_and_flexgens_host_only_where_flexgen_attends() -> None:
-    machine, rates = load_machine("l4"), Rates(link=0.5, kernels=0.25, flexgen_attention=0.1)
+    machine, rates = at_peak(load_machine("l4")), Rates(link=0.5, kernels=0.25, flexgen_attention=0.1)
     ours = machine_at(machine, rates)
     assert ours.link("host", "gpu").bandwidth == 12e9
     assert ours.link("host", "pinned") == machine.link("host", "pinned")

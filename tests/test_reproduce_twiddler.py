@@ -47,7 +47,7 @@ def test_an_experts_time_on_the_cpu_is_a_straight_line_through_zero_with_the_pap
 def test_a_copy_takes_as_many_times_the_gpus_compute_as_was_asked_for() -> None:
     machine = copies_over_compute(2.0)(as_measured(PAPER)(load_machine("rtx6000-ada")))
     layout_bytes = 3 * 4096 * 14336 * 2
-    flops, nbytes, parts = Operations(SHAPES["mixtral-8x7b"], "bfloat16").fetched_expert(1)
+    flops, nbytes, parts, _ = Operations(SHAPES["mixtral-8x7b"], "bfloat16").fetched_expert(1)
     seconds = cost_model(machine, "bfloat16").work(Work("expert", "gpu", flops, nbytes, 1, parts)).seconds
     assert layout_bytes / machine.link("host", "gpu").bandwidth / seconds == pytest.approx(2.0, rel=0.01)
 

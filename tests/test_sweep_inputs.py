@@ -203,7 +203,7 @@ def test_a_picture_of_many_series_names_the_best(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("batchsize = 1", r"s\.toml: unknown key 'batchsize': did you mean batch_size\?"),
-        ('colour = "red"', r"unknown key 'colour': use one of model, machine, "),
+        ('colour = "red"', r"unknown key 'colour': use one of model, format, machine, "),
         ("batch_size = []", r"s\.toml: batch_size is empty: give at least one value, or omit it"),
         ('batch_size = ["two"]', r"s\.toml: batch_size: 'two' is not a whole number from 1 on"),
         ("settings = 3", r"s\.toml: settings is 3: give a table"),

@@ -21,6 +21,7 @@ from moesched.jobs.report import JobReport
 from moesched.machines import INTERCONNECT, AcceleratorGroup, CostPoint, Machine, load_machine
 from moesched.machines.cost import Roofline
 from moesched.machines.rank import rank_share
+from moesched.machines.sustained import at_peak
 from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
 from moesched.models.operations import Operations
@@ -57,7 +58,7 @@ RING = 2 * 3 / 4  # what each of four ranks sends for each byte of a sum
 def plan_on(
     machine: str | Machine, ranks: int, policy: Any, config: ModelConfig = MODEL, new_tokens: int = 5
 ) -> Plan:
-    whole = load_machine(machine) if isinstance(machine, str) else machine
+    whole = at_peak(load_machine(machine)) if isinstance(machine, str) else machine
     cut, share, _ = cut_over_ranks(config, whole, None, ranks)
     budgets = {} if type(policy).__name__ == "Resident" else {"gpu": 80_000 + 480_000 // ranks}
     batch = split_batch([7, 9, 4, 12, 5], new_tokens, 2)
@@ -67,7 +68,7 @@ def plan_on(
 # -- the cut ---------------------------------------------------------------------------------------
 
 
-CUT = sorted(name for name, config in SHAPES.items() if config.qk_norm != "projection")
+CUT = sorted(name for name, config in SHAPES.items() if config.qk_norm != "projection" and not config.pattern)
 
 
 @given(st.sampled_from(CUT), st.sampled_from([2, 4]))
@@ -105,7 +106,7 @@ def test_ranks_share_out_the_work_of_products_and_attention(name: str, ranks: in
 
 
 def test_a_rank_has_its_own_accelerator_and_a_share_of_all_else() -> None:
-    whole = load_machine("t4x4")
+    whole = at_peak(load_machine("t4x4"))
     share = rank_share(whole, 4)
     assert share.accelerator == whole.accelerator
     assert share.memories["gpu"] == whole.memories["gpu"]
@@ -120,7 +121,7 @@ def test_a_rank_has_its_own_accelerator_and_a_share_of_all_else() -> None:
 
 
 def test_one_rank_of_a_group_has_all_that_they_share() -> None:
-    whole = load_machine("t4x4")
+    whole = at_peak(load_machine("t4x4"))
     assert rank_share(whole, 1) == msgspec.structs.replace(whole, accelerator_group=AcceleratorGroup())
 
 
@@ -135,17 +136,17 @@ def all_reduce(machine: Machine, nbytes: int) -> float:
 
 
 def test_an_all_reduce_goes_round_a_ring_twice() -> None:
-    assert all_reduce(rank_share(load_machine("t4x4"), 4), 12_000_000) == pytest.approx(
+    assert all_reduce(rank_share(at_peak(load_machine("t4x4")), 4), 12_000_000) == pytest.approx(
         RING * 1e-3 + 6 * 20e-6
     )
-    assert all_reduce(rank_share(load_machine("a100-80gx2"), 2), 300_000_000) == pytest.approx(
+    assert all_reduce(rank_share(at_peak(load_machine("a100-80gx2")), 2), 300_000_000) == pytest.approx(
         1e-3 + 2 * 5e-6
     )
 
 
 def test_accelerators_without_an_interconnect_reduce_through_the_host() -> None:
     group = AcceleratorGroup(count=4)
-    share = rank_share(msgspec.structs.replace(load_machine("t4x4"), accelerator_group=group), 4)
+    share = rank_share(msgspec.structs.replace(at_peak(load_machine("t4x4")), accelerator_group=group), 4)
     assert share.accelerator_group.interconnect is not None
     assert (
         share.accelerator_group.interconnect.bandwidth == 12e9
@@ -156,7 +157,9 @@ def test_accelerators_without_an_interconnect_reduce_through_the_host() -> None:
 def test_an_all_reduce_slows_the_links_that_carry_it() -> None:
     sharing = {
         name: dict(
-            Roofline(load_machine(name), "bfloat16").work(Work("all_reduce", INTERCONNECT, nbytes=1e9)).shares
+            Roofline(at_peak(load_machine(name)), "bfloat16")
+            .work(Work("all_reduce", INTERCONNECT, nbytes=1e9))
+            .shares
         ).keys()
         for name in ("t4x2", "a100-80gx2")
     }
@@ -165,7 +168,7 @@ def test_an_all_reduce_slows_the_links_that_carry_it() -> None:
 
 def test_an_all_reduce_on_a_machine_with_one_accelerator_has_no_cost() -> None:
     with pytest.raises(BadInput, match="machine t4 has no cost for all_reduce on 'interconnect'"):
-        Roofline(load_machine("t4"), "bfloat16").work(Work("all_reduce", INTERCONNECT, nbytes=1.0))
+        Roofline(at_peak(load_machine("t4")), "bfloat16").work(Work("all_reduce", INTERCONNECT, nbytes=1.0))
 
 
 # -- the verbs -------------------------------------------------------------------------------------
@@ -258,7 +261,7 @@ class Skips:
 
 def test_a_verb_out_of_order_is_refused_on_a_rank_too() -> None:
     policy = Skips()
-    cut, share, _ = cut_over_ranks(SMALL, load_machine("t4x2"), None, None)
+    cut, share, _ = cut_over_ranks(SMALL, at_peak(load_machine("t4x2")), None, None)
     plan = plan_run(share, weight_layout(cut, "float32"), split_batch([3], 2, 1), policy)
     with pytest.raises(OutOfOrder, match=r"post_attention\(L0, mb0\) needs mb0 at step 0 L0 attended"):
         simulate(plan, policy)
@@ -275,6 +278,7 @@ def predicted(machine: str | Machine, **changes: Any) -> JobReport:
         "policy": "cgopipe",
         **changes,
     }
+    machine = at_peak(load_machine(machine) if isinstance(machine, str) else machine)
     return moesched.simulate_model("mixtral-8x22b", machine=machine, workload="mtbench", **sizes)
 
 
@@ -288,7 +292,7 @@ def test_all_accelerators_of_a_machine_are_used_unless_fewer_are_asked_for() -> 
 
 
 def test_shared_memories_are_reported_for_all_ranks_and_the_gpu_for_one() -> None:
-    machine, report = load_machine("t4x4"), predicted("t4x4")
+    machine, report = at_peak(load_machine("t4x4")), predicted("t4x4")
     weights = weight_layout(SHAPES["mixtral-8x22b"]).pages
     assert sum(page.nbytes for page in weights) < report.peak_bytes["host"] < machine.memories["host"].nbytes
     assert report.peak_bytes["gpu"] <= machine.memories["gpu"].nbytes
@@ -331,7 +335,7 @@ def test_a_number_of_ranks_that_cannot_be_is_refused_in_one_line(
 
 def test_measured_costs_of_one_accelerator_are_not_used_for_several() -> None:
     measured = msgspec.structs.replace(
-        load_machine("t4x2"), cost_table=[CostPoint(operation="dispatch", size=0, seconds=1e-6)]
+        at_peak(load_machine("t4x2")), cost_table=[CostPoint(operation="dispatch", size=0, seconds=1e-6)]
     )
     with pytest.raises(BadInput, match=r"machine t4x2 has measured costs.*--tensor-parallel 1"):
         predicted(measured)

@@ -18,7 +18,19 @@ import numpy as np
 import pytest
 import zmq
 
-from meshes import FIRST, ONE, at_once, closing, from_rank_1, keys_of, mesh_of, ports, sockets_in, sums
+from meshes import (
+    FIRST,
+    GREETING,
+    ONE,
+    at_once,
+    closing,
+    from_rank_1,
+    keys_of,
+    mesh_of,
+    ports,
+    sockets_in,
+    sums,
+)
 from moesched.errors import BadInput, RankLost, TransportError
 from moesched.seams import Exchange
 from moesched.transports.curve import Keys
@@ -181,6 +193,22 @@ def test_ranks_that_do_not_come_in_time_are_named(tmp_path: Path) -> None:
             alone.all_reduce(1, FIRST, ONE)
 
 
+def test_ranks_whose_keys_differ_learn_why_the_other_does_not_come() -> None:
+    addresses, keys, others = ports(2), keys_of(2), keys_of(2)
+    mine = Keys(others[1].secret, [keys[0].public[0], others[1].public[1]])
+    ranks = [
+        ZeroMqTransport(addresses, 0, keys=keys[0], timeout_seconds=0.5),
+        ZeroMqTransport(addresses, 1, keys=mine, timeout_seconds=0.5),
+    ]
+    with closing(ranks):
+        first, second = sums(ranks)
+    assert re.search(
+        r"rank 1 did not come in 0\.5 s; rank 1: a connection from .* was refused: its key is not known here",
+        str(first),
+    )
+    assert str(second).endswith("rank 0 did not come in 0.5 s; rank 0: it does not know our key")
+
+
 def test_ranks_may_start_in_any_order(tmp_path: Path) -> None:
     addresses = sockets_in(tmp_path, 2)
     with closing([ZeroMqTransport(addresses, 1)]) as (second,), ThreadPoolExecutor(1) as threads:
@@ -204,38 +232,57 @@ def test_a_rank_that_closes_its_transport_is_missed_at_once(tmp_path: Path) -> N
 
 
 @contextmanager
-def rank_and_its_bare_peer(
-    folder: Path,
-) -> Iterator[tuple[ZeroMqTransport, zmq.Socket[bytes], zmq.Socket[bytes]]]:
-    """Rank 0 after one exchange with rank 1, and the sockets on which rank 1 listens and speaks."""
+def rank_and_its_bare_peer(folder: Path) -> Iterator[tuple[ZeroMqTransport, zmq.Socket[bytes]]]:
+    """Rank 0 after one exchange with rank 1, and the socket of rank 1."""
     addresses = sockets_in(folder, 2)
     with closing([ZeroMqTransport(addresses, 0)]) as (first,), zmq.Context() as context:
-        listening, speaking = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
-        listening.bind(addresses[1])
-        speaking.connect(addresses[0])
-        speaking.send(from_rank_1())
+        second = context.socket(zmq.DEALER)
+        second.connect(addresses[0])
+        for data in (GREETING, from_rank_1()):
+            second.send(data)
         first.all_reduce(0, FIRST, ONE)
-        yield first, listening, speaking
+        yield first, second
 
 
-def test_what_a_rank_said_last_is_heard_after_its_own_socket_is_gone(tmp_path: Path) -> None:
-    """A rank listens on one connection and speaks on another: the second may end much later than the first."""
-    with rank_and_its_bare_peer(tmp_path) as (first, listening, speaking):
-        listening.close(0)
-        wait_until(lambda: first.mesh.watch.hung_up(1), "the end of a connection")
-        assert not first.mesh.watch.lost(1)
-        speaking.send(pack(Frame(Kind.LEAVE, Kind.ABANDON, 1, text="out of memory")))
-        speaking.close()
+def test_what_a_rank_said_last_is_heard_after_its_connection_ended(tmp_path: Path) -> None:
+    with rank_and_its_bare_peer(tmp_path) as (first, second):
+        second.send(pack(Frame(Kind.LEAVE, Kind.ABANDON, 1, text="out of memory")))
+        second.close()
+        wait_until(lambda: first.mesh.lost(1), "the end of a connection")
         with pytest.raises(RankLost, match="rank 1 is lost: out of memory"):
             first.all_reduce(0, Exchange(1), ONE)
 
 
-def test_a_rank_is_lost_when_both_of_its_connections_ended(tmp_path: Path) -> None:
-    with rank_and_its_bare_peer(tmp_path) as (first, listening, speaking):
-        listening.close(0)
-        speaking.close()
+def test_a_rank_is_lost_when_its_connection_ended(tmp_path: Path) -> None:
+    with rank_and_its_bare_peer(tmp_path) as (first, second):
+        second.close()
         with pytest.raises(RankLost, match="rank 1 is lost: its connection ended"):
             first.all_reduce(0, Exchange(1), ONE)
+
+
+def test_a_rank_that_ended_before_it_was_heard_is_lost(tmp_path: Path) -> None:
+    addresses = sockets_in(tmp_path, 2)
+    with closing([ZeroMqTransport(addresses, 0)]) as (first,), zmq.Context() as context:
+        second = context.socket(zmq.DEALER)
+        second.connect(addresses[0])
+        second.send(GREETING)
+        second.close()
+        with pytest.raises(RankLost, match="rank 1 is lost: its connection ended"):
+            first.all_reduce(0, FIRST, ONE)
+
+
+def test_a_rank_is_lost_when_the_one_that_it_connected_to_ended(tmp_path: Path) -> None:
+    addresses = sockets_in(tmp_path, 2)
+    with zmq.Context() as context, closing([ZeroMqTransport(addresses, 1)]) as (second,):
+        first = context.socket(zmq.ROUTER)
+        first.bind(addresses[0])
+        name, greeting = first.recv_multipart()
+        assert greeting == GREETING
+        first.send_multipart([name, from_rank_1(rank=0)])
+        assert second.all_reduce(1, FIRST, ONE).tolist() == [2.0]
+        first.close(0)
+        with pytest.raises(RankLost, match="rank 0 is lost: its connection ended"):
+            second.all_reduce(1, Exchange(1), ONE)
 
 
 RANK = """

@@ -94,7 +94,7 @@ def test_strangers_are_sent_away_and_logged_and_the_ranks_go_on(
         (b"GET / HTTP/1.1\r\n", "16 bytes, less than a header"),
         (b"\x80\x04\x95" + bytes(200), r"it begins with b'\x80\x04\x95\x00'"),
         (bytes(from_rank_1(epoch=5))[:-1], "99 bytes for 0 of text and 1 of float32"),
-        (b"MoEx\x02" + bytes(from_rank_1(epoch=5))[5:], "version 2 of the wire format; this is version 1"),
+        (b"MoEx\x03" + bytes(from_rank_1(epoch=5))[5:], "version 3 of the wire format; this is version 2"),
     ],
     ids=["epoch", "own rank", "no rank", "too short", "pickle", "too little", "version"],
 )
@@ -117,13 +117,27 @@ def test_frames_that_are_strange_are_refused_and_logged_with_their_address(
     ]
 
 
-def test_a_rank_cannot_speak_for_another_one(tmp_path: Path) -> None:
+def test_a_stranger_is_sent_nothing(strangers: Callable[..., Stranger]) -> None:
+    addresses = ports(2)
+    with closing(mesh_of(addresses)) as ranks, capture_logs() as logs:
+        stranger = strangers(addresses[0]).socket
+        for part in (b"several", b"parts"):
+            stranger.send_multipart([part] * 3)
+        for ticket in range(3):
+            assert [total.tolist() for total in sums(ranks, Exchange(ticket))] == [[2.0]] * 2
+        refusals_until(2, ranks[0], logs)
+        assert not stranger.poll(0)
+
+
+@pytest.mark.parametrize(("speaker", "hearer", "claimed"), [(2, 0, 1), (0, 2, 1), (2, 1, 0)])
+def test_a_rank_cannot_speak_for_another_one(tmp_path: Path, speaker: int, hearer: int, claimed: int) -> None:
     with closing(mesh_of(sockets_in(tmp_path, 3), keys=keys_of(3))) as ranks, capture_logs() as logs:
         sums(ranks)
-        forged = from_rank_1(sequence=1, ticket=1, values=np.full(1, 9, np.float32))
-        assert ranks[2].mesh.send(0, forged)
+        forged = from_rank_1(rank=claimed, sequence=1, ticket=1, values=np.full(1, 9, np.float32))
+        assert ranks[speaker].mesh.send(hearer, forged)
         assert [total.tolist() for total in sums(ranks, Exchange(1))] == [[3.0]] * 3
-        assert refusals_until(1, ranks[0], logs)[0]["why"] == "from rank 1, with the key of rank 2"
+        refused = refusals_until(1, ranks[hearer], logs)
+        assert refused[0]["why"] == f"from rank {claimed}, with the key of rank {speaker}"
 
 
 def test_a_frame_that_comes_twice_counts_once(tmp_path: Path) -> None:

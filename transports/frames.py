@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from moesched.seams import Array
 
 MAGIC = b"MoEx"
-VERSION = 1
+VERSION = 2
 _SENDER = struct.Struct("<4sBBH")
 _PLACE = struct.Struct("<QQqqq")
 _SUBJECT = struct.Struct("<QBBBxHH8I")
@@ -90,6 +90,8 @@ class Kind(IntEnum):
     """The sender takes no part in this exchange; the text is the reason."""
     LEAVE = 8
     """The sender takes no part in any later exchange; the text is the reason."""
+    HERE = 9
+    """The receiver can reach the sender on this connection; belongs to no exchange."""
 
     __hash__ = int.__hash__  # that of enumerations is written in Python, and each exchange needs three
 

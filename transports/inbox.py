@@ -45,7 +45,7 @@ class Inbox:
             return None
         if frame.kind is Kind.LEAVE:
             self.left[frame.rank] = frame.text
-        if frame.kind is Kind.LEAVE or frame.sequence < self._sequence:
+        if frame.kind in (Kind.LEAVE, Kind.HERE) or frame.sequence < self._sequence:
             return None
         self.reached[frame.rank] = frame
         if frame.sequence == self._sequence:

@@ -1,12 +1,14 @@
-"""Sockets between all pairs of ranks: each rank receives on one socket, and sends to each other rank on a separate one.
+"""Sockets between all pairs of ranks: one connection for each pair, which the higher rank opens.
 
-All are DEALERs. The receiving socket never sends, so that an unknown peer learns nothing from it. The sending sockets
-send only to a peer with the key of their rank. One address for each rank is enough, and ranks may start in any order.
+A rank listens on one ROUTER for all higher ranks, and has one DEALER for each lower rank. A rank that connects greets
+in its first frame, and the ROUTER sends only on connections on which a rank did: a stranger learns nothing from it. One
+address for each rank is enough, and ranks may start in any order.
 """
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +17,8 @@ import zmq
 from moesched.errors import BadInput
 
 from .curve import Keys, check_keys, seal
-from .frames import JOINED_UP_TO, BadFrame, Frame, unpack
+from .ear import NOW, Ear, Message, give, take
+from .frames import JOINED_UP_TO, BadFrame, Frame, Kind, pack, unpack
 from .watch import Watch
 
 WAITING_FRAMES = 64
@@ -62,100 +65,164 @@ class Mesh:
         check_addresses(addresses, rank, keys)
         self.max_bytes = max_bytes
         self._keys = keys
-        self._several_keys = keys is not None and len(addresses) > 2
-        """Whether frames must be told apart by their keys: with one other rank, only its key is admitted."""
         self._epoch = epoch
         self._rank = rank
-        self._heartbeat = max(1, round(1000 * lost_after_seconds))
         self._context: zmq.Context[Any] = zmq.Context()
-        public = None if keys is None else {key: each for each, key in enumerate(keys.public) if each != rank}
-        self.watch = Watch(self._context, public)
-        self._ear = self._socket(None)
-        self._mouths: dict[int, zmq.Socket[bytes]] = {}
-        self._heard: set[int] = set()
-        self._bind(listen or addresses[rank])
-        for peer, address in enumerate(addresses):
-            if peer != rank:
-                self._mouths[peer] = self._socket(peer)
-                self._mouths[peer].connect(address)
+        callers = range(rank + 1, len(addresses))
+        known = None if keys is None else {keys.public[each]: each for each in callers}
+        self.watch = Watch(self._context, known)
+        self._greeting = pack(Frame(Kind.HERE, Kind.ABANDON, rank, epoch))
+        self._gone: set[int] = set()
+        """Higher ranks whose connection ended."""
+        self._kept: deque[Message] = deque()
+        """Messages that were received while a rank was looked for."""
+        self._ready: deque[zmq.Socket[bytes]] = deque()
+        self._poller = zmq.Poller()
+        self._ear = Ear(self._socket(None, lost_after_seconds), callers, self.read)
+        self._mouths = {peer: self._socket(peer, lost_after_seconds) for peer in range(rank)}
+        self._bind(listen or addresses[rank])  # by all ranks, so that each is told of a port in use
+        self._sources: dict[zmq.Socket[bytes], int | None] = {m: peer for peer, m in self._mouths.items()}
+        """The sockets that ranks send to, each with the rank if it is the only one that may."""
+        if callers:
+            self._sources[self._ear.socket] = self._ear.only_caller
+        self._only = next(iter(self._sources)) if len(self._sources) == 1 else None
+        for each in self._sources:
+            self._poller.register(each, zmq.POLLIN)
+        for peer, mouth in self._mouths.items():
+            mouth.connect(addresses[peer])
+            give(mouth, self._greeting, NOW)
         self.watch.begin()
 
     def send(self, peer: int, data: Any) -> bool:
-        """Send a frame's bytes; False where the peer is not connected yet, or its queue is full."""
+        """Send a frame's bytes; False where the peer is not connected, or its queue is full."""
+        copy = len(data) <= JOINED_UP_TO
         try:
-            self._mouths[peer].send(data, zmq.NOBLOCK, copy=len(data) <= JOINED_UP_TO)
-        except zmq.Again:
+            if peer in self.watch.connected:
+                give(self._mouths[peer], data, NOW, copy)
+            elif peer in self._ear.names or self._met(peer):
+                self._ear.send(peer, data, copy)
+            else:
+                return False
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                self._gone.add(peer)
+            elif error.errno != zmq.EAGAIN:
+                raise
             return False
         return True
 
-    def receive(self) -> zmq.Frame | None:
+    def receive(self) -> Message | None:
         """The next message; None after a short time-out."""
+        if self._kept:
+            return self._kept.popleft()
+        if self._only is None:
+            return self._next(SLICE_MILLISECONDS)
         try:
-            return self._ear.recv(copy=False)
+            return self._from(self._only, 0)
         except zmq.Again:
             return None
 
-    def read(self, message: zmq.Frame) -> Frame | None:
+    def read(self, message: Message) -> Frame | None:
         """The frame in a message; None where it is refused."""
         try:
-            frame = unpack(message.buffer)
-            if frame.rank not in self._mouths:
+            frame = unpack(message.content.buffer)
+            if frame.rank not in self._mouths and frame.rank not in self._ear.callers:
                 raise BadFrame(f"from rank {frame.rank}, which is not one of the others")
             if frame.epoch != self._epoch:
                 raise BadFrame(f"of epoch {frame.epoch}; this is epoch {self._epoch}")
             if not self.is_from(message, frame.rank):
-                raise BadFrame(
-                    f"from rank {frame.rank}, with the key of rank {_metadata(message, 'User-Id')}"
-                )
+                raise BadFrame(f"from rank {frame.rank}, with the key of rank {_key_of(message)}")
         except BadFrame as error:
             self.refuse(message, str(error))
             return None
         return frame
 
-    def is_from(self, message: zmq.Frame, rank: int) -> bool:
-        """Whether a message was sent with the key of a rank."""
-        genuine = not self._several_keys or message.get("User-Id") == str(rank)
-        if genuine and rank not in self._heard:
-            self._heard.add(rank)
-            self.watch.heard(message.get(zmq.SRCFD), rank)
-        return genuine
+    def is_from(self, message: Message, rank: int) -> bool:
+        """Whether a message was sent with the key of a rank; without keys, nobody can tell."""
+        if self._keys is None or message.peer == rank:
+            return True
+        return message.peer is None and _metadata(message, "User-Id") == str(rank)
 
     def poll(self, milliseconds: int) -> bool:
         """Whether a message arrives within some time."""
-        return bool(self._ear.poll(milliseconds))
+        return bool(self._kept or self._poller.poll(milliseconds))
+
+    def lost(self, rank: int) -> bool:
+        """Whether the connection to a rank ended; what it sent before can be received by now."""
+        if rank in self._mouths:
+            return rank in self.watch.lost
+        if self._ear.should_ask(rank, self.watch.ended):
+            self.send(rank, self._greeting)
+        return rank in self._gone
+
+    def trouble(self, rank: int) -> str:
+        """The likely reason that a rank is not connected; empty where none is known."""
+        return self.watch.refusal if rank in self._ear.unmet.values() else self.watch.trouble.get(rank, "")
 
     def close(self) -> None:
         """Send the last frames, and free all sockets."""
-        for socket in (self._ear, *self._mouths.values()):
-            socket.setsockopt(zmq.LINGER, 0 if socket is self._ear else LINGER_MILLISECONDS)
+        for peer, mouth in self._mouths.items():
+            if peer in self.watch.connected:
+                mouth.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        self._ear.socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         self.watch.end()
-        for socket in (self._ear, *self._mouths.values()):
-            socket.close()
+        for each in (self._ear.socket, *self._mouths.values()):
+            each.close()
         self._context.term()
 
-    def refuse(self, message: zmq.Frame, why: str) -> None:
+    def refuse(self, message: Message, why: str) -> None:
         """Count and log a refused message."""
         self.watch.refuse("a frame", why, _metadata(message, "Peer-Address") or "this machine")
 
-    def _socket(self, peer: int | None) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+    def _next(self, milliseconds: int) -> Message | None:
+        """The next message of any socket; None where none comes in time."""
+        if not self._ready:
+            self._ready.extend(each for each, _ in self._poller.poll(milliseconds))
+        if not self._ready:
+            return None
+        try:
+            return self._from(self._ready.popleft(), NOW)
+        except zmq.Again:
+            return None
+
+    def _from(self, source: zmq.Socket[bytes], flags: int) -> Message:
+        """The next message of a socket. Raises `zmq.Again` if none comes in time."""
+        if source is self._ear.socket:
+            return self._ear.receive(flags)
+        return Message(
+            take(source, flags, False), next(r for r, each in self._mouths.items() if each is source)
+        )
+
+    def _met(self, peer: int) -> bool:
+        """Whether a higher rank has connected, with the messages that are there by now."""
+        while peer in self._ear.unmet.values() and len(self._kept) < WAITING_FRAMES:
+            message = self._next(0)
+            if message is None:
+                break
+            self._kept.append(message)
+        return peer in self._ear.names
+
+    def _socket(self, peer: int | None, lost_after_seconds: float) -> zmq.Socket[bytes]:
+        heartbeat = max(1, round(1000 * lost_after_seconds))
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER if peer is None else zmq.DEALER)
         for option, value in (
             (zmq.SNDHWM, WAITING_FRAMES),
             (zmq.RCVHWM, WAITING_FRAMES),
             (zmq.RCVTIMEO, SLICE_MILLISECONDS),
             (zmq.LINGER, 0),
-            (zmq.IMMEDIATE, 1),
             (zmq.IPV6, 1),
             (zmq.MAXMSGSIZE, self.max_bytes),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS),
-            (zmq.HEARTBEAT_IVL, max(1, self._heartbeat // 5)),
-            (zmq.HEARTBEAT_TIMEOUT, self._heartbeat),
-            (zmq.HEARTBEAT_TTL, self._heartbeat),
+            (zmq.HEARTBEAT_IVL, max(1, heartbeat // 5)),
+            (zmq.HEARTBEAT_TIMEOUT, heartbeat),
+            (zmq.HEARTBEAT_TTL, heartbeat),
             (zmq.CONNECT_TIMEOUT, 2_000),
             (zmq.RECONNECT_IVL, 20),
             (zmq.RECONNECT_IVL_MAX, 500),
         ):
             socket.setsockopt(option, value)
+        if peer is None:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._keys is not None:
             seal(socket, self._keys, self._rank, peer)
         self.watch.over(socket, peer)
@@ -163,7 +230,7 @@ class Mesh:
 
     def _bind(self, address: str) -> None:
         try:
-            self._ear.bind(address)
+            self._ear.socket.bind(address)
         except zmq.ZMQError as error:
             self.watch.begin()
             self.close()
@@ -194,9 +261,14 @@ def check_addresses(addresses: Sequence[str], rank: int, keys: Keys | None) -> N
         check_keys(keys, rank, len(addresses))
 
 
-def _metadata(message: zmq.Frame, name: str) -> str:
+def _key_of(message: Message) -> str:
+    """The rank with whose key a message was sent."""
+    return _metadata(message, "User-Id") if message.peer is None else str(message.peer)
+
+
+def _metadata(message: Message, name: str) -> str:
     try:
-        value = message.get(name)
+        value = message.content.get(name)
     except zmq.ZMQError:
         return ""
     return value if isinstance(value, str) else ""

@@ -11,10 +11,10 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import zmq
 
 from moesched.seams import Exchange
 
+from .ear import Message
 from .frames import SENDER_BYTES, common_of_parts
 from .waiting import Side
 
@@ -42,7 +42,7 @@ class Rest(NamedTuple):
     """
 
     unsent: tuple[int, ...]
-    message: zmq.Frame | None = None
+    message: Message | None = None
 
 
 def swap(side: Side, exchange: Exchange, part: Array, parts: dict[int, Array]) -> Rest | None:
@@ -70,10 +70,9 @@ def swap(side: Side, exchange: Exchange, part: Array, parts: dict[int, Array]) -
         message = mesh.receive()
         if message is None:
             return Rest(())
-        data = message.buffer
-        before = bytes(data[:start])
-        sender = senders.get(before[:SENDER_BYTES])
-        alike = before[SENDER_BYTES:] == after and len(data) == nbytes
+        data = message.content.buffer
+        sender = senders.get(bytes(data[:SENDER_BYTES]))
+        alike = data[SENDER_BYTES:start] == after and len(data) == nbytes
         if sender is None or sender in parts or not alike or not mesh.is_from(message, sender):
             return Rest((), message)
         parts[sender] = np.ndarray(part.shape, part.dtype, data, start)

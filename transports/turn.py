@@ -13,6 +13,7 @@ import zmq
 from moesched.errors import RankLost, TransportError
 from moesched.seams import Exchange
 
+from .ear import Message
 from .frames import NAMES, NOTHING, PIECES, Frame, Kind, pack
 from .waiting import CLOSED, Side, check_waiting, is_gone
 
@@ -94,7 +95,7 @@ class Turn:
         if isinstance(error, (TransportError, zmq.ZMQError)):
             raise TransportError(where + str(error)) from None
 
-    def go_on(self, kind: Kind, came: dict[int, Array], message: zmq.Frame | None) -> None:
+    def go_on(self, kind: Kind, came: dict[int, Array], message: Message | None) -> None:
         """Take over arrays of that kind that came before the turn, and then a message of any kind."""
         self._came.setdefault(kind, {}).update(came)
         if message is not None:
@@ -150,7 +151,7 @@ class Turn:
                 if message is not None:
                     self._accept(message)
 
-    def _accept(self, message: zmq.Frame) -> None:
+    def _accept(self, message: Message) -> None:
         """Take in a message of any kind."""
         side = self._side
         frame = side.inbox.accept(message)

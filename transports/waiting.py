@@ -59,7 +59,7 @@ def check_waiting(side: Side, missing: set[int], sequence: int, until: float) ->
             raise TransportError(f"rank {rank} went on without it, to {ahead.describe()}")
     lost = {rank: side.inbox.left[rank] for rank in sorted(missing) if rank in side.inbox.left}
     for rank in missing - set(lost):
-        if side.mesh.watch.lost(rank):
+        if side.mesh.lost(rank):
             lost[rank] = "its connection ended"
     if lost and not side.mesh.poll(0):  # frames that arrived before are read first: they may hold the reason
         said = "; ".join(f"rank {rank} is lost: {why}" for rank, why in sorted(lost.items()))
@@ -70,11 +70,11 @@ def check_waiting(side: Side, missing: set[int], sequence: int, until: float) ->
 
 def is_gone(side: Side, rank: int) -> bool:
     """Whether a rank has left or hung up, so that nothing more need be sent to it."""
-    return rank in side.inbox.left or side.mesh.watch.hung_up(rank)
+    return rank in side.inbox.left or side.mesh.lost(rank)
 
 
 def _late(side: Side, missing: set[int]) -> str:
-    trouble = side.mesh.watch.trouble
-    said = "".join(f"; rank {each}: {trouble[each]}" for each in sorted(missing) if each in trouble)
+    troubles = {each: side.mesh.trouble(each) for each in sorted(missing)}
+    said = "".join(f"; rank {each}: {trouble}" for each, trouble in troubles.items() if trouble)
     ranks = ", ".join(str(each) for each in sorted(missing))
     return f"rank {ranks} did not come in {side.timeout_seconds:g} s{said}"

@@ -6,6 +6,7 @@ authenticate peers, and reads the monitors of all sockets.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -23,9 +24,6 @@ _log = Log(__name__)
 
 MAPPED = "::ffff:"
 """Prefix of an IPv4 address in IPv6 notation."""
-
-UNHEARD_SECONDS = 2.0
-"""Time after the end of a connection in which frames may still arrive, where the rank's own connection is unknown."""
 
 _FAILED = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "its key is not known here",
@@ -45,19 +43,21 @@ class Watch:
         public: the ranks' public keys; None to admit everybody.
 
     Attributes:
+        connected: the ranks that this one is connected to, of those that it connects to itself.
+        lost: those whose connection ended once.
         trouble: by rank, the reason that the last attempt to connect to it failed.
+        refusal: the last refusal of a connection, in words; empty where none was refused.
+        ended: the time at which a connection that was accepted ended last, on the monotonic clock.
         refused: number of connections and frames that were refused.
     """
 
     def __init__(self, context: zmq.Context[Any], public: Mapping[str, int] | None) -> None:
-        self._lost: dict[int, float] = {}
+        self.connected: set[int] = set()
+        self.lost: set[int] = set()
         self.trouble: dict[int, str] = {}
+        self.refusal = ""
+        self.ended = -math.inf
         self.refused = 0
-        self._here: set[int] = set()
-        self._incoming: set[int] = set()
-        """Descriptors of the open incoming connections."""
-        self._senders: dict[int, int] = {}
-        """The descriptor of the incoming connection that each rank sends on."""
         self._address = "unknown"
         self._monitors: dict[Any, int | None] = {}
         self._watched: list[zmq.Socket[bytes]] = []
@@ -85,22 +85,6 @@ class Watch:
         for each in (self._keys.socket, self._stopped, self._stop, *self._monitors):
             each.close(0)
 
-    def heard(self, descriptor: int, rank: int) -> None:
-        """Note the incoming connection that a rank sends on."""
-        self._senders[rank] = descriptor
-
-    def hung_up(self, rank: int) -> bool:
-        """Whether the connection to a rank ended; frames from it may still be under way."""
-        return rank in self._lost
-
-    def lost(self, rank: int) -> bool:
-        """Whether a rank's connections ended in both directions: all that it sent can be received by now."""
-        since = self._lost.get(rank)
-        if since is None:
-            return False
-        may_be_its = {self._senders[rank]} if rank in self._senders else self._unknown()
-        return not may_be_its & self._incoming or time.monotonic() - since > UNHEARD_SECONDS
-
     def refuse(self, what: str, why: str, address: str) -> None:
         """Count a refused connection or frame, and log where it came from."""
         self.refused += 1
@@ -109,10 +93,6 @@ class Watch:
             _log.warning(f"{what} was refused", address=address, why=why)
         if self.refused == LOGGED:
             _log.warning("further refusals are not logged")
-
-    def _unknown(self) -> set[int]:
-        """Incoming connections that no rank has sent on yet."""
-        return self._incoming.difference(self._senders.values())
 
     def _work(self) -> None:
         poller = zmq.Poller()
@@ -132,20 +112,21 @@ class Watch:
         if peer is None:
             self._note_incoming(kind, value)
         elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._here.add(peer)
+            self.connected.add(peer)
         elif kind in _FAILED:
             self.trouble[peer] = _REFUSED_BY.get(kind, _FAILED[kind])
-        elif kind == zmq.EVENT_DISCONNECTED and peer in self._here:
-            self._lost.setdefault(peer, time.monotonic())
+        elif kind == zmq.EVENT_DISCONNECTED and peer in self.connected:
+            self.connected.remove(peer)
+            self.lost.add(peer)
 
     def _note_incoming(self, kind: Any, value: int) -> None:
-        """Process an event of the receiving socket; `value` is the descriptor of an accepted or ended connection."""
+        """Process an event of the listening socket; `value` is the descriptor of an accepted connection."""
         if kind == zmq.EVENT_ACCEPTED:
             self._address = _address_of(value)
-            self._incoming.add(value)
         elif kind == zmq.EVENT_DISCONNECTED:
-            self._incoming.discard(value)
+            self.ended = time.monotonic()
         elif kind in _FAILED:
+            self.refusal = f"a connection from {self._address} was refused: {_FAILED[kind]}"
             self.refuse("a connection", _FAILED[kind], self._address)
 
 

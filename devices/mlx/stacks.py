@@ -10,9 +10,10 @@ from typing import NamedTuple, Protocol
 import mlx.core as mx
 import torch
 
+from moesched.models.layers import Shape
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.published import StackedBy
-from moesched.models.tensors import Shape, expert_shapes, is_transposed
+from moesched.models.tensors import expert_shapes, is_transposed
 
 from ..shared.page_reader import DTYPES
 from .kernels import Array, Blocks, Stack

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from moesched.models.checkpoint import Blocks, StoredTensor
 from moesched.models.config import ITEM_BYTES
+from moesched.models.layers import Shape
 from moesched.models.layout import Extent, Page
-from moesched.models.tensors import Shape
 
 from .arena import round_down, round_up
 

@@ -8,6 +8,7 @@ import torch
 
 from moesched.errors import BadInput
 from moesched.machines import Link, Machine, Processor, Roles, Tier
+from moesched.machines.local import calibrated_gpu
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import WeightLayout
 from moesched.seams import Transport
@@ -26,7 +27,7 @@ class CudaDevice(TorchDevice):
     def __init__(
         self, checkpoint: Checkpoint, layout: WeightLayout, *, keep_logits: bool = False, direct: bool = True
     ) -> None:
-        _require_cuda()
+        require_cuda()
         super().__init__(checkpoint, layout, accelerator="cuda:0", keep_logits=keep_logits, direct=direct)
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
@@ -45,13 +46,16 @@ class CudaDevice(TorchDevice):
 
     @staticmethod
     def machine(host: Machine) -> Machine:
-        """This machine with its GPU: sizes as torch reports them, rates assumed."""
-        _require_cuda()
+        """This machine with its GPU: as it was calibrated, else with assumed rates, and sizes as torch reports them."""
+        require_cuda()
         gpu = torch.cuda.get_device_properties(0)
+        calibrated = calibrated_gpu("cuda", gpu.name)
+        if calibrated is not None:
+            return calibrated
         memory = host.memories[host.host.memory]
         return Machine(
             name=f"{host.name} with {gpu.name}",
-            description="rates of the GPU and its links are assumed",
+            description="rates of the GPU and its links are assumed; `moesched calibrate --device cuda` measures them",
             processors={
                 "gpu": Processor(memory="gpu", flops=ASSUMED_FLOPS),
                 "cpu": Processor(memory="host", flops=host.host.flops),
@@ -84,6 +88,11 @@ class CudaDevice(TorchDevice):
             )
 
 
-def _require_cuda() -> None:
+def require_cuda() -> None:
+    """Check that there is a CUDA device.
+
+    Raises:
+        BadInput: there is none.
+    """
     if not torch.cuda.is_available():
         raise BadInput("device cuda: torch sees no CUDA device here: use --device torch")

@@ -34,6 +34,7 @@ from moesched.calibration.operation_times import (
     OperationTimes,
 )
 from moesched.calibration.scaling import scaled_points
+from moesched.calibration.spread import spread
 from moesched.calibration.task_times import point, rounded
 from moesched.calibration.timing import Step, undisturbed
 from moesched.errors import BadInput
@@ -160,6 +161,7 @@ class Calibration:
             cost_format=COST_FORMAT,
             cost_table=measured + scaled,
             contention=_contention(self._operations.rates | self._models.rates),
+            spread=spread({DISK: self._operations.speeds(READ)} | self._models.tasks.speeds()),
         )
 
     def _transfers(self, reads: Sequence[CostPoint]) -> list[CostPoint]:

@@ -97,6 +97,15 @@ class OperationTimes:
         """The medians over the rounds."""
         return [point(*operation, median(times)) for operation, times in sorted(self._times.items())]
 
+    def speeds(self, name: str) -> list[float]:
+        """The speeds of an operation in each round, relative to the median of its size."""
+        return [
+            median(times) / seconds
+            for operation, times in self._times.items()
+            if operation.name == name
+            for seconds in times
+        ]
+
     def _memory(self) -> Call:
         nbytes = self._extent.stream
         streamed = self._measure(STREAM, nbytes, self._probe.stream(nbytes))

@@ -135,6 +135,14 @@ class TaskTimes:
         points = [point(*key, median(seconds)) for key, seconds in sorted(found.items())]
         return points + [point(name, "", 1, 0, median(gaps)) for name, gaps in self._gaps.items() if gaps]
 
+    def speeds(self) -> dict[str, list[float]]:
+        """The speeds of tasks in each run, relative to the median of the same task, by kind of work."""
+        found: dict[str, list[float]] = {}
+        for group, times in self._times.items():
+            middle = median(times)
+            found.setdefault(sort_of(self._works[group]), []).extend(middle / each for each in times if each)
+        return found
+
     def rates(self, model: ModelConfig, dtype: str, tasks: Sequence[Task]) -> dict[tuple[str, str], float]:
         """Speeds of tasks beside others, relative to running alone, by (sort, sorts of the others).
 

@@ -34,6 +34,13 @@ class ModelArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FormatArguments:
+    """The storage format of the weights."""
+
+    format: options.Format = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyArguments:
     """The policy, its settings, and the dtype that it computes in."""
 

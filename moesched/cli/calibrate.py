@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -19,12 +19,15 @@ HELP = options.paragraphs(
     "it measures costs in bfloat16 and scales those in float32 from them. With --thorough it measures both, "
     "takes three to four minutes, and is more exact. Close other programs if you can. Ctrl-C keeps the old "
     "file.",
+    "With --device cuda it measures the GPU and its host instead: products, streams of weights, copies in each "
+    "direction alone and at once, launches, and waits of the host.",
 )
 
 EPILOGUE = """Examples:
 
   moesched calibrate
-  moesched calibrate --thorough --out machines/mine.toml"""
+  moesched calibrate --thorough --out machines/mine.toml
+  moesched calibrate --device cuda --out machines/gpu.toml"""
 
 
 def add_to(app: App) -> None:
@@ -40,6 +43,10 @@ def calibrate(
             metavar="FILE", help="Machine file to write. By default the one that `--machine auto` reads."
         ),
     ] = None,
+    device: Annotated[
+        Literal["torch", "cuda"],
+        Parameter(help="The device to measure: torch, this machine without a GPU, or cuda, with one."),
+    ] = "torch",
     thorough: Annotated[
         bool, Parameter(negative="", help="Measure both dtypes at more points; takes three to four minutes.")
     ] = False,
@@ -49,17 +56,22 @@ def calibrate(
     import msgspec
 
     from moesched.calibration.calibrate import calibrate as measure
+    from moesched.calibration.gpu_machine import calibrate_gpu
     from moesched.cli.output import Bar, print_json
     from moesched.machines.local import calibrated_file
 
     with Bar("measuring") as bar:
-        machine = measure(out, bar.update, thorough=thorough)
-    file = out or calibrated_file()
+        if device == "cuda":
+            machine = calibrate_gpu(device, out, bar.update, thorough=thorough)
+        else:
+            machine = measure(out, bar.update, thorough=thorough)
+    file = out or calibrated_file("cuda" if device == "cuda" else "")
     if json:
         print_json({"file": str(file), "machine": msgspec.to_builtins(machine)})
         return
     print_machine(machine)
-    used = "" if out else "; `--machine auto` uses it from now on"
+    option = "--device cuda --machine auto" if device == "cuda" else "--machine auto"
+    used = "" if out else f"; `{option}` uses it from now on"
     say(f"\n{machine.description}\n\nWritten to {file}{used}")
 
 
@@ -73,5 +85,6 @@ def print_machine(machine: Machine) -> None:
         for dtype, rate in processor.flops.items()
     ]
     rows += [["memory", name, f"{tier.bandwidth / 1e9:.3g} GB/s"] for name, tier in machine.memories.items()]
-    rows += [["link", link.lane, f"{link.bandwidth / 1e9:.3g} GB/s"] for link in machine.links]
+    lanes = {link.lane: link for link in machine.links}
+    rows += [["link", lane, f"{link.bandwidth / 1e9:.3g} GB/s"] for lane, link in lanes.items()]
     print_table(["", machine.name, ""], rows)

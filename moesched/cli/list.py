@@ -10,18 +10,20 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from moesched.cli import options
+from moesched.cli.list_parts import part_entries, part_rows
 
 HELP = options.paragraphs(
-    "List the names of policies, devices, transports, models, machines, networks or workloads.",
+    "List the names of policies, devices, transports, models, machines, parts of machines, networks or workloads.",
     "Plug-ins of other packages are included. Those that cannot load are listed with the reason.",
 )
 
 EPILOGUE = """Examples:
 
   moesched list policies
+  moesched list parts "RTX 30"
   moesched list devices --json"""
 
-Kind = Literal["policies", "devices", "transports", "models", "machines", "networks", "workloads"]
+Kind = Literal["policies", "devices", "transports", "models", "machines", "parts", "networks", "workloads"]
 
 
 def add_to(app: App) -> None:
@@ -30,18 +32,31 @@ def add_to(app: App) -> None:
 
 
 def list_kind(
-    kind: Annotated[Kind, Parameter(help="Kind of thing to list.")], /, *, json: options.Json = False
+    kind: Annotated[Kind, Parameter(help="Kind of thing to list.")],
+    containing: Annotated[
+        str, Parameter(metavar="TEXT", show_default=False, help="List only names that contain this text.")
+    ] = "",
+    /,
+    *,
+    json: options.Json = False,
 ) -> None:
     """See HELP."""
     from moesched.cli.output import print_json, print_table
 
-    entries = entries_of(kind)
+    wanted = containing.lower()
+    entries = [entry for entry in entries_of(kind) if wanted in entry["name"].lower()]
     if json:
         print_json({kind: entries})
         return
     if kind == "machines":
         rows = [[entry["name"], *_machine_figures(entry), _state(entry)] for entry in entries]
         print_table([kind, "memories", "links", ""], rows)
+    elif kind == "models":
+        columns = ["parameters", "active", "layers", "experts", "top k", "format", "bytes", "", "source"]
+        rows = [[entry["name"], *_model_figures(entry)] for entry in entries]
+        print_table([kind, *columns], rows)
+    elif kind == "parts":
+        print_table([kind, "kind", "figures", "source"], part_rows(entries))
     elif kind == "networks":
         rows = [[entry["name"], *_network_figures(entry), _state(entry)] for entry in entries]
         print_table([kind, "latency", "bandwidth", ""], rows)
@@ -54,6 +69,7 @@ def entries_of(kind: Kind) -> list[dict[str, Any]]:
     listed: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "models": _models,
         "machines": _machines,
+        "parts": part_entries,
         "networks": _networks,
         "workloads": _workloads,
     }
@@ -80,20 +96,39 @@ def _plugins(kind: Any) -> list[dict[str, Any]]:
 
 
 def _models() -> list[dict[str, Any]]:
-    from moesched.models.layout import weight_layout
-    from moesched.models.shapes import SHAPES
+    """A model: its family, sizes, weights in all and active ones, format, bytes, and the source of its sizes."""
+    from moesched.models.architectures import ARCHITECTURES
+    from moesched.models.tensors import count_active_weights, count_weights, file_bytes
+
+    return [
+        {
+            "name": config.name,
+            "description": f"{architecture.sources[config.name]}; family {family}, "
+            + ("runs" if architecture.runs else "only simulated"),
+            "family": family,
+            "runs": architecture.runs,
+            "parameters": count_weights(config),
+            "active_parameters": count_active_weights(config, architecture.left_out),
+            "layers": config.layers,
+            "experts": config.experts,
+            "top_k": config.top_k,
+            "format": config.format or "bf16",
+            "formats": list(architecture.formats),
+            "bytes": file_bytes(config),
+            "source": architecture.sources[config.name],
+        }
+        for family, architecture in ARCHITECTURES.items()
+        for config in architecture.shapes
+    ]
+
+
+def _model_figures(entry: dict[str, Any]) -> list[str]:
     from moesched.units import format_bytes
 
-    entries = []
-    for name, config in SHAPES.items():
-        layout = weight_layout(config)
-        nbytes = layout.globals_bytes + sum(page.nbytes for page in layout.pages)
-        shape = (
-            f"{config.layers} layers of {config.hidden}, {config.experts} experts of {config.intermediate}"
-        )
-        text = f"{shape}, top {config.top_k}; {format_bytes(nbytes)} in {config.dtype}"
-        entries.append({"name": name, "description": text, "bytes": nbytes})
-    return entries
+    billions = (f"{entry[key] / 1e9:,.4g} B" for key in ("parameters", "active_parameters"))
+    sizes = (str(entry[key]) for key in ("layers", "experts", "top_k"))
+    runs = "runs" if entry["runs"] else "simulated"
+    return [*billions, *sizes, entry["format"], format_bytes(entry["bytes"]), runs, entry["source"]]
 
 
 def _machines() -> list[dict[str, Any]]:

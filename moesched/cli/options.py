@@ -186,6 +186,14 @@ NewTokens = Annotated[
     Whole | None,
     Parameter(metavar="N", help="Tokens to generate for each prompt. By default the workload's own number."),
 ]
+Format = Annotated[
+    str | None,
+    Parameter(
+        metavar="FORMAT",
+        help="Storage format of the weights: bf16, fp8, q8_0, q6_k, q5_k, q4_k_m, q4_0, mxfp4 or int4, as far as the "
+        "model's family has it. By default the one that the model is published in.",
+    ),
+]
 DType = Annotated[
     Literal["float32", "bfloat16"] | None,
     Parameter(help="Number format to compute in. By default the model's own."),

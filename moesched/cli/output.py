@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from moesched.jobs.report import JobReport, NodeReport
+    from moesched.planner.uncertainty import Figures
     from moesched.runs.outcome import Emulation, LaneUse, PoolUse, PreviewUse
     from moesched.runs.process_bytes import ProcessBytes
 
@@ -121,6 +122,7 @@ def print_report(report: JobReport) -> None:
         rows = [(name, figure, beside.get(name, "")) for name, figure in rates.items()]
         print_table(["", measured, "expected"], rows, figures=2)
     say()
+    say_band(report.widest_rate, report.at_peak)
     _print_lanes(report.lanes, None if expected is None else expected.lanes)
     if report.no_expectation is not None:
         say(f"\nNot compared with a prediction: {report.no_expectation}")
@@ -139,15 +141,37 @@ def print_report(report: JobReport) -> None:
         _print_members(report.members)
 
 
+def in_band(
+    band: Mapping[str, tuple[float, float, float]] | None, figure: str, write: Callable[[float], str]
+) -> str:
+    """The ends of a figure's band, as " (240 to 355)"; empty without a band."""
+    if not band or figure not in band:
+        return ""
+    low, _, high = band[figure]
+    return f" ({write(low)} to {write(high)})"
+
+
+def say_band(widest_rate: str | None, at_peak: Figures | None) -> None:
+    """Print what makes a band wide, and the throughput at the rates that the machine states."""
+    if widest_rate is not None:
+        say(f"least certain rate: {widest_rate}")
+    if at_peak is not None:
+        say(f"at the stated rates: {at_peak.throughput_tokens_per_second:.4g} tokens/s")
+    if widest_rate is not None or at_peak is not None:
+        say()
+
+
 def _rates(report: JobReport) -> dict[str, str]:
     """The rates and times of a report in words, by name."""
     from moesched.units import format_seconds
 
     rates = {
         "decode": f"{report.decode_tokens_per_second:.1f} tokens/s",
-        "throughput": f"{report.throughput_tokens_per_second:.1f} tokens/s",
+        "throughput": f"{report.throughput_tokens_per_second:.1f} tokens/s"
+        + in_band(report.band, "throughput_tokens_per_second", "{:.4g}".format),
         "load": format_seconds(report.load_seconds),
-        "prefill": format_seconds(report.prefill_seconds),
+        "prefill": format_seconds(report.prefill_seconds)
+        + in_band(report.band, "prefill_seconds", format_seconds),
     }
     if report.first_token_seconds is not None:
         rates["first token, on average"] = format_seconds(report.first_token_seconds)

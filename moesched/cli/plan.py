@@ -32,6 +32,8 @@ EPILOGUE = """Examples:
   moesched plan --model mixtral-8x7b --machine t4
   moesched plan --model mixtral-8x7b --machine l4 --workload mtbench \\
       --gen 128 --policy flexgen --budget gpu=16GB
+  moesched plan --model gpt-oss-120b --machine l4
+  moesched plan --model qwen3-next-80b-a3b --format q4_k_m --machine l4
   moesched plan --model dbrx --machine m2-ultra --nodes 4 --network 10gbe"""
 
 
@@ -42,7 +44,7 @@ def add_to(app: App) -> None:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class PlanArguments(arguments.ClusterArguments, arguments.ModelArguments):
+class PlanArguments(arguments.ClusterArguments, arguments.FormatArguments, arguments.ModelArguments):
     """All options of the command."""
 
     workload: Annotated[
@@ -93,6 +95,7 @@ def _propose(given: PlanArguments) -> Proposal:
             policy=given.policy,
             settings=parse_settings(given.settings),
             dtype=given.dtype,
+            format=given.format,
             seed=given.seed,
             budgets=options.parse_budgets(given.budget),
             tensor_parallel=given.tensor_parallel,
@@ -109,6 +112,7 @@ def _propose_cluster(given: PlanArguments, nodes: int) -> ClusterProposal:
             "--gen": given.gen,
             "--set": given.settings,
             "--seed": given.seed,
+            "--format": given.format,
             "--tensor-parallel": given.tensor_parallel,
         }
     )
@@ -125,7 +129,7 @@ def _propose_cluster(given: PlanArguments, nodes: int) -> ClusterProposal:
 
 def print_proposal(proposal: Proposal) -> None:
     """Print the plan, its throughput, its bottleneck, and the rejected alternatives."""
-    from moesched.cli.output import print_table
+    from moesched.cli.output import print_table, say_band
     from moesched.units import format_bytes, format_seconds
 
     plan, predicted = proposal.plan, proposal.predicted
@@ -138,6 +142,7 @@ def print_proposal(proposal: Proposal) -> None:
     )
     print_table(["", ""], [[name, value] for name, value in _plan_rows(proposal)])
     say()
+    say_band(proposal.widest_rate, proposal.at_peak)
     busy = sorted(predicted.utilization.items(), key=lambda lane: -lane[1])
     print_table(["lane, in decode", "busy"], [[lane, f"{share:.0%}"] for lane, share in busy], figures=1)
     say()
@@ -230,6 +235,7 @@ def _require_unset(given: Mapping[str, object]) -> None:
 
 
 def _plan_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:
+    from moesched.cli.output import in_band
     from moesched.units import format_seconds
 
     plan, predicted = proposal.plan, proposal.predicted
@@ -244,11 +250,12 @@ def _plan_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:
         "on the accelerator",
         f"{plan.weights_on_gpu:.1%} of the weights, {plan.kv_on_gpu:.0%} of the KV cache",
     )
-    yield "tokens/s", f"{predicted.throughput_tokens_per_second:.4g}"
-    yield (
-        "prefill, decode step",
-        (f"{format_seconds(predicted.prefill_seconds)}, {format_seconds(predicted.decode_step_seconds)}"),
-    )
+    band, tokens = proposal.band, "{:.4g}".format
+    throughput = predicted.throughput_tokens_per_second
+    yield "tokens/s", tokens(throughput) + in_band(band, "throughput_tokens_per_second", tokens)
+    for name, figure in (("prefill", "prefill_seconds"), ("decode step", "decode_step_seconds")):
+        seconds = format_seconds(getattr(predicted, figure))
+        yield name, seconds + in_band(band, figure, format_seconds)
 
 
 def _run_seconds(proposal: Proposal) -> float:

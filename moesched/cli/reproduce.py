@@ -48,7 +48,7 @@ def reproduce(
             negative="",
             consume_multiple=True,
             show_default=False,
-            help="Sections to reproduce; by default all. Of moe-lightning: table-4, table-5, speedups, "
+            help="Sections to reproduce; by default all. Of moe-lightning: table-4, table-5, sustained, speedups, "
             "cpu-attention, cpu-memory, policy-map, scaling. Of twiddler: microbenchmarks, generation, prefill, beams, "
             "goals, measured, variants. Of mac-cluster: goals, table-3, table-4, prompts, table-5, table-6, figure-8, "
             "balanced, packing, wiring.",
@@ -120,6 +120,8 @@ def print_reproduction(report: Reproduction) -> None:
     if report.accuracy is not None and report.accuracy_as_drawn is not None:
         say(f"\nPredicted cells: {_accuracy(report.accuracy)}.")
         say(f"With FlexGen as Fig. 6 draws it: {_accuracy(report.accuracy_as_drawn)}.")
+    if report.accuracy_sustained is not None:
+        say(f"At sustained rates, of which no cell set any: {_accuracy(report.accuracy_sustained)}.")
 
 
 CELLS = ("paper", "ours", "error", "", "FlexGen as drawn", "bound by")

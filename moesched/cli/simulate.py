@@ -35,6 +35,8 @@ EPILOGUE = """Examples:
       --workload mtbench --batch-size 8 --routing zipf --routing-set locality=0.5
   moesched simulate --model mixtral-8x7b --machine t4 --policy expert_cache \\
       --workload mtbench --batch-size 1 --routing request.npy
+  moesched simulate --model deepseek-v2-lite --format q4_k_m --machine l4 \\
+      --policy twiddler --workload mtbench --batch-size 1
   moesched simulate --model dbrx --machine m2-ultra --nodes 4 --network 10gbe \\
       --policy ep_router_aided --workload uniform --batch-size 1"""
 
@@ -103,6 +105,7 @@ class SimulationArguments(
     arguments.BatchArguments,
     WorkloadArguments,
     arguments.PolicyArguments,
+    arguments.FormatArguments,
     arguments.ModelArguments,
 ):
     """All options of the command."""
@@ -135,6 +138,7 @@ def simulate(*, given: SimulationArguments) -> int:
                 workload=workload,
                 settings=parse_settings(given.settings),
                 dtype=given.dtype,
+                format=given.format,
                 tensor_parallel=given.tensor_parallel,
                 nodes=given.nodes,
                 network=given.network,

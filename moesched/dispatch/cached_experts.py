@@ -115,5 +115,5 @@ class _FirstPages(dict[int, list[Page]]):
 
     def __missing__(self, layer: int) -> list[Page]:
         layout = self._layout
-        pages = self[layer] = [layout.expert(layer, each)[0] for each in range(layout.config.experts)]
+        pages = self[layer] = [layout.expert(layer, each)[0] for each in layout.experts_of(layer)]
         return pages

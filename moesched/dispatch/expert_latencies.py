@@ -40,7 +40,7 @@ class ExpertLatencies:
         self.transfer = 0.0
         self._fetch: Demand | None = None
         if source != destination:
-            pages = plan.layout.expert(0, 0)
+            pages = plan.layout.an_expert
             nbytes = sum(page.nbytes for page in pages)
             self._fetch = self._moved(source, destination, nbytes, len(pages))
             self.transfer = self._fetch.seconds
@@ -85,8 +85,8 @@ class ExpertLatencies:
         return cache(lambda tokens: self._computed(processor, tokens).seconds)
 
     def _computed(self, processor: str, tokens: int) -> Demand:
-        flops, nbytes, parts = self._amount(tokens)
-        return self._cost.work(Work("expert", processor, flops, nbytes, tokens, parts))
+        flops, nbytes, parts, rate = self._amount(tokens)
+        return self._cost.work(Work("expert", processor, flops, nbytes, tokens, parts, rate))
 
     def _line(self, source: str, destination: str) -> tuple[float, float]:
         """Fixed seconds of a copy, and seconds per row: a linear fit, quick to evaluate for any number of rows."""

@@ -25,7 +25,7 @@ Strategy = Literal["popular", "worst", "random", "front", "balanced"]
 
 
 def order_of(strategy: str, popularity: Popularity, seed: int = 0) -> list[Expert]:
-    """Rank all experts, those to keep first.
+    """Rank all experts, those to keep first; layers without experts have empty rows.
 
     Equally popular experts are spread evenly over the layers.
 
@@ -37,7 +37,8 @@ def order_of(strategy: str, popularity: Popularity, seed: int = 0) -> list[Exper
         BadInput: there is no such strategy.
     """
     ranked = [_ranked(row) for row in popularity]
-    balanced = [(i, row[rank]) for rank in range(len(ranked[0])) for i, row in enumerate(ranked)]
+    most = max(map(len, ranked))
+    balanced = [(i, row[rank]) for rank in range(most) for i, row in enumerate(ranked) if rank < len(row)]
     if strategy == "balanced":
         return balanced
     if strategy == "popular":
@@ -57,10 +58,12 @@ def popularity_of(plan: Plan, path: str = "") -> Popularity:
     Raises:
         BadInput: the file cannot be read, is not a profile, or belongs to another model.
     """
-    config = plan.layout.config
+    layout = plan.layout
     if not path:
-        return [[1.0] * config.experts for _ in range(config.layers)]
-    return read_profile(path, config).counts
+        return [[1.0] * len(layout.experts_of(i)) for i in plan.layers]
+    return [
+        row if layout.experts_of(i) else [] for i, row in enumerate(read_profile(path, layout.config).counts)
+    ]
 
 
 def keep_dense(plan: Plan) -> None:

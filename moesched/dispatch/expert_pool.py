@@ -39,15 +39,13 @@ class ExpertPool:
 
     def __init__(self, plan: Plan, room: int, filled: Iterable[Expert], *, on_host: bool) -> None:
         experts = [page for page in plan.layout.pages if page.expert >= 0]
-        slots = room * len(plan.layout.expert(0, 0))
+        slots = room * len(plan.layout.an_expert)
         first = [page for expert in filled for page in plan.layout.expert(*expert)]
         self._pool = plan.pool("accelerator", "experts", slots, experts, "none", first)
         self._source = leave_on_host(plan) if on_host else None
         layout = plan.layout
         self._pages = {
-            (i, expert): layout.expert(i, expert)
-            for i in plan.layers
-            for expert in range(layout.config.experts)
+            (i, expert): layout.expert(i, expert) for i in plan.layers for expert in layout.experts_of(i)
         }
 
     def ordered_by(self, *caches: CachedExperts) -> None:
@@ -88,5 +86,6 @@ class ExpertPool:
 
 def _slots_bytes(plan: Plan) -> int:
     """Size in bytes of the slots of one expert."""
-    pages = plan.layout.expert(0, 0)
-    return len(pages) * max(plan.slot_bytes(page) for page in plan.layout.pages if page.expert >= 0)
+    return len(plan.layout.an_expert) * max(
+        plan.slot_bytes(page) for page in plan.layout.pages if page.expert >= 0
+    )

@@ -42,7 +42,7 @@ def place_kv_that_fits(plan: Plan, experts: int) -> None:
         plan.place_kv("accelerator")
         return
     pages = [page for i in plan.layers for page in plan.layout.dense(i)]
-    expert = len(plan.layout.expert(0, 0)) * max(map(plan.slot_bytes, plan.layout.pages))
+    expert = len(plan.layout.an_expert) * max(map(plan.slot_bytes, plan.layout.pages))
     rows = max(sum(chunk.tokens) for chunk in plan.chunks.values())
     on_the_way = max(rows, plan.batch.sequences(plan.batch.prompts)) * plan.operations.hidden_bytes
     beside = sum(map(plan.slot_bytes, pages)) + experts * expert + on_the_way
@@ -68,10 +68,10 @@ def _fitting(plan: Plan, beside: int) -> list[int]:
     sizes = plan.reservations.sizes
     left = min(plan.free("accelerator", stage) for stage in range(len(plan.stages)))
     left -= beside + sizes.device_kv(plan.micro_batches)
-    layers = max(map(len, plan.stages))
     fitting = []
     for number in plan.micro_batches:
-        left += sizes.device_kv([number]) - plan.reservations.cache_bytes(number, layers)
+        cache = max(plan.reservations.cache_bytes([number], layers) for layers in plan.stages)
+        left += sizes.device_kv([number]) - cache
         if left < 0:
             break
         fitting.append(number)

@@ -119,7 +119,7 @@ def assign_by_rows(rows: Mapping[int, int], placement: Placement) -> dict[int, i
     """
     loads = {expert: max(count, ROWS_TO_READ) for expert, count in rows.items()}
     best = assign(loads, placement)
-    if len(set(loads.values())) == 1:
+    if len(set(loads.values())) <= 1:
         return best
     owners: dict[int, int] = {}
     busy = [0] * len(placement)

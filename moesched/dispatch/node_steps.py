@@ -92,7 +92,7 @@ def warm_spare(
 
     idle: experts that are warmed even if this node does not wait.
     """
-    quota = max(Counter(owners.values()).values())
+    quota = max(Counter(owners.values()).values(), default=0)
     spare = recent.first(quota - len(own), without=own)
     spare += [expert for expert in idle if expert not in spare and expert not in own]
     for expert in spare:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 from moesched.models.layout import Page
 from moesched.steps.memory import Pool
@@ -34,16 +35,16 @@ def keep_beside_buffer(plan: Plan, slots: Callable[[int], int], stage: int = 0) 
     """
     free = plan.free("accelerator", stage)
     per_layer = [plan.layout.layer(i) for i in plan.stages[stage]]
-    count = len(per_layer[0])
+    ends = [[0, *accumulate(map(plan.slot_bytes, pages))] for pages in per_layer]
+    most = max(map(len, per_layer))
     largest = max(map(plan.slot_bytes, plan.layout.pages))
-    for streamed in range(count + 1):
-        buffer = slots(streamed) * largest
-        resident = [page for pages in per_layer for page in pages[: count - streamed]]
-        left = free - buffer - sum(map(plan.slot_bytes, resident))
-        if left >= 0 or streamed == count:
+    for streamed in range(most + 1):
+        left = free - slots(streamed) * largest - sum(end[max(0, len(end) - 1 - streamed)] for end in ends)
+        if left >= 0 or streamed == most:
             break
+    resident = [page for pages in per_layer for page in pages[: max(0, len(pages) - streamed)]]
     for pages in per_layer:
-        extra = pages[count - streamed : count - streamed + 1]
+        extra = pages[len(pages) - streamed :][:1] if streamed <= len(pages) else ()
         if extra and plan.slot_bytes(extra[0]) <= left:
             resident += extra
             left -= plan.slot_bytes(extra[0])

@@ -64,6 +64,10 @@ class CapturingEngine(Engine):
         self.started.clear()
 
 
+Sized = tuple[int, str, int]
+"""A micro-batch, a verb and a kind of layer, whose tasks in a step have one work."""
+
+
 class Template:
     """The graph of one step, by positions in program order.
 
@@ -77,10 +81,13 @@ class Template:
         roots: positions of the tasks with no such edge.
         later: for each task, the distances to the tasks that wait for it.
         earlier: edges from earlier steps, as (position, distance back).
-        sized: positions of the tasks whose work changes from step to step, by micro-batch and verb.
+        sized: positions of the tasks whose work changes from step to step, by micro-batch, verb and kind of layer.
+        kind_of: the number of each layer's kind.
     """
 
-    def __init__(self, tasks: list[Task], lanes: Sequence[Lane], edges: Edges) -> None:
+    def __init__(
+        self, tasks: list[Task], lanes: Sequence[Lane], edges: Edges, kind_of: Sequence[int]
+    ) -> None:
         indices = {lane: index for index, lane in enumerate(lanes)}
         self.tasks = tasks
         self.first = tasks[0].id if tasks else 0
@@ -108,11 +115,16 @@ class Template:
                     self.waits[position] += 1
         self.roots = [position for position, waits in enumerate(self.waits) if not waits]
         self.later = [tuple(each) for each in later]
-        self.sized: dict[tuple[int, str], list[int]] = {}
+        self.kind_of = kind_of
+        self.sized: dict[Sized, list[int]] = {}
         for position, task in enumerate(tasks):
             if task.verb in GROWING:
-                self.sized.setdefault((task.micro_batch, task.verb), []).append(position)
+                self.sized.setdefault(self.key(task), []).append(position)
         self._durations: list[int] = []
+
+    def key(self, task: Task) -> Sized:
+        """The key of a task's work among those that differ between steps."""
+        return task.micro_batch, task.verb, self.kind_of[task.layer]
 
     def repeats(self, other: Template) -> bool:
         """Whether this step does the same as another one, on other data."""
@@ -123,8 +135,8 @@ class Template:
             and [_identity(task) for task in self.tasks] == [_identity(task) for task in other.tasks]
         )
 
-    def nanoseconds(self, price: Price, works: dict[tuple[int, str], Work]) -> list[int]:
-        """The tasks' durations in a step with these works of micro-batches and verbs."""
+    def nanoseconds(self, price: Price, works: dict[Sized, Work]) -> list[int]:
+        """The tasks' durations in a step with these works, by micro-batch, verb and kind of layer."""
         if not self._durations:
             self._durations = [
                 price(task.work) if lane >= 0 else 0
@@ -136,6 +148,10 @@ class Template:
             for position in positions:
                 durations[position] = duration
         return durations
+
+    def forget_prices(self) -> None:
+        """Have durations computed anew, for another cost model."""
+        self._durations = []
 
 
 def capture(run_state: RunState, policy: Policy) -> list[Template]:
@@ -155,12 +171,12 @@ def capture(run_state: RunState, policy: Policy) -> list[Template]:
         step = Step(run_state, index, last=index == count - 1)
         _run_through(scheduled(policy, step))
         step.close()
-        return Template(engine.take(), engine.lanes, edges)
+        return Template(engine.take(), engine.lanes, edges, run_state.works.kind_of)
 
     for kept in run_state.plan.weights.resident:
         run_state.load(kept)
     run_state.fill()
-    steps = [Template(engine.take(), engine.lanes, edges)]
+    steps = [Template(engine.take(), engine.lanes, edges, run_state.works.kind_of)]
     index = 0
     while index < count:
         counted = [counts_of(pool).now() for pool in pools]

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from moesched.drivers.capture import Price, Template, capture
+from moesched.drivers.capture import Price, Sized, Template, capture
 from moesched.drivers.in_order import play_in_order
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.seams import CostModel, Policy
@@ -28,13 +28,14 @@ _NUMBER = (1 << CLASS_SHIFT) - 1
 class Timeline:
     """The start and end of every task of a replayed run; tasks have the numbers of their order of submission.
 
-    `works` are, for each step, the works that differ between steps, by micro-batch and verb.
+    `works` are, for each step, the works that differ between steps, by micro-batch, verb and kind
+    of layer.
     """
 
     def __init__(
         self,
         steps: list[Template],
-        works: list[dict[tuple[int, str], Work]],
+        works: list[dict[Sized, Work]],
         starts: list[int],
         ends: list[int],
     ) -> None:
@@ -98,9 +99,7 @@ class Timeline:
             for captured in template.tasks:
                 yield msgspec.structs.replace(
                     captured,
-                    work=_resized(
-                        captured.work, self.works[index].get((captured.micro_batch, captured.verb))
-                    ),
+                    work=_resized(captured.work, self.works[index].get(template.key(captured))),
                     id=number,
                     step=index - 1,
                     state=DONE,
@@ -133,16 +132,47 @@ def replay_run(run_state: RunState, policy: Policy, cost: CostModel) -> Timeline
     Raises:
         NotFixed: the policy awaited a handle.
     """
-
-    lanes = run_state.engine.lanes
     with no_garbage_collection():
-        steps = capture(run_state, policy)
-        priced = _PricedSteps(steps, run_state, lambda work: nanoseconds(work, cost))
-        if all(lane.in_order for lane in lanes):
-            starts, ends = play_in_order(steps, map(priced.durations, range(len(steps))))
-        else:
-            starts, ends = Player(steps, len(lanes), priced.durations).run()
-        return Timeline(steps, priced.works, starts, ends)
+        return _play(capture(run_state, policy), run_state, lambda work: nanoseconds(work, cost))
+
+
+class CapturedRun:
+    """A run that is captured once, to be replayed at the costs of several cost models.
+
+    Raises:
+        NotFixed: the policy awaited a handle.
+    """
+
+    def __init__(self, run_state: RunState, policy: Policy) -> None:
+        self._run_state = run_state
+        with no_garbage_collection():
+            self._steps = capture(run_state, policy)
+
+    def step_ends(self, cost: CostModel) -> list[int]:
+        """The end of loading, and the time at which each step had its samples."""
+        known: dict[int, int] = {}
+        works: list[Work] = []  # kept, so that no other work gets one's id
+
+        def price(work: Work) -> int:
+            if id(work) not in known:
+                known[id(work)] = max(1, round(cost.work(work).seconds * 1e9))
+                works.append(work)
+            return known[id(work)]
+
+        for step in self._steps:
+            step.forget_prices()
+        with no_garbage_collection():
+            return _play(self._steps, self._run_state, price).step_ends()
+
+
+def _play(steps: list[Template], run_state: RunState, price: Price) -> Timeline:
+    lanes = run_state.engine.lanes
+    priced = _PricedSteps(steps, run_state, price)
+    if all(lane.in_order for lane in lanes):
+        starts, ends = play_in_order(steps, map(priced.durations, range(len(steps))))
+    else:
+        starts, ends = Player(steps, len(lanes), priced.durations).run()
+    return Timeline(steps, priced.works, starts, ends)
 
 
 class _PricedSteps:
@@ -152,7 +182,7 @@ class _PricedSteps:
     """
 
     def __init__(self, steps: Sequence[Template], run_state: RunState, price: Price) -> None:
-        self.works: list[dict[tuple[int, str], Work]] = []
+        self.works: list[dict[Sized, Work]] = []
         self._steps = steps
         self._run_state = run_state
         self._price = price
@@ -162,7 +192,7 @@ class _PricedSteps:
         step, run_state = self._steps[index], self._run_state
         if index:
             run_state.size(index - 1)
-        works = {(number, verb): run_state.numbered(number).works[verb] for number, verb in step.sized}
+        works = {key: run_state.numbered(key[0]).works_at[0][key[2]][key[1]] for key in step.sized}
         self.works.append(works)
         return step.nanoseconds(self._price, works)
 

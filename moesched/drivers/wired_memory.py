@@ -85,16 +85,16 @@ def wired_memory_delays(plan: Plan, lanes: Mapping[str, Lane]) -> dict[Lane, Del
 def _sizes(plan: Plan, *, prestacked: bool) -> Mapping[Hashable, int]:
     """Bytes of an array: of an expert, or by the verb that uses it. Nodes without attention have only experts."""
     operations, config = plan.operations, plan.layout.config
-    query, key, element = operations.query_width, operations.key_width, operations.element
+    output = operations.after_attention.nbytes
     vocabulary = config.vocabulary * operations.hidden_bytes
     experts = operations.expert_bytes * (config.layers if prestacked else 1)
     if not plan.nodes.attends:
         return {"expert": experts}
     return {
         "expert": experts,
-        "pre_attention": config.hidden * (query + 2 * key) * element,
-        "route": config.hidden * (query + config.experts) * element,
-        "post_attention": config.hidden * query * element + config.experts * operations.expert_bytes,
+        "pre_attention": operations.before_attention.nbytes,
+        "route": output + operations.routing.nbytes + operations.shared_experts.nbytes,
+        "post_attention": output + config.experts * operations.expert_bytes,
         "embed": vocabulary,
         "sample": vocabulary,
     }

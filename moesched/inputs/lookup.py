@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from moesched import plugins
 from moesched.errors import BadInput
 from moesched.inputs.defaults import NEW_TOKENS
@@ -12,6 +14,7 @@ from moesched.inputs.prompts import Prompt, encode_prompts, read_prompts
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.machines import Machine, load_machine
 from moesched.machines.local import calibrated_file, local_machine, require_measured_here
+from moesched.models.architectures import ARCHITECTURES
 from moesched.models.config import ModelConfig
 from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
@@ -20,18 +23,40 @@ from moesched.seams import ChecksMachine, DescribesMachine, Policy
 from moesched.system.input_file import is_folder
 
 
-def find_shape(name_or_folder: Path | str) -> ModelConfig:
+def find_shape(name_or_folder: Path | str, stored_as: str | None = None) -> ModelConfig:
     """A named shape, or the one in a folder's config.json.
 
+    Args:
+        stored_as: storage format of the weights; None for the one that the model is published in.
+
     Raises:
-        BadInput: the name is unknown, and not a folder.
+        BadInput: the name is unknown, and not a folder, or the model cannot have that format.
     """
     if str(name_or_folder) in SHAPES:
-        return SHAPES[str(name_or_folder)]
-    if is_folder(Path(name_or_folder)):
-        return read_config(Path(name_or_folder))
-    known = ", ".join(SHAPES)
-    raise BadInput(f"no model {str(name_or_folder)!r}: name a folder with a config.json, or one of {known}")
+        config = SHAPES[str(name_or_folder)]
+    elif is_folder(Path(name_or_folder)):
+        config = read_config(Path(name_or_folder))
+    else:
+        known = ", ".join(SHAPES)
+        raise BadInput(
+            f"no model {str(name_or_folder)!r}: name a folder with a config.json, or one of {known}"
+        )
+    return config if stored_as is None else in_format(config, stored_as)
+
+
+def in_format(config: ModelConfig, name: str) -> ModelConfig:
+    """The model with its weights in a storage format.
+
+    Raises:
+        BadInput: there is no such format, or models of this family do not have it.
+    """
+    formats = ARCHITECTURES[config.form].formats
+    if name not in formats:
+        raise BadInput(
+            f"--format is {name!r}, and models of the family {config.form}, such as {config.name}, have "
+            f"{', '.join(formats)}: give one of these"
+        )
+    return replace(config, format=name)
 
 
 def find_machine(machine: Machine | str, device: str | None = None, *, foreign: bool = False) -> Machine:

@@ -44,6 +44,23 @@ class SettingKeywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FormatOptions:
+    """The storage format of the weights.
+
+    Attributes:
+        format: a name of docs/models.md, such as "q4_k_m"; None for the one that the model is published in.
+    """
+
+    format: str | None = None
+
+
+class FormatKeywords(TypedDict, total=False):
+    """Keywords of FormatOptions."""
+
+    format: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyOptions(SettingOptions):
     """The policy, with its settings.
 

@@ -13,6 +13,8 @@ from moesched.inputs.options import (
     CutOptions,
     DeviceKeywords,
     DeviceOptions,
+    FormatKeywords,
+    FormatOptions,
     MachineKeywords,
     MachineOptions,
     PolicyOptions,
@@ -172,7 +174,7 @@ class WorkloadKeywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulationOptions(PlannedOptions, WorkloadOptions, OutputOptions):
+class SimulationOptions(PlannedOptions, FormatOptions, WorkloadOptions, OutputOptions):
     """The options of `simulate_model`.
 
     Attributes:
@@ -190,6 +192,7 @@ class SimulationKeywords(
     SizeKeywords,
     MachineKeywords,
     CutKeywords,
+    FormatKeywords,
     WorkloadKeywords,
     OutputKeywords,
     total=False,

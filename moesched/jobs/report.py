@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from moesched.errors import MoeschedError, attach_report
+from moesched.planner.uncertainty import Figures
 from moesched.runs.listeners import KindMeter, kind_use
 from moesched.runs.outcome import (
     Dilations,
@@ -41,6 +42,9 @@ class JobReport(Report, frozen=True, kw_only=True):
         padded: whether prompts were padded to the longest.
         expected: prediction of a measured run, from the calibration of its machine; None if there is none.
         no_expectation: the reason, if one was asked for.
+        band: of a prediction's figures, the low end, the expected figure and the high end; None without a band.
+        at_peak: a prediction's figures at the rates that the machine states; None where its costs were measured.
+        widest_rate: the rate that widens the band most, in words.
     """
 
     dtype: str
@@ -51,6 +55,9 @@ class JobReport(Report, frozen=True, kw_only=True):
     padded: bool = False
     expected: JobReport | None = None
     no_expectation: str | None = None
+    band: dict[str, tuple[float, float, float]] | None = None
+    at_peak: Figures | None = None
+    widest_rate: str | None = None
 
     @property
     def place(self) -> str:
@@ -68,7 +75,7 @@ class JobReport(Report, frozen=True, kw_only=True):
     def as_dict(self) -> dict[str, Any]:
         """Convert to JSON values: measured runs have tokens and text, predicted ones the simulated time."""
         content: dict[str, Any] = msgspec.to_builtins(self)
-        of_predictions = ("simulated_seconds", "padded")
+        of_predictions = ("simulated_seconds", "padded", "band", "at_peak", "widest_rate")
         of_runs = ("tokens", "scores", "text", "bytes_read", "emulation", "expected", "no_expectation")
         foreign = of_predictions if self.measured else of_runs
         for name in foreign:

@@ -43,7 +43,7 @@ def find_scenario(
     Raises:
         BadInput: a name is unknown, or a file cannot be used.
     """
-    config = find_shape(model)
+    config = find_shape(model, given.format)
     choices = find_choices(given.routing, config, given.routing_settings, given.seed)
     found = workload if isinstance(workload, Workload) else find_workload(workload, model, config)
     return Scenario(config, joined(find_machine(given.machine), given.nodes, given.network), found, choices)

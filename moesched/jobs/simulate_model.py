@@ -14,6 +14,7 @@ from moesched.inputs.budgets import assumed_process
 from moesched.inputs.lookup import machine_file
 from moesched.inputs.options import options_from, takes
 from moesched.inputs.prompts import Prompt, require_some
+from moesched.jobs.bands import with_band
 from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
 from moesched.jobs.job import Job
 from moesched.jobs.options import SimulationKeywords, SimulationOptions
@@ -76,11 +77,14 @@ def simulate_model(
     require_outputs(*recorded_outputs(given), model=model, inputs=inputs)
     if not 0 <= given.preview_accuracy <= 1:
         raise BadInput(f"--preview-accuracy is {given.preview_accuracy}: give a probability from 0 to 1")
-    return simulate_scenario(find_scenario(model, workload, given), given)
+    return simulate_scenario(find_scenario(model, workload, given), given, band=True)
 
 
-def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport:
+def simulate_scenario(scenario: Scenario, given: SimulationOptions, *, band: bool = False) -> JobReport:
     """Predict a scenario; the options name what it holds.
+
+    Args:
+        band: whether the report gets a band, which takes more runs.
 
     Raises:
         BadInput, NotTraced, PolicyError: as `simulate_model`.
@@ -103,7 +107,13 @@ def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport
             reports.add(_simulate_batch, job, given, batch, routing, batch_files(given, number))
         if reports.ended_early(number):
             break
-    return reports.merge(requests=len(lengths), batches=len(batches), padded=given.padded)
+    report = reports.merge(requests=len(lengths), batches=len(batches), padded=given.padded)
+    return with_band(report, partial(_ranks, job, batches[0])) if band else report
+
+
+def _ranks(job: Job, batch: Batch) -> list[Rank]:
+    """The plans and policies of a batch, one for each node."""
+    return [Rank(*job.plan(batch, room_for, node)) for node in range(job.nodes)]
 
 
 def _lengths(workload: Workload, given: SimulationOptions) -> tuple[list[int], bool]:

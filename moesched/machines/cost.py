@@ -1,7 +1,7 @@
 """Cost models: the time of a task's work on a machine.
 
-The roofline is the maximum of the times to compute and to move bytes. A calibrated machine has measured times of
-operations. Work on a resource that the machine does not describe is refused.
+The roofline is the maximum of the times to compute and to move bytes, at the rates that kernels sustain. A calibrated
+machine has measured times of operations. Work on a resource that the machine does not describe is refused.
 """
 
 from __future__ import annotations
@@ -18,35 +18,48 @@ from moesched.machines import (
     INTERCONNECT,
     MANY_ROWS,
     CostPoint,
+    Link,
     Machine,
     Processor,
 )
+from moesched.machines.kernel_times import ONLY_MOVING, KernelTimes
 from moesched.machines.networks import NETWORK
+from moesched.machines.sustained import Levels, copies_of, sustained_share
 from moesched.seams import CostModel, Demand
 from moesched.tasks import Work, WorkPart
 
 DISPATCH, HOP = "dispatch", "hop"
-EXPERTS = ("expert", "resident expert", "experts", "resident experts")
 ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt")
-ONLY_MOVING = ("combine", "embed")
+NO_LEVELS: Levels = {}
 MOST_FEW_ROWS = 16
 """Most rows of a product that is bound by reading its weights, and uses most of the memory bandwidth."""
 
 
-def cost_model(machine: Machine, dtype: str) -> CostModel:
+def cost_model(machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> CostModel:
     """The machine's measured costs if it was calibrated, else its roofline.
 
-    dtype: dtype that the model computes in.
+    Args:
+        dtype: dtype that the model computes in.
+        levels: rates that are not at their expected figure, by group.
     """
-    return Calibrated(machine, dtype) if machine.cost_table else Roofline(machine, dtype)
+    return Calibrated(machine, dtype, levels) if machine.cost_table else Roofline(machine, dtype, levels)
 
 
 class Roofline:
-    """Peak rates of the machine's description (MoE-Lightning, Eqs. 7 and 8)."""
+    """The rates that the machine's kernels and copies sustain, where work takes its slowest resource's time.
 
-    def __init__(self, machine: Machine, dtype: str) -> None:
+    With rates as stated, this is the roofline (MoE-Lightning, Eqs. 7 and 8).
+
+    Args:
+        levels: rates that are not at their expected figure, by group.
+    """
+
+    def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:
         self.machine = machine
         self.dtype = dtype
+        self._levels = levels
+        self._kernels: dict[str, KernelTimes] = {}
+        self._slowed = _slowed(machine)
 
     def work(self, work: Work) -> Demand:
         """Time alone and shares of each resource.
@@ -56,28 +69,21 @@ class Roofline:
         """
         processor = self.machine.processors.get(work.resource)
         if processor is not None:
-            computing = work.flops / self.machine.peak(work.resource, self.dtype)
-            moving = work.nbytes / self.machine.memories[processor.memory].bandwidth
-            seconds = max(computing, moving, _reading_experts(work, processor))
-            busy = ((work.resource, computing), (processor.memory, moving))
-            return _demand(seconds, processor.launch_seconds, busy)
+            times = self._times(work.resource, processor)(work)
+            busy = ((work.resource, times.computing), (processor.memory, times.moving))
+            return _demand(times.working, times.fixed, busy)
         for link in self.machine.links:
             if work.resource == f"{link.source}->{link.destination}":
-                seconds = work.nbytes / link.bandwidth
-                ends = tuple(
-                    (end, work.nbytes / self.machine.memories[end].bandwidth)
-                    for end in (link.source, link.destination)
-                )
-                return _demand(seconds, link.latency, ((link.lane, seconds), *ends))
+                return self._copy(link, work.nbytes)
         group = self.machine.accelerator_group
         if work.resource == INTERCONNECT and group.interconnect is not None:
-            seconds = work.nbytes / group.interconnect.bandwidth
+            seconds = work.nbytes / (group.interconnect.bandwidth * self._share(INTERCONNECT))
             rounds = 2 * (group.count - 1)  # a ring all-reduce sends the data round twice
             lanes = [(name, seconds) for name in (INTERCONNECT, *group.interconnect.paths)]
             return _demand(seconds, rounds * group.interconnect.latency, lanes)
         network = self.machine.network
         if work.resource == NETWORK and network is not None:
-            moving = work.nbytes / network.bandwidth
+            moving = work.nbytes / (network.bandwidth * self._share(NETWORK))
             alone = _demand(moving, network.latency_seconds, ((NETWORK, moving),))
             lead = self.machine.accelerator.handover_seconds
             return alone._replace(seconds=lead + alone.seconds, lead=lead)
@@ -85,6 +91,27 @@ class Roofline:
             f"machine {self.machine.name} has no cost for {work.kind} on {work.resource!r}: "
             "describe that resource in its profile"
         )
+
+    def _times(self, name: str, processor: Processor) -> KernelTimes:
+        known = self._kernels.get(name)
+        if known is None:
+            peak = self.machine.peak(name, self.dtype)
+            bandwidth = self.machine.memories[processor.memory].bandwidth
+            known = self._kernels[name] = KernelTimes(name, processor, peak, bandwidth, self._levels)
+        return known
+
+    def _copy(self, link: Link, nbytes: float) -> Demand:
+        seconds = nbytes / (link.bandwidth * sustained_share(self.machine, link, self._levels))
+        ends = tuple(
+            (end, nbytes / self.machine.memories[end].bandwidth) for end in (link.source, link.destination)
+        )
+        alone = _demand(seconds, link.latency, ((link.lane, seconds), *ends))
+        name = f"{link.source}->{link.destination}"
+        slowed = self._slowed.get(name)
+        return alone._replace(sort=name, slowed=tuple(slowed)) if slowed else alone
+
+    def _share(self, kind: str) -> float:
+        return copies_of(self.machine).rates[kind].at(self._levels.get(kind, "expected"))
 
 
 class Calibrated:
@@ -97,10 +124,11 @@ class Calibrated:
         BadInput: the machine has no measured costs in this dtype.
     """
 
-    def __init__(self, machine: Machine, dtype: str) -> None:
+    def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:
         self.machine = machine
         self.dtype = dtype
         self._roofline = Roofline(machine, dtype)
+        self._speeds = {sort: machine.spread[sort].at(level) for sort, level in levels.items()}
         points: dict[str, list[CostPoint]] = {}
         for point in machine.cost_table:
             if point.dtype in ("", dtype):
@@ -111,9 +139,7 @@ class Calibrated:
                 "or choose another --dtype"
             )
         self._surfaces = {operation: Surface(measured) for operation, measured in points.items()}
-        self._slowed: dict[str, list[tuple[str, float]]] = {}
-        for pair in machine.contention:
-            self._slowed.setdefault(pair.work, []).append((pair.beside, pair.rate))
+        self._slowed = _slowed(machine)
 
     def work(self, work: Work) -> Demand:
         """The sum of the parts' times, and the speed beside other work.
@@ -132,6 +158,7 @@ class Calibrated:
         if DISPATCH in self._surfaces:
             lead += self.seconds(WorkPart(DISPATCH, 0))
         sort = sort_of(work)
+        seconds /= self._speeds.get(sort, 1.0)
         return Demand(lead + seconds, (), sort, tuple(self._slowed.get(sort, ())), lead)
 
     def seconds(self, part: WorkPart) -> float:
@@ -147,6 +174,14 @@ class Calibrated:
                 "run `moesched calibrate`"
             )
         return surface(part.size, part.rows)
+
+
+def _slowed(machine: Machine) -> dict[str, list[tuple[str, float]]]:
+    """The measured speeds of each kind of work beside others."""
+    found: dict[str, list[tuple[str, float]]] = {}
+    for pair in machine.contention:
+        found.setdefault(pair.work, []).append((pair.beside, pair.rate))
+    return found
 
 
 def sort_of(work: Work) -> str:
@@ -212,14 +247,6 @@ class Surface:
     def __call__(self, size: float, rows: float) -> float:
         through = ((each, curve(rows)) for each, curve in self._curves.items())
         return Curve(through, rising=False)(size)
-
-
-def _reading_experts(work: Work, processor: Processor) -> float:
-    """The time of reading the work's experts at the processor's `expert_bandwidth`; 0 where it has none."""
-    if processor.expert_bandwidth is None:
-        return 0.0
-    weights = sum(part.times * part.size for part in work.parts if part.operation in EXPERTS)
-    return weights / processor.expert_bandwidth
 
 
 def _rising(values: Iterable[float]) -> list[float]:

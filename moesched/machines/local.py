@@ -21,9 +21,26 @@ ASSUMED_DISK_BANDWIDTH = 1e9
 ASSUMED_FLOPS_PER_CORE = 50e9
 
 
-def calibrated_file() -> Path:
-    """The file that `moesched calibrate` writes by default."""
-    return cache_folder() / "machine.toml"
+def calibrated_file(device: str = "") -> Path:
+    """The file that `moesched calibrate` writes by default; that of a GPU is by the name of its device."""
+    return cache_folder() / (f"machine-{device}.toml" if device else "machine.toml")
+
+
+def calibrated_gpu(device: str, gpu: str) -> Machine | None:
+    """This machine with its GPU, as `moesched calibrate --device` measured it; None where it was not measured.
+
+    Args:
+        device: such as "cuda".
+        gpu: the GPU's name; a file of another GPU does not count.
+
+    Raises:
+        BadInput: the file is broken.
+    """
+    file = calibrated_file(device)
+    if not is_file(file):
+        return None
+    machine = parse_machine(read_input(file, "machine", MOST_BYTES), str(file))
+    return machine if gpu in machine.description else None
 
 
 def local_machine() -> Machine:

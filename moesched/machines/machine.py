@@ -10,6 +10,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
+from moesched.machines.estimates import Estimate
 from moesched.machines.networks import Network
 from moesched.machines.toml_library import Amount, Price, Rate, Seconds
 from moesched.units import parse_bytes
@@ -43,6 +44,9 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         expert_bandwidth: bytes of weights per second that an expert's kernel reads, if less than the memory's
             bandwidth.
         handover_seconds: time from the end of a kernel until the network may send its result.
+        device_class: its class of device, whose kernels sustain less than the stated rates; empty where the stated
+            rates are sustained.
+        rates: estimates that replace those of its class, by name.
     """
 
     memory: str
@@ -50,6 +54,8 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     launch_seconds: Seconds = 0.0
     expert_bandwidth: Rate | None = None
     handover_seconds: Seconds = 0.0
+    device_class: str = ""
+    rates: dict[str, Estimate] = {}
 
 
 class Tier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +77,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         bandwidth: bytes per second.
         latency: seconds per transfer.
         path: the wire or bus; links that share a path share a lane. By default "source->destination".
+        sustained: the share of its bandwidth that copies sustain; by default that of its kind of copy.
     """
 
     source: str
@@ -78,6 +85,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     bandwidth: Rate
     latency: Seconds = 0.0
     path: str = ""
+    sustained: Estimate | None = None
 
     @property
     def lane(self) -> str:
@@ -183,6 +191,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         measured_on: the processor that the costs were measured on; empty if they were not measured.
         cost_format: the version of the cost table's format; 0 without a cost table.
+        spread: how far the measured speed of each kind of work was from its median, by the kinds of `Contention.work`.
         network: the connection to other nodes of this kind.
         wired_memory: wiring of weights; None if the accelerator's driver never unwires them.
         price_usd: of the whole machine.
@@ -199,6 +208,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cost_format: int = 0
     cost_table: list[CostPoint] = []
     contention: list[Contention] = []
+    spread: dict[str, Estimate] = {}
     network: Network | None = None
     price_usd: Price | None = None
     wired_memory: WiredMemory | None = None
@@ -261,7 +271,11 @@ def read_only(machine: Machine) -> Machine:
         paths = tuple(group.interconnect.paths)
         group = replace(group, interconnect=replace(group.interconnect, paths=paths))
     processors = {
-        name: replace(processor, flops=MappingProxyType(dict(processor.flops)))
+        name: replace(
+            processor,
+            flops=MappingProxyType(dict(processor.flops)),
+            rates=MappingProxyType(dict(processor.rates)),
+        )
         for name, processor in machine.processors.items()
     }
     return replace(
@@ -272,4 +286,5 @@ def read_only(machine: Machine) -> Machine:
         accelerator_group=group,
         cost_table=tuple(machine.cost_table),
         contention=tuple(machine.contention),
+        spread=MappingProxyType(dict(machine.spread)),
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from moesched.errors import BadInput
+from moesched.machines.estimates import Estimate
 from moesched.machines.machine import BY_THEMSELVES, SORTS, Machine, Processor, Tier
+from moesched.machines.sustained import rate_problems
 from moesched.machines.toml_library import (
     MOST_RATE,
     convert_profile,
@@ -56,13 +58,20 @@ def machine_from(raw: dict[str, Any], where: str) -> Machine:
             f"measure them again with `moesched calibrate --out {where}`"
         )
     for section, kind in (("processors", Processor), ("memories", Tier)):
-        entries = raw.get(section)
-        for name, entry in entries.items() if isinstance(entries, dict) else ():
+        for name, entry in _entries(raw, section):
+            for rate, estimate in _entries(entry, "rates"):
+                convert_profile(estimate, Estimate, f"{section}.{name}.rates.{rate}", where)
             convert_profile(entry, kind, f"{section}.{name}", where)
     machine = convert_profile(raw, Machine, "", where)
     for problem in _problems(machine):
         raise BadInput(f"{where}: {problem}")
     return machine
+
+
+def _entries(raw: Any, section: str) -> Iterable[tuple[str, Any]]:
+    """The entries of a table within a table; none where either is not a table."""
+    entries = raw.get(section) if isinstance(raw, dict) else None
+    return entries.items() if isinstance(entries, dict) else ()
 
 
 def _problems(machine: Machine) -> Iterator[str]:
@@ -78,6 +87,7 @@ def _problems(machine: Machine) -> Iterator[str]:
     for name, tier in machine.memories.items():
         yield from _capacity_problems(f"memories.{name}.capacity", tier)
     yield from _link_problems(machine)
+    yield from rate_problems(machine)
     yield from _contention_problems(machine)
     roles = machine.roles
     yield from _unknown("roles.accelerator", roles.accelerator, machine.processors)

@@ -14,10 +14,11 @@ from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, ModelConfig
 from moesched.models.file_identity import FileIdentity
 from moesched.models.headers import MOST_TENSORS, Found
+from moesched.models.layers import Shape
 from moesched.models.published import Published, extra_names, other_tensors, published_tensors
-from moesched.models.reading import read_config
+from moesched.models.reading import read_config, require_runs
 from moesched.models.shards import read_shards
-from moesched.models.tensors import Shape, count_tensors, count_weights, tensor_shapes
+from moesched.models.tensors import count_tensors, count_weights, tensor_shapes
 from moesched.system.logs import Log
 
 _log = Log(__name__)
@@ -118,6 +119,7 @@ def open_checkpoint(directory: Path | str) -> Checkpoint:
     """
     directory = Path(directory)
     config = read_config(directory)
+    require_runs(config)
     shards = read_shards(directory)
     _require_counts(directory, config, shards.tensors)
     known = _Known(config)

@@ -31,6 +31,16 @@ NULL_SAYS_SOMETHING = (
 )
 """Keys for which null is a value. Any other null means the default, as a missing key does."""
 
+_METHODS = {
+    "fp8": "fp8",
+    "mxfp4": "mxfp4",
+    "awq": "int4",
+    "gptq": "int4",
+    "auto-round": "int4",
+    "compressed-tensors": "int4",
+}
+"""Storage formats by `quant_method`."""
+
 # float32 is the smallest supported dtype that represents every float16.
 _DTYPES: dict[str, DType] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
 
@@ -96,6 +106,43 @@ class ConfigFile:
         """
         return convert_value(self._values, kind, str(self.path), RESTORE)
 
+    def text_keys(self, kind: type[T]) -> T:
+        """Decode the keys of an architecture, of which some models nest those on text in `text_config`.
+
+        Raises:
+            BadInput: a value has the wrong type; the message names its key.
+        """
+        nested = self._values.get("text_config")
+        values = self._values | nested if isinstance(nested, dict) else self._values
+        return convert_value(values, kind, str(self.path), RESTORE)
+
+    @property
+    def name(self) -> str:
+        """The model's name: that of its folder."""
+        return self.path.parent.resolve().name
+
+    def stored_format(self, quantization: dict[str, Any] | None) -> str | None:
+        """The storage format that `quantization_config` describes; None for plain weights.
+
+        Raises:
+            BadInput: it describes another format than those of `FORMATS`.
+        """
+        if quantization is None:
+            return None
+        method = str(quantization.get("quant_method"))
+        if method not in _METHODS:
+            raise self.unsupported("quant_method", method, f"one of {', '.join(_METHODS)}")
+        return _METHODS[method]
+
+    def checked(self, config: ModelConfig) -> ModelConfig:
+        """The configuration, with possible values.
+
+        Raises:
+            BadInput: a value is impossible.
+        """
+        self._check(config)
+        return config
+
     def build(self, keys: Keys, **particular: Any) -> ModelConfig:
         """Build the configuration from the common keys and the architecture's own settings.
 
@@ -104,16 +151,14 @@ class ConfigFile:
         """
         self._refuse_unknown_features(keys)
         settings: dict[str, Any] = {
-            "name": self.path.parent.resolve().name,
+            "name": self.name,
             "vocabulary": keys.vocab_size,
             "rope_theta": _rope_theta(keys),
             "tied_embeddings": keys.tie_word_embeddings,
             "stop_tokens": self._stop_tokens(keys),
             "dtype": self._dtype(keys),
         }
-        config = ModelConfig(**(settings | particular))
-        self._check(config)
-        return config
+        return self.checked(ModelConfig(**(settings | particular)))
 
     def require(self, key: str, value: object, *accepted: object) -> None:
         """Raise BadInput unless the value of a key is accepted."""
@@ -164,7 +209,11 @@ class ConfigFile:
     def _check(self, config: ModelConfig) -> None:
         for field in msgspec.structs.fields(ModelConfig):
             value = getattr(config, field.name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            if (
+                isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and field.name != "unused_weights"
+            ):
                 if value <= 0:
                     raise self.impossible(f"{field.name} is {shown(value)}", "it must be positive")
                 if isinstance(value, int) and value > MOST:

@@ -26,7 +26,8 @@ def layer_bytes(operations: Operations, tokens: int) -> int:
     """Bytes that a micro-batch needs within a layer: queries, keys, values, attention output, the experts' rows."""
     top_k = operations.config.top_k
     rows = top_k * (2 * operations.hidden_bytes + 3 * 8)
-    return tokens * (operations.qkv_bytes + operations.attention_bytes + rows)
+    widest = max(kind.qkv_bytes + kind.attention_bytes for kind in operations.kinds.values())
+    return tokens * (widest + rows)
 
 
 def exchanged_bytes(operations: Operations) -> int:
@@ -37,7 +38,9 @@ def exchanged_bytes(operations: Operations) -> int:
 def workspace_bytes(operations: Operations, tokens: int, sequences: int) -> int:
     """Largest workspace in bytes of one kernel, beside its input and output; elements take b bytes, or 4 in float32."""
     config, element = operations.config, operations.element
-    hidden, query, keys = config.hidden, operations.query_width, operations.key_width
+    hidden = config.hidden
+    query = max(kind.query_width for kind in operations.kinds.values())
+    keys = max(kind.key_width for kind in operations.kinds.values())
     mixed = _FLOAT + element
     projected = query + 2 * keys
     norm = hidden * (2 * _FLOAT + element)
@@ -60,7 +63,9 @@ def expert_workspace_bytes(operations: Operations, tokens: int) -> int:
     """Workspace in bytes of the experts' kernels, beside their rows and outputs; bounded by the tile size."""
     config, element = operations.config, operations.element
     rows = min(tokens * config.top_k, EXPERTS_AT_ONCE * EXPERT_TILE)
-    return rows * (2 * config.hidden * (_FLOAT + element) + config.intermediate * (_FLOAT + 2 * element))
+    networks = [kind.layer.feed_forward for kind in operations.kinds.values()]
+    width = max(max(each.intermediate, each.shared) for each in networks)
+    return rows * (2 * config.hidden * (_FLOAT + element) + width * (_FLOAT + 2 * element))
 
 
 def host_rows_bytes(operations: Operations, tokens: int) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import msgspec
 
 from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, DType, ModelConfig
-from moesched.models.tensors import Shape, dense_shapes, expert_shapes, global_shapes
+from moesched.models.layers import Shape
+from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes
 
 EXTENT_ALIGNMENT = 64  # bytes: a cache line, which also suits vector loads
 DISK_BLOCK = 4096  # bytes: direct reads from disk are in multiples of this
@@ -57,6 +58,9 @@ class WeightLayout(msgspec.Struct, frozen=True):
     Attributes:
         globals_bytes: bytes of the embedding, final norm and LM head. They are not cut into pages, since every step
             needs them.
+        layer_starts: the id of each layer's first page, and the number of all pages.
+        dense_pages: the number of pages of each layer's dense part.
+        pages_per_expert: the number of pages of an expert, in all layers that have experts.
     """
 
     config: ModelConfig
@@ -64,28 +68,37 @@ class WeightLayout(msgspec.Struct, frozen=True):
     page_bytes: int
     pages: tuple[Page, ...]
     globals_bytes: int
-    pages_per_dense: int
+    layer_starts: tuple[int, ...]
+    dense_pages: tuple[int, ...]
     pages_per_expert: int
-
-    @property
-    def pages_per_layer(self) -> int:
-        """Number of pages in a layer, the same for all layers."""
-        return self.pages_per_dense + self.config.experts * self.pages_per_expert
 
     def layer(self, layer: int) -> tuple[Page, ...]:
         """Return all pages of a layer."""
-        start = layer * self.pages_per_layer
-        return self.pages[start : start + self.pages_per_layer]
+        return self.pages[self.layer_starts[layer] : self.layer_starts[layer + 1]]
 
     def dense(self, layer: int) -> tuple[Page, ...]:
-        """Return the pages of a layer that every token needs: norms, q, k, v, o and the router."""
-        start = layer * self.pages_per_layer
-        return self.pages[start : start + self.pages_per_dense]
+        """Return the pages of a layer that every token needs: norms, q, k, v, o, router and shared experts.
+
+        There are none beyond the last layer.
+        """
+        if layer not in range(self.config.layers):
+            return ()
+        start = self.layer_starts[layer]
+        return self.pages[start : start + self.dense_pages[layer]]
 
     def expert(self, layer: int, expert: int) -> tuple[Page, ...]:
-        """Return the pages of one expert."""
-        start = layer * self.pages_per_layer + self.pages_per_dense + expert * self.pages_per_expert
-        return self.pages[start : start + self.pages_per_expert]
+        """Return the pages of one expert; none in a layer without experts."""
+        start = self.layer_starts[layer] + self.dense_pages[layer] + expert * self.pages_per_expert
+        return self.pages[start : min(start + self.pages_per_expert, self.layer_starts[layer + 1])]
+
+    def experts_of(self, layer: int) -> range:
+        """The experts of a layer; none in a dense one."""
+        return range(self.config.layer(layer).feed_forward.experts)
+
+    @property
+    def an_expert(self) -> tuple[Page, ...]:
+        """The pages of one expert, which has as many pages of the same sizes as all others."""
+        return next((pages for i in range(self.config.layers) if (pages := self.expert(i, 0))), ())
 
 
 def weight_layout(
@@ -106,25 +119,51 @@ def weight_layout(
     dtype = config.dtype if dtype is None else dtype
     if dtype not in get_args(DType):
         raise BadInput(f"dtype {dtype!r} is unknown; choose one of {', '.join(get_args(DType))}")
-    item_bytes = ITEM_BYTES[dtype]
-    page_bytes = _default_page_bytes(config, item_bytes) if page_bytes is None else page_bytes
+
+    def tensors(shapes: dict[str, Shape]) -> list[_Tensor]:
+        return [_tensor(config, dtype, name, shape) for name, shape in shapes.items()]
+
+    if page_bytes is None:
+        page_bytes = _default_page_bytes(tensors(expert_shapes(config, config.layers - 1, 0)))
     pages: list[Page] = []
+    starts, dense_pages, per_expert = [0], [], 0
     for layer in range(config.layers):
-        for expert in range(DENSE, config.experts):
+        for expert in range(DENSE, config.layer(layer).feed_forward.experts):
             is_dense = expert == DENSE
             shapes = dense_shapes(config, layer) if is_dense else expert_shapes(config, layer, expert)
-            for index, extents in enumerate(_cut(shapes, item_bytes, page_bytes)):
+            before = len(pages)
+            for index, extents in enumerate(_cut(tensors(shapes), page_bytes)):
                 nbytes = extents[-1].offset + extents[-1].nbytes
                 pages.append(Page(len(pages), layer, expert, index, extents, nbytes))
+            if is_dense:
+                dense_pages.append(len(pages) - before)
+            else:
+                per_expert = len(pages) - before
+        starts.append(len(pages))
     return WeightLayout(
         config=config,
         dtype=dtype,
         page_bytes=page_bytes,
         pages=tuple(pages),
-        globals_bytes=sum(math.prod(shape) for shape in global_shapes(config).values()) * item_bytes,
-        pages_per_dense=sum(page.layer == 0 and page.expert == DENSE for page in pages),
-        pages_per_expert=sum(page.layer == 0 and page.expert == 0 for page in pages),
+        globals_bytes=sum(tensor.rows * tensor.row_bytes for tensor in tensors(global_shapes(config))),
+        layer_starts=tuple(starts),
+        dense_pages=tuple(dense_pages),
+        pages_per_expert=per_expert,
     )
+
+
+class _Tensor(NamedTuple):
+    """A tensor's rows and their bytes; a vector, which is never cut, has an element per row."""
+
+    name: str
+    rows: int
+    row_bytes: int
+    is_vector: bool
+
+
+def _tensor(config: ModelConfig, dtype: str, name: str, shape: Shape) -> _Tensor:
+    row = round(math.prod(shape[1:]) * config.tensor_bytes(name, shape, dtype))
+    return _Tensor(name, shape[0], row, len(shape) == 1)
 
 
 def kv_bytes(
@@ -141,12 +180,12 @@ def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str | None = Non
     return 2 * config.layers * block_size * config.kv_heads * config.head_dim * item
 
 
-def _default_page_bytes(config: ModelConfig, item_bytes: int) -> int:
+def _default_page_bytes(tensors: Iterable[_Tensor]) -> int:
     expert = 0
     longest_row = 0
-    for shape in expert_shapes(config, 0, 0).values():
-        expert = _round_up(expert, EXTENT_ALIGNMENT) + math.prod(shape) * item_bytes
-        longest_row = max(longest_row, math.prod(shape[1:]) * item_bytes)
+    for tensor in tensors:
+        expert = _round_up(expert, EXTENT_ALIGNMENT) + tensor.rows * tensor.row_bytes
+        longest_row = max(longest_row, tensor.row_bytes)
     pages = -(-expert // LARGEST_DEFAULT_PAGE)
     if pages == 1:
         return expert
@@ -154,31 +193,31 @@ def _default_page_bytes(config: ModelConfig, item_bytes: int) -> int:
     return -(-expert // pages) + longest_row + EXTENT_ALIGNMENT
 
 
-def _cut(shapes: dict[str, Shape], item_bytes: int, page_bytes: int) -> list[tuple[Extent, ...]]:
+def _cut(tensors: Iterable[_Tensor], page_bytes: int) -> list[tuple[Extent, ...]]:
     """The extents of each page; all pages but the last are as full as whole rows allow."""
     pages: list[tuple[Extent, ...]] = []
     page: list[Extent] = []
     end = 0
-    for name, shape in shapes.items():
-        row_bytes = math.prod(shape[1:]) * item_bytes
-        start, stop = 0, shape[0]
+    for tensor in tensors:
+        row_bytes = tensor.row_bytes
+        start, stop = 0, tensor.rows
         while start < stop:
             offset = _round_up(end, EXTENT_ALIGNMENT)
             rows = min(stop - start, (page_bytes - offset) // row_bytes)
-            if rows < 1 or (len(shape) == 1 and rows < stop):  # a vector is never cut
-                _require_progress(page, name, shape, item_bytes, page_bytes)
+            if rows < 1 or (tensor.is_vector and rows < stop):
+                _require_progress(page, tensor, page_bytes)
                 pages.append(tuple(page))
                 page, end = [], 0
                 continue
-            page.append(Extent(name, (start, start + rows), offset, rows * row_bytes))
+            page.append(Extent(tensor.name, (start, start + rows), offset, rows * row_bytes))
             start, end = start + rows, offset + rows * row_bytes
     return [*pages, tuple(page)]
 
 
-def _require_progress(page: list[Extent], name: str, shape: Shape, item_bytes: int, page_bytes: int) -> None:
+def _require_progress(page: list[Extent], tensor: _Tensor, page_bytes: int) -> None:
     if not page:
-        row_bytes = math.prod(shape[1:] or shape) * item_bytes
-        what = f"a page of {page_bytes:,} bytes does not hold a row of {name}"
+        row_bytes = tensor.row_bytes * (tensor.rows if tensor.is_vector else 1)
+        what = f"a page of {page_bytes:,} bytes does not hold a row of {tensor.name}"
         raise BadInput(f"{what}; give at least {row_bytes:,}")
 
 

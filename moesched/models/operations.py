@@ -1,43 +1,93 @@
-"""The work of each operation of a MoE transformer: FLOPs, and bytes read and written.
+"""The work of each operation of a layer, and of a MoE transformer: FLOPs, and bytes read and written.
 
 Symbols: T tokens of a micro-batch, D hidden size, F expert size, Q and K the widths of queries and keys
-(heads x head_dim), E experts, k of them per token, V vocabulary, b bytes per element.
+(heads x head_dim), E experts, k of them per token, V vocabulary, b bytes per element. What differs between kinds of
+attention is in `layers.py`.
 
 An amount also lists the operations that it consists of, so that a table of measured costs can price them one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import ne
+from types import MappingProxyType
 from typing import NamedTuple
 
+from moesched.models.formats import role_of
+from moesched.models.layers import GroupedAttention, Layer, LinearAttention, Shape, elements
 from moesched.models.tensor_sizes import TensorSizes
 from moesched.tasks import WorkPart
 
 
 class Amount(NamedTuple):
-    """FLOPs, bytes moved between a processor and its memory, and the operations that they consist of."""
+    """FLOPs, bytes moved between a processor and its memory, and the operations that they consist of.
+
+    Attributes:
+        kernel_rate: share of a processor's FLOP/s that its kernels reach on weights in their storage format.
+    """
 
     flops: float
     nbytes: float
     parts: tuple[WorkPart, ...] = ()
+    kernel_rate: float = 1.0
 
 
-class AttentionOperations(TensorSizes):
+class Product(NamedTuple):
+    """Products of each row with some matrices: their elements and bytes, and the kernel rate of their format."""
+
+    elements: int
+    nbytes: int
+    kernel_rate: float
+
+
+class Products(TensorSizes):
+    """Products with the matrices of a layer."""
+
+    def _product(self, shapes: Mapping[str, Shape]) -> Product:
+        """The matrices among these tensors; vectors are not worth counting."""
+        matrices = {name: elements([shape]) for name, shape in shapes.items() if len(shape) > 1}
+        nbytes = sum(
+            count * self.config.tensor_bytes(name, shapes[name], self.dtype)
+            for name, count in matrices.items()
+        )
+        rates = [self.config.kernel_rate(role_of(name)) for name in matrices]
+        return Product(sum(matrices.values()), round(nbytes), min(rates, default=1.0))
+
+    def _times(self, product: Product, tokens: int, width: int) -> tuple[float, float]:
+        """FLOPs and bytes of a product with `tokens` rows, whose inputs and outputs have `width` elements per token."""
+        return 2.0 * tokens * product.elements, product.nbytes + tokens * width * self.element
+
+
+class AttentionOperations(Products):
     """Attention, with the projections around it and its cache."""
+
+    @cached_property
+    def before_attention(self) -> Product:
+        """The matrices of the projections before attention."""
+        return self._product(self.layer.attention.shapes_before(self.config.hidden))
+
+    @cached_property
+    def after_attention(self) -> Product:
+        """The matrix of the output projection."""
+        return self._product(self.layer.attention.shapes_after(self.config.hidden))
 
     def pre_attention(self, tokens: int) -> Amount:
         """Norm, QKV projection and rotary embedding."""
-        hidden, query, key = self.config.hidden, self.query_width, self.key_width
-        flops, nbytes, _ = _projection(self, tokens, hidden, query + 2 * key)
-        weights = hidden * (query + 2 * key) * self.element
-        return Amount(flops, nbytes, _by_residency("pre_attention", weights, tokens, 1, self.resident.dense))
+        product = self.before_attention
+        flops, nbytes = self._times(product, tokens, self.config.hidden + self.layer.attention.qkv_width)
+        parts = _by_residency("pre_attention", product.nbytes, tokens, 1, self.resident.dense)
+        return Amount(flops, nbytes, parts, product.kernel_rate)
 
     def attention(self, lengths: Sequence[tuple[int, int]]) -> Amount:
-        """Softmax attention of sequences given as pairs (new tokens, tokens in the cache afterwards)."""
-        window = self.config.sliding_window
+        """Attention of sequences given as pairs (new tokens, tokens in the cache afterwards)."""
+        attention = self.layer.attention
+        if isinstance(attention, LinearAttention):
+            return self._linear_attention(attention, sum(new for new, _ in lengths), len(lengths))
+        window = attention.window if isinstance(attention, GroupedAttention) else None
         pairs = nbytes = stepped = steps = calls = prompts = prompt_pairs = before = 0
         for new, total in lengths:
             first = total - new
@@ -45,7 +95,8 @@ class AttentionOperations(TensorSizes):
             if window is None or total <= window:
                 pairs += new * first + new * (new + 1) // 2
             else:
-                pairs += sum(min(first + n + 1, window) for n in range(new))
+                within = min(new, max(0, window - first))
+                pairs += within * first + within * (within + 1) // 2 + (new - within) * window
             seen = total if window is None else min(total, window + new)
             nbytes += seen * self.kv_bytes + new * (self.qkv_bytes + self.attention_bytes)
             if new == 1:
@@ -60,15 +111,17 @@ class AttentionOperations(TensorSizes):
         if calls:
             parts.append(WorkPart("attention call", 0, times=calls))
             parts.append(self._attention_steps(stepped, steps))
+        in_prompts = prompt_pairs * attention.prompt_flops
         if prompts:
-            parts.append(
-                WorkPart("attention prompt", 4.0 * prompt_pairs * self.query_width / prompts, times=prompts)
-            )
-        return Amount(4.0 * pairs * self.query_width, nbytes, tuple(parts))
+            parts.append(WorkPart("attention prompt", in_prompts / prompts, times=prompts))
+        return Amount(in_prompts + (pairs - prompt_pairs) * attention.step_flops, nbytes, tuple(parts))
 
     def attention_step(self, totals: Sequence[int]) -> Amount:
         """Attention of one new token per sequence; equal to `attention` and faster, since simulations call it often."""
-        window = self.config.sliding_window
+        attention = self.layer.attention
+        if isinstance(attention, LinearAttention):
+            return self._linear_attention(attention, len(totals), len(totals))
+        window = attention.window if isinstance(attention, GroupedAttention) else None
         seen = pairs = sum(totals)
         if window is not None:
             seen = sum(min(total, window + 1) for total in totals)
@@ -81,37 +134,62 @@ class AttentionOperations(TensorSizes):
             WorkPart("attention call", 0, times=calls),
             self._attention_steps(seen, len(totals)),
         )
-        return Amount(4.0 * pairs * self.query_width, cache + moved, parts)
+        return Amount(pairs * attention.step_flops, cache + moved, parts)
+
+    def _linear_attention(self, attention: LinearAttention, tokens: int, sequences: int) -> Amount:
+        """Linear attention of new tokens: each sequence's state is read and written, whatever its length."""
+        states = 2 * sequences * self.state_bytes
+        heads = attention.cached_heads
+        parts = (
+            WorkPart("attention", 0),
+            WorkPart("attention call", 0, times=1),
+            WorkPart("step attention", 2 * self.state_bytes / heads, heads, sequences),
+        )
+        moved = tokens * (self.qkv_bytes + self.attention_bytes)
+        return Amount(tokens * attention.token_flops, states + moved, parts)
 
     def _attention_steps(self, seen: float, sequences: int) -> WorkPart:
         """Attention of one new token per sequence to `seen` tokens in total, by the bytes of one KV head."""
-        heads = self.config.kv_heads
+        heads = self.layer.attention.cached_heads
         return WorkPart("step attention", seen * self.kv_bytes / sequences / heads, heads, sequences)
-
-    def copy_kv(self, tokens: int) -> Amount:
-        """Copy keys and values of all layers within the KV cache."""
-        moved = 2 * tokens * self.kv_bytes * self.config.layers
-        return Amount(0, moved, (WorkPart("embed", moved),))
 
     def output_projection(self, tokens: int) -> Amount:
         """Projection of the attention output to the hidden size, and the residual."""
-        flops, nbytes, _ = _projection(self, tokens, self.query_width, self.config.hidden)
-        weights = self.query_width * self.config.hidden * self.element
-        return Amount(flops, nbytes, _by_residency("route", weights, tokens, 1, self.resident.dense))
+        product = self.after_attention
+        flops, nbytes = self._times(product, tokens, self.query_width + self.config.hidden)
+        parts = _by_residency("route", product.nbytes, tokens, 1, self.resident.dense)
+        return Amount(flops, nbytes, parts, product.kernel_rate)
 
 
-class ExpertOperations(TensorSizes):
+class ExpertOperations(Products):
     """The MoE block of a layer: router, experts, and the sum of their outputs."""
 
+    @cached_property
+    def routing(self) -> Product:
+        """The router's matrix; none in a dense layer."""
+        return self._product({"router": (self.layer.feed_forward.experts, self.config.hidden)})
+
+    @cached_property
+    def shared_experts(self) -> Product:
+        """The matrices that every token passes: shared experts, or the network of a dense layer."""
+        shapes = self.layer.feed_forward.shapes(self.config.hidden)
+        return self._product({name: shapes[name] for name in shapes if name.startswith("shared_")})
+
     def router(self, tokens: int) -> Amount:
-        """Norm and router."""
-        return _projection(self, tokens, self.config.hidden, self.config.experts)
+        """Norm, router, and the shared experts, which need not wait for the router's choice."""
+        feed_forward, hidden = self.layer.feed_forward, self.config.hidden
+        flops, nbytes = self._times(self.routing, tokens, hidden + feed_forward.experts)
+        if not feed_forward.shared:
+            return Amount(flops, nbytes)
+        more, moved = self._times(self.shared_experts, tokens, 2 * hidden + 3 * feed_forward.shared)
+        parts = _by_residency("route", self.shared_experts.nbytes, tokens, 1, self.resident.dense)
+        return _sum(Amount(flops, nbytes), Amount(more, moved, parts, self.shared_experts.kernel_rate))
 
     def preview_route(self, tokens: int) -> Amount:
         """Norm and router of a later layer, on their own; priced as a small `route`."""
-        flops, nbytes, _ = self.router(tokens)
-        weights = self.config.hidden * self.config.experts * self.element
-        return Amount(flops, nbytes, _by_residency("route", weights, tokens, 1, self.resident.dense))
+        product = self.routing
+        flops, nbytes = self._times(product, tokens, self.config.hidden + self.layer.feed_forward.experts)
+        return Amount(flops, nbytes, _by_residency("route", product.nbytes, tokens, 1, self.resident.dense))
 
     def expert(self, tokens: int) -> Amount:
         """The feed-forward network of one expert for `tokens` tokens; it is resident with the mean probability."""
@@ -127,19 +205,21 @@ class ExpertOperations(TensorSizes):
 
     def experts(self, tokens: int) -> Amount:
         """All experts of a layer for a micro-batch with unknown routing: the expectation under uniform routing."""
-        config = self.config
-        used = config.experts * (1 - (1 - config.top_k / config.experts) ** tokens)
-        each = self.expert(tokens * config.top_k) if used else Amount(0, 0)
-        rows = tokens * config.top_k / used if used else 0
+        network = self.layer.feed_forward
+        if not network.experts:
+            return Amount(0, 0)
+        used = network.experts * (1 - (1 - network.top_k / network.experts) ** tokens)
+        each = self.expert(tokens * network.top_k) if used else Amount(0, 0)
+        rows = tokens * network.top_k / used if used else 0
         parts = _by_residency("experts", self.expert_bytes, rows, used, self.resident.experts)
-        return Amount(each.flops, each.nbytes + (used - 1) * self.expert_bytes, parts)
+        nbytes = each.nbytes + (used - 1) * self.expert_bytes
+        return Amount(each.flops, nbytes, parts, each.kernel_rate)
 
     def combine(self, tokens: int) -> Amount:
         """Weighted sum of the experts' outputs, and the residual."""
-        moved = (self.config.top_k + 2) * tokens * self.hidden_bytes
-        return Amount(
-            2.0 * tokens * self.config.top_k * self.config.hidden, moved, (WorkPart("combine", moved),)
-        )
+        top_k = self.layer.feed_forward.top_k
+        moved = (top_k + 2) * tokens * self.hidden_bytes
+        return Amount(2.0 * tokens * top_k * self.config.hidden, moved, (WorkPart("combine", moved),))
 
     def add_residual(self, tokens: int) -> Amount:
         """Addition of the residual to a finished sum of the experts' outputs."""
@@ -148,21 +228,46 @@ class ExpertOperations(TensorSizes):
 
     def take_rows(self, tokens: int) -> Amount:
         """Gathering of the rows of each expert."""
-        moved = 2 * self.config.top_k * tokens * self.hidden_bytes
+        moved = 2 * self.layer.feed_forward.top_k * tokens * self.hidden_bytes
         return Amount(0, moved, (WorkPart("combine", moved),))
 
     def _expert(self, tokens: int, resident: float) -> Amount:
-        config = self.config
-        activations = tokens * (2 * config.hidden + 3 * config.intermediate) * self.element
+        hidden, width = self.config.hidden, self.layer.feed_forward.intermediate
+        activations = tokens * (2 * hidden + 3 * width) * self.element
         parts = _by_residency("expert", self.expert_bytes, tokens, 1, resident)
-        return Amount(
-            6.0 * tokens * config.hidden * config.intermediate, self.expert_bytes + activations, parts
-        )
+        nbytes = self.expert_bytes + activations
+        return Amount(6.0 * tokens * hidden * width, nbytes, parts, self.config.kernel_rate("expert"))
 
 
 @dataclass(frozen=True, eq=False)
 class Operations(AttentionOperations, ExpertOperations):
-    """All operations of one model in one dtype; defines those outside the layers and those that combine others."""
+    """All operations of a model and of one kind of its layers, in one dtype.
+
+    Defines those outside the layers and those that combine others.
+    """
+
+    @cached_property
+    def kinds(self) -> Mapping[Layer, Operations]:
+        """The operations of each kind of layer."""
+        return MappingProxyType(
+            {kind: self if kind == self.layer else replace(self, kind=kind) for kind in self.config.kinds}
+        )
+
+    @cached_property
+    def by_layer(self) -> tuple[Operations, ...]:
+        """The operations of each layer."""
+        return tuple(self.kinds[self.config.layer(layer)] for layer in range(self.config.layers))
+
+    def held_in(self, layers: Iterable[int], requests: Sequence[int], beams: int = 1) -> int:
+        """Bytes of the caches of some layers for requests of which they hold these numbers of tokens."""
+        counts = Counter(self.by_layer[layer] for layer in layers)
+        return sum(times * kind.held_bytes(requests, beams) for kind, times in counts.items())
+
+    def copy_kv(self, tokens: int) -> Amount:
+        """Copy keys and values of all layers within the KV cache."""
+        token = sum(times * self.kinds[kind].kv_bytes for kind, times in self.config.kinds.items())
+        moved = 2 * tokens * token
+        return Amount(0, moved, (WorkPart("embed", moved),))
 
     def embed(self, tokens: int) -> Amount:
         """Look up rows of the embedding."""
@@ -190,20 +295,14 @@ class Operations(AttentionOperations, ExpertOperations):
         """Final norm, LM head, and the choice of a token."""
         config = self.config
         rows = config.vocabulary // config.ranks
-        flops, nbytes, _ = _projection(self, sequences, config.hidden, rows)
-        weights = config.hidden * rows * self.element
-        return Amount(
-            flops, nbytes, _by_residency("sample", weights, sequences, 1, not config.tied_embeddings)
-        )
+        product = self._product({"lm_head": (rows, config.hidden)})
+        flops, nbytes = self._times(product, sequences, config.hidden + rows)
+        parts = _by_residency("sample", product.nbytes, sequences, 1, not config.tied_embeddings)
+        return Amount(flops, nbytes, parts, product.kernel_rate)
 
     def choice(self, sequences: int) -> Amount:
         """Choice of a token from finished logits."""
         return Amount(0, sequences * self.logits_bytes)
-
-
-def _projection(sizes: TensorSizes, tokens: int, inputs: int, outputs: int) -> Amount:
-    moved = (inputs * outputs + tokens * (inputs + outputs)) * sizes.element
-    return Amount(2.0 * tokens * inputs * outputs, moved)
 
 
 def _by_residency(
@@ -218,8 +317,11 @@ def _by_residency(
 
 
 def _sum(*amounts: Amount) -> Amount:
+    flops = sum(each.flops for each in amounts)
+    at_full_rate = sum(each.flops / each.kernel_rate for each in amounts)
     return Amount(
-        sum(each.flops for each in amounts),
+        flops,
         sum(each.nbytes for each in amounts),
         tuple(part for each in amounts for part in each.parts),
+        flops / at_full_rate if at_full_rate else 1.0,
     )

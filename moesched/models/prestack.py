@@ -14,10 +14,10 @@ from moesched.errors import BadInput
 from moesched.models.checkpoint import Checkpoint, StoredTensor, by_stored_name, open_checkpoint, parts_in
 from moesched.models.config import ITEM_BYTES
 from moesched.models.headers import RESTORE
+from moesched.models.layers import Shape
 from moesched.models.published import Published, StackedBy, known_tensors, stacked_tensors
 from moesched.models.random_model import Progress
 from moesched.models.shards import INDEX_NAME, read_shards
-from moesched.models.tensors import Shape
 from moesched.system.new_folder import new_folder, reserve, write_at, write_json
 
 COPIED_BYTES = 8 << 20

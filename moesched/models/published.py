@@ -12,7 +12,8 @@ import msgspec
 from moesched.models.architectures import ARCHITECTURES
 from moesched.models.architectures.architecture import Stored
 from moesched.models.config import ModelConfig
-from moesched.models.tensors import Shape, expert_shapes, tensor_shapes
+from moesched.models.layers import Shape
+from moesched.models.tensors import expert_shapes, tensor_shapes
 
 STANDARD_DEVIATION = 0.02
 """Standard deviation of random weights."""

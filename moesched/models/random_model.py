@@ -22,6 +22,7 @@ from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, ModelConfig
 from moesched.models.config_file import MOST_LAYERS
 from moesched.models.published import STANDARD_DEVIATION, published_config, published_tensors
+from moesched.models.reading import require_runs
 from moesched.models.shapes import SHAPES
 from moesched.models.shards import INDEX_NAME
 from moesched.models.tensors import count_weights
@@ -87,8 +88,10 @@ def write_random_model(
 def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelConfig:
     if isinstance(shape, str):
         if shape not in SHAPES:
-            raise BadInput(f"unknown model shape {shape!r}; choose one of {', '.join(sorted(SHAPES))}")
+            known = sorted(name for name, config in SHAPES.items() if not config.pattern)
+            raise BadInput(f"unknown model shape {shape!r}; choose one of {', '.join(known)}")
         shape = SHAPES[shape]
+        require_runs(shape)
     if dtype not in SAFETENSORS_DTYPE:
         raise BadInput(f"dtype {dtype!r} cannot be written; choose one of {', '.join(SAFETENSORS_DTYPE)}")
     layers = shape.layers if layers is None else layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moesched.errors import BadInput
 from moesched.models.architectures import ARCHITECTURES
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
@@ -23,3 +24,14 @@ def read_config(directory: Path | str) -> ModelConfig:
     if file.model_type not in known:
         raise file.unsupported("model_type", file.model_type, f"one of {', '.join(sorted(known))}")
     return known[str(file.model_type)].read(file)
+
+
+def require_runs(config: ModelConfig) -> None:
+    """Raise BadInput where no device has kernels for the model's family or for the storage format of its weights."""
+    if not ARCHITECTURES[config.form].runs:
+        stored = "" if config.format is None else f", and for weights in {config.format}"
+        raise BadInput(
+            f"{config.name}: no device has kernels for the family {config.form}{stored}: "
+            "use `moesched simulate` or `moesched plan`, or a model of "
+            + ", ".join(name for name, each in ARCHITECTURES.items() if each.runs)
+        )

@@ -41,8 +41,9 @@ def cut_config(config: ModelConfig, ranks: int) -> ModelConfig:
     return replace(
         config,
         heads=config.heads // ranks,
-        kv_heads=config.kv_heads // ranks,
+        kv_heads=max(1, config.kv_heads // ranks),
         intermediate=config.intermediate // ranks,
+        pattern=tuple(layer.split(ranks) for layer in config.pattern),
         ranks=ranks,
     )
 
@@ -67,9 +68,10 @@ def cut_checkpoint(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
 
 
 def _cut_sizes(config: ModelConfig) -> dict[str, int]:
+    key_value = {} if config.pattern else {"key-value heads": config.kv_heads}
     return {
         "attention heads": config.heads,
-        "key-value heads": config.kv_heads,
+        **key_value,
         "inputs of each expert's down projection": config.intermediate,
         "tokens in its vocabulary": config.vocabulary,
     }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from moesched.models.config import ITEM_BYTES, ModelConfig
+from moesched.models.layers import GroupedAttention, Layer
 
 
 class ResidentShare(NamedTuple):
@@ -21,35 +23,45 @@ NOTHING_RESIDENT = ResidentShare()
 
 @dataclass(frozen=True, eq=False)
 class TensorSizes:
-    """Widths in elements and bytes per token of one model in one dtype.
+    """Widths in elements and bytes per token of one kind of layer of a model, in one dtype.
 
     Attributes:
         resident: shares of the weights that stay in the accelerator's memory.
+        kind: the kind of layer; None for the model's typical one.
     """
 
     config: ModelConfig
     dtype: str
     resident: ResidentShare = NOTHING_RESIDENT
+    kind: Layer | None = None
+
+    @cached_property
+    def layer(self) -> Layer:
+        """The kind of layer that these sizes are of."""
+        return self.config.typical_layer if self.kind is None else self.kind
 
     @cached_property
     def element(self) -> int:
-        """Bytes per element."""
+        """Bytes per element of activations and caches."""
         return ITEM_BYTES[self.dtype]
 
     @cached_property
     def query_width(self) -> int:
-        """Heads of queries times head_dim."""
-        return self.config.heads * self.config.head_dim
+        """Width of the attention output, in softmax attention also that of the queries."""
+        return self.layer.attention.attended_width
 
     @cached_property
     def key_width(self) -> int:
-        """Heads of keys times head_dim."""
-        return self.config.kv_heads * self.config.head_dim
+        """Half of what goes to attention beside the queries: in softmax attention, heads of keys times head_dim."""
+        return (self.layer.attention.qkv_width - self.query_width) // 2
 
     @cached_property
     def expert_bytes(self) -> int:
         """Bytes of the weights of one expert."""
-        return 3 * self.config.hidden * self.config.intermediate * self.element
+        config, width = self.config, self.layer.feed_forward.intermediate
+        up = config.weight_bytes("expert", config.hidden, self.dtype)
+        down = config.weight_bytes("expert_down", width, self.dtype)
+        return round(config.hidden * width * (2 * up + down))
 
     @property
     def hidden_bytes(self) -> int:
@@ -59,7 +71,7 @@ class TensorSizes:
     @property
     def qkv_bytes(self) -> int:
         """Query, key and value of one token."""
-        return (self.query_width + 2 * self.key_width) * self.element
+        return self.layer.attention.qkv_width * self.element
 
     @property
     def attention_bytes(self) -> int:
@@ -68,8 +80,23 @@ class TensorSizes:
 
     @property
     def kv_bytes(self) -> int:
-        """Key and value of one token in one layer."""
-        return 2 * self.key_width * self.element
+        """Bytes that one more token adds to the cache of one layer: its key and value."""
+        return self.layer.attention.cache_width * self.element
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that the layer keeps of a sequence whatever its length."""
+        return self.layer.attention.state_bytes
+
+    def held_bytes(self, requests: Iterable[int], beams: int = 1) -> int:
+        """Bytes of one layer's caches for requests of which it holds these numbers of tokens.
+
+        A cache that rolls holds no more than a window of each sequence.
+        """
+        attention, counts = self.layer.attention, list(requests)
+        if isinstance(attention, GroupedAttention) and attention.rolling and attention.window is not None:
+            counts = [min(count, beams * attention.window) for count in counts]
+        return sum(counts) * self.kv_bytes + len(counts) * beams * self.state_bytes
 
     @property
     def logits_bytes(self) -> int:

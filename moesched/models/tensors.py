@@ -2,7 +2,8 @@
 
     embedding, final_norm, lm_head (absent when tied to the embedding)
     layers.{i}.attention_norm, q, k, v, q_norm and k_norm (in models that have them), o, ffn_norm,
-        router (absent in a dense model)
+        router (absent in a dense model), shared_gate, shared_down, shared_up (in layers that have them);
+        other kinds of attention have other names (see `layers.py`)
     layers.{i}.experts.{e}.gate, up, down
 
 Matrices are stored as (outputs, inputs), so that each row computes one output, or transposed (see `is_transposed`).
@@ -10,11 +11,11 @@ Matrices are stored as (outputs, inputs), so that each row computes one output, 
 
 from __future__ import annotations
 
-import math
+from collections import Counter
+from collections.abc import Collection
 
 from moesched.models.config import ModelConfig
-
-Shape = tuple[int, ...]
+from moesched.models.layers import Layer, Shape, elements
 
 
 def global_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -30,31 +31,28 @@ def global_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 def dense_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     """Shapes of the tensors of a layer that every token uses."""
-    hidden, queries, keys = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes: dict[str, Shape] = {
-        "attention_norm": (hidden,),
-        "q": (queries, hidden),
-        "k": (keys, hidden),
-        "v": (keys, hidden),
-    }
-    if config.qk_norm:
-        together = config.qk_norm == "projection"
-        shapes["q_norm"] = (queries if together else config.head_dim,)
-        shapes["k_norm"] = (keys if together else config.head_dim,)
-    shapes |= {"o": (hidden, queries), "ffn_norm": (hidden,)}
-    if config.experts > 1:
-        shapes["router"] = (config.experts, hidden)
+    shapes = _dense(config.layer(layer), config.hidden)
     return {f"layers.{layer}.{name}": shape for name, shape in shapes.items()}
 
 
 def expert_shapes(config: ModelConfig, layer: int, expert: int) -> dict[str, Shape]:
-    """Shapes of the tensors of one expert, in their usual order in files."""
-    prefix = f"layers.{layer}.experts.{expert}."
-    return {
-        prefix + "gate": (config.intermediate, config.hidden),
-        prefix + "down": _down_shape(config),
-        prefix + "up": (config.intermediate, config.hidden),
+    """Shapes of the tensors of one expert, in their usual order in files; none in a layer without that expert."""
+    feed_forward = config.layer(layer).feed_forward
+    if expert >= feed_forward.experts:
+        return {}
+    width, hidden, prefix = feed_forward.intermediate, config.hidden, f"layers.{layer}.experts.{expert}."
+    shapes: dict[str, Shape] = {
+        prefix + "gate": (width, hidden),
+        prefix + "down": (width, hidden) if config.transposed_down else (hidden, width),
+        prefix + "up": (width, hidden),
     }
+    if feed_forward.biases:
+        shapes |= {
+            prefix + "gate_bias": (width,),
+            prefix + "up_bias": (width,),
+            prefix + "down_bias": (hidden,),
+        }
+    return shapes
 
 
 def is_transposed(config: ModelConfig, name: str) -> bool:
@@ -62,32 +60,85 @@ def is_transposed(config: ModelConfig, name: str) -> bool:
     return config.transposed_down and name.endswith(".down")
 
 
-def _down_shape(config: ModelConfig) -> Shape:
-    if config.transposed_down:
-        return config.intermediate, config.hidden
-    return config.hidden, config.intermediate
-
-
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Shapes of all tensors of the model."""
     shapes = global_shapes(config)
     for layer in range(config.layers):
         shapes |= dense_shapes(config, layer)
-        for expert in range(config.experts):
+        for expert in range(config.layer(layer).feed_forward.experts):
             shapes |= expert_shapes(config, layer, expert)
     return shapes
 
 
 def count_tensors(config: ModelConfig) -> int:
     """Number of all tensors of the model, without a table of them."""
-    per_layer = len(dense_shapes(config, 0)) + config.experts * len(expert_shapes(config, 0, 0))
-    return len(global_shapes(config)) + config.layers * per_layer
+    count = len(global_shapes(config))
+    for number, times, experts in _examples(config):
+        one = expert_shapes(config, number, 0)
+        count += times * (len(dense_shapes(config, number)) + experts * len(one))
+    return count
 
 
 def count_weights(config: ModelConfig) -> int:
     """Number of items in all tensors of the model, without a table of them."""
-    dense, expert, outside = (
-        sum(map(math.prod, shapes.values()))
-        for shapes in (dense_shapes(config, 0), expert_shapes(config, 0, 0), global_shapes(config))
+    count = elements(global_shapes(config).values())
+    for number, times, experts in _examples(config):
+        one = elements(expert_shapes(config, number, 0).values())
+        count += times * (elements(dense_shapes(config, number).values()) + experts * one)
+    return count
+
+
+def count_active_weights(config: ModelConfig, left_out: Collection[str] = ()) -> int:
+    """Number of weights that compute one token: all but the experts that it does not choose.
+
+    left_out: tensors outside the layers that do not count either; publishers differ in this. An embedding that is also
+        the LM head counts.
+    """
+    active = count_weights(config)
+    for number, times, experts in _examples(config):
+        idle = experts - config.layer(number).feed_forward.top_k if experts else 0
+        active -= times * idle * elements(expert_shapes(config, number, 0).values())
+    shapes = {} if config.tied_embeddings else global_shapes(config)
+    return active - elements(shape for name, shape in shapes.items() if name in left_out)
+
+
+def file_bytes(config: ModelConfig) -> int:
+    """Bytes of all weights in the storage format, as published files hold them.
+
+    Weights that text does not need are in 16 bits, or in the format where it is that of all matrices.
+    """
+    dtype = config.dtype
+    total = sum(
+        elements([shape]) * config.tensor_bytes(name, shape, dtype)
+        for name, shape in global_shapes(config).items()
     )
-    return outside + config.layers * (dense + config.experts * expert)
+    for number, times, experts in _examples(config):
+        for shapes, copies in (
+            (dense_shapes(config, number), 1),
+            (expert_shapes(config, number, 0), experts),
+        ):
+            total += sum(
+                times * copies * elements([shape]) * config.tensor_bytes(name, shape, dtype)
+                for name, shape in shapes.items()
+            )
+    return round(total + config.unused_weights * config.weight_bytes("matrix", 0, dtype))
+
+
+def _dense(layer: Layer, hidden: int) -> dict[str, Shape]:
+    attention = layer.attention
+    shapes: dict[str, Shape] = {"attention_norm": (hidden,)}
+    shapes |= attention.shapes_before(hidden) | attention.shapes_after(hidden)
+    shapes["ffn_norm"] = (hidden,)
+    if layer.norms > 2:
+        shapes["further_norm"] = ((layer.norms - 2) * hidden,)
+    return shapes | layer.feed_forward.shapes(hidden)
+
+
+def _examples(config: ModelConfig) -> list[tuple[int, int, int]]:
+    """For each kind of layer: one layer's number, how many layers are like it, and their experts."""
+    if not config.pattern:
+        return [(0, config.layers, config.experts)]
+    counts = Counter(config.pattern)
+    return [
+        (config.pattern.index(layer), times, layer.feed_forward.experts) for layer, times in counts.items()
+    ]

@@ -13,7 +13,9 @@ from moesched.errors import BadInput
 from moesched.planner.search import PolicyChoice, best, costed, filled, least
 from moesched.planner.traits import Setting, Shape, TraitProbe, Traits, learn, resident_bytes
 from moesched.planner.trial_run import TrialRun, trial_run
+from moesched.planner.uncertainty import Figures, Uncertainty, uncertainty
 from moesched.runs.outcome import bytes_of_all_ranks
+from moesched.runs.ranks import Rank
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
 
@@ -176,6 +178,16 @@ class Candidate:
             },
             trial_run=seen,
             throughput=seen.tokens_per_second(batch),
+        )
+
+    def uncertainty(self, seen: Seen) -> Uncertainty:
+        """The band of a schedule that was simulated."""
+        count = -(-seen.batch_size // seen.micro_batch_size)
+        resident = round(seen.kv_on_gpu * count)
+        run = seen.trial_run
+        return uncertainty(
+            lambda: [Rank(*self._fitting(seen.micro_batch_size, count, resident))],
+            Figures(seen.throughput, run.step_seconds, run.prefill_seconds),
         )
 
     def _fitting(self, size: int, micro_batches: int, resident: int) -> tuple[Plan, Policy]:

@@ -58,10 +58,11 @@ def token_bound(
     if share.exchanges and network is None:
         raise BadInput(f"machine {machine.name} has no network: give --network, or one in its profile")
     config = operations.config
+    weights = share.attention * _attention_weights(operations) + share.experts * _expert_weights(operations)
     nbytes = config.layers * (
         share.attention * attention_bytes(operations) + share.experts * operations.expert_bytes
     )
-    flops = 2.0 * nbytes / operations.element
+    flops = 2.0 * config.layers * weights
     exchanges = share.exchanges * config.layers if network else 0
     load = nbytes / machine.memories[machine.accelerator.memory].bandwidth
     compute = flops / machine.peak(machine.roles.accelerator, operations.dtype)
@@ -80,8 +81,15 @@ def token_bound(
 
 def attention_bytes(operations: Operations) -> int:
     """A layer's projections of queries, keys, values and output: Table 1's note (b), with D_embed squared."""
-    query, key = operations.query_width, operations.key_width
-    return operations.config.hidden * (2 * query + 2 * key) * operations.element
+    return operations.before_attention.nbytes + operations.after_attention.nbytes
+
+
+def _attention_weights(operations: Operations) -> int:
+    return operations.before_attention.elements + operations.after_attention.elements
+
+
+def _expert_weights(operations: Operations) -> int:
+    return 3 * operations.config.hidden * operations.layer.feed_forward.intermediate
 
 
 def exchanged_bytes(operations: Operations) -> int:

@@ -17,6 +17,8 @@ from moesched.inputs.lookup import find_machine, find_policy, find_shape
 from moesched.inputs.options import (
     CutKeywords,
     CutOptions,
+    FormatKeywords,
+    FormatOptions,
     MachineKeywords,
     MachineOptions,
     SettingKeywords,
@@ -29,6 +31,7 @@ from moesched.models.layout import WeightLayout, room_for, weight_layout
 from moesched.planner.candidate import Seen
 from moesched.planner.resources import Gain
 from moesched.planner.search_policies import POLICIES, Best, Refused, plan_best
+from moesched.planner.uncertainty import Figures
 from moesched.requests.workloads import Workload, load_workload
 
 MOST_REQUESTS = 8192
@@ -91,6 +94,9 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
         gains: relative increase of the bound for a tenth more of each resource, the most useful first.
         rivals: other policies that were simulated; a policy whose bound is too low is not.
         refused: policies that do not fit, with the missing bytes.
+        band: of each figure, the low end, the expected figure and the high end.
+        at_peak: the figures at the rates that the machine states; None where its costs were measured.
+        widest_rate: the rate that widens the band most, in words.
     """
 
     model: str
@@ -104,14 +110,17 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     gains: list[Gain]
     rivals: list[Rival]
     refused: list[Refused]
+    band: dict[str, tuple[float, float, float]]
+    at_peak: Figures | None
+    widest_rate: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(SettingOptions, MachineOptions, CutOptions):
+class PlanOptions(SettingOptions, MachineOptions, CutOptions, FormatOptions):
     """The options of `plan_model`."""
 
 
-class PlanKeywords(SettingKeywords, MachineKeywords, CutKeywords, total=False):
+class PlanKeywords(SettingKeywords, MachineKeywords, CutKeywords, FormatKeywords, total=False):
     """Those of PlanOptions that have a default."""
 
 
@@ -144,7 +153,7 @@ def plan_model(
     given = options_from(PlanOptions, "plan_model", options, machine=machine)
     cls = None if policy is None else find_policy(policy)
     config, described, shares = cut_over_ranks(
-        find_shape(model),
+        find_shape(model, given.format),
         find_machine(machine),
         given.budgets,
         given.tensor_parallel,
@@ -185,6 +194,9 @@ def _proposal(best: Best, machine: str, workload: str, new_tokens: int, layout: 
         gains=best.gains,
         rivals=[_rival(name, seen) for name, seen in best.others.items()],
         refused=best.refused,
+        band=best.uncertainty.band,
+        at_peak=best.uncertainty.at_peak,
+        widest_rate=best.uncertainty.widest_rate,
     )
 
 

@@ -16,6 +16,7 @@ from moesched.models.layout import Page, WeightLayout
 from moesched.planner.candidate import NEAR, Candidate, Seen
 from moesched.planner.resources import Gain, gains
 from moesched.planner.traits import KV_SHARE, Setting, splits_kv
+from moesched.planner.uncertainty import Uncertainty
 from moesched.settings import check_settings
 from moesched.steps.process import Process
 
@@ -40,6 +41,7 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
         bound_by: the busiest lane in a decode step.
         gains: relative increase of the bound for a tenth more of each resource, the most useful first.
         others: the best simulated schedule of each other policy.
+        uncertainty: the band of the schedule's figures.
     """
 
     policy: str
@@ -52,6 +54,7 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
     gains: list[Gain]
     others: dict[str, Seen]
     refused: list[Refused]
+    uncertainty: Uncertainty
 
 
 def plan_best(
@@ -121,6 +124,7 @@ def _best_of(seen: Mapping[Candidate, Seen], refused: list[Refused]) -> Best:
         gains=gains(best),
         others={candidate.name: one for candidate, one in seen.items() if candidate is not best},
         refused=refused,
+        uncertainty=best.uncertainty(sizes),
     )
 
 

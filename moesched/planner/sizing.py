@@ -122,7 +122,7 @@ def _cache_tokens(plan: Plan, setting: Setting) -> int:
 
     It is at least what the plan's largest micro-batch has, and the longest request alone.
     """
-    token = len(plan.layers) * plan.operations.kv_bytes
+    token = max(1, sum(each.kv_bytes for each in plan.operations.by_layer))
     at_end = list(map(plan.batch.tokens_at_end, plan.batch.micro_batches))
     shares = []
     for role in KV_ROLES:

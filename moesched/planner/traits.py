@@ -247,8 +247,15 @@ class TraitProbe:
         )
 
 
+_Part = tuple[float, Work]
+"""A share of the layers, and a work that these have."""
+
+
 class _Needs:
-    """The work of a plan's micro-batch on each lane in a layer, and its bytes by memory."""
+    """The work of a plan's micro-batch on each lane in a layer, and its bytes by memory.
+
+    Where layers differ, the work is that of all kinds, weighted by their shares of the layers.
+    """
 
     def __init__(self, plan: Plan, number: int, nbytes: dict[str, int]) -> None:
         self._nbytes = nbytes
@@ -256,46 +263,49 @@ class _Needs:
         lanes = make_lanes(plan)
         run_state = RunState(plan, Engine(lanes.values()), lanes)
         batch = run_state.micro_batches[number]
+        self._shares = [count / len(plan.layers) for count in plan.layout.config.kinds.values()]
         run_state.size(0)
         self._prefill = [
-            each.works[verb]
+            (share, works[verb])
             for each in run_state.prefill_batches
             if each.chunk is not None and each.chunk.micro_batch == number
+            for share, works in zip(self._shares, each.works_at[0], strict=True)
             for verb in ("pre_attention", "attention", "post_attention")
         ]
         run_state.size(max(1, plan.batch.new_tokens // 2))
-        works = batch.works
-        self._accelerator = [works["pre_attention"]]
-        self._host: list[Work] = []
-        self._link: list[Work] = []
-        if plan.declared.experts_on_host:
-            self._experts_there(plan, run_state, works)
-        else:
-            self._accelerator.append(works["post_attention"])
-        if batch.kv.on_accelerator or plan.kv.slots:
-            self._accelerator.append(works["attention"])
-            self._link += [works["load_kv"]] if "load_kv" in works else []
-        else:
-            self._host.append(works["cpu_attention"])
-            self._link += [] if run_state.unified else [works["load_hidden"]]
+        self._accelerator: list[_Part] = []
+        self._host: list[_Part] = []
+        self._link: list[_Part] = []
+        for kind, (share, works) in enumerate(zip(self._shares, batch.works_at[0], strict=True)):
+            self._accelerator.append((share, works["pre_attention"]))
+            if plan.declared.experts_on_host:
+                self._experts_there(plan, run_state, works, kind)
+            else:
+                self._accelerator.append((share, works["post_attention"]))
+            if batch.kv.on_accelerator or plan.kv.slots:
+                self._accelerator.append((share, works["attention"]))
+                self._link += [(share, works["load_kv"])] if "load_kv" in works else []
+            else:
+                self._host.append((share, works["cpu_attention"]))
+                self._link += [] if run_state.unified else [(share, works["load_hidden"])]
 
-    def _experts_there(self, plan: Plan, run_state: RunState, works: Mapping[str, Work]) -> None:
+    def _experts_there(self, plan: Plan, run_state: RunState, works: Mapping[str, Work], kind: int) -> None:
         """The experts of a layer on the host: their outputs come back."""
-        self._accelerator += [works["route"], works["combine"]]
-        operations, tokens = run_state.works.operations, works["route"].tokens
-        self._host.append(
-            run_state.works.work("experts", plan.machine.roles.host, tokens, operations.experts)
-        )
+        share, made = self._shares[kind], run_state.works
+        self._accelerator += [(share, works["route"]), (share, works["combine"])]
+        operations, tokens = made.kinds[kind], works["route"].tokens
+        experts = made.work("experts", plan.machine.roles.host, tokens, operations.experts, kind)
+        self._host.append((share, experts))
         if not run_state.unified:
-            nbytes = tokens * operations.config.top_k * operations.hidden_bytes
+            nbytes = tokens * operations.layer.feed_forward.top_k * operations.hidden_bytes
             host, accelerator = plan.memory("host").name, plan.memory("accelerator").name
-            self._link.append(run_state.works.move(host, accelerator, nbytes)[1])
+            self._link.append((share, made.move(host, accelerator, nbytes)[1]))
 
     def share(self, cost: CostModel) -> Share:
         """The cost in seconds."""
 
-        def seconds(works: Sequence[Work]) -> float:
-            return sum(cost.work(work).seconds for work in works)
+        def seconds(works: Sequence[_Part]) -> float:
+            return sum(share * cost.work(work).seconds for share, work in works)
 
         return Share(
             link=seconds(self._link) / self._stages,
@@ -343,16 +353,27 @@ def _used(plan: Plan) -> dict[str, int]:
 
 
 def _hop_seconds(plan: Plan, cost: CostModel) -> list[float]:
-    """Seconds that each link from the weights' source to the accelerator takes for a layer, page by page."""
+    """Seconds that each link from the weights' source to the accelerator takes for a layer, page by page.
+
+    Where layers differ, they are those of the average layer.
+    """
     lanes = make_lanes(plan)
     run_state = RunState(plan, Engine(lanes.values()), lanes)
     roles = plan.machine.roles
     fast = [memory.name for memory in plan.accelerators]
     by_way_of = {pool.memory.name for pool in plan.weights.pools} - {*fast}
     stops = [roles.weights, *by_way_of, fast[0]]
-    pages = plan.layout.layer(0)
-    return [
-        sum(cost.work(run_state.works.move(source, target, page.nbytes)[1]).seconds for page in pages)
-        for source, target in pairwise(stops)
-        if source != target
-    ] or [0.0]
+    config, layout = plan.layout.config, plan.layout
+    examples = [
+        (count / config.layers, layout.layer(next(i for i in plan.layers if config.layer(i) == kind)))
+        for kind, count in config.kinds.items()
+    ]
+
+    def seconds(source: str, target: str) -> float:
+        return sum(
+            share * cost.work(run_state.works.move(source, target, page.nbytes)[1]).seconds
+            for share, pages in examples
+            for page in pages
+        )
+
+    return [seconds(source, target) for source, target in pairwise(stops) if source != target] or [0.0]

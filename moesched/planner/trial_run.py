@@ -52,6 +52,7 @@ def trial_run(
     *,
     observers: Sequence[Observer] = (),
     recorder: Recorder | None = None,
+    peers: Sequence[Rank] = (),
 ) -> TrialRun:
     """Run the prefill and up to four decode steps of a plan, which cannot be run again.
 
@@ -61,12 +62,12 @@ def trial_run(
     Args:
         cost: by default the measured costs of the plan's machine, or its roofline.
         recorder: keeps the tasks.
+        peers: the other nodes, if several run one model.
     """
-    steps = min(MOST_STEPS, plan.batch.new_tokens)
-    age = max(0, (plan.batch.new_tokens - steps) // 2)
+    steps, age = steps_of(plan.batch)
     spans = _Spans()
     virtual = VirtualRun(
-        [Rank(plan, policy)],
+        [Rank(plan, policy), *peers],
         cost=cost,
         make_engine=Engine,
         observers=[spans, *observers],
@@ -75,9 +76,9 @@ def trial_run(
         age=age,
     )
     virtual.run()
-    [run] = virtual.rank_runs
+    run = virtual.rank_runs[0]
     generation, ends = run.generation, run.generation.step_ends
-    window = ends[1:-1] if len(ends) > 3 else ends
+    window = whole_steps(ends)
     count = max(1, len(window) - 1)
     return TrialRun(
         prefill_seconds=(ends[0] - generation.loaded) / 1e9,
@@ -87,6 +88,17 @@ def trial_run(
         decode=(window[0], window[-1]),
         steps=count,
     )
+
+
+def steps_of(batch: Batch) -> tuple[int, int]:
+    """The steps that a trial run has, and the tokens that count as generated before its first decode step."""
+    steps = min(MOST_STEPS, batch.new_tokens)
+    return steps, max(0, (batch.new_tokens - steps) // 2)
+
+
+def whole_steps(ends: Sequence[int]) -> Sequence[int]:
+    """The ends of those steps between which decode steps are as in the middle of a generation."""
+    return ends[1:-1] if len(ends) > 3 else ends
 
 
 class _Spans:

@@ -71,7 +71,7 @@ class Reproduction(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         calibration: the rates that the paper does not give, each set by one of its cells.
         accuracy: of the tables' predicted cells; None where no table was asked for. `as_drawn` has
-            FlexGen's schedule of the paper's Fig. 6.
+            FlexGen's schedule of the paper's Fig. 6; `sustained` has the profiles' sustained rates, and no fit.
     """
 
     paper: str
@@ -81,6 +81,7 @@ class Reproduction(msgspec.Struct, frozen=True, kw_only=True):
     accuracy_as_drawn: Accuracy | None
     sections: list[Section]
     wall_seconds: float
+    accuracy_sustained: Accuracy | None = None
 
 
 def write_reproduction(report: Reproduction, path: Path) -> None:

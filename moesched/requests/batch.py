@@ -49,9 +49,13 @@ class Batch(msgspec.Struct, frozen=True):
 
     def tokens_at_end(self, requests: Iterable[int]) -> int:
         """Tokens of these requests in the KV cache at the end, in whole blocks."""
-        return sum(
+        return sum(self.each_at_end(requests))
+
+    def each_at_end(self, requests: Iterable[int]) -> list[int]:
+        """Tokens of each of these requests in the KV cache at the end, in whole blocks."""
+        return [
             cached_tokens_of_beams(self.prompts[request], self.new_tokens, self.beams) for request in requests
-        )
+        ]
 
     def longest_at_end(self, requests: Iterable[int]) -> int:
         """Tokens of these requests in the KV cache at the end, if beams shared no blocks."""

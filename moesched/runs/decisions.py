@@ -30,6 +30,7 @@ def simulated_decisions(
     chosen = routing or SeededRouting(config.experts, config.top_k)
     forecast = previews or RouterForecast(chosen, config.experts)
     batches = plan.batch.micro_batches
+    dense = {layer for layer in plan.layers if not plan.layout.experts_of(layer)}
     scored = plan.declared.scores
     scores = chosen.scores if isinstance(chosen, ScoresExperts) else None
 
@@ -39,6 +40,8 @@ def simulated_decisions(
         return ScoredTokens(tokens, scores(task.step, task.layer, task.micro_batch, task.work.tokens))
 
     def decide(task: Task) -> Any:
+        if task.layer in dense:
+            return {}
         if task.verb == "route":
             tokens = chosen.choose(task.step, task.layer, task.micro_batch, task.work.tokens)
             return with_scores(task, tokens) if scored else tokens

@@ -12,7 +12,7 @@ from moesched.tasks import Task
 from moesched.trace.summary import KindUse
 
 if TYPE_CHECKING:
-    from moesched.drivers.capture import Template
+    from moesched.drivers.capture import Sized, Template
     from moesched.drivers.replay import Timeline
 
 
@@ -74,20 +74,20 @@ class KindMeter:
 
     def replayed(self, timeline: Timeline) -> None:
         """Count a replayed run's tasks without making them."""
-        groups: dict[Template, dict[tuple[int, str, str], list[int]]] = {}
+        groups: dict[Template, dict[tuple[Sized, str], list[int]]] = {}
         first = 0
         for template, works in zip(timeline.steps, timeline.works, strict=True):
             if template not in groups:
                 groups[template] = _alike(template)
-            for (micro_batch, verb, lane), positions in groups[template].items():
+            for (sized, lane), positions in groups[template].items():
                 taken = sum(timeline.ends[first + each] - timeline.starts[first + each] for each in positions)
-                work = works.get((micro_batch, verb))
+                work = works.get(sized)
                 if work is not None:
                     nbytes, flops = len(positions) * work.nbytes, len(positions) * work.flops
                 else:
                     nbytes = sum(template.tasks[each].work.nbytes for each in positions)
                     flops = sum(template.tasks[each].work.flops for each in positions)
-                self._add(verb, lane, len(positions), taken, nbytes, flops)
+                self._add(sized[1], lane, len(positions), taken, nbytes, flops)
             first += len(template.tasks)
 
     def kinds(self) -> list[KindUse]:
@@ -105,12 +105,12 @@ class KindMeter:
         sums[3] += flops
 
 
-def _alike(template: Template) -> dict[tuple[int, str, str], list[int]]:
-    """Positions of a captured step's tasks by micro-batch, verb and lane, without joins."""
-    positions: dict[tuple[int, str, str], list[int]] = {}
+def _alike(template: Template) -> dict[tuple[Sized, str], list[int]]:
+    """Positions of a captured step's tasks by micro-batch, verb, kind of layer and lane, without joins."""
+    positions: dict[tuple[Sized, str], list[int]] = {}
     for position, task in enumerate(template.tasks):
         if template.lanes[position] >= 0:
-            positions.setdefault((task.micro_batch, task.verb, task.lane.name), []).append(position)
+            positions.setdefault((template.key(task), task.lane.name), []).append(position)
     return positions
 
 

@@ -69,10 +69,10 @@ class BatchBytes(ReadOnly):
 
     def device_kv(self, micro_batches: Iterable[int]) -> int:
         """Keys and values of one layer for those prompts of the micro-batches that are cut into chunks."""
-        tokens = sum(
+        requests = [
             cached_tokens(self._batch.prompts[request])
             for number in micro_batches
             if number in self._cut
             for request in self._batch.micro_batches[number]
-        )
-        return tokens * self._operations.kv_bytes
+        ]
+        return max(kind.held_bytes(requests) for kind in self._operations.kinds.values())

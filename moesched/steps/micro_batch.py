@@ -120,7 +120,8 @@ class MicroBatch:
         progress: the steps, layers and verbs that it has been through, as one number: `STRIDE` values for each layer.
         last: the task that brought it there.
         room: a block that stands for its activations within a layer, where the plan limits these.
-        stage: the pipeline stage that it is at, with the works of its verbs there; `works_at` has those of all stages.
+        stage: the pipeline stage that it is at.
+        works: those of its verbs there, in its kind of layer; `works_at` has those of all stages and kinds.
         bound: by a verb's number, its lane and its work at that stage, and the blocks that its task reads and writes.
         chunk: the part of the prompts that it takes through prefill.
         before: the chunk that it continues.
@@ -158,13 +159,13 @@ class MicroBatch:
         self.last: Task | None = None
         self.stage: PipelineStage
         self.works: dict[str, Work] = {}
-        self.works_at: list[dict[str, Work]] = []
+        self.works_at: list[list[dict[str, Work]]] = []
         self.bound: list[tuple[Lane | None, Work | None, tuple[Block, ...], tuple[Block, ...]]] = []
 
-    def enter(self, stage: PipelineStage) -> None:
-        """Move to a stage, where its next verbs run."""
+    def enter(self, stage: PipelineStage, kind: int) -> None:
+        """Move to a layer of some kind at a stage, where its next verbs run."""
         self.stage = stage
-        self.works = self.works_at[stage.number]
+        self.works = self.works_at[stage.number][kind]
         works = map(self.works.get, _NAMES)
         self.bound = list(zip(stage.lanes, works, self.blocks.reads, self.blocks.writes, strict=True))
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from moesched.engine import Engine
 from moesched.machines.networks import NETWORK
-from moesched.models.operations import Amount
+from moesched.models.operations import Amount, Operations
 from moesched.steps.plan import Plan
 from moesched.steps.split_verbs import Split, SplitVerbs, SubTask
 from moesched.steps.works import Works
@@ -80,12 +80,12 @@ class NodeTasks(SplitVerbs):
 
     def _take_rows(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
         yield self._exchange("broadcast", task, ROWS), (), writes
-        task.work = self._work("take rows", task, self._operations.take_rows)
+        task.work = self._work("take rows", task, Operations.take_rows)
         yield task, writes, writes
 
     def _take_tokens(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
         yield self._exchange("broadcast", task, TOKENS), (), writes
-        task.work = self._work("take tokens", task, lambda tokens: Amount(0, tokens * TOKEN_BYTES))
+        task.work = self._work("take tokens", task, lambda _, tokens: Amount(0, tokens * TOKEN_BYTES))
         yield task, writes, writes
 
     def _exchanged_sum(self, verb: str, task: Task, reads: Sequence[Block]) -> Iterator[SubTask]:
@@ -94,7 +94,7 @@ class NodeTasks(SplitVerbs):
         yield self._exchange(verb, task, SUM), sums, sums
 
     def _last_of_combine(self, task: Task) -> Task:
-        task.work = self._work("add residual", task, self._operations.add_residual)
+        task.work = self._work("add residual", task, Operations.add_residual)
         return task
 
     def _exchange(self, verb: str, task: Task, data: str) -> Collective:

@@ -387,8 +387,11 @@ def _default_task_limit(layout: WeightLayout, micro_batches: int) -> int:
 
 
 def lanes_contend(plan: Plan) -> bool:
-    """Whether tasks on one lane slow others: accelerator and host share a memory, or several stages' links do."""
-    return plan.machine.unified or len(plan.stages) > 1
+    """Whether tasks on one lane slow others.
+
+    They do if accelerator and host share a memory, if several stages' links do, or if that was measured.
+    """
+    return plan.machine.unified or len(plan.stages) > 1 or bool(plan.machine.contention)
 
 
 def _memories(machine: Machine, written: Machine, budgets: Mapping[str, int]) -> dict[str, Memory]:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 
 from moesched.engine import Engine
 from moesched.machines import INTERCONNECT
+from moesched.models.operations import Operations
 from moesched.steps.split_verbs import SplitVerbs, SubTask
 from moesched.steps.works import Works
 from moesched.tasks import Block, Collective, Kernel, Lane, Task
@@ -57,7 +58,7 @@ class RankTasks(SplitVerbs):
     ) -> Iterator[SubTask]:
         yield self._output_projection(task), reads, writes
         yield self._all_reduce(task, HIDDEN), writes, writes
-        task.work = self._work("experts", task, self._operations.after_projection)
+        task.work = self._work("experts", task, Operations.after_projection)
         yield task, reads, writes
         yield self._all_reduce(task, HIDDEN), writes, writes
 
@@ -65,7 +66,7 @@ class RankTasks(SplitVerbs):
         hidden = writes[:1]
         yield self._output_projection(task), reads, hidden
         yield self._all_reduce(task, HIDDEN), hidden, hidden
-        task.work = self._work("router", task, self._operations.router)
+        task.work = self._work("router", task, Operations.router)
         yield task, reads, writes
 
     def _combine(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
@@ -76,12 +77,12 @@ class RankTasks(SplitVerbs):
         logits = (self._logits[task.micro_batch],)
         yield self._kernel("logits", task, task.work), reads, logits
         yield self._all_reduce(task, LOGITS), logits, logits
-        task.work = self._work("choice", task, self._operations.choice)
+        task.work = self._work("choice", task, Operations.choice)
         yield task, logits, writes
 
     def _output_projection(self, task: Task) -> Kernel:
         verb = "output_projection"
-        return self._kernel(verb, task, self._work(verb, task, self._operations.output_projection))
+        return self._kernel(verb, task, self._work(verb, task, Operations.output_projection))
 
     def _all_reduce(self, task: Task, reduced: str) -> Collective:
         rows = task.work.tokens

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from moesched.machines import Machine
 from moesched.machines.group import numbered
-from moesched.models.config import ITEM_BYTES
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.operations import Operations
 from moesched.requests.batch import Batch
@@ -191,13 +190,18 @@ class Reservations(ReadOnly):
             if role != "accelerator"
         ]
         slots = declared.kv_buffers if loaded else 0
-        longest = max(map(self._batch.longest_at_end, loaded)) if slots and not self._machine.unified else 0
-        return KVPlan(declared.kv_roles, slots, longest * self._operations.kv_bytes)
+        if not slots or self._machine.unified:
+            return KVPlan(declared.kv_roles, slots, 0)
+        batch, kinds = self._batch, self._operations.kinds.values()
+        longest = [[batch.longest_at_end((request,)) for request in requests] for requests in loaded]
+        largest = max(kind.held_bytes(each, batch.beams) for kind in kinds for each in longest)
+        return KVPlan(declared.kv_roles, slots, largest)
 
-    def cache_bytes(self, micro_batch: int, layers: int) -> int:
-        """Bytes of a micro-batch's KV cache of `layers` layers, at its longest."""
-        tokens = self._batch.tokens_at_end(self._batch.micro_batches[micro_batch])
-        return tokens * layers * self._operations.kv_bytes
+    def cache_bytes(self, micro_batches: Iterable[int], layers: Iterable[int]) -> int:
+        """Bytes of the KV caches of micro-batches in these layers, at their longest."""
+        batch = self._batch
+        requests = [request for number in micro_batches for request in batch.micro_batches[number]]
+        return self._operations.held_in(layers, batch.each_at_end(requests), batch.beams)
 
     def _all_weights(self, nodes: NodeShare) -> Iterator[Reservation]:
         """All weights that this node uses, where they come from the memory that the host computes from."""
@@ -230,7 +234,7 @@ class Reservations(ReadOnly):
             memories = self._accelerators if here else [self._host]
             layers = self._stages if here else [range(self._layout.config.layers)]
             for memory, range_of_layers in zip(memories, layers, strict=True):
-                nbytes = tokens * len(range_of_layers) * self._operations.kv_bytes
+                nbytes = self.cache_bytes(chosen, range_of_layers) * declared.nodes.attends
                 what, parts = f"KV cache of {tokens:,} tokens", Parts(tokens, "tokens")
                 yield Reservation(memory, what, nbytes, "KV cache", parts)
             prompts = 0 if here or self._machine.unified else self.sizes.device_kv(chosen)
@@ -272,6 +276,8 @@ def global_bytes(layout: WeightLayout, stages: int) -> list[int]:
     if stages == 1:
         return [layout.globals_bytes]
     config = layout.config
-    embedding = config.vocabulary * config.hidden * ITEM_BYTES[layout.dtype]
+    embedding = round(
+        config.vocabulary * config.hidden * config.weight_bytes("embedding", config.hidden, layout.dtype)
+    )
     head = layout.globals_bytes - (0 if config.tied_embeddings else embedding)
     return [embedding, *[0] * (stages - 2), head]

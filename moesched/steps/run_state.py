@@ -113,7 +113,7 @@ class RunState:
             lane, work = self.works.move(source, destination, nbytes)
             ends = (source, destination)
             hops.append(PageTransfer(lane, work, "pass_hidden", layer, batch.index, -1, ends, step))
-        batch.enter(self.stages[stage.number + 1])
+        batch.enter(self.stages[stage.number + 1], self.works.kind_of[layer])
         return hops
 
     def count_pools(self) -> None:

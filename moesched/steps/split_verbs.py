@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from moesched.engine import Engine
-from moesched.models.operations import Amount
+from moesched.models.operations import Amount, Operations
 from moesched.steps.works import Works
 from moesched.tasks import Block, Collective, Decision, Kernel, Task, Work
 
@@ -57,6 +58,8 @@ class SplitVerbs:
         """A part of a verb, on the lane of its own task."""
         return Kernel(task.lane, work, verb, task.layer, task.micro_batch, -1, task.operands, task.step)
 
-    def _work(self, kind: str, task: Task, amount: Callable[[int], Amount]) -> Work:
-        """The work of a part, on as many rows as the verb's."""
-        return self._works.work(kind, task.work.resource, task.work.tokens, amount)
+    def _work(self, kind: str, task: Task, amount: Callable[[Operations, int], Amount]) -> Work:
+        """The work of a part, on as many rows as the verb's, in its kind of layer."""
+        number = self._works.kind_of[task.layer]
+        of_layer = partial(amount, self._works.kinds[number])
+        return self._works.work(kind, task.work.resource, task.work.tokens, of_layer, number)

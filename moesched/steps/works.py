@@ -31,26 +31,36 @@ class Works:
 
     Args:
         age: tokens that count as generated before the first decode step, to look into the middle of a long run.
+
+    Attributes:
+        operations: those of the model's typical layer.
+        kinds: those of each kind of layer, by its number; `kind_of` has the number for each layer.
     """
 
     def __init__(
         self, plan: Plan, lanes: Mapping[str, Lane], stages: Sequence[PipelineStage], age: int
     ) -> None:
         self.operations = Operations(plan.layout.config, plan.layout.dtype, _resident(plan))
+        self.kinds = list(self.operations.kinds.values())
+        numbers = {kind: number for number, kind in enumerate(self.operations.kinds)}
+        self.kind_of = [numbers[plan.layout.config.layer(layer)] for layer in plan.layers]
         self._plan = plan
         self._lanes = lanes
         self._stages = stages
         self._age = age
         self._sized_for: Kind | None = None
-        self._works: dict[tuple[str, str, int], Work] = {}
+        self._works: dict[tuple[str, str, int, int], Work] = {}
         self._moves: dict[tuple[str, str, int, int], tuple[Lane, Work]] = {}
 
-    def work(self, kind: str, resource: str, tokens: int, amount: Callable[[int], Amount]) -> Work:
-        """The work of one kind of operation on `tokens` rows."""
-        work = self._works.get((kind, resource, tokens))
+    def work(
+        self, kind: str, resource: str, tokens: int, amount: Callable[[int], Amount], layer_kind: int = 0
+    ) -> Work:
+        """The work of one kind of operation on `tokens` rows, in one kind of layer."""
+        key = kind, resource, tokens, layer_kind
+        work = self._works.get(key)
         if work is None:
-            flops, nbytes, parts = amount(tokens)
-            work = self._works[kind, resource, tokens] = Work(kind, resource, flops, nbytes, tokens, parts)
+            flops, nbytes, parts, rate = amount(tokens)
+            work = self._works[key] = Work(kind, resource, flops, nbytes, tokens, parts, rate)
         return work
 
     def move(self, source: str, destination: str, nbytes: int, pieces: int = 1) -> tuple[Lane, Work]:
@@ -79,14 +89,18 @@ class Works:
         kind: Kind = "decode" if index else "prefill"
         for batch in batches:
             if kind != self._sized_for:
-                batch.works_at = [self._of_kind(batch, kind, stage) for stage in self._stages]
+                numbers = range(len(self.kinds))
+                batch.works_at = [
+                    [self._of_kind(batch, kind, stage, number) for number in numbers]
+                    for stage in self._stages
+                ]
             self._size_attention(batch, index + self._age if index else 0)
-            batch.enter(self._stages[0])
+            batch.enter(self._stages[0], self.kind_of[0])
         self._sized_for = kind
 
-    def _of_kind(self, batch: MicroBatch, kind: Kind, stage: PipelineStage) -> dict[str, Work]:
-        """A micro-batch's works that do not change between steps of a kind."""
-        plan, operations = self._plan, self.operations
+    def _of_kind(self, batch: MicroBatch, kind: Kind, stage: PipelineStage, number: int) -> dict[str, Work]:
+        """A micro-batch's works in one kind of layer that do not change between steps of a kind."""
+        plan, operations = self._plan, self.kinds[number]
         sequences = tokens = plan.batch.sequences(batch.requests)
         if kind == "prefill":
             assert batch.chunk is not None
@@ -100,7 +114,9 @@ class Works:
             "preview_route": operations.preview_route,
             "combine": operations.combine,
         }
-        works = {verb: self.work(verb, accelerator, tokens, amount) for verb, amount in amounts.items()}
+        works = {
+            verb: self.work(verb, accelerator, tokens, amount, number) for verb, amount in amounts.items()
+        }
         if sequences:
             works["sample"] = self.work("sample", accelerator, sequences, operations.sample)
         if plan.batch.beams > 1:
@@ -110,36 +126,41 @@ class Works:
         if not plan.machine.unified:
             fast, slow = stage.memory, plan.memory("host").name
             works["offload_qkv"] = self.move(fast, slow, tokens * operations.qkv_bytes)[1]
-            works["offload_kv"] = self.move(fast, slow, tokens * operations.kv_bytes)[1]
+            new = tokens * operations.kv_bytes + sequences * operations.state_bytes
+            works["offload_kv"] = self.move(fast, slow, new)[1]
             works["offload_routed"] = self.move(fast, slow, tokens * operations.hidden_bytes)[1]
             works["load_hidden"] = self.move(slow, fast, tokens * operations.attention_bytes)[1]
         return works
 
     def _size_attention(self, batch: MicroBatch, index: int) -> None:
         """Set a micro-batch's works that grow from step to step."""
-        plan, operations = self._plan, self.operations
+        plan = self._plan
         prompts, beams = plan.batch.prompts, plan.batch.beams
         if index:
             lengths = [prompts[request] + index for request in batch.requests for _ in range(beams)]
+            new: tuple[int, ...] = ()
             tokens = len(lengths)
-            amount = operations.attention_step(lengths)
         else:
             assert batch.chunk is not None
             new = batch.chunk.tokens
             lengths = list(map(add, batch.chunk.starts, new))
             tokens = sum(new)
-            amount = operations.attention(list(zip(new, lengths, strict=True)))
-        flops, nbytes, parts = amount
-        there_and_back = (*parts, _TO_THE_HOST_AND_BACK)
-        on_host = Work("cpu_attention", plan.machine.roles.host, flops, nbytes, tokens, there_and_back)
         loads = index and plan.kv.slots and not (plan.machine.unified or batch.kv.on_accelerator)
-        for stage, works in zip(self._stages, batch.works_at, strict=True):
-            accelerator = stage.processors["accelerator"]
-            works["attention"] = Work("attention", accelerator, flops, nbytes, tokens, parts)
-            works["cpu_attention"] = on_host
-            if loads:
-                cached = (sum(lengths) - tokens) * operations.kv_bytes
-                works["load_kv"] = self.move(plan.memory("host").name, stage.memory, cached)[1]
+        for number, operations in enumerate(self.kinds):
+            if index:
+                amount = operations.attention_step(lengths)
+            else:
+                amount = operations.attention(list(zip(new, lengths, strict=True)))
+            flops, nbytes, parts, _ = amount
+            there_and_back = (*parts, _TO_THE_HOST_AND_BACK)
+            on_host = Work("cpu_attention", plan.machine.roles.host, flops, nbytes, tokens, there_and_back)
+            for stage, of_kinds in zip(self._stages, batch.works_at, strict=True):
+                works, accelerator = of_kinds[number], stage.processors["accelerator"]
+                works["attention"] = Work("attention", accelerator, flops, nbytes, tokens, parts)
+                works["cpu_attention"] = on_host
+                if loads:
+                    cached = operations.held_bytes(length - 1 for length in lengths)
+                    works["load_kv"] = self.move(plan.memory("host").name, stage.memory, cached)[1]
 
 
 def _resident(plan: Plan) -> ResidentShare:
@@ -150,6 +171,11 @@ def _resident(plan: Plan) -> ResidentShare:
         if fixed.memory in fast:
             for page in fixed.pages():
                 resident[page.expert < 0] += page.nbytes
-    dense = sum(page.nbytes for page in plan.layout.dense(0)) * len(plan.layers)
-    experts = sum(page.nbytes for page in plan.layout.layer(0)) * len(plan.layers) - dense
-    return ResidentShare(resident[True] / dense, resident[False] / experts)
+    config = plan.layout.config
+    dense = experts = 0
+    for kind, layers in config.kinds.items():
+        example = next(layer for layer in plan.layers if config.layer(layer) == kind)
+        in_dense = sum(page.nbytes for page in plan.layout.dense(example))
+        dense += in_dense * layers
+        experts += (sum(page.nbytes for page in plan.layout.layer(example)) - in_dense) * layers
+    return ResidentShare(resident[True] / dense, resident[False] / experts if experts else 0.0)

@@ -44,6 +44,7 @@ _MEANT = {
 
 KINDS: dict[str, Any] = {
     "model": str,
+    "format": str,
     "machine": str,
     "nodes": _Size,
     "network": str,
@@ -76,8 +77,8 @@ PRICES = "price"
 """A table that is no axis: dollars per hour, by machine."""
 
 ORDER = (
-    "model", "machine", "machine_set", "nodes", "network", "tensor_parallel", "workload", "gen", "requests", "padded",
-    "seed", "beams", "routing", "routing_settings", "preview_accuracy", "dtype", "budgets", "batch_size",
+    "model", "format", "machine", "machine_set", "nodes", "network", "tensor_parallel", "workload", "gen", "requests",
+    "padded", "seed", "beams", "routing", "routing_settings", "preview_accuracy", "dtype", "budgets", "batch_size",
     "micro_batch_size", "prefill_chunk", "policy", "settings",
 )  # fmt: skip
 """The order of axes: points differ in the last ones first."""

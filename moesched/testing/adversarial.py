@@ -43,11 +43,11 @@ class Adversarial:
             plan.run_experts_on_host()
         if self.scores:
             plan.request_scores()
-        layer = plan.layout.layer(0)
-        room = plan.free("accelerator") // max(map(plan.slot_bytes, layer))
+        layer = max(map(plan.layout.layer, plan.layers), key=len)
+        room = plan.free("accelerator") // max(map(plan.slot_bytes, plan.layout.pages))
         slots = max(len(layer), min(choose.randint(len(layer), 3 * len(layer)), room))
         self.pool = plan.pool(
-            "accelerator", "adversary", slots, layer, choose.choice(("ring", "lru", "none"))
+            "accelerator", "adversary", slots, plan.layout.pages, choose.choice(("ring", "lru", "none"))
         )
         self.held: list[Page] = []
 

@@ -73,7 +73,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         batch = split_batch(self.prompts, self.new_tokens, self.micro_batch_size)
         empty = Plan(self.machine, layout, batch)
         fast = empty.memory("accelerator")
-        cache = batch.cache_tokens * layout.config.layers * empty.operations.kv_bytes
+        cache = empty.reservations.cache_bytes(empty.micro_batches, empty.layers)
         weights = int(self.weights * sum(page.nbytes for page in layout.pages))
         needed = empty.reservations.needed_by_all(empty.nodes)
         used = sum(each.nbytes for each in needed if each.memory == fast.name)

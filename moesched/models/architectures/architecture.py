@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
+from moesched.models.formats import FORMATS
 
 
 class Stored(NamedTuple):
@@ -21,13 +23,31 @@ class Stored(NamedTuple):
     stacks: int = 0
 
 
+COMMON_FORMATS = tuple(name for name in FORMATS if name != "mxfp4")
+"""Formats that any model can be stored in; mxfp4 is that of models that were trained in it."""
+
+
+def _none(config: ModelConfig) -> Iterator[Any]:
+    return iter(())
+
+
+def _no_files(config: ModelConfig) -> Any:
+    raise BadInput(f"{config.name} is only simulated: no weights of {config.form} can be read or written")
+
+
 class Architecture(NamedTuple):
     """The particulars of one architecture, apart from the settings of `ModelConfig`.
+
+    Those that are only simulated lack the last four.
 
     Attributes:
         model_types: values of `model_type` in config.json.
         shapes: known models.
+        sources: where the sizes of each known model are from, by its name.
         read: converts config.json to a ModelConfig; raises BadInput.
+        formats: storage formats that its models can have.
+        left_out: tensors outside the layers that its publisher leaves out of the active parameters.
+        runs: whether devices have kernels for it.
         config_json: the inverse of `read`, without the keys common to all models.
         tensors: the tensors of published checkpoints.
         other_tensors: tensors that replace some of these in checkpoints saved in another form.
@@ -37,8 +57,12 @@ class Architecture(NamedTuple):
 
     model_types: tuple[str, ...]
     shapes: tuple[ModelConfig, ...]
+    sources: Mapping[str, str]
     read: Callable[[ConfigFile], ModelConfig]
-    config_json: Callable[[ModelConfig], dict[str, Any]]
-    tensors: Callable[[ModelConfig], Iterator[Stored]]
-    other_tensors: Callable[[ModelConfig], Iterator[Stored]]
-    extra_tensors: Callable[[ModelConfig], Iterator[str]]
+    formats: tuple[str, ...] = COMMON_FORMATS
+    left_out: tuple[str, ...] = ()
+    runs: bool = True
+    config_json: Callable[[ModelConfig], dict[str, Any]] = _no_files
+    tensors: Callable[[ModelConfig], Iterator[Stored]] = _no_files
+    other_tensors: Callable[[ModelConfig], Iterator[Stored]] = _none
+    extra_tensors: Callable[[ModelConfig], Iterator[str]] = _none

@@ -171,6 +171,7 @@ SHAPES = (
 DBRX = Architecture(
     model_types=("dbrx",),
     shapes=SHAPES,
+    sources={"dbrx": "huggingface.co/databricks/dbrx-base"},
     read=read,
     config_json=config_json,
     tensors=tensors,

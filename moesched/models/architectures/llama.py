@@ -66,6 +66,7 @@ def tensors(config: ModelConfig) -> Iterator[Stored]:
 LLAMA = Architecture(
     model_types=("llama", "mistral"),
     shapes=(),
+    sources={},
     read=read,
     config_json=config_json,
     tensors=tensors,

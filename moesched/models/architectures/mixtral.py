@@ -108,6 +108,11 @@ SHAPES = (
 MIXTRAL = Architecture(
     model_types=("mixtral",),
     shapes=SHAPES,
+    sources={
+        "mixtral-0.8b": "made for tests: Mixtral 8x7B with a quarter of its layers and sizes",
+        "mixtral-8x7b": "huggingface.co/mistralai/Mixtral-8x7B-v0.1",
+        "mixtral-8x22b": "huggingface.co/mistralai/Mixtral-8x22B-v0.1",
+    },
     read=read,
     config_json=config_json,
     tensors=tensors,

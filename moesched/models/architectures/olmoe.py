@@ -94,6 +94,7 @@ SHAPES = (
 OLMOE = Architecture(
     model_types=("olmoe",),
     shapes=SHAPES,
+    sources={"olmoe-1b-7b": "huggingface.co/allenai/OLMoE-1B-7B-0924"},
     read=read,
     config_json=config_json,
     tensors=tensors,

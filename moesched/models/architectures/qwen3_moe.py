@@ -100,6 +100,7 @@ SHAPES = (
 QWEN3_MOE = Architecture(
     model_types=("qwen3_moe",),
     shapes=SHAPES,
+    sources={"qwen3-30b-a3b": "huggingface.co/Qwen/Qwen3-30B-A3B"},
     read=read,
     config_json=config_json,
     tensors=tensors,

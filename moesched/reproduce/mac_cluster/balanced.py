@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from moesched.machines import load_machine
 from moesched.machines.networks import load_network
+from moesched.machines.sustained import at_peak
 from moesched.reproduce.mac_cluster.paper import MacPaper
 from moesched.reproduce.mac_cluster.runs import mac_of, run_request
 from moesched.reproduce.report import Section, Value, rounded
@@ -28,7 +29,7 @@ def balanced(paper: MacPaper, on_progress: Callable[[str], None]) -> Section:
             on_progress(f"ep_balanced on {nodes} x {name}")
             machine = mac_of(paper, replace(template, nodes=nodes))
             if name == "m2-ultra":
-                machine = replace(load_machine(name), network=load_network(paper.network))
+                machine = replace(at_peak(load_machine(name)), network=load_network(paper.network))
             runs = [("ep_router_aided", {}), ("ep_balanced", {"experts": HELD}), ("ep_balanced", {})]
             router, held, all_memory = (
                 1 / run_request(machine, paper, policy, settings, nodes, 16, LOOKED_AT).token.total

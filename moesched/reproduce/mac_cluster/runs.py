@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from moesched.drivers.wired_memory import EXPERT_VERBS
 from moesched.machines import Machine, load_machine
 from moesched.machines.networks import NETWORK, load_network
+from moesched.machines.sustained import at_peak
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
@@ -101,7 +102,7 @@ def run_system(
 
 def mac_of(paper: MacPaper, system: PrintedSystem) -> Machine:
     """A node of a row's cluster, with the packing of its weights and the latency of its exchanges."""
-    machine = load_machine(paper.machine)
+    machine = at_peak(load_machine(paper.machine))
     assert machine.wired_memory is not None
     latency = paper.latency.decentralised + paper.latency.each_further_node * (system.nodes - 2)
     if system.centralised:

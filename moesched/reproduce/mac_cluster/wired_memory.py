@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from moesched.drivers.wired_memory import Array, WiredPages
 from moesched.machines import Machine, WiredMemory, load_machine
+from moesched.machines.sustained import at_peak
 from moesched.planner import plan_cluster
 from moesched.reproduce.mac_cluster.runs import run_system
 from moesched.reproduce.mac_cluster.tables import Tables
@@ -107,7 +108,7 @@ def wired_memory(tables: Tables) -> Section:
     alone = replace(tables.paper.systems[naive], prestacked=True)
     tables.on_progress("prestacking alone")
     seconds = run_system(tables.paper, alone, 16, 12).token.total
-    machine = load_machine(tables.paper.machine)
+    machine = at_peak(load_machine(tables.paper.machine))
     assert machine.wired_memory is not None
     proposal = plan_cluster(tables.paper.model, machine=machine, nodes=2, network=tables.paper.network)
     nbytes = next(way.bytes_per_node for way in proposal.ways if way.policy == "ep_router_aided")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moesched.inputs.lookup import find_shape
 from moesched.machines import load_machine
 from moesched.machines.cost import cost_model
+from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.operations import Operations
 from moesched.reproduce.moe_lightning.paper import Paper
@@ -29,16 +30,17 @@ def attention_section(paper: Paper, rates: Rates) -> Section:
     layout = weight_layout(find_shape(where.model))
     machine = machine_at(load_machine(where.machine), rates)
     cost, operations = cost_model(machine, layout.dtype), Operations(layout.config, layout.dtype)
-    full = cost_model(load_machine(where.machine), layout.dtype)
+    full = cost_model(at_peak(load_machine(where.machine)), layout.dtype)
     link = f"{machine.host.memory}->{machine.accelerator.memory}"
     rows: list[dict[str, Value]] = []
     for size in MICRO_BATCHES:
-        flops, nbytes, _ = operations.experts(size)
-        work = Work("experts", machine.roles.accelerator, flops, nbytes)
+        amount = operations.experts(size)
+        work = Work("experts", machine.roles.accelerator, amount.flops, amount.nbytes)
         experts, fastest = cost.work(work).seconds, full.work(work).seconds
         for context in CONTEXTS:
-            flops, nbytes, _ = operations.attention_step([context] * size)
-            attention = cost.work(Work("cpu_attention", machine.roles.host, flops, nbytes)).seconds
+            amount = operations.attention_step([context] * size)
+            at_host = Work("cpu_attention", machine.roles.host, amount.flops, amount.nbytes)
+            attention = cost.work(at_host).seconds
             cache = size * context * operations.kv_bytes
             moving = cost.work(Work(link, link, nbytes=cache)).seconds
             rows.append(

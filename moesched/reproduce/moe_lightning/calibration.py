@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.machines import Machine, load_machine
+from moesched.planner.traits import Setting
 from moesched.reproduce.moe_lightning.paper import Column, Paper, Row
 from moesched.reproduce.moe_lightning.rates import Rates
 from moesched.reproduce.moe_lightning.systems import SYSTEMS, Predicted, System, predict, setting_of
@@ -29,10 +30,18 @@ LEAST, MOST = 1e-3, 10.0
 
 
 def predict_cell(
-    paper: Paper, column: Column, row: Row, rates: Rates, system: System | None = None
+    paper: Paper, column: Column, row: Row, rates: Rates | None, system: System | None = None
 ) -> Predicted:
     """Predict a cell of the paper's tables with its printed sizes; `system` replaces the one of its row."""
-    setting = setting_of(
+    setting = cell_setting(paper, column, row, rates, system)
+    return predict(setting, row.micro_batches, row.micro_batch_size)
+
+
+def cell_setting(
+    paper: Paper, column: Column, row: Row, rates: Rates | None, system: System | None = None
+) -> Setting:
+    """A cell's machine, model and requests; the profile's sustained rates if no rates are given."""
+    return setting_of(
         system or SYSTEMS[row.system],
         paper.settings[column.setting],
         column.workload,
@@ -40,7 +49,6 @@ def predict_cell(
         rates,
         requests=row.micro_batch_size * row.micro_batches,
     )
-    return predict(setting, row.micro_batches, row.micro_batch_size)
 
 
 def calibrate(paper: Paper, on_progress: Callable[[str], None] = lambda what: None) -> Rates:

@@ -11,6 +11,7 @@ from itertools import product
 from moesched.analysis.hrm import Hierarchy, Level, Split, hierarchy_of, layer_time
 from moesched.inputs.lookup import find_shape
 from moesched.machines import load_machine
+from moesched.machines.sustained import at_peak
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.operations import Operations
 from moesched.reproduce.report import Claim, Section, Value, rounded
@@ -37,7 +38,7 @@ HOW = (
 
 def policy_map(on_progress: Callable[[str], None]) -> Section:
     """The best policy at each point."""
-    machine = load_machine(MACHINE)
+    machine = at_peak(load_machine(MACHINE))
     layout = weight_layout(find_shape(MODEL))
     base = hierarchy_of(machine, layout.dtype)
     fast = machine.accelerator_group.count * machine.memories[machine.accelerator.memory].nbytes

@@ -6,6 +6,11 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched.machines import Machine
+from moesched.machines.estimates import Estimate
+from moesched.machines.sustained import at_peak, rates_of
+
+CACHE_TRAFFIC = 9.0
+"""Bytes that FlexGen's CPU attention moves for each byte of the KV cache."""
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +28,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machine_at(machine: Machine, rates: Rates, *, attends_as_flexgen: bool = False) -> Machine:
-    """The machine with these rates."""
+    """The machine with these shares of the rates that its profile states; nothing else is taken off."""
+    machine = at_peak(machine)
     fast, slow = machine.accelerator.memory, machine.host.memory
     attention = rates.flexgen_attention if attends_as_flexgen else 1.0
     links = [
@@ -38,6 +44,27 @@ def machine_at(machine: Machine, rates: Rates, *, attends_as_flexgen: bool = Fal
     memories[fast] = replace(memories[fast], bandwidth=memories[fast].bandwidth * rates.kernels)
     memories[slow] = replace(memories[slow], bandwidth=memories[slow].bandwidth * attention)
     return replace(changed, memories=memories)
+
+
+def copying_caches(machine: Machine) -> Machine:
+    """The machine with sustained rates, its host attending as FlexGen's published code does.
+
+    `mha_gen` in pytorch_backend.py converts the cache to float32, and multiplies transposed views of it. For every two
+    bytes of cache, two are read and four written to convert them, four read and four written to make the transposed
+    ones contiguous, and four read to multiply: nine times the bytes of a kernel that reads the cache in place.
+    """
+    host = machine.host
+    slower = {
+        name: Estimate(
+            low=each.low / CACHE_TRAFFIC,
+            expected=each.expected / CACHE_TRAFFIC,
+            high=each.high / CACHE_TRAFFIC,
+        )
+        for name, each in rates_of(host).items()
+        if name in ("attention", "prompts")
+    }
+    changed = replace(host, rates=host.rates | slower)
+    return replace(machine, processors=machine.processors | {machine.roles.host: changed})
 
 
 def _with_processor(machine: Machine, name: str, share: float) -> Machine:

@@ -13,11 +13,12 @@ from moesched.reproduce.moe_lightning.paper import moe_lightning
 from moesched.reproduce.moe_lightning.policy_map import policy_map
 from moesched.reproduce.moe_lightning.scaling import scaling
 from moesched.reproduce.moe_lightning.speedups import speedups
+from moesched.reproduce.moe_lightning.sustained import sustained_section
 from moesched.reproduce.moe_lightning.tables import Cell, accuracy, cells_of, table_section
-from moesched.reproduce.report import Reproduction, Section
+from moesched.reproduce.report import Accuracy, Reproduction, Section
 
 TABLES = {"table-4": "Table 4", "table-5": "Table 5"}
-SECTIONS = (*TABLES, "speedups", "cpu-attention", "cpu-memory", "policy-map", "scaling")
+SECTIONS = (*TABLES, "sustained", "speedups", "cpu-attention", "cpu-memory", "policy-map", "scaling")
 
 
 def reproduce_moe_lightning(only: Sequence[str], on_progress: Callable[[str], None]) -> Reproduction:
@@ -31,8 +32,16 @@ def reproduce_moe_lightning(only: Sequence[str], on_progress: Callable[[str], No
         cells[name] = cells_of(figures, TABLES[name], rates, on_progress)
         return table_section(TABLES[name], cells[name])
 
+    sustained: list[Accuracy] = []
+
+    def at_sustained_rates() -> Section:
+        section, found = sustained_section(figures, on_progress)
+        sustained.append(found)
+        return section
+
     make: dict[str, Callable[[], Section]] = {
         **{name: partial(table, name) for name in TABLES},
+        "sustained": at_sustained_rates,
         "speedups": lambda: speedups(figures, rates, on_progress),
         "cpu-attention": lambda: attention_section(figures, rates),
         "cpu-memory": lambda: memory_section(figures, rates, on_progress),
@@ -47,6 +56,7 @@ def reproduce_moe_lightning(only: Sequence[str], on_progress: Callable[[str], No
         calibration=calibration_rows(figures, rates),
         accuracy=accuracy(shown) if shown else None,
         accuracy_as_drawn=accuracy(shown, as_drawn=True) if shown else None,
+        accuracy_sustained=sustained[0] if sustained else None,
         sections=sections,
         wall_seconds=round(time.perf_counter() - started, 1),
     )

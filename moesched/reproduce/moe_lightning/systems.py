@@ -15,7 +15,7 @@ from moesched.models.layout import weight_layout
 from moesched.planner.traits import Setting, resident_bytes
 from moesched.planner.trial_run import trial_run
 from moesched.reproduce.moe_lightning.paper import PaperSetting
-from moesched.reproduce.moe_lightning.rates import Rates, machine_at
+from moesched.reproduce.moe_lightning.rates import Rates, copying_caches, machine_at
 from moesched.requests.workloads import load_workload
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
@@ -76,14 +76,20 @@ def setting_of(
     where: PaperSetting,
     workload: str,
     new_tokens: int,
-    rates: Rates,
+    rates: Rates | None,
     *,
     requests: int = MOST_REQUESTS,
 ) -> Setting:
-    """A system in a setting of the paper, its machine at these rates, with this many requests of the workload."""
+    """A system in a setting of the paper, with this many requests of the workload.
+
+    rates: shares of the rates that the machine's profile states; None for the profile's sustained rates.
+    """
     machine = load_machine(where.machine)
     layout = weight_layout(find_shape(where.model))
-    described = machine_at(machine, rates, attends_as_flexgen=system.attends_as_flexgen)
+    if rates is not None:
+        described = machine_at(machine, rates, attends_as_flexgen=system.attends_as_flexgen)
+    else:
+        described = copying_caches(machine) if system.attends_as_flexgen else machine
     chosen = load_workload(workload)
     lengths = [chosen.longest] * requests if system.padded else chosen.lengths(requests)
     return Setting(
@@ -107,7 +113,7 @@ def predict(setting: Setting, micro_batches: int, micro_batch_size: int) -> Pred
         BadInput: the host's memory is too small.
     """
     batch = setting.batch(micro_batches, micro_batch_size)
-    plan, policy, larger = _fitting(setting, micro_batches, micro_batch_size)
+    plan, policy, larger = fitting(setting, micro_batches, micro_batch_size)
     total = sum(map(plan.slot_bytes, plan.layout.pages))
     weights = resident_bytes(plan) / total
     host = plan.memory("host").used
@@ -127,7 +133,8 @@ def predict(setting: Setting, micro_batches: int, micro_batch_size: int) -> Pred
     )
 
 
-def _fitting(setting: Setting, micro_batches: int, micro_batch_size: int) -> tuple[Plan, Policy, float]:
+def fitting(setting: Setting, micro_batches: int, micro_batch_size: int) -> tuple[Plan, Policy, float]:
+    """A plan of these sizes, and the factor by which the accelerator's memory was enlarged to fit them."""
     batch = setting.batch(micro_batches, micro_batch_size)
     gpu = setting.machine.accelerator.memory
     capacity = setting.capacity(gpu)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
@@ -75,17 +76,32 @@ def accuracy(cells: Sequence[Cell], *, as_drawn: bool = False) -> Accuracy:
     def ours(cell: Cell) -> float:
         return (cell.as_drawn if as_drawn else cell.predicted).tokens_per_second
 
-    errors = [abs(ours(cell) / cell.row.tokens_per_second - 1) for cell in cells if not cell.row.fit]
+    return accuracy_of([Judged(cell.column, cell.row, ours(cell), not cell.row.fit) for cell in cells])
+
+
+class Judged(NamedTuple):
+    """A cell of the paper, our tokens per second, and whether its error counts."""
+
+    column: Column
+    row: Row
+    ours: float
+    counts: bool = True
+
+
+def accuracy_of(cells: Sequence[Judged]) -> Accuracy:
+    """The errors of those that count, and which pairs of a column come in the wrong order."""
+    errors = [abs(each.ours / each.row.tokens_per_second - 1) for each in cells if each.counts]
     pairs = [pair for pair in combinations(cells, 2) if _comparable(*pair)]
     wrong = [
-        f"{first.name} and {second.row.name}"
+        f"{first.column.table}, {first.column.workload}, {first.column.setting}, {first.row.name} "
+        f"and {second.row.name}"
         for first, second in pairs
-        if (first.row.tokens_per_second > second.row.tokens_per_second) != (ours(first) > ours(second))
+        if (first.row.tokens_per_second > second.row.tokens_per_second) != (first.ours > second.ours)
     ]
     return Accuracy(cells=len(errors), median_error=rounded(median(errors)), pairs=len(pairs), wrong=wrong)
 
 
-def _comparable(first: Cell, second: Cell) -> bool:
+def _comparable(first: Judged, second: Judged) -> bool:
     """Whether two cells are of the same column and more than 20 % apart in the paper."""
     slow, fast = sorted(cell.row.tokens_per_second for cell in (first, second))
     return first.column is second.column and fast / slow > 1 + NEAR

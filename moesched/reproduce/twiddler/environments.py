@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from moesched.inputs.lookup import find_shape
 from moesched.jobs.simulate_model import simulate_model
 from moesched.machines import Machine, Processor, load_machine
+from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.reproduce.twiddler.paper import Environment, TwiddlerPaper
 from moesched.requests.workloads import given_lengths
@@ -160,7 +161,7 @@ def benches(
         popularity = folder / "popularity.csv"
         write_profile(find_profile(paper.routing, config, seed=SEED), popularity)
         yield [
-            Bench(paper, each, change(load_machine(each.machine)), popularity, looked_at)
+            Bench(paper, each, change(at_peak(load_machine(each.machine))), popularity, looked_at)
             for each in paper.environments
         ]
 

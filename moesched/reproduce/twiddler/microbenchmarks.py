@@ -64,7 +64,7 @@ def _copies(bench: Bench) -> tuple[float, float]:
     """Seconds of an expert's weights to the GPU, and of one activation from there."""
     cost, machine = cost_model(bench.machine, bench.layout.dtype), bench.machine
     fast, slow = machine.accelerator.memory, machine.host.memory
-    weights = sum(page.nbytes for page in bench.layout.expert(0, 0))
+    weights = sum(page.nbytes for page in bench.layout.an_expert)
     activation = Operations(bench.config, bench.layout.dtype).hidden_bytes
     links = (f"{slow}->{fast}", weights), (f"{fast}->{slow}", activation)
     there, back = (cost.work(Work(link, link, nbytes=nbytes)).seconds for link, nbytes in links)
@@ -72,6 +72,6 @@ def _copies(bench: Bench) -> tuple[float, float]:
 
 
 def _expert(bench: Bench, processor: str, tokens: int) -> float:
-    flops, nbytes, parts = Operations(bench.config, bench.layout.dtype).fetched_expert(tokens)
-    work = Work("expert", processor, flops, nbytes, tokens, parts)
+    flops, nbytes, parts, rate = Operations(bench.config, bench.layout.dtype).fetched_expert(tokens)
+    work = Work("expert", processor, flops, nbytes, tokens, parts, rate)
     return cost_model(bench.machine, bench.layout.dtype).work(work).seconds

@@ -32,6 +32,7 @@ class AttentionVerbs(Verbs):
                 self._enter(hop, hidden, hidden)
         dense = batch.stage.dense
         view = dense.open.get(layer) or self._view(dense, layer)
+        self._enter_layer(batch, layer)
         if view.noted != self.index:
             view.use(self.index, batch.works["pre_attention"].tokens)
         room: tuple[Block, ...] = ()
@@ -86,7 +87,7 @@ class AttentionVerbs(Verbs):
         if lane is None:
             return batch.last  # type: ignore[return-value]  # the step has begun, so that a task was submitted
         # The micro-batch may still be at an earlier stage, so `_run` would take the wrong lane.
-        work = batch.works_at[stage.number][LOAD_KV.name]
+        work = batch.works_at[stage.number][state.works.kind_of[layer]][LOAD_KV.name]
         task = LOAD_KV.task(lane, work, LOAD_KV.name, layer, batch.index, -1, buffer, self.index)
         reads = (kv.layers[layer], *batch.blocks.reads[LOAD_KV.number])
         return self._enter(task, reads, (state.kv_slots[buffer],))

@@ -158,6 +158,12 @@ class Verbs(StepFacts):
     def _view(self, views: Views[K], key: K) -> View[K]:
         return views.show(key, self._state.engine)
 
+    def _enter_layer(self, batch: MicroBatch, layer: int) -> None:
+        """Have a micro-batch's next verbs do the work of the layer's kind."""
+        kind = self._state.works.kind_of[layer]
+        if batch.works is not batch.works_at[batch.stage.number][kind]:
+            batch.enter(batch.stage, kind)
+
     def _room(self, batch: MicroBatch, *, leaves: bool) -> tuple[Block, ...]:
         """The micro-batch's room, for the last verbs of a layer to read; free again once the micro-batch `leaves`."""
         room = batch.room

@@ -43,6 +43,7 @@ class ExpertVerbs(Verbs):
     def route(self, layer: int, micro_batch: int) -> Task:
         """Output projection, norm and router; await it for {expert: tokens}, every one of which must then run."""
         batch = self._at(ROUTE, layer, micro_batch)
+        self._enter_layer(batch, layer)
         view = None
         if self.attends:
             dense = batch.stage.dense
@@ -78,7 +79,8 @@ class ExpertVerbs(Verbs):
         lane, _, reads, _ = batch.bound[PREVIEW_ROUTE.number]
         assert lane is not None, "an accelerator has a lane"
         ahead = layer - (batch.progress - self._base) // STRIDE
-        work, name = batch.works["preview_route"], PREVIEW_ROUTE.name
+        work = batch.works_at[batch.stage.number][self._state.works.kind_of[layer]]["preview_route"]
+        name = PREVIEW_ROUTE.name
         task = Preview(lane, work, name, layer, batch.index, -1, view, self.index, ahead=ahead)
         self._enter(task, reads + view.reads, ())
         self._state.previews.expect(task)
@@ -291,7 +293,7 @@ class ExpertVerbs(Verbs):
             raise OutOfOrder(
                 f"combine: the experts of L{layer} mb{batch.index} were not assigned: assign them"
             )
-        if routing.pending is None:
+        if routing.pending is None and self._state.plan.layout.experts_of(layer):
             raise OutOfOrder(
                 f"combine: no expert of L{layer} mb{batch.index} has run: await route({layer}, {batch.index}), and run "
                 "the experts that it names"

@@ -1,0 +1,68 @@
+"""Operations of a machine with a GPU that a calibration times, and the seam of the device that runs them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+GPU, CPU = "gpu", "cpu"
+HOST, PINNED = "host", "pinned"
+
+
+class Product(NamedTuple):
+    """A product of rows with a matrix (outputs, inputs) in the memory of a processor, not cached."""
+
+    processor: str
+    dtype: str
+    outputs: int
+    inputs: int
+    rows: int
+
+
+class Stream(NamedTuple):
+    """One pass over bytes of the GPU's or the host's memory."""
+
+    memory: str
+    nbytes: int
+
+
+class Copy(NamedTuple):
+    """A copy from one memory to another: the GPU's, pinned memory, or the host's pageable memory."""
+
+    source: str
+    destination: str
+    nbytes: int
+
+
+class Launches(NamedTuple):
+    """Kernels on a GPU that have next to nothing to compute, one after the other."""
+
+    kernels: int
+
+
+class Answer(NamedTuple):
+    """A kernel that has next to nothing to compute, and the host's wait for its result of some bytes."""
+
+    nbytes: int
+
+
+Operation = Product | Stream | Copy | Launches | Answer
+
+
+class GpuProbe(Protocol):
+    """A machine with a GPU, whose operations can be timed.
+
+    Attributes:
+        gpu_name: as its driver says it.
+        gpu_bytes: size of the GPU's memory.
+        host_bytes: size of the host's memory.
+    """
+
+    gpu_name: str
+    gpu_bytes: int
+    host_bytes: int
+
+    def seconds(self, operation: Operation, *beside: Operation) -> float:
+        """The time of an operation among repetitions of it, while other operations are repeated beside it."""
+
+    def close(self) -> None:
+        """Free memory, and end threads."""

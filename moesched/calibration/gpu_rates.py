@@ -1,0 +1,151 @@
+"""Rates of a machine with a GPU, from the times of its operations in several rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import starmap
+from statistics import median
+from typing import NamedTuple
+
+from moesched.calibration.gpu_probe import Answer, Copy, Launches, Operation, Product, Stream
+from moesched.calibration.task_times import LEAST_SECONDS, rounded
+from moesched.errors import BadInput
+from moesched.machines.estimates import Estimate
+from moesched.models.config import ITEM_BYTES
+
+MEASURED = "measured by `moesched calibrate`"
+LAUNCHES_OF_A_KERNEL = 1.5
+"""A kernel that takes less than this many launches may wait for the host: its time says nothing about reading."""
+
+Times = Mapping[Operation, Sequence[float]]
+
+
+class SharedRate(NamedTuple):
+    """The best rate of all sizes and rounds, and the share of it that the others reach."""
+
+    best: float
+    share: Estimate
+
+
+class LinkRate(NamedTuple):
+    """A link's bytes per second, the share of them in the other rounds, and the seconds of a transfer of nothing."""
+
+    bandwidth: SharedRate
+    latency: float
+
+
+def products(times: Times, processor: str, dtype: str) -> SharedRate:
+    """FLOP/s of products of many rows.
+
+    Raises:
+        BadInput: none was measured.
+    """
+    rates = [
+        2.0 * each.outputs * each.inputs * each.rows / seconds
+        for each, seconds in _products(times, processor, dtype)
+        if each.rows > 1
+    ]
+    return shared(rates, f"products in {dtype} on the {processor}")
+
+
+def weights(times: Times, processor: str, launch: float, bandwidth: float) -> Estimate:
+    """The share of a memory's bandwidth that products of one row reach. Kernels shorter than a launch do not count.
+
+    Raises:
+        BadInput: all were shorter.
+    """
+    dtypes = {each.dtype for each in times if isinstance(each, Product) and each.processor == processor}
+    rates = [
+        each.outputs * each.inputs * ITEM_BYTES[each.dtype] / seconds
+        for dtype in sorted(dtypes)
+        for each, seconds in _products(times, processor, dtype)
+        if each.rows == 1 and seconds > LAUNCHES_OF_A_KERNEL * launch
+    ]
+    if not rates:
+        raise BadInput(
+            f"every product of one row on the {processor} was shorter than a launch: close other programs"
+        )
+    return estimate([rate / bandwidth for rate in rates])
+
+
+def stream(times: Times, memory: str) -> float:
+    """Bytes per second of the fastest pass over a memory."""
+    return rounded(
+        max(
+            each.nbytes / min(seconds)
+            for each, seconds in times.items()
+            if isinstance(each, Stream) and each.memory == memory
+        )
+    )
+
+
+def launch_seconds(times: Times) -> Estimate:
+    """Seconds from one kernel to the next, where they have nothing to compute."""
+    return estimate(
+        [
+            seconds / each.kernels
+            for each, rounds in times.items()
+            if isinstance(each, Launches)
+            for seconds in rounds
+        ]
+    )
+
+
+def host_seconds(times: Times, launch: float) -> Estimate:
+    """Seconds that the host waits for a result, beyond the kernel's launch."""
+    waits = [seconds for each, rounds in times.items() if isinstance(each, Answer) for seconds in rounds]
+    return estimate([max(LEAST_SECONDS, seconds - launch) for seconds in waits])
+
+
+def link(times: Times, source: str, destination: str) -> LinkRate:
+    """Bandwidth and latency of copies, from a small and a large one of each round."""
+    of_link = sorted(
+        (each.nbytes, rounds)
+        for each, rounds in times.items()
+        if isinstance(each, Copy) and (each.source, each.destination) == (source, destination)
+    )
+    (small, short), (large, long) = of_link[0], of_link[-1]
+    rates = [
+        (large - small) / max(LEAST_SECONDS, after - before)
+        for before, after in zip(short, long, strict=True)
+    ]
+    bandwidth = shared(rates, f"copies from {source} to {destination}")
+    latency = max(0.0, median(short) - small / median(rates))
+    return LinkRate(bandwidth, rounded(latency))
+
+
+def speed_beside(alone: Sequence[float], together: Sequence[float]) -> float:
+    """The speed of a copy beside another one, relative to being alone; at most 1."""
+    return rounded(
+        min(1.0, median(starmap(lambda before, after: before / after, zip(alone, together, strict=True))))
+    )
+
+
+def shared(rates: Sequence[float], what: str) -> SharedRate:
+    """The best of several rates, and the shares of it.
+
+    Raises:
+        BadInput: there are none.
+    """
+    if not rates:
+        raise BadInput(f"no {what} were measured")
+    best = rounded(max(rates))
+    return SharedRate(best, estimate([rate / best for rate in rates]))
+
+
+def estimate(figures: Sequence[float]) -> Estimate:
+    """The median of measured figures, and their spread."""
+    return Estimate(
+        low=rounded(min(figures)),
+        expected=rounded(median(figures)),
+        high=rounded(max(figures)),
+        source=MEASURED,
+    )
+
+
+def _products(times: Times, processor: str, dtype: str) -> Iterator[tuple[Product, float]]:
+    """Products and their time in each round."""
+    for each, rounds in times.items():
+        if isinstance(each, Product) and (each.processor, each.dtype) == (processor, dtype):
+            for seconds in rounds:
+                yield each, seconds

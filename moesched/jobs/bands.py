@@ -1,0 +1,29 @@
+"""The band of a simulation: its report with the range of each figure, and the figures at the stated rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+from msgspec.structs import replace
+
+from moesched.jobs.report import JobReport
+from moesched.planner.uncertainty import Figures, uncertainty
+from moesched.runs.ranks import Rank
+
+
+def with_band(report: JobReport, make_ranks: Callable[[], Sequence[Rank]]) -> JobReport:
+    """The report of a simulation with its band, and its figures at the rates that the machine states.
+
+    Args:
+        make_ranks: makes the plans and policies of the first batch anew.
+    """
+    if report.interrupted or report.failure is not None:
+        return report
+    expected = Figures(
+        report.throughput_tokens_per_second,
+        fmean(report.step_seconds[1:]) if len(report.step_seconds) > 1 else 0.0,
+        report.prefill_seconds,
+    )
+    found = uncertainty(make_ranks, expected)
+    return replace(report, band=found.band, at_peak=found.at_peak, widest_rate=found.widest_rate)

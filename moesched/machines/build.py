@@ -1,0 +1,276 @@
+"""A machine built from its parts, by their names and short notations, with the source of every figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.machines.built_comments import (
+    OF_PEAKS,
+    cores_comment,
+    disk_comment,
+    format_size,
+    gpu_comment,
+    times,
+)
+from moesched.machines.built_links import gpu_interconnect, gpu_links, pcie_of
+from moesched.machines.host_memory import HostMemory, host_memory
+from moesched.machines.machine import AcceleratorGroup, Link, Machine, Processor, Roles, Tier
+from moesched.machines.part_names import find_chip, find_cpu, find_gpu
+from moesched.machines.part_notation import Disk, parse_disk, parse_ram
+from moesched.machines.parts import Chip, Cpu, Gpu, gpu_flops, library
+from moesched.units import format_bytes, parse_bytes
+
+LAUNCH_SECONDS = 5e-6
+APPLE_LAUNCH_SECONDS = 10e-6
+DISK_BYTES = 10**12
+DISK_BANDWIDTH = 3e9
+DISK_LATENCY = 1e-4
+PINNED_SHARE = 4
+DESKTOP_CHANNELS = 2
+GIB_PER_GB = 2**30 / 10**9
+"""Owners may write GiB for the GB of a shop."""
+
+NO_PARTS = (
+    "a machine needs parts: name --gpu and --cpu, --chip, or --cpu alone; `moesched list parts` lists them"
+)
+
+
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a machine, as its owner names them.
+
+    Attributes:
+        gpu: such as "RTX 3090", or "2x RTX 3090".
+        chip: a chip whose CPU and GPU share one memory, such as "M2 Ultra".
+        cpu: such as "Ryzen 7950X", or "2x EPYC 7763" for two sockets.
+        ram: as `parse_ram` takes it; of a chip only its size.
+        pcie: the GPU's slot, such as "4x16"; by default the fastest that both GPU and CPU have.
+        disk: as `parse_disk` takes it.
+        weights: the memory that all weights come from: "host" or "disk"; by default the host's, if there is a GPU.
+        name: the machine's name; by default that of its parts.
+    """
+
+    gpu: str | None = None
+    chip: str | None = None
+    cpu: str | None = None
+    ram: str | None = None
+    pcie: str | None = None
+    disk: str | None = None
+    weights: str | None = None
+    name: str | None = None
+
+
+class BuiltMachine(msgspec.Struct, frozen=True):
+    """A machine with the sources of its figures.
+
+    Attributes:
+        comments: for each table of the machine's file, such as "processors.gpu" or "links.host->gpu", where its figures
+            are from.
+        assumed: what the parts left open, and the option that says it.
+    """
+
+    machine: Machine
+    comments: dict[str, str]
+    assumed: list[str]
+
+
+def build_machine(parts: Parts) -> BuiltMachine:
+    """Build a machine.
+
+    Raises:
+        BadInput: a part is not in the library, a notation cannot be read, a part is missing, or two do not go together.
+    """
+    if parts.weights not in (None, "host", "disk"):
+        raise BadInput(f"--weights {parts.weights!r} is no memory that weights come from: write host or disk")
+    if parts.chip is not None:
+        return _with_chip(parts, find_chip(parts.chip))
+    if parts.gpu is not None:
+        return _with_gpu(parts, *find_gpu(parts.gpu))
+    if parts.cpu is not None:
+        return _cpu_only(parts, *find_cpu(parts.cpu))
+    raise BadInput(NO_PARTS)
+
+
+def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
+    """GPUs with memories of their own, beside a CPU."""
+    if parts.cpu is None:
+        raise BadInput(f"--gpu {gpu.name!r} needs the CPU beside it: add, for instance, --cpu 'Ryzen 7950X'")
+    cpu, sockets = find_cpu(parts.cpu)
+    host = host_memory(cpu, sockets, parts.ram)
+    slot = pcie_of(gpu, cpu, parts.pcie)
+    disk = None if parts.disk is None else parse_disk(parts.disk)
+    if parts.weights == "disk" and disk is None:
+        raise BadInput("--weights disk needs a disk: add, for instance, --disk 7GB/s")
+    links, link_comments = gpu_links(slot, host.bandwidth)
+    memories = {
+        "gpu": Tier(capacity=gpu.memory, bandwidth=gpu.bandwidth),
+        "host": Tier(capacity=format_size(host.nbytes), bandwidth=host.bandwidth),
+        "pinned": Tier(capacity=format_size(host.nbytes // PINNED_SHARE), bandwidth=host.bandwidth),
+    }
+    comments = {
+        "processors.gpu": gpu_comment(gpu, count),
+        "memories.gpu": f"{gpu.name}: {gpu.memory} at {format_bytes(gpu.bandwidth)}/s; {gpu.source}.",
+        "memories.pinned": "Assumed: a quarter of the host's.",
+        "accelerator_group": (
+            "Assumed: a slot of its own for each GPU, and no bridge between them: up one slot and down another."
+        ),
+    }
+    if disk is not None:
+        memories["disk"] = _disk_tier(disk)
+        links += [_disk_link(disk, "pinned"), _disk_link(disk, "host"), _disk_link(disk, "gpu")]
+        link_comments["links.disk"] = (
+            "The disk reads into host memory, pinned or not; what stays on the GPU is loaded by way of it. "
+            "Assumed: 100 us to begin."
+        )
+        comments["memories.disk"] = disk_comment(disk, parts.disk)
+        comments["roles"] = 'Models that do not fit into the host need weights = "disk" (--weights disk).'
+    machine = Machine(
+        name=parts.name or f"{times(gpu.name, count)}, {times(cpu.name, sockets)}",
+        description=f"{times(gpu.name, count)} on {slot}, {times(cpu.name, sockets)}, {host.words}",
+        accelerator_group=AcceleratorGroup(
+            count=count, interconnect=gpu_interconnect(slot) if count > 1 else None
+        ),
+        processors={
+            "gpu": Processor(
+                memory="gpu",
+                flops=gpu_flops(gpu),
+                launch_seconds=LAUNCH_SECONDS,
+                device_class=gpu.device_class,
+            ),
+            "cpu": _cpu_processor(cpu, sockets),
+        },
+        memories=memories,
+        links=links,
+        roles=Roles(accelerator="gpu", host="cpu", weights=parts.weights or "host", pinned="pinned"),
+    )
+    return _built(machine, comments | link_comments, cpu, sockets, host)
+
+
+def _cpu_only(parts: Parts, cpu: Cpu, sockets: int) -> BuiltMachine:
+    """A CPU that computes everything, and a disk that all weights come from."""
+    _refuse(parts, "a machine without --gpu", "pcie")
+    host = host_memory(cpu, sockets, parts.ram)
+    disk, assumed = _unified_disk(parts)
+    machine = Machine(
+        name=parts.name or times(cpu.name, sockets),
+        description=f"{times(cpu.name, sockets)}, {host.words}",
+        processors={"cpu": _cpu_processor(cpu, sockets)},
+        memories={
+            "host": Tier(capacity=format_size(host.nbytes), bandwidth=host.bandwidth),
+            "disk": _disk_tier(disk),
+        },
+        links=[_disk_link(disk, "host")],
+        roles=Roles(accelerator="cpu", host="cpu", weights="disk"),
+    )
+    comments = {"memories.disk": disk_comment(disk, parts.disk), "links.disk": "Assumed: 100 us to begin."}
+    return _built(machine, comments, cpu, sockets, host, assumed)
+
+
+def _with_chip(parts: Parts, chip: Chip) -> BuiltMachine:
+    """A chip whose CPU and GPU share one memory, and a disk that all weights come from."""
+    _refuse(parts, f"chip {chip.name}", "gpu", "cpu", "pcie")
+    nbytes = _chip_bytes(parts.ram, chip)
+    disk, assumed = _unified_disk(parts)
+    apple = chip.device_class == "apple-gpu"
+    machine = Machine(
+        name=parts.name or f"{chip.name} {format_size(nbytes)}",
+        description=f"{chip.name} with {chip.gpu_cores} GPU cores and {format_size(nbytes)}",
+        processors={
+            "gpu": Processor(
+                memory="unified",
+                flops=gpu_flops(chip),
+                launch_seconds=APPLE_LAUNCH_SECONDS if apple else LAUNCH_SECONDS,
+                device_class=chip.device_class,
+            ),
+            "cpu": Processor(
+                memory="unified",
+                flops=library().flops(chip),
+                launch_seconds=LAUNCH_SECONDS,
+                device_class="apple-cpu" if apple else "desktop-cpu",
+            ),
+        },
+        memories={
+            "unified": Tier(capacity=format_size(nbytes), bandwidth=chip.bandwidth),
+            "disk": _disk_tier(disk),
+        },
+        links=[_disk_link(disk, "unified")],
+        roles=Roles(accelerator="gpu", host="cpu", weights="disk"),
+    )
+    comments = {
+        "processors.gpu": f"{chip.name}: {chip.source}. {OF_PEAKS}",
+        "processors.cpu": cores_comment(chip, 1),
+        "memories.unified": f"--ram {parts.ram}. {format_bytes(chip.bandwidth)}/s: {chip.source}.",
+        "memories.disk": disk_comment(disk, parts.disk),
+        "links.disk": "Assumed: 100 us to begin.",
+    }
+    return BuiltMachine(machine, comments, assumed)
+
+
+def _built(
+    machine: Machine,
+    comments: dict[str, str],
+    cpu: Cpu,
+    sockets: int,
+    host: HostMemory,
+    assumed: Sequence[str] = (),
+) -> BuiltMachine:
+    """The machine with what a CPU and its memory say."""
+    own = {"processors.cpu": cores_comment(cpu, sockets), "memories.host": host.comment}
+    return BuiltMachine(machine, comments | own, [*host.assumed, *assumed])
+
+
+def _refuse(parts: Parts, what: str, *names: str) -> None:
+    """Refuse options that such a machine cannot have.
+
+    Raises:
+        BadInput: one was given, or the weights were to come from the memory that they are computed from.
+    """
+    for name, value in ((name, getattr(parts, name)) for name in names):
+        if value is not None:
+            raise BadInput(f"{what} takes no --{name}: leave out --{name} {value!r}")
+    if parts.weights == "host":
+        raise BadInput(
+            f"{what} loads weights from its disk into the memory that computes: leave out --weights host"
+        )
+
+
+def _chip_bytes(ram: str | None, chip: Chip) -> int:
+    largest = parse_bytes(chip.largest)
+    if ram is None:
+        raise BadInput(
+            f"chip {chip.name} is sold with up to {chip.largest}: say how much, such as --ram {chip.largest}"
+        )
+    parsed = parse_ram(ram)
+    if parsed.kind or parsed.nbytes is None:
+        raise BadInput(
+            f"--ram {ram!r}: the memory of {chip.name} has one speed: give its size only, such as --ram {chip.largest}"
+        )
+    if parsed.nbytes > largest * GIB_PER_GB:
+        raise BadInput(f"--ram {ram!r}: {chip.name} is sold with up to {chip.largest}")
+    return parsed.nbytes
+
+
+def _unified_disk(parts: Parts) -> tuple[Disk, list[str]]:
+    if parts.disk is not None:
+        return parse_disk(parts.disk), []
+    return Disk(None, DISK_BANDWIDTH), [
+        f"a disk that reads {format_bytes(DISK_BANDWIDTH)}/s: --disk says another rate"
+    ]
+
+
+def _disk_tier(disk: Disk) -> Tier:
+    return Tier(capacity=format_size(disk.nbytes or DISK_BYTES), bandwidth=disk.bandwidth)
+
+
+def _disk_link(disk: Disk, memory: str) -> Link:
+    return Link(
+        source="disk", destination=memory, path="disk", bandwidth=disk.bandwidth, latency=DISK_LATENCY
+    )
+
+
+def _cpu_processor(cpu: Cpu, sockets: int) -> Processor:
+    flops = {dtype: sockets * rate for dtype, rate in library().flops(cpu).items()}
+    device_class = "desktop-cpu" if cpu.channels <= DESKTOP_CHANNELS else "server-cpu"
+    return Processor(memory="host", flops=flops, launch_seconds=LAUNCH_SECONDS, device_class=device_class)

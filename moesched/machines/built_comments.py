@@ -1,0 +1,52 @@
+"""Words for the figures of a machine that was built from its parts: comments in its file, and its description."""
+
+from __future__ import annotations
+
+from moesched.machines.part_notation import Disk
+from moesched.machines.parts import Chip, Cpu, Gpu, library
+from moesched.units import format_bytes
+
+OF_PEAKS = "These are peaks: device_class says what kernels sustain. launch_seconds is assumed."
+NO_BFLOAT16 = "It has no bfloat16 units; assumed: 16-bit models run in float16 at the same rate."
+
+
+def gpu_comment(gpu: Gpu, count: int) -> str:
+    """The source of a GPU's rates."""
+    each = "each " if count > 1 else ""
+    sixteen = "" if gpu.bfloat16 else f" {NO_BFLOAT16}"
+    return f"{gpu.name}, {each}{gpu.watts} W: {gpu.source}.{sixteen} {OF_PEAKS}"
+
+
+def cores_comment(cpu: Cpu | Chip, sockets: int) -> str:
+    """The source of the rates of CPU cores."""
+    per_cycle = library().architectures[cpu.architecture]
+    bfloat16 = f", {per_cycle.bfloat16} in bfloat16" if per_cycle.bfloat16 else ""
+    cores = f"{times(f'{cpu.cores} cores', sockets)} at {cpu.clock / 1e9:g} GHz"
+    return (
+        f"{cpu.name}, {cores}: {cpu.source}. {per_cycle.simd}: "
+        f"{per_cycle.float32} float32 FLOP per cycle{bfloat16} ({per_cycle.source}). "
+        f"Other dtypes are computed in float32. {OF_PEAKS}"
+    )
+
+
+def disk_comment(disk: Disk, given: str | None) -> str:
+    """The source of a disk's rate and size; `given` is the text that they were read from."""
+    size = "" if disk.nbytes else " Assumed: 1 TB."
+    return (
+        f"--disk {given}.{size}"
+        if given
+        else f"Assumed: an NVMe disk, {format_bytes(disk.bandwidth)}/s, 1 TB."
+    )
+
+
+def times(name: str, count: int) -> str:
+    """A name with the number of parts before it, if there are several."""
+    return f"{count}x {name}" if count > 1 else name
+
+
+def format_size(nbytes: int) -> str:
+    """Bytes as a machine file has them: a whole number of a unit, else the number."""
+    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("GiB", 2**30), ("MB", 10**6)):
+        if nbytes % factor == 0:
+            return f"{nbytes // factor}{unit}"
+    return f"{nbytes}B"

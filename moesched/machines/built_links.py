@@ -1,0 +1,57 @@
+"""Links between a GPU and its host, by their PCIe slot."""
+
+from __future__ import annotations
+
+from moesched.machines.machine import Interconnect, Link
+from moesched.machines.part_notation import LANE_BANDWIDTHS, Pcie, parse_pcie
+from moesched.machines.parts import Cpu, Gpu
+from moesched.units import format_bytes
+
+REACHED = 0.75
+"""Share of the line rate that copies of pinned memory reach."""
+LATENCY = 10e-6
+MEMCPY_LATENCY = 2e-6
+
+
+def pcie_of(gpu: Gpu, cpu: Cpu, slot: str | None) -> Pcie:
+    """The generation and lanes that a GPU and its slot settle on: the lower of both.
+
+    slot: such as "4x16"; by default as fast as the CPU's lanes.
+
+    Raises:
+        BadInput: the slot cannot be read.
+    """
+    card = parse_pcie(gpu.pcie)
+    here = Pcie(cpu.pcie, card.lanes) if slot is None else parse_pcie(slot)
+    return Pcie(min(card.generation, here.generation), min(card.lanes, here.lanes))
+
+
+def gpu_links(slot: Pcie, host_bandwidth: float) -> tuple[list[Link], dict[str, str]]:
+    """The links between GPU, host memory and pinned memory, with the sources of their figures."""
+    rate = _rate(slot)
+    links = [
+        Link(source="pinned", destination="gpu", path="host->gpu", bandwidth=rate, latency=LATENCY),
+        Link(source="host", destination="gpu", bandwidth=rate, latency=LATENCY),
+        Link(source="gpu", destination="host", bandwidth=rate, latency=LATENCY),
+        Link(source="host", destination="pinned", bandwidth=host_bandwidth / 2, latency=MEMCPY_LATENCY),
+    ]
+    comments = {
+        "links.host->gpu": (
+            f"{slot}: {format_bytes(slot.bandwidth)}/s in each direction, by PCI-SIG "
+            f"({format_bytes(LANE_BANDWIDTHS[slot.generation])}/s per lane). "
+            "Assumed: copies of pinned memory reach three quarters of that, and take 10 us to begin."
+        ),
+        "links.host->pinned": (
+            "Assumed: memcpy by several cores, which reads and writes: half of the host's bandwidth, and 2 us to begin."
+        ),
+    }
+    return links, comments
+
+
+def gpu_interconnect(slot: Pcie) -> Interconnect:
+    """The connection between two GPUs without a bridge: up one slot and down another."""
+    return Interconnect(bandwidth=_rate(slot), latency=2 * LATENCY, paths=["host->gpu", "gpu->host"])
+
+
+def _rate(slot: Pcie) -> float:
+    return float(f"{REACHED * slot.bandwidth:.4g}")

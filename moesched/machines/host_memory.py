@@ -1,0 +1,78 @@
+"""Host memory of a machine built from parts: what the notation of RAM leaves open, the CPU says."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from moesched.errors import BadInput
+from moesched.machines.part_notation import Ram, channel_bandwidth, parse_ram
+from moesched.machines.parts import Cpu
+from moesched.system.plain_text import shown
+from moesched.units import format_bytes
+
+CHANNEL_SIZE = 32 * 10**9
+"""Bytes of each channel's module, where no size was given."""
+
+
+class HostMemory(NamedTuple):
+    """Host memory.
+
+    Attributes:
+        nbytes: its size.
+        bandwidth: bytes per second of all channels together, by their line rate.
+        words: size, channels and type in words.
+        comment: where its figures are from.
+        assumed: what was not given, and the option that gives it.
+    """
+
+    nbytes: int
+    bandwidth: float
+    words: str
+    comment: str
+    assumed: list[str]
+
+
+def host_memory(cpu: Cpu, sockets: int, ram: str | None) -> HostMemory:
+    """The memory of a CPU's sockets.
+
+    ram: as `parse_ram` takes it; without it, the fastest memory that the CPU supports.
+
+    Raises:
+        BadInput: the notation cannot be read, or has more channels than the CPU.
+    """
+    given = Ram(None, None, None, None) if ram is None else parse_ram(ram)
+    kind = given.kind or cpu.memory
+    channels = _channels(cpu, sockets, given, ram)
+    nbytes = given.nbytes or channels * CHANNEL_SIZE
+    bandwidth = channels * channel_bandwidth(kind)
+    assumed = []
+    if given.nbytes is None:
+        assumed.append(
+            f"{format_bytes(nbytes)} of RAM: --ram '{channels}x16GB {kind}' would say another size"
+        )
+    if given.kind is None:
+        assumed.append(
+            f"{kind}, the fastest that {cpu.name} supports: --ram '{channels}x16GB {kind}' would say another type"
+        )
+    said = f"--ram {ram}" if ram else cpu.source
+    unsaid = "" if given.nbytes else f" Assumed: {format_bytes(CHANNEL_SIZE)} per channel."
+    return HostMemory(
+        nbytes=nbytes,
+        bandwidth=bandwidth,
+        words=f"{format_bytes(nbytes)} in {channels} channels of {kind}",
+        comment=f"{said}: line rate of {channels} channels x 8 bytes x {kind}.{unsaid}",
+        assumed=assumed,
+    )
+
+
+def _channels(cpu: Cpu, sockets: int, given: Ram, ram: str | None) -> int:
+    """The channels in use: those that were given, or one for each module, as far as the CPU has them."""
+    most = sockets * cpu.channels
+    if given.channels is None:
+        return min(most, given.modules or most)
+    if given.channels > most:
+        raise BadInput(
+            f"--ram {shown(ram)}: {cpu.name} has {most} memory channels{' in all' if sockets > 1 else ''}: "
+            f"write {most}x{given.kind}, or modules with their size, such as '{given.channels}x16GB {given.kind}'"
+        )
+    return given.channels

@@ -1,0 +1,114 @@
+"""The time of a processor's work, from the rates that its kernels sustain.
+
+Work is classified by its operations: products with weights, attention, and movements of activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from moesched.machines.machine import Processor
+from moesched.machines.sustained import DeviceClass, Levels, device_class, group, rates_of
+from moesched.tasks import Work, WorkPart
+
+EXPERTS = ("expert", "resident expert", "experts", "resident experts")
+ONLY_MOVING = ("combine", "embed")
+WAITED_FOR = ("route", "sample")
+"""Kinds of work whose result the host reads before it goes on."""
+
+KERNELS_OF_A_PRODUCT, KERNELS_OF_EXPERTS, KERNELS_OF_ATTENTION = 3, 5, 2
+"""Kernels of a product with its norm and activation, of an expert or of grouped ones, and of attention."""
+
+
+class WorkTimes(NamedTuple):
+    """Seconds of computing and of moving bytes, each alone, of both together, and of starting kernels."""
+
+    computing: float
+    moving: float
+    working: float
+    fixed: float
+
+
+class KernelTimes:
+    """Times of one processor in one dtype.
+
+    Args:
+        peak: its stated FLOP/s.
+        bandwidth: its memory's stated bytes per second.
+        levels: rates that are not at their expected figure.
+    """
+
+    def __init__(
+        self, name: str, processor: Processor, peak: float, bandwidth: float, levels: Levels
+    ) -> None:
+        self._class: DeviceClass = device_class(processor.device_class)
+        self._processor = processor
+        self._peak = peak
+        self._bandwidth = bandwidth
+        self._rates = {
+            rate: estimate.at(levels.get(group(name, processor, rate), "expected"))
+            for rate, estimate in rates_of(processor).items()
+        }
+        self._off_expected = self._rates["weights"] / rates_of(processor)["weights"].expected
+
+    def __call__(self, work: Work) -> WorkTimes:
+        """The times of a work."""
+        rates = self._rates
+        flops, reads = work.flops, "weights"
+        computes = "products"
+        weighing = [part for part in work.parts if is_product(part)]
+        if weighing:
+            flops *= self._tiled(weighing)
+        elif any(is_attention(part) for part in work.parts):
+            computes, reads = "prompts", "attention"
+        elif work.parts:
+            reads = "moves"
+        computing = flops / (self._peak * rates[computes] * work.kernel_rate)
+        moving = max(work.nbytes / (self._bandwidth * rates[reads]), self._reading_experts(work))
+        working = computing + moving if self._class.capped and weighing else max(computing, moving)
+        return WorkTimes(computing, moving, working, self._fixed(work))
+
+    def _tiled(self, products: Iterable[WorkPart]) -> float:
+        """The factor of FLOPs that kernels compute beyond those asked for, since they compute whole tiles of rows."""
+        least, few = self._class.tile_rows, self._class.few_rows
+        asked = computed = 0.0
+        for part in products:
+            weights = part.size * part.times
+            asked += weights * part.rows
+            computed += weights * (part.rows if part.rows <= few else max(part.rows, least))
+        return computed / asked if asked else 1.0
+
+    def _reading_experts(self, work: Work) -> float:
+        """The time of reading the work's experts at the processor's `expert_bandwidth`; 0 where it has none."""
+        if self._processor.expert_bandwidth is None:
+            return 0.0
+        weights = sum(part.times * part.size for part in work.parts if part.operation in EXPERTS)
+        return weights / (self._processor.expert_bandwidth * self._off_expected)
+
+    def _fixed(self, work: Work) -> float:
+        """The time of starting the work's kernels, and of waiting for its result."""
+        each = self._rates.get("launch_seconds")
+        if each is None:
+            return self._processor.launch_seconds
+        waiting = self._rates["host_seconds"] if work.kind in WAITED_FOR else 0.0
+        return each * sum(map(kernels, work.parts)) + waiting
+
+
+def kernels(part: WorkPart) -> float:
+    """The number of kernels of a part."""
+    if is_product(part):
+        if part.operation.endswith("experts"):
+            return KERNELS_OF_EXPERTS * min(1.0, part.times)
+        return part.times * (KERNELS_OF_EXPERTS if part.operation in EXPERTS else KERNELS_OF_A_PRODUCT)
+    return KERNELS_OF_ATTENTION if is_attention(part) else 1.0
+
+
+def is_attention(part: WorkPart) -> bool:
+    """Whether a part is attention itself, not a projection before or after it."""
+    return "attention" in part.operation.split()
+
+
+def is_product(part: WorkPart) -> bool:
+    """Whether a part multiplies rows with weights."""
+    return part.size > 0 and part.operation not in ONLY_MOVING and not is_attention(part)

@@ -1,0 +1,149 @@
+"""Finding a part by its name, however it is spelt: "3090", "RTX3090" and "GeForce RTX 3090" are one GPU."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from difflib import SequenceMatcher
+
+from moesched.errors import BadInput
+from moesched.machines.parts import Chip, Cpu, Gpu, Library, Part, PartT, library
+from moesched.system.plain_text import shown
+
+NEAREST = 3
+LONGEST_NAME = 100
+MOST_PARTS = 64
+
+_COUNTED = re.compile(r"\s*([0-9]{1,4})\s*[x×]\s+(.*\S)\s*|\s*([0-9]{1,4})[x×]([^0-9\s].*\S)\s*")
+_VENDORS = {
+    "nvidia",
+    "geforce",
+    "tesla",
+    "amd",
+    "radeon",
+    "intel",
+    "core",
+    "apple",
+    "gpu",
+    "cpu",
+    "processor",
+}
+
+
+def find_gpu(name: str) -> tuple[Gpu, int]:
+    """A GPU and how many of them: "RTX 3090", or "2x RTX 3090".
+
+    Raises:
+        BadInput: none of that name is in the library, or several are; the message names the nearest.
+    """
+    count, name = counted(name, "--gpu", "2x RTX 3090")
+    return find_part(name, library().gpus, "GPU"), count
+
+
+def find_cpu(name: str) -> tuple[Cpu, int]:
+    """A CPU and the number of sockets: "Ryzen 7950X", or "2x EPYC 7763".
+
+    Raises:
+        BadInput: as `find_gpu`.
+    """
+    count, name = counted(name, "--cpu", "2x EPYC 7763")
+    return find_part(name, library().cpus, "CPU"), count
+
+
+def find_chip(name: str) -> Chip:
+    """A chip whose CPU and GPU share one memory.
+
+    Raises:
+        BadInput: as `find_gpu`.
+    """
+    return find_part(name, library().chips, "chip")
+
+
+def counted(name: str, option: str, example: str) -> tuple[int, str]:
+    """The number before a name, 1 without one, and the name.
+
+    Raises:
+        BadInput: the number is 0, or larger than any machine has.
+    """
+    match = _COUNTED.fullmatch(name)
+    if match is None:
+        return 1, name
+    count = int(match[1] or match[3])
+    if not 1 <= count <= MOST_PARTS:
+        raise BadInput(f"{option} {shown(name)}: give a number from 1 to {MOST_PARTS}, such as {example!r}")
+    return count, match[2] or match[4]
+
+
+def find_part(name: str, parts: Mapping[str, PartT], kind: str) -> PartT:
+    """The part that has all words of a name, and the fewest others.
+
+    Args:
+        kind: of the parts, for messages.
+
+    Raises:
+        BadInput: there is none, or several have equally many other words.
+    """
+    asked = Counter(_words(name))
+    extra = {part.name: _words_more(part, asked) for part in parts.values()}
+    fitting = {each: more for each, more in extra.items() if more is not None}
+    if not asked or not fitting:
+        raise BadInput(_unknown(name, parts, kind))
+    fewest = min(fitting.values())
+    best = [each for each, more in fitting.items() if more == fewest]
+    if len(best) > 1:
+        raise BadInput(f"{shown(name)} fits several: name one of {', '.join(best)}")
+    return parts[best[0]]
+
+
+def nearest(name: str, parts: Mapping[str, Part]) -> list[str]:
+    """The three names that are spelt most like a name, nearest first."""
+    asked = _squeezed(name)
+    ratios = {each: SequenceMatcher(None, asked, _squeezed(each)).ratio() for each in parts}
+    return sorted(parts, key=lambda each: -ratios[each])[:NEAREST]
+
+
+def _unknown(name: str, parts: Mapping[str, Part], kind: str) -> str:
+    other = _of_another_kind(name, library(), kind)
+    if other:
+        return f"{shown(name)} is not a {kind}: {other}"
+    first, second, third = nearest(name, parts)
+    return (
+        f"no {kind} {shown(name)} in the library: the nearest are {first}, {second} and {third}; "
+        "`moesched list parts` names all"
+    )
+
+
+def _of_another_kind(name: str, all_parts: Library, kind: str) -> str:
+    """The option for a name that is a part of another kind; empty if it is none."""
+    kinds: dict[str, Mapping[str, Part]] = {
+        "GPU": all_parts.gpus,
+        "chip": all_parts.chips,
+        "CPU": all_parts.cpus,
+    }
+    asked = _squeezed(name)
+    for other, parts in kinds.items():
+        for each in parts:
+            if other != kind and asked and _squeezed(each) == asked:
+                return f"use --{other.lower()} {each!r}"
+    return ""
+
+
+def _words(name: str) -> list[str]:
+    """Runs of letters and of digits, in lower case, without vendors."""
+    found = re.findall(r"[a-z]+|[0-9]+", name[:LONGEST_NAME].lower())
+    return [word for word in found if word not in _VENDORS]
+
+
+def _words_more(part: Part, asked: Counter[str]) -> int | None:
+    """The words of a part's name that were not asked for; None if it lacks one that was.
+
+    The size of a GPU's memory may be asked for, too.
+    """
+    has = Counter(_words(part.name))
+    size = Counter(_words(part.memory) if isinstance(part, Gpu) else [])
+    return None if asked - has - size else (has - asked).total()
+
+
+def _squeezed(name: str) -> str:
+    return "".join(_words(name))

@@ -1,0 +1,200 @@
+"""The library of parts: graphics processors, chips with one memory, CPUs and types of memory that people own.
+
+The files in library/ list them in series. A row has what its series says, unless it says otherwise. Figures are those
+of data sheets; each series names its source.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+from typing import Any, TypeVar
+
+import msgspec
+
+from moesched.machines.toml_library import Rate, convert_profile, decode_profile
+from moesched.units import parse_bytes
+
+PartT = TypeVar("PartT", bound="Part")
+
+FILES = {
+    "gpus": ("gpus-nvidia", "gpus-amd-intel"),
+    "chips": ("chips",),
+    "cpus": ("cpus",),
+    "memories": ("memories",),
+}
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part.
+
+    Attributes:
+        series: the family that it belongs to.
+        source: the publication that its figures are from.
+    """
+
+    name: str
+    series: str
+    source: str
+
+
+class Gpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A graphics processor with a memory of its own.
+
+    Attributes:
+        memory: its size, as text with a unit.
+        bandwidth: of its memory, in bytes per second.
+        watts: power limit.
+        device_class: its class of device, such as "consumer-gpu", which says what its kernels sustain.
+        pcie: generation and lanes of its slot, such as "4x16".
+        float32: FLOP/s of its vector units.
+        half: dense FLOP/s of 16-bit matrix products that accumulate in float32.
+        bfloat16: whether it has units for bfloat16; without them, 16-bit models run in float16.
+        float8, int8: dense operations per second, if it has units for them.
+    """
+
+    memory: str
+    bandwidth: Rate
+    watts: int
+    device_class: str
+    pcie: str
+    float32: Rate
+    half: Rate
+    bfloat16: bool = True
+    float8: Rate | None = None
+    int8: Rate | None = None
+
+
+class Chip(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A chip whose CPU and GPU share one memory.
+
+    Attributes:
+        device_class: of its GPU, as for `Gpu`.
+        architecture: of its CPU cores.
+        clock: of its CPU cores, in Hz.
+        cores: performance cores of its CPU.
+        gpu_cores: cores of its GPU.
+        largest: the most memory that it is sold with, as text with a unit.
+        bandwidth: of the memory, in bytes per second.
+        float32, half, float8: FLOP/s of its GPU, as for `Gpu`.
+    """
+
+    device_class: str
+    architecture: str
+    clock: Rate
+    cores: int
+    gpu_cores: int
+    largest: str
+    bandwidth: Rate
+    float32: Rate
+    half: Rate
+    float8: Rate | None = None
+
+
+class Cpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A CPU in one socket.
+
+    Attributes:
+        architecture: of its cores.
+        cores: performance cores.
+        clock: base clock in Hz.
+        memory: the fastest memory that its vendor supports, such as "DDR5-5200".
+        channels: memory channels of 64 bits.
+        pcie: generation of its PCIe lanes.
+    """
+
+    architecture: str
+    cores: int
+    clock: Rate
+    memory: str
+    channels: int
+    pcie: int
+
+
+class MemoryType(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A type of memory modules, by the million transfers per second that they are sold with."""
+
+    slowest: int
+    fastest: int
+
+
+class Architecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """CPU cores of one kind.
+
+    Attributes:
+        float32, bfloat16: FLOP per cycle of a core; without bfloat16, the cores compute it in float32.
+        simd: the instruction set that reaches them.
+    """
+
+    float32: int
+    bfloat16: int | None = None
+    simd: str
+    source: str
+
+
+class Library(msgspec.Struct, frozen=True, kw_only=True):
+    """All parts, by name, in the order of the files."""
+
+    gpus: dict[str, Gpu]
+    chips: dict[str, Chip]
+    cpus: dict[str, Cpu]
+    memories: dict[str, MemoryType]
+    architectures: dict[str, Architecture]
+
+    def flops(self, part: Cpu | Chip) -> dict[str, float]:
+        """FLOP/s of the CPU cores of one socket, by dtype."""
+        per_cycle = self.architectures[part.architecture]
+        float32 = part.cores * part.clock * per_cycle.float32
+        half = part.cores * part.clock * (per_cycle.bfloat16 or per_cycle.float32)
+        return {"bfloat16": half, "float16": float32, "float32": float32}
+
+
+@cache
+def library() -> Library:
+    """Read the library that ships, once.
+
+    Raises:
+        BadInput: a file of the installation is damaged.
+    """
+    return Library(
+        gpus=_parts("gpus", Gpu),
+        chips=_parts("chips", Chip),
+        cpus=_parts("cpus", Cpu),
+        memories=_parts("memories", MemoryType),
+        architectures=convert_profile(
+            _tables("cpus")["architectures"], dict[str, Architecture], "architectures", "cpus.toml"
+        ),
+    )
+
+
+def gpu_flops(gpu: Gpu | Chip) -> dict[str, float]:
+    """FLOP/s of a GPU, by dtype. Those without units for bfloat16 compute it at the rate of float16."""
+    rates = {"bfloat16": gpu.half, "float16": gpu.half, "float32": gpu.float32}
+    if gpu.float8 is not None:
+        rates["float8"] = gpu.float8
+    if isinstance(gpu, Gpu) and gpu.int8 is not None:
+        rates["int8"] = gpu.int8
+    return rates
+
+
+def gpu_bytes(gpu: Gpu) -> int:
+    """The size of a GPU's memory in bytes."""
+    return parse_bytes(gpu.memory)
+
+
+def _parts(kind: str, of: type[PartT]) -> dict[str, PartT]:
+    found: dict[str, PartT] = {}
+    for name in FILES[kind]:
+        for number, series in enumerate(_tables(name)["series"]):
+            common = {key: value for key, value in series.items() if key not in ("name", "rows")}
+            for row in series["rows"]:
+                where = f"series[{number}].{row.get('name', '')}"
+                part = convert_profile({"series": series["name"]} | common | row, of, where, f"{name}.toml")
+                found[part.name] = part
+    return found
+
+
+@cache
+def _tables(name: str) -> dict[str, Any]:
+    text = (resources.files("moesched.machines") / "library" / f"{name}.toml").read_bytes()
+    return decode_profile(text, "library of parts", f"{name}.toml")

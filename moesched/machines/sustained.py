@@ -1,0 +1,175 @@
+"""Sustained rates: what kernels and copies reach of the rates that a machine's description states.
+
+A processor names its class of device, from `rates/`; its own `rates` replace those of the class. A description without
+any class states what programs reach, so that nothing is taken off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import resources
+
+import msgspec
+from msgspec.structs import replace
+
+from moesched.errors import BadInput
+from moesched.machines.estimates import Estimate, Level, estimate_problems
+from moesched.machines.machine import Link, Machine, Processor
+from moesched.machines.toml_library import profile_names
+
+PACKAGE = "moesched.machines.rates"
+STATED, COPIES, STATED_COPIES = "as-stated", "copies", "copies-as-stated"
+OF_NO_DEVICE = (STATED, COPIES, STATED_COPIES)
+
+WORDS = {
+    "products": "matrix products of many rows",
+    "weights": "reading weights for few rows",
+    "attention": "reading the KV cache in attention",
+    "prompts": "attention over prompts",
+    "moves": "moving activations",
+    "launch_seconds": "starting a kernel",
+    "host_seconds": "waiting for the host",
+    "pinned": "copies of pinned memory",
+    "pageable": "copies of pageable memory",
+    "host_copies": "copies within the host's memory",
+    "disk": "reading the disk",
+    "interconnect": "copies between accelerators",
+    "network": "exchanges over the network",
+}
+"""The rates, and their names for people."""
+
+Levels = Mapping[str, Level]
+"""Rates that are not at their expected figure, by group."""
+
+
+class DeviceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sustained rates of a class of device.
+
+    Attributes:
+        rates: by the names of WORDS.
+        tile_rows: rows that a product of more than `few_rows` rows computes at least, since kernels compute tiles.
+        few_rows: most rows for which kernels read the weights once and compute no tiles.
+        capped: whether its power limit makes reading and computing take turns, instead of overlapping.
+    """
+
+    description: str
+    rates: dict[str, Estimate]
+    tile_rows: float = 0.0
+    few_rows: float = 0.0
+    capped: bool = False
+
+
+def class_names() -> list[str]:
+    """The classes of device that ship."""
+    return [name for name in profile_names(PACKAGE) if name not in OF_NO_DEVICE]
+
+
+@cache
+def device_class(name: str) -> DeviceClass:
+    """A class of device by its name; the empty name is that of a processor whose stated rates are sustained.
+
+    Raises:
+        BadInput: there is no such class.
+    """
+    if name and name not in class_names():
+        raise BadInput(f"{name!r} is no class of device: use one of {', '.join(class_names())}")
+    return _read(name or STATED)
+
+
+@cache
+def _read(name: str) -> DeviceClass:
+    text = (resources.files(PACKAGE) / f"{name}.toml").read_bytes()
+    return msgspec.toml.decode(text, type=DeviceClass)
+
+
+def rates_of(processor: Processor) -> dict[str, Estimate]:
+    """The sustained rates of a processor: those of its class, replaced by its own."""
+    return device_class(processor.device_class).rates | processor.rates
+
+
+def copies_of(machine: Machine) -> DeviceClass:
+    """The sustained rates of a machine's links."""
+    return _read(COPIES if is_rated(machine) else STATED_COPIES)
+
+
+def is_rated(machine: Machine) -> bool:
+    """Whether the machine names classes of device, so that its stated rates are peaks."""
+    return any(processor.device_class for processor in machine.processors.values())
+
+
+def at_peak(machine: Machine) -> Machine:
+    """The machine with all rates as they are stated, taken to be reached in full."""
+    processors = {
+        name: replace(processor, device_class="", rates={}) for name, processor in machine.processors.items()
+    }
+    links = [replace(link, sustained=None) for link in machine.links]
+    return replace(machine, processors=processors, links=links)
+
+
+def link_kind(machine: Machine, link: Link) -> str:
+    """The kind of copy on a link. Without pinned memory, copies to and from an accelerator count as pinned."""
+    hosts = {machine.host.memory, machine.roles.pinned}
+    ends = {link.source, link.destination}
+    if ends <= hosts:
+        return "host_copies"
+    if not _is_memory_of_processor(machine, link.source) and link.source != machine.roles.pinned:
+        return "disk"
+    if machine.roles.pinned is not None and machine.host.memory in ends:
+        return "pageable"
+    return "pinned"
+
+
+def sustained_share(machine: Machine, link: Link, levels: Levels) -> float:
+    """The share of its bandwidth that a link sustains."""
+    kind = link_kind(machine, link)
+    estimate = link.sustained or copies_of(machine).rates[kind]
+    return estimate.at(levels.get(kind, "expected"))
+
+
+def groups(machine: Machine) -> dict[str, str]:
+    """The groups of rates that rise and fall together, and their names for people: of a class of device and a kind.
+
+    On a calibrated machine: the kinds of work whose spread was measured.
+    """
+    if machine.cost_table:
+        return {sort: f"measured: {sort}" for sort in machine.spread}
+    found = {}
+    for name, processor in machine.processors.items():
+        for rate in rates_of(processor):
+            found[group(name, processor, rate)] = f"{processor.device_class or name}: {WORDS[rate]}"
+    kinds = {link_kind(machine, link) for link in machine.links}
+    if machine.accelerator_group.interconnect is not None:
+        kinds.add("interconnect")
+    if machine.network is not None:
+        kinds.add("network")
+    return found | {kind: WORDS[kind] for kind in WORDS if kind in kinds}
+
+
+def group(name: str, processor: Processor, rate: str) -> str:
+    """The group of a processor's rate."""
+    return f"{processor.device_class or name}.{rate}"
+
+
+def rate_problems(machine: Machine) -> Iterator[str]:
+    """The problems of a machine's classes of device and estimates; each begins with its key."""
+    for name, processor in machine.processors.items():
+        key = f"processors.{name}"
+        if processor.device_class and processor.device_class not in class_names():
+            known = ", ".join(class_names())
+            yield f"{key}.device_class: {processor.device_class!r} is not known: use one of {known}"
+            continue
+        known_rates = device_class(processor.device_class).rates
+        for rate, estimate in processor.rates.items():
+            if rate not in known_rates:
+                yield f"{key}.rates: {rate!r} is not a rate of this class: use one of {', '.join(known_rates)}"
+            yield from estimate_problems(f"{key}.rates.{rate}", estimate)
+    for sort, estimate in machine.spread.items():
+        yield from estimate_problems(f"spread.{sort}", estimate)
+    for number, link in enumerate(machine.links):
+        if link.sustained is not None:
+            yield from estimate_problems(f"links[{number}].sustained", link.sustained)
+
+
+def _is_memory_of_processor(machine: Machine, memory: str) -> bool:
+    return any(processor.memory == memory for processor in machine.processors.values())

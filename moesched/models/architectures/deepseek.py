@@ -1,0 +1,108 @@
+"""DeepSeek-V2, V3 and R1, and Kimi-K2: latent attention, dense first layers, shared experts, a prediction layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from moesched.models.architectures.simulated import Family, SimulatedKeys, prediction_layer
+from moesched.models.config import ModelConfig
+from moesched.models.layers import FeedForward, LatentAttention, Layer
+
+
+class DeepSeekKeys(SimulatedKeys, kw_only=True):
+    """Keys of config.json; the defaults are those of DeepSeek-V3."""
+
+    vocab_size: int = 129280
+    hidden_size: int = 7168
+    num_hidden_layers: int = 61
+    max_position_embeddings: int = 163840
+    eos_token_id: int | list[int] | None = 1
+    intermediate_size: int = 18432
+    moe_intermediate_size: int = 2048
+    num_attention_heads: int = 128
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    n_routed_experts: int = 256
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 8
+    first_k_dense_replace: int = 3
+    num_nextn_predict_layers: int = 0
+    topk_method: str = "noaux_tc"
+
+
+def _pattern(keys: DeepSeekKeys) -> Iterator[Layer]:
+    attention = LatentAttention(
+        heads=keys.num_attention_heads,
+        query_rank=keys.q_lora_rank,
+        rank=keys.kv_lora_rank,
+        plain=keys.qk_nope_head_dim,
+        rotary=keys.qk_rope_head_dim,
+        value=keys.v_head_dim,
+    )
+    dense = FeedForward(shared=keys.intermediate_size)
+    routed = FeedForward(
+        experts=keys.n_routed_experts,
+        top_k=keys.num_experts_per_tok,
+        intermediate=keys.moe_intermediate_size,
+        shared=keys.n_shared_experts * keys.moe_intermediate_size,
+        router_bias=keys.topk_method == "noaux_tc",
+    )
+    for number in range(keys.num_hidden_layers):
+        network = dense if number < keys.first_k_dense_replace else routed
+        yield Layer(attention=attention, feed_forward=network)
+
+
+def _unused(config: ModelConfig, keys: DeepSeekKeys) -> int:
+    return keys.num_nextn_predict_layers * prediction_layer(config, copies=2)
+
+
+def _v3(name: str, **sizes: Any) -> ModelConfig:
+    return FAMILY.model(name, DeepSeekKeys(q_lora_rank=1536, **sizes), "fp8")
+
+
+FAMILY = Family("deepseek", DeepSeekKeys, _pattern, _unused)
+
+DEEPSEEK = FAMILY.architecture(
+    ["deepseek_v2", "deepseek_v3", "kimi_k2"],
+    [
+        FAMILY.model(
+            "deepseek-v2-lite",
+            DeepSeekKeys(
+                vocab_size=102400,
+                hidden_size=2048,
+                num_hidden_layers=27,
+                eos_token_id=100001,
+                intermediate_size=10944,
+                moe_intermediate_size=1408,
+                num_attention_heads=16,
+                n_routed_experts=64,
+                n_shared_experts=2,
+                num_experts_per_tok=6,
+                first_k_dense_replace=1,
+                topk_method="greedy",
+            ),
+        ),
+        _v3("deepseek-v3", num_nextn_predict_layers=1),
+        _v3("deepseek-r1", num_nextn_predict_layers=1),
+        _v3(
+            "kimi-k2",
+            vocab_size=163840,
+            max_position_embeddings=131072,
+            eos_token_id=163585,
+            num_attention_heads=64,
+            n_routed_experts=384,
+            first_k_dense_replace=1,
+        ),
+    ],
+    [
+        "huggingface.co/deepseek-ai/DeepSeek-V2-Lite",
+        "huggingface.co/deepseek-ai/DeepSeek-V3",
+        "huggingface.co/deepseek-ai/DeepSeek-R1",
+        "huggingface.co/moonshotai/Kimi-K2-Instruct",
+    ],
+    left_out=["embedding"],
+)

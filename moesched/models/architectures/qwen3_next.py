@@ -1,0 +1,97 @@
+"""Qwen3-Next, and the Qwen3.5 and 3.6 MoE models: three layers of linear attention before each one of gated attention.
+
+Files hold one extra prediction layer, which attends to all tokens; those of Qwen3.5 also hold an encoder of pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moesched.models.architectures.simulated import Family, SimulatedKeys, prediction_layer
+from moesched.models.config import ModelConfig
+from moesched.models.layers import FeedForward, GroupedAttention, Layer, LinearAttention
+
+
+class Qwen3NextKeys(SimulatedKeys, kw_only=True):
+    """Keys of config.json; the defaults are those of Qwen3-Next-80B-A3B."""
+
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    num_hidden_layers: int = 48
+    max_position_embeddings: int = 262144
+    eos_token_id: int | list[int] | None = 151645
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 2
+    head_dim: int = 256
+    full_attention_interval: int = 4
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_conv_kernel_dim: int = 4
+    num_experts: int = 512
+    num_experts_per_tok: int = 10
+    moe_intermediate_size: int = 512
+    shared_expert_intermediate_size: int = 512
+
+
+VISION_WEIGHTS = 446_570_352
+"""Weights of the picture encoder of Qwen3.5-35B-A3B: 27 layers of 1152, as in Qwen3-VL."""
+
+
+def _pattern(keys: Qwen3NextKeys) -> Iterator[Layer]:
+    network = FeedForward(
+        experts=keys.num_experts,
+        top_k=keys.num_experts_per_tok,
+        intermediate=keys.moe_intermediate_size,
+        shared=keys.shared_expert_intermediate_size,
+        weighted=True,
+    )
+    full = GroupedAttention(
+        heads=keys.num_attention_heads,
+        kv_heads=keys.num_key_value_heads,
+        head_dim=keys.head_dim,
+        norm="head",
+        gated=True,
+    )
+    linear = LinearAttention(
+        key_heads=keys.linear_num_key_heads,
+        value_heads=keys.linear_num_value_heads,
+        key=keys.linear_key_head_dim,
+        value=keys.linear_value_head_dim,
+        convolution=keys.linear_conv_kernel_dim,
+    )
+    for number in range(1, keys.num_hidden_layers + 1):
+        is_full = number % keys.full_attention_interval == 0
+        yield Layer(attention=full if is_full else linear, feed_forward=network)
+
+
+def _unused(config: ModelConfig, keys: Qwen3NextKeys) -> int:
+    return prediction_layer(config, copies=0)
+
+
+def _unused_with_vision(config: ModelConfig, keys: Qwen3NextKeys) -> int:
+    return prediction_layer(config, copies=0) + VISION_WEIGHTS
+
+
+NEXT = Family("qwen3_next", Qwen3NextKeys, _pattern, _unused)
+WITH_VISION = Family("qwen3_5_moe", Qwen3NextKeys, _pattern, _unused_with_vision)
+
+QWEN3_NEXT = NEXT.architecture(
+    ["qwen3_next"],
+    [NEXT.model("qwen3-next-80b-a3b", Qwen3NextKeys())],
+    ["huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct"],
+    left_out=["embedding", "lm_head"],
+)
+
+_35B = Qwen3NextKeys(vocab_size=248320, num_hidden_layers=40, num_experts=256, num_experts_per_tok=8)
+
+QWEN3_5_MOE = WITH_VISION.architecture(
+    ["qwen3_5_moe", "qwen3_5_moe_text"],
+    [
+        WITH_VISION.model("qwen3.5-35b-a3b", _35B),
+        WITH_VISION.model("qwen3.6-35b-a3b", _35B),
+    ],
+    ["huggingface.co/Qwen/Qwen3.5-35B-A3B", "huggingface.co/Qwen/Qwen3.6-35B-A3B"],
+    left_out=["embedding"],
+)

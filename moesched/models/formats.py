@@ -1,0 +1,122 @@
+"""Storage formats of weights: bytes per weight of each role of a tensor, and a kernel rate.
+
+Bytes include scales and what else a block of weights has. The formats of llama.cpp are those of its files: a name such
+as q4_k_m stands for several block formats, by the role of a tensor (`llama_tensor_get_type` in its quantize tool).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+Role = Literal["matrix", "down", "value", "expert", "expert_down", "embedding", "head", "small"]
+"""Roles of tensors. Small ones are norms, biases and routers; value and down are matrices that mixed formats favour."""
+
+EXPERT_ROLES: tuple[Role, ...] = ("expert", "expert_down")
+
+BLOCK = 256
+"""Weights of a k-quant's block; rows of other lengths take the next larger format with blocks of 32."""
+
+_BF16, _F32 = 2.0, 4.0
+_Q8_0, _Q5_1, _Q5_0, _Q4_0 = 34 / 32, 24 / 32, 22 / 32, 18 / 32
+_Q6_K, _Q5_K, _Q4_K = 210 / 256, 176 / 256, 144 / 256
+"""Bytes of a block over its weights: ggml-common.h of llama.cpp."""
+_INSTEAD = {_Q6_K: _Q8_0, _Q5_K: _Q5_1, _Q4_K: _Q5_0}
+
+
+class Format(msgspec.Struct, frozen=True):
+    """A storage format.
+
+    Attributes:
+        weights: bytes per weight by role.
+        odd_rows: the same for rows that are no multiple of `BLOCK`.
+        kernel_rate: share of the processor's FLOP/s in the dtype of the computation that products with weights of this
+            format reach; below 1 where kernels first convert the weights.
+        why: the reason for the rate, in words.
+    """
+
+    name: str
+    weights: Mapping[Role, float]
+    odd_rows: Mapping[Role, float]
+    kernel_rate: float
+    why: str
+
+    def bytes_per_weight(self, role: Role, row: int) -> float:
+        """Bytes per weight of a tensor of that role, with rows of that length."""
+        return (self.odd_rows if row % BLOCK else self.weights)[role]
+
+    def rate(self, role: Role) -> float:
+        """The kernel rate of products with tensors of a role: 1 for those that stay in 16 bits."""
+        return self.kernel_rate if self.weights[role] < _BF16 else 1.0
+
+
+def _format(name: str, each: float, rate: float, why: str, **other: float) -> Format:
+    """A format with `each` byte per weight of matrices, 16 bits for other tensors, and `other` for single roles."""
+    weights: dict[Any, float] = dict.fromkeys(("matrix", "down", "value", "expert", "expert_down"), each)
+    weights |= dict.fromkeys(("embedding", "head", "small"), _BF16) | other
+    return Format(name, weights, weights, rate, why)
+
+
+def _llama_cpp(name: str, each: float, rate: float, why: str, *, head: float, favoured: float) -> Format:
+    """A file of llama.cpp: half of the layers have value and down matrices in the `favoured` format (use_more_bits)."""
+
+    def weights(formats: Mapping[float, float]) -> dict[Role, float]:
+        one, better = formats.get(each, each), formats.get(favoured, favoured)
+        mixed = (one + better) / 2
+        return {
+            "matrix": one,
+            "expert": one,
+            "down": mixed,
+            "value": mixed,
+            "expert_down": mixed,
+            "embedding": one,
+            "head": formats.get(head, head),
+            "small": _F32,
+        }
+
+    return Format(name, weights({}), weights(_INSTEAD), rate, why)
+
+
+_CONVERTS = "default: kernels convert blocks to 16 bits or 8-bit integers in their inner loop"
+
+FORMATS: dict[str, Format] = {
+    each.name: each
+    for each in (
+        _format("bf16", _BF16, 1.0, "the dtype of the computation"),
+        _format("fp8", 1 + 4 / 128**2, 1.0, "default: products in 8 bits are not assumed, only their bytes"),
+        _llama_cpp("q8_0", _Q8_0, 0.9, _CONVERTS, head=_Q8_0, favoured=_Q8_0),
+        _llama_cpp("q6_k", _Q6_K, 0.7, _CONVERTS, head=_Q6_K, favoured=_Q6_K),
+        _llama_cpp("q5_k", _Q5_K, 0.7, _CONVERTS, head=_Q6_K, favoured=_Q6_K),
+        _llama_cpp("q4_k_m", _Q4_K, 0.8, _CONVERTS, head=_Q6_K, favoured=_Q6_K),
+        _llama_cpp("q4_0", _Q4_0, 0.9, _CONVERTS, head=_Q6_K, favoured=_Q4_0),
+        _format(
+            "mxfp4",
+            _BF16,
+            0.8,
+            "default: kernels convert blocks of 32 to 16 bits",
+            expert=17 / 32,
+            expert_down=17 / 32,
+        ),
+        _format("int4", 0.5 + 2.5 / 128, 0.9, "default: groups of 128, converted ahead of the product"),
+    )
+}
+"""All formats, by name."""
+
+
+def role_of(tensor: str) -> Role:
+    """The role of a tensor, by its canonical name or the last part of it."""
+    parts = tensor.split(".")
+    name = parts[-1]
+    if name == "embedding" or name == "lm_head":
+        return "embedding" if name == "embedding" else "head"
+    if name in _SMALL or name.endswith(("_norm", "_bias")):
+        return "small"
+    if "experts" in parts:
+        return "expert_down" if name == "down" else "expert"
+    return _FAVOURED.get(name, "matrix")
+
+
+_SMALL = {"final_norm", "router", "sinks", "convolution", "shared_weight", "decays"}
+_FAVOURED: dict[str, Role] = {"v": "value", "shared_down": "down"}

@@ -1,0 +1,352 @@
+"""Kinds of layers: a model is a pattern of layers, and a layer has a kind of attention and a feed-forward network.
+
+Each kind of attention answers the same questions: its tensors, the widths of the data that passes through it, what it
+keeps of earlier tokens, and its FLOPs. Widths are in elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
+
+Shape = tuple[int, ...]
+HeadNorm = Literal["head", "projection"]
+
+FLOAT_BYTES = 4
+
+
+class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
+    """Softmax attention whose query heads share key-value heads (GQA, Ainslie et al. 2023).
+
+    Attributes:
+        window: most tokens that a token attends to; None for all before it.
+        rolling: the cache keeps no tokens that have left the window.
+        norm: RMS norm of queries and keys: of each head, or of the whole projection; None for none.
+        biases: projections of queries, keys and values that have a bias, and of the output: a part of "qkvo".
+        sinks: each head has a learned logit that no token belongs to.
+        gated: the output is multiplied by a gate, which the query projection computes.
+        keys_are_values: one projection computes keys and values.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+    rolling: bool = False
+    norm: HeadNorm | None = None
+    biases: str = ""
+    sinks: bool = False
+    gated: bool = False
+    keys_are_values: bool = False
+
+    @property
+    def query_width(self) -> int:
+        """Heads of queries times head_dim."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Heads of keys times head_dim."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """Query, key and value of one token, and its gate."""
+        return (1 + self.gated) * self.query_width + 2 * self.key_width
+
+    @property
+    def attended_width(self) -> int:
+        """Attention output of one token."""
+        return self.query_width
+
+    @property
+    def cache_width(self) -> int:
+        """Key and value of one token."""
+        return 2 * self.key_width
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes kept of a sequence whatever its length."""
+        return 0
+
+    @property
+    def cached_heads(self) -> int:
+        """Heads whose cache is read one by one."""
+        return self.kv_heads
+
+    @property
+    def step_flops(self) -> float:
+        """FLOPs for each pair of a new token and a cached one, in decode."""
+        return 4.0 * self.query_width
+
+    @property
+    def prompt_flops(self) -> float:
+        """FLOPs for each pair of tokens, in prefill."""
+        return 4.0 * self.query_width
+
+    def shapes_before(self, hidden: int) -> dict[str, Shape]:
+        """Tensors that are used before attention."""
+        query, key = self.query_width, self.key_width
+        shapes: dict[str, Shape] = {"q": ((1 + self.gated) * query, hidden), "k": (key, hidden)}
+        if not self.keys_are_values:
+            shapes["v"] = (key, hidden)
+        widths = {"q": query, "k": key, "v": key}
+        shapes |= {f"{name}_bias": (widths[name],) for name in "qkv" if name in self.biases}
+        if self.norm:
+            together = self.norm == "projection"
+            shapes["q_norm"] = (query if together else self.head_dim,)
+            shapes["k_norm"] = (key if together else self.head_dim,)
+        if self.sinks:
+            shapes["sinks"] = (self.heads,)
+        return shapes
+
+    def shapes_after(self, hidden: int) -> dict[str, Shape]:
+        """Tensors of the output projection."""
+        shapes: dict[str, Shape] = {"o": (hidden, self.query_width)}
+        return shapes | ({"o_bias": (hidden,)} if "o" in self.biases else {})
+
+    def split(self, ranks: int) -> GroupedAttention:
+        """The share of one of `ranks` ranks; key-value heads that are too few are copied."""
+        return replace(self, heads=self.heads // ranks, kv_heads=max(1, self.kv_heads // ranks))
+
+
+class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434): the cache holds one compressed vector per
+    token.
+
+    In decode, queries are brought to the latent space, and heads attend to the latent vectors themselves. In prefill
+    the latent vectors are expanded to keys and values. Either way, the weights of the expansion are read once.
+
+    Attributes:
+        query_rank: width of the compressed queries; None where queries are not compressed.
+        rank: width of the compressed keys and values.
+        plain, rotary: widths of a key without and with rotary embedding; the latter is common to all heads.
+        value: width of a value.
+    """
+
+    heads: int
+    query_rank: int | None
+    rank: int
+    plain: int
+    rotary: int
+    value: int
+
+    @property
+    def qkv_width(self) -> int:
+        """Query and latent vector of one token."""
+        return self.heads * (self.plain + self.rotary) + self.rank + self.rotary
+
+    @property
+    def attended_width(self) -> int:
+        """Attention output of one token."""
+        return self.heads * self.value
+
+    @property
+    def cache_width(self) -> int:
+        """Latent vector and rotary key of one token."""
+        return self.rank + self.rotary
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes kept of a sequence whatever its length."""
+        return 0
+
+    @property
+    def cached_heads(self) -> int:
+        """Heads whose cache is read one by one."""
+        return 1
+
+    @property
+    def step_flops(self) -> float:
+        """FLOPs for each pair of a new token and a cached one, in the latent space."""
+        return 2.0 * self.heads * (2 * self.rank + self.rotary)
+
+    @property
+    def prompt_flops(self) -> float:
+        """FLOPs for each pair of tokens, with expanded keys and values."""
+        return 2.0 * self.heads * (self.plain + self.rotary + self.value)
+
+    def shapes_before(self, hidden: int) -> dict[str, Shape]:
+        """Tensors that are used before attention; those of the expansion count here, in decode too."""
+        query = self.heads * (self.plain + self.rotary)
+        shapes: dict[str, Shape] = {"q": (query, hidden)}
+        if self.query_rank is not None:
+            shapes = {
+                "q_a": (self.query_rank, hidden),
+                "q_a_norm": (self.query_rank,),
+                "q": (query, self.query_rank),
+            }
+        return shapes | {
+            "kv_a": (self.rank + self.rotary, hidden),
+            "kv_a_norm": (self.rank,),
+            "kv": (self.heads * (self.plain + self.value), self.rank),
+        }
+
+    def shapes_after(self, hidden: int) -> dict[str, Shape]:
+        """Tensors of the output projection."""
+        return {"o": (hidden, self.attended_width)}
+
+    def split(self, ranks: int) -> LatentAttention:
+        """The share of one of `ranks` ranks, each of which has the whole latent cache."""
+        return replace(self, heads=self.heads // ranks)
+
+
+class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
+    """Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464): a state of fixed size instead of a cache that grows.
+
+    Attributes:
+        key_heads, value_heads: heads of queries and keys, and of values.
+        key, value: width of a key and of a value.
+        convolution: tokens that the convolution before attention sees.
+    """
+
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+    convolution: int = 4
+
+    @property
+    def mixed_width(self) -> int:
+        """Query, key and value of one token, which pass the convolution."""
+        return 2 * self.key_heads * self.key + self.value_heads * self.value
+
+    @property
+    def qkv_width(self) -> int:
+        """Query, key, value and gate of one token, with the decay and the rate of each head."""
+        return self.mixed_width + self.attended_width + 2 * self.value_heads
+
+    @property
+    def attended_width(self) -> int:
+        """Attention output of one token."""
+        return self.value_heads * self.value
+
+    @property
+    def cache_width(self) -> int:
+        """Nothing is kept of a single token."""
+        return 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes kept of a sequence: a matrix for each head, and the last tokens of the convolution, in float32."""
+        matrices = self.value_heads * self.key * self.value
+        return (matrices + self.mixed_width * (self.convolution - 1)) * FLOAT_BYTES
+
+    @property
+    def cached_heads(self) -> int:
+        """Heads whose state is read one by one."""
+        return self.value_heads
+
+    @property
+    def token_flops(self) -> float:
+        """FLOPs for each token: decay, prediction, update and reading of the state."""
+        state = self.value_heads * self.key * self.value
+        return 7.0 * state + 2.0 * self.mixed_width * self.convolution
+
+    def shapes_before(self, hidden: int) -> dict[str, Shape]:
+        """Tensors that are used before attention."""
+        return {
+            "qkv": (self.mixed_width, hidden),
+            "gate": (self.attended_width, hidden),
+            "decays": (2 * self.value_heads, hidden),
+            "convolution": (self.mixed_width * self.convolution,),
+            "decay_bias": (2 * self.value_heads,),
+            "output_norm": (self.value,),
+        }
+
+    def shapes_after(self, hidden: int) -> dict[str, Shape]:
+        """Tensors of the output projection."""
+        return {"o": (hidden, self.attended_width)}
+
+    def split(self, ranks: int) -> LinearAttention:
+        """The share of one of `ranks` ranks."""
+        return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
+
+
+Attention = GroupedAttention | LatentAttention | LinearAttention
+
+
+class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
+    """The feed-forward network of a layer: routed experts, a part that every token uses, or both.
+
+    Attributes:
+        experts: number of routed experts; 0 in a dense layer. A single one has no router.
+        intermediate: inner width of each expert.
+        shared: inner width of the part that every token uses: shared experts, or a dense layer's network.
+        biases: matrices and router have biases.
+        weighted: the shared part's output is weighted by a gate of its own.
+        router_bias: the router's choice has a bias per expert, which its weights do not see.
+    """
+
+    experts: int = 0
+    top_k: int = 0
+    intermediate: int = 0
+    shared: int = 0
+    biases: bool = False
+    weighted: bool = False
+    router_bias: bool = False
+
+    def shapes(self, hidden: int) -> dict[str, Shape]:
+        """Tensors that every token uses."""
+        shapes: dict[str, Shape] = {}
+        if self.experts > 1:
+            shapes["router"] = (self.experts, hidden)
+            if self.biases or self.router_bias:
+                shapes["router_bias"] = (self.experts,)
+        if self.shared:
+            shapes |= {
+                "shared_gate": (self.shared, hidden),
+                "shared_down": (hidden, self.shared),
+                "shared_up": (self.shared, hidden),
+            }
+        return shapes | ({"shared_weight": (hidden,)} if self.weighted else {})
+
+    def split(self, ranks: int) -> FeedForward:
+        """The share of one of `ranks` ranks."""
+        return replace(self, intermediate=self.intermediate // ranks, shared=self.shared // ranks)
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer's attention and feed-forward network.
+
+    Attributes:
+        norms: number of norms of the hidden state.
+    """
+
+    attention: Attention
+    feed_forward: FeedForward
+    norms: int = 2
+
+    def split(self, ranks: int) -> Layer:
+        """The share of one of `ranks` ranks."""
+        return replace(
+            self, attention=self.attention.split(ranks), feed_forward=self.feed_forward.split(ranks)
+        )
+
+
+def elements(shapes: Iterable[Shape]) -> int:
+    """Number of elements of all tensors."""
+    return sum(map(math.prod, shapes))
+
+
+def representative(pattern: tuple[Layer, ...], count: int) -> tuple[int, ...]:
+    """The numbers of `count` layers in which each kind has about its share of the pattern, and at least one layer.
+
+    They are the first ones of each kind, in order. Fewer layers than there are kinds have the most frequent kinds.
+    """
+    where: dict[Layer, list[int]] = {}
+    for number, layer in enumerate(pattern):
+        where.setdefault(layer, []).append(number)
+    kinds = sorted(where.values(), key=len, reverse=True)[:count]
+    taken = [1] * len(kinds)
+    for _ in range(min(count, len(pattern)) - len(kinds)):
+        short = [
+            len(of_kind) * count / len(pattern) - have for of_kind, have in zip(kinds, taken, strict=True)
+        ]
+        room = [n for n, of_kind in enumerate(kinds) if taken[n] < len(of_kind)]
+        taken[max(room, key=short.__getitem__)] += 1
+    return tuple(sorted(n for of_kind, have in zip(kinds, taken, strict=True) for n in of_kind[:have]))

@@ -1,0 +1,197 @@
+"""The uncertainty of a prediction: its band, from runs with one rate after another at its low and its high end.
+
+The rates of a class of device rise and fall together. Different rates are taken as independent, so that their effects
+add up as squares, on a logarithmic scale. What the model omits is one more such effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import exp, hypot, log
+from typing import NamedTuple
+
+import msgspec
+
+from moesched.drivers.capture import CapturingEngine, NotFixed
+from moesched.drivers.replay import CapturedRun
+from moesched.machines import Machine
+from moesched.machines.cost import cost_model
+from moesched.machines.estimates import Level
+from moesched.machines.sustained import at_peak, groups
+from moesched.planner.trial_run import steps_of, trial_run, whole_steps
+from moesched.requests.batch import Batch
+from moesched.runs.assembly import assemble
+from moesched.runs.ranks import Rank
+from moesched.seams import CostModel
+from moesched.steps.plan import lanes_contend
+from moesched.tasks import Task, Work
+
+LEVELS: tuple[Level, ...] = ("low", "high")
+LEAST = 0.002
+"""Change of all tasks' time, as a share of the run, below which a rate is taken to change no figure."""
+OMITTED = 1.2
+"""Factor by which a machine that follows all its rates is still slower or faster than the model: assumed."""
+OMITTED_BESIDE_COSTS = 1.1
+"""The same for a machine with measured costs: about the errors of docs/fidelity.md."""
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """The figures of a prediction that have a band.
+
+    Attributes:
+        throughput_tokens_per_second: all generated tokens over the time from the end of loading.
+        decode_step_seconds: of a step in the middle of the generation.
+    """
+
+    throughput_tokens_per_second: float
+    decode_step_seconds: float
+    prefill_seconds: float
+
+
+FIGURES = Figures.__struct_fields__
+
+
+class Uncertainty(NamedTuple):
+    """The band of a prediction.
+
+    Attributes:
+        band: of each figure, its low end, the expected figure and its high end.
+        at_peak: the figures at the rates that the machine states; None where those are measured costs.
+        widest_rate: the rate that widens the band of the throughput most, in words; None if no rate changes it.
+    """
+
+    band: dict[str, tuple[float, float, float]]
+    at_peak: Figures | None
+    widest_rate: str | None
+
+
+def uncertainty(make_ranks: Callable[[], Sequence[Rank]], expected: Figures) -> Uncertainty:
+    """The band around a prediction.
+
+    Args:
+        make_ranks: makes plans and policies anew, since a plan runs once; those of all nodes.
+        expected: the figures, of this or of a longer run of the plan.
+    """
+    runs = _Runs(make_ranks)
+    machine, dtype = runs.machine, runs.dtype
+    base = runs.figures(cost_model(machine, dtype))
+    effects = {
+        words: _effects(base, (runs.figures(cost_model(machine, dtype, {group: level})) for level in LEVELS))
+        for group, words in groups(machine).items()
+    }
+    widths = {words: sum(effect[FIGURES[0]]) for words, effect in effects.items()}
+    widest = max(widths, key=widths.__getitem__, default=None)
+    omits = log(OMITTED_BESIDE_COSTS if machine.cost_table else OMITTED)
+    omitted = (omits, omits)
+    peak = None
+    if not machine.cost_table:
+        peak = _moved(expected, base, runs.figures(cost_model(at_peak(machine), dtype)))
+    return Uncertainty(
+        band={
+            name: _band(getattr(expected, name), [omitted, *(each[name] for each in effects.values())])
+            for name in FIGURES
+        },
+        at_peak=peak,
+        widest_rate=widest if widest is not None and widths[widest] > 0 else None,
+    )
+
+
+class _Runs:
+    """Trial runs of one schedule at several costs; captured once if the schedule is fixed."""
+
+    def __init__(self, make_ranks: Callable[[], Sequence[Rank]]) -> None:
+        self._make_ranks = make_ranks
+        ranks = make_ranks()
+        plan = ranks[0].plan
+        self.machine: Machine = plan.machine
+        self.dtype = plan.layout.dtype
+        self._batch: Batch = plan.batch
+        fixed = len(ranks) == 1 and not lanes_contend(plan) and plan.machine.wired_memory is None
+        self._captured = _captured(ranks[0]) if fixed else None
+        self._base: tuple[Figures, _WorkMeter] | None = None
+
+    def figures(self, cost: CostModel) -> Figures:
+        """The figures at the costs of one cost model; those of the first one where it hardly changes any task."""
+        if self._captured is not None:
+            return _figures(self._captured.step_ends(cost), self._batch)
+        if self._base is not None and self._base[1].change(cost) < LEAST:
+            return self._base[0]
+        meter = _WorkMeter()
+        first, *peers = self._make_ranks()
+        seen = trial_run(first.plan, first.policy, cost, peers=peers, observers=[meter])
+        found = Figures(seen.tokens_per_second(self._batch), seen.step_seconds, seen.prefill_seconds)
+        self._base = self._base or (found, meter)
+        return found
+
+
+class _WorkMeter:
+    """Observer that keeps the works of a run, and how many tasks have each."""
+
+    def __init__(self) -> None:
+        self._works: dict[int, tuple[Work, int]] = {}
+        self._end = 1
+
+    def ended(self, task: Task) -> None:
+        """Add a task."""
+        self._end = max(self._end, task.end)
+        _, count = self._works.get(id(task.work), (task.work, 0))
+        self._works[id(task.work)] = task.work, count + 1
+
+    def change(self, cost: CostModel) -> float:
+        """By how much another cost model changes all tasks' time, as a share of the run."""
+        moved = sum(
+            count * abs(cost.work(work).seconds - work.demand.seconds)
+            for work, count in self._works.values()
+            if work.demand is not None
+        )
+        return float(moved * 1e9 / self._end)
+
+
+def _captured(rank: Rank) -> CapturedRun | None:
+    """A trial run of the plan; None if its schedule depends on values."""
+    steps, age = steps_of(rank.plan.batch)
+    run = assemble(rank, CapturingEngine, steps=steps, age=age)
+    try:
+        return CapturedRun(run.run_state, rank.policy)
+    except NotFixed:
+        run.run_state.close()
+        return None
+
+
+def _figures(ends: Sequence[int], batch: Batch) -> Figures:
+    """The figures of a replayed trial run, from the end of loading and of each step."""
+    loaded, *steps = ends
+    window = whole_steps(steps)
+    step = (window[-1] - window[0]) / 1e9 / max(1, len(window) - 1)
+    prefill = (steps[0] - loaded) / 1e9
+    seconds = prefill + (batch.new_tokens - 1) * step
+    return Figures(len(batch.prompts) * batch.new_tokens / seconds, step, prefill)
+
+
+def _effects(base: Figures, others: Iterable[Figures]) -> dict[str, tuple[float, float]]:
+    """How far a rate moves each figure down and up, as logarithms."""
+    known = list(others)
+    moves = {
+        name: [_log_ratio(getattr(each, name), getattr(base, name)) for each in known] for name in FIGURES
+    }
+    return {name: (max(0.0, -min(each)), max(0.0, *each)) for name, each in moves.items()}
+
+
+def _band(expected: float, effects: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """The band of a figure, from the effects of independent rates."""
+    down, up = (hypot(*(effect[side] for effect in effects)) for side in (0, 1))
+    return expected * exp(-down), expected, expected * exp(up)
+
+
+def _moved(expected: Figures, base: Figures, other: Figures) -> Figures:
+    """The expected figures, changed as from one run to another."""
+    return Figures(
+        *(
+            getattr(expected, name) * exp(_log_ratio(getattr(other, name), getattr(base, name)))
+            for name in FIGURES
+        )
+    )
+
+
+def _log_ratio(value: float, base: float) -> float:
+    return log(value / base) if value > 0 and base > 0 else 0.0

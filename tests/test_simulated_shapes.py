@@ -1,0 +1,346 @@
+"""Families that are only simulated: published figures, what their layers keep and read, and every policy on each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+import moesched
+from moesched import plugins
+from moesched.errors import BadInput
+from moesched.inputs.lookup import find_shape, in_format
+from moesched.jobs.options import SimulationOptions
+from moesched.jobs.report import JobReport
+from moesched.jobs.scenario import Scenario
+from moesched.jobs.simulate_model import simulate_scenario
+from moesched.machines import load_machine
+from moesched.machines.networks import load_network
+from moesched.machines.sustained import at_peak
+from moesched.models.architectures import ARCHITECTURES
+from moesched.models.config import ModelConfig
+from moesched.models.formats import FORMATS
+from moesched.models.layers import LatentAttention, LinearAttention
+from moesched.models.layout import weight_layout
+from moesched.models.operations import Operations
+from moesched.models.shapes import SHAPES
+from moesched.models.tensor_parallel import cut_config
+from moesched.models.tensors import count_active_weights, count_weights, file_bytes
+from moesched.requests.workloads import given_lengths
+from small_shapes import FAMILIES, small
+
+GIGA = 1e9
+
+# ---------------------------------------------------------------- published figures
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active", "digit"),
+    [  # billions, from the model cards; `digit` is the last one that they print
+        ("mixtral-8x7b", 46.7, 12.9, 0.1),
+        ("mixtral-8x22b", 141, 39, 1),
+        ("dbrx", 132, 36, 1),
+        ("qwen3-30b-a3b", 30.5, 3.3, 0.1),
+        ("olmoe-1b-7b", 6.9, 1.3, 0.1),
+        ("gpt-oss-20b", 20.9, 3.6, 0.1),
+        ("gpt-oss-120b", 116.8, 5.1, 0.1),
+        ("glm-4.5", None, 32, 1),
+        ("glm-4.5-air", None, 12, 1),
+        ("glm-4.7", None, 32, 1),
+        ("deepseek-v2-lite", 15.7, 2.4, 0.1),
+        ("deepseek-v3", 671, 37, 1),
+        ("deepseek-r1", 671, 37, 1),
+        ("kimi-k2", 1026, 32, 1),
+        ("qwen3-next-80b-a3b", 80, 3, 1),
+        ("qwen3.5-35b-a3b", 35, 3, 1),
+        ("qwen3.6-35b-a3b", 35, 3, 1),
+        ("gemma-4-26b-a4b", 25.2, 3.8, 0.1),
+        ("llama-4-scout", 107.8, 17, 1),
+        ("llama-4-maverick", 400, 17, 1),
+        ("minimax-m2", 229, 10, 1),
+    ],
+)
+def test_parameters_are_the_published_ones(
+    name: str, total: float | None, active: float, digit: float
+) -> None:
+    config = SHAPES[name]
+    left_out = ARCHITECTURES[config.form].left_out
+    # Some cards cut digits off instead of rounding, such as 3.3 for 3.353.
+    assert count_active_weights(config, left_out) / GIGA == pytest.approx(active, abs=0.6 * digit)
+    if total is not None:
+        assert count_weights(config) / GIGA == pytest.approx(total, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored_as", "published"),
+    [  # bytes of safetensors files: `total_size` of their index, or of all files
+        ("mixtral-8x7b", None, 93_405_585_408),
+        ("mixtral-8x22b", None, 281_241_268_224),
+        ("qwen3-30b-a3b", None, 61_064_245_248),
+        ("olmoe-1b-7b", None, 13_838_323_712),
+        ("gpt-oss-20b", None, 13_761_264_768),
+        ("gpt-oss-120b", None, 65_248_815_744),
+        ("deepseek-v2-lite", None, 31_412_968_448),
+        ("deepseek-v3", None, 688_586_727_753),
+        ("deepseek-r1", None, 688_586_727_753),
+        # 16 bits for each of the weights that Hugging Face counts in the files
+        ("glm-4.5", None, 358e9 * 2),
+        ("glm-4.5-air", None, 110.47e9 * 2),
+        ("glm-4.7", None, 358e9 * 2),
+        ("qwen3-next-80b-a3b", None, 81.3e9 * 2),
+        ("qwen3.5-35b-a3b", None, 36e9 * 2),
+        ("qwen3.6-35b-a3b", None, 36e9 * 2),
+        ("llama-4-scout", None, 108.6e9 * 2),
+        ("llama-4-maverick", None, 401.6e9 * 2),
+        ("minimax-m2", None, 230e9),
+        ("kimi-k2", None, 1_029e9),
+        # GiB of llama.cpp's files, as its benchmark prints them
+        ("qwen3-30b-a3b", "q8_0", 30.25 * 2**30),
+        ("qwen3-30b-a3b", "q6_k", 23.36 * 2**30),
+        ("qwen3-30b-a3b", "q5_k", 20.23 * 2**30),
+        ("qwen3-30b-a3b", "q4_k_m", 17.28 * 2**30),
+        ("qwen3-30b-a3b", "q4_0", 16.18 * 2**30),
+        ("deepseek-v2-lite", "q8_0", 15.55 * 2**30),
+        ("deepseek-v2-lite", "q4_k_m", 9.65 * 2**30),
+        ("glm-4.5-air", "q4_k_m", 67.96 * 2**30),
+        ("gpt-oss-20b", "q8_0", 11.27 * 2**30),
+        ("gpt-oss-120b", "q8_0", 59.02 * 2**30),
+    ],
+)
+def test_bytes_are_those_of_the_published_files(name: str, stored_as: str | None, published: float) -> None:
+    assert file_bytes(find_shape(name, stored_as)) == pytest.approx(published, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored_as", "gibibytes"),
+    [
+        ("deepseek-v3", "q4_k_m", 376.65),
+        ("qwen3.5-35b-a3b", "q4_k_m", 19.70),
+        ("qwen3-next-80b-a3b", "q8_0", 79.57),
+        ("llama-4-scout", "q4_k_m", 60.86),
+        ("kimi-k2", "q4_k_m", 579.28),
+    ],
+)
+def test_files_without_prediction_layers_and_encoders_are_smaller(
+    name: str, stored_as: str, gibibytes: float
+) -> None:
+    text = replace(find_shape(name, stored_as), unused_weights=0)
+    assert file_bytes(text) == pytest.approx(gibibytes * 2**30, rel=0.01)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_pages_and_what_is_beside_them_are_all_weights(name: str) -> None:
+    config = replace(SHAPES[name], unused_weights=0).cut(12)
+    layout = weight_layout(config)
+    paged = sum(page.nbytes for page in layout.pages) + layout.globals_bytes
+    assert paged == pytest.approx(file_bytes(config), rel=1e-3)
+
+
+# ---------------------------------------------------------------- what layers keep and read
+
+
+def test_a_latent_cache_is_one_vector_for_all_heads() -> None:
+    latent = Operations(SHAPES["deepseek-v3"], "bfloat16")
+    assert latent.kv_bytes == (512 + 64) * 2
+    assert latent.held_bytes([1000]) == 1000 * (512 + 64) * 2
+
+
+def test_linear_attention_keeps_as_much_of_a_long_prompt_as_of_a_short_one() -> None:
+    config = SHAPES["qwen3-next-80b-a3b"]
+    operations = Operations(config, "bfloat16")
+    linear = operations.by_layer[0]
+    assert isinstance(linear.layer.attention, LinearAttention)
+    assert linear.held_bytes([10]) == linear.held_bytes([100_000]) > 0
+    assert linear.attention_step([10]) == linear.attention_step([100_000])
+    growth = operations.held_in(range(config.layers), [2000]) - operations.held_in(
+        range(config.layers), [1000]
+    )
+    assert growth == 12 * 1000 * operations.kv_bytes
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=5))
+def test_a_window_bounds_what_a_layer_keeps_and_reads(lengths: list[int]) -> None:
+    near, far = Operations(SHAPES["gpt-oss-20b"], "bfloat16").by_layer[:2]
+    assert near.held_bytes(lengths) == far.held_bytes([min(length, 128) for length in lengths])
+    assert near.attention_step(lengths).nbytes <= far.attention_step(lengths).nbytes
+    if max(lengths) <= 128:
+        assert near.attention_step(lengths) == far.attention_step(lengths)
+
+
+@given(st.sampled_from(sorted(FAMILIES.values())), st.lists(st.integers(1, 300), min_size=1, max_size=6))
+def test_a_step_of_attention_costs_the_same_either_way(name: str, totals: list[int]) -> None:
+    for operations in Operations(SHAPES[name], "bfloat16").kinds.values():
+        in_general = operations.attention([(1, total) for total in totals])
+        assert operations.attention_step(totals)[:2] == pytest.approx(in_general[:2])
+
+
+def test_a_dense_layer_has_its_network_among_the_weights_that_every_token_uses() -> None:
+    config = SHAPES["deepseek-v3"]
+    layout = weight_layout(config.cut(4))
+    dense, routed = layout.dense(0), layout.dense(3)
+    assert [len(layout.experts_of(i)) for i in range(4)] == [0, 256, 256, 256]
+    assert layout.expert(0, 7) == ()
+    assert layout.layer(0) == dense
+    own_network, shared = 3 * 7168 * 18432, 3 * 7168 * 2048
+    router = 256 * 7168 * 2
+    grows = sum(page.nbytes for page in dense) - sum(page.nbytes for page in routed)
+    assert grows == pytest.approx(own_network - shared - router, rel=1e-3)
+
+
+def test_prediction_layers_are_on_disk_and_not_in_memory() -> None:
+    config = SHAPES["deepseek-v3"]
+    assert config.unused_weights > 11e9
+    assert file_bytes(config) - file_bytes(replace(config, unused_weights=0)) > 11e9
+    cut = replace(config.cut(4), unused_weights=0)
+    assert weight_layout(config.cut(4)).pages == weight_layout(cut).pages
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "dense", "linear"),
+    [
+        ("deepseek-v3", 6, 1, 0),
+        ("qwen3-next-80b-a3b", 4, 0, 3),
+        ("qwen3-next-80b-a3b", 8, 0, 6),
+        ("kimi-k2", 2, 1, 0),
+    ],
+)
+def test_a_cut_has_every_kind_of_layer_in_about_its_share(
+    name: str, layers: int, dense: int, linear: int
+) -> None:
+    cut = SHAPES[name].cut(layers)
+    assert cut.layers == len(cut.pattern) == layers
+    assert sum(not layer.feed_forward.experts for layer in cut.pattern) == dense
+    assert sum(isinstance(layer.attention, LinearAttention) for layer in cut.pattern) == linear
+
+
+def test_ranks_copy_key_value_heads_and_latent_caches_that_they_cannot_divide() -> None:
+    share = Operations(cut_config(SHAPES["qwen3-next-80b-a3b"], 4), "bfloat16")
+    assert share.kv_bytes == 2 * 1 * 256 * 2
+    latent = cut_config(SHAPES["deepseek-v3"], 8).typical_layer.attention
+    assert isinstance(latent, LatentAttention)
+    assert (latent.heads, latent.cache_width) == (16, 576)
+
+
+# ---------------------------------------------------------------- formats
+
+
+def test_fewer_bits_take_fewer_bytes() -> None:
+    order = ["bf16", "q8_0", "fp8", "q6_k", "q5_k", "q4_k_m", "q4_0", "int4"]
+    sizes = [file_bytes(find_shape("qwen3-30b-a3b", name)) for name in order]
+    assert sizes == sorted(sizes, reverse=True)
+    assert set(FORMATS) == {*order, "mxfp4"}
+
+
+def test_rows_that_no_k_quant_divides_take_blocks_of_32() -> None:
+    # The experts of DeepSeek-V2-Lite have 1408 = 5.5 x 256 inner rows.
+    config = in_format(SHAPES["deepseek-v2-lite"], "q6_k")
+    assert config.weight_bytes("expert", 2048, "bfloat16") == 210 / 256
+    assert config.weight_bytes("expert_down", 1408, "bfloat16") == 34 / 32
+
+
+def test_the_kernel_rate_divides_the_speed_of_products_that_are_bound_by_computing() -> None:
+    machine = at_peak(load_machine("l4"))
+    cost = moesched.machines.cost.cost_model(machine, "bfloat16")
+    seconds = {}
+    for name in ("bf16", "q6_k"):
+        amount = Operations(find_shape("mixtral-8x7b", name), "bfloat16").fetched_expert(100_000)
+        work = moesched.tasks.Work("expert", "gpu", *amount[:2], 100_000, amount.parts, amount.kernel_rate)
+        seconds[name] = cost.work(work).seconds
+    assert seconds["q6_k"] == pytest.approx(seconds["bf16"] / FORMATS["q6_k"].kernel_rate, rel=1e-3)
+
+
+def test_activations_and_caches_keep_16_bits() -> None:
+    plain, stored = (Operations(find_shape("mixtral-8x7b", name), "bfloat16") for name in ("bf16", "q4_0"))
+    assert stored.kv_bytes == plain.kv_bytes
+    assert stored.hidden_bytes == plain.hidden_bytes
+    assert stored.expert_bytes / plain.expert_bytes == pytest.approx(18 / 32 / 2)
+
+
+@pytest.mark.parametrize("command_name", ["simulate", "plan"])
+@pytest.mark.parametrize(
+    ("model", "stored_as", "told"),
+    [
+        ("gpt-oss-20b", "q4_k_m", "family gpt_oss, such as gpt-oss-20b, have mxfp4, q8_0, bf16"),
+        ("mixtral-8x7b", "mxfp4", "family mixtral, such as mixtral-8x7b, have bf16, fp8, q8_0"),
+        ("mixtral-8x7b", "q3_k", "--format is 'q3_k'"),
+    ],
+)
+def test_a_format_that_a_family_does_not_have_is_refused_in_one_line(
+    command: Any, command_name: str, model: str, stored_as: str, told: str
+) -> None:
+    arguments = [command_name, "--model", model, "--machine", "t4", "--workload", "mtbench"]
+    policy = ["--policy", "resident"] if command_name == "simulate" else []
+    said = command(*arguments, *policy, "--format", stored_as)
+    assert said.code == 2
+    assert told in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+# ---------------------------------------------------------------- configuration files
+
+
+DEEPSEEK_V3 = """{"model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 61,
+    "max_position_embeddings": 163840, "eos_token_id": 1, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1,
+    "topk_method": "noaux_tc", "rope_scaling": {"type": "yarn", "factor": 40},
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}, "torch_dtype": "bfloat16"}"""
+QWEN3_5 = """{"model_type": "qwen3_5_moe", "text_config": {"vocab_size": 248320, "num_hidden_layers": 40,
+    "num_experts": 256, "num_experts_per_tok": 8, "eos_token_id": 151645}, "vision_config": {"depth": 27}}"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("deepseek-v3", DEEPSEEK_V3), ("qwen3.5-35b-a3b", QWEN3_5)], ids=["flat", "nested"]
+)
+def test_the_published_configuration_is_the_named_shape(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert find_shape(tmp_path) == replace(SHAPES[name], name=tmp_path.name)
+
+
+def test_a_folder_without_kernels_for_it_is_simulated_and_not_run(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(DEEPSEEK_V3)
+    said = command("run", tmp_path, "--policy", "resident", "--prompt-ids", "1,2,3")
+    assert said.code == 2
+    assert "no device has kernels for the family deepseek, and for weights in fp8" in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+def test_an_unknown_storage_format_of_a_folder_is_refused_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(DEEPSEEK_V3.replace('"fp8"', '"quip"'))
+    with pytest.raises(BadInput, match="quant_method is 'quip'"):
+        find_shape(tmp_path)
+
+
+def test_models_that_do_not_run_are_not_written_either(command: Any, tmp_path: Path) -> None:
+    said = command("random-model", "gpt-oss-20b", tmp_path / "made")
+    assert said.code == 2
+    assert "no device has kernels for the family gpt_oss" in said.err
+
+
+# ---------------------------------------------------------------- every policy on every family
+
+
+def simulated(config: ModelConfig, policy: str) -> JobReport:
+    """Six requests of a few tokens on a small cut."""
+    cluster = policy.startswith("ep_")
+    machine = load_machine("m2-ultra" if cluster else "t4")
+    if cluster:
+        machine = replace(machine, network=load_network("10gbe"))
+    given = SimulationOptions(
+        machine=machine, policy=policy, gen=3, batch_size=1 if cluster else 4, nodes=2 if cluster else None
+    )
+    workload = given_lengths([40, 60, 33, 200], 3)
+    return simulate_scenario(Scenario(config, machine, workload, None), given)
+
+
+@pytest.mark.parametrize("policy", plugins.names("policies"))
+def test_every_policy_simulates_every_family(policy: str) -> None:
+    for name in FAMILIES.values():
+        report = simulated(small(name), policy)
+        verbs = {each.kind for each in report.kinds}
+        assert {"embed", "pre_attention", "sample"} <= verbs, f"{policy} on {name}"

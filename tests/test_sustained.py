@@ -1,0 +1,213 @@
+"""Sustained rates: what kernels and copies reach of the rates that a machine states."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import resources
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from moesched.errors import BadInput
+from moesched.machines import Machine, load_machine, machine_names, parse_machine
+from moesched.machines.cost import Roofline
+from moesched.machines.estimates import Estimate
+from moesched.machines.sustained import (
+    at_peak,
+    class_names,
+    device_class,
+    groups,
+    link_kind,
+    rates_of,
+    sustained_share,
+)
+from moesched.tasks import Work, WorkPart
+
+T4 = load_machine("t4")
+GB = 1_000_000_000
+GPU = device_class("power-limited-gpu").rates
+
+
+def at(machine: Machine, work: Work) -> float:
+    return Roofline(machine, "bfloat16").work(work).seconds
+
+
+def product(rows: float, kind: str = "post_attention") -> Work:
+    weights = GB
+    parts = (WorkPart("route", weights, rows),)
+    return Work(kind, "gpu", flops=weights * rows, nbytes=weights, parts=parts)
+
+
+def profile(addition: str, machine: str = "t4") -> bytes:
+    text = resources.files("moesched.machines").joinpath(f"{machine}.toml").read_text()
+    return text.replace("[processors.gpu.flops]", f"{addition}\n[processors.gpu.flops]").encode()
+
+
+# -- classes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", class_names())
+def test_every_rate_of_a_class_is_in_order_and_has_a_source(name: str) -> None:
+    for estimate in device_class(name).rates.values():
+        assert estimate.low <= estimate.expected <= estimate.high
+        assert estimate.source
+
+
+@pytest.mark.parametrize("name", class_names())
+def test_no_class_sustains_more_than_a_machine_states(name: str) -> None:
+    rates = device_class(name).rates
+    assert max(each.high for key, each in rates.items() if not key.endswith("seconds")) <= 1
+
+
+def test_a_processor_may_know_better_than_its_class() -> None:
+    better = Estimate(low=0.8, expected=0.85, high=0.9)
+    processor = replace(T4.accelerator, rates={"weights": better})
+    assert rates_of(processor) == {**GPU, "weights": better}
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_a_shipped_machine_has_a_class_for_all_its_processors_or_for_none(name: str) -> None:
+    processors = load_machine(name).processors.values()
+    assert len({bool(each.device_class) for each in processors}) == 1
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+def test_a_product_of_one_row_reads_weights_at_a_part_of_the_bandwidth() -> None:
+    free = replace(T4.accelerator, rates={"launch_seconds": Estimate(low=1e-12, expected=1e-12, high=1e-12)})
+    machine = replace(T4, processors=T4.processors | {"gpu": free})
+    computing = GB / (65e12 * GPU["products"].expected)
+    reading = GB / (320 * GB * GPU["weights"].expected)
+    assert at(machine, product(1)) == pytest.approx(computing + reading, rel=1e-6)
+
+
+def test_a_product_of_more_rows_costs_a_whole_tile() -> None:
+    assert at(T4, product(2)) == at(T4, product(128)) < at(T4, product(129))
+
+
+def test_at_peak_reading_and_computing_overlap_and_no_tile_is_counted() -> None:
+    assert at(at_peak(T4), product(128)) == pytest.approx(GB / (320 * GB) + 5e-6)
+
+
+def test_attention_has_rates_of_its_own() -> None:
+    parts = (WorkPart("step attention", GB),)
+    work = Work("attention", "gpu", nbytes=GB, parts=parts)
+    assert at(T4, work) == pytest.approx(GB / (320 * GB * GPU["attention"].expected), rel=0.01)
+
+
+def test_a_new_kind_of_attention_is_attention_and_a_new_projection_a_product() -> None:
+    latent = Work("attention", "gpu", nbytes=GB, parts=(WorkPart("latent attention", GB),))
+    known = Work("attention", "gpu", nbytes=GB, parts=(WorkPart("step attention", GB),))
+    down = Work("pre_attention", "gpu", GB, GB, parts=(WorkPart("down_projection", GB, 1),))
+    projection = Work("pre_attention", "gpu", GB, GB, parts=(WorkPart("pre_attention", GB, 1),))
+    assert at(T4, latent) == at(T4, known)
+    assert at(T4, down) == at(T4, projection)
+
+
+def test_the_host_waits_for_the_routers_choice() -> None:
+    waits = at(T4, product(1, "route")) - at(T4, product(1))
+    assert waits == pytest.approx(GPU["host_seconds"].expected)
+
+
+def test_each_expert_starts_its_own_kernels() -> None:
+    one = Work("run_expert", "gpu", parts=(WorkPart("expert", 1, 0, 1),))
+    eight = Work("run_expert", "gpu", parts=(WorkPart("expert", 1, 0, 8),))
+    assert at(T4, eight) == pytest.approx(8 * at(T4, one)) == 40 * GPU["launch_seconds"].expected
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+def test_copies_are_told_apart_by_the_memories_that_they_join() -> None:
+    nvme = load_machine("t4-nvme")
+    kinds = {(link.source, link.destination): link_kind(nvme, link) for link in nvme.links}
+    assert kinds == {
+        ("pinned", "gpu"): "pinned",
+        ("host", "gpu"): "pageable",
+        ("gpu", "host"): "pageable",
+        ("host", "pinned"): "host_copies",
+        ("disk", "pinned"): "disk",
+        ("disk", "host"): "disk",
+        ("disk", "gpu"): "disk",
+    }
+
+
+def test_pageable_copies_are_slower_than_pinned_ones() -> None:
+    pinned, pageable = (sustained_share(T4, T4.link(source, "gpu"), {}) for source in ("pinned", "host"))
+    assert pageable < pinned == 1
+    assert sustained_share(T4, T4.link("host", "gpu"), {"pageable": "low"}) < pageable
+
+
+def test_a_machine_without_classes_is_taken_at_its_word() -> None:
+    stated = at_peak(T4)
+    assert [sustained_share(stated, link, {}) for link in stated.links] == [1.0] * len(stated.links)
+
+
+def test_processors_of_one_class_share_their_groups_of_rates() -> None:
+    both = replace(T4.accelerator, device_class="server-cpu")
+    machine = replace(T4, processors={"gpu": both, "cpu": T4.host})
+    assert {name for name in groups(machine) if "." in name} == {
+        f"server-cpu.{rate}" for rate in device_class("server-cpu").rates
+    }
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("addition", "message"),
+    [
+        (
+            "rates = {weights = {low = 0.9, expected = 0.8, high = 0.7}}",
+            "processors.gpu.rates.weights: low is 0.9 and high is 0.7: exchange them",
+        ),
+        (
+            "rates = {weights = {low = 0.5, expected = 0.8, high = 0.7}}",
+            "processors.gpu.rates.weights.expected is 0.8: give a figure from low, 0.5, to high, 0.7",
+        ),
+        ("rates = {weights = {low = 0, expected = 0.8, high = 0.9}}", "processors.gpu.rates.weights.low"),
+        (
+            "rates = {wieghts = {low = 0.5, expected = 0.8, high = 0.9}}",
+            "'wieghts' is not a rate of this class",
+        ),
+    ],
+)
+def test_an_estimate_that_cannot_be_is_refused_with_its_key(addition: str, message: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        parse_machine(profile(addition), "mine.toml")
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_unknown_class_is_refused_with_those_that_there_are() -> None:
+    text = profile("").replace(b'"power-limited-gpu"', b'"toaster"')
+    with pytest.raises(
+        BadInput, match=r"mine\.toml: processors\.gpu\.device_class: 'toaster' is not known: use one"
+    ):
+        parse_machine(text, "mine.toml")
+
+
+@pytest.mark.parametrize("rate", ["flops", "bandwidth"])
+def test_a_rate_of_zero_is_one_clear_line_and_exit_code_2(rate: str, command: Any, tmp_path: Any) -> None:
+    old, new = {
+        "flops": ("bfloat16 = 65e12", "bfloat16 = 0"),
+        "bandwidth": ("bandwidth = 320e9", "bandwidth = 0"),
+    }[rate]
+    file = tmp_path / "mine.toml"
+    file.write_text(profile("").decode().replace(old, new))
+    assert tomllib.loads(file.read_text())
+    said = command(
+        "simulate",
+        "--model",
+        "mixtral-8x7b",
+        "--machine",
+        file,
+        "--policy",
+        "cgopipe",
+        "--workload",
+        "mtbench",
+    )
+    assert said.code == 2
+    assert said.err.count("\n") == 1 and rate in said.err

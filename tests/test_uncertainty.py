@@ -1,0 +1,164 @@
+"""Bands: the range of a prediction's figures, from runs with one rate after another at its ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import exp, log
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+import moesched
+from moesched import plan_model, simulate_model
+from moesched.inputs.lookup import find_shape
+from moesched.machines import Machine, load_machine
+from moesched.machines.cost import cost_model
+from moesched.machines.estimates import Estimate
+from moesched.machines.sustained import at_peak, rates_of
+from moesched.models.layout import weight_layout
+from moesched.planner.trial_run import trial_run
+from moesched.planner.uncertainty import FIGURES, OMITTED, Figures, Uncertainty, uncertainty
+from moesched.plugins import make_policy
+from moesched.requests.batch import split_batch
+from moesched.runs.planning import plan_run
+from moesched.runs.ranks import Rank
+
+T4 = load_machine("t4")
+LAYOUT = weight_layout(find_shape("mixtral-8x7b"))
+THROUGHPUT = "throughput_tokens_per_second"
+
+
+def exactly(value: float) -> Estimate:
+    return Estimate(low=value, expected=value, high=value)
+
+
+def certain(machine: Machine, **uncertain: Estimate) -> Machine:
+    """The machine with all rates known, apart from some rates of its GPU and of copies to it."""
+    processors = {
+        name: replace(each, rates={rate: exactly(found.expected) for rate, found in rates_of(each).items()})
+        for name, each in machine.processors.items()
+    }
+    copies = uncertain.pop("copies", exactly(0.5))
+    gpu = processors["gpu"]
+    processors["gpu"] = replace(gpu, rates=gpu.rates | uncertain)
+    links = [replace(link, sustained=copies) for link in machine.links]
+    return replace(machine, processors=processors, links=links)
+
+
+def ranks(machine: Machine, policy: str) -> list[Rank]:
+    """Four requests to Mixtral 8x7B, whose weights stream."""
+    made = make_policy(policy, {})
+    return [Rank(plan_run(machine, LAYOUT, split_batch([64] * 4, 6, 4), made), made)]
+
+
+def found(machine: Machine, policy: str = "layer_streaming") -> Uncertainty:
+    [rank] = ranks(machine, policy)
+    batch = rank.plan.batch
+    run = trial_run(rank.plan, rank.policy, cost_model(machine, rank.plan.layout.dtype))
+    expected = Figures(run.tokens_per_second(batch), run.step_seconds, run.prefill_seconds)
+    return uncertainty(partial(ranks, machine, policy), expected)
+
+
+@pytest.mark.parametrize("policy", ["layer_streaming", "cgopipe", "expert_cache", "twiddler"])
+def test_the_expected_figure_lies_within_its_band_and_below_the_peak(policy: str) -> None:
+    seen = found(T4, policy)
+    assert list(seen.band) == list(FIGURES)
+    assert all(low < expected < high for low, expected, high in seen.band.values())
+    assert seen.at_peak is not None
+    assert seen.at_peak.throughput_tokens_per_second > seen.band[THROUGHPUT][1]
+    assert seen.at_peak.prefill_seconds < seen.band["prefill_seconds"][1]
+
+
+def test_where_all_rates_are_known_only_what_the_model_omits_is_left() -> None:
+    seen = found(certain(T4))
+    for low, expected, high in seen.band.values():
+        assert [low, high] == pytest.approx([expected / OMITTED, expected * OMITTED])
+    assert seen.widest_rate is None
+
+
+def test_a_run_that_waits_for_the_link_is_as_uncertain_as_the_link() -> None:
+    seen = found(certain(T4, copies=Estimate(low=0.4, expected=0.5, high=0.6)))
+    low, expected, high = seen.band["decode_step_seconds"]
+    assert high / expected == pytest.approx(exp((log(0.5 / 0.4) ** 2 + log(OMITTED) ** 2) ** 0.5), rel=0.01)
+    assert expected / low == pytest.approx(exp((log(0.6 / 0.5) ** 2 + log(OMITTED) ** 2) ** 0.5), rel=0.01)
+    assert seen.widest_rate == "copies of pageable memory"
+
+
+def test_a_rate_that_nothing_waits_for_widens_nothing() -> None:
+    seen = found(certain(T4, moves=Estimate(low=0.6, expected=0.7, high=0.85)))
+    low, expected, high = seen.band[THROUGHPUT]
+    assert high / low == pytest.approx(OMITTED**2, rel=0.01)
+    assert low < expected < high
+
+
+@pytest.mark.parametrize("policy", ["layer_streaming", "expert_cache"])
+def test_a_wider_rate_gives_a_wider_band(policy: str) -> None:
+    def width(copies: Estimate) -> float:
+        low, _, high = found(certain(T4, copies=copies), policy).band[THROUGHPUT]
+        return high / low
+
+    narrow, wide = Estimate(low=0.45, expected=0.5, high=0.55), Estimate(low=0.3, expected=0.5, high=0.8)
+    assert OMITTED**2 < width(narrow) < width(wide)
+
+
+def test_a_machine_without_classes_has_its_peak_where_it_is_expected() -> None:
+    seen = found(at_peak(T4))
+    assert seen.at_peak is not None
+    assert seen.at_peak.throughput_tokens_per_second == pytest.approx(seen.band[THROUGHPUT][1])
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def simulated(**changes: Any) -> moesched.JobReport:
+    options: dict[str, Any] = {
+        "machine": "l4",
+        "policy": "cgopipe",
+        "workload": "mtbench",
+        "gen": 4,
+        **changes,
+    }
+    return simulate_model("mixtral-0.8b", batch_size=8, **options)
+
+
+def planned() -> Any:
+    return plan_model("mixtral-0.8b", machine="l4", gen=4, policy="layer_streaming")
+
+
+@pytest.mark.parametrize("predict", [simulated, planned])
+def test_predictions_have_their_band_in_json(predict: Callable[[], Any]) -> None:
+    report = predict()
+    assert set(report.band) == set(FIGURES) == set(type(report.at_peak).__struct_fields__)
+    predicted = getattr(report, "predicted", report)
+    assert report.band[THROUGHPUT][1] == predicted.throughput_tokens_per_second
+    assert report.band["prefill_seconds"][1] == predicted.prefill_seconds
+    assert all(high / low <= 2 for low, _, high in report.band.values())
+
+
+def test_simulate_prints_the_band_and_the_rate_that_widens_it(command: Any) -> None:
+    line = (
+        "--model",
+        "mixtral-8x7b",
+        "--machine",
+        "t4",
+        "--workload",
+        "mtbench",
+        "--batch-size",
+        16,
+        "--gen",
+        4,
+    )
+    said = command("simulate", *line, "--policy", "cgopipe")
+    report = command("simulate", *line, "--policy", "cgopipe", "--json").json
+    low, expected, high = report["band"][THROUGHPUT]
+    assert f"{expected:.1f} tokens/s ({low:.4g} to {high:.4g})" in said.out
+    assert f"least certain rate: {report['widest_rate']}" in said.out
+    assert f"at the stated rates: {report['at_peak'][THROUGHPUT]:.4g} tokens/s" in said.out
+
+
+def test_measured_runs_have_no_band(command: Any) -> None:
+    model = "examples/tiny-mixtral"
+    said = command("run", model, "--policy", "resident", "--prompt", "a", "--max-new-tokens", 2, "--json")
+    assert not {"band", "at_peak", "widest_rate"} & set(said.json)
