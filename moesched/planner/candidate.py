@@ -233,12 +233,12 @@ class Candidate:
         )
 
     def uncertainty(self, seen: Seen) -> Uncertainty:
-        """The band of a schedule that was simulated."""
+        """The band of a schedule that was simulated, from runs of a few of its layers where those can stand for all."""
         count = -(-seen.batch_size // seen.micro_batch_size)
         resident = round(seen.kv_on_gpu * count)
-        run = seen.trial_run
+        run, few = seen.trial_run, seen.few
         return uncertainty(
-            lambda: [Rank(*self._fitting(seen.micro_batch_size, count, resident))],
+            lambda: [Rank(*(few.plan() if few else self._fitting(seen.micro_batch_size, count, resident)))],
             Figures(seen.throughput, run.step_seconds, run.prefill_seconds),
         )
 
