@@ -8,7 +8,8 @@ The kernel is called with arguments made before, as a decode step whose shapes r
 measured wakes each contender's threads.
 
 `read_limit` reads the same bytes on the same cores, call by call (`_limits.py`); `compute_limit` is the rate at which
-the processor multiplies and adds, over the FLOPs per byte. A row's limit is the smaller one. In each turn
+the processor multiplies and adds, over the FLOPs per byte: with AVX512_BF16, scores are products of pairs of bfloat16
+numbers, and weighted values those of float32 numbers. A row's limit is the smaller one. In each turn
 read, kernel, torch, kernel and read follow each other, and the medians of the turns' ratios count: the bandwidth of a
 shared machine moves more within a minute than what is measured here.
 """
@@ -140,7 +141,9 @@ def measure(
     rates: dict[str, list[float]] = {name: [] for name in ("read_limit", "compute_limit", "kernel", "torch")}
     fractions, times = [], []
     for turn in range(turns + 1):
-        flops = measured_flops(cores, multiplies(instruction_set, row.dtype), clock)
+        flops = harmonic_mean(
+            [measured_flops(cores, each, clock) for each in multiply(instruction_set, row.dtype)]
+        )
         reads, kernel = [read()], [rate(ours, series)]
         torchs = rate(theirs, max(1, series // 4))
         kernel.append(rate(ours, series))
@@ -159,11 +162,14 @@ def measure(
     }
 
 
-def multiplies(instruction_set: str, dtype: torch.dtype) -> str:
-    """The instruction set whose products attention takes: those of AMX for bfloat16, else those of float32 numbers."""
-    if instruction_set == "amx_bf16" and dtype == torch.bfloat16:
-        return instruction_set
-    return FLOAT32_OF.get(instruction_set, instruction_set)
+def multiply(instruction_set: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """The instruction sets whose products attention takes, each for as many of them."""
+    of_floats = FLOAT32_OF.get(instruction_set, instruction_set)
+    if dtype == torch.bfloat16 and instruction_set == "amx_bf16":
+        return (instruction_set,)
+    if dtype == torch.bfloat16 and instruction_set == "avx512_bf16":
+        return instruction_set, of_floats
+    return (of_floats,)
 
 
 def random_layers(row: Row) -> Tensor:

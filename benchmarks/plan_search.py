@@ -1,73 +1,78 @@
-"""Compare the planner's choice with the best of a grid of sizes, each looked at on the virtual clock.
+"""Compare the planner's choice with the best of a fixed grid of policies, sizes and counts, for each objective.
 
-For Mixtral 8x7B on several machines, padded and not, the planner searches and picks. Then every shipped policy that it
-chooses from is looked at with every size of micro-batches and, where it splits the KV cache, several shares of that on
-the accelerator, each with as many micro-batches as memory has room for and with fewer. Mixtral 8x22B over four T4s is
-there for the share: host memory bounds the batch. Regret is how much more the best of the grid reaches than the
-planner's choice.
+For Mixtral 8x7B, Qwen3-30B-A3B and DBRX on four machines the planner searches and picks. Then every policy is looked at
+with several sizes of micro-batches and, where it splits the KV cache, several shares of that on the accelerator, each
+with as many micro-batches as memory has room for and with fewer. The grid is looked at in a few layers first; what
+comes near the best of it is simulated with all layers, as the planner's choice is. For one request the grid is that of
+policies and shares. Regret is how much more the best of the grid reaches than the planner's choice, in the figure of
+the objective. Where no policy fits, the time of finding out is measured.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from _options import SIMULATION, Benchmark, track
 
-from moesched.errors import BadInput
-from moesched.inputs.accelerators import cut_over_ranks
+from moesched.errors import BadInput, DoesNotFit
 from moesched.machines import Machine, load_machine
+from moesched.machines.changes import changed
 from moesched.machines.cost import cost_model
-from moesched.models.layout import WeightLayout, weight_layout
+from moesched.models.layout import room_for, weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import POLICIES, Best, Setting, plan_best, splits_kv
-from moesched.planner.trial_run import trial_run
+from moesched.planner import Best, Setting, plan_best, plannable, splits_kv
+from moesched.planner.candidate import Candidate, Seen
+from moesched.planner.objectives import Objective, requests_for
 from moesched.plugins import find
 from moesched.requests.workloads import load_workload
 
-CASES = [
-    ("mixtral-8x7b", "t4", 128, False),
-    ("mixtral-8x7b", "t4", 128, True),
-    ("mixtral-8x7b", "l4", 64, True),
-    ("mixtral-8x7b", "a100-80g", 32, False),
-    ("mixtral-8x22b", "t4x4", 128, False),
-]
-"""Model, machine, tokens to generate, whether prompts are padded to the longest."""
-MICRO_BATCHES = (4, 8, 16, 32, 64, 96, 128, 192, 256)
+MODELS = ("mixtral-8x7b", "qwen3-30b-a3b", "dbrx")
+DESKTOP = (
+    "memory.host.capacity=128GB",
+    "memory.host.bandwidth=80GB/s",
+    "memory.gpu.capacity=24GB",
+    "memory.gpu.bandwidth=936GB/s",
+)
+"""Changes that make an L4's machine a desktop with an RTX 3090 and two channels of DDR5-5000."""
+MACHINES = ("t4", "l4", "rtx6000", "24 GB desktop")
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+NEW_TOKENS = 64
+SIZES = (4, 16, 64, 160, 256)
 MOST_MICRO_BATCHES = 48
-PARTS = (1.0, 0.75, 0.5, 0.25)
+PARTS = (1.0, 0.6, 0.3)
 """Of the most micro-batches that fit."""
-SHARES = (0.0, 0.05, 0.15, 0.4, 1.0)
-MOST_REQUESTS = 4096
+SHARES = (0.0, 0.15, 1.0)
+MOST_REQUESTS = 8192
+NEAR = 1.15
+"""Factor below the best of the grid up to which a schedule is simulated with all layers."""
+MOST_DEEP = 4
 
 
-class Search(NamedTuple):
-    """One model, machine and workload, with what the planner chose for it."""
+class Case(NamedTuple):
+    """A question to the planner."""
 
     model: str
-    machine_name: str
-    new_tokens: int
-    padded: bool
-    machine: Machine
-    layout: WeightLayout
-    lengths: list[int]
-    budgets: dict[str, int]
-    chosen: Best
-    seconds: float
+    machine: str
+    objective: Objective
+
+    @property
+    def name(self) -> str:
+        """The name of the part of the benchmark."""
+        return f"{self.model} on {self.machine}, {self.objective}"
 
 
+CASES = [Case(*each) for each in product(MODELS, MACHINES, OBJECTIVES)]
 BENCHMARK = Benchmark(
     __doc__,
     "plan_search",
     measures=(*SIMULATION, "moesched/planner"),
-    parts=[
-        f"{model} on {machine}, {new_tokens} tokens{', padded' if padded else ''}"
-        for model, machine, new_tokens, padded in CASES
-    ],
+    parts=[case.name for case in CASES],
     rounds_help="timed searches; medians count",
 )
 
@@ -75,104 +80,139 @@ BENCHMARK = Benchmark(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Search everywhere, which is timed, then try the grids, which takes long, and write both."""
     options = BENCHMARK.parse(arguments)
-    chosen = [case for part, case in zip(BENCHMARK.parts, CASES, strict=True) if part in options.only]
-    searches = [search(*each, options.rounds) for each in track(chosen, "planning", still=True)]
-    cases = [compared(each) for each in track(searches, "trying the grid")]
-    times = [each["search_seconds"] for each in cases if each["model"] == "mixtral-8x7b"]
+    chosen = [case for case in CASES if case.name in options.only]
+    searches = [search(case, options.rounds) for case in track(chosen, "planning", still=True)]
+    cases = [
+        compared(case, best, seconds)
+        for case, (best, seconds) in zip(chosen, track(searches, "trying the grid"), strict=True)
+    ]
+    worst = {
+        objective: max(
+            (each["regret"] for each in cases if each["objective"] == objective and "regret" in each),
+            default=0.0,
+        )
+        for objective in OBJECTIVES
+    }
     BENCHMARK.write(
         {
             "workload": "mtbench",
+            "new_tokens": NEW_TOKENS,
             "cases": cases,
-            "worst_regret": max(each["regret"] for each in cases),
-            "search_seconds": median(times) if times else None,
+            "worst_regret": worst,
+            "most_search_seconds": max(each["search_seconds"] for each in cases),
         }
     )
 
 
-def search(model: str, machine_name: str, new_tokens: int, padded: bool, rounds: int) -> Search:
-    """The planner's choice, and the median seconds of finding it."""
-    config, machine, budgets = cut_over_ranks(SHAPES[model], load_machine(machine_name), None, None)
-    layout = weight_layout(config)
-    lengths = load_workload("mtbench").lengths(MOST_REQUESTS)
-    if padded:
-        lengths = [max(lengths)] * len(lengths)
-    times = []
+def search(case: Case, rounds: int) -> tuple[Best | None, float]:
+    """The planner's choice, None where nothing fits, and the median seconds of finding it."""
+    times, best = [], None
+    layout = weight_layout(SHAPES[case.model])
     for _ in range(rounds):
         started = perf_counter()
-        chosen = plan_best(machine, layout, lengths, new_tokens, budgets=budgets)
+        try:
+            best = plan_best(
+                machine_named(case.machine),
+                layout,
+                _lengths(),
+                NEW_TOKENS,
+                objective=case.objective,
+                slot_bytes=room_for,
+            )
+        except DoesNotFit:
+            best = None
         times.append(perf_counter() - started)
-    return Search(
-        model, machine_name, new_tokens, padded, machine, layout, lengths, budgets, chosen, median(times)
-    )
+    return best, median(times)
 
 
-def compared(searched: Search) -> dict[str, Any]:
+def compared(case: Case, best: Best | None, seconds: float) -> dict[str, Any]:
     """The planner's choice beside the grid's best."""
-    machine, layout, chosen = searched.machine, searched.layout, searched.chosen
-    tried = grid(machine, layout, searched.lengths, searched.new_tokens, searched.budgets)
-    best = max(tried, key=lambda each: each["tokens_per_second"])
+    about = {**case._asdict(), "search_seconds": round(seconds, 2)}
+    if best is None:
+        return {**about, "fits": False}
+    of_grid = max(_deepened(case), key=lambda found: found[1].rate)
+    name, seen = of_grid
     return {
-        "model": searched.model,
-        "machine": searched.machine_name,
-        "new_tokens": searched.new_tokens,
-        "padded": searched.padded,
-        "search_seconds": round(searched.seconds, 2),
-        "chosen": {
-            "policy": chosen.policy,
-            "micro_batch_size": chosen.seen.micro_batch_size,
-            "batch_size": chosen.seen.batch_size,
-            "kv_on_gpu": round(chosen.seen.kv_on_gpu, 3),
-            "tokens_per_second": round(chosen.seen.throughput, 2),
-        },
-        "best_of_grid": best,
-        "regret": round(max(0.0, best["tokens_per_second"] / chosen.seen.throughput - 1), 4),
+        **about,
+        "fits": True,
+        "chosen": _figures(best.policy, best.seen),
+        "best_of_grid": _figures(name, seen),
+        "regret": round(max(0.0, seen.rate / best.seen.rate - 1), 4),
     }
 
 
-def grid(
-    machine: Machine, layout: WeightLayout, lengths: list[int], new_tokens: int, budgets: dict[str, int]
-) -> Iterator[dict[str, Any]]:
+def machine_named(name: str) -> Machine:
+    """A machine of the grid."""
+    return changed(load_machine("l4"), DESKTOP) if name == "24 GB desktop" else load_machine(name)
+
+
+def _figures(policy: str, seen: Seen) -> dict[str, Any]:
+    return {
+        "policy": policy,
+        "micro_batch_size": seen.micro_batch_size,
+        "batch_size": seen.batch_size,
+        "kv_on_gpu": round(seen.kv_on_gpu, 3),
+        "tokens_per_second": round(seen.throughput, 3),
+        "decode_step_seconds": round(seen.trial_run.step_seconds, 5),
+        "first_token_seconds": round(seen.trial_run.first_token_seconds, 4),
+    }
+
+
+def _deepened(case: Case) -> Iterator[tuple[str, Seen]]:
+    """The best schedules of the grid, simulated with all layers."""
+    found = sorted(grid(case), key=lambda each: each[1].rate, reverse=True)
+    most = found[0][1].rate
+    near = [each for each in found[:MOST_DEEP] if each[1].rate * NEAR >= most]
+    for candidate, seen in near:
+        yield candidate.name, candidate.deepened(seen)
+
+
+def grid(case: Case) -> Iterator[tuple[Candidate, Seen]]:
     """All that fits of the grid."""
-    for name in POLICIES:
+    machine, layout = machine_named(case.machine), weight_layout(SHAPES[case.model])
+    for name in plannable():
         policy = find("policies", name)
         setting = Setting(
-            make=policy,
+            make=partial(policy),
             machine=machine,
             layout=layout,
-            lengths=tuple(lengths),
-            new_tokens=new_tokens,
+            lengths=requests_for(case.objective, _lengths()),
+            new_tokens=NEW_TOKENS,
             cost=cost_model(machine, layout.dtype),
-            budgets=budgets,
+            slot_bytes=room_for,
             splits_kv=splits_kv(policy, machine),
+            objective=case.objective,
         )
-        for share, size in product(SHARES if setting.splits_kv else (None,), MICRO_BATCHES):
-            yield from _of_size(name, setting, size, share)
+        try:
+            candidate = Candidate(name, setting, deep=False)
+        except BadInput:
+            continue
+        one = case.objective != "throughput"
+        for share, size in product(SHARES if setting.splits_kv else (0.0,), (1,) if one else SIZES):
+            yield from _of_size(candidate, size, share)
 
 
-def _of_size(name: str, setting: Setting, size: int, share: float | None) -> Iterator[dict[str, Any]]:
+def _of_size(candidate: Candidate, size: int, share: float) -> Iterator[tuple[Candidate, Seen]]:
     """Several numbers of micro-batches of a size; a share that comes to no whole micro-batch is left out."""
-    counts = range(1, min(MOST_MICRO_BATCHES, len(setting.lengths) // size) + 1)
+    setting = candidate.setting
+    counts = range(1, min(MOST_MICRO_BATCHES, max(1, len(setting.lengths) // size)) + 1)
     most = bisect_left(counts, True, key=lambda count: not _fits(setting, count, size, share))
     for count in sorted({max(1, round(part * most)) for part in PARTS}) if most else ():
-        if share and not round(share * count):
-            continue
-        batch = setting.batch(count, size)
-        plan, policy = setting.plan(batch, kv_on_gpu=share)
-        yield {
-            "policy": name,
-            "micro_batch_size": size,
-            "batch_size": len(batch.prompts),
-            "kv_on_gpu": round(plan.kv.on_gpu, 3),
-            "tokens_per_second": round(trial_run(plan, policy, setting.cost).tokens_per_second(batch), 2),
-        }
+        resident = round(share * count)
+        if resident or not share:
+            yield candidate, candidate.see(size, count, resident)
 
 
-def _fits(setting: Setting, count: int, size: int, share: float | None) -> bool:
+def _fits(setting: Setting, count: int, size: int, share: float) -> bool:
     try:
-        setting.plan(setting.batch(count, size), kv_on_gpu=share)
+        setting.plan(setting.batch(count, size), kv_on_gpu=share if setting.splits_kv else None)
     except BadInput:
         return False
     return True
+
+
+def _lengths() -> list[int]:
+    return load_workload("mtbench").lengths(MOST_REQUESTS)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 MoeschedError
 ├── BadInput            the user's input: a file, a flag, a size; the command line prints one line
+│   ├── DoesNotFit      no policy fits; carries what each of them lacks
 │   ├── NotFinite       the logits of a step are not finite, as those of a damaged checkpoint may be
 │   └── OutOfMemory     the system has less memory left than the plan takes
 ├── PolicyError         a policy submitted something illegal; raised at the policy's own line
@@ -37,6 +38,18 @@ class MoeschedError(Exception):
 
 class BadInput(MoeschedError):
     """The user's input cannot be used; the message names the value and the remedy in one line."""
+
+
+class DoesNotFit(BadInput):
+    """No policy fits the machine's memories.
+
+    Attributes:
+        ranking: the policies, as in `Proposal.ranking`, with the bytes that each lacks.
+    """
+
+    def __init__(self, message: str, ranking: list[Any]) -> None:
+        super().__init__(message)
+        self.ranking = ranking
 
 
 class NotFinite(BadInput):

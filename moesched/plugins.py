@@ -36,6 +36,11 @@ def shipped(kind: Kind) -> list[str]:
     return sorted(point.name for point in _points(kind) if point.value.startswith(f"moesched.{kind}."))
 
 
+def for_tests(kind: Kind) -> list[str]:
+    """The names of those plug-ins that test the framework, sorted."""
+    return sorted(point.name for point in _points(kind) if point.value.startswith("moesched.testing."))
+
+
 @overload
 def find(kind: Literal["policies"], name: str) -> type[Policy]: ...
 

@@ -18,7 +18,8 @@ from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.planner import Proposal, plan_best, plan_model
 from moesched.planner.search import best
-from moesched.planner.traits import Setting, Shape, Share, TraitProbe, Traits, learn
+from moesched.planner.setting import Setting
+from moesched.planner.traits import Shape, Share, TraitProbe, Traits, learn
 from moesched.planner.trial_run import trial_run
 from moesched.plugins import make_policy
 from moesched.policies.cgopipe import CGOPipe
@@ -227,7 +228,7 @@ def test_the_plan_for_mixtral_on_a_t4_streams_weights_and_attends_on_the_host(pr
     assert proposal.predicted.bound_by in ("accelerator", "host->gpu")
     assert proposal.predicted.utilization["host->gpu"] > 0.75
     assert proposal.predicted.throughput_tokens_per_second <= 1.1 * proposal.predicted.bound_tokens_per_second
-    assert [refused.policy for refused in proposal.refused] == ["resident"]
+    assert [row.policy for row in proposal.ranking if not row.fits] == ["resident"]
     assert all(peak <= T4.memories[memory].nbytes for memory, peak in proposal.predicted.peak_bytes.items())
 
 

@@ -14,7 +14,7 @@ import moesched
 from moesched.errors import BadInput
 from moesched.machines import load_machine
 from moesched.machines.sustained import at_peak
-from moesched.planner.traits import UNLIMITED
+from moesched.planner.setting import UNLIMITED
 from moesched.reproduce import SECTIONS, Section, reproduce
 from moesched.reproduce.moe_lightning.attention import attention_section
 from moesched.reproduce.moe_lightning.calibration import calibrate, predict_cell

@@ -49,13 +49,20 @@ typedef struct {
     const char *keys[TILE], *values[TILE];
 } Tile;
 
-/* The keys or the values of the next tile, which are prefetched while this one is computed: STREAMS lines at a time,
- * from places so far apart that the processor follows each of them on its own. One stream has half the bandwidth. */
+/* The keys or the values of the next tile, which the second-level cache gets while this one is computed: STREAMS lines at
+ * a time, from places so far apart that the processor follows each of them on its own. One stream has half the
+ * bandwidth. */
 typedef struct {
     const char *const *slots;
     int64_t token;           /* of each stream */
     int64_t at, first, last; /* bytes in a slot */
 } Ahead;
+
+/* The keys that follow a head's, which the first-level cache gets while the head's values are computed. */
+typedef struct {
+    const char *const *slots;
+    int64_t at;
+} Soon;
 
 /* A tile's place. */
 typedef struct {
@@ -69,8 +76,8 @@ typedef struct Loops {
     int64_t step; /* numbers */
     int64_t quads_at_once; /* a group that has more than one is filled up to a multiple of these */
     Part place, attend;
-    void (*attend_head)(const Job *job, const Tile *tile, Ahead *keys, Ahead *values, int64_t at, const float *queries,
-                        int64_t quad);
+    void (*attend_head)(const Job *job, const Tile *tile, Ahead *keys, Ahead *values, Soon soon, int64_t at,
+                        const float *queries, int64_t quad);
     Part merge;
 } Loops;
 
@@ -182,7 +189,9 @@ static void attend_span(const Job *job, Place place, int64_t first, int64_t last
             const int64_t quad = quad_of(job, span, head);
             if (place.token == begin) clear(job, quad);
             if (place.token + TILE >= place.sequence->last) store_new(job, place.sequence, head);
-            job->loops->attend_head(job, &tiles[side], &keys, &values, head_bytes * head,
+            const int same = head + 1 < last || !ahead; /* tile; its last head has nothing behind it without a next one */
+            const Soon soon = {same ? tiles[side].keys : ahead->keys, head_bytes * (head + 1 < last ? head + 1 : first)};
+            job->loops->attend_head(job, &tiles[side], &keys, &values, soon, head_bytes * head,
                                     job->queries + (sequence * kv_heads + head) * job->quads * job->quad_floats, quad);
         }
         place = next;
@@ -206,13 +215,13 @@ static void attend_items(void *argument, int64_t first, int64_t last) {
 
 #define BOTH_TYPES(set) {&loops_##set##_float32, &loops_##set##_bfloat16}
 
-/* By whether numbers are bfloat16. Products of pairs of bfloat16 numbers are not faster here: see docs/design.md. */
+/* By whether numbers are bfloat16. */
 static const Loops *const loops[INSTRUCTION_SETS][2] = {
     [PORTABLE] = BOTH_TYPES(portable),
 #if defined(__x86_64__)
     [AVX2] = BOTH_TYPES(avx2),
     [AVX512] = BOTH_TYPES(avx512),
-    [AVX512_BF16] = BOTH_TYPES(avx512),
+    [AVX512_BF16] = {&loops_avx512_float32, &loops_avx512_bf16_bfloat16},
 #if defined(HAS_AMX)
     [AMX_BF16] = {&loops_avx512_float32, &loops_amx},
 #endif

@@ -299,8 +299,9 @@ INLINE void attend_heads(const int heads, const Job *job, const Tile *tile, Ahea
     add_values(heads, job, tile, values, at, &weights, sums_of(job, quad));
 }
 
-static TARGET void attend_head_amx(const Job *job, const Tile *tile, Ahead *keys, Ahead *values, int64_t at,
+static TARGET void attend_head_amx(const Job *job, const Tile *tile, Ahead *keys, Ahead *values, Soon soon, int64_t at,
                                    const float *queries, int64_t quad) {
+    (void)soon;
     if (job->quads == 1) {
         attend_heads(QUAD, job, tile, keys, values, at, queries, quad);
         return;

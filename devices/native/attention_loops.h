@@ -5,8 +5,12 @@
  *   Number               the type of numbers
  *   VALUES(p, half)      that half of a step's numbers at p, as float32
  *   FROM_FLOATS(numbers, halves)   a step's numbers, from both halves
+ * and PAIRS where keys and queries are multiplied as pairs of bfloat16 numbers.
  */
 
+#if defined(PAIRS)
+#include "attention_pairs.h"
+#else
 /* ---------------------------------------------------------------- queries */
 
 /* Puts queries, scaled, where `score` looks for them: of each quad, step after step, in each step head after head. */
@@ -33,12 +37,12 @@ static TARGET void NAME(place)(void *argument, int64_t first, int64_t last) {
 
 /* ---------------------------------------------------------------- scores */
 
-INLINE void NAME(score_step)(const Number *const keys[TOKENS], const float *query, Floats sums[TOKENS][QUAD]) {
+INLINE void NAME(score_step)(const Number *const keys[TOKENS], int64_t k, const float *query, Floats sums[TOKENS][QUAD]) {
     UNROLL
     for (int half = 0; half < 2; half++) {
         Floats rows[TOKENS];
         UNROLL
-        for (int t = 0; t < TOKENS; t++) rows[t] = VALUES(keys[t], half);
+        for (int t = 0; t < TOKENS; t++) rows[t] = VALUES(keys[t] + k, half);
         UNROLL
         for (int c = 0; c < QUAD; c++) {
             const Floats column = LOADED(query + c * STEP + half * LANES);
@@ -48,8 +52,8 @@ INLINE void NAME(score_step)(const Number *const keys[TOKENS], const float *quer
     }
 }
 
-/* Scores of some tokens for a quad: out[token][head]. at: of the head, in the slots. */
-INLINE void NAME(score_tokens)(const char *const *slots, int64_t at, int64_t size, const float *query, float *out) {
+/* Scores of TOKENS tokens for a quad: out[token][head]. at: of the head, in the slots. */
+INLINE void NAME(score_quad)(const char *const *slots, int64_t at, int64_t size, const float *query, float *out) {
     const Number *keys[TOKENS];
     Floats sums[TOKENS][QUAD];
     UNROLL
@@ -59,67 +63,74 @@ INLINE void NAME(score_tokens)(const char *const *slots, int64_t at, int64_t siz
         for (int c = 0; c < QUAD; c++) sums[t][c] = EVERY(0.0f);
     }
     int64_t k = 0;
-    for (; k + STEP <= size; k += STEP, query += QUAD * STEP) {
-        NAME(score_step)(keys, query, sums);
-        UNROLL
-        for (int t = 0; t < TOKENS; t++) keys[t] += STEP;
-    }
+    for (; k + STEP <= size; k += STEP, query += QUAD * STEP) NAME(score_step)(keys, k, query, sums);
     if (k < size) {
         Number padded[TOKENS][STEP] = {{0}};
         for (int t = 0; t < TOKENS; t++) {
-            memcpy(padded[t], keys[t], (size_t)(size - k) * sizeof(Number));
+            memcpy(padded[t], keys[t] + k, (size_t)(size - k) * sizeof(Number));
             keys[t] = padded[t];
         }
-        NAME(score_step)(keys, query, sums);
+        NAME(score_step)(keys, 0, query, sums);
     }
     ADD_LANES((const Floats(*)[QUAD])sums, out);
 }
 
+/* Brings bytes [at, last) of TOKENS slots into the first-level cache. */
+INLINE void NAME(bring)(const char *const *slots, int64_t at, int64_t last) {
+    for (; at < last; at += LINE)
+        UNROLL
+        for (int t = 0; t < TOKENS; t++) __builtin_prefetch(slots[t] + at, 0, 3);
+}
+
+/* Scores of TOKENS tokens for `quads` quads, from token t of a tile on: scores[quad][token][head]. */
+INLINE void NAME(score_tokens)(const int quads, const Job *job, const Tile *tile, int64_t t, Ahead *ahead, int64_t at,
+                               const float *queries, float scores[][TILE * QUAD]) {
+    const int64_t bytes = in_slot(job->attend, 0, 1);
+    fetch(ahead, lines_of(TOKENS * bytes));
+    NAME(bring)(tile->values + t, at, at + bytes);
+    for (int q = 0; q < quads; q++)
+        NAME(score_quad)(tile->keys + t, at, job->attend->head_dim, queries + q * job->quad_floats, scores[q] + t * QUAD);
+}
+#endif
+
 /* Scores of a tile for `quads` quads: scores[quad][token][head]. After the last token they are -infinity. */
 INLINE void NAME(score)(const int quads, const Job *job, const Tile *tile, Ahead *ahead, int64_t at,
                         const float *queries, float scores[][TILE * QUAD]) {
-    const int64_t size = job->attend->head_dim, lines = lines_of(TOKENS * size * (int64_t)sizeof(Number));
-    for (int64_t t = 0; t < tile->count; t += TOKENS) {
-        fetch(ahead, lines);
-        for (int q = 0; q < quads; q++)
-            NAME(score_tokens)(tile->keys + t, at, size, queries + q * job->quad_floats, scores[q] + t * QUAD);
-    }
+    for (int64_t t = 0; t < tile->count; t += TOKENS) NAME(score_tokens)(quads, job, tile, t, ahead, at, queries, scores);
     for (int q = 0; q < quads; q++)
         for (int64_t i = tile->count * QUAD; i < TILE * QUAD; i++) scores[q][i] = -INFINITY;
 }
 
 /* Turns scores into weights, and sets `scaling` to what sums so far are multiplied by. */
 INLINE void NAME(weigh)(float *highest_of, float *total_of, float scores[TILE * QUAD], float scaling[QUAD]) {
-    float lanes[LANES] __attribute__((aligned(64))), total[LANES] __attribute__((aligned(64))) = {0};
-    Floats most[2] = {LOADED(scores), LOADED(scores + LANES)};
-    for (int i = 2 * LANES; i < TILE * QUAD; i += 2 * LANES) {
+    const Floats before = OF_QUAD(highest_of);
+    Floats most[2] = {before, before}, total = EVERY(0.0f);
+    for (int i = 0; i < TILE * QUAD; i += 2 * LANES) {
         most[0] = LARGER(LOADED(scores + i), most[0]);
         most[1] = LARGER(LOADED(scores + i + LANES), most[1]);
     }
-    STORE(lanes, LARGER(most[0], most[1]));
-    for (int c = 0; c < QUAD; c++) {
-        float highest = highest_of[c];
-        for (int i = c; i < LANES; i += QUAD) highest = lanes[i] > highest ? lanes[i] : highest;
-        scaling[c] = exponential(highest_of[c] - highest);
-        highest_of[c] = highest;
+    Floats highest = LARGER(most[0], most[1]);
+    UNROLL
+    for (int lanes = QUAD; lanes < LANES; lanes *= 2) highest = LARGER(highest, SWAPPED(highest, lanes));
+    const Floats factor = EXPONENTIALS(before - highest);
+    UNROLL
+    for (int i = 0; i < TILE * QUAD; i += LANES) {
+        const Floats weights = EXPONENTIALS(LOADED(scores + i) - highest);
+        STORE(scores + i, weights);
+        total = total + weights;
     }
-    for (int i = 0; i < LANES; i++) lanes[i] = highest_of[i % QUAD];
-    for (int i = 0; i < TILE * QUAD; i += LANES)
-        for (int lane = 0; lane < LANES; lane++) {
-            scores[i + lane] = exponential(scores[i + lane] - lanes[lane]);
-            total[lane] += scores[i + lane];
-        }
-    for (int c = 0; c < QUAD; c++) {
-        float sum = 0.0f;
-        for (int i = c; i < LANES; i += QUAD) sum += total[i];
-        total_of[c] = total_of[c] * scaling[c] + sum;
-    }
+    UNROLL
+    for (int lanes = QUAD; lanes < LANES; lanes *= 2) total = total + SWAPPED(total, lanes);
+    ADD_PRODUCT(total, OF_QUAD(total_of), factor);
+    memcpy(total_of, &total, QUAD * sizeof(float));
+    memcpy(highest_of, &highest, QUAD * sizeof(float));
+    memcpy(scaling, &factor, QUAD * sizeof(float));
 }
 
 /* ---------------------------------------------------------------- values */
 
 /* One step of the weighted sums of values, for `quads` quads at once. */
-INLINE void NAME(add_step)(const int quads, const Tile *tile, Ahead *ahead, int64_t at, int64_t numbers,
+INLINE void NAME(add_step)(const int quads, const Tile *tile, Ahead *ahead, const Soon *soon, int64_t at, int64_t numbers,
                            float weights[][TILE * QUAD], float scaling[][QUAD], float *sums[], int64_t stride) {
     Floats total[MOST_QUADS * QUAD][2];
     UNROLL
@@ -134,6 +145,9 @@ INLINE void NAME(add_step)(const int quads, const Tile *tile, Ahead *ahead, int6
         const Number *values = (const Number *)(tile->values[t] + at);
         Number padded[STEP];
         if (t % STREAMS == 0) fetch(ahead, lines_of(STREAMS * STEP * (int64_t)sizeof(Number)));
+        UNROLL
+        for (int64_t byte = 0; byte < STEP * (int64_t)sizeof(Number); byte += LINE)
+            __builtin_prefetch(soon->slots[t] + soon->at + byte, 0, 3);
         if (numbers < STEP) {
             memset(padded, 0, sizeof padded);
             memcpy(padded, values, (size_t)numbers * sizeof *padded);
@@ -155,34 +169,35 @@ INLINE void NAME(add_step)(const int quads, const Tile *tile, Ahead *ahead, int6
 }
 
 /* Adds a tile to the parts of `quads` quads. at: of the head, in the slots. */
-INLINE void NAME(attend_quads)(const int quads, const Job *job, const Tile *tile, Ahead *keys, Ahead *values, int64_t at,
-                               const float *queries, int64_t quad) {
+INLINE void NAME(attend_quads)(const int quads, const Job *job, const Tile *tile, Ahead *keys, Ahead *values, Soon soon,
+                               int64_t at, const float *queries, int64_t quad) {
     float scores[MOST_QUADS][TILE * QUAD] __attribute__((aligned(64))), scaling[MOST_QUADS][QUAD];
+    const int64_t step_bytes = STEP * (int64_t)sizeof(Number);
     float *sums[MOST_QUADS];
     NAME(score)(quads, job, tile, keys, at, queries, scores);
     for (int q = 0; q < quads; q++, quad++) {
         NAME(weigh)(job->highest + quad * QUAD, job->total + quad * QUAD, scores[q], scaling[q]);
         sums[q] = sums_of(job, quad);
     }
-    for (int64_t left = job->attend->head_dim; left > 0; left -= STEP, at += STEP * (int64_t)sizeof(Number)) {
+    for (int64_t left = job->attend->head_dim; left > 0; left -= STEP, at += step_bytes, soon.at += step_bytes) {
         if (left < STEP)
-            NAME(add_step)(quads, tile, values, at, left, scores, scaling, sums, job->steps * STEP);
+            NAME(add_step)(quads, tile, values, &soon, at, left, scores, scaling, sums, job->steps * STEP);
         else
-            NAME(add_step)(quads, tile, values, at, STEP, scores, scaling, sums, job->steps * STEP);
+            NAME(add_step)(quads, tile, values, &soon, at, STEP, scores, scaling, sums, job->steps * STEP);
         for (int q = 0; q < quads; q++) sums[q] += STEP;
     }
 }
 
 /* Adds a tile to a head's parts. */
-static TARGET void NAME(attend_head)(const Job *job, const Tile *tile, Ahead *keys, Ahead *values, int64_t at,
+static TARGET void NAME(attend_head)(const Job *job, const Tile *tile, Ahead *keys, Ahead *values, Soon soon, int64_t at,
                                      const float *queries, int64_t quad) {
     int64_t left = job->quads;
     for (; MOST_QUADS > 1 && left >= MOST_QUADS; left -= MOST_QUADS, quad += MOST_QUADS) {
-        NAME(attend_quads)(MOST_QUADS, job, tile, keys, values, at, queries, quad);
+        NAME(attend_quads)(MOST_QUADS, job, tile, keys, values, soon, at, queries, quad);
         queries += MOST_QUADS * job->quad_floats;
     }
     for (; left; left--, quad++) {
-        NAME(attend_quads)(1, job, tile, keys, values, at, queries, quad);
+        NAME(attend_quads)(1, job, tile, keys, values, soon, at, queries, quad);
         queries += job->quad_floats;
     }
 }

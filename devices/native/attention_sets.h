@@ -36,6 +36,8 @@ static inline void add_lanes_portable(const Float4 sums[][QUAD], float *out) {
 #define EVERY(x) ((Float4){x, x, x, x})
 #define LARGER(a, b) larger_floats(a, b)
 #define ADD_PRODUCT(sums, a, b) sums += (a) * (b)
+#define OF_QUAD(p) floats_at(p)
+#define SWAPPED(x, lanes) (x)
 #define EVEN(p) ((Float4)((Word4)floats_at(p) << 16))
 #define ODD(p) ((Float4)((Word4)floats_at(p) & 0xffff0000u))
 #define ADD_LANES add_lanes_portable
@@ -67,6 +69,8 @@ __attribute__((target("avx2,fma"), always_inline)) static inline void add_lanes_
 #define EVERY(x) _mm256_set1_ps(x)
 #define LARGER(a, b) _mm256_max_ps(a, b)
 #define ADD_PRODUCT(sums, a, b) sums = _mm256_fmadd_ps(a, b, sums)
+#define OF_QUAD(p) _mm256_broadcast_ps((const __m128 *)(p))
+#define SWAPPED(x, lanes) _mm256_permute2f128_ps(x, x, 1)
 #define WORDS(p) _mm256_loadu_si256((const __m256i *)(p))
 #define EVEN(p) _mm256_castsi256_ps(_mm256_slli_epi32(WORDS(p), 16))
 #define ODD(p) _mm256_castsi256_ps(_mm256_and_si256(WORDS(p), _mm256_set1_epi32((int)0xffff0000u)))
@@ -102,12 +106,35 @@ __attribute__((target("avx512f"), always_inline)) static inline void add_lanes_a
 #define EVERY(x) _mm512_set1_ps(x)
 #define LARGER(a, b) _mm512_max_ps(a, b)
 #define ADD_PRODUCT(sums, a, b) sums = _mm512_fmadd_ps(a, b, sums)
+#define OF_QUAD(p) _mm512_broadcast_f32x4(_mm_loadu_ps(p))
+#define SWAPPED(x, lanes) ((lanes) == 4 ? _mm512_shuffle_f32x4(x, x, 0xb1) : _mm512_shuffle_f32x4(x, x, 0x4e))
 #define WORDS(p) _mm512_loadu_si512(p)
 #define EVEN(p) _mm512_castsi512_ps(_mm512_slli_epi32(WORDS(p), 16))
 #define ODD(p) _mm512_castsi512_ps(_mm512_and_si512(WORDS(p), _mm512_set1_epi32((int)0xffff0000u)))
 #define ADD_LANES add_lanes_avx512
 #include "attention_types.h"
 #undef WORDS
+
+#define SET avx512_bf16
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
+#define LANES 16
+#define TOKENS 8
+#define MOST_QUADS 2
+#define Floats __m512
+#define LOADED(p) _mm512_loadu_ps(p)
+#define STORE(p, v) _mm512_storeu_ps(p, v)
+#define EVERY(x) _mm512_set1_ps(x)
+#define LARGER(a, b) _mm512_max_ps(a, b)
+#define ADD_PRODUCT(sums, a, b) sums = _mm512_fmadd_ps(a, b, sums)
+#define OF_QUAD(p) _mm512_broadcast_f32x4(_mm_loadu_ps(p))
+#define SWAPPED(x, lanes) ((lanes) == 4 ? _mm512_shuffle_f32x4(x, x, 0xb1) : _mm512_shuffle_f32x4(x, x, 0x4e))
+#define WORDS(p) _mm512_loadu_si512(p)
+#define EVEN(p) _mm512_castsi512_ps(_mm512_slli_epi32(WORDS(p), 16))
+#define ODD(p) _mm512_castsi512_ps(_mm512_and_si512(WORDS(p), _mm512_set1_epi32((int)0xffff0000u)))
+#define PAIRS
+#include "attention_types.h"
+#undef WORDS
+#undef PAIRS
 
 #if defined(HAS_AMX)
 #include "attention_amx.h"
@@ -137,6 +164,8 @@ static inline void add_lanes_neon(const float32x4_t sums[][QUAD], float *out) {
 #define EVERY(x) vdupq_n_f32(x)
 #define LARGER(a, b) vmaxq_f32(a, b)
 #define ADD_PRODUCT(sums, a, b) sums = vfmaq_f32(sums, a, b)
+#define OF_QUAD(p) vld1q_f32(p)
+#define SWAPPED(x, lanes) (x)
 #define EVEN(p) vreinterpretq_f32_u32(vshlq_n_u32(WORDS(p), 16))
 #define ODD(p) vreinterpretq_f32_u32(vandq_u32(WORDS(p), vdupq_n_u32(0xffff0000u)))
 #define ADD_LANES add_lanes_neon

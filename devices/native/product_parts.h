@@ -23,9 +23,9 @@ INLINE void ISA(multiply_few)(const Product *product, const Panels *panels, int6
 #if LANES > 1
     const int64_t count = ((last - first) * batch + FOLDED - 1) / FOLDED * FOLDED;
     float sums[MOST_SUMS * LANES] __attribute__((aligned(64)));
-    memset(sums, 0, (size_t)(count * LANES) * sizeof(float));
+    memset(sums + (count - FOLDED) * LANES, 0, FOLDED * LANES * sizeof(float)); /* more than are written */
 #else
-    float *sums = out; /* the first step does not read them */
+    float *sums = out;
 #endif
     for (int64_t from = first, to; from < last; from = to) {
         const Rows here = rows_from(product, from);

@@ -60,7 +60,12 @@ INLINE void ISA(tile)(const int R, const int C, const int alone, const Tile *til
     UNROLL
     for (int r = 0; r < R; r++)
         UNROLL
-        for (int c = 0; c < C; c++) memcpy(&sums[r][c], tile->sums + r * tile->sums_stride + c * LANES, sizeof(Sums));
+        for (int c = 0; c < C; c++) sums[r][c] = (Sums){0};
+    if (!tile->begins)
+        UNROLL
+        for (int r = 0; r < R; r++)
+            UNROLL
+            for (int c = 0; c < C; c++) memcpy(&sums[r][c], tile->sums + r * tile->sums_stride + c * LANES, sizeof(Sums));
     int64_t step = 0;
     for (; step + STEPS <= steps; step += STEPS) {
         const uint16_t *ahead = weights + AHEAD + (step < turn ? 0 : tile->gap);
@@ -135,6 +140,7 @@ INLINE void ISA(tile_rows)(const Stretch *stretch, int rows, int64_t row, int64_
         tile.steps = left < piece ? left : piece;
         tile.rest = tile.steps == left ? stretch->rest : 0;
         tile.turn = left - AHEAD / STEP;
+        tile.begins = stretch->first + step == 0;
         for (int number = 0; number < panels; number++) {
             const Panel panel = stretch->panels->panel[number];
             tile.x = product->x + (panel.column * product->steps + panel.columns * (stretch->first + step)) * STEP_BYTES;
@@ -147,7 +153,7 @@ INLINE void ISA(tile_rows)(const Stretch *stretch, int rows, int64_t row, int64_
     } while (step < stretch->steps);
 }
 
-/* sums += weights x. A tile has rows far apart, and the next tile the rows below them: thus few streams of memory are
+/* sums += weights x; = in the first stretch. A tile has rows far apart, and the next tile the rows below them: thus few streams of memory are
  * read, each from its beginning to its end. */
 static TARGET void ISA(stretch)(const Stretch *stretch, float *sums) {
     const int rows = TILE_ROWS(stretch->panels->panel[0].columns); /* no panel is wider */

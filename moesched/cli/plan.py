@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
 from moesched.cli import arguments, options
 from moesched.cli.output import say
+from moesched.errors import DoesNotFit
 from moesched.inputs.defaults import WORKLOAD
 
 if TYPE_CHECKING:
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
     from moesched.planner.proposal import Proposal
 
 HELP = options.paragraphs(
-    "Find the policy and the sizes of batch and micro-batches that generate the most tokens per second on a "
-    "machine.",
-    "A search over the sizes (MoE-Lightning, section 4.2) gives a bound for each policy. The most promising "
-    "schedules are then simulated on the virtual clock, and the fastest one wins. Needs neither the weights "
-    "nor the machine.",
+    "Find the best policy and sizes for a model on a machine, how fast that is, and why the others lose.",
+    "All policies that one machine can run are ranked, installed plug-ins too. A search over the sizes "
+    "(MoE-Lightning, section 4.2) gives a bound for each. Schedules are then simulated on the virtual clock: "
+    "a few layers of each policy, and all layers of the best. Needs neither the weights nor the machine.",
+    "--for throughput maximises generated tokens per second of a batch, prefill included. The others are for "
+    "one request of the workload's average length: --for latency minimises the time of a decode step, and "
+    "--for interactive the time of the whole answer, from the prompt's first layer to the last token.",
     "With --nodes: the least time of a token on several machines (Eq. 1 of the Apple silicon cluster "
     "paper), the placement of experts, and whether to split experts or attention instead. This needs no "
     "workload.",
@@ -34,6 +37,7 @@ EPILOGUE = """Examples:
       --gen 128 --policy flexgen --budget gpu=16GB
   moesched plan --model gpt-oss-120b --machine l4
   moesched plan --model qwen3-next-80b-a3b --format q4_k_m --machine l4
+  moesched plan --model qwen3-30b-a3b --machine rtx6000 --for interactive
   moesched plan --model dbrx --machine m2-ultra --nodes 4 --network 10gbe"""
 
 
@@ -59,6 +63,14 @@ class PlanArguments(arguments.ClusterArguments, arguments.FormatArguments, argum
         str | None,
         Parameter(metavar="P", help="Plan for this policy alone: a name, or file.py:Class."),
     ] = None
+    objective: Annotated[
+        Literal["throughput", "latency", "interactive"],
+        Parameter(
+            name="--for",
+            help="The figure to be best in: tokens per second of a batch, the decode step of one request, or "
+            "the time of one request's answer.",
+        ),
+    ] = "throughput"
     settings: options.Settings = ()
     dtype: options.DType = None
     seed: Annotated[options.Whole, Parameter(help="Seed of the order of the prompts.")] = 0
@@ -73,9 +85,14 @@ def plan(*, given: PlanArguments) -> None:
     if given.nodes is not None:
         cluster = _propose_cluster(given, given.nodes)
         print_json(cluster) if given.json else print_cluster(cluster)
-    else:
+        return
+    try:
         proposal = _propose(given)
-        print_json(proposal) if given.json else print_proposal(proposal)
+    except DoesNotFit as error:
+        if given.json:
+            print_json({"plan": None, "predicted": None, "ranking": error.ranking})
+        raise
+    print_json(proposal) if given.json else print_proposal(proposal)
 
 
 def _propose(given: PlanArguments) -> Proposal:
@@ -93,6 +110,7 @@ def _propose(given: PlanArguments) -> Proposal:
             workload=WORKLOAD if given.workload is None else given.workload,
             gen=given.gen,
             policy=given.policy,
+            objective=given.objective,
             settings=parse_settings(given.settings),
             dtype=given.dtype,
             format=given.format,
@@ -110,6 +128,7 @@ def _propose_cluster(given: PlanArguments, nodes: int) -> ClusterProposal:
         {
             "--workload": given.workload,
             "--gen": given.gen,
+            "--for": None if given.objective == "throughput" else given.objective,
             "--set": given.settings,
             "--seed": given.seed,
             "--format": given.format,
@@ -130,6 +149,7 @@ def _propose_cluster(given: PlanArguments, nodes: int) -> ClusterProposal:
 def print_proposal(proposal: Proposal) -> None:
     """Print the plan, its throughput, its bottleneck, and the rejected alternatives."""
     from moesched.cli.output import print_table, say_band
+    from moesched.cli.plan_table import print_ranking
     from moesched.units import format_bytes, format_seconds
 
     plan, predicted = proposal.plan, proposal.predicted
@@ -138,7 +158,7 @@ def print_proposal(proposal: Proposal) -> None:
         place += f", cut over {proposal.tensor_parallel} accelerators"
     say(
         f"\n{proposal.model} ({proposal.dtype}) on {place}, {proposal.workload}, "
-        f"{proposal.new_tokens} new tokens: predicted, best plan\n"
+        f"{proposal.new_tokens} new tokens: predicted, best plan for {proposal.objective}\n"
     )
     print_table(["", ""], [[name, value] for name, value in _plan_rows(proposal)])
     say()
@@ -151,22 +171,12 @@ def print_proposal(proposal: Proposal) -> None:
     say()
     useful = [[gain.resource, f"{gain.share:+.1%}"] for gain in proposal.gains if gain.share >= 0.0005]
     print_table(["10 % more of", "throughput"], useful or [["any one resource", "+0 %"]], figures=1)
-    if proposal.rivals:
+    if len(proposal.ranking) > 1:
         say()
-        rivals = [
-            [
-                each.policy,
-                str(each.batch_size),
-                str(each.micro_batch_size),
-                f"{each.throughput_tokens_per_second:.4g}",
-            ]
-            for each in proposal.rivals
-        ]
-        print_table(["other policies", "batch", "micro-batch", "tokens/s"], rivals, figures=3)
-    for refused in proposal.refused:
-        say(f"\nnot possible: {refused.why}")
+        print_ranking(proposal.ranking, proposal.objective)
+    requests = "1 request" if plan.batch_size == 1 else f"{plan.batch_size} requests"
     say(
-        f"\nA run of {plan.batch_size} requests takes {format_seconds(_run_seconds(proposal))}. "
+        f"\nA run of {requests} takes {format_seconds(_run_seconds(proposal))}. "
         f"{predicted.bound_by} is the bottleneck."
     )
 

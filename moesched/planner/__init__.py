@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from moesched.planner.cluster import MOST_NODES, ClusterProposal, plan_cluster
 from moesched.planner.proposal import MOST_REQUESTS, Proposal, plan_model
-from moesched.planner.search_policies import POLICIES, Best, plan_best
-from moesched.planner.traits import KV_SHARE, Setting, splits_kv
+from moesched.planner.search_policies import Best, plan_best, plannable
+from moesched.planner.setting import KV_SHARE, Setting, splits_kv
 
 __all__ = [
     "KV_SHARE",
     "MOST_NODES",
     "MOST_REQUESTS",
-    "POLICIES",
     "Best",
     "ClusterProposal",
     "Proposal",
@@ -24,5 +23,6 @@ __all__ = [
     "plan_best",
     "plan_cluster",
     "plan_model",
+    "plannable",
     "splits_kv",
 ]

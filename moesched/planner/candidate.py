@@ -10,8 +10,11 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
-from moesched.planner.search import PolicyChoice, best, costed, filled, least
-from moesched.planner.traits import Setting, Shape, TraitProbe, Traits, learn, resident_bytes
+from moesched.planner.objectives import most_steps, rate
+from moesched.planner.search import PolicyChoice, best, filled, least, most_of
+from moesched.planner.setting import Setting
+from moesched.planner.shallow_trial import Cut, cut_like
+from moesched.planner.traits import Lesson, Shape, TraitProbe, Traits, resident_bytes
 from moesched.planner.trial_run import TrialRun, trial_run
 from moesched.planner.uncertainty import Figures, Uncertainty, uncertainty
 from moesched.runs.outcome import bytes_of_all_ranks
@@ -22,6 +25,8 @@ from moesched.steps.plan import Plan
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 192, 224)
 """Requests of a micro-batch: all coarse sizes are tried, and the fine sizes next to the best coarse one."""
+ROUGH = (1, 4, 16, 48, 128, 256)
+"""Sizes of the first look at a policy."""
 MOST_SHARES = 8
 MOST_PREVIEWS = 8
 NEAR = 1.1
@@ -34,7 +39,9 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         weights_on_gpu: share of the weights' bytes that stays in the accelerator's memory.
         kv_on_gpu: share of the micro-batches whose KV cache stays there.
+        few: a few layers of it; None where a trial run needs all of them.
         throughput: generated tokens per second, prefill included.
+        rate: the figure that the setting's objective maximises.
     """
 
     batch_size: int
@@ -43,7 +50,9 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     kv_on_gpu: float
     peak_bytes: dict[str, int]
     trial_run: TrialRun
+    few: Cut | None
     throughput: float
+    rate: float
 
 
 class Point(NamedTuple):
@@ -59,30 +68,58 @@ class Candidate:
 
     Args:
         sizes: allowed sizes of micro-batches; None for any.
+        deep: whether trial runs have all layers, not a few of them.
+
+    Attributes:
+        choice: the sizes with the highest bound: of coarse sizes, or of `ROUGH` ones for few layers, until refined.
+        tasks: number of tasks of all its trial runs.
 
     Raises:
         BadInput: not even one request fits; the message names the memory and the missing bytes.
     """
 
-    def __init__(self, name: str, setting: Setting, sizes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, name: str, setting: Setting, sizes: Sequence[int] | None = None, *, deep: bool = True
+    ) -> None:
         setting.plan(setting.batch(1, 1))
         self.name = name
         self.setting = setting
-        self.traits: Traits = learn(setting)
+        self._lesson = Lesson(setting)
+        self.traits: Traits = self._lesson.traits
+        self.tasks = 0
+        self._deep = deep
         self._probes: dict[int, TraitProbe] = {}
-        coarse = sizes or sorted({*SIZES, *_even_shares(len(setting.lengths))})
-        self._ladder = sizes or sorted({*coarse, *FINER})
-        shapes = self._shapes(setting, coarse)
-        rough = best(setting, self.traits, shapes) or least(setting, self.traits, shapes[0])
-        size = rough.micro_batch_size
-        finer = [other for other in self._ladder if other in coarse or size / 2 < other < size * 2]
-        self.choice = best(setting, self.traits, self._shapes(setting, finer), rough.throughput) or rough
+        self._coarse = sizes or sorted({*SIZES, *_even_shares(len(setting.lengths))})
+        self._ladder = sizes or sorted({*self._coarse, *FINER, *ROUGH})
+        self._first = sizes or (self._coarse if deep else ROUGH)
+        shapes = self._shapes(setting, self._first)
+        self.choice = best(setting, self.traits, shapes) or least(setting, self.traits, shapes[0])
+
+    def refine(self) -> None:
+        """Choose among all coarse sizes, and the fine ones next to the best of these."""
+        for sizes in (self._ladder,) if self._first is self._coarse else (self._coarse, self._ladder):
+            size = self.choice.micro_batch_size
+            near = [other for other in sizes if other in self._coarse or size / 2 < other < size * 2]
+            shapes = self._shapes(self.setting, near)
+            self.choice = best(self.setting, self.traits, shapes, self.choice.throughput) or self.choice
+
+    def first(self) -> Seen:
+        """Simulate the schedule of the choice."""
+        return self.see(*_point(self.choice))
+
+    def deepened(self, seen: Seen) -> Seen:
+        """The same schedule with all layers simulated."""
+        size = seen.micro_batch_size
+        count = -(-seen.batch_size // size)
+        found = self.see(size, count, round(seen.kv_on_gpu * count), deep=True)
+        return replace(found, few=seen.few)
 
     def look(self) -> Seen:
         """Find the best schedule near the choice; if the KV cache can be split, also near none and all of it.
 
         The bound ignores that lanes overlap less well where micro-batches differ.
         """
+        self.refine()
         found = self._climb(self.choice)
         if self.setting.splits_kv and self.setting.kv_on_gpu is None:
             for share in (0.0, 1.0):
@@ -90,7 +127,7 @@ class Candidate:
                 shapes = self._shapes(setting, list(self._probes))
                 edge = best(setting, self.traits, shapes, above=found.throughput / NEAR)
                 if edge is not None and _point(edge) != _point(self.choice):
-                    found = max(found, self._climb(edge), key=lambda seen: seen.throughput)
+                    found = max(found, self._climb(edge), key=lambda seen: seen.rate)
         return found
 
     def _climb(self, start: PolicyChoice) -> Seen:
@@ -105,7 +142,7 @@ class Candidate:
             tried.add(_point(choice))
             with suppress(BadInput):
                 other = self.see(*_point(choice))
-                if other.throughput > found.throughput:
+                if other.rate > found.rate:
                     found = other
                     ahead = self._around(found)
         return found
@@ -140,13 +177,15 @@ class Candidate:
         return None
 
     def bound_with(self, setting: Setting) -> float:
-        """The bound on another machine, in tokens per second."""
-        traits = self.traits if setting.machine is self.setting.machine else learn(setting)
-        size = self.choice.micro_batch_size
-        shape, *others = self._shapes(setting, [size, *self._neighbours(size)])
-        same = costed(setting, traits, shape, self.choice).throughput
-        better = best(setting, traits, [shape, *others], above=same)
-        return same if better is None else better.throughput
+        """The bound with micro-batches of the chosen size on another machine, in tokens per second."""
+        faster = setting.machine is not self.setting.machine
+        traits = (
+            replace(self.traits, fetch=self._lesson.fetch_seconds(setting.cost)) if faster else self.traits
+        )
+        shape = self._probe(self.choice.micro_batch_size).shape(setting.cost)
+        resident = self.choice.resident / self.choice.micro_batches
+        shares = {0.0, resident, 1.0} if self.setting.splits_kv and setting.kv_on_gpu is None else {resident}
+        return max(most_of(setting, traits, shape, share) for share in shares)
 
     def _shapes(self, setting: Setting, sizes: Sequence[int]) -> list[Shape]:
         return [self._probe(size).shape(setting.cost) for size in sizes if size <= len(setting.lengths)]
@@ -160,14 +199,25 @@ class Candidate:
         place = self._ladder.index(size)
         return [*self._ladder[place + 1 : place + 3], *self._ladder[max(0, place - 2) : place]]
 
-    def see(self, size: int, micro_batches: int, resident: int = 0) -> Seen:
+    def see(self, size: int, micro_batches: int, resident: int = 0, *, deep: bool | None = None) -> Seen:
         """Simulate the schedule of that number of micro-batches, or of as many as fit.
 
-        resident: micro-batches whose KV cache stays on the accelerator, for a policy that splits it.
+        Args:
+            resident: micro-batches whose KV cache stays on the accelerator, for a policy that splits it.
+            deep: whether to simulate all layers; by default as the candidate does.
         """
         plan, policy = self._fitting(size, micro_batches, resident)
-        batch = plan.batch
-        seen = trial_run(plan, policy)
+        batch, setting = plan.batch, self.setting
+        deep = self._deep if deep is None else deep
+        share = plan.kv.on_gpu if setting.splits_kv else None
+        steps = most_steps(setting.objective)
+        found = None if deep else cut_like(setting, plan, share)
+        if found is None:
+            few, seen = None, trial_run(plan, policy, most_steps=steps)
+        else:
+            few, prepared = found
+            seen = few.trial(steps, prepared)
+        self.tasks += seen.tasks
         return Seen(
             micro_batch_size=size,
             batch_size=len(batch.prompts),
@@ -177,16 +227,18 @@ class Candidate:
                 name: bytes_of_all_ranks(plan, memory, memory.peak) for name, memory in plan.memories.items()
             },
             trial_run=seen,
+            few=few,
             throughput=seen.tokens_per_second(batch),
+            rate=rate(setting.objective, seen, batch),
         )
 
     def uncertainty(self, seen: Seen) -> Uncertainty:
-        """The band of a schedule that was simulated."""
+        """The band of a schedule that was simulated, from runs of a few of its layers where those can stand for all."""
         count = -(-seen.batch_size // seen.micro_batch_size)
         resident = round(seen.kv_on_gpu * count)
-        run = seen.trial_run
+        run, few = seen.trial_run, seen.few
         return uncertainty(
-            lambda: [Rank(*self._fitting(seen.micro_batch_size, count, resident))],
+            lambda: [Rank(*(few.plan() if few else self._fitting(seen.micro_batch_size, count, resident)))],
             Figures(seen.throughput, run.step_seconds, run.prefill_seconds),
         )
 

@@ -9,7 +9,6 @@ from typing import Unpack
 
 import msgspec
 
-from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.inputs.budgets import assumed_process, within_process
 from moesched.inputs.defaults import MACHINE, WORKLOAD
@@ -28,9 +27,10 @@ from moesched.inputs.options import (
 )
 from moesched.machines import Machine
 from moesched.models.layout import WeightLayout, room_for, weight_layout
-from moesched.planner.candidate import Seen
+from moesched.planner.objectives import Objective, require_objective
+from moesched.planner.ranking import Ranked
 from moesched.planner.resources import Gain
-from moesched.planner.search_policies import POLICIES, Best, Refused, plan_best
+from moesched.planner.search_policies import Best, plan_best
 from moesched.planner.uncertainty import Figures
 from moesched.requests.workloads import Workload, load_workload
 
@@ -76,15 +76,6 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: dict[str, int]
 
 
-class Rival(msgspec.Struct, frozen=True, kw_only=True):
-    """The best simulated schedule of a policy that was not chosen."""
-
-    policy: str
-    batch_size: int
-    micro_batch_size: int
-    throughput_tokens_per_second: float
-
-
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """The best plan for a model, a machine and a workload.
 
@@ -92,8 +83,8 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
         tensor_parallel: number of accelerators that the model is split over. The peak of the accelerator's memory is
             that of one of them; the peaks of other memories are for all.
         gains: relative increase of the bound for a tenth more of each resource, the most useful first.
-        rivals: other policies that were simulated; a policy whose bound is too low is not.
-        refused: policies that do not fit, with the missing bytes.
+        objective: the figure that the plan is best in.
+        ranking: all policies that one machine can run, the best first; those that do not fit are last.
         band: of each figure, the low end, the expected figure and the high end.
         at_peak: the figures at the rates that the machine states; None where its costs were measured.
         widest_rate: the rate that widens the band most, in words.
@@ -103,13 +94,13 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
     workload: str
     new_tokens: int
+    objective: Objective
     dtype: str
     tensor_parallel: int
     plan: PlannedSizes
     predicted: Predicted
     gains: list[Gain]
-    rivals: list[Rival]
-    refused: list[Refused]
+    ranking: list[Ranked]
     band: dict[str, tuple[float, float, float]]
     at_peak: Figures | None
     widest_rate: str | None
@@ -132,23 +123,28 @@ def plan_model(
     workload: Workload | str = WORKLOAD,
     gen: int | None = None,
     policy: str | None = None,
+    objective: Objective = "throughput",
     seed: int = 0,
     on_progress: Callable[[str], None] = lambda what: None,
     **options: Unpack[PlanKeywords],
 ) -> Proposal:
-    """Find the best plan; needs no weights and no GPU.
+    """Find the policy and the sizes that are best in an objective; needs no weights and no GPU.
 
     Args:
         model: a name of `moesched list models`, or a folder with a config.json.
         machine: a name of `moesched list machines`, "auto" for this one, a TOML file, or a Machine.
         workload: a name of `moesched list workloads`, a TOML file, or a Workload.
         gen: tokens to generate for each prompt; None for the workload's own number.
-        policy: a name or file.py:Class; None for the best of `POLICIES`.
+        policy: a name or file.py:Class; None for the best of all that one machine can run.
+        objective: "throughput" for the most generated tokens per second of a batch; for one request of the workload's
+            average length, "latency" for the shortest decode step, and "interactive" for the shortest time of the
+            answer, from the prompt's first layer to the last token.
         seed: of the order of prompts.
         on_progress: called with the name of each stage of the search.
 
     Raises:
-        BadInput: an argument cannot be used, or no policy fits; the message names the missing bytes.
+        BadInput: an argument cannot be used.
+        DoesNotFit: no policy fits; the message names the missing bytes.
     """
     given = options_from(PlanOptions, "plan_model", options, machine=machine)
     cls = None if policy is None else find_policy(policy)
@@ -163,37 +159,39 @@ def plan_model(
     shares, process = within_process(shares, described, assumed_process(described), config.ranks)
     chosen = load_workload(workload) if isinstance(workload, str) else workload
     new_tokens = chosen.new_tokens[0] if gen is None else gen
-    if new_tokens < 1:
-        raise BadInput(f"--gen is {new_tokens}: give 1 or more")
+    require_objective(objective, new_tokens)
     layout = weight_layout(config, given.dtype)
     best = plan_best(
         described,
         layout,
         chosen.lengths(MOST_REQUESTS, seed),
         new_tokens,
-        policies=POLICIES if policy is None else (policy,),
+        objective=objective,
+        policies=None if policy is None else (policy,),
         settings=given.settings,
         budgets=shares,
         slot_bytes=room_for,
         process=process,
         on_progress=on_progress,
     )
-    return _proposal(best, described.name, chosen.name, new_tokens, layout)
+    return _proposal(best, described.name, chosen.name, new_tokens, objective, layout)
 
 
-def _proposal(best: Best, machine: str, workload: str, new_tokens: int, layout: WeightLayout) -> Proposal:
+def _proposal(
+    best: Best, machine: str, workload: str, new_tokens: int, objective: Objective, layout: WeightLayout
+) -> Proposal:
     return Proposal(
         model=layout.config.name,
         machine=machine,
         workload=workload,
         new_tokens=new_tokens,
+        objective=objective,
         dtype=layout.dtype,
         tensor_parallel=layout.config.ranks,
         plan=_sizes(best),
         predicted=_predicted(best),
         gains=best.gains,
-        rivals=[_rival(name, seen) for name, seen in best.others.items()],
-        refused=best.refused,
+        ranking=best.ranking,
         band=best.uncertainty.band,
         at_peak=best.uncertainty.at_peak,
         widest_rate=best.uncertainty.widest_rate,
@@ -222,13 +220,4 @@ def _predicted(best: Best) -> Predicted:
         bound_tokens_per_second=best.bound,
         utilization=seen.trial_run.utilization,
         peak_bytes=seen.peak_bytes,
-    )
-
-
-def _rival(name: str, seen: Seen) -> Rival:
-    return Rival(
-        policy=name,
-        batch_size=seen.batch_size,
-        micro_batch_size=seen.micro_batch_size,
-        throughput_tokens_per_second=seen.throughput,
     )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 from msgspec.structs import replace
 
 from moesched.machines import Machine
 from moesched.machines.cost import cost_model
-from moesched.planner.candidate import Candidate
-from moesched.planner.traits import Setting
+from moesched.planner.candidate import Candidate, Seen
+from moesched.planner.objectives import rate
+from moesched.planner.setting import Setting
+from moesched.planner.trial_run import MOST_STEPS, trial_run
 
 MORE = 1.1
+IDLE = 0.02
+"""Share of the time up to which a lane that is busy does not matter to one request."""
 
 
 class Gain(msgspec.Struct, frozen=True):
@@ -22,18 +26,35 @@ class Gain(msgspec.Struct, frozen=True):
     share: float
 
 
-def gains(candidate: Candidate) -> list[Gain]:
-    """The gains of a candidate's bound, the most useful first."""
-    now = candidate.bound_with(candidate.setting)
+def gains(candidate: Candidate, seen: Seen) -> list[Gain]:
+    """The gains of a candidate, the most useful first: of its bound, or, for one request, of its trial run."""
+    setting = candidate.setting
+    rate_with = candidate.bound_with if setting.objective == "throughput" else _trials(setting, seen)
+    now = rate_with(setting)
     found = [
-        Gain(resource, max(0.0, candidate.bound_with(setting) / now - 1))
-        for resource, setting in _richer(candidate.setting)
+        Gain(resource, max(0.0, rate_with(richer) / now - 1)) for resource, richer in _richer(setting, seen)
     ]
     return sorted(found, key=lambda gain: gain.share, reverse=True)
 
 
-def _richer(setting: Setting) -> Iterator[tuple[str, Setting]]:
-    """Copies of the setting, each with more of one resource.
+def _trials(setting: Setting, seen: Seen) -> Callable[[Setting], float]:
+    """A function from a setting to the rate of a trial run there, of the same layers and with the same routing."""
+
+    def rate_with(richer: Setting) -> float:
+        if seen.few is not None:
+            trial, batch = seen.few.on(richer).trial(MOST_STEPS), seen.few.batch
+        else:
+            batch = richer.batch(1, 1)
+            share = seen.kv_on_gpu if setting.splits_kv else None
+            plan, policy = richer.plan(batch, kv_on_gpu=share)
+            trial = trial_run(plan, policy)
+        return rate(setting.objective, trial, batch)
+
+    return rate_with
+
+
+def _richer(setting: Setting, seen: Seen) -> Iterator[tuple[str, Setting]]:
+    """Copies of the setting, each with more of one resource of a lane that is in use, or of a memory.
 
     For a calibrated machine only capacities vary, since its measured costs are not valid for other hardware.
     """
@@ -44,22 +65,26 @@ def _richer(setting: Setting) -> Iterator[tuple[str, Setting]]:
             yield f"{name} capacity", replace(setting, budgets=budgets)
     if machine.cost_table:
         return
-    for resource, faster in _faster(machine):
+    for lane, resource, faster in _faster(machine):
+        if setting.objective != "throughput" and seen.trial_run.utilization.get(lane, 1.0) < IDLE:
+            continue
         yield resource, replace(setting, machine=faster, cost=cost_model(faster, setting.layout.dtype))
 
 
-def _faster(machine: Machine) -> Iterator[tuple[str, Machine]]:
-    for name in dict.fromkeys((machine.roles.accelerator, machine.roles.host)):
+def _faster(machine: Machine) -> Iterator[tuple[str, str, Machine]]:
+    """Lane, resource, and the machine with more of it."""
+    roles = {machine.roles.host: "host", machine.roles.accelerator: "accelerator"}
+    for name, role in sorted(roles.items(), key=lambda each: each[1]):
         processor = machine.processors[name]
         flops = {dtype: rate * MORE for dtype, rate in processor.flops.items()}
         changed = machine.processors | {name: replace(processor, flops=flops)}
-        yield f"{name} FLOP/s", replace(machine, processors=changed)
+        yield role, f"{name} FLOP/s", replace(machine, processors=changed)
         tier = machine.memories[processor.memory]
         memories = machine.memories | {processor.memory: replace(tier, bandwidth=tier.bandwidth * MORE)}
-        yield f"{processor.memory} bandwidth", replace(machine, memories=memories)
+        yield role, f"{processor.memory} bandwidth", replace(machine, memories=memories)
     for lane in dict.fromkeys(link.lane for link in machine.links):
         links = [
             replace(link, bandwidth=link.bandwidth * MORE) if link.lane == lane else link
             for link in machine.links
         ]
-        yield f"{lane} bandwidth", replace(machine, links=links)
+        yield lane, f"{lane} bandwidth", replace(machine, links=links)

@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from moesched.planner.traits import Setting, Shape, Share, Traits
+from moesched.planner.setting import Setting
+from moesched.planner.traits import Shape, Share, Traits
 
 MOST_ROUNDS = 12
 TOLERANCE = 1e-4
@@ -60,9 +61,23 @@ def best(
     return found
 
 
-def costed(setting: Setting, traits: Traits, shape: Shape, choice: PolicyChoice) -> PolicyChoice:
-    """The same sizes with other costs."""
-    return _choice(setting, traits, shape, choice.micro_batches, choice.resident, choice.resident_share)
+def most_of(setting: Setting, traits: Traits, shape: Shape, resident: float) -> float:
+    """The highest throughput of any number of micro-batches of a shape; 0 if none fits.
+
+    It rises with their number up to a single peak, so two neighbours tell the side of it.
+
+    resident: share of the micro-batches whose KV cache stays on the accelerator.
+    """
+
+    def rate(count: int) -> float:
+        found = filled(setting, traits, shape, count, round(resident * count))
+        return 0.0 if found is None else found.throughput
+
+    low, high = 1, shape.most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if 0 < rate(middle) < rate(middle + 1) else (low, middle)
+    return rate(low)
 
 
 def least(setting: Setting, traits: Traits, shape: Shape) -> PolicyChoice:

@@ -1,34 +1,36 @@
-"""The search for the best policy: bounds first, then schedules, the most promising first."""
+"""The search for the best policy: a trial run of each, and a search for the sizes of the most promising ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import msgspec
+from msgspec.structs import replace
 
 from moesched import plugins
-from moesched.errors import BadInput
+from moesched.errors import BadInput, DoesNotFit
 from moesched.machines import Machine
 from moesched.machines.cost import cost_model
 from moesched.models.layout import Page, WeightLayout
-from moesched.planner.candidate import NEAR, Candidate, Seen
+from moesched.planner.candidate import Candidate, Seen
+from moesched.planner.objectives import Objective, close, requests_for
+from moesched.planner.ranking import Ranked, in_order, misfit, ranked
 from moesched.planner.resources import Gain, gains
-from moesched.planner.traits import KV_SHARE, Setting, splits_kv
+from moesched.planner.setting import KV_SHARE, Setting, splits_kv
+from moesched.planner.trial_run import TrialRun
 from moesched.planner.uncertainty import Uncertainty
+from moesched.seams import is_expert_parallel
 from moesched.settings import check_settings
 from moesched.steps.process import Process
 
-POLICIES = ("resident", "cgopipe", "flexgen", "layer_streaming", "cpu_ffn")
-"""The policies to choose from where none is named."""
-
-
-class Refused(msgspec.Struct, frozen=True):
-    """A policy that does not fit, and the reason."""
-
-    policy: str
-    why: str
+FIRST = "resident"
+"""The policy that wins a tie, since it moves nothing."""
+PROMISING = 0.75
+"""Share of the best rate so far from which on a policy's sizes are searched for."""
+MOST_TASKS = 60_000
+"""Most tasks of a trial run of all layers, and from which on no further policy's sizes are searched for."""
 
 
 class Best(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +42,7 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
         lanes: seconds that one layer of a decode step keeps link, host and accelerator busy.
         bound_by: the busiest lane in a decode step.
         gains: relative increase of the bound for a tenth more of each resource, the most useful first.
-        others: the best simulated schedule of each other policy.
+        ranking: all policies, the best first; those that do not fit are last.
         uncertainty: the band of the schedule's figures.
     """
 
@@ -52,9 +54,25 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
     lanes: dict[str, float]
     bound_by: str
     gains: list[Gain]
-    others: dict[str, Seen]
-    refused: list[Refused]
+    ranking: list[Ranked]
     uncertainty: Uncertainty
+
+
+def plannable() -> list[str]:
+    """The names of the installed policies that one machine can run, the one that wins a tie first.
+
+    A policy that cannot be loaded is among them: the ranking tells why.
+    """
+    names = [name for name in plugins.names("policies") if not _needs_others(name)]
+    return sorted(names, key=lambda name: name != FIRST)
+
+
+class Resources(TypedDict, total=False):
+    """Fields of `Setting` that a search may be given; see there."""
+
+    budgets: dict[str, int]
+    slot_bytes: Callable[[Page], int] | None
+    process: Process | None
 
 
 def plan_best(
@@ -63,56 +81,82 @@ def plan_best(
     lengths: Sequence[int],
     new_tokens: int,
     *,
-    policies: Iterable[str] = POLICIES,
+    objective: Objective = "throughput",
+    policies: Iterable[str] | None = None,
     settings: Mapping[str, Any] | None = None,
-    budgets: Mapping[str, int] | None = None,
-    slot_bytes: Callable[[Page], int] | None = None,
-    process: Process | None = None,
     on_progress: Callable[[str], None] = lambda what: None,
+    **resources: Unpack[Resources],
 ) -> Best:
-    """Search for the plan with the most tokens per second.
+    """Search for the plan that is best in an objective.
 
     Args:
         lengths: prompt lengths in tokens; their number is the most requests of a batch.
-        policies: names, or file.py:Class, which all take `settings`.
-        process: the process that would run the plan.
+        policies: names, or file.py:Class, which all take `settings`; by default all that one machine can run.
         on_progress: called with the name of each stage of the search.
 
     Raises:
-        BadInput: no policy fits; the message names the memory and the missing bytes.
+        DoesNotFit: no policy fits; the message names the memory and the missing bytes.
+        BadInput: a policy that is named does not exist, or does not take the settings.
     """
-    candidates: list[Candidate] = []
-    refused: list[Refused] = []
-    for name in policies:
-        on_progress(f"bound of {name}")
-        policy = plugins.find("policies", name)
+    settings = settings or {}
+    names = _names(policies, settings)
+    seen: dict[Candidate, Seen] = {}
+    misfits: list[Ranked] = []
+    for name in names:
+        on_progress(f"bound and schedule of {name}")
+        try:
+            policy = plugins.find("policies", name)
+        except BadInput as error:
+            if policies is not None:
+                raise
+            misfits.append(misfit(name, None, error))
+            continue
         setting = Setting(
-            make=partial(policy, **check_settings(policy, name, settings or {})),
+            make=partial(policy, **check_settings(policy, name, settings)),
             machine=machine,
             layout=layout,
-            lengths=tuple(lengths),
+            lengths=requests_for(objective, lengths),
             new_tokens=new_tokens,
             cost=cost_model(machine, layout.dtype),
-            budgets=dict(budgets or {}),
-            slot_bytes=slot_bytes,
             splits_kv=splits_kv(policy, machine),
-            kv_on_gpu=(settings or {}).get(KV_SHARE),
-            process=process,
+            kv_on_gpu=settings.get(KV_SHARE),
+            objective=objective,
+            **resources,
         )
         try:
-            candidates.append(Candidate(name, setting))
-        except BadInput as error:
-            refused.append(Refused(name, str(error)))
-    if not candidates:
-        raise BadInput("; ".join(_reasons(refused)))
-    seen = _look(candidates, on_progress)
-    on_progress("gain from more of each resource")
-    return _best_of(seen, refused)
+            candidate = Candidate(name, setting, deep=len(names) == 1)
+            seen[candidate] = candidate.look() if len(names) == 1 else candidate.first()
+        except Exception as error:  # an installed plug-in may raise anything
+            if not isinstance(error, BadInput) and (policies or name in plugins.shipped("policies")):
+                raise
+            misfits.append(misfit(name, setting, error))
+    return _best_of(seen, misfits, on_progress)
 
 
-def _best_of(seen: Mapping[Candidate, Seen], refused: list[Refused]) -> Best:
-    best = max(seen, key=lambda candidate: seen[candidate].throughput)
+def _names(policies: Iterable[str] | None, settings: Mapping[str, Any]) -> list[str]:
+    """The names of the policies to search."""
+    if policies is not None:
+        return list(policies)
+    if settings:
+        raise BadInput(
+            f"settings such as {next(iter(settings))} are those of one policy: name it with --policy"
+        )
+    return plannable()
+
+
+def _best_of(
+    seen: dict[Candidate, Seen], misfits: Sequence[Ranked], on_progress: Callable[[str], None]
+) -> Best:
+    """The best plan, after a search for better sizes if there are several policies."""
+    if not seen:
+        raise _nothing_fits(in_order([], misfits))
+    if len(seen) > 1:
+        _search_sizes(seen, on_progress)
+    _deepen(seen, on_progress)
+    best = _winner(seen)
     sizes = seen[best]
+    on_progress("gain from more of each resource")
+    rows = [(one.rate, ranked(candidate, one)) for candidate, one in seen.items()]
     return Best(
         policy=best.name,
         seen=sizes,
@@ -121,29 +165,67 @@ def _best_of(seen: Mapping[Candidate, Seen], refused: list[Refused]) -> Best:
         bound=best.choice.throughput,
         lanes=best.choice.lanes,
         bound_by=max(sizes.trial_run.utilization, key=sizes.trial_run.utilization.__getitem__),
-        gains=gains(best),
-        others={candidate.name: one for candidate, one in seen.items() if candidate is not best},
-        refused=refused,
+        gains=gains(best, sizes),
+        ranking=in_order(rows, misfits),
         uncertainty=best.uncertainty(sizes),
     )
 
 
-def _look(candidates: list[Candidate], on_progress: Callable[[str], None]) -> dict[Candidate, Seen]:
-    """Simulate schedules, the highest bound first, until no remaining bound comes near the best result."""
-    seen: dict[Candidate, Seen] = {}
-    most = 0.0
-    for candidate in sorted(candidates, key=lambda each: each.choice.throughput, reverse=True):
-        if candidate.choice.throughput * NEAR < most:
+def _search_sizes(seen: dict[Candidate, Seen], on_progress: Callable[[str], None]) -> None:
+    """Look for better sizes of the promising policies, the best first, while that takes few tasks."""
+    firsts: dict[float, Candidate] = {}
+    ahead = sorted(seen, key=lambda each: seen[each].rate, reverse=True)
+    before = sum(each.tasks for each in ahead)
+    for candidate in ahead:
+        first, most = seen[candidate].rate, max(one.rate for one in seen.values())
+        if first < PROMISING * most or sum(each.tasks for each in ahead) - before > MOST_TASKS:
             break
-        on_progress(f"schedules of {candidate.name}")
-        seen[candidate] = candidate.look()
-        most = max(most, seen[candidate].throughput)
-    return seen
+        twin = firsts.setdefault(first, candidate)
+        if twin is candidate:
+            on_progress(f"schedules of {candidate.name}")
+            seen[candidate] = candidate.look()
+        else:  # the same schedule by another name
+            seen[candidate] = replace(seen[twin], few=seen[candidate].few)
+            candidate.choice = twin.choice
 
 
-def _reasons(refused: Sequence[Refused]) -> list[str]:
-    """The reasons why nothing fits, each once, with the first policy that it is for."""
+def _deepen(seen: dict[Candidate, Seen], on_progress: Callable[[str], None]) -> None:
+    """Simulate all layers of the best policy, and of those that are too close to it to tell from a few layers."""
+    for candidate in sorted(seen, key=lambda each: seen[each].rate, reverse=True):
+        most = max(one.rate for one in seen.values())
+        near = seen[candidate].rate * close(candidate.setting.objective) >= most
+        if near and _can_deepen(candidate, seen[candidate].trial_run):
+            on_progress(f"all layers of {candidate.name}")
+            seen[candidate] = candidate.deepened(seen[candidate])
+
+
+def _can_deepen(candidate: Candidate, trial: TrialRun) -> bool:
+    """Whether a trial run had a few layers, and one of all layers has not too many tasks."""
+    layers = candidate.setting.layout.config.layers
+    return trial.layers < layers and trial.tasks * layers / trial.layers <= MOST_TASKS
+
+
+def _winner(seen: Mapping[Candidate, Seen]) -> Candidate:
+    """The candidate with the highest rate; of equal ones the first."""
+    return max(seen, key=lambda candidate: seen[candidate].rate)
+
+
+def _needs_others(name: str) -> bool:
+    """Whether a policy shares experts between machines, or only tests the framework."""
+    if name in plugins.for_tests("policies"):
+        return True
+    try:
+        return is_expert_parallel(plugins.find("policies", name))
+    except BadInput:
+        return False
+
+
+def _nothing_fits(ranking: list[Ranked]) -> DoesNotFit:
+    """The error where no policy fits: the reasons, each once, with the first policy that it is for."""
     reasons: dict[str, str] = {}
-    for each in refused:
-        reasons.setdefault(each.why.partition(" does not fit: ")[2], each.why)
-    return list(reasons.values())
+    for row in ranking:
+        why = row.why or ""
+        reasons.setdefault(why.partition(" does not fit")[2].partition(": ")[2] or why, why)
+    least = next((row for row in ranking if row.missing), None)
+    remedy = "" if least is None else f"; {least.policy} would fit with {least.lacks.removesuffix(' would')}"
+    return DoesNotFit("; ".join(reasons.values()) + remedy, ranking)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from moesched.errors import BadInput
 from moesched.inputs.options import SizeOptions
 from moesched.planner.candidate import Candidate, Seen
-from moesched.planner.traits import Setting
+from moesched.planner.setting import Setting
 from moesched.planner.trial_run import trial_run
 from moesched.requests.batch import KV_BLOCK_TOKENS, Batch, cached_tokens_of_beams
 from moesched.requests.batching import BatchSizes, batches_of

@@ -5,7 +5,7 @@ Nothing here knows a policy by name, so users' own policies are planned like tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
 
@@ -14,104 +14,16 @@ from msgspec.structs import replace
 
 from moesched.engine import Engine
 from moesched.errors import BadInput
-from moesched.machines import Machine
-from moesched.models.layout import Page, WeightLayout
-from moesched.requests.batch import Batch
-from moesched.requests.batching import BatchSizes, batch_of
-from moesched.runs.planning import make_lanes, plan_run
-from moesched.seams import CostModel, Policy
-from moesched.settings import takes_setting
+from moesched.planner.few_layers import probed
+from moesched.planner.setting import UNLIMITED, Setting
+from moesched.runs.planning import make_lanes
+from moesched.seams import CostModel
 from moesched.steps.plan import Plan
-from moesched.steps.process import Process
 from moesched.steps.run_state import RunState
 from moesched.tasks import Work
 
-UNLIMITED = 1 << 60
-KV_SHARE = "kv_on_gpu"
-"""The setting of a policy for the share of the KV cache that stays on the accelerator."""
 MANY = 5
 """From this number of micro-batches on, each further one costs the same bytes, as those within a layer share rooms."""
-
-
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a plan depends on, apart from the batch.
-
-    Attributes:
-        make: makes a new policy for each plan; one that splits the KV cache takes `kv_on_gpu`.
-        lengths: prompt lengths in tokens; their number is the most requests of a batch.
-        budgets: bytes by memory; by default the machine's capacities.
-        slot_bytes: bytes of a page in a slot of the device.
-        splits_kv: whether the policy has a setting for the share of the KV cache that stays on the accelerator.
-        kv_on_gpu: that share, if it is fixed; None to search for it.
-        beams: sequences of each request in decode.
-        prefill_chunk: most tokens of a micro-batch of prefill; None for no limit.
-        nodes: number of such machines that share the experts.
-        process: the process that will run the plans.
-    """
-
-    make: Callable[..., Policy]
-    machine: Machine
-    layout: WeightLayout
-    lengths: tuple[int, ...]
-    new_tokens: int
-    cost: CostModel
-    budgets: dict[str, int]
-    slot_bytes: Callable[[Page], int] | None = None
-    splits_kv: bool = False
-    kv_on_gpu: float | None = None
-    beams: int = 1
-    prefill_chunk: int | None = None
-    nodes: int = 1
-    process: Process | None = None
-
-    def batch(self, micro_batches: int, size: int) -> Batch:
-        """A batch of the first requests, in full micro-batches and a last one of the rest."""
-        lengths = self.lengths[: micro_batches * size]
-        sizes = BatchSizes(len(lengths), size, beams=self.beams, prefill_chunk=self.prefill_chunk)
-        return batch_of(lengths, self.new_tokens, sizes)
-
-    def plan(
-        self, batch: Batch, budgets: dict[str, int] | None = None, kv_on_gpu: float | None = None
-    ) -> tuple[Plan, Policy]:
-        """The policy's plan of a batch. With several nodes it is the first node's, and those of the others must fit
-        too.
-
-        kv_on_gpu: the share of the KV cache that stays on the accelerator; by default the policy's own.
-
-        Raises:
-            BadInput: the plan does not fit; the message names the memory and the missing bytes.
-        """
-        budgets = self.budgets if budgets is None else budgets
-        found = []
-        for node in range(self.nodes):
-            policy = self.make() if kv_on_gpu is None else self.make(**{KV_SHARE: kv_on_gpu})
-            plan = plan_run(
-                self.machine,
-                self.layout,
-                batch,
-                policy,
-                budgets,
-                self.slot_bytes,
-                self.nodes,
-                node,
-                process=self.process,
-            )
-            found.append((plan, policy))
-        return found[0]
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights in slots."""
-        return sum(map(self.slot_bytes or (lambda page: page.nbytes), self.layout.pages))
-
-    def capacity(self, memory: str) -> int:
-        """The bytes that may be used of a memory."""
-        return self.budgets.get(memory, self.machine.memories[memory].nbytes)
-
-
-def splits_kv(policy: type, machine: Machine) -> bool:
-    """Whether a policy has a setting for the KV cache's share on the accelerator, and that has a memory of its own."""
-    return not machine.unified and takes_setting(policy, KV_SHARE)
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,39 +86,53 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     resident: Share | None = None
 
 
+class Lesson:
+    """A policy's plans with unlimited memory and with too little, and the traits that they show.
+
+    Raises:
+        BadInput: it plans nothing at all.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        setting = probed(setting)
+        batch = setting.batch(1, 1)
+        unlimited = dict.fromkeys(setting.machine.memories, UNLIMITED)
+        on_host = 0.0 if setting.splits_kv else None
+        roomy, _ = setting.plan(batch, unlimited, on_host)
+        resident_share = resident_bytes(roomy)
+        fast = roomy.memory("accelerator")
+        stages = len(roomy.stages)
+        short = unlimited | {fast.name: fast.used - resident_share // stages // 4}
+        try:
+            tight, _ = setting.plan(batch, short, on_host)
+        except BadInput:
+            tight = None
+        self._least = roomy if tight is None else tight
+        streamed = (weight_bytes(self._least) - resident_bytes(self._least)) / len(self._least.layers)
+        self._ffn_on_gpu = not roomy.declared.experts_on_host
+        self.traits = Traits(
+            attention_on_gpu=roomy.kv.on_gpu == 1 or roomy.kv.slots > 0,
+            ffn_on_gpu=self._ffn_on_gpu,
+            kv_on_gpu=roomy.kv.on_gpu == 1,
+            keeps=resident_share / weight_bytes(roomy),
+            streams=resident_share == 0 or tight is not None,
+            buffer=_pool_bytes(self._least) / streamed if streamed else 0.0,
+            fetch=self.fetch_seconds(setting.cost),
+            stages=stages,
+        )
+
+    def fetch_seconds(self, cost: CostModel) -> float:
+        """`Traits.fetch` with other costs."""
+        return max(_hop_seconds(self._least, cost)) if self._ffn_on_gpu else 0.0
+
+
 def learn(setting: Setting) -> Traits:
     """The traits of the setting's policy.
 
     Raises:
         BadInput: it plans nothing at all.
     """
-    batch = setting.batch(1, 1)
-    unlimited = dict.fromkeys(setting.machine.memories, UNLIMITED)
-    on_host = 0.0 if setting.splits_kv else None
-    roomy, _ = setting.plan(batch, unlimited, on_host)
-    weights = _weight_bytes(roomy)
-    resident_share = resident_bytes(roomy)
-    fast = roomy.memory("accelerator")
-    stages = len(roomy.stages)
-    here = resident_share // stages
-    half = unlimited | {fast.name: fast.used - here + here // 2}
-    try:
-        tight, _ = setting.plan(batch, half, on_host)
-    except BadInput:
-        tight = None
-    least = roomy if tight is None else tight
-    streamed = (_weight_bytes(least) - resident_bytes(least)) / len(least.layers)
-    pools = _pool_bytes(least)
-    return Traits(
-        attention_on_gpu=roomy.kv.on_gpu == 1 or roomy.kv.slots > 0,
-        ffn_on_gpu=not roomy.declared.experts_on_host,
-        kv_on_gpu=roomy.kv.on_gpu == 1,
-        keeps=resident_share / weights,
-        streams=resident_share == 0 or tight is not None,
-        buffer=pools / streamed if streamed else 0.0,
-        fetch=0.0 if roomy.declared.experts_on_host else max(_hop_seconds(least, setting.cost)),
-        stages=stages,
-    )
+    return Lesson(setting).traits
 
 
 class TraitProbe:
@@ -216,23 +142,27 @@ class TraitProbe:
         self._size = size
         self._most = -(-len(setting.lengths) // size)
         setting = replace(setting, lengths=(round(fmean(setting.lengths)),) * len(setting.lengths))
+        cut = probed(setting)
         unlimited = dict.fromkeys(setting.machine.memories, UNLIMITED)
         count = min(self._most, MANY)
 
         def plan_of(micro_batches: int, resident: int) -> Plan:
             share = resident / micro_batches if setting.splits_kv else None
-            return setting.plan(setting.batch(micro_batches, size), unlimited, share)[0]
+            return cut.plan(setting.batch(micro_batches, size), unlimited, share)[0]
+
+        def used_by(plan: Plan) -> dict[str, int]:
+            return _used(plan, plan if cut is setting else setting.undecided(plan.batch))
 
         plan = plan_of(count, 0)
-        used = _used(plan)
-        fewer = _used(plan_of(count - 1, 0)) if count > 1 else dict.fromkeys(used, 0)
+        used = used_by(plan)
+        fewer = used_by(plan_of(count - 1, 0)) if count > 1 else dict.fromkeys(used, 0)
         each = {memory: used[memory] - fewer[memory] for memory in used}
         self._shared = {memory: used[memory] - count * each[memory] for memory in used}
         self._each = _Needs(plan, 0, each)
         self._resident: _Needs | None = None
         if setting.splits_kv:
             plan = plan_of(count, 1)
-            more = _used(plan)
+            more = used_by(plan)
             here = {memory: each[memory] + more[memory] - used[memory] for memory in used}
             self._resident = _Needs(plan, plan.kv.held_by("accelerator")[0], here)
 
@@ -320,10 +250,11 @@ def resident_bytes(plan: Plan) -> int:
     """Bytes of the weights that are in the accelerators' memories before the first step: resident, or in a cache."""
     fast = plan.accelerators
     stay = sum(each.nbytes for each in plan.weights.resident if each.memory in fast)
-    return stay + _filled_bytes(plan)
+    return stay + filled_bytes(plan, plan.memory("accelerator").name)
 
 
-def _weight_bytes(plan: Plan) -> int:
+def weight_bytes(plan: Plan) -> int:
+    """Bytes of all weights in slots."""
     return sum(map(plan.slot_bytes, plan.layout.pages))
 
 
@@ -331,24 +262,41 @@ def _pool_bytes(plan: Plan) -> int:
     """Bytes of the slots that weights stream through, without slots of a cache that is filled before the first step."""
     fast = plan.memory("accelerator")
     slots = sum(pool.nbytes for pool in plan.weights.pools if pool.memory is fast)
-    return slots - _filled_bytes(plan)
+    return slots - filled_bytes(plan, plan.memory("accelerator").name)
 
 
-def _filled_bytes(plan: Plan) -> int:
-    fast = plan.memory("accelerator")
-    return sum(len(pages) * pool.slot_bytes for pool, pages in plan.weights.filled if pool.memory is fast)
+def filled_bytes(plan: Plan, memory: str) -> int:
+    """Bytes of a memory's slots that are full before the first step."""
+    return sum(
+        len(pages) * pool.slot_bytes for pool, pages in plan.weights.filled if pool.memory.name == memory
+    )
 
 
-def _used(plan: Plan) -> dict[str, int]:
+def _used(plan: Plan, deep: Plan) -> dict[str, int]:
     """Bytes by memory of everything but resident weights and the slots that the others stream through.
 
     Several accelerators count as one, with the name of the first and the bytes of the one that needs the most.
+
+    deep: a plan of all layers, whatever it declares.
     """
-    used = {name: memory.used for name, memory in plan.memories.items()}
-    for pool in (*plan.weights.resident, *plan.weights.pools):
-        used[pool.memory.name] -= pool.nbytes
+    used = bytes_beside_pages(deep, plan)
     first, *others = (memory.name for memory in plan.accelerators)
     used[first] = max([used[first], *(used.pop(name) for name in others)])
+    return used
+
+
+def bytes_beside_pages(facts: Plan, declared: Plan) -> dict[str, int]:
+    """Bytes by memory that one plan needs for what another one declares, without resident pages and pools.
+
+    facts: a plan for the same machine and batch, of the same layers or of others.
+    """
+    used = {name: memory.used for name, memory in declared.memories.items()}
+    for pool in (*declared.weights.resident, *declared.weights.pools):
+        used[pool.memory.name] -= pool.nbytes
+    if facts is not declared:
+        for plan, sign in ((declared, -1), (facts, 1)):
+            for each in plan.reservations.of(declared.declared):
+                used[each.memory] += sign * each.nbytes
     return used
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 import msgspec
+from msgspec.structs import replace
 
 from moesched.engine import Engine
+from moesched.planner.trial_routing import TrialRouting
 from moesched.requests.batch import Batch
+from moesched.runs.decisions import simulated_decisions
 from moesched.runs.ranks import Rank
 from moesched.runs.virtual_run import VirtualRun
 from moesched.seams import CostModel, Observer, Policy
@@ -23,18 +27,32 @@ class TrialRun(msgspec.Struct, frozen=True):
 
     Attributes:
         prefill_seconds: from the end of loading to the last prompt's first token.
+        first_token_seconds: from the end of loading to a prompt's first token, on average.
         step_seconds: of a decode step in the middle of the generation.
         utilization: share of such a step that each lane is busy.
         prefill: start and end of the prefill, in nanoseconds.
         decode: start and end of the decode steps that `step_seconds` is the mean of, and `steps` their number.
+        layers, tasks: numbers of layers and tasks that were run.
     """
 
     prefill_seconds: float
+    first_token_seconds: float
     step_seconds: float
     utilization: dict[str, float]
     prefill: tuple[int, int]
     decode: tuple[int, int]
     steps: int
+    layers: int
+    tasks: int
+
+    def times(self, factor: float) -> TrialRun:
+        """The figures of a model with that many times as many layers; all else remains that of this run."""
+        return replace(
+            self,
+            prefill_seconds=factor * self.prefill_seconds,
+            first_token_seconds=factor * self.first_token_seconds,
+            step_seconds=factor * self.step_seconds,
+        )
 
     def seconds(self, batch: Batch) -> float:
         """The time of the batch from the end of loading: the prefill, and decode steps that all take as long."""
@@ -53,8 +71,9 @@ def trial_run(
     observers: Sequence[Observer] = (),
     recorder: Recorder | None = None,
     peers: Sequence[Rank] = (),
+    most_steps: int = MOST_STEPS,
 ) -> TrialRun:
-    """Run the prefill and up to four decode steps of a plan, which cannot be run again.
+    """Run the prefill and a few decode steps of a plan, which cannot be run again.
 
     The first decode step overlaps with the prefill, and the last one fetches nothing for a next step. Both are ignored
     if there are others.
@@ -63,12 +82,14 @@ def trial_run(
         cost: by default the measured costs of the plan's machine, or its roofline.
         recorder: keeps the tasks.
         peers: the other nodes, if several run one model.
+        most_steps: most steps to run, the prefill included.
     """
-    steps, age = steps_of(plan.batch)
-    spans = _Spans()
+    steps, age = steps_of(plan.batch, most_steps)
+    spans, config = _Spans(), plan.layout.config
     virtual = VirtualRun(
         [Rank(plan, policy), *peers],
         cost=cost,
+        decisions=simulated_decisions(plan, TrialRouting(config.experts, config.top_k)),
         make_engine=Engine,
         observers=[spans, *observers],
         recorder=recorder,
@@ -82,17 +103,20 @@ def trial_run(
     count = max(1, len(window) - 1)
     return TrialRun(
         prefill_seconds=(ends[0] - generation.loaded) / 1e9,
+        first_token_seconds=(fmean(generation.first_tokens.values()) - generation.loaded) / 1e9,
         step_seconds=(window[-1] - window[0]) / 1e9 / count,
         utilization={name: spans.share(name, window[0], window[-1]) for name in run.lanes},
         prefill=(generation.loaded, ends[0]),
         decode=(window[0], window[-1]),
         steps=count,
+        layers=len(plan.layers),
+        tasks=spans.count,
     )
 
 
-def steps_of(batch: Batch) -> tuple[int, int]:
+def steps_of(batch: Batch, most: int = MOST_STEPS) -> tuple[int, int]:
     """The steps that a trial run has, and the tokens that count as generated before its first decode step."""
-    steps = min(MOST_STEPS, batch.new_tokens)
+    steps = min(most, batch.new_tokens)
     return steps, max(0, (batch.new_tokens - steps) // 2)
 
 
@@ -109,6 +133,11 @@ class _Spans:
 
     def ended(self, task: Task) -> None:
         self._spans.setdefault(task.lane.name, []).append((task.start, task.end))
+
+    @property
+    def count(self) -> int:
+        """Number of tasks."""
+        return sum(map(len, self._spans.values()))
 
     def share(self, lane: str, start: int, end: int) -> float:
         """The share of an interval in which the lane was busy."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from moesched.machines import Machine
@@ -149,6 +150,7 @@ class Reservations(ReadOnly):
         self._batch = batch
         self._stages = stages
         self._slot_bytes = slot_bytes
+        self._of_nodes: dict[NodeShare, int] = {}
         self._operations = operations
         self._chunks = chunks
         self.sizes = BatchBytes(batch, self._chunks, self._operations)
@@ -184,18 +186,18 @@ class Reservations(ReadOnly):
 
     def kv(self, declared: Declared) -> KVPlan:
         """Placement of the KV cache, and the buffers that it is loaded to."""
-        loaded = [
-            requests
-            for requests, role in zip(self._batch.micro_batches, declared.kv_roles, strict=True)
-            if role != "accelerator"
-        ]
+        loaded = [number for number, role in enumerate(declared.kv_roles) if role != "accelerator"]
         slots = declared.kv_buffers if loaded else 0
         if not slots or self._machine.unified:
             return KVPlan(declared.kv_roles, slots, 0)
+        return KVPlan(declared.kv_roles, slots, max(self._layer_caches[number] for number in loaded))
+
+    @cached_property
+    def _layer_caches(self) -> tuple[int, ...]:
+        """Bytes of the largest cache of any layer, of each micro-batch at its longest."""
         batch, kinds = self._batch, self._operations.kinds.values()
-        longest = [[batch.longest_at_end((request,)) for request in requests] for requests in loaded]
-        largest = max(kind.held_bytes(each, batch.beams) for kind in kinds for each in longest)
-        return KVPlan(declared.kv_roles, slots, largest)
+        longest = [[batch.longest_at_end((each,)) for each in requests] for requests in batch.micro_batches]
+        return tuple(max(kind.held_bytes(each, batch.beams) for kind in kinds) for each in longest)
 
     def cache_bytes(self, micro_batches: Iterable[int], layers: Iterable[int]) -> int:
         """Bytes of the KV caches of micro-batches in these layers, at their longest."""
@@ -206,9 +208,13 @@ class Reservations(ReadOnly):
     def _all_weights(self, nodes: NodeShare) -> Iterator[Reservation]:
         """All weights that this node uses, where they come from the memory that the host computes from."""
         if self._machine.weights_on_host:
-            yield Reservation(
-                self._host, "all weights", sum(map(self._slot_bytes, nodes.pages(self._layout))), "weights"
-            )
+            yield Reservation(self._host, "all weights", self._weight_bytes(nodes), "weights")
+
+    def _weight_bytes(self, nodes: NodeShare) -> int:
+        """Bytes of all weights that this node uses; kept, since planning asks for them again and again."""
+        if nodes not in self._of_nodes:
+            self._of_nodes[nodes] = sum(map(self._slot_bytes, nodes.pages(self._layout)))
+        return self._of_nodes[nodes]
 
     def _within_layers(self, declared: Declared) -> Iterator[Reservation]:
         """Activations within a layer: in prefill of the micro-batches in flight, in decode of all of them."""
@@ -267,7 +273,7 @@ class Reservations(ReadOnly):
             yield from self._all_weights(nodes)
         beside = ", with what every token uses," if nodes.attends else ""
         what = f"a share of {len(nodes.placement[nodes.index])} experts of each layer{beside}"
-        nbytes = sum(map(self._slot_bytes, nodes.pages(self._layout)))
+        nbytes = self._weight_bytes(nodes)
         yield Reservation(self._accelerators[0], what, nbytes, "weights")
 
 

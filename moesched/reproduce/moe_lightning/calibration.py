@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.machines import Machine, load_machine
-from moesched.planner.traits import Setting
+from moesched.planner.setting import Setting
 from moesched.reproduce.moe_lightning.paper import Column, Paper, Row
 from moesched.reproduce.moe_lightning.rates import Rates
 from moesched.reproduce.moe_lightning.systems import SYSTEMS, Predicted, System, predict, setting_of

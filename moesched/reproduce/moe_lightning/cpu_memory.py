@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
 
-from moesched.planner.traits import UNLIMITED
+from moesched.planner.setting import UNLIMITED
 from moesched.reproduce.moe_lightning.paper import Paper
 from moesched.reproduce.moe_lightning.rates import Rates
 from moesched.reproduce.moe_lightning.systems import SYSTEMS, Predicted, predict, setting_of

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from moesched.errors import BadInput
 from moesched.planner.candidate import Candidate
-from moesched.planner.traits import Setting
+from moesched.planner.setting import Setting
 from moesched.reproduce.moe_lightning.paper import Paper
 from moesched.reproduce.moe_lightning.rates import Rates
 from moesched.reproduce.moe_lightning.systems import SYSTEMS, Predicted, predict, setting_of

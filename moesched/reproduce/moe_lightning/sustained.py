@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from statistics import median
 
-from moesched.planner.traits import Setting
+from moesched.planner.setting import Setting
 from moesched.planner.uncertainty import Figures, Uncertainty, uncertainty
 from moesched.reproduce.moe_lightning.calibration import cell_setting
 from moesched.reproduce.moe_lightning.paper import Column, Paper, Row

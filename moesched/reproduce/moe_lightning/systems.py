@@ -12,7 +12,8 @@ from moesched.inputs.lookup import find_shape
 from moesched.machines import load_machine
 from moesched.machines.cost import cost_model
 from moesched.models.layout import weight_layout
-from moesched.planner.traits import Setting, resident_bytes
+from moesched.planner.setting import Setting
+from moesched.planner.traits import resident_bytes
 from moesched.planner.trial_run import trial_run
 from moesched.reproduce.moe_lightning.paper import PaperSetting
 from moesched.reproduce.moe_lightning.rates import Rates, copying_caches, machine_at

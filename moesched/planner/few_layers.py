@@ -1,0 +1,47 @@
+"""A model cut to a few of its layers, which show what a schedule does in a fraction of the time."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from msgspec.structs import replace
+
+from moesched.models.config import ModelConfig
+from moesched.models.layout import WeightLayout, weight_layout
+from moesched.planner.setting import Setting
+
+DEPTHS = (4, 8, 16)
+"""Numbers of layers to cut a model to, the fewest first."""
+
+
+def few_layers(config: ModelConfig, layers: int) -> ModelConfig:
+    """The model cut to some of its layers; its vocabulary shrinks alike, so that seconds are in proportion.
+
+    Where layers differ, the model keeps all kinds, and may have more layers than asked for.
+    """
+    shorter = config.cut(layers)
+    return replace(shorter, vocabulary=max(1, round(config.vocabulary * shorter.layers / config.layers)))
+
+
+def depths_of(setting: Setting) -> list[int]:
+    """The numbers of layers that may stand for the whole model; none where machines or accelerators share it."""
+    if setting.machine.accelerator_group.count > 1 or setting.nodes > 1:
+        return []
+    return [depth for depth in DEPTHS if 2 * depth <= setting.layout.config.layers]
+
+
+def cut(setting: Setting, layers: int) -> Setting:
+    """The same setting for a model of that number of layers."""
+    layout = setting.layout
+    return replace(setting, layout=_layout(layout.config, layout.dtype, layout.page_bytes, layers))
+
+
+def probed(setting: Setting) -> Setting:
+    """The setting with the fewest layers that a policy's traits are learned from."""
+    depths = depths_of(setting)
+    return cut(setting, depths[0]) if depths else setting
+
+
+@lru_cache(maxsize=16)
+def _layout(config: ModelConfig, dtype: str, page_bytes: int, layers: int) -> WeightLayout:
+    return weight_layout(few_layers(config, layers), dtype, page_bytes)

@@ -1,0 +1,51 @@
+"""Bytes that a policy lacks for a single request: the budgets with which its plan would just fit."""
+
+from __future__ import annotations
+
+from moesched.errors import BadInput
+from moesched.planner.setting import UNLIMITED, Setting
+from moesched.steps.plan import Plan
+
+PRECISION = 0.01
+"""Of the missing bytes; exact for a plan that takes the same bytes with any budget."""
+
+
+def missing_bytes(setting: Setting) -> dict[str, int]:
+    """Bytes that each memory lacks for one request; empty where the plan fits, or fits in no budget.
+
+    A memory's bytes are those that it lacks beside unlimited others.
+    """
+    return {
+        memory: lacking
+        for memory in setting.machine.memories
+        if (lacking := _lacking(setting, memory)) is not None and lacking > 0
+    }
+
+
+def _lacking(setting: Setting, memory: str) -> int | None:
+    """The least that a memory's budget must grow by; None where no budget is enough."""
+    budget = setting.capacity(memory)
+    if _plan(setting, memory, budget) is not None:
+        return 0
+    roomy = _plan(setting, memory, UNLIMITED)
+    if roomy is None:
+        return None
+    enough = roomy.memories[memory].peak
+    if _plan(setting, memory, enough) is None:
+        return None
+    short = budget
+    if _plan(setting, memory, enough - 1) is None:
+        return enough - budget
+    while enough - short > max(1, PRECISION * (enough - budget)):
+        middle = (short + enough) // 2
+        short, enough = (short, middle) if _plan(setting, memory, middle) else (middle, enough)
+    return enough - budget
+
+
+def _plan(setting: Setting, memory: str, budget: int) -> Plan | None:
+    """The plan of one request with that budget of one memory; None where it does not fit."""
+    budgets = dict.fromkeys(setting.machine.memories, UNLIMITED) | {memory: budget}
+    try:
+        return setting.plan(setting.batch(1, 1), budgets, setting.kv_on_gpu)[0]
+    except BadInput:
+        return None

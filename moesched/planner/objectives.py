@@ -1,0 +1,60 @@
+"""Objectives of a plan: the figure that it is best in, and the requests that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Literal, get_args
+
+from moesched.errors import BadInput
+from moesched.planner.trial_run import MOST_STEPS, TrialRun
+from moesched.requests.batch import Batch
+
+Objective = Literal["throughput", "latency", "interactive"]
+"""The figure that a plan is best in.
+
+"throughput" maximises generated tokens per second of a batch, prefill included. The others are for one request of the
+workload's average length: "latency" minimises the time of a decode step, and "interactive" the time of the answer, from
+the prompt's first layer to the last token.
+"""
+
+STEPS_OF_ONE_REQUEST = 19
+
+
+def require_objective(objective: str, new_tokens: int) -> None:
+    """Check an objective and the number of tokens to generate.
+
+    Raises:
+        BadInput: the objective is unknown, or needs more tokens.
+    """
+    if new_tokens < 1:
+        raise BadInput(f"--gen is {new_tokens}: give 1 or more")
+    if objective == "latency" and new_tokens < 2:
+        raise BadInput(
+            f"--for latency minimises a decode step, and --gen {new_tokens} has none: "
+            "give --gen 2 or more, or --for interactive"
+        )
+    if objective not in get_args(Objective):
+        raise BadInput(f"--for is {objective!r}: choose {', '.join(get_args(Objective))}")
+
+
+def requests_for(objective: Objective, lengths: Sequence[int]) -> tuple[int, ...]:
+    """The prompt lengths that a plan is for: all of them, or one of average length."""
+    return tuple(lengths) if objective == "throughput" else (round(fmean(lengths)),)
+
+
+def most_steps(objective: Objective) -> int:
+    """Most steps of a trial run. One request chooses few experts in a step, so its speed is the mean of more."""
+    return MOST_STEPS if objective == "throughput" else STEPS_OF_ONE_REQUEST
+
+
+def close(objective: Objective) -> float:
+    """Factor within which trial runs of a few layers do not tell two policies apart."""
+    return 1.04 if objective == "throughput" else 1.15
+
+
+def rate(objective: Objective, trial: TrialRun, batch: Batch) -> float:
+    """The figure of a trial run that the objective maximises, per second."""
+    if objective == "throughput":
+        return trial.tokens_per_second(batch)
+    return 1 / (trial.step_seconds if objective == "latency" else trial.seconds(batch))

@@ -1,0 +1,82 @@
+"""The ranking of policies: what each reaches, which lane bounds it, and what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from moesched.errors import BadInput
+from moesched.planner.candidate import Candidate, Seen
+from moesched.planner.missing import missing_bytes
+from moesched.planner.resources import Gain, gains
+from moesched.planner.setting import Setting
+from moesched.system.source_lines import raising_line
+from moesched.units import format_bytes
+
+
+class Ranked(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy with its best sizes, or with what it lacks.
+
+    Attributes:
+        throughput_tokens_per_second: all generated tokens over the time from the end of loading.
+        decode_step_seconds: of a step in the middle of the generation.
+        first_token_seconds: from the end of loading to a prompt's first token, on average over the batch.
+        bound_by: the busiest lane in such a step.
+        fits: whether it can be planned; figures are None otherwise.
+        missing_bytes: the sum over the memories, for one request; 0 if that is not why it cannot be planned.
+        missing: bytes that each memory lacks.
+        gain: the resource of which a tenth more raises the bound most; None if none does.
+        why: the reason why it cannot be planned.
+    """
+
+    policy: str
+    throughput_tokens_per_second: float | None = None
+    decode_step_seconds: float | None = None
+    first_token_seconds: float | None = None
+    bound_by: str | None = None
+    fits: bool
+    missing_bytes: int = 0
+    missing: dict[str, int] = {}
+    batch_size: int | None = None
+    micro_batch_size: int | None = None
+    gain: Gain | None = None
+    why: str | None = None
+
+    @property
+    def lacks(self) -> str:
+        """The missing bytes in words; the reason, if it is another."""
+        lacking = ", ".join(f"{format_bytes(nbytes)} more {name}" for name, nbytes in self.missing.items())
+        return f"{lacking} would" if lacking else self.why or ""
+
+
+def ranked(candidate: Candidate, seen: Seen) -> Ranked:
+    """The row of a policy that fits."""
+    busy = seen.trial_run.utilization
+    best = next(iter(gains(candidate, seen)), None)
+    return Ranked(
+        policy=candidate.name,
+        throughput_tokens_per_second=seen.throughput,
+        decode_step_seconds=seen.trial_run.step_seconds,
+        first_token_seconds=seen.trial_run.first_token_seconds,
+        bound_by=max(busy, key=busy.__getitem__),
+        fits=True,
+        batch_size=seen.batch_size,
+        micro_batch_size=seen.micro_batch_size,
+        gain=best if best is not None and best.share > 0 else None,
+    )
+
+
+def misfit(name: str, setting: Setting | None, error: Exception) -> Ranked:
+    """The row of a policy that cannot be planned; `setting` is None if the policy cannot be made."""
+    missing: dict[str, int] = {}
+    if setting is not None and isinstance(error, BadInput):
+        missing = missing_bytes(setting)
+    why = str(error) if isinstance(error, BadInput) else f"{raising_line(error)}: {error!r}"
+    return Ranked(policy=name, fits=False, missing_bytes=sum(missing.values()), missing=missing, why=why)
+
+
+def in_order(rows: Sequence[tuple[float, Ranked]], misfits: Sequence[Ranked]) -> list[Ranked]:
+    """All rows: the highest rate first, then those that cannot be planned, the least missing bytes first."""
+    fitting = [row for _, row in sorted(rows, key=lambda each: each[0], reverse=True)]
+    return fitting + sorted(misfits, key=lambda row: (not row.missing, row.missing_bytes))

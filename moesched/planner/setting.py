@@ -1,0 +1,111 @@
+"""A setting of the search: everything that a plan depends on, apart from the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import msgspec
+
+from moesched.machines import Machine
+from moesched.models.layout import Page, WeightLayout
+from moesched.planner.objectives import Objective
+from moesched.requests.batch import Batch
+from moesched.requests.batching import BatchSizes, batch_of
+from moesched.runs.planning import plan_run
+from moesched.seams import CostModel, Policy
+from moesched.settings import takes_setting
+from moesched.steps.plan import Plan
+from moesched.steps.process import Process
+
+UNLIMITED = 1 << 60
+"""Bytes of a memory that never is too small."""
+KV_SHARE = "kv_on_gpu"
+"""The setting of a policy for the share of the KV cache that stays on the accelerator."""
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """Everything that a plan depends on, apart from the batch.
+
+    Attributes:
+        make: makes a new policy for each plan; one that splits the KV cache takes `kv_on_gpu`.
+        lengths: prompt lengths in tokens; their number is the most requests of a batch.
+        budgets: bytes by memory; by default the machine's capacities.
+        slot_bytes: bytes of a page in a slot of the device.
+        splits_kv: whether the policy has a setting for the share of the KV cache that stays on the accelerator.
+        kv_on_gpu: that share, if it is fixed; None to search for it.
+        beams: sequences of each request in decode.
+        prefill_chunk: most tokens of a micro-batch of prefill; None for no limit.
+        nodes: number of such machines that share the experts.
+        process: the process that will run the plans.
+        objective: the figure that sizes are best in.
+    """
+
+    make: Callable[..., Policy]
+    machine: Machine
+    layout: WeightLayout
+    lengths: tuple[int, ...]
+    new_tokens: int
+    cost: CostModel
+    budgets: dict[str, int] = {}
+    slot_bytes: Callable[[Page], int] | None = None
+    splits_kv: bool = False
+    kv_on_gpu: float | None = None
+    beams: int = 1
+    prefill_chunk: int | None = None
+    nodes: int = 1
+    process: Process | None = None
+    objective: Objective = "throughput"
+
+    def batch(self, micro_batches: int, size: int) -> Batch:
+        """A batch of the first requests, in full micro-batches and a last one of the rest."""
+        lengths = self.lengths[: micro_batches * size]
+        sizes = BatchSizes(len(lengths), size, beams=self.beams, prefill_chunk=self.prefill_chunk)
+        return batch_of(lengths, self.new_tokens, sizes)
+
+    def plan(
+        self, batch: Batch, budgets: dict[str, int] | None = None, kv_on_gpu: float | None = None
+    ) -> tuple[Plan, Policy]:
+        """The policy's plan of a batch. With several nodes it is the first node's, and those of the others must fit
+        too.
+
+        kv_on_gpu: the share of the KV cache that stays on the accelerator; by default the policy's own.
+
+        Raises:
+            BadInput: the plan does not fit; the message names the memory and the missing bytes.
+        """
+        budgets = self.budgets if budgets is None else budgets
+        found = []
+        for node in range(self.nodes):
+            policy = self.make() if kv_on_gpu is None else self.make(**{KV_SHARE: kv_on_gpu})
+            plan = plan_run(
+                self.machine,
+                self.layout,
+                batch,
+                policy,
+                budgets,
+                self.slot_bytes,
+                self.nodes,
+                node,
+                process=self.process,
+            )
+            found.append((plan, policy))
+        return found[0]
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in slots."""
+        return sum(map(self.slot_bytes or (lambda page: page.nbytes), self.layout.pages))
+
+    def undecided(self, batch: Batch) -> Plan:
+        """A plan of a batch in which nothing is declared."""
+        return Plan(self.machine, self.layout, batch, self.budgets, self.slot_bytes, process=self.process)
+
+    def capacity(self, memory: str) -> int:
+        """The bytes that may be used of a memory."""
+        return self.budgets.get(memory, self.machine.memories[memory].nbytes)
+
+
+def splits_kv(policy: type, machine: Machine) -> bool:
+    """Whether a policy has a setting for the KV cache's share on the accelerator, and that has a memory of its own."""
+    return not machine.unified and takes_setting(policy, KV_SHARE)

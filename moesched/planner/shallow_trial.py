@@ -1,0 +1,120 @@
+"""Trial runs of a few layers, in memories that are cut like the model; seconds are extrapolated to its depth.
+
+A layer's tasks are much the same in all layers. What a plan takes of a memory whatever the depth, such as activations
+and the buffer that weights stream through, is not cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from moesched.errors import BadInput
+from moesched.planner.few_layers import cut, depths_of
+from moesched.planner.setting import Setting
+from moesched.planner.traits import bytes_beside_pages, filled_bytes, resident_bytes, weight_bytes
+from moesched.planner.trial_run import TrialRun, trial_run
+from moesched.requests.batch import Batch
+from moesched.seams import Policy
+from moesched.steps.plan import Plan
+
+SHARE_DIFFERS = 0.04
+"""Most that the share of resident weights may differ from that of the whole model."""
+POOL_DIFFERS = 1.5
+"""Factor by which a pool may be larger than in proportion to the layers."""
+
+
+class Cut(NamedTuple):
+    """A model of a few layers, in memories in which its plan is like that of the whole model.
+
+    Attributes:
+        part: share of the layers that are left.
+        share: of the KV cache on the accelerator, for a policy that splits it.
+    """
+
+    setting: Setting
+    budgets: dict[str, int]
+    batch: Batch
+    part: float
+    share: float | None
+
+    def trial(self, most_steps: int, prepared: tuple[Plan, Policy] | None = None) -> TrialRun:
+        """The figures of the whole model, from those of its few layers."""
+        plan, policy = prepared or self.plan()
+        return trial_run(plan, policy, most_steps=most_steps).times(1 / self.part)
+
+    def plan(self) -> tuple[Plan, Policy]:
+        """The few layers' plan."""
+        return self.setting.plan(self.batch, self.budgets, self.share)
+
+    def on(self, setting: Setting) -> Cut:
+        """The same layers in another setting, with the same part of what its memories have more or less."""
+        more = {
+            name: self.part * (setting.capacity(name) - self.setting.capacity(name)) for name in self.budgets
+        }
+        return self._replace(
+            setting=replace(setting, layout=self.setting.layout),
+            budgets={name: nbytes + round(more[name]) for name, nbytes in self.budgets.items()},
+        )
+
+
+def cut_like(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tuple[Plan, Policy]] | None:
+    """The fewest layers whose plan keeps as many weights in proportion, and that plan; None where there are none.
+
+    Args:
+        plan: for all layers.
+        share: of the KV cache on the accelerator, for a policy that splits it.
+    """
+    for depth in depths_of(setting):
+        found = _alike(cut(setting, depth), plan, share)
+        if found is not None and abs(_kept(found[1][0]) - _kept(plan)) <= SHARE_DIFFERS:
+            return found
+    return None
+
+
+def _alike(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tuple[Plan, Policy]] | None:
+    """The plan of a cut model in memories that leave it as much room in proportion; None where it does not fit.
+
+    A cache has slots in proportion to the layers; a buffer that pages stream through has as many at any depth. A plan
+    whose pools do not shrink with the memory streams.
+    """
+    part = setting.layout.config.layers / len(plan.layers)
+    pooled = _pooled(plan)
+    for fixed in (dict.fromkeys(pooled, 0), pooled):
+        few = Cut(setting, _budgets(setting, plan, part, fixed), plan.batch, part, share)
+        try:
+            prepared = few.plan()
+        except BadInput:
+            continue
+        slots = _pooled(prepared[0])
+        if fixed is pooled or all(slots[name] <= POOL_DIFFERS * part * pooled[name] for name in slots):
+            return few, prepared
+    return None
+
+
+def _budgets(setting: Setting, plan: Plan, part: float, fixed: Mapping[str, int]) -> dict[str, int]:
+    """Budgets of a cut model's memories.
+
+    fixed: bytes of pools by memory that do not depend on the depth.
+    """
+    deep = bytes_beside_pages(plan, plan)
+    flat = bytes_beside_pages(setting.undecided(plan.batch), plan)
+    return {
+        name: round(flat[name] + part * (memory.capacity - deep[name]) + (1 - part) * fixed[name])
+        for name, memory in plan.memories.items()
+    }
+
+
+def _pooled(plan: Plan) -> dict[str, int]:
+    """Bytes by memory of slots that are empty before the first step."""
+    found = {name: -filled_bytes(plan, name) for name in plan.memories}
+    for pool in plan.weights.pools:
+        found[pool.memory.name] += pool.nbytes
+    return found
+
+
+def _kept(plan: Plan) -> float:
+    """The share of the weights that is on the accelerator before the first step."""
+    return resident_bytes(plan) / weight_bytes(plan)

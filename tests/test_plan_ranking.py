@@ -1,0 +1,241 @@
+"""The ranking of policies: all of them, for each objective, with what bounds them and what they lack."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moesched import plugins
+from moesched.cli.main import main
+from moesched.errors import BadInput
+from moesched.machines import load_machine
+from moesched.machines.cost import cost_model
+from moesched.models.layout import weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.planner import Proposal, Setting, plan_best, plan_model, plannable, splits_kv
+from moesched.planner.candidate import Candidate
+from moesched.planner.few_layers import few_layers
+from moesched.planner.missing import missing_bytes
+from moesched.planner.objectives import Objective
+from moesched.planner.ranking import Ranked
+from moesched.seams import is_expert_parallel
+
+pytestmark = pytest.mark.usefixtures("as_users_run")
+
+T4 = load_machine("t4")
+LAYOUT = weight_layout(SHAPES["mixtral-8x7b"])
+FEW_GPU_BYTES: dict[str, int | str] = {"gpu": "900MB", "host": "4GB"}
+
+
+def asking(policy: str, *, objective: Objective = "throughput", **budgets: int) -> Setting:
+    lengths = (100,) * 64 if objective == "throughput" else (100,)
+    return Setting(
+        make=plugins.find("policies", policy),
+        machine=T4,
+        layout=LAYOUT,
+        lengths=lengths,
+        new_tokens=32,
+        cost=cost_model(T4, LAYOUT.dtype),
+        budgets=budgets,
+        splits_kv=splits_kv(plugins.find("policies", policy), T4),
+        objective=objective,
+    )
+
+
+@pytest.fixture(scope="module")
+def proposals() -> dict[Objective, Proposal]:
+    objectives: tuple[Objective, ...] = ("throughput", "latency", "interactive")
+    return {
+        each: plan_model("mixtral-0.8b", machine="t4", objective=each, gen=16, budgets=FEW_GPU_BYTES)
+        for each in objectives
+    }
+
+
+# -- all policies, best first ------------------------------------------------------------------------------------------
+
+
+def test_all_policies_that_one_machine_can_run_are_ranked(proposals: dict[Objective, Proposal]) -> None:
+    shared = [
+        name for name in plugins.names("policies") if is_expert_parallel(plugins.find("policies", name))
+    ]
+    assert sorted([*plannable(), *shared, "adversarial"]) == plugins.names("policies")
+    for proposal in proposals.values():
+        assert sorted(row.policy for row in proposal.ranking) == sorted(plannable())
+
+
+def test_the_best_policy_comes_first_by_the_figure_of_the_objective(
+    proposals: dict[Objective, Proposal],
+) -> None:
+    def seconds(objective: Objective, row: Ranked) -> float:
+        assert row.throughput_tokens_per_second and row.decode_step_seconds and row.first_token_seconds
+        if objective == "throughput":
+            return 1 / row.throughput_tokens_per_second
+        answer = row.first_token_seconds + 15 * row.decode_step_seconds
+        return row.decode_step_seconds if objective == "latency" else answer
+
+    for objective, proposal in proposals.items():
+        fitting = [row for row in proposal.ranking if row.fits]
+        assert [seconds(objective, row) for row in fitting] == sorted(
+            seconds(objective, row) for row in fitting
+        )
+        assert proposal.plan.policy == fitting[0].policy
+        assert proposal.predicted.decode_step_seconds == fitting[0].decode_step_seconds
+
+
+def test_latency_and_interactive_are_for_one_request(proposals: dict[Objective, Proposal]) -> None:
+    assert proposals["throughput"].plan.batch_size > 100
+    for objective in ("latency", "interactive"):
+        assert {row.batch_size for row in proposals[objective].ranking if row.fits} == {1}
+
+
+def test_a_batch_wants_another_policy_than_one_request(proposals: dict[Objective, Proposal]) -> None:
+    """A batch streams weights that many tokens share; one request runs its few experts where they are."""
+    streaming, alone = proposals["throughput"], proposals["latency"]
+    assert streaming.plan.policy == "cgopipe"
+    assert alone.plan.policy != "cgopipe"
+    rates = {row.policy: row.decode_step_seconds or 0.0 for row in alone.ranking}
+    assert rates["cgopipe"] > 2 * rates[alone.plan.policy]
+
+
+def test_each_row_tells_its_busiest_lane_and_the_change_that_helps(
+    proposals: dict[Objective, Proposal],
+) -> None:
+    rows = {row.policy: row for row in proposals["latency"].ranking}
+    assert rows["layer_streaming"].bound_by == "host->gpu"
+    gain = rows["layer_streaming"].gain
+    assert gain is not None and gain.resource == "host->gpu bandwidth"
+    assert gain.share == pytest.approx(0.1, abs=0.01), "nothing but the link takes time"
+
+
+def test_a_tie_goes_to_the_policy_that_moves_nothing() -> None:
+    proposal = plan_model("mixtral-0.8b", machine="h200", gen=8, objective="latency")
+    first, second = proposal.ranking[:2]
+    assert first.policy == "resident"
+    assert first.decode_step_seconds == second.decode_step_seconds
+
+
+def test_installed_plug_ins_are_ranked_and_broken_ones_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[moesched.policies]\nmine = my_policy:Mine\nmistaken = my_policy:Mistaken\ngone = no_such_module:Gone\n"
+    )
+    (tmp_path / "my_policy.py").write_text(
+        "from moesched.policies.cgopipe import CGOPipe\n"
+        "class Mine(CGOPipe):\n    pass\n"
+        "class Mistaken(CGOPipe):\n    def plan(self, plan):\n        plan.keep(None)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    proposal = plan_model("mixtral-0.8b", machine="t4", objective="latency", gen=4, budgets=FEW_GPU_BYTES)
+    rows = {row.policy: row for row in proposal.ranking}
+    assert rows["mine"].decode_step_seconds == rows["cgopipe"].decode_step_seconds
+    assert not rows["mistaken"].fits and "my_policy.py" in (rows["mistaken"].why or "")
+    assert not rows["gone"].fits and "no_such_module" in (rows["gone"].why or "")
+
+
+# -- a few layers stand for all ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["cgopipe", "flexgen", "expert_streaming", "expert_cache"])
+def test_a_few_layers_tell_what_all_of_them_come_to(policy: str) -> None:
+    candidate = Candidate(policy, asking(policy), deep=False)
+    few = candidate.first()
+    every = candidate.deepened(few)
+    assert few.trial_run.layers < every.trial_run.layers == 32
+    assert few.trial_run.tasks < every.trial_run.tasks / 1.5
+    assert few.batch_size == every.batch_size
+    assert few.throughput == pytest.approx(every.throughput, rel=0.05)
+    assert few.trial_run.step_seconds == pytest.approx(every.trial_run.step_seconds, rel=0.05)
+
+
+def test_a_cut_model_has_as_large_a_part_outside_its_layers() -> None:
+    whole = SHAPES["mixtral-8x7b"]
+    few = few_layers(whole, 4)
+    assert (few.layers, few.vocabulary) == (4, whole.vocabulary // 8)
+    assert weight_layout(few).globals_bytes == pytest.approx(LAYOUT.globals_bytes / 8, rel=0.01)
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def test_the_missing_bytes_are_exactly_those_that_would_do() -> None:
+    [(memory, missing)] = missing_bytes(asking("resident")).items()
+    assert memory == "gpu"
+    enough = T4.memories["gpu"].nbytes + missing
+    roomy, tight = asking("resident", gpu=enough), asking("resident", gpu=enough - 1)
+    roomy.plan(roomy.batch(1, 1))
+    with pytest.raises(BadInput):
+        tight.plan(tight.batch(1, 1))
+
+
+def test_the_missing_bytes_of_a_policy_that_adapts_are_those_of_its_least_plan() -> None:
+    [(memory, missing)] = missing_bytes(asking("cgopipe", gpu=10**9)).items()
+    assert memory == "gpu"
+    enough = asking("cgopipe", gpu=10**9 + missing)
+    enough.plan(enough.batch(1, 1))
+    short = asking("cgopipe", gpu=10**9 + int(0.97 * missing))
+    with pytest.raises(BadInput):
+        short.plan(short.batch(1, 1))
+
+
+def test_a_policy_that_does_not_fit_is_last_with_what_it_lacks() -> None:
+    best = plan_best(T4, LAYOUT, [100] * 8, 8, objective="latency", policies=["resident", "cgopipe"])
+    assert [row.policy for row in best.ranking] == ["cgopipe", "resident"]
+    last = best.ranking[-1]
+    assert not last.fits and last.throughput_tokens_per_second is None
+    assert last.missing == {"gpu": last.missing_bytes}
+    assert last.lacks == "77.5 GB more gpu would"
+
+
+def test_where_nothing_fits_the_ranking_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "dbrx", "--machine", "t4", "--for", "latency", "--json"]
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    printed = json.loads(told.out)
+    assert printed["plan"] is None
+    assert all(not row["fits"] and row["missing_bytes"] > 60e9 for row in printed["ranking"])
+    assert {row["policy"] for row in printed["ranking"]} == set(plannable())
+    assert told.err.count("\n") == 1
+    assert re.search(r"would fit with [0-9.]+ GB more host$", told.err)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_the_ranking_that_others_rely_on(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "mixtral-0.8b", "--machine", "t4", "--gen", "8", "--for", "interactive"]
+    arguments += ["--budget", "gpu=900MB"]
+    assert main([*arguments, "--json"]) == 0
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    for row in printed["ranking"]:
+        assert row.keys() >= {
+            "policy",
+            "throughput_tokens_per_second",
+            "decode_step_seconds",
+            "first_token_seconds",
+            "bound_by",
+            "fits",
+            "missing_bytes",
+        }
+    assert main(arguments) == 0
+    told = capsys.readouterr().out
+    assert "best plan for interactive" in told
+    assert "policies for interactive" in told
+    assert "resident does not fit: " in told and "more gpu would" in told
+
+
+def test_an_objective_that_cannot_be_met_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BadInput, match="--for latency minimises a decode step, and --gen 1 has none"):
+        plan_model("mixtral-0.8b", machine="t4", objective="latency", gen=1)
+    with pytest.raises(BadInput, match="--for is 'speed': choose throughput, latency, interactive"):
+        plan_model("mixtral-0.8b", machine="t4", objective="speed")  # type: ignore[arg-type]  # as a caller may
+    with pytest.raises(BadInput, match="settings such as ahead are those of one policy"):
+        plan_model("mixtral-0.8b", machine="t4", settings={"ahead": 3})
+    assert main(["plan", "--model", "mixtral-0.8b", "--machine", "t4", "--for", "speed"]) == 2
