@@ -222,7 +222,7 @@ def test_a_replayed_prediction_counts_the_same_tasks_as_one_that_is_driven() -> 
     for replay in (False, True):
         policy, meter, diary = make_policy("cgopipe"), KindMeter(), Diary()
         plan = make_plan(policy, new_tokens=9, budgets=FORTY_PERCENT)
-        simulate(plan, policy, replay=replay, observers=[meter, diary])
+        simulate(plan, policy, sharing=False, replay=replay, observers=[meter, diary])
         counted.append((meter.kinds(), diary.loads))
     assert counted[0] == counted[1]
 

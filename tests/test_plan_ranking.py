@@ -14,6 +14,7 @@ from moesched.cli.main import main
 from moesched.errors import BadInput
 from moesched.machines import load_machine
 from moesched.machines.cost import cost_model
+from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.planner import Proposal, Setting, plan_best, plan_model, plannable, splits_kv
@@ -112,7 +113,7 @@ def test_each_row_tells_its_busiest_lane_and_the_change_that_helps(
 
 
 def test_a_tie_goes_to_the_policy_that_moves_nothing() -> None:
-    proposal = plan_model("mixtral-0.8b", machine="h200", gen=8, objective="latency")
+    proposal = plan_model("mixtral-0.8b", machine=at_peak(load_machine("h200")), gen=8, objective="latency")
     first, second = proposal.ranking[:2]
     assert first.policy == "resident"
     assert first.decode_step_seconds == second.decode_step_seconds

@@ -206,7 +206,7 @@ def test_experts_of_a_prompt_in_chunks_are_moved_no_more_often_than_those_of_a_w
 def test_a_replayed_simulation_is_that_of_the_engine() -> None:
     policy = {name: make_policy("cgopipe") for name in ("engine", "replay")}
     times = [
-        simulate(chunked_plan(each), each, replay=name == "replay").step_seconds
+        simulate(chunked_plan(each), each, sharing=False, replay=name == "replay").step_seconds
         for name, each in policy.items()
     ]
     assert times[0] == times[1]

@@ -71,7 +71,7 @@ def test_a_replayed_run_has_the_trace_of_one_that_was_not(policy: str, steps: in
     for replay in (False, True):
         recorder = Recorder() if steps is None else LastSteps(steps)
         chosen = make_policy(policy)
-        simulate(make_plan(chosen, new_tokens=7), chosen, replay=replay, recorder=recorder)
+        simulate(make_plan(chosen, new_tokens=7), chosen, sharing=False, replay=replay, recorder=recorder)
         recordings.append(recorder.recording())
     built, replayed = recordings
     assert timetable(replayed) == timetable(built)

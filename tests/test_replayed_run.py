@@ -48,7 +48,7 @@ def test_a_predicted_run_takes_the_same_time_to_the_nanosecond(policy: str, tmp_
 @pytest.mark.parametrize("policy", ["resident", "layer_streaming", "cgopipe"])
 def test_so_does_a_prediction_whose_steps_were_captured_and_played(policy: str) -> None:
     chosen, recorder = make_policy(policy), Recorder()
-    simulate(make_plan(chosen, new_tokens=7), chosen, replay=True, recorder=recorder)
+    simulate(make_plan(chosen, new_tokens=7), chosen, sharing=False, replay=True, recorder=recorder)
     played = recorder.recording()
     assert by_number(replay_recording(played)) == by_number(played)
 

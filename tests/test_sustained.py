@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from moesched.drivers.sharing import fair_rates
 from moesched.errors import BadInput
+from moesched.inputs.lookup import find_shape
 from moesched.machines import Machine, load_machine, machine_names, parse_machine
 from moesched.machines.cost import Roofline
 from moesched.machines.estimates import Estimate
@@ -22,11 +24,18 @@ from moesched.machines.sustained import (
     rates_of,
     sustained_share,
 )
-from moesched.tasks import Work, WorkPart
+from moesched.models.layout import weight_layout
+from moesched.planner.trial_run import trial_run
+from moesched.plugins import make_policy
+from moesched.requests.batch import Batch, split_batch
+from moesched.runs.planning import plan_run
+from moesched.steps.plan import lanes_contend
+from moesched.tasks import Task, Work, WorkPart
 
 T4 = load_machine("t4")
 GB = 1_000_000_000
 GPU = device_class("power-limited-gpu").rates
+HOST = device_class("server-cpu").rates
 
 
 def at(machine: Machine, work: Work) -> float:
@@ -117,6 +126,21 @@ def test_each_expert_starts_its_own_kernels() -> None:
     assert at(T4, eight) == pytest.approx(8 * at(T4, one)) == 40 * GPU["launch_seconds"].expected
 
 
+def test_a_team_of_threads_wakes_once_for_a_task_and_meets_after_each_kernel() -> None:
+    small = Work("run_expert", "cpu", parts=(WorkPart("expert", 1, 0, 8),))
+    experts, kernels = 8, 5
+    assert HOST["wake_seconds"].expected == 15e-6
+    assert HOST["launch_seconds"].expected == 2e-6
+    assert at(T4, small) == pytest.approx(15e-6 + experts * kernels * 2e-6) == pytest.approx(95e-6)
+
+
+def test_sampling_takes_what_the_host_does_between_steps() -> None:
+    between = at(T4, product(1, "sample")) - at(T4, product(1))
+    assert between == pytest.approx(GPU["step_seconds"].expected) == pytest.approx(500e-6)
+    stated = at_peak(T4)
+    assert at(stated, product(1, "sample")) == at(stated, product(1))
+
+
 # -- copies ----------------------------------------------------------------------------------------
 
 
@@ -151,6 +175,85 @@ def test_processors_of_one_class_share_their_groups_of_rates() -> None:
     assert {name for name in groups(machine) if "." in name} == {
         f"server-cpu.{rate}" for rate in device_class("server-cpu").rates
     }
+
+
+# -- the host's memory -----------------------------------------------------------------------------
+
+
+def speeds(*works: Work, machine: Machine = T4) -> tuple[float, ...]:
+    """The speeds of works that run at once, relative to running alone."""
+    cost = Roofline(machine, "bfloat16")
+    return fair_rates([cost.work(work) for work in works])
+
+
+EXPERTS_ON_HOST = Work("run_expert", "cpu", nbytes=60 * GB, parts=(WorkPart("expert", 60 * GB, 1),))
+STAGING = Work("stage", "host->pinned", nbytes=13 * GB)
+FETCH = Work("fetch", "pinned->gpu", nbytes=12 * GB)
+
+
+def test_copies_take_bandwidth_from_experts_on_the_host() -> None:
+    """Experts read 60 GB/s. Staging reads and writes 13, and the link reads 12, of 80 GB/s in all."""
+    together = 80 / (60 + 2 * 13 + 12)
+    assert speeds(EXPERTS_ON_HOST, STAGING, FETCH) == pytest.approx([together] * 3, rel=0.005)
+    assert speeds(EXPERTS_ON_HOST, FETCH) == (1, 1)
+
+
+def test_attention_on_the_host_leaves_room_for_copies() -> None:
+    attention = Work("attention", "cpu", nbytes=35 * GB, parts=(WorkPart("step attention", GB),))
+    assert speeds(attention, STAGING, FETCH) == (1, 1, 1)
+
+
+def test_pinned_memory_of_a_machine_without_classes_is_a_memory_of_its_own() -> None:
+    assert speeds(EXPERTS_ON_HOST, FETCH, machine=at_peak(T4)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("machine", "policy", "contends"),
+    [
+        (T4, "cgopipe", True),
+        (T4, "layer_split", True),
+        (T4, "layer_streaming", False),
+        (at_peak(T4), "cgopipe", False),
+    ],
+)
+def test_a_host_that_computes_contends_with_copies(machine: Machine, policy: str, contends: bool) -> None:
+    layout = weight_layout(find_shape("mixtral-8x7b"))
+    plan = plan_run(machine, layout, split_batch([64] * 4, 6, 4), make_policy(policy, {}))
+    assert lanes_contend(plan) == contends
+
+
+# -- prefill in chunks -----------------------------------------------------------------------------
+
+
+class Projections:
+    """Observer of the rows and the seconds of the projections before attention."""
+
+    def __init__(self) -> None:
+        self.rows: list[float] = []
+        self.seconds: list[float] = []
+
+    def ended(self, task: Task) -> None:
+        if task.verb == "pre_attention":
+            self.rows.append(task.work.parts[0].rows)
+            self.seconds.append((task.end - task.start) / 1e9)
+
+
+def test_a_prefill_in_chunks_takes_the_time_of_its_chunks() -> None:
+    """A prompt of 512 tokens in four chunks reads the weights, and starts three kernels, three times more."""
+    layout = weight_layout(find_shape("mixtral-0.8b"))
+    seen = []
+    for chunk in (None, 128):
+        policy, observer = make_policy("resident", {}), Projections()
+        plan = plan_run(T4, layout, Batch((512,), 1, ((0,),), prefill_chunk=chunk), policy)
+        trial_run(plan, policy, observers=[observer])
+        seen.append(observer)
+    whole, cut = seen
+    layers = layout.config.layers
+    assert whole.rows == [512] * layers
+    assert cut.rows == [128] * 4 * layers
+    again = plan.operations.before_attention.nbytes / (320 * GB * GPU["weights"].expected)
+    again += 3 * GPU["launch_seconds"].expected
+    assert sum(cut.seconds) - sum(whole.seconds) == pytest.approx(layers * 3 * again, rel=1e-3)
 
 
 # -- bad input -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from moesched.machines import (
 )
 from moesched.machines.kernel_times import ONLY_MOVING, KernelTimes
 from moesched.machines.networks import NETWORK
-from moesched.machines.sustained import Levels, copies_of, sustained_share
+from moesched.machines.sustained import Levels, copies_of, is_rated, sustained_share, usable_share
 from moesched.seams import CostModel, Demand
 from moesched.tasks import Work, WorkPart
 
@@ -70,7 +70,7 @@ class Roofline:
         processor = self.machine.processors.get(work.resource)
         if processor is not None:
             times = self._times(work.resource, processor)(work)
-            busy = ((work.resource, times.computing), (processor.memory, times.moving))
+            busy = ((work.resource, times.computing), (processor.memory, times.holding))
             return _demand(times.working, times.fixed, busy)
         for link in self.machine.links:
             if work.resource == f"{link.source}->{link.destination}":
@@ -97,18 +97,27 @@ class Roofline:
         if known is None:
             peak = self.machine.peak(name, self.dtype)
             bandwidth = self.machine.memories[processor.memory].bandwidth
-            known = self._kernels[name] = KernelTimes(name, processor, peak, bandwidth, self._levels)
+            usable = usable_share(self.machine)
+            known = KernelTimes(name, processor, peak, bandwidth, usable, self._levels)
+            self._kernels[name] = known
         return known
 
     def _copy(self, link: Link, nbytes: float) -> Demand:
         seconds = nbytes / (link.bandwidth * sustained_share(self.machine, link, self._levels))
+        usable = usable_share(self.machine)
         ends = tuple(
-            (end, nbytes / self.machine.memories[end].bandwidth) for end in (link.source, link.destination)
+            (self._modules(end), nbytes / (self.machine.memories[end].bandwidth * usable))
+            for end in (link.source, link.destination)
         )
         alone = _demand(seconds, link.latency, ((link.lane, seconds), *ends))
         name = f"{link.source}->{link.destination}"
         slowed = self._slowed.get(name)
         return alone._replace(sort=name, slowed=tuple(slowed)) if slowed else alone
+
+    def _modules(self, memory: str) -> str:
+        """The memory that a memory is a part of: pinned memory is the host's, where rates are told from peaks."""
+        pinned = memory == self.machine.roles.pinned and is_rated(self.machine)
+        return self.machine.host.memory if pinned else memory
 
     def _share(self, kind: str) -> float:
         return copies_of(self.machine).rates[kind].at(self._levels.get(kind, "expected"))

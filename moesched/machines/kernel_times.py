@@ -14,18 +14,22 @@ from moesched.tasks import Work, WorkPart
 
 EXPERTS = ("expert", "resident expert", "experts", "resident experts")
 ONLY_MOVING = ("combine", "embed")
-WAITED_FOR = ("route", "sample")
-"""Kinds of work whose result the host reads before it goes on."""
+WAITED_FOR = {"route": "host_seconds", "sample": "step_seconds"}
+"""Kinds of work whose result the host reads before it goes on, and the rate of the time that it then takes."""
 
 KERNELS_OF_A_PRODUCT, KERNELS_OF_EXPERTS, KERNELS_OF_ATTENTION = 3, 5, 2
 """Kernels of a product with its norm and activation, of an expert or of grouped ones, and of attention."""
 
 
 class WorkTimes(NamedTuple):
-    """Seconds of computing and of moving bytes, each alone, of both together, and of starting kernels."""
+    """Seconds of computing and of moving bytes, each alone, of both together, and of starting kernels.
+
+    `holding` are those in which the memory could move as many bytes, for whoever asks.
+    """
 
     computing: float
     moving: float
+    holding: float
     working: float
     fixed: float
 
@@ -36,16 +40,18 @@ class KernelTimes:
     Args:
         peak: its stated FLOP/s.
         bandwidth: its memory's stated bytes per second.
+        usable: the share of that which all who use the memory reach together.
         levels: rates that are not at their expected figure.
     """
 
     def __init__(
-        self, name: str, processor: Processor, peak: float, bandwidth: float, levels: Levels
+        self, name: str, processor: Processor, peak: float, bandwidth: float, usable: float, levels: Levels
     ) -> None:
         self._class: DeviceClass = device_class(processor.device_class)
         self._processor = processor
         self._peak = peak
         self._bandwidth = bandwidth
+        self._usable = usable
         self._rates = {
             rate: estimate.at(levels.get(group(name, processor, rate), "expected"))
             for rate, estimate in rates_of(processor).items()
@@ -67,7 +73,8 @@ class KernelTimes:
         computing = flops / (self._peak * rates[computes] * work.kernel_rate)
         moving = max(work.nbytes / (self._bandwidth * rates[reads]), self._reading_experts(work))
         working = computing + moving if self._class.capped and weighing else max(computing, moving)
-        return WorkTimes(computing, moving, working, self._fixed(work))
+        holding = moving * min(1.0, rates[reads] / self._usable)
+        return WorkTimes(computing, moving, holding, working, self._fixed(work))
 
     def _tiled(self, products: Iterable[WorkPart]) -> float:
         """The factor of FLOPs that kernels compute beyond those asked for, since they compute whole tiles of rows."""
@@ -87,12 +94,16 @@ class KernelTimes:
         return weights / (self._processor.expert_bandwidth * self._off_expected)
 
     def _fixed(self, work: Work) -> float:
-        """The time of starting the work's kernels, and of waiting for its result."""
-        each = self._rates.get("launch_seconds")
-        if each is None:
+        """The time of starting the work and its kernels, and of what the host does with its result.
+
+        A GPU starts each kernel. A team of threads wakes once for a work, and meets after each of its kernels.
+        """
+        rates = self._rates
+        if "launch_seconds" not in rates:
             return self._processor.launch_seconds
-        waiting = self._rates["host_seconds"] if work.kind in WAITED_FOR else 0.0
-        return each * sum(map(kernels, work.parts)) + waiting
+        waiting = rates[WAITED_FOR[work.kind]] if work.kind in WAITED_FOR else 0.0
+        each = rates["launch_seconds"]
+        return rates.get("wake_seconds", 0.0) + each * sum(map(kernels, work.parts)) + waiting
 
 
 def kernels(part: WorkPart) -> float:

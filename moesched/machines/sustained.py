@@ -22,14 +22,19 @@ PACKAGE = "moesched.machines.rates"
 STATED, COPIES, STATED_COPIES = "as-stated", "copies", "copies-as-stated"
 OF_NO_DEVICE = (STATED, COPIES, STATED_COPIES)
 
+MEMORY_EFFICIENCY = 0.8
+"""Share of its line rate that a memory delivers to all together: assumed, from 75 to 85 % in STREAM on servers."""
+
 WORDS = {
     "products": "matrix products of many rows",
     "weights": "reading weights for few rows",
     "attention": "reading the KV cache in attention",
     "prompts": "attention over prompts",
     "moves": "moving activations",
+    "wake_seconds": "waking the threads",
     "launch_seconds": "starting a kernel",
     "host_seconds": "waiting for the host",
+    "step_seconds": "the host between steps",
     "pinned": "copies of pinned memory",
     "pageable": "copies of pageable memory",
     "host_copies": "copies within the host's memory",
@@ -105,6 +110,11 @@ def at_peak(machine: Machine) -> Machine:
     }
     links = [replace(link, sustained=None) for link in machine.links]
     return replace(machine, processors=processors, links=links)
+
+
+def usable_share(machine: Machine) -> float:
+    """The share of a memory's stated bandwidth that all its readers and writers reach together."""
+    return MEMORY_EFFICIENCY if is_rated(machine) else 1.0
 
 
 def link_kind(machine: Machine, link: Link) -> str:

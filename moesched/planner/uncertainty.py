@@ -23,7 +23,7 @@ from moesched.requests.batch import Batch
 from moesched.runs.assembly import assemble
 from moesched.runs.ranks import Rank
 from moesched.seams import CostModel
-from moesched.steps.plan import lanes_contend
+from moesched.steps.plan import devices_contend
 from moesched.tasks import Task, Work
 
 LEVELS: tuple[Level, ...] = ("low", "high")
@@ -106,7 +106,7 @@ class _Runs:
         self.machine: Machine = plan.machine
         self.dtype = plan.layout.dtype
         self._batch: Batch = plan.batch
-        fixed = len(ranks) == 1 and not lanes_contend(plan) and plan.machine.wired_memory is None
+        fixed = len(ranks) == 1 and not devices_contend(plan) and plan.machine.wired_memory is None
         self._captured = _captured(ranks[0]) if fixed else None
         self._base: tuple[Figures, _WorkMeter] | None = None
 

@@ -59,7 +59,9 @@ def simulate(
     ending = Ending()
     if replay:
         if (lanes_contend(plan) if sharing is None else sharing) or plan.machine.wired_memory is not None:
-            raise BadInput("replay needs fixed durations, and with sharing they depend on concurrent tasks")
+            raise BadInput(
+                "replay needs fixed durations, and with sharing they depend on concurrent tasks: give sharing=False"
+            )
         outcome = _replay(ranks[0], cost, observers, recorder)
     else:
         config = plan.layout.config

@@ -15,6 +15,7 @@ from moesched.errors import BadInput, PolicyError
 from moesched.machines import Machine
 from moesched.machines.group import numbered, written_out
 from moesched.machines.machine import read_only
+from moesched.machines.sustained import is_rated
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.operations import Operations
 from moesched.requests.batch import Batch
@@ -387,11 +388,24 @@ def _default_task_limit(layout: WeightLayout, micro_batches: int) -> int:
 
 
 def lanes_contend(plan: Plan) -> bool:
-    """Whether tasks on one lane slow others.
+    """Whether tasks on one lane slow others."""
+    return devices_contend(plan) or host_contends(plan)
 
-    They do if accelerator and host share a memory, if several stages' links do, or if that was measured.
-    """
+
+def devices_contend(plan: Plan) -> bool:
+    """Whether accelerator and host share a memory, several stages' links do, or contention was measured."""
     return plan.machine.unified or len(plan.stages) > 1 or bool(plan.machine.contention)
+
+
+def host_contends(plan: Plan) -> bool:
+    """Whether the host computes from the memory that copies to the accelerator read meanwhile.
+
+    A machine without classes of device, or with measured costs, is taken at its word.
+    """
+    if not is_rated(plan.machine) or plan.machine.cost_table:
+        return False
+    attends = "host" in plan.declared.kv_roles and not plan.declared.kv_buffers
+    return attends or plan.declared.experts_on_host
 
 
 def _memories(machine: Machine, written: Machine, budgets: Mapping[str, int]) -> dict[str, Memory]:
