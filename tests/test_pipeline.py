@@ -76,10 +76,10 @@ def test_the_links_of_the_first_accelerator_are_written_out_for_the_others() -> 
         cost.work(Work("copy", link, nbytes=1e9)) for link in ("pinned->gpu", "pinned->gpu 1", "gpu->gpu 1")
     )
     assert first.seconds == second.seconds
-    assert dict(first.shares).keys() == {"host->gpu", "pinned", "gpu"}, (
-        "its path, and the memories at its ends"
+    assert dict(first.shares).keys() == {"host->gpu", "host", "gpu"}, (
+        "its path, and the memories at its ends: pinned memory is the host's"
     )
-    assert dict(second.shares).keys() == {"host->gpu 1", "pinned", "gpu 1"}
+    assert dict(second.shares).keys() == {"host->gpu 1", "host", "gpu 1"}
     assert across.seconds == pytest.approx(1e9 / WIRES.bandwidth, rel=1e-3)
     assert written_out(ONE, 1).memories == ONE.memories
 
