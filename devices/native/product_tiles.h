@@ -17,12 +17,17 @@
  *   WEIGHTS(p, half) that half of the step's weights at p
  *   INPUTS(x, half)  that half of the step of x at address x
  *   DOT(sums, w, x)  sums += w * x
+ *   FEW_STREAMS      optionally, whether tiles of few rows are read, which the processor itself brings to the second-level
+ *                    cache
  *   PLACE(step, k, bits)  puts input k, counted within the step, into a step of one row of x
  *
  * Every output is summed in the same order whatever the number of rows, of threads or of row blocks: LANES sums over
  * the inputs from first to last, then a tree over the lanes.
  */
 
+#if !defined(FEW_STREAMS)
+#define FEW_STREAMS 0
+#endif
 #define UNROLL _Pragma("GCC unroll 8")
 #define INLINE static inline __attribute__((always_inline)) TARGET
 
@@ -44,14 +49,14 @@ INLINE void ISA(add_step)(const int R, const int C, const uint16_t *weights, int
 }
 
 /* Memory takes longer than the few misses of the first-level cache can wait for: a line comes to the second level early,
- * and to the first a little before its use. */
+ * and to the first a little before its use. With few streams, the processor does the former. */
 INLINE void ISA(prefetch)(const uint16_t *weights, const uint16_t *ahead, int64_t soon) {
     __builtin_prefetch(ahead, 0, 2);
     __builtin_prefetch(weights + soon, 0, 3);
 }
 
-/* The product of R rows of weights and C rows of x. alone: all R rows are prefetched. */
-INLINE void ISA(tile)(const int R, const int C, const int alone, const Tile *tile) {
+/* The product of R rows of weights and C rows of x. */
+INLINE void ISA(tile)(const int R, const int C, const Ahead which, const Tile *tile) {
     enum { STEPS = LINE / STEP };
     const int64_t stride = tile->stride, turn = tile->turn, steps = tile->steps;
     const uint16_t *weights = tile->weights;
@@ -69,7 +74,10 @@ INLINE void ISA(tile)(const int R, const int C, const int alone, const Tile *til
     int64_t step = 0;
     for (; step + STEPS <= steps; step += STEPS) {
         const uint16_t *ahead = weights + AHEAD + (step < turn ? 0 : tile->gap);
-        if (alone) {
+        if (which == TO_FIRST_LEVEL) {
+            UNROLL
+            for (int r = 0; r < R; r++) __builtin_prefetch(weights + r * stride + NEAR, 0, 3);
+        } else if (which == ALL_ROWS) {
             UNROLL
             for (int r = 0; r < R; r++) ISA(prefetch)(weights + r * stride, ahead + r * stride, tile->soon);
         } else {
@@ -98,13 +106,15 @@ INLINE void ISA(tile)(const int R, const int C, const int alone, const Tile *til
 #define TILES(C)                                                                                                       \
     static TARGET void ISA(tiles_##C)(int rows, const Tile *tile) {                                                    \
         if (rows == 1)                                                                                                 \
-            ISA(tile)(1, C, 0, tile);                                                                                  \
+            ISA(tile)(1, C, SOME_ROWS, tile);                                                                          \
+        else if (tile->near)                                                                                           \
+            ISA(tile)(TILE_ROWS(COLUMNS), C, TO_FIRST_LEVEL, tile);                                                    \
         else if (tile->first_ahead == 0 && tile->last_ahead == TILE_ROWS(C))                                           \
-            ISA(tile)(TILE_ROWS(C), C, 1, tile);                                                                       \
+            ISA(tile)(TILE_ROWS(C), C, ALL_ROWS, tile);                                                                \
         else if (rows == TILE_ROWS(C))                                                                                 \
-            ISA(tile)(TILE_ROWS(C), C, 0, tile);                                                                       \
+            ISA(tile)(TILE_ROWS(C), C, SOME_ROWS, tile);                                                               \
         else /* the first panel is wider */                                                                            \
-            ISA(tile)(TILE_ROWS(COLUMNS), C, 0, tile);                                                                 \
+            ISA(tile)(TILE_ROWS(COLUMNS), C, SOME_ROWS, tile);                                                         \
     }
 TILES(1)
 TILES(2)
@@ -132,7 +142,7 @@ INLINE void ISA(tile_rows)(const Stretch *stretch, int rows, int64_t row, int64_
     const int panels = stretch->panels->count;
     const int64_t piece = panels > 1 ? PIECE / STEP : stretch->steps, sums_row = product->batch * LANES;
     Tile tile = {.stride = apart * product->inputs, .sums_stride = apart * sums_row, .gap = gap,
-                 .soon = panels > 1 ? PIECE : SOON};
+                 .near = panels == 1 && FEW_STREAMS, .soon = panels > 1 ? PIECE : SOON};
     int64_t step = 0;
     do {
         const int64_t left = stretch->steps - step;
@@ -153,10 +163,11 @@ INLINE void ISA(tile_rows)(const Stretch *stretch, int rows, int64_t row, int64_
     } while (step < stretch->steps);
 }
 
-/* sums += weights x; = in the first stretch. A tile has rows far apart, and the next tile the rows below them: thus few streams of memory are
- * read, each from its beginning to its end. */
+/* sums += weights x; = in the first stretch. A tile has rows far apart, and the next tile the rows below them: thus few
+ * streams of memory are read, each from its beginning to its end. */
 static TARGET void ISA(stretch)(const Stretch *stretch, float *sums) {
-    const int rows = TILE_ROWS(stretch->panels->panel[0].columns); /* no panel is wider */
+    const int few = stretch->panels->count == 1 && FEW_STREAMS;
+    const int rows = few ? TILE_ROWS(COLUMNS) : TILE_ROWS(stretch->panels->panel[0].columns);
     const int64_t tiles = stretch->rows / rows;
     for (int64_t row = 0; row < tiles; row++)
         ISA(tile_rows)(stretch, rows, row, tiles, gap_behind(stretch, row, tiles, STEP), sums);
@@ -191,3 +202,4 @@ INLINE void ISA(put_step)(char *step, int columns, int column, const uint16_t *v
 #undef INPUTS
 #undef DOT
 #undef PLACE
+#undef FEW_STREAMS

@@ -19,7 +19,11 @@ enum {
     LINE = 32,           /* weights in a cache line */
     AHEAD = 2048,        /* inputs from a weight to the one that the second-level cache gets meanwhile */
     SOON = 256,          /* the same for the first-level cache, where one panel has all of x; else the next piece */
+    NEAR = 512,          /* the same where the processor fills the second-level cache itself */
 };
+
+/* Which weights a tile prefetches: of some of its rows, of all of them, or of all only to the first-level cache. */
+typedef enum { SOME_ROWS, ALL_ROWS, TO_FIRST_LEVEL } Ahead;
 
 typedef struct {
     int column, columns; /* its first row of x, and its number of rows */
@@ -50,7 +54,8 @@ typedef struct {
     int begins; /* the sums are zero */
     float *sums;
     int64_t sums_stride;
-    int first_ahead, last_ahead; /* the rows of which weights are prefetched */
+    int near; /* prefetches to the first-level cache only */
+    int first_ahead, last_ahead; /* else the rows of which weights are prefetched */
     int64_t soon;      /* inputs from a weight to the one that the first-level cache gets meanwhile */
     int64_t turn, gap; /* from step `turn` on, those of the next tile, which are `gap` inputs further */
 } Tile;
@@ -85,6 +90,20 @@ static inline int64_t gap_behind(const Stretch *stretch, int64_t tile, int64_t t
     const intptr_t bytes = (intptr_t)stretch->next - (intptr_t)stretch->weights;
     return bytes / (intptr_t)sizeof(uint16_t) - tile * inputs - here;
 }
+
+/* Whether the processor brings a few streams of weights to the second-level cache faster than prefetching does: Zen 5. */
+static int fills_second_level;
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+__attribute__((constructor)) static void know_processor(void) {
+    enum { ZEN_5 = 26 };
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return;
+    fills_second_level = (int)((eax >> 8 & 15) + (eax >> 20 & 255)) == ZEN_5;
+}
+#endif
 
 /* ---------------------------------------------------------------- the inner loops */
 
@@ -203,6 +222,7 @@ __attribute__((target("avx512f"), always_inline)) static inline __m512i odd_avx5
 #define INPUTS(x, half) _mm512_load_si512(x)
 #define DOT(sums, w, x) sums = _mm512_dpbf16_ps(sums, (__m512bh)(w), (__m512bh)(x))
 #define PLACE PLACE_PLAIN
+#define FEW_STREAMS fills_second_level
 #include "product_tiles.h"
 
 #if defined(HAS_AMX)
