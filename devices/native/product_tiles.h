@@ -17,16 +17,15 @@
  *   WEIGHTS(p, half) that half of the step's weights at p
  *   INPUTS(x, half)  that half of the step of x at address x
  *   DOT(sums, w, x)  sums += w * x
- *   FEW_STREAMS      optionally, whether tiles of few rows are read, which the processor itself brings to the second-level
- *                    cache
+ *   ON_ZEN_5         optionally, whether the processor is one, for which pieces and prefetching differ
  *   PLACE(step, k, bits)  puts input k, counted within the step, into a step of one row of x
  *
  * Every output is summed in the same order whatever the number of rows, of threads or of row blocks: LANES sums over
  * the inputs from first to last, then a tree over the lanes.
  */
 
-#if !defined(FEW_STREAMS)
-#define FEW_STREAMS 0
+#if !defined(ON_ZEN_5)
+#define ON_ZEN_5 0
 #endif
 #define UNROLL _Pragma("GCC unroll 8")
 #define INLINE static inline __attribute__((always_inline)) TARGET
@@ -140,9 +139,10 @@ static void (*const ISA(tiles)[])(int rows, const Tile *tile) = {
 INLINE void ISA(tile_rows)(const Stretch *stretch, int rows, int64_t row, int64_t apart, int64_t gap, float *sums) {
     const Product *product = stretch->product;
     const int panels = stretch->panels->count;
-    const int64_t piece = panels > 1 ? PIECE / STEP : stretch->steps, sums_row = product->batch * LANES;
+    const int64_t inputs = piece_of(product->batch, ON_ZEN_5), piece = panels > 1 ? inputs / STEP : stretch->steps;
+    const int64_t sums_row = product->batch * LANES;
     Tile tile = {.stride = apart * product->inputs, .sums_stride = apart * sums_row, .gap = gap,
-                 .near = panels == 1 && FEW_STREAMS, .soon = panels > 1 ? PIECE : SOON};
+                 .near = panels == 1 && ON_ZEN_5, .soon = panels > 1 ? inputs : SOON};
     int64_t step = 0;
     do {
         const int64_t left = stretch->steps - step;
@@ -166,7 +166,7 @@ INLINE void ISA(tile_rows)(const Stretch *stretch, int rows, int64_t row, int64_
 /* sums += weights x; = in the first stretch. A tile has rows far apart, and the next tile the rows below them: thus few
  * streams of memory are read, each from its beginning to its end. */
 static TARGET void ISA(stretch)(const Stretch *stretch, float *sums) {
-    const int few = stretch->panels->count == 1 && FEW_STREAMS;
+    const int few = stretch->panels->count == 1 && ON_ZEN_5;
     const int rows = few ? TILE_ROWS(COLUMNS) : TILE_ROWS(stretch->panels->panel[0].columns);
     const int64_t tiles = stretch->rows / rows;
     for (int64_t row = 0; row < tiles; row++)
@@ -202,4 +202,4 @@ INLINE void ISA(put_step)(char *step, int columns, int column, const uint16_t *v
 #undef INPUTS
 #undef DOT
 #undef PLACE
-#undef FEW_STREAMS
+#undef ON_ZEN_5
