@@ -3,17 +3,10 @@
  * The including file defines, in addition to the macros of product_tiles.h or instead of them,
  *   COLUMNS    the most rows of x in a panel
  *   stretch    all rows of x by rows of weights, over a stretch of the inputs
- *   OWN_OUTPUTS  defined where it has its own round_transposed and place_hidden
+ *   OWN_ROUNDING, OWN_HIDDEN  defined where it has its own round_transposed, place_hidden
  *   put        puts input k, counted within the step, of a row of x into its step
  *   put_step   the same for a whole step
  */
-
-#if LANES > 1
-/* out[row][m]: the sum of each accumulator's lanes. */
-INLINE void ISA(add_lanes)(const float *sums, int64_t count, float *out) {
-    for (int64_t n = 0; n < count; n += FOLDED) FOLD(sums + n * LANES, out + n);
-}
-#endif
 
 /* Outputs [first, last), which are few enough for MOST_SUMS. */
 INLINE void ISA(multiply_few)(const Product *product, const Panels *panels, int64_t first, int64_t last,
@@ -21,11 +14,9 @@ INLINE void ISA(multiply_few)(const Product *product, const Panels *panels, int6
     const int64_t batch = product->batch, inputs = product->inputs, whole = inputs / STEP;
     const int64_t most_steps = X_BYTES / STEP_BYTES / batch;
 #if LANES > 1
-    const int64_t count = ((last - first) * batch + FOLDED - 1) / FOLDED * FOLDED;
     float sums[MOST_SUMS * LANES] __attribute__((aligned(64)));
-    memset(sums + (count - FOLDED) * LANES, 0, FOLDED * LANES * sizeof(float)); /* more than are written */
 #else
-    float *sums = out;
+    float *const sums = out; /* where tiles add up */
 #endif
     for (int64_t from = first, to; from < last; from = to) {
         const Rows here = rows_from(product, from);
@@ -37,14 +28,12 @@ INLINE void ISA(multiply_few)(const Product *product, const Panels *panels, int6
             const uint16_t *weights = here.first + step * STEP;
             const Stretch stretch = {.product = product, .panels = panels, .first = step, .steps = steps,
                                      .rest = steps == left ? inputs % STEP : 0, .weights = weights, .rows = to - from,
-                                     .next = steps < left ? weights + steps * STEP : behind};
-            ISA(stretch)(&stretch, sums + (from - first) * batch * LANES);
+                                     .next = steps < left ? weights + steps * STEP : behind,
+                                     .sums = sums + (from - first) * batch * LANES};
+            ISA(stretch)(&stretch, out + (from - first) * batch);
             step += steps;
         } while (step < whole);
     }
-#if LANES > 1
-    ISA(add_lanes)(sums, count, out);
-#endif
 }
 
 /* Outputs [first, last). next: the weights that will be read afterwards, or NULL. */
@@ -85,7 +74,7 @@ static TARGET void ISA(place_row)(const Product *product, int64_t row, const uin
     ISA(place)(product, row, 0, product->inputs, values, 1);
 }
 
-#if !defined(OWN_OUTPUTS)
+#if !defined(OWN_ROUNDING)
 /* to[column][row] = from[row][column], rounded. */
 INLINE void ISA(round_transposed)(const float *from, int64_t rows, int64_t columns, uint16_t *to, int64_t gap) {
     uint16_t bits[MOST_OUTPUTS * MOST_BATCH];
@@ -93,7 +82,9 @@ INLINE void ISA(round_transposed)(const float *from, int64_t rows, int64_t colum
     for (int64_t column = 0; column < columns; column++)
         for (int64_t row = 0; row < rows; row++) to[column * gap + row] = bits[row * columns + column];
 }
+#endif
 
+#if !defined(OWN_HIDDEN)
 /* Puts numbers [first, last) of all rows where `down` looks for them: hidden[number - first][row of x]. */
 INLINE void ISA(place_hidden)(const Product *down, const Panels *panels, int64_t first, int64_t last,
                               const float *hidden) {
@@ -137,9 +128,9 @@ static const Multiplier ISA(multiplier) = {STEP,          STEP_BYTES, ISA(place)
 #undef ISA
 #undef TARGET
 #undef LANES
-#undef FOLD
 #undef STEP
 #undef STEP_BYTES
 #undef COLUMNS
+#undef OWN_ROUNDING
 #undef MOST_SUMS
 #undef SUMMED_ROWS

@@ -54,6 +54,22 @@ INLINE void ISA(prefetch)(const uint16_t *weights, const uint16_t *ahead, int64_
     __builtin_prefetch(weights + soon, 0, 3);
 }
 
+/* Adds up the lanes of each sum. */
+INLINE void ISA(fold)(const int R, const int C, const Sums sums[MOST_TILE_ROWS][COLUMNS], const Tile *tile) {
+    enum { ROOM = (MOST_TILE_ROWS * COLUMNS + FOLDED - 1) / FOLDED * FOLDED };
+    Sums line[ROOM];
+    float out[ROOM];
+    UNROLL
+    for (int r = 0; r < R; r++)
+        UNROLL
+        for (int c = 0; c < C; c++) line[r * C + c] = sums[r][c];
+    UNROLL
+    for (int n = R * C; n % 4; n++) line[n] = (Sums){0};
+    FOLD((const float *)line, R * C, out);
+    UNROLL
+    for (int r = 0; r < R; r++) memcpy(tile->out + r * tile->out_stride, out + r * C, (size_t)C * sizeof *out);
+}
+
 /* The product of R rows of weights and C rows of x. */
 INLINE void ISA(tile)(const int R, const int C, const Ahead which, const Tile *tile) {
     enum { STEPS = LINE / STEP };
@@ -96,6 +112,10 @@ INLINE void ISA(tile)(const int R, const int C, const Ahead which, const Tile *t
             memcpy(padded + r * STEP, weights + r * stride, (size_t)tile->rest * sizeof *weights);
         ISA(add_step)(R, C, padded, STEP, x, sums);
     }
+    if (tile->out) {
+        ISA(fold)(R, C, sums, tile);
+        return;
+    }
     UNROLL
     for (int r = 0; r < R; r++)
         UNROLL
@@ -136,13 +156,14 @@ static void (*const ISA(tiles)[])(int rows, const Tile *tile) = {
  *
  * Several panels take turns at pieces of the weights, which stay in the first-level cache meanwhile, and share the
  * prefetching of a later piece: so that memory is read all the time. */
-INLINE void ISA(tile_rows)(const Stretch *stretch, int rows, int64_t row, int64_t apart, int64_t gap, float *sums) {
+INLINE void ISA(tile_rows)(const Stretch *stretch, int rows, int64_t row, int64_t apart, int64_t gap, float *out) {
     const Product *product = stretch->product;
     const int panels = stretch->panels->count;
     const int64_t inputs = piece_of(product->batch, ON_ZEN_5), piece = panels > 1 ? inputs / STEP : stretch->steps;
     const int64_t sums_row = product->batch * LANES;
-    Tile tile = {.stride = apart * product->inputs, .sums_stride = apart * sums_row, .gap = gap,
-                 .near = panels == 1 && ON_ZEN_5, .soon = panels > 1 ? inputs : SOON};
+    Tile tile = {.stride = apart * product->inputs, .sums_stride = apart * sums_row,
+                 .out_stride = apart * product->batch, .gap = gap, .near = panels == 1 && ON_ZEN_5,
+                 .soon = panels > 1 ? inputs : SOON};
     int64_t step = 0;
     do {
         const int64_t left = stretch->steps - step;
@@ -151,10 +172,12 @@ INLINE void ISA(tile_rows)(const Stretch *stretch, int rows, int64_t row, int64_
         tile.rest = tile.steps == left ? stretch->rest : 0;
         tile.turn = left - AHEAD / STEP;
         tile.begins = stretch->first + step == 0;
+        const int ends = stretch->first + step + tile.steps == product->inputs / STEP;
         for (int number = 0; number < panels; number++) {
             const Panel panel = stretch->panels->panel[number];
             tile.x = product->x + (panel.column * product->steps + panel.columns * (stretch->first + step)) * STEP_BYTES;
-            tile.sums = sums + row * sums_row + panel.column * LANES;
+            tile.sums = stretch->sums + row * sums_row + panel.column * LANES;
+            tile.out = ends ? out + row * product->batch + panel.column : NULL;
             tile.first_ahead = rows * number / panels;
             tile.last_ahead = rows * (number + 1) / panels;
             ISA(tiles)[panel.columns - 1](rows, &tile);
@@ -163,16 +186,16 @@ INLINE void ISA(tile_rows)(const Stretch *stretch, int rows, int64_t row, int64_
     } while (step < stretch->steps);
 }
 
-/* sums += weights x; = in the first stretch. A tile has rows far apart, and the next tile the rows below them: thus few
- * streams of memory are read, each from its beginning to its end. */
-static TARGET void ISA(stretch)(const Stretch *stretch, float *sums) {
+/* Adds weights x to the sums, and puts out what they come to in the last stretch. A tile has rows far apart, and the next
+ * tile the rows below them: thus few streams of memory are read, each from its beginning to its end. */
+static TARGET void ISA(stretch)(const Stretch *stretch, float *out) {
     const int few = stretch->panels->count == 1 && ON_ZEN_5;
     const int rows = few ? TILE_ROWS(COLUMNS) : TILE_ROWS(stretch->panels->panel[0].columns);
     const int64_t tiles = stretch->rows / rows;
     for (int64_t row = 0; row < tiles; row++)
-        ISA(tile_rows)(stretch, rows, row, tiles, gap_behind(stretch, row, tiles, STEP), sums);
+        ISA(tile_rows)(stretch, rows, row, tiles, gap_behind(stretch, row, tiles, STEP), out);
     for (int64_t row = tiles * rows; row < stretch->rows; row++)
-        ISA(tile_rows)(stretch, 1, row, 0, gap_behind(stretch, row, stretch->rows, STEP), sums);
+        ISA(tile_rows)(stretch, 1, row, 0, gap_behind(stretch, row, stretch->rows, STEP), out);
 }
 
 INLINE void ISA(put)(char *step, int columns, int column, int k, uint16_t bits) {
@@ -191,9 +214,13 @@ INLINE void ISA(put_step)(char *step, int columns, int column, const uint16_t *v
 
 #define MOST_SUMS 3072
 #define SUMMED_ROWS 24
+#if LANES == 16
+#include "round_avx512.h"
+#endif
 #include "product_parts.h"
 
 #undef TILE_ROWS
+#undef FOLD
 #undef MOST_TILE_ROWS
 #undef Sums
 #undef HALVES

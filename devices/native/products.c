@@ -43,6 +43,7 @@ typedef struct {
     const uint16_t *weights;
     int64_t rows;
     const uint16_t *next; /* the weights that are read afterwards, or NULL */
+    float *sums;          /* between stretches, where they have lanes */
 } Stretch;
 
 /* A few rows of weights by a few rows of x, over some inputs. */
@@ -52,8 +53,8 @@ typedef struct {
     const char *x;  /* its steps one after the other, all rows of x in each */
     int64_t steps, rest;
     int begins; /* the sums are zero */
-    float *sums;
-    int64_t sums_stride;
+    float *sums, *out; /* out: NULL where more inputs follow */
+    int64_t sums_stride, out_stride;
     int near; /* prefetches to the first-level cache only */
     int first_ahead, last_ahead; /* else the rows of which weights are prefetched */
     int64_t soon;      /* inputs from a weight to the one that the first-level cache gets meanwhile */
