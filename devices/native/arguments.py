@@ -64,6 +64,17 @@ class Attend(ctypes.Structure):
     )
 
 
+class Prompts(ctypes.Structure):
+    """As in prompt_attention.c."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("sequences", "queries", "length", "heads", "kv_heads", "head_dim")),
+        *((name, _NUMBER) for name in ("window", "sequence_stride", "token_stride", "head_stride")),
+        ("scale", _REAL),
+        *((name, _POINTER) for name in ("keys", "values", "new_queries", "out")),
+    )
+
+
 class Layer(ctypes.Structure):
     """As in moe_layer.c."""
 

@@ -1,4 +1,4 @@
-"""Attention of a decode step over a KV cache in blocks, as one native call.
+"""Attention as native calls: of a decode step over a KV cache in blocks, and of prompts.
 
 Shapes in names as in `devices/torch/kernels.py`.
 """
@@ -6,13 +6,13 @@ Shapes in names as in `devices/torch/kernels.py`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from .arguments import Attend
+from .arguments import Attend, Prompts
 from .compiled import library
 from .kernels import NativeKernels, Tensor, address, check
 
@@ -50,10 +50,10 @@ class AttentionCall:
 
 
 class NativeAttention:
-    """Attention of one new token per sequence.
+    """Attention of one new token per sequence, and of prompts.
 
-    A sequence's bits depend on the instruction set alone: not on the other sequences, the blocks that hold its tokens
-    or the number of threads.
+    A token's bits depend on the instruction set alone: not on the other sequences, the blocks that hold its tokens, how
+    prompts are cut, or the number of threads.
 
     window: tokens that a query sees, itself included; None for all.
     """
@@ -100,6 +100,50 @@ class NativeAttention:
             out=out_SX.data_ptr(),
         )
         return AttentionCall(self._bound(self._attend, arguments), arguments)
+
+    def attend_prompts(self, q_THd: Tensor, views: Iterable[tuple[Tensor, Tensor, int]]) -> Tensor | None:
+        """Attention of new tokens over keys and values that hold them already: (T, H * d), or None.
+
+        None where torch is to do it: on other processors than those with AVX512_BF16 and without AMX, for other numbers
+        than bfloat16, and for head sizes that are no multiple of 32 or larger than 256.
+
+        views: keys and values, both (S, L, K, d) with the same strides, and the new tokens of each sequence.
+        """
+        tokens, heads, head_dim = q_THd.shape
+        out_TX = q_THd.new_empty(tokens, heads * head_dim)
+        start = 0
+        for keys_SLKd, values_SLKd, queries in views:
+            if not self._takes(q_THd, keys_SLKd, values_SLKd):
+                return None
+            sequences, length, kv_heads, _ = keys_SLKd.shape
+            sequence_stride, token_stride, head_stride, _ = keys_SLKd.stride()
+            arguments = Prompts(
+                sequences=sequences,
+                queries=queries,
+                length=length,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                window=self._window,
+                sequence_stride=sequence_stride,
+                token_stride=token_stride,
+                head_stride=head_stride,
+                scale=head_dim**-0.5,
+                keys=keys_SLKd.data_ptr(),
+                values=values_SLKd.data_ptr(),
+                new_queries=q_THd[start:].data_ptr(),
+                out=out_TX[start:].data_ptr(),
+            )
+            if self._bound(library().moesched_attend_prompts, arguments)():
+                return None
+            start += sequences * queries
+        return out_TX
+
+    def _takes(self, q_THd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor) -> bool:
+        plain = (
+            q_THd.is_contiguous() and keys_SLKd.stride(3) == 1 and keys_SLKd.stride() == values_SLKd.stride()
+        )
+        return plain and all(x.is_cpu and x.dtype == torch.bfloat16 for x in (q_THd, keys_SLKd, values_SLKd))
 
 
 @lru_cache(maxsize=64)

@@ -16,11 +16,12 @@ from zlib import crc32
 from moesched.errors import BadInput
 
 AUTO, TORCH = "auto", "torch"
-VERSION = 3
+VERSION = 4
 """Of the functions' signatures, as the library returns it."""
 
 _CALLS = tuple(
-    f"moesched_{name}" for name in ("embed", "attention_inputs", "attend", "route", "moe_layer", "logits")
+    f"moesched_{name}"
+    for name in ("embed", "attention_inputs", "attend", "attend_prompts", "route", "moe_layer", "logits")
 )
 """Functions that take the threads and a pointer to their arguments."""
 

@@ -6,6 +6,7 @@
  * blocks.
  */
 
+#include "round_avx512.h"
 #include "tiles.h"
 
 #define ISA(name) name##_amx_bf16
@@ -246,8 +247,6 @@ INLINE void ISA(put_step)(char *step, int columns, int column, const uint16_t *v
         memcpy(step + (pair * columns + column) * PAIR_BYTES, values + 2 * pair, PAIR_BYTES);
 }
 
-#include "round_avx512.h"
-
 /* Puts numbers [first, last) of all rows where `down` looks for them: hidden[number - first][row of x]. */
 INLINE void ISA(place_hidden)(const Product *down, const Panels *panels, int64_t first, int64_t last,
                               const float *hidden) {
@@ -263,7 +262,7 @@ INLINE void ISA(place_hidden)(const Product *down, const Panels *panels, int64_t
         for (; n < last; n += 2) {
             const float *numbers = hidden + panel.column;
             char *line = steps + (n / STEP * STEP_BYTES + n % STEP / 2 * PAIR_BYTES) * panel.columns;
-            const __m512i words = ISA(words_of)(numbers, last - first, down->batch, n - first, rows);
+            const __m512i words = words_of_avx512(numbers, last - first, down->batch, n - first, rows);
             if (n + 1 < last || last == down->inputs)
                 _mm512_mask_storeu_epi32(line, rows, words);
             else /* another thread may have written the other half */
@@ -273,6 +272,7 @@ INLINE void ISA(place_hidden)(const Product *down, const Panels *panels, int64_t
     }
 }
 
+#define ROUND_TRANSPOSED round_transposed_avx512
 #define OWN_HIDDEN
 #include "product_parts.h"
 

@@ -3,7 +3,8 @@
  * The including file defines, in addition to the macros of product_tiles.h or instead of them,
  *   COLUMNS    the most rows of x in a panel
  *   stretch    all rows of x by rows of weights, over a stretch of the inputs
- *   OWN_ROUNDING, OWN_HIDDEN  defined where it has its own round_transposed, place_hidden
+ *   ROUND_TRANSPOSED  optionally, its own round_transposed
+ *   OWN_HIDDEN  defined where it has its own place_hidden
  *   put        puts input k, counted within the step, of a row of x into its step
  *   put_step   the same for a whole step
  */
@@ -74,7 +75,9 @@ static TARGET void ISA(place_row)(const Product *product, int64_t row, const uin
     ISA(place)(product, row, 0, product->inputs, values, 1);
 }
 
-#if !defined(OWN_ROUNDING)
+#if !defined(ROUND_TRANSPOSED)
+#define ROUND_TRANSPOSED ISA(round_transposed)
+
 /* to[column][row] = from[row][column], rounded. */
 INLINE void ISA(round_transposed)(const float *from, int64_t rows, int64_t columns, uint16_t *to, int64_t gap) {
     uint16_t bits[MOST_OUTPUTS * MOST_BATCH];
@@ -90,7 +93,7 @@ INLINE void ISA(place_hidden)(const Product *down, const Panels *panels, int64_t
                               const float *hidden) {
     (void)panels;
     uint16_t rows[MOST_OUTPUTS * MOST_BATCH];
-    ISA(round_transposed)(hidden, last - first, down->batch, rows, last - first);
+    ROUND_TRANSPOSED(hidden, last - first, down->batch, rows, last - first);
     for (int64_t m = 0; m < down->batch; m++) ISA(place)(down, m, first, last, rows + m * (last - first), 1);
 }
 #endif
@@ -116,7 +119,7 @@ static TARGET void ISA(write)(const Product *product, int64_t first, int64_t las
     for (int64_t row = 0; row < product->batch; row += MOST_BATCH) {
         const Product rows = group_at(product, row, STEP_BYTES);
         ISA(multiply)(&rows, first, last, out);
-        ISA(round_transposed)(out, last - first, rows.batch, y + row * product->outputs + first, product->outputs);
+        ROUND_TRANSPOSED(out, last - first, rows.batch, y + row * product->outputs + first, product->outputs);
     }
 }
 
@@ -131,6 +134,6 @@ static const Multiplier ISA(multiplier) = {STEP,          STEP_BYTES, ISA(place)
 #undef STEP
 #undef STEP_BYTES
 #undef COLUMNS
-#undef OWN_ROUNDING
+#undef ROUND_TRANSPOSED
 #undef MOST_SUMS
 #undef SUMMED_ROWS

@@ -17,6 +17,7 @@
  *   WEIGHTS(p, half) that half of the step's weights at p
  *   INPUTS(x, half)  that half of the step of x at address x
  *   DOT(sums, w, x)  sums += w * x
+ *   ROUND_TRANSPOSED  optionally, as in product_parts.h
  *   ON_ZEN_5         optionally, whether the processor is one, for which pieces and prefetching differ
  *   PLACE(step, k, bits)  puts input k, counted within the step, into a step of one row of x
  *
@@ -214,9 +215,6 @@ INLINE void ISA(put_step)(char *step, int columns, int column, const uint16_t *v
 
 #define MOST_SUMS 3072
 #define SUMMED_ROWS 24
-#if LANES == 16
-#include "round_avx512.h"
-#endif
 #include "product_parts.h"
 
 #undef TILE_ROWS

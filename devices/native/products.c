@@ -158,6 +158,8 @@ static inline Word4 words_at(const void *p) {
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include "round_avx512.h"
+
 /* Twelve sums, three rows of weights and one of x are all sixteen registers: the mask stays in memory, and the order
  * of multiplications as it is written, or the compiler keeps sums in memory too. */
 static const uint32_t odd_mask[16] __attribute__((aligned(64))) = {
@@ -195,6 +197,7 @@ __attribute__((target("avx512f"), always_inline)) static inline __m512i odd_avx5
 }
 
 #define ISA(name) name##_avx512
+#define ROUND_TRANSPOSED round_transposed_avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl")))
 #define LANES 16
 #define FOLD fold_sixteen
@@ -215,6 +218,7 @@ __attribute__((target("avx512f"), always_inline)) static inline __m512i odd_avx5
 #undef WORDS
 
 #define ISA(name) name##_avx512_bf16
+#define ROUND_TRANSPOSED round_transposed_avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
 #define LANES 16
 #define FOLD fold_sixteen

@@ -131,6 +131,10 @@ class Attention:
 
     def attend(self, state: MicroBatchState, q_THd: Tensor, views: Sequence[KVView]) -> Tensor:
         """Attention of new queries over the keys and values of any views: (T, H * d)."""
+        native = self._native_attention
+        attended_TX = native.attend_prompts(q_THd, views) if native else None
+        if attended_TX is not None:
+            return attended_TX
         seen = sum(state.step.past) + len(q_THd)
         self._use_cores_for(max(state.step.new), 2 * seen * self._config.kv_heads * self._config.head_dim)
         return kernels.attention(q_THd, views, self._config.sliding_window)
