@@ -160,7 +160,7 @@ static void (*const ISA(tiles)[])(int rows, const Tile *tile) = {
 INLINE void ISA(tile_rows)(const Stretch *stretch, int rows, int64_t row, int64_t apart, int64_t gap, float *out) {
     const Product *product = stretch->product;
     const int panels = stretch->panels->count;
-    const int64_t inputs = piece_of(product->batch, ON_ZEN_5), piece = panels > 1 ? inputs / STEP : stretch->steps;
+    const int64_t inputs = piece_of(product, ON_ZEN_5), piece = panels > 1 ? inputs / STEP : stretch->steps;
     const int64_t sums_row = product->batch * LANES;
     Tile tile = {.stride = apart * product->inputs, .sums_stride = apart * sums_row,
                  .out_stride = apart * product->batch, .gap = gap, .near = panels == 1 && ON_ZEN_5,

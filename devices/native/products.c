@@ -107,10 +107,12 @@ __attribute__((constructor)) static void know_processor(void) {
 }
 #endif
 
-/* Inputs of a piece: fewer let memory be read more evenly, more let sums stay in registers longer. */
-static inline int64_t piece_of(int64_t batch, int on_zen_5) {
+/* Inputs of a piece: fewer let memory be read more evenly, more let sums stay in registers longer, best to their end. */
+static inline int64_t piece_of(const Product *product, int on_zen_5) {
+    const int64_t batch = product->batch;
     if (!on_zen_5 || batch <= FEW_ROWS_OF_X / 2) return PIECE;
-    return batch <= FEW_ROWS_OF_X ? PIECE / 4 : 2 * PIECE;
+    if (batch > FEW_ROWS_OF_X) return 2 * PIECE;
+    return product->inputs <= PIECE ? PIECE : PIECE / 4;
 }
 
 /* ---------------------------------------------------------------- the inner loops */
