@@ -273,6 +273,7 @@ BENCHMARK.parser.add_argument("--machine", help="a calibrated machine file; by d
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compare all cases, print the tables, write the JSON."""
     options = BENCHMARK.parse(arguments)
+    known = {msgspec.convert(each, Case): each for each in BENCHMARK.stored().get("runs", [])}
     cases = [case for case in CASES if case.title in options.only]
     settings = [Setting(case) for case in cases]
     for setting in settings:
@@ -285,7 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{'':<30} {'measured':>13} {'predicted':>13} {'error':>9}")
     for case, each in zip(cases, summaries, strict=True):
         print(table(case, each))
-    summaries = in_place(cases, summaries)
+    known |= dict(zip(cases, summaries, strict=True))
+    summaries = [known[case] for case in CASES if case in known]
     held = sum(each["decode_holds"] for each in summaries)
     lanes = sum(each["lanes_hold"] for each in summaries)
     print(f"decode times within their bars: {held} of {len(summaries)}; lanes: {lanes} of {len(summaries)}")
@@ -310,14 +312,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def show(case: Case, run: Run) -> None:
     """Print a run as it ends."""
     progress.print(f"{case.title}: {run.figures[DECODE]:.3f} s, others on {run.others:.2f} cores")
-
-
-def in_place(cases: Sequence[Case], summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """These cases' results and those that the file has of the others, in the order of the cases."""
-    known: list[dict[str, Any]] = BENCHMARK.stored().get("runs", [])
-    by_case = {msgspec.convert(each, Case): each for each in known}
-    by_case |= dict(zip(cases, summaries, strict=True))
-    return [by_case[case] for case in CASES if case in by_case]
 
 
 if __name__ == "__main__":

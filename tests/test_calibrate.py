@@ -47,9 +47,9 @@ from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
 from moesched.tasks import Task
 
-MODEL = small_model("tiny", hidden=32, intermediate=48, heads=4, vocabulary=64)
-LARGER = small_model("larger", hidden=64, intermediate=64, heads=4, vocabulary=96)
-BETWEEN = small_model("between", hidden=48, intermediate=56, heads=4, vocabulary=80)
+MODEL = small_model("tiny", hidden=32, intermediate=48, heads=4, head_dim=16, vocabulary=64)
+LARGER = small_model("larger", hidden=64, intermediate=64, heads=4, head_dim=16, vocabulary=96)
+BETWEEN = small_model("between", hidden=48, intermediate=56, heads=4, head_dim=16, vocabulary=80)
 
 BFLOAT16_RUNS = Runs(models=(MODEL, LARGER), steps=3, serial=2, fresh=1, together=1)
 QUICKEST = Extent(
@@ -66,7 +66,10 @@ QUICKEST = Extent(
         scratch=1 << 24,
         pairs=False,
     ),
-    prompts=Prompts(groups=((3,), (2, 3), (5, 5, 5)), long=((9,),), host_attended=(1,)),
+    batches=(
+        Prompts(groups=((3,), (2, 3), (5, 5, 5)), host_attended=(1,)),
+        Prompts(groups=((5, 5, 5, 5),), host_attended=(), long=((9,),)),
+    ),
     runs={"bfloat16": BFLOAT16_RUNS},
     repeats=0,
 )
@@ -98,6 +101,15 @@ def test_fresh_weights_come_before_each_micro_batch_and_wait_for_all_that_was_be
         after = tasks[tasks.index(fetch) + 1]
         assert (after.verb, after.layer) == ("pre_attention", FETCHED_LAYER)
     assert all(before.end <= after.start for before, after in pairwise(tasks))
+
+
+def test_weights_stream_through_both_layers_while_those_before_are_used() -> None:
+    tasks = exercised(Mode.STREAMING)
+    fetches = [each for each in tasks if each.verb == "fetch"]
+    assert [each.layer for each in fetches] == [0, 1] * (4 * 4)
+    used = [each for each in tasks if each.verb == "post_attention"]
+    for fetch, before, beside in zip(fetches[2:], used[:-2], used[1:-1], strict=True):
+        assert before.end <= fetch.start <= beside.start < fetch.end
 
 
 def test_the_host_attends_beside_the_experts_of_another_micro_batch_and_is_done_before_they_are() -> None:
@@ -270,7 +282,7 @@ def test_a_run_of_the_calibration_that_is_interrupted_ends_the_calibration(tmp_p
     file = tmp_path / "machine.toml"
     file.write_text("old")
     runs = Runs(models=(MODEL,), steps=2000, serial=1, fresh=0)
-    extent = msgspec.structs.replace(QUICKEST, runs={"bfloat16": runs})
+    extent = msgspec.structs.replace(QUICKEST, batches=QUICKEST.batches[:1], runs={"bfloat16": runs})
 
     def interrupt_the_run(done: int, total: int) -> None:
         if done == total - 1:

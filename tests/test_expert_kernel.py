@@ -269,7 +269,7 @@ def test_the_crossover_is_measured_once_and_kept(tmp_path: Path, monkeypatch: py
     crossover.most_rows("portable", shape, packed=False)
     [file] = (tmp_path / "cache").glob("*.json")
     [(here, rows)] = msgspec.json.decode(file.read_bytes()).items()
-    assert here.startswith("portable, 512 x 1024, plain, ")
+    assert here.startswith("portable, 512 x 1024, plain to ")
     assert rows in (0, *crossover.ROWS)
     file.write_bytes(msgspec.json.encode({here: 7}))
     crossover.most_rows.cache_clear()

@@ -10,17 +10,21 @@ import msgspec
 import pytest
 import torch
 from _random_models import hugging_face_logits, load_model, olmoe, prompts_of, qwen, random_olmoe, random_qwen
+from _small_runs import ONE_MEMORY, generate, same_bits
 from transformers import AutoModelForCausalLM
 
 from against_hugging_face import STEPS, assert_same_tokens, generated
 from moesched.devices.torch import kernels
+from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
+from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
 from moesched.models.tensor_parallel import cut_config
+from moesched.plugins import make_policy
 from reference import Reference, cut_in_three, read_weights
 from reference import generate as generate_in_loops
 from stored_checkpoints import refusal
@@ -128,6 +132,22 @@ def test_the_device_and_plain_loops_agree(tmp_path: Path, form: str) -> None:
     tokens, logits_SRV = generate_in_loops(Reference(directory, cut=cut_in_three), prompts_of(97), STEPS)
     assert tokens == ours.tokens
     assert torch.allclose(logits_SRV.transpose(0, 1), ours.logits_RSV, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "olmoe-1b-7b"])
+def test_a_router_large_enough_to_be_packed_is_kept_as_it_is_computed_with(
+    tmp_path: Path, shape: str
+) -> None:
+    config = small(shape, hidden=64, heads=8, intermediate=64, experts=64, top_k=4, vocabulary=128)
+    opened = open_checkpoint(write_random_model(config, tmp_path / "small", 6, dtype="bfloat16"))
+    layout = weight_layout(config, "bfloat16", page_bytes=1 << 20)  # large enough for the whole router
+    got = {}
+    for policy in ("resident", "layer_streaming"):
+        device = TorchDevice(opened, layout, kernel="torch", keep_logits=True)
+        run = make_policy(policy)
+        got[policy] = generate(device, run, ONE_MEMORY, prompts_of(97), new_tokens=4, micro_batch_size=4)
+    assert got["resident"].tokens == got["layer_streaming"].tokens
+    assert same_bits(*(each.logits_RSV for each in got.values()))
 
 
 # ---------------------------------------------------------------- kernels

@@ -11,7 +11,7 @@ from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.extent import (
     small_model,
 )
-from moesched.calibration.task_times import TaskTimes
+from moesched.calibration.task_times import Source, TaskTimes
 from moesched.machines import (
     CostPoint,
 )
@@ -19,7 +19,8 @@ from moesched.models.operations import Operations
 from moesched.models.tensor_sizes import ResidentShare
 from moesched.tasks import Kernel, Lane, PageTransfer, Task, Work, WorkPart
 
-MODEL = small_model("tiny", hidden=32, intermediate=48, heads=4, vocabulary=64)
+MODEL = small_model("tiny", hidden=32, intermediate=48, heads=4, head_dim=8, vocabulary=64)
+FEW = Source(MODEL, "bfloat16", 0)
 OPERATIONS = Operations(MODEL, "bfloat16", ResidentShare(0.5, 0.5))
 ACCELERATOR, HOST, DISK = Lane("accelerator"), Lane("host"), Lane("disk->host")
 _numbers = count()
@@ -54,7 +55,7 @@ def task(
 
 def costs(tasks: Iterable[Task]) -> dict[str, CostPoint]:
     times = TaskTimes()
-    times.add(MODEL, "bfloat16", tasks)
+    times.add(FEW, tasks)
     return {point.operation: point for point in times.points()}
 
 
@@ -63,8 +64,8 @@ def costs(tasks: Iterable[Task]) -> dict[str, CostPoint]:
 
 def test_a_task_on_weights_that_stay_is_told_from_one_on_weights_that_were_fetched_just_before() -> None:
     times = TaskTimes()
-    times.add(MODEL, "bfloat16", [task("route", 0, 0.5, layer=0), task("route", 1, 1.75, layer=1)])
-    times.add_fresh(MODEL, "bfloat16", [task("route", 2, 5, layer=0), task("route", 5, 6.25, layer=1)])
+    times.add(FEW, [task("route", 0, 0.5, layer=0), task("route", 1, 1.75, layer=1)])
+    times.add_fresh(FEW, [task("route", 2, 5, layer=0), task("route", 5, 6.25, layer=1)])
     found = {point.operation: point for point in times.points()}
     assert (found["resident route"].seconds, found["route"].seconds) == (0.5, 1.25)
     assert found["route"].rows == 4
@@ -72,16 +73,33 @@ def test_a_task_on_weights_that_stay_is_told_from_one_on_weights_that_were_fetch
 
 def test_what_is_slowed_beside_others_is_held_against_weights_that_were_used_before() -> None:
     times = TaskTimes()
-    times.add(MODEL, "bfloat16", [task("route", 0, 3, layer=1)])
-    times.add_fresh(MODEL, "bfloat16", [task("route", 0, 4, layer=1)])
+    times.add(FEW, [task("route", 0, 3, layer=1)])
+    times.add_fresh(FEW, [task("route", 0, 4, layer=1)])
     together = [task("route", 0, 4, layer=1), task("fetch", 0, 4, lane=DISK)]
-    assert times.rates(MODEL, "bfloat16", together)["few rows", "disk->host"] == pytest.approx(0.75)
+    assert times.rates(FEW, together)["few rows", "disk->host"] == pytest.approx(0.75)
+
+
+def test_what_streams_is_held_against_weights_that_were_fetched_just_before() -> None:
+    times = TaskTimes()
+    times.add(FEW, [task("route", 0, 3, layer=1), task("route", 3, 4, layer=0)])
+    times.add_fresh(FEW, [task("route", 0, 4, layer=1)])
+    together = [task("route", 0, 5, layer=1), task("fetch", 0, 9, lane=DISK), task("route", 5, 9, layer=0)]
+    assert times.rates(FEW, together, fresh=True) == {("few rows", "disk->host"): pytest.approx(0.8)}
+
+
+def test_tasks_are_compared_within_their_own_batch() -> None:
+    times = TaskTimes()
+    times.add(FEW, [task("route", 0, 3)])
+    times.add(FEW._replace(batch=1), [task("route", 0, 6)])
+    together = [task("route", 0, 6), task("fetch", 0, 6, lane=DISK)]
+    assert times.rates(FEW, together) == {("few rows", "disk->host"): pytest.approx(0.5)}
+    assert times.rates(FEW._replace(batch=1), together) == {("few rows", "disk->host"): 1.0}
 
 
 def test_the_median_over_several_runs_counts_and_within_a_run_the_mean() -> None:
     times = TaskTimes()
     for ends in ((1.0, 2.0, 9.0), (0.5, 3.0, 4.0), (7.0, 8.0, 9.0)):
-        times.add(MODEL, "bfloat16", [task("route", 0, end) for end in ends])
+        times.add(FEW, [task("route", 0, end) for end in ends])
     assert [point.seconds for point in times.points()] == [4.0]
 
 
@@ -101,7 +119,7 @@ def test_attention_is_split_into_sequences_calls_and_what_all_have_in_common() -
         tasks[-1].micro_batch = micro_batch
         flops, nbytes, parts, _ = OPERATIONS.attention_step(lengths)
         tasks[-1].work = Work("attention", "cpu", flops, nbytes, len(lengths), parts)
-    times.add(MODEL, "bfloat16", tasks)
+    times.add(FEW, tasks)
     found = {point.operation: point.seconds for point in times.points()}
     assert found == {"attention": 2.0, "attention call": 2.0, "step attention": 3.0}
 
@@ -110,9 +128,9 @@ def test_pages_take_as_much_longer_than_reads_as_they_were_seen_to() -> None:
     times = TaskTimes()
     fetch = task("fetch", 0, 3, lane=DISK)
     assert times.longer_than("disk->host", lambda size, rows: 0.5) == 1.0
-    times.add(MODEL, "float32", [fetch])
+    times.add(FEW._replace(dtype="float32"), [fetch])
     assert times.longer_than("disk->host", lambda size, rows: 0.5) == 1.0
-    times.add(MODEL, "bfloat16", [fetch])
+    times.add(FEW, [fetch])
     assert times.longer_than("disk->host", lambda size, rows: size * rows / 50) == 1.5  # 3 s, not 2
 
 
@@ -121,32 +139,32 @@ def test_pages_take_as_much_longer_than_reads_as_they_were_seen_to() -> None:
 
 def test_how_fast_a_task_goes_on_beside_another_follows_from_how_long_they_overlapped() -> None:
     times = TaskTimes()
-    times.add(MODEL, "bfloat16", [task("route", 0, 4), task("fetch", 0, 3, lane=DISK)])
+    times.add(FEW, [task("route", 0, 4), task("fetch", 0, 3, lane=DISK)])
     together = [task("route", 0, 6), task("fetch", 0, 4, lane=DISK)]
-    rates = times.rates(MODEL, "bfloat16", together)
+    rates = times.rates(FEW, together)
     # Of the route's 6 seconds 4 were shared; the other 2 did 2 seconds' work, so the 4 did the other 2.
     assert rates == pytest.approx({("few rows", "disk->host"): 0.5, ("disk->host", "few rows"): 0.75})
 
 
 def test_attention_on_the_host_is_compared_with_attention_on_the_accelerator() -> None:
     times = TaskTimes()
-    times.add(MODEL, "bfloat16", [task("attention", 0, 1), task("route", 1, 2)])
+    times.add(FEW, [task("attention", 0, 1), task("route", 1, 2)])
     together = [task("cpu_attention", 0, 2, lane=HOST), task("route", 0, 2)]
-    assert times.rates(MODEL, "bfloat16", together) == pytest.approx(
+    assert times.rates(FEW, together) == pytest.approx(
         {("attention", "few rows"): 0.5, ("few rows", "attention"): 0.5}
     )
 
 
 def test_products_of_few_rows_and_of_many_are_of_different_sorts() -> None:
     times = TaskTimes()
-    times.add(MODEL, "bfloat16", [task("attention", 0, 1), task("attention", 1, 2, step=2)])
+    times.add(FEW, [task("attention", 0, 1), task("attention", 1, 2, step=2)])
     few = [task("cpu_attention", 0, 2, lane=HOST), task("post_attention", 0, 2, tokens=8)]
     many = [
         task("cpu_attention", 0, 1.25, lane=HOST, step=2),
         task("post_attention", 0, 2, tokens=256, step=2),
     ]
-    assert times.rates(MODEL, "bfloat16", few) == {("attention", "few rows"): pytest.approx(0.5)}
-    assert times.rates(MODEL, "bfloat16", many) == {("attention", "many rows"): pytest.approx(0.8)}
+    assert times.rates(FEW, few) == {("attention", "few rows"): pytest.approx(0.5)}
+    assert times.rates(FEW, many) == {("attention", "many rows"): pytest.approx(0.8)}
 
 
 def test_attention_over_sequences_of_several_lengths_is_of_a_sort_of_its_own() -> None:
@@ -154,11 +172,11 @@ def test_attention_over_sequences_of_several_lengths_is_of_a_sort_of_its_own() -
     one, several = task("attention", 0, 1), task("attention", 1, 2, step=2)
     work = OPERATIONS.attention_step([4, 5, 6])
     several.work = Work("attention", "cpu", work.flops, work.nbytes, 3, work.parts)
-    times.add(MODEL, "bfloat16", [one, several])
+    times.add(FEW, [one, several])
     read = task("fetch", 0, 9, lane=DISK)
     slowed = [task("attention", 0, 2), task("attention", 2, 6, step=2), read]
     slowed[1].work = several.work
-    assert times.rates(MODEL, "bfloat16", slowed) == {
+    assert times.rates(FEW, slowed) == {
         ("attention", "disk->host"): pytest.approx(0.5),
         ("attention calls", "disk->host"): pytest.approx(0.25),
     }
@@ -166,31 +184,27 @@ def test_attention_over_sequences_of_several_lengths_is_of_a_sort_of_its_own() -
 
 def test_of_a_task_beside_one_sort_after_another_each_has_its_rate() -> None:
     times = TaskTimes()
-    times.add(
-        MODEL, "bfloat16", [task("route", 0, 4), task("combine", 4, 10), task("fetch", 0, 4, lane=DISK)]
-    )
+    times.add(FEW, [task("route", 0, 4), task("combine", 4, 10), task("fetch", 0, 4, lane=DISK)])
     beside_the_fetch = [task("route", 0, 5), task("fetch", 0, 5, lane=DISK)]
     beside_one_after_the_other = [
         task("combine", 10, 20),
         task("fetch", 10, 15, lane=DISK),
         task("cpu_attention", 15, 20, lane=HOST),
     ]
-    rates = times.rates(MODEL, "bfloat16", beside_the_fetch + beside_one_after_the_other)
+    rates = times.rates(FEW, beside_the_fetch + beside_one_after_the_other)
     assert rates["few rows", "disk->host"] == pytest.approx(0.8, rel=0.01)
     assert rates["few rows", "attention"] == pytest.approx(0.4, rel=0.01)
 
 
 def test_what_runs_beside_at_once_has_a_rate_of_its_own() -> None:
     times = TaskTimes()
-    times.add(MODEL, "bfloat16", [task("route", 0, 4)])
+    times.add(FEW, [task("route", 0, 4)])
     together = [
         task("route", 0, 10),
         task("fetch", 0, 10, lane=DISK),
         task("cpu_attention", 0, 10, lane=HOST),
     ]
-    assert times.rates(MODEL, "bfloat16", together) == {
-        ("few rows", "attention + disk->host"): pytest.approx(0.4)
-    }
+    assert times.rates(FEW, together) == {("few rows", "attention + disk->host"): pytest.approx(0.4)}
 
 
 def test_rates_bring_the_tasks_to_the_right_sum() -> None:
@@ -212,5 +226,5 @@ def test_a_mix_that_was_hardly_seen_has_the_rate_of_all() -> None:
 
 def test_tasks_that_hardly_overlap_say_nothing() -> None:
     times = TaskTimes()
-    times.add(MODEL, "bfloat16", [task("route", 0, 4)])
-    assert times.rates(MODEL, "bfloat16", [task("route", 0, 4), task("fetch", 3.5, 9, lane=DISK)]) == {}
+    times.add(FEW, [task("route", 0, 4)])
+    assert times.rates(FEW, [task("route", 0, 4), task("fetch", 3.5, 9, lane=DISK)]) == {}

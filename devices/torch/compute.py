@@ -22,6 +22,9 @@ from ..shared.arena import copy_placed_alike
 from ..shared.page_reader import DTYPES
 from .cores import Cores
 
+COMPUTED_IN_FLOAT32 = ".router"
+"""The end of the name of weights that are converted for each use: packed ones cannot be."""
+
 
 class Compute:
     """The accelerator that a model runs on, and the kernel and threads for products on the CPU.
@@ -93,13 +96,13 @@ class Compute:
         """Whether tensors that stay are not kept as they were read."""
         return self._packs or not self.on_cpu
 
-    def arranged(self, matrix_ND: Tensor) -> Tensor:
+    def arranged(self, name: str, tensor: Tensor) -> Tensor:
         """A copy on the accelerator of a tensor that stays, packed for oneDNN where that pays."""
-        if self._packs and matrix_ND.dim() == 2:
-            packed = pack(matrix_ND)
-            if packed_bytes(packed) <= matrix_ND.nbytes:
+        if self._packs and tensor.dim() == 2 and not name.endswith(COMPUTED_IN_FLOAT32):
+            packed = pack(tensor)
+            if packed_bytes(packed) <= tensor.nbytes:
                 return packed
-        return copy_placed_alike(matrix_ND, self.accelerator)
+        return copy_placed_alike(tensor, self.accelerator)
 
     def close(self) -> None:
         """End the threads, and restore torch's number of cores."""

@@ -40,5 +40,5 @@ def read_global_weights(
     else:
         blocks = list(read("lm_head").chunk(pieces))
         if compute.arranges:
-            blocks = [compute.arranged(block) for block in blocks]
+            blocks = [compute.arranged("lm_head", block) for block in blocks]
     return GlobalWeights(embedding_VD, Head(norm_D, blocks))

@@ -14,7 +14,7 @@ from ..products.team import use_cores
 from ..shared.page_reader import PageReader
 
 Weights = dict[str, list[torch.Tensor]]
-Arrange = Callable[[torch.Tensor], torch.Tensor]
+Arrange = Callable[[str, torch.Tensor], torch.Tensor]
 
 READERS = 2
 """Threads that read pages in place; one waits for the system to clear memory while the other reads."""
@@ -44,7 +44,7 @@ class ResidentPages:
         """Prepare to load `count` pages; the last `load` returns when all of them are there.
 
         Args:
-            arrange: returns the copy of a tensor that is kept; None keeps pages where they are read to.
+            arrange: returns the copy that is kept of a tensor, by its name; None keeps pages where they are read to.
             staging: buffers that pages to be rearranged are read into; with n buffers, n - 1 pages are rearranged at a
                 time.
         """
@@ -100,7 +100,7 @@ class ResidentPages:
         use_cores(1)
         with torch.inference_mode():
             weights = {
-                name: [arrange(block) for block in blocks]
+                name: [arrange(name, block) for block in blocks]
                 for name, blocks in self._reader.views(staging, page).items()
             }
         self._free.append(staging)

@@ -25,6 +25,7 @@ from moesched import plugins
 from moesched.calibration.extent import QUICK, THOROUGH, Extent
 from moesched.calibration.model_runs import ModelRuns
 from moesched.calibration.operation_times import (
+    DISK,
     DTYPES,
     PRODUCT,
     READ,
@@ -50,8 +51,6 @@ from moesched.system.scratch import scratch_folder
 from moesched.system.whole_file import require_writable, whole_file
 
 Progress = Callable[[int, int], object]
-
-DISK = "disk->host"
 
 PROBE = "moesched.devices.torch.probe:TorchProbe"
 

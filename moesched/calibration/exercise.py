@@ -1,6 +1,7 @@
 """The policy that small models are run under to time their tasks.
 
-The first layer's weights stay in memory and the second layer's are fetched again, so that both are timed.
+The first layer's weights stay in memory and the second layer's are fetched again, so that both are timed. Only where
+weights are streamed are both layers' fetched.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ class Mode(Enum):
 
     SERIAL = "one task after the other"
     FRESH = "the same, with weights fetched for every micro-batch"
-    READING = "pages are fetched while the accelerator computes"
-    ATTENDING = "the same, while the host attends for some of the micro-batches"
+    STREAMING = "the same, while the weights to be used next are fetched"
+    ATTENDING = (
+        "pages are fetched while the accelerator computes, and the host attends for some micro-batches"
+    )
     SHARING = "accelerator and host each compute some of the experts"
 
     @property
@@ -47,38 +50,61 @@ class Exercise:
     def plan(self, plan: Plan) -> None:
         plan.place_kv("accelerator")
         plan.run_experts_on_host()
-        plan.keep(plan.layout.layer(RESIDENT_LAYER))
         pages = plan.layout.layer(FETCHED_LAYER)
+        if self.mode is Mode.STREAMING:
+            pages = (*pages, *plan.layout.layer(RESIDENT_LAYER))
+        else:
+            plan.keep(plan.layout.layer(RESIDENT_LAYER))
         self.buffer = plan.pool("accelerator", "fetched", len(pages), pages)
 
     async def prefill(self, step: Step) -> None:
+        if self.mode is Mode.STREAMING:
+            for i in step.layers:
+                self._fetch(step, i)
         await self._run(step)
 
     async def decode(self, step: Step) -> None:
         await self._run(step)
 
     async def _run(self, step: Step) -> None:
+        if self.mode is Mode.STREAMING:
+            await self._stream(step)
+        else:
+            await self._layer_by_layer(step)
+
+    async def _stream(self, step: Step) -> None:
+        """One micro-batch after the other through both layers: while it uses one, the other is fetched."""
+        for j in step.micro_batches:
+            step.embed(j)
+            for i in step.layers:
+                step.pre_attention(i, j)
+                step.attention(i, j)
+                step.post_attention(i, j)
+                self._evict(step, i)
+                if j != step.micro_batches[-1] or not step.last:
+                    self._fetch(step, i)
+                await self._sample(step, i, j)
+        await self.last
+
+    async def _layer_by_layer(self, step: Step) -> None:
         fresh = self.mode is Mode.FRESH
         if not fresh:
             fetched = self._fetch(step)
-            if self.mode not in (Mode.READING, Mode.ATTENDING):
+            if self.mode is not Mode.ATTENDING:
                 await fetched
         for j in step.micro_batches:
             await self._alone(step.embed(j))
         for i in step.layers:
             await self._layer(step, i)
-        for j in step.micro_batches:
-            last = step.sample(j)
-            await self._alone(last)
         if not fresh:
             self._evict(step)
-        await last
+        await self.last
 
-    def _fetch(self, step: Step) -> Task:
-        return step.fetch(step.pages(FETCHED_LAYER), self.buffer)
+    def _fetch(self, step: Step, i: int = FETCHED_LAYER) -> Task:
+        return step.fetch(step.pages(i), self.buffer)
 
-    def _evict(self, step: Step) -> None:
-        step.evict(step.pages(FETCHED_LAYER), self.buffer)
+    def _evict(self, step: Step, i: int = FETCHED_LAYER) -> None:
+        step.evict(step.pages(i), self.buffer)
 
     async def _layer(self, step: Step, i: int) -> None:
         attending = self.host_attended if self.mode is Mode.ATTENDING else ()
@@ -95,8 +121,16 @@ class Exercise:
             await self._second_half(step, i, j)
             if fresh:
                 self._evict(step)
+            await self._sample(step, i, j)
         for j in attending:
             step.post_attention(i, j)
+            await self._sample(step, i, j)
+
+    async def _sample(self, step: Step, i: int, j: int) -> None:
+        """Sample after the last layer, whose weights have left no part of the LM head in a cache by then."""
+        if i == step.layers[-1]:
+            self.last = step.sample(j)
+            await self._alone(self.last)
 
     def _attend_on_host(self, step: Step, i: int, j: int) -> None:
         step.pre_attention(i, j)

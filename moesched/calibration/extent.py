@@ -32,17 +32,17 @@ class OperationExtent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prompts(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompts that the small models run.
+    """The prompts of one batch that the small models run.
 
     Attributes:
         groups: the prompt lengths of each micro-batch.
-        long: micro-batches for the smallest model only.
         host_attended: the micro-batches, by index in `groups`, whose attention runs on the host in some runs.
+        long: more micro-batches, for the smallest model only.
     """
 
     groups: tuple[tuple[int, ...], ...]
-    long: tuple[tuple[int, ...], ...]
     host_attended: tuple[int, ...]
+    long: tuple[tuple[int, ...], ...] = ()
 
 
 class Runs(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,18 +68,22 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: the name of the extent in the machine's description.
+        batches: of few and of many rows, since a device chooses its kernels, and how weights lie in memory, by the
+            largest micro-batch of a batch.
         runs: by dtype; costs in the other dtypes are scaled from bfloat16.
         repeats: how many measurements may be repeated because other processes were busy.
     """
 
     name: str
     operations: OperationExtent
-    prompts: Prompts
+    batches: tuple[Prompts, ...]
     runs: dict[DType, Runs]
     repeats: int
 
 
-def small_model(name: str, *, hidden: int, intermediate: int, heads: int, vocabulary: int) -> ModelConfig:
+def small_model(
+    name: str, *, hidden: int, intermediate: int, heads: int, head_dim: int, vocabulary: int
+) -> ModelConfig:
     """A shape to measure with: two layers of eight experts, of which every token takes two."""
     return ModelConfig(
         name=name,
@@ -88,7 +92,7 @@ def small_model(name: str, *, hidden: int, intermediate: int, heads: int, vocabu
         intermediate=intermediate,
         heads=heads,
         kv_heads=heads // 4,
-        head_dim=hidden // heads,
+        head_dim=head_dim,
         experts=8,
         top_k=2,
         vocabulary=vocabulary,
@@ -102,18 +106,21 @@ def small_model(name: str, *, hidden: int, intermediate: int, heads: int, vocabu
     )
 
 
-SMALL = small_model("calibration-small", hidden=640, intermediate=896, heads=8, vocabulary=6144)
-LARGE = small_model("calibration-large", hidden=1280, intermediate=2304, heads=16, vocabulary=24_576)
-MIDDLE = small_model("calibration-middle", hidden=1024, intermediate=2048, heads=16, vocabulary=12_288)
+SMALL = small_model("calibration-small", hidden=640, intermediate=896, heads=8, head_dim=64, vocabulary=6144)
+LARGE = small_model(
+    "calibration-large", hidden=1280, intermediate=2304, heads=16, head_dim=128, vocabulary=24_576
+)
+MIDDLE = small_model(
+    "calibration-middle", hidden=1024, intermediate=2048, heads=16, head_dim=64, vocabulary=12_288
+)
 """For float32, whose products go from one core to all of them between the sizes of the other two."""
 
 THOROUGH = Extent(
     name="thoroughly",
     operations=OperationExtent(),
-    prompts=Prompts(
-        groups=((5,), (5,) * 3, (5,) * 8, (5,) * 24, (5,) * 80, tuple(range(6, 22)), (250, 251)),
-        long=((1500,),),
-        host_attended=(2, 3, 5, 6),
+    batches=(
+        Prompts(groups=((5,), (5,) * 3, (5,) * 8, tuple(range(6, 22)), (5,) * 24), host_attended=(2, 3, 4)),
+        Prompts(groups=((5,) * 24, (5,) * 80, (250, 251)), host_attended=(0, 2), long=((1500,),)),
     ),
     runs={
         "bfloat16": Runs(models=(SMALL, LARGE), steps=9, serial=4, fresh=2, together=4),
@@ -134,10 +141,9 @@ QUICK = Extent(
         scratch=256 << 20,
         pairs=False,
     ),
-    prompts=Prompts(
-        groups=((5,), (5,) * 8, (2,) * 24, (2,) * 64, tuple(range(2, 14)), (100, 101)),
-        long=((1000,),),
-        host_attended=(1, 4, 5),
+    batches=(
+        Prompts(groups=((5,), (5,) * 8, tuple(range(2, 14)), (2,) * 24), host_attended=(1, 2)),
+        Prompts(groups=((2,) * 64, (100, 101)), host_attended=(1,), long=((1000,),)),
     ),
     runs={"bfloat16": Runs(models=(SMALL, LARGE), steps=3, serial=3, fresh=2, together=1)},
     repeats=2,

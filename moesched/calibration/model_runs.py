@@ -10,12 +10,13 @@ from pathlib import Path
 from moesched import plugins
 from moesched.calibration.exercise import Exercise, FinishedTasks, Mode
 from moesched.calibration.extent import Extent
-from moesched.calibration.task_times import TaskTimes
+from moesched.calibration.operation_times import DISK
+from moesched.calibration.task_times import Source, TaskTimes
 from moesched.calibration.timing import Call, Step
-from moesched.machines import ATTENTION, ATTENTION_CALLS
+from moesched.machines import ATTENTION, ATTENTION_CALLS, FEW_ROWS, MANY_ROWS
 from moesched.machines.local import assumed_machine
 from moesched.models.checkpoint import open_checkpoint
-from moesched.models.config import DType, ModelConfig
+from moesched.models.config import DType
 from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.requests.batch import Batch
@@ -41,36 +42,36 @@ class ModelRuns:
     def steps(self, turn: int) -> Iterator[Step]:
         """The runs of one turn."""
         for dtype, runs in self._extent.runs.items():
-            for model in runs.models:
-                if turn < runs.serial:
-                    yield partial(self._serial, model, dtype, turn)
-                if turn < runs.fresh:
-                    yield partial(self._fresh, model, dtype, turn)
-            if turn < runs.together:
-                for mode in (Mode.READING, Mode.ATTENDING, Mode.SHARING):
-                    yield partial(self._together, runs.models[-1], dtype, mode)
+            for batch in range(len(self._extent.batches)):
+                for model in runs.models:
+                    source = Source(model, dtype, batch)
+                    if turn < runs.serial:
+                        yield partial(self._serial, source, turn)
+                    if turn < runs.fresh:
+                        yield partial(self._fresh, source, turn)
+                if turn < runs.together:
+                    for mode in (Mode.STREAMING, Mode.ATTENDING, Mode.SHARING):
+                        yield partial(self._together, Source(runs.models[-1], dtype, batch), mode)
 
-    def _serial(self, model: ModelConfig, dtype: DType, turn: int) -> Call:
-        return partial(self.tasks.add, model, dtype, self._run(model, dtype, Mode.SERIAL, turn))
+    def _serial(self, source: Source, turn: int) -> Call:
+        return partial(self.tasks.add, source, self._run(source, Mode.SERIAL, turn))
 
-    def _fresh(self, model: ModelConfig, dtype: DType, turn: int) -> Call:
-        return partial(self.tasks.add_fresh, model, dtype, self._run(model, dtype, Mode.FRESH, turn))
+    def _fresh(self, source: Source, turn: int) -> Call:
+        return partial(self.tasks.add_fresh, source, self._run(source, Mode.FRESH, turn))
 
-    def _together(self, model: ModelConfig, dtype: DType, mode: Mode) -> Call:
-        tasks = self._run(model, dtype, mode, 0)
-        return partial(self._record_rates, model, dtype, mode, tasks)
+    def _together(self, source: Source, mode: Mode) -> Call:
+        return partial(self._record_rates, source, mode, self._run(source, mode, 0))
 
-    def _record_rates(self, model: ModelConfig, dtype: DType, mode: Mode, tasks: Sequence[Task]) -> None:
-        rates = self.tasks.rates(model, dtype, tasks)
-        if mode is Mode.SHARING:  # attention runs on the accelerator there, and beside little
-            rates = {pair: rate for pair, rate in rates.items() if not any(map(_has_attention, pair))}
-        else:
+    def _record_rates(self, source: Source, mode: Mode, tasks: Sequence[Task]) -> None:
+        if mode is not Mode.SHARING:
             self.tasks.add_gaps(tasks)
-        for pair, rate in rates.items():
-            self.rates.setdefault(pair, []).append(rate)
+        for pair, rate in self.tasks.rates(source, tasks, fresh=mode is Mode.STREAMING).items():
+            if _counts(mode, *pair):
+                self.rates.setdefault(pair, []).append(rate)
 
-    def _run(self, model: ModelConfig, dtype: DType, mode: Mode, turn: int) -> list[Task]:
-        runs, prompts = self._extent.runs[dtype], self._extent.prompts
+    def _run(self, source: Source, mode: Mode, turn: int) -> list[Task]:
+        model, dtype, batch = source
+        runs, prompts = self._extent.runs[dtype], self._extent.batches[batch]
         checkpoint = self._folder / model.name
         if not checkpoint.exists():
             write_random_model(model, checkpoint)
@@ -112,5 +113,13 @@ def run_exercise(
     return finished.tasks
 
 
-def _has_attention(sorts: str) -> bool:
-    return not {ATTENTION, ATTENTION_CALLS}.isdisjoint(sorts.split(" + "))
+def _counts(mode: Mode, sort: str, beside: str) -> bool:
+    """Whether a mode's runs say how fast one sort of work is beside others.
+
+    A kernel that waited for its weights is slowed more by the next read than one of many that follow each other. What
+    streams is what waits, so that streaming counts for kernels beside reads.
+    """
+    if mode is Mode.ATTENDING:
+        return not (sort in (FEW_ROWS, MANY_ROWS) and beside == DISK)
+    attention_runs_beside_little = mode is Mode.SHARING
+    return not (attention_runs_beside_little and {ATTENTION, ATTENTION_CALLS} & {sort, *beside.split(" + ")})

@@ -20,6 +20,7 @@ from moesched.machines import CostPoint
 from moesched.models.config import ITEM_BYTES, DType
 from moesched.units import format_bytes
 
+DISK = "disk->host"
 READ, STREAM = "read", "stream"
 PRODUCT, RESIDENT_PRODUCT = "product", "resident product"
 DTYPES: tuple[DType, ...] = ("bfloat16", "float32")

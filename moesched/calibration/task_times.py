@@ -12,7 +12,7 @@ from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER
 from moesched.machines import CostPoint
 from moesched.machines.cost import DISPATCH, HOP, sort_of
-from moesched.models.config import ModelConfig
+from moesched.models.config import DType, ModelConfig
 from moesched.seams import at_once
 from moesched.tasks import Task, Work, WorkPart
 
@@ -25,11 +25,13 @@ class Group(NamedTuple):
     """Tasks that should take equally long.
 
     Attributes:
+        batch: the number of the batch.
         number: of the micro-batch; for an expert, roughly its tokens.
     """
 
     model: str
     dtype: str
+    batch: int
     verb: str
     resident: bool
     number: int
@@ -37,15 +39,30 @@ class Group(NamedTuple):
 
 
 class TaskKey(NamedTuple):
-    """Identifies a task in all runs of one model."""
+    """Identifies a task in all runs of one model.
+
+    Attributes:
+        batch: the number of the batch.
+        fresh: whether its weights were fetched just before.
+    """
 
     model: str
     dtype: str
+    batch: int
+    fresh: bool
     step: int
     verb: str
     layer: int
     micro_batch: int
     expert: int
+
+
+class Source(NamedTuple):
+    """Where tasks come from: the model and its dtype, and the number of the batch that it ran."""
+
+    model: ModelConfig
+    dtype: DType
+    batch: int
 
 
 class TaskTimes:
@@ -58,7 +75,7 @@ class TaskTimes:
         self._gaps: dict[str, list[float]] = {DISPATCH: [], HOP: []}
         self._moves: dict[WorkPart, list[float]] = {}
 
-    def add(self, model: ModelConfig, dtype: str, tasks: Iterable[Task]) -> None:
+    def add(self, source: Source, tasks: Iterable[Task]) -> None:
         """Add a run of one task after the other.
 
         On fetched weights, only the first micro-batch finds them unused; the others run faster. So tasks on fetched
@@ -66,25 +83,28 @@ class TaskTimes:
         """
         times: dict[Group, list[float]] = {}
         for task in tasks:
-            self._alone.setdefault(_key(model, dtype, task), []).append(_seconds(task))
+            self._alone.setdefault(_key(source, task), []).append(_seconds(task))
             if task.verb == "fetch":
-                if dtype == model.dtype:  # otherwise a fetch converts, too
+                if source.dtype == source.model.dtype:  # otherwise a fetch converts, too
                     self._moves.setdefault(task.work.parts[0], []).append(_seconds(task))
             elif task.layer != FETCHED_LAYER or task.verb in WITHOUT_WEIGHTS:
-                times.setdefault(_group(model, dtype, task), []).append(_seconds(task))
-                self._works.setdefault(_group(model, dtype, task), task.work)
+                times.setdefault(_group(source, task), []).append(_seconds(task))
+                self._works.setdefault(_group(source, task), task.work)
         self._take_means(times)
 
-    def add_fresh(self, model: ModelConfig, dtype: str, tasks: Iterable[Task]) -> None:
+    def add_fresh(self, source: Source, tasks: Iterable[Task]) -> None:
         """Add a run in which weights were fetched for every micro-batch, as streaming policies do.
 
         The first use of fetched weights is slower than the next, and so is a processor that waited for them.
         """
         times: dict[Group, list[float]] = {}
         for task in tasks:
-            if task.layer == FETCHED_LAYER and task.verb not in ("fetch", *WITHOUT_WEIGHTS):
-                times.setdefault(_group(model, dtype, task), []).append(_seconds(task))
-                self._works.setdefault(_group(model, dtype, task), task.work)
+            if task.layer != FETCHED_LAYER:
+                continue
+            self._alone.setdefault(_key(source, task, fresh=True), []).append(_seconds(task))
+            if task.verb not in ("fetch", *WITHOUT_WEIGHTS):
+                times.setdefault(_group(source, task), []).append(_seconds(task))
+                self._works.setdefault(_group(source, task), task.work)
         self._take_means(times)
 
     def _take_means(self, times: Mapping[Group, Sequence[float]]) -> None:
@@ -143,14 +163,19 @@ class TaskTimes:
             found.setdefault(sort_of(self._works[group]), []).extend(middle / each for each in times if each)
         return found
 
-    def rates(self, model: ModelConfig, dtype: str, tasks: Sequence[Task]) -> dict[tuple[str, str], float]:
+    def rates(
+        self, source: Source, tasks: Sequence[Task], *, fresh: bool = False
+    ) -> dict[tuple[str, str], float]:
         """Speeds of tasks beside others, relative to running alone, by (sort, sorts of the others).
 
         Prefill does not count: the first task of a size may take longer alone.
+
+        Args:
+            fresh: compare with tasks whose weights were fetched just before; others do not count.
         """
         observed: dict[str, list[Observed]] = {}
         for task in tasks:
-            alone = self._alone.get(_key(model, dtype, task))
+            alone = self._alone.get(_key(source, task, fresh=fresh))
             if alone is not None and task.step > 0:
                 each = Observed(fmean(alone), _seconds(task), _seconds_beside(task, tasks))
                 observed.setdefault(sort_of(task.work), []).append(each)
@@ -205,7 +230,7 @@ class TaskTimes:
         """
         alike = []
         for each, times in self._times.items():
-            if each._replace(number=0) == group._replace(number=0, prefill=False):
+            if each._replace(batch=0, number=0) == group._replace(batch=0, number=0, prefill=False):
                 parts = {part.operation: part for part in self._works[each].parts}
                 sequence = parts["step attention"]
                 alike.append((parts["attention call"].times, sequence.times, sequence.size, median(times)))
@@ -236,19 +261,23 @@ def rounded(number: float) -> float:
     return float(f"{number:.4g}")
 
 
-def _group(model: ModelConfig, dtype: str, task: Task) -> Group:
+def _group(source: Source, task: Task) -> Group:
     resident = task.layer == RESIDENT_LAYER
+    model, dtype, batch = source
     if task.verb == "run_expert":
         rows = round(2 ** (round(2 * log2(task.work.tokens)) / 2))
-        return Group(model.name, dtype, task.verb, resident, rows, False)
+        return Group(model.name, dtype, batch, task.verb, resident, rows, False)
     if task.verb in ("embed", "sample", *WITHOUT_WEIGHTS):
         resident = False
-    return Group(model.name, dtype, task.verb, resident, task.micro_batch, task.step == 0)
+    return Group(model.name, dtype, batch, task.verb, resident, task.micro_batch, task.step == 0)
 
 
-def _key(model: ModelConfig, dtype: str, task: Task) -> TaskKey:
+def _key(source: Source, task: Task, *, fresh: bool = False) -> TaskKey:
+    model, dtype, batch = source
     verb = "attention" if task.verb == "cpu_attention" else task.verb
-    return TaskKey(model.name, dtype, task.step, verb, task.layer, task.micro_batch, task.expert)
+    return TaskKey(
+        model.name, dtype, batch, fresh, task.step, verb, task.layer, task.micro_batch, task.expert
+    )
 
 
 def _seconds_beside(task: Task, tasks: Sequence[Task]) -> dict[str, float]:
