@@ -127,11 +127,21 @@ def test_attention_is_split_into_sequences_calls_and_what_all_have_in_common() -
 def test_pages_take_as_much_longer_than_reads_as_they_were_seen_to() -> None:
     times = TaskTimes()
     fetch = task("fetch", 0, 3, lane=DISK)
-    assert times.longer_than("disk->host", lambda size, rows: 0.5) == 1.0
+    assert times.longer_than("disk->host", lambda size, rows: 0.5)(50) == 1.0
     times.add(FEW._replace(dtype="float32"), [fetch])
-    assert times.longer_than("disk->host", lambda size, rows: 0.5) == 1.0
+    assert times.longer_than("disk->host", lambda size, rows: 0.5)(50) == 1.0
     times.add(FEW, [fetch])
-    assert times.longer_than("disk->host", lambda size, rows: size * rows / 50) == 1.5  # 3 s, not 2
+    assert times.longer_than("disk->host", lambda size, rows: size * rows / 50)(50) == 1.5  # 3 s, not 2
+
+
+def test_how_much_longer_follows_the_size_of_the_pages_between_those_that_were_moved() -> None:
+    times = TaskTimes()
+    for size, seconds in ((100, 2), (300, 3)):
+        fetch = task("fetch", 0, seconds, lane=DISK)
+        fetch.work = Work(DISK.name, DISK.name, parts=(WorkPart(DISK.name, size, 2),))
+        times.add(FEW, [fetch])
+    longer = times.longer_than("disk->host", lambda size, rows: 1.0)
+    assert [longer(size) for size in (50, 100, 200, 300, 900)] == [2, 2, 2.5, 3, 3]
 
 
 # -- what runs at once

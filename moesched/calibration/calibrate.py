@@ -166,7 +166,7 @@ class Calibration:
     def _transfers(self, reads: Sequence[CostPoint]) -> list[CostPoint]:
         """Page transfers from the disk: single reads, multiplied by how much longer whole fetches took."""
         longer = self._models.tasks.longer_than(DISK, Surface(reads))
-        return [point(DISK, "", each.rows, each.size, longer * each.seconds) for each in reads]
+        return [point(DISK, "", each.rows, each.size, longer(each.size) * each.seconds) for each in reads]
 
     def _description(self, measured: int, scaled: Sequence[CostPoint]) -> str:
         costs = f"{measured} costs measured"

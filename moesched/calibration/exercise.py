@@ -83,7 +83,7 @@ class Exercise:
                 self._evict(step, i)
                 if j != step.micro_batches[-1] or not step.last:
                     self._fetch(step, i)
-                await self._sample(step, i, j)
+                self._sample(step, i, j)
         await self.last
 
     async def _layer_by_layer(self, step: Step) -> None:
@@ -93,7 +93,7 @@ class Exercise:
             if self.mode is not Mode.ATTENDING:
                 await fetched
         for j in step.micro_batches:
-            await self._alone(step.embed(j))
+            self.last = step.embed(j)
         for i in step.layers:
             await self._layer(step, i)
         if not fresh:
@@ -112,25 +112,25 @@ class Exercise:
         fresh = self.mode is Mode.FRESH and i == FETCHED_LAYER
         for index, j in enumerate(others):
             if fresh:
+                await self.last
                 await self._fetch(step)
-            await self._alone(step.pre_attention(i, j))
-            await self._alone(step.attention(i, j))
+            step.pre_attention(i, j)
+            step.attention(i, j)
             # In each step beside another micro-batch's experts, and short enough to end before they do.
             for k in attending[(index + step.index) % len(others) :: len(others)]:
                 self._attend_on_host(step, i, k)
             await self._second_half(step, i, j)
             if fresh:
                 self._evict(step)
-            await self._sample(step, i, j)
+            self._sample(step, i, j)
         for j in attending:
             step.post_attention(i, j)
-            await self._sample(step, i, j)
+            self._sample(step, i, j)
 
-    async def _sample(self, step: Step, i: int, j: int) -> None:
+    def _sample(self, step: Step, i: int, j: int) -> None:
         """Sample after the last layer, whose weights have left no part of the LM head in a cache by then."""
         if i == step.layers[-1]:
             self.last = step.sample(j)
-            await self._alone(self.last)
 
     def _attend_on_host(self, step: Step, i: int, j: int) -> None:
         step.pre_attention(i, j)
@@ -141,23 +141,17 @@ class Exercise:
     async def _second_half(self, step: Step, i: int, j: int) -> None:
         by_task = (step.index + self.turn) % 2 == 1 and self.mode.one_by_one
         if not by_task and self.mode is not Mode.SHARING:
-            await self._alone(step.post_attention(i, j))
+            self.last = step.post_attention(i, j)
             return
         routed = await step.route(i, j)
         on_host = list(routed)[1::2] if self.mode is Mode.SHARING else []
         if on_host:
             step.offload_routed(i, j)
         for expert in routed:
-            await self._alone(
-                step.run_expert(i, expert, j, at="host" if expert in on_host else "accelerator")
-            )
+            step.run_expert(i, expert, j, at="host" if expert in on_host else "accelerator")
         if on_host:
             step.load_routed(i, j)
-        await self._alone(step.combine(i, j))
-
-    async def _alone(self, task: Task) -> None:
-        if self.mode.one_by_one:
-            await task
+        self.last = step.combine(i, j)
 
 
 class FinishedTasks:

@@ -8,6 +8,8 @@ from math import log2
 from statistics import fmean, median
 from typing import NamedTuple
 
+import numpy as np
+
 from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER
 from moesched.machines import CostPoint
@@ -131,18 +133,23 @@ class TaskTimes:
                 hops[task.step, task.layer] = min(gap, hops.get((task.step, task.layer), gap))
         self._gaps[HOP] += hops.values()
 
-    def longer_than(self, link: str, seconds: Callable[[float, float], float]) -> float:
-        """The time of page transfers relative to single reads of the same pages; 1 where no page was moved.
+    def longer_than(self, link: str, seconds: Callable[[float, float], float]) -> Callable[[float], float]:
+        """The time of page transfers relative to single reads of the same pages, by the bytes of a page.
+
+        It is 1 where no page was moved. A page has several tensors, so that the smaller it is, the smaller are its
+        reads.
 
         Args:
             seconds: the time of a read, by bytes and number of pieces.
         """
-        ratios = [
-            median(times) / seconds(part.size, part.rows)
+        ratios = {
+            part.size: median(times) / seconds(part.size, part.rows)
             for part, times in self._moves.items()
             if part.operation == link
-        ]
-        return median(ratios) if ratios else 1.0
+        }
+        sizes = sorted(ratios) or [0.0]
+        by_size = [ratios.get(size, 1.0) for size in sizes]
+        return lambda size: float(np.interp(size, sizes, by_size))
 
     def points(self) -> list[CostPoint]:
         """The points of the cost table: the mean over the tasks of a run, and the median over the runs.
