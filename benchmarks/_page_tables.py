@@ -132,8 +132,9 @@ PREDICTIONS = {
     "decode measured, s": "{measured[decode]:.3f}",
     "predicted, s": "{predicted[decode]:.3f}",
     "error": "{error_percent[decode]:+.1f} %",
-    "bar": "{bar_percent:.1f} %",
+    "bar": "{bar_percent:.0f} %",
     "holds": "{holds}",
+    "inside its band": "{inside}",
     "lane that is off the most": "{worst}",
 }
 MEMORY = {
@@ -153,7 +154,11 @@ def predictions(result: Result) -> str:
         lanes = {k.removeprefix("decode lane "): v for k, v in each["error_percent"].items() if "lane" in k}
         if "decode_holds" in each:
             worst = max(lanes, key=lambda name: abs(lanes[name]))
-            told = {"holds": shown(each["decode_holds"]), "worst": f"{worst} {lanes[worst]:+.1f} %"}
+            told = {
+                "holds": shown(each["decode_holds"]),
+                "inside": shown(each["inside"]) if "inside" in each else "",
+                "worst": f"{worst} {lanes[worst]:+.1f} %",
+            }
             rows.append({**each, **told})
     return table_of(rows, PREDICTIONS)
 
