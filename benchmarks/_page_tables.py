@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import _peer_tables as peer_tables
 from _attention_tables import attention
 from _expert_tables import limits, shares, times_torch
-from _results import RESULTS, stored
+from _results import RESULTS, machine_of, stored
 from _tables import Row, across, markdown, percent, plain, shown, table_of
 
 from moesched.reproduce.report import AGREEMENT
@@ -29,16 +30,15 @@ def measured(name: str, table: Table, part: str = "") -> str:
         if written.count("\n") > 1:
             about = result.get("parts", {}).get(part, result)
             command = about.get("command", f"python benchmarks/{name}.py")
-            parts.append(f"{machine(result)}: `{command}`\n\n{written}\n")
+            parts.append(f"{machine(result, file)}: `{command}`\n\n{written}\n")
     return "\n".join(parts) or "Not measured yet."
 
 
-def machine(result: Result) -> str:
-    """The machine in one line."""
+def machine(result: Result, file: Path) -> str:
+    """The machine of a result file in one line."""
     about = result["machine"]
-    return (
-        about.get("description") or f"{about['processor']}, {about['cores']} cores, Python {about['python']}"
-    )
+    name = machine_of(file) or about["processor"]
+    return about.get("description") or f"{name}, {about['cores']} cores, Python {about['python']}"
 
 
 def bars(result: Result) -> str:

@@ -13,18 +13,12 @@ from pathlib import Path
 from _claim import Claim
 from _claims import CLAIMS
 from _page_tables import MEASURED, PAPERS, SECTIONS, measured, reproduction, simulated
-from _results import RESULTS, ROOT, older_than_the_code, stored
+from _results import MACHINES, RESULTS, ROOT, machine_of, older_than_the_code, stored
 from _tables import filled, markdown
 from _validation_tables import VALIDATION
 
 DOCS = ROOT / "docs"
 OLDER = " ⟳"
-MACHINES = {
-    "spr": "Xeon, Sapphire Rapids",
-    "zen3": "EPYC, Zen 3",
-    "zen4": "EPYC, Zen 4",
-    "zen5": "EPYC, Zen 5",
-}
 ANY = "any machine"
 MEASURED_PAGES = (
     "expert-kernel.md",
@@ -81,12 +75,12 @@ def claims() -> str:
 def cells_of(file: Path) -> Iterator[tuple[Claim, str, str]]:
     """The claims of a result file, each with its machine, and its figure with a link and the date."""
     result = stored(file)
-    kind, suffix = file.stem.split("-")[0], file.stem.split("-")[-1]
+    kind = file.stem.split("-")[0]
     date = result.get("date", "") + (OLDER if older_than_the_code(result) else "")
     for claim in CLAIMS[kind](result):
         figure = f"**{claim.figure}**" if claim.reached is False else claim.figure
         cell = f"[{figure}](../benchmarks/results/{file.name}) {date}"
-        yield claim, MACHINES.get(suffix, ANY), cell
+        yield claim, machine_of(file) or ANY, cell
 
 
 def rank(claim: Claim) -> int:

@@ -15,6 +15,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+MACHINES = {
+    "spr": "Xeon, Sapphire Rapids",
+    "zen3": "EPYC, Zen 3",
+    "zen4": "EPYC, Zen 4",
+    "zen5": "EPYC, Zen 5",
+}
+"""What machines are called in tables, by their names in result files."""
 SOURCES = {".py", ".toml", ".csv", ".c", ".h", ".js", ".css", ".html"}
 
 
@@ -28,6 +35,11 @@ def named_for_machine(name: str) -> str:
     """The name of a result that depends on the machine: MOESCHED_MACHINE in the environment, or its host name."""
     machine = os.environ.get("MOESCHED_MACHINE") or platform.node() or "machine"
     return f"{name}-{re.sub('[^a-z0-9]+', '-', machine.lower()).strip('-')}"
+
+
+def machine_of(file: Path) -> str | None:
+    """What the machine of a result file is called; None for a result that has none, or another one."""
+    return MACHINES.get(file.stem.split("-")[-1])
 
 
 def this_machine(packages: Iterable[str] = ()) -> dict[str, Any]:
