@@ -17,6 +17,7 @@ from typing import Any
 from moesched.doctor.facts import Facts
 from moesched.doctor.findings import Finding
 from moesched.doctor.policy_runs import REPORT
+from moesched.doctor.tiny_model import TINY
 from moesched.inputs.lookup import find_machine
 from moesched.machines.commented_toml import commented_toml
 
@@ -24,11 +25,11 @@ PATIENCE_SECONDS = 60.0
 """Time that a run may take to begin, and to end by itself."""
 INTERRUPTED_SECONDS = 5.0
 """Time that a run may take to end after Ctrl-C."""
-BEGUN = "begun"
-"""What the file that an endless run writes its trace beside is named: see `_begins`."""
-MAPPED = 2 * 10**9
-"""Bytes that a run on the processor may map beyond what Python and torch do, in the test of lack of memory."""
+MAPPED = 6 * 10**9
+"""Bytes that a run on the processor may map while its memory is to run out: three times as much is planned."""
 NEW_TOKENS = 100_000
+KV_BYTES = 2 * TINY.layers * TINY.kv_heads * TINY.head_dim * 4
+"""Bytes of the KV cache for each token."""
 EXIT_BY_SIGINT = 130
 MOST_SLACK, LEAST_SLACK = 0.1, 64_000_000
 """Relative and absolute error of the predicted memory of a process."""
@@ -62,22 +63,16 @@ def judge_peak(about: str, predicted: int, measured: int) -> Finding:
 
 def check_lack_of_memory(model: Path, device: str, facts: Facts, scratch: Path) -> Finding:
     """Say whether a run that gets less memory than it plans ends in one line."""
-    tokens = ["--policy", "resident", "--max-new-tokens", str(NEW_TOKENS), "--micro-batch-size", "1"]
-    if facts.device == "cpu" or (facts.metal is not None and not facts.metal.metal):
-        requests = 1 + 8 * MAPPED // (NEW_TOKENS * 8_192)
-        command, limit = _command(model, device, *tokens), facts.memory.physical // 2
-        budget = f"host={facts.memory.physical}"
-        command += ["--budget", budget] if facts.memory.physical < facts.memory.limit else []
-        limit = MAPPED + 2 * MAPPED
-    else:
-        memory = facts.cuda.gpus[0].total if facts.cuda.gpus else facts.memory.physical
-        requests = 1 + 2 * memory // (NEW_TOKENS * 8_192)
-        machine = _boundless(device, scratch)
-        command, limit = _command(model, device, *tokens, "--machine", str(machine)), None
+    in_processor = facts.device == "cpu" or (facts.metal is not None and not facts.metal.metal)
+    memory = facts.cuda.gpus[0].total if facts.device == "cuda" and facts.cuda.gpus else facts.memory.physical
+    wanted = 3 * MAPPED if in_processor else 2 * memory
+    requests = 1 + wanted // (NEW_TOKENS * KV_BYTES)
+    command = _command(model, device, "--policy", "resident", "--max-new-tokens", str(NEW_TOKENS))
+    command += ["--machine", str(_boundless(device, scratch)), "--micro-batch-size", "1"]
+    limit = MAPPED if in_processor else None
     prompts = ";".join(["1"] * requests)
-    done = _finished(
-        [*command, "--prompt-ids", prompts, "--batch-size", str(requests)], address_space=limit
-    )
+    sizes = ["--prompt-ids", prompts, "--batch-size", str(requests)]
+    done = _finished([*command, *sizes], address_space=limit)
     last = _last(done.stderr)
     if done.returncode in (1, 2) and "out of memory" in last and "Traceback" not in done.stderr:
         return Finding(about="lack of memory", says="ends a run with one clear line")
@@ -93,9 +88,8 @@ def _boundless(device: str, scratch: Path) -> Path:
     machine = find_machine("auto", device, foreign=True)
     tiers = {name: replace(tier, capacity=tier.nbytes * 1000) for name, tier in machine.memories.items()}
     file = scratch / "boundless.toml"
-    file.write_text(
-        commented_toml(replace(machine, memories=tiers), {}, "More memory than there is"), "utf-8"
-    )
+    toml = commented_toml(replace(machine, memories=tiers), {}, "More memory than there is")
+    file.write_text(toml, "utf-8")
     return file
 
 

@@ -193,6 +193,8 @@ def _agreement(found: PolicyRuns, first: PolicyRun, one_processor: bool) -> Find
     """Say how far logits differ between policies; on one processor they may not."""
     apart = {name: largest_difference(run.logits, first.logits) for name, run in found.runs.items()}
     different = {name: by for name, by in apart.items() if by > 0}
+    if not first.logits:
+        return Finding(about="bits", says="this device does not keep logits; tokens were compared")
     if not different:
         return Finding(about="bits", says=f"the logits of {len(apart)} policies are equal to the bit")
     worst = max(different, key=lambda name: different[name])
