@@ -39,7 +39,7 @@ def cuda_facts() -> CudaFacts:
         gpus = [_gpu(number) for number in range(torch.cuda.device_count())] if usable else []
         kernels_for = torch.cuda.get_arch_list() if usable else []
     return CudaFacts(
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         built_for=torch.version.cuda or "",
         driver=_driver(),
         kernels_for=kernels_for,
