@@ -143,7 +143,7 @@ def _of_wired_limit(facts: Facts, metal: MetalFacts) -> Iterator[Finding]:
     if limit < wanted:
         yield Finding(
             about="wired limit",
-            says=f"Metal may wire {format_bytes(limit)} of {format_bytes(total)}, and {format_bytes(wanted)} are wanted",
+            says=f"Metal may wire {format_bytes(limit)} of {format_bytes(total)}, and needs {format_bytes(wanted)}",
             remedy=f"sudo sysctl iogpu.wired_limit_mb={-(-max(wanted, int(0.75 * total)) // 2**20)}",
         )
     else:

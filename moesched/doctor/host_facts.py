@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 from moesched.doctor.facts import Caching, ClockFacts, CoreFacts, FolderFacts, MemoryFacts, ProcessorFacts
@@ -78,7 +79,7 @@ def _limit(kind: int) -> int | None:
 def clock_facts(now: Callable[[], int] = time.monotonic_ns) -> ClockFacts:
     """The steps of a clock; of the monotonic one by default."""
     readings = [now() for _ in range(CLOCK_READINGS)]
-    steps = [later - earlier for earlier, later in zip(readings, readings[1:], strict=False)]
+    steps = [later - earlier for earlier, later in pairwise(readings)]
     forward = [step for step in steps if step > 0]
     return ClockFacts(monotonic=min(steps) >= 0, step=min(forward, default=10**9))
 

@@ -167,7 +167,7 @@ def probe_clock(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             about="clock",
             says=f"too coarse for single tasks: {fault}" if clock.monotonic else f"not monotonic: {fault}",
-            remedy="choose a better source: echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource",
+            remedy="choose the source tsc: clocksource=tsc among the options of the kernel",
         )
     else:
         yield Finding(about="clock", says=f"monotonic, steps of {clock.step} ns")
