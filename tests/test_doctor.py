@@ -91,7 +91,7 @@ def port(state: PortState) -> Facts:
 
 PLANTED: dict[str, tuple[Facts, str, str]] = {
     "no direct reads": (cache(caching="dropped"), "no direct reads", "O_DIRECT"),
-    "a full disk": (cache(free=1_000_000), "1.00 MB of free disk space", "MOESCHED_CACHE"),
+    "a full disk": (cache(free=1_000_000), "1 MB of free disk space", "MOESCHED_CACHE"),
     "an unwritable cache": (cache(problem="Permission denied"), "/cache cannot be used", "MOESCHED_CACHE"),
     "an unreadable model": (
         cache(role="model", path="/model", problem="a.safetensors: Permission denied"),
@@ -99,9 +99,9 @@ PLANTED: dict[str, tuple[Facts, str, str]] = {
         "chmod -R u+rX /model",
     ),
     "low locked memory": (memory(locked=65_536), "may lock 65.5 KB", "ulimit -l unlimited"),
-    "a small address space": (memory(address_space=4 * GB), "may map 4.00 GB", "ulimit -v unlimited"),
-    "a memory limit": (memory(limit=GB, available=GB // 2), "allows 1.00 GB of 64.0 GB", "docker --memory"),
-    "full memory": (memory(available=GB), "1.00 GB of 64.0 GB are free", "end other programs"),
+    "a small address space": (memory(address_space=4 * GB), "may map 4 GB", "ulimit -v unlimited"),
+    "a memory limit": (memory(limit=GB, available=GB // 2), "allows 1 GB of 64 GB", "docker --memory"),
+    "full memory": (memory(available=GB), "1 GB of 64 GB are free", "end other programs"),
     "a CPU quota": (replace(WELL, cores=CoreFacts(cores=8, quota=2)), "the time of 2", "docker --cpus 8"),
     "kernels of another version": (
         replace(WELL, kernels=KernelFacts(sets=[], problem="_kernels.so has version 3 instead of 4")),
@@ -123,9 +123,9 @@ PLANTED: dict[str, tuple[Facts, str, str]] = {
     "an old driver": (cuda(driver="11.4", gpus=[]), "driver supports CUDA 11.4", "update the NVIDIA driver"),
     "torch without CUDA": (cuda(built_for="", gpus=[]), "built without CUDA", "pip install torch"),
     "a hidden GPU": (cuda(gpus=[], problem="no device"), "sees no GPU: no device", "CUDA_VISIBLE_DEVICES"),
-    "a filled GPU": (gpu(free=10 * GB), "others fill 70.0 GB", "nvidia-smi"),
+    "a filled GPU": (gpu(free=10 * GB), "others fill 70 GB", "nvidia-smi"),
     "a GPU without kernels": (gpu(capability=(6, 1)), "compute capability 6.1", "sm_61"),
-    "a low wired limit": (metal(recommended=20 * GB), "may wire 20.0 GB", "iogpu.wired_limit_mb="),
+    "a low wired limit": (metal(recommended=20 * GB), "may wire 20 GB", "iogpu.wired_limit_mb="),
     "an old macOS": (metal(macos="14.6"), "no residency sets", "update to macOS 15"),
     "Rosetta": (metal(metal=False), "sees no GPU", "arm64"),
     "no MLX": (metal(problem="No module named 'mlx'"), "No module named 'mlx'", "pip install"),

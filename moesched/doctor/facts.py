@@ -12,11 +12,7 @@ PortState = Literal["free", "taken", "silent", "forbidden"]
 """Nothing listens there; something does; no answer, as behind a firewall; this user may not listen there."""
 
 
-class _Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all facts."""
-
-
-class ProcessorFacts(_Facts):
+class ProcessorFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The processor.
 
     Attributes:
@@ -29,7 +25,7 @@ class ProcessorFacts(_Facts):
     flags: list[str]
 
 
-class KernelFacts(_Facts):
+class KernelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The library of CPU kernels.
 
     Attributes:
@@ -41,14 +37,14 @@ class KernelFacts(_Facts):
     problem: str = ""
 
 
-class CoreFacts(_Facts):
+class CoreFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The cores that this process may run on, and the number whose time its control groups allow, if they limit it."""
 
     cores: int
     quota: int | None
 
 
-class MemoryFacts(_Facts):
+class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The memory.
 
     Attributes:
@@ -66,7 +62,7 @@ class MemoryFacts(_Facts):
     address_space: int | None
 
 
-class FolderFacts(_Facts):
+class FolderFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A folder.
 
     Attributes:
@@ -83,7 +79,7 @@ class FolderFacts(_Facts):
     caching: Caching | None = None
 
 
-class ClockFacts(_Facts):
+class ClockFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The clock of all measurements.
 
     Attributes:
@@ -95,7 +91,7 @@ class ClockFacts(_Facts):
     step: int
 
 
-class GpuFacts(_Facts):
+class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A CUDA GPU.
 
     Attributes:
@@ -110,7 +106,7 @@ class GpuFacts(_Facts):
     own: int = 0
 
 
-class CudaFacts(_Facts):
+class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
     """CUDA.
 
     Attributes:
@@ -132,7 +128,7 @@ class CudaFacts(_Facts):
     peak: int = 0
 
 
-class MetalFacts(_Facts):
+class MetalFacts(msgspec.Struct, frozen=True, kw_only=True):
     """MLX, and Metal below it.
 
     Attributes:
@@ -154,7 +150,7 @@ class MetalFacts(_Facts):
     peak: int = 0
 
 
-class PortFacts(_Facts):
+class PortFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A port of a cluster file, with the name of the launcher or node that listens there during a run."""
 
     who: str
@@ -163,7 +159,7 @@ class PortFacts(_Facts):
     state: PortState
 
 
-class SshFacts(_Facts):
+class SshFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A node, as ssh without a password reaches it.
 
     Attributes:
@@ -181,7 +177,7 @@ class SshFacts(_Facts):
     version: str = ""
 
 
-class ClusterFacts(_Facts):
+class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The machines of a cluster file.
 
     Attributes:
@@ -195,7 +191,7 @@ class ClusterFacts(_Facts):
     nodes: list[SshFacts]
 
 
-class Facts(_Facts):
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """All facts about a machine.
 
     Attributes:

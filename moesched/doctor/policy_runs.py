@@ -67,7 +67,7 @@ class _Keeper(Listener):
     """Keeps the device, and with it the logits."""
 
     def __init__(self) -> None:
-        self.device: Device | None = None
+        self.device: object = None
 
     def opened(self, device: Device) -> None:
         self.device = device
