@@ -34,7 +34,7 @@ from moesched.doctor.facts import (
 )
 from moesched.doctor.gpu_probes import has_kernels
 from moesched.doctor.host_facts import cache_facts, clock_facts, model_facts
-from moesched.doctor.policy_runs import largest_difference
+from moesched.doctor.policy_runs import Logits, largest_difference
 
 GB = 10**9
 MODEL = Path(__file__).parents[1] / "examples" / "tiny-mixtral"
@@ -212,8 +212,8 @@ def test_a_port_is_taken_while_something_listens_and_free_afterwards() -> None:
 
 
 def test_logits_that_differ_in_one_bit_are_found() -> None:
-    some = {(0, 1): [np.ones((2, 4), np.float32)]}
-    others = {(0, 1): [np.nextafter(some[0, 1][0], np.float32(2))]}
+    some: Logits = {(0, 1): [np.ones((2, 4), np.float32)]}
+    others: Logits = {(0, 1): [np.nextafter(some[0, 1][0], np.float32(2))]}
     assert largest_difference(some, some) == 0
     assert 0 < largest_difference(some, others) < 1e-6
     assert largest_difference(some, {}) == float("inf")
@@ -238,3 +238,13 @@ def test_doctor_refuses_bad_input(command: Any, tmp_path: Path) -> None:
     refused(command("doctor", "--model", tmp_path / "none"), "is not a folder: give a model's folder")
     refused(command("doctor", "--hosts", tmp_path / "none.toml"), "none.toml")
     refused(command("doctor", "--out", tmp_path / "none" / "doctor.json"), "none")
+
+
+@pytest.mark.slow
+def test_a_trial_of_the_processor_finds_no_trouble(command: Any) -> None:
+    said = command("doctor", "--device", "cpu", "--json")
+    found = {each["about"]: each for each in said.json["trial"]}
+    assert [each for each in found.values() if each["remedy"]] == []
+    assert found.keys() == {"bits", "policies", "trace", "memory of a run", "lack of memory", "Ctrl-C"}
+    assert "equal to the bit" in found["bits"]["says"]
+    assert "of them streamed" in found["policies"]["says"]
