@@ -76,7 +76,7 @@ class _Keeper(Listener):
         found: Logits = {}
         if isinstance(self.device, KeepsLogits):
             for sequences, logits_SV in self.device.logits:
-                found.setdefault(sequences, []).append(np.array(logits_SV, dtype=np.float32))
+                found.setdefault(sequences, []).append(np.asarray(logits_SV).astype(np.float32))
         return found
 
 
