@@ -26,6 +26,7 @@ from moesched.cli.logs import send_logs_to_stderr
         "list",
         "compare",
         "machine",
+        "doctor",
         "calibrate",
         "roofline",
         "reproduce",

@@ -122,11 +122,11 @@ def test_no_function_takes_more_than_ten_parameters() -> None:
     assert not wide, listed(wide)
 
 
-def test_the_top_of_moesched_holds_at_most_8_modules_and_21_packages() -> None:
+def test_the_top_of_moesched_holds_at_most_8_modules_and_22_packages() -> None:
     modules = {path.stem for path in FRAMEWORK.glob("*.py")} - {"__init__", "__main__"}
     packages = {path.parent.name for path in FRAMEWORK.glob("*/__init__.py") if not path.parent.is_symlink()}
     assert len(modules) <= 8, sorted(modules)
-    assert len(packages) <= 21, sorted(packages)
+    assert len(packages) <= 22, sorted(packages)
 
 
 def test_classes_have_at_most_15_attributes_and_15_methods_apart_from_those_listed() -> None:

@@ -18,7 +18,7 @@ def with_metal(host: Machine) -> Machine:
     """This machine as MLX sees it: on Apple silicon with its GPU, elsewhere as it is."""
     if not mx.metal.is_available():
         return host
-    return with_gpu(host, str(mx.device_info()["device_name"]), _recommended())
+    return with_gpu(host, str(mx.device_info()["device_name"]), recommended_bytes())
 
 
 def with_gpu(host: Machine, gpu: str, recommended: int | None) -> Machine:
@@ -89,7 +89,7 @@ def wired_limit() -> ProcessLimit:
 
     It stays below the system's recommendation, beyond which small machines stall. Without Metal it has no effect.
     """
-    return ProcessLimit(mx.set_wired_limit, _recommended())
+    return ProcessLimit(mx.set_wired_limit, recommended_bytes())
 
 
 def cache_limit() -> ProcessLimit:
@@ -97,7 +97,7 @@ def cache_limit() -> ProcessLimit:
     return ProcessLimit(mx.set_cache_limit)
 
 
-def _recommended() -> int | None:
+def recommended_bytes() -> int | None:
     """The most bytes of memory that the system recommends to use; None where it gives no recommendation."""
     nbytes = mx.device_info().get("max_recommended_working_set_size")
     return None if nbytes is None else int(nbytes)

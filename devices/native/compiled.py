@@ -101,6 +101,12 @@ def instruction_sets() -> tuple[str, ...]:
     return () if isinstance(loaded, str) else tuple(loaded.moesched_instruction_sets().decode().split())
 
 
+def why_unusable() -> str:
+    """The reason why the library cannot be used; empty if it can."""
+    loaded = _loaded()
+    return loaded if isinstance(loaded, str) else ""
+
+
 def availability() -> str:
     """A sentence on whether the kernels are installed."""
     here = instruction_sets()

@@ -1,0 +1,25 @@
+"""Facts about this machine that MLX knows, for `moesched doctor`."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+
+import mlx.core as mx
+
+from moesched.doctor.facts import MetalFacts
+
+from .machine import recommended_bytes
+
+
+def metal_facts() -> MetalFacts:
+    """MLX, its GPU, and the memory that the system recommends to wire at most."""
+    metal = bool(mx.metal.is_available())
+    return MetalFacts(
+        mlx=version("mlx"),
+        metal=metal,
+        macos=platform.mac_ver()[0],
+        gpu=str(mx.device_info()["device_name"]) if metal else "",
+        recommended=recommended_bytes() if metal else None,
+        peak=int(mx.get_peak_memory()),
+    )

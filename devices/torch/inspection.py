@@ -1,0 +1,74 @@
+"""Facts about this machine that torch, the CPU kernels and the reader of files know, for `moesched doctor`."""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from moesched.doctor.facts import Caching, CudaFacts, GpuFacts, KernelFacts
+
+from ..native.compiled import instruction_sets, why_unusable
+from ..shared.direct_file import DirectFile
+
+
+def caching_of(file: Path) -> Caching:
+    """The effect of direct reads of a file on the page cache.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    file.open("rb").close()
+    with closing(DirectFile(file)) as opened:
+        return opened.caching
+
+
+def kernel_facts() -> KernelFacts:
+    """The library of CPU kernels."""
+    return KernelFacts(sets=list(instruction_sets()), problem=why_unusable())
+
+
+def cuda_facts() -> CudaFacts:
+    """CUDA, its driver and the GPUs that torch can use."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+        gpus = [_gpu(number) for number in range(torch.cuda.device_count())] if usable else []
+        kernels_for = torch.cuda.get_arch_list() if usable else []
+    return CudaFacts(
+        torch=str(torch.__version__),
+        built_for=torch.version.cuda or "",
+        driver=_driver(),
+        kernels_for=kernels_for,
+        gpus=gpus,
+        problem="; ".join(" ".join(str(each.message).split()) for each in told),
+        peak=torch.cuda.max_memory_reserved(0) if gpus else 0,
+    )
+
+
+def _gpu(number: int) -> GpuFacts:
+    properties = torch.cuda.get_device_properties(number)
+    own = torch.cuda.memory_reserved(number)
+    free, total = torch.cuda.mem_get_info(number)
+    return GpuFacts(
+        name=properties.name,
+        capability=(properties.major, properties.minor),
+        total=total,
+        free=free,
+        own=own,
+    )
+
+
+def _driver() -> str:
+    """The version of CUDA that the NVIDIA driver supports; empty without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ""
+    number = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(number)):
+        return ""
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"

@@ -1,0 +1,97 @@
+"""Facts about the machines of a cluster file, as this one reaches them."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import socket
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from ipaddress import ip_address
+
+from moesched.cluster.cluster_file import Cluster, Host
+from moesched.cluster.members import ssh_command
+from moesched.doctor.facts import ClusterFacts, PortFacts, PortState, SshFacts
+
+SECONDS = 8.0
+"""Time that an ssh connection, with the start of moesched, and that a port has to answer."""
+PORT_SECONDS = 3.0
+NOT_FOUND = 127
+"""Exit code of a shell that does not find a command."""
+OF_SSH = 255
+"""Exit code of ssh where it reaches no shell."""
+
+
+def cluster_facts(cluster: Cluster) -> ClusterFacts:
+    """Whether ssh starts moesched on each node, and the state of each port; all are asked at once."""
+    ssh = shutil.which("ssh") is not None
+    places = [("the launcher", cluster.launcher.address, cluster.launcher.port)]
+    places += [(str(host), host.address, host.port) for host in cluster.hosts]
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        nodes = pool.map(_node, cluster.hosts) if ssh else ()
+        ports = pool.map(lambda place: _port(*place), [place for place in places if place[2]])
+        return ClusterFacts(ssh=ssh, version=version("moesched"), nodes=list(nodes), ports=list(ports))
+
+
+def _node(host: Host) -> SshFacts:
+    destination = host.ssh or host.address
+    facts = SshFacts(who=str(host), destination=destination, command=host.command)
+    try:
+        done = subprocess.run(
+            ssh_command(host, ["--version"]),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return _with(facts, problem=f"no answer within {SECONDS:.0f} s")
+    said = done.stderr.strip().splitlines()[-1:] or ["it says nothing"]
+    if done.returncode == OF_SSH:
+        return _with(facts, problem=said[0])
+    if done.returncode == NOT_FOUND:
+        return facts
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return _with(facts, problem=f"`{host.command} --version` fails there: {said[0]}")
+    return _with(facts, version=lines[-1])
+
+
+def _with(facts: SshFacts, *, problem: str = "", version: str = "") -> SshFacts:
+    return SshFacts(
+        who=facts.who,
+        destination=facts.destination,
+        command=facts.command,
+        problem=problem,
+        version=version,
+    )
+
+
+def _port(who: str, address: str, port: int) -> PortFacts:
+    return PortFacts(who=who, address=address, port=port, state=port_state(address, port))
+
+
+def port_state(address: str, port: int) -> PortState:
+    """The state of a TCP port; before a run nothing should listen there, and the machine should say so."""
+    try:
+        with socket.create_connection((address, port), timeout=PORT_SECONDS):
+            return "taken"
+    except ConnectionRefusedError:
+        return _own_port_state(address, port)
+    except OSError:
+        return "silent"
+
+
+def _own_port_state(address: str, port: int) -> PortState:
+    """Whether this user may listen on a port, where the address is this machine's."""
+    try:
+        family = socket.AF_INET6 if ":" in address and ip_address(address).version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((address, port))
+    except OSError as error:
+        return "forbidden" if error.errno == errno.EACCES else "free"
+    return "free"

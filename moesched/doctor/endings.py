@@ -1,0 +1,161 @@
+"""Runs in processes of their own that must end properly: for lack of memory, by Ctrl-C, and within the prediction."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moesched.doctor.facts import Facts
+from moesched.doctor.findings import Finding
+from moesched.doctor.policy_runs import REPORT
+from moesched.doctor.tiny_model import TINY
+from moesched.inputs.lookup import find_machine
+from moesched.machines.commented_toml import commented_toml
+
+PATIENCE_SECONDS = 60.0
+"""Time that a run may take to begin, and to end by itself."""
+INTERRUPTED_SECONDS = 5.0
+"""Time that a run may take to end after Ctrl-C."""
+MAPPED = 6 * 10**9
+"""Bytes that a run on the processor may map while its memory is to run out: three times as much is planned."""
+NEW_TOKENS = 100_000
+KV_BYTES = 2 * TINY.layers * TINY.kv_heads * TINY.head_dim * 4
+"""Bytes of the KV cache for each token."""
+EXIT_BY_SIGINT = 130
+MOST_SLACK, LEAST_SLACK = 0.1, 64_000_000
+"""Relative and absolute error of the predicted memory of a process."""
+
+
+def _command(model: Path, device: str, *more: str) -> list[str]:
+    run = [sys.executable, "-m", "moesched", "run", str(model), "--device", device, "--foreign-machine"]
+    return [*run, *more]
+
+
+def check_ledger(model: Path, device: str) -> Finding:
+    """Say whether a process's peak is the one that its plan predicts; only where the whole process is predicted."""
+    arguments = ["--policy", "cgopipe", "--prompt-ids", "1,2,3;4,5", "--max-new-tokens", "8", "--json"]
+    done = _finished(_command(model, device, *arguments))
+    if done.returncode:
+        return Finding(about="memory of a run", says=f"it fails: {_last(done.stderr)}", remedy=REPORT)
+    process: dict[str, Any] = json.loads(done.stdout).get("process_bytes") or {}
+    predicted, measured = process.get("predicted"), process.get("measured")
+    if predicted is None or measured is None:
+        return Finding(about="memory of a run", says="the process's own memory is not predicted here")
+    return judge_peak("memory of a run", predicted, measured)
+
+
+def judge_peak(about: str, predicted: int, measured: int) -> Finding:
+    """Say whether a measured peak, in bytes, is within the predicted one and its slack."""
+    says = f"peak of {measured / 1e6:,.0f} MB, predicted {predicted / 1e6:,.0f} MB"
+    if measured > predicted + max(MOST_SLACK * predicted, LEAST_SLACK):
+        return Finding(about=about, says=says, remedy=f"lower budgets by the difference, and {REPORT}")
+    return Finding(about=about, says=says)
+
+
+def check_lack_of_memory(model: Path, device: str, facts: Facts, scratch: Path) -> Finding:
+    """Say whether a run that gets less memory than it plans ends in one line.
+
+    On the processor it may map less than its KV cache takes; on a GPU the cache is larger than the GPU.
+    """
+    if facts.device == "mlx":
+        return Finding(
+            about="lack of memory", says="is not tried on MLX, which takes memory only as it is used"
+        )
+    in_processor = facts.device == "cpu"
+    wanted = 3 * MAPPED if in_processor else 2 * facts.cuda.gpus[0].total
+    requests = 1 + wanted // (NEW_TOKENS * KV_BYTES)
+    command = _command(model, device, "--policy", "resident", "--max-new-tokens", str(NEW_TOKENS))
+    command += ["--machine", str(_boundless(device, scratch)), "--micro-batch-size", "1"]
+    limit = MAPPED if in_processor else None
+    prompts = ";".join(["1"] * requests)
+    sizes = ["--prompt-ids", prompts, "--batch-size", str(requests)]
+    done = _finished([*command, *sizes], address_space=limit)
+    last = _last(done.stderr)
+    if done.returncode in (1, 2) and "out of memory" in last and "Traceback" not in done.stderr:
+        return Finding(about="lack of memory", says="ends a run with one clear line")
+    return Finding(
+        about="lack of memory", says=f"ends a run with code {done.returncode}: {last}", remedy=REPORT
+    )
+
+
+def _boundless(device: str, scratch: Path) -> Path:
+    """A file of this machine with more memory than there is, so that no plan is refused."""
+    from msgspec.structs import replace
+
+    machine = find_machine("auto", device, foreign=True)
+    tiers = {name: replace(tier, capacity=tier.nbytes * 1000) for name, tier in machine.memories.items()}
+    file = scratch / "boundless.toml"
+    toml = commented_toml(replace(machine, memories=tiers), {}, "More memory than there is")
+    file.write_text(toml, "utf-8")
+    return file
+
+
+def check_interrupt(model: Path, device: str, scratch: Path) -> Finding:
+    """Say whether Ctrl-C ends a run within seconds, with its results so far."""
+    report = scratch / "interrupted.json"
+    arguments = ["--policy", "cgopipe", "--prompt-ids", "1,2,3", "--max-new-tokens", str(NEW_TOKENS)]
+    command = _command(model, device, *arguments, "--report", str(report))
+    environment = os.environ | {"MOESCHED_LOG": "info"}
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        try:
+            began = _begins(process)
+            process.send_signal(signal.SIGINT)
+            sent = time.monotonic()
+            process.communicate(timeout=PATIENCE_SECONDS)
+            seconds = time.monotonic() - sent
+        except subprocess.TimeoutExpired:
+            return Finding(about="Ctrl-C", says="does not end a run", remedy=REPORT)
+        finally:
+            process.kill()
+    kept = report.is_file() and json.loads(report.read_bytes()).get("interrupted") is True
+    if began and process.returncode == EXIT_BY_SIGINT and kept and seconds <= INTERRUPTED_SECONDS:
+        return Finding(about="Ctrl-C", says=f"ends a run within {seconds:.1f} s, and keeps its results")
+    says = f"ends a run with code {process.returncode} after {seconds:.1f} s, results kept: {kept}"
+    return Finding(about="Ctrl-C", says=says, remedy=REPORT)
+
+
+def _begins(process: subprocess.Popen[bytes]) -> bool:
+    """Wait for the log line that tells a run's first token; False where the process ends before."""
+    assert process.stderr is not None
+    return any(b"first token" in line for line in process.stderr)
+
+
+def _finished(
+    command: Sequence[str], *, address_space: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; one that takes too long is killed, and says so as its last line."""
+    limit = None if address_space is None else partial(_limit_address_space, address_space)
+    try:
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PATIENCE_SECONDS,
+            check=False,
+            preexec_fn=limit,
+        )
+    except subprocess.TimeoutExpired:
+        told = f"it did not end within {PATIENCE_SECONDS:.0f} s"
+        return subprocess.CompletedProcess(command, -signal.SIGKILL, "", told)
+
+
+def _limit_address_space(nbytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
+
+
+def _last(text: str) -> str:
+    """The last line of a text."""
+    return (text.strip().splitlines() or ["it says nothing"])[-1]

@@ -1,0 +1,150 @@
+"""Gathers the facts about this machine, and has every probe judge them."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moesched import plugins
+from moesched.cluster.cluster_file import load_cluster
+from moesched.doctor.cluster_facts import cluster_facts
+from moesched.doctor.cluster_probes import probe_cluster
+from moesched.doctor.facts import CudaFacts, Facts, KernelFacts, MetalFacts
+from moesched.doctor.findings import Finding
+from moesched.doctor.gpu_probes import probe_cuda, probe_metal
+from moesched.doctor.host_facts import (
+    bytes_of_model,
+    cache_facts,
+    clock_facts,
+    core_facts,
+    memory_facts,
+    model_facts,
+    processor_facts,
+)
+from moesched.doctor.host_probes import (
+    probe_clock,
+    probe_cores,
+    probe_folders,
+    probe_kernels,
+    probe_locked_memory,
+    probe_memory,
+    probe_processor,
+)
+from moesched.errors import BadInput
+from moesched.system.cache import cache_folder
+from moesched.system.memory import require_address_space
+
+Probe = Callable[[Facts], Iterator[Finding]]
+
+PROBES: Sequence[Probe] = (
+    probe_processor,
+    probe_kernels,
+    probe_cores,
+    probe_memory,
+    probe_locked_memory,
+    probe_folders,
+    probe_clock,
+    probe_cuda,
+    probe_metal,
+    probe_cluster,
+)
+
+TORCH = "moesched.devices.torch.inspection"
+MLX = "moesched.devices.mlx.inspection"
+
+
+class Examination(msgspec.Struct, frozen=True, kw_only=True):
+    """All that `moesched doctor` found, as its file has it.
+
+    Attributes:
+        version: moesched's version.
+        system: the operating system, with its version.
+        trial: the findings of a trial of a device; empty without one.
+        seconds: time that the examination took.
+    """
+
+    version: str
+    python: str
+    system: str
+    facts: Facts
+    findings: list[Finding]
+    trial: list[Finding] = []
+    seconds: float = 0.0
+
+    @property
+    def troubles(self) -> list[Finding]:
+        """The findings that need something done."""
+        return [each for each in (*self.findings, *self.trial) if each.is_trouble]
+
+
+def examine(facts: Facts) -> Examination:
+    """Have all probes judge the facts."""
+    return Examination(
+        version=version("moesched"),
+        python=platform.python_version(),
+        system=platform.platform(),
+        facts=facts,
+        findings=[finding for probe in PROBES for finding in probe(facts)],
+    )
+
+
+def gather_facts(device: str = "", model: Path | None = None, hosts: Path | None = None) -> Facts:
+    """The facts about this machine.
+
+    Args:
+        device: "cpu", "cuda", "mlx", or empty for none in particular.
+        model: a model's folder.
+        hosts: a cluster file, whose machines are asked.
+
+    Raises:
+        BadInput: the model is no folder, or the cluster file is broken.
+        OutOfMemory: a limit of the address space is so low that torch would crash.
+    """
+    if model is not None and not model.is_dir():
+        raise BadInput(f"{model} is not a folder: give a model's folder, with its config.json")
+    cluster = None if hosts is None else load_cluster(hosts)
+    require_address_space()
+    caching_of = _loaded("caching_of")
+    folders = [cache_facts(cache_folder(), caching_of)]
+    if model is not None:
+        folders.append(model_facts(model, caching_of))
+    kernels: KernelFacts = _loaded("kernel_facts")()
+    return Facts(
+        device=device,
+        processor=processor_facts(),
+        kernels=kernels,
+        cores=core_facts(),
+        memory=memory_facts(),
+        folders=folders,
+        clock=clock_facts(),
+        cuda=cuda_facts(),
+        model_bytes=0 if model is None else bytes_of_model(model),
+        metal=metal_facts() if device == "mlx" or sys.platform == "darwin" else None,
+        cluster=None if cluster is None else cluster_facts(cluster),
+    )
+
+
+def cuda_facts() -> CudaFacts:
+    """CUDA, as torch sees it now."""
+    facts: CudaFacts = _loaded("cuda_facts")()
+    return facts
+
+
+def metal_facts() -> MetalFacts:
+    """MLX, as it sees this machine now; where it cannot be loaded, the reason."""
+    try:
+        facts: MetalFacts = plugins.load(f"{MLX}:metal_facts", "MLX")()
+    except BadInput as error:
+        return MetalFacts(mlx="", metal=False, macos=platform.mac_ver()[0], problem=str(error))
+    return facts
+
+
+def _loaded(name: str) -> Any:
+    """A function of the torch device's inspection; torch is imported by it."""
+    return plugins.load(f"{TORCH}:{name}", "the inspection")

@@ -1,0 +1,131 @@
+"""Facts that the system tells: processor, cores, memory, folders and clock."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+from moesched.doctor.facts import Caching, ClockFacts, CoreFacts, FolderFacts, MemoryFacts, ProcessorFacts
+from moesched.machines.local import this_processor
+from moesched.system.cores import affinity, cpu_quota
+from moesched.system.memory import ROOT, available_memory, total_memory
+
+CachingOf = Callable[[Path], Caching]
+"""The effect of a device's reads of a file on the page cache.
+
+Raises:
+    MoeschedError: the file cannot be read.
+"""
+
+PROBE_BYTES = 8192
+CLOCK_READINGS = 2_000
+
+
+def processor_facts(root: Path = ROOT) -> ProcessorFacts:
+    """The processor of this machine.
+
+    root: the folder that holds `proc`.
+    """
+    name, _, _ = this_processor().rpartition(", ")
+    return ProcessorFacts(name=name, architecture=platform.machine(), flags=_flags(root / "proc/cpuinfo"))
+
+
+def _flags(file: Path) -> list[str]:
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return []
+    return next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+
+
+def core_facts(quota: int | None = None) -> CoreFacts:
+    """The cores of this process.
+
+    quota: cores whose time control groups allow; by default what they say here.
+    """
+    cores = len(affinity())
+    allowed = cpu_quota() if quota is None else quota
+    return CoreFacts(cores=cores, quota=allowed if allowed < (os.cpu_count() or cores) else None)
+
+
+def memory_facts(root: Path = ROOT) -> MemoryFacts:
+    """The memory of this machine, and the limits of this process.
+
+    root: the folder that holds `proc` and `sys`.
+    """
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return MemoryFacts(
+        physical=physical,
+        limit=min(physical, total_memory(root)),
+        available=available_memory(root),
+        locked=_limit(resource.RLIMIT_MEMLOCK),
+        address_space=_limit(resource.RLIMIT_AS),
+    )
+
+
+def _limit(kind: int) -> int | None:
+    soft, _ = resource.getrlimit(kind)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def clock_facts(now: Callable[[], int] = time.monotonic_ns) -> ClockFacts:
+    """The steps of a clock; of the monotonic one by default."""
+    readings = [now() for _ in range(CLOCK_READINGS)]
+    steps = [later - earlier for earlier, later in pairwise(readings)]
+    forward = [step for step in steps if step > 0]
+    return ClockFacts(monotonic=min(steps) >= 0, step=min(forward, default=10**9))
+
+
+def cache_facts(folder: Path, caching_of: CachingOf) -> FolderFacts:
+    """The cache's folder, which is made if it is not there; a small file is written, read and removed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _small_file(folder) as file:
+            caching = caching_of(file)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return FolderFacts(role="cache", path=str(folder), problem=error.strerror or str(error))
+    return FolderFacts(role="cache", path=str(folder), free=free, caching=caching)
+
+
+@contextmanager
+def _small_file(folder: Path) -> Iterator[Path]:
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="doctor-") as file:
+        file.write(bytes(PROBE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+        yield Path(file.name)
+
+
+def model_facts(folder: Path, caching_of: CachingOf) -> FolderFacts:
+    """A model's folder: whether its files can be read, each of them, and directly."""
+    try:
+        files = sorted(folder.glob("*.safetensors"))
+        for file in [folder / "config.json", *files]:
+            with file.open("rb") as opened:
+                opened.read(1)
+        if not files:
+            return FolderFacts(role="model", path=str(folder), problem="it has no safetensors files")
+        caching = caching_of(files[0])
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        where = f"{Path(error.filename).name}: " if error.filename else ""
+        problem = f"{where}{error.strerror or error}"
+        return FolderFacts(role="model", path=str(folder), problem=problem)
+    return FolderFacts(role="model", path=str(folder), free=free, caching=caching)
+
+
+def bytes_of_model(folder: Path) -> int:
+    """Bytes of the model's files, as far as they can be seen."""
+    try:
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    except OSError:
+        return 0

@@ -1,0 +1,226 @@
+"""Runs of a tiny model under every policy, whose tokens and logits have to agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from moesched import plugins
+from moesched.doctor.findings import Finding
+from moesched.doctor.tiny_model import MICRO_BATCH, NEW_TOKENS, PROMPTS
+from moesched.errors import BadInput
+from moesched.jobs.report import JobReport
+from moesched.jobs.run_model import run_model
+from moesched.runs.listeners import Listener
+from moesched.seams import Device, is_expert_parallel
+from moesched.trace import check_trace
+
+FIRST = "resident"
+"""The policy that all others are compared with: it moves nothing, and runs everywhere."""
+TRACED = "cgopipe"
+TIGHT = 0.7
+"""Share of what `resident` takes that others get, so that they stream."""
+REPORT = "send the file of --out as an issue: it is a fault of moesched, of the library, or of the hardware"
+
+Logits = dict[tuple[int, ...], list[np.ndarray[Any, Any]]]
+"""Of each micro-batch, by its sequences, step by step."""
+
+
+@runtime_checkable
+class KeepsLogits(Protocol):
+    """A device that keeps the logits (S, V) of each step, with the sequences S that they are of."""
+
+    logits: list[tuple[tuple[int, ...], Any]]
+
+
+class PolicyRun(NamedTuple):
+    """One run.
+
+    Attributes:
+        tight: whether it had less memory than all weights take.
+    """
+
+    report: JobReport
+    logits: Logits
+    tight: bool
+
+
+class PolicyRuns(NamedTuple):
+    """The runs of all policies.
+
+    Attributes:
+        refused: the reasons of policies that this machine cannot run, by name.
+        failed: the errors of those that began and failed, by name.
+        trace_problems: what is wrong with the trace of one run.
+    """
+
+    runs: dict[str, PolicyRun]
+    refused: dict[str, str]
+    failed: dict[str, str]
+    trace_problems: list[str]
+
+
+class _Keeper(Listener):
+    """Keeps the device, and with it the logits."""
+
+    def __init__(self) -> None:
+        self.device: object = None
+
+    def opened(self, device: Device) -> None:
+        self.device = device
+
+    def logits(self) -> Logits:
+        found: Logits = {}
+        if isinstance(self.device, KeepsLogits):
+            for sequences, logits_SV in self.device.logits:
+                found.setdefault(sequences, []).append(np.asarray(logits_SV).astype(np.float32))
+        return found
+
+
+def policy_names() -> list[str]:
+    """The policies that run on one machine, `resident` first."""
+    names = [
+        name for name in plugins.shipped("policies") if not is_expert_parallel(plugins.find("policies", name))
+    ]
+    return [FIRST, *(name for name in [*names, "adversarial"] if name != FIRST)]
+
+
+def run_policies(
+    model: Path, device: str, scratch: Path, progress: Callable[[float, float, str], object]
+) -> PolicyRuns:
+    """Run the model under every policy, all but the first with less memory than the weights take where they can.
+
+    Args:
+        device: name of a device of `moesched list devices`.
+        scratch: a folder for the trace.
+    """
+    names, found = policy_names(), PolicyRuns({}, {}, {}, [])
+    budgets: dict[str, int] = {}
+    for number, name in enumerate(names):
+        progress(number, len(names), f"running {name}")
+        trace = scratch / "trace.json" if name == TRACED else None
+        try:
+            found.runs[name] = _run(model, device, name, budgets, trace)
+        except BadInput as error:
+            found.refused[name] = str(error)
+            continue
+        except (
+            Exception
+        ) as error:  # told in a line of the report: a policy's failure must not hide the others
+            found.failed[name] = f"{type(error).__name__}: {error}"
+            continue
+        if name == FIRST:
+            budgets = _tight(found.runs[name].report)
+        if trace is not None:
+            found.trace_problems.extend(check_trace(trace))
+    return found
+
+
+def _tight(report: JobReport) -> dict[str, int]:
+    """A budget of the memory that the first policy filled most."""
+    memory = max(report.peak_bytes, key=lambda name: report.peak_bytes[name])
+    return {memory: int(TIGHT * report.peak_bytes[memory])}
+
+
+def _run(model: Path, device: str, name: str, budgets: dict[str, int], trace: Path | None) -> PolicyRun:
+    """One run within the budgets, or without them where the policy cannot stream."""
+    try:
+        return _run_within(model, device, name, budgets, trace)
+    except BadInput:
+        if not budgets:
+            raise
+        return _run_within(model, device, name, {}, trace)
+
+
+def _run_within(
+    model: Path, device: str, name: str, budgets: Mapping[str, int], trace: Path | None
+) -> PolicyRun:
+    keeper = _Keeper()
+    report = run_model(
+        model,
+        PROMPTS,
+        policy=name,
+        device=device,
+        device_settings={"keep_logits": True},
+        budgets=dict(budgets),
+        batch_size=len(PROMPTS),
+        micro_batch_size=MICRO_BATCH,
+        max_new_tokens=NEW_TOKENS,
+        foreign_machine=True,
+        trace=trace,
+        listener=keeper,
+    )
+    return PolicyRun(report, keeper.logits(), bool(budgets))
+
+
+def judge_runs(found: PolicyRuns, *, one_processor: bool, expected: list[list[int]]) -> Iterator[Finding]:
+    """Say whether all policies ran and gave the same bits.
+
+    Args:
+        one_processor: whether all kernels run on the same processor, so that logits have to agree to the bit.
+        expected: the tokens of the CPU.
+    """
+    for name, reason in found.failed.items():
+        yield Finding(about=f"policy {name}", says=f"failed: {reason}", remedy=REPORT)
+    first = found.runs.get(FIRST)
+    if first is None:
+        reason = found.refused.get(FIRST, "")
+        if reason:
+            yield Finding(
+                about=f"policy {FIRST}", says=f"is refused: {reason}", remedy="mend what the line names"
+            )
+        return
+    yield from _other_tokens(found, expected)
+    yield _agreement(found, first, one_processor)
+    streamed = sum(run.report.plan.streamed_pages > 0 for run in found.runs.values())
+    refused = f"; refused on this machine: {', '.join(found.refused)}" if found.refused else ""
+    yield Finding(about="policies", says=f"{len(found.runs)} ran, {streamed} of them streamed{refused}")
+    yield _of_trace(found.trace_problems)
+
+
+def _other_tokens(found: PolicyRuns, expected: list[list[int]]) -> Iterator[Finding]:
+    for name, run in found.runs.items():
+        if run.report.failure is not None:
+            yield Finding(about=f"policy {name}", says=f"ended early: {run.report.failure}", remedy=REPORT)
+        elif run.report.tokens != expected:
+            yield Finding(
+                about=f"policy {name}", says="gives other tokens than resident on the CPU", remedy=REPORT
+            )
+
+
+def _agreement(found: PolicyRuns, first: PolicyRun, one_processor: bool) -> Finding:
+    """Say how far logits differ between policies; on one processor they may not."""
+    apart = {name: largest_difference(run.logits, first.logits) for name, run in found.runs.items()}
+    different = {name: by for name, by in apart.items() if by > 0}
+    if not first.logits:
+        return Finding(about="bits", says="this device does not keep logits; tokens were compared")
+    if not different:
+        return Finding(about="bits", says=f"the logits of {len(apart)} policies are equal to the bit")
+    worst = max(different, key=lambda name: different[name])
+    says = f"the logits of {', '.join(different)} differ, of {worst} by up to {different[worst]:.2g}"
+    if one_processor:
+        return Finding(about="bits", says=says, remedy=REPORT)
+    return Finding(about="bits", says=f"{says}, as kernels of CPU and GPU may")
+
+
+def largest_difference(some: Logits, others: Logits) -> float:
+    """The largest difference of two runs' logits; infinite where they are of other sequences, or not finite."""
+    if some.keys() != others.keys():
+        return float("inf")
+    largest = 0.0
+    for sequences, steps in some.items():
+        if len(steps) != len(others[sequences]):
+            return float("inf")
+        for one_SV, other_SV in zip(steps, others[sequences], strict=True):
+            by = float(np.abs(one_SV.astype(np.float64) - other_SV).max())
+            largest = max(largest, by if np.isfinite(by) else float("inf"))
+    return largest
+
+
+def _of_trace(problems: list[str]) -> Finding:
+    if problems:
+        return Finding(about="trace", says=f"is faulty: {problems[0]}", remedy=REPORT)
+    return Finding(about="trace", says=f"of {TRACED} is complete and consistent")

@@ -1,0 +1,85 @@
+"""A trial of a device: a tiny random model under every policy, and runs that have to end properly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from moesched.doctor.endings import check_interrupt, check_lack_of_memory, check_ledger, judge_peak
+from moesched.doctor.examination import cuda_facts, metal_facts
+from moesched.doctor.facts import Facts
+from moesched.doctor.findings import Finding
+from moesched.doctor.policy_runs import PolicyRuns, judge_runs, run_policies
+from moesched.doctor.tiny_model import MICRO_BATCH, NEW_TOKENS, PROMPTS, write_tiny_model
+from moesched.errors import MoeschedError
+from moesched.jobs.run_model import run_model
+from moesched.system.scratch import scratch_folder
+
+Progress = Callable[[float, float, str], object]
+
+CPU = "torch"
+"""The device that all others are compared with."""
+
+
+def try_device(device: str, facts: Facts, progress: Progress) -> list[Finding]:
+    """Run a tiny model on a device under every policy, and say what held.
+
+    Args:
+        device: "cpu", "cuda" or "mlx".
+        progress: told the policies that are done, all of them, and what runs.
+    """
+    if reason := _why_not(device, facts):
+        return [Finding(about="trial", says=f"nothing ran on {device}: {reason}", remedy="mend that first")]
+    name = CPU if device == "cpu" else device
+    with scratch_folder() as folder:
+        model = write_tiny_model(folder / "model")
+        found = run_policies(model, name, folder, progress)
+        expected = _expected(model, name, found)
+        findings = list(judge_runs(found, one_processor=device != "cuda", expected=expected))
+        findings += _peaks(device, found)
+        progress(0, 3, "the memory of a run")
+        findings.append(check_ledger(model, name))
+        progress(1, 3, "a run without memory")
+        findings.append(check_lack_of_memory(model, name, facts, folder))
+        progress(2, 3, "a run that is interrupted")
+        findings.append(check_interrupt(model, name, folder))
+    return findings
+
+
+def _why_not(device: str, facts: Facts) -> str:
+    """The reason why nothing can run on a device; empty if something can."""
+    if device == "cuda" and not facts.cuda.gpus:
+        return "torch can use no GPU"
+    if device == "mlx" and facts.metal is not None and facts.metal.problem:
+        return "MLX cannot be loaded"
+    return ""
+
+
+def _expected(model: Path, device: str, found: PolicyRuns) -> list[list[int]]:
+    """The tokens of `resident` on the CPU."""
+    try:
+        report = run_model(
+            model,
+            PROMPTS,
+            device=CPU,
+            batch_size=len(PROMPTS),
+            micro_batch_size=MICRO_BATCH,
+            max_new_tokens=NEW_TOKENS,
+            foreign_machine=True,
+        )
+    except MoeschedError as error:
+        found.failed["resident on the CPU"] = str(error)
+        return []
+    return report.tokens or []
+
+
+def _peaks(device: str, found: PolicyRuns) -> list[Finding]:
+    """Say whether the GPU's memory stayed within what the ledger of the largest run says."""
+    if device == "cuda":
+        memory, peak = "gpu", cuda_facts().peak
+    elif device == "mlx":
+        memory, peak = "host", metal_facts().peak
+    else:
+        return []
+    planned = max((run.report.peak_bytes.get(memory, 0) for run in found.runs.values()), default=0)
+    return [judge_peak("memory of the GPU" if device == "cuda" else "memory of MLX", planned, peak)]

@@ -1,0 +1,250 @@
+"""`moesched doctor` names planted troubles, each in one line with its remedy, and raises no false alarm."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from commands import refused
+from moesched.doctor.cluster_facts import port_state
+from moesched.doctor.endings import judge_peak
+from moesched.doctor.examination import examine
+from moesched.doctor.facts import (
+    ClockFacts,
+    ClusterFacts,
+    CoreFacts,
+    CudaFacts,
+    Facts,
+    FolderFacts,
+    GpuFacts,
+    KernelFacts,
+    MemoryFacts,
+    MetalFacts,
+    PortFacts,
+    PortState,
+    ProcessorFacts,
+    SshFacts,
+)
+from moesched.doctor.gpu_probes import has_kernels
+from moesched.doctor.host_facts import cache_facts, clock_facts, model_facts
+from moesched.doctor.policy_runs import Logits, largest_difference
+
+GB = 10**9
+MODEL = Path(__file__).parents[1] / "examples" / "tiny-mixtral"
+AVX512 = ["avx2", "fma", "avx512f", "avx512vl", "avx512bw", "avx512_bf16"]
+
+GPU = GpuFacts(name="A100", capability=(8, 0), total=80 * GB, free=79 * GB)
+CUDA = CudaFacts(torch="2.6", built_for="12.4", driver="12.6", kernels_for=["sm_80", "sm_90"], gpus=[GPU])
+METAL = MetalFacts(mlx="0.32", metal=True, macos="15.3", gpu="M2 Ultra", recommended=48 * GB)
+NODE = SshFacts(who="node 0 (a)", destination="me@a", command="moesched", version="1.0")
+PORT = PortFacts(who="node 0 (a)", address="a", port=7001, state="free")
+CLUSTER = ClusterFacts(ssh=True, version="1.0", ports=[PORT], nodes=[NODE])
+CACHE = FolderFacts(role="cache", path="/cache", free=50 * GB, caching="bypassed")
+WELL = Facts(
+    device="cuda",
+    processor=ProcessorFacts(name="Xeon", architecture="x86_64", flags=AVX512),
+    kernels=KernelFacts(sets=["avx512_bf16", "avx512", "avx2", "portable"]),
+    cores=CoreFacts(cores=8, quota=None),
+    memory=MemoryFacts(physical=64 * GB, limit=64 * GB, available=60 * GB, locked=None, address_space=None),
+    folders=[CACHE, replace(CACHE, role="model", path="/model")],
+    clock=ClockFacts(monotonic=True, step=40),
+    cuda=CUDA,
+    metal=METAL,
+    cluster=CLUSTER,
+)
+
+
+def cache(**changes: Any) -> Facts:
+    return replace(WELL, folders=[replace(CACHE, **changes)])
+
+
+def cuda(**changes: Any) -> Facts:
+    return replace(WELL, cuda=replace(CUDA, **changes))
+
+
+def gpu(**changes: Any) -> Facts:
+    return cuda(gpus=[replace(GPU, **changes)])
+
+
+def memory(**changes: Any) -> Facts:
+    return replace(WELL, memory=replace(WELL.memory, **changes))
+
+
+def metal(**changes: Any) -> Facts:
+    return replace(WELL, metal=replace(METAL, **changes))
+
+
+def node(**changes: Any) -> Facts:
+    return replace(WELL, cluster=replace(CLUSTER, nodes=[replace(NODE, **changes)]))
+
+
+def port(state: PortState) -> Facts:
+    return replace(WELL, cluster=replace(CLUSTER, ports=[replace(PORT, state=state)]))
+
+
+PLANTED: dict[str, tuple[Facts, str, str]] = {
+    "no direct reads": (cache(caching="dropped"), "no direct reads", "O_DIRECT"),
+    "a full disk": (cache(free=1_000_000), "1 MB of free disk space", "MOESCHED_CACHE"),
+    "an unwritable cache": (cache(problem="Permission denied"), "/cache cannot be used", "MOESCHED_CACHE"),
+    "an unreadable model": (
+        cache(role="model", path="/model", problem="a.safetensors: Permission denied"),
+        "a.safetensors: Permission denied",
+        "chmod -R u+rX /model",
+    ),
+    "low locked memory": (memory(locked=65_536), "may lock 65.5 KB", "ulimit -l unlimited"),
+    "a small address space": (memory(address_space=4 * GB), "may map 4 GB", "ulimit -v unlimited"),
+    "a memory limit": (memory(limit=GB, available=GB // 2), "allows 1 GB of 64 GB", "docker --memory"),
+    "full memory": (memory(available=GB), "1 GB of 64 GB are free", "end other programs"),
+    "a CPU quota": (replace(WELL, cores=CoreFacts(cores=8, quota=2)), "the time of 2", "docker --cpus 8"),
+    "kernels of another version": (
+        replace(WELL, kernels=KernelFacts(sets=[], problem="_kernels.so has version 3 instead of 4")),
+        "version 3 instead of 4",
+        "moesched again",
+    ),
+    "kernels without an instruction set": (
+        replace(WELL, kernels=KernelFacts(sets=["avx2", "portable"])),
+        "use avx2, and the processor has avx512_bf16",
+        "GCC 11",
+    ),
+    "an old processor": (
+        replace(WELL, processor=replace(WELL.processor, flags=["sse2"])),
+        "has no AVX2",
+        "2015 or later",
+    ),
+    "a coarse clock": (replace(WELL, clock=ClockFacts(monotonic=True, step=15_000_000)), "15000 µs", "tsc"),
+    "no driver": (cuda(driver="", gpus=[]), "no NVIDIA driver", "install the driver"),
+    "an old driver": (cuda(driver="11.4", gpus=[]), "driver supports CUDA 11.4", "update the NVIDIA driver"),
+    "torch without CUDA": (cuda(built_for="", gpus=[]), "built without CUDA", "pip install torch"),
+    "a hidden GPU": (cuda(gpus=[], problem="no device"), "sees no GPU: no device", "CUDA_VISIBLE_DEVICES"),
+    "a filled GPU": (gpu(free=10 * GB), "others fill 70 GB", "nvidia-smi"),
+    "a GPU without kernels": (gpu(capability=(6, 1)), "compute capability 6.1", "sm_61"),
+    "a low wired limit": (metal(recommended=20 * GB), "may wire 20 GB", "iogpu.wired_limit_mb="),
+    "an old macOS": (metal(macos="14.6"), "no residency sets", "update to macOS 15"),
+    "Rosetta": (metal(metal=False), "sees no GPU", "arm64"),
+    "no MLX": (metal(problem="No module named 'mlx'"), "No module named 'mlx'", "pip install"),
+    "no ssh": (replace(WELL, cluster=replace(CLUSTER, ssh=False)), "no `ssh`", "install OpenSSH"),
+    "ssh with a password": (node(problem="Permission denied"), "without a password", "ssh-copy-id me@a"),
+    "a short PATH": (node(version=""), "does not find `moesched`", "whole path"),
+    "another version": (node(version="0.9"), "has moesched 0.9", "same version"),
+    "a closed port": (port("silent"), "port 7001 of node 0 (a) does not answer", "open it"),
+    "a port in use": (port("taken"), "is in use", "choose another port"),
+}
+
+
+def test_a_machine_without_trouble_raises_no_alarm() -> None:
+    assert examine(WELL).troubles == []
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_trouble_is_named_alone_in_one_line_with_its_remedy(name: str) -> None:
+    facts, says, remedy = PLANTED[name]
+    (trouble,) = examine(facts).troubles
+    assert says in trouble.says
+    assert remedy in trouble.remedy
+    assert "\n" not in trouble.says + trouble.remedy
+
+
+def test_what_nobody_asked_for_is_no_trouble() -> None:
+    nothing = replace(CUDA, driver="", gpus=[])
+    facts = replace(memory(locked=65_536), device="cpu", cuda=nothing, metal=None, cluster=None)
+    assert examine(facts).troubles == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels_for", "runs"),
+    [
+        ((8, 6), ["sm_80"], True),
+        ((8, 0), ["sm_86"], False),
+        ((9, 0), ["sm_80"], False),
+        ((9, 0), ["compute_80"], True),
+        ((9, 0), ["sm_90a"], True),
+        ((12, 0), ["sm_100", "sm_120"], True),
+        ((7, 5), [], False),
+    ],
+)
+def test_kernels_run_where_cuda_says(capability: tuple[int, int], kernels_for: list[str], runs: bool) -> None:
+    assert has_kernels(capability, kernels_for) is runs
+
+
+def direct(file: Path) -> Any:
+    file.read_bytes()
+    return "bypassed"
+
+
+def test_the_cache_folder_is_made_and_nothing_stays_in_it(tmp_path: Path) -> None:
+    facts = cache_facts(tmp_path / "new", direct)
+    assert (facts.problem, facts.caching) == ("", "bypassed")
+    assert [*(tmp_path / "new").iterdir()] == []
+    (tmp_path / "file").write_text("")
+    assert cache_facts(tmp_path / "file" / "below", direct).problem == "Not a directory"
+
+
+def test_a_model_whose_files_are_missing_is_told(tmp_path: Path) -> None:
+    assert model_facts(MODEL, direct).problem == ""
+    assert model_facts(tmp_path, direct).problem == "config.json: No such file or directory"
+    (tmp_path / "config.json").write_text("{}")
+    assert model_facts(tmp_path, direct).problem == "it has no safetensors files"
+
+
+def ticking(step: int, every: int) -> Callable[[], int]:
+    readings = iter(range(10**6))
+    return lambda: next(readings) // every * step
+
+
+def test_the_steps_of_a_clock_are_found() -> None:
+    assert clock_facts(ticking(1_000_000, every=10)).step == 1_000_000
+    assert clock_facts(ticking(-1, every=1)).monotonic is False
+    assert clock_facts().step < 10_000
+
+
+def test_a_port_is_taken_while_something_listens_and_free_afterwards() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        number = server.getsockname()[1]
+        assert port_state("127.0.0.1", number) == "taken"
+    assert port_state("127.0.0.1", number) == "free"
+
+
+def test_logits_that_differ_in_one_bit_are_found() -> None:
+    some: Logits = {(0, 1): [np.ones((2, 4), np.float32)]}
+    others: Logits = {(0, 1): [np.nextafter(some[0, 1][0], np.float32(2))]}
+    assert largest_difference(some, some) == 0
+    assert 0 < largest_difference(some, others) < 1e-6
+    assert largest_difference(some, {}) == float("inf")
+
+
+def test_a_peak_beyond_the_prediction_is_a_trouble() -> None:
+    assert not judge_peak("memory", 10 * GB, 11 * GB).is_trouble
+    assert judge_peak("memory", 10 * GB, 12 * GB).is_trouble
+
+
+def test_doctor_prints_and_writes_what_it_found(command: Any, tmp_path: Path) -> None:
+    out = tmp_path / "doctor.json"
+    said = command("doctor", "--model", MODEL, "--out", out, "--json")
+    assert said.json == json.loads(out.read_text())
+    assert {"version", "system", "facts", "findings", "trial"} <= said.json.keys()
+    troubles = [each for each in said.json["findings"] if each["remedy"]]
+    assert said.code == (1 if troubles else 0)
+    assert "model folder" in command("doctor", "--model", MODEL).out
+
+
+def test_doctor_refuses_bad_input(command: Any, tmp_path: Path) -> None:
+    refused(command("doctor", "--model", tmp_path / "none"), "is not a folder: give a model's folder")
+    refused(command("doctor", "--hosts", tmp_path / "none.toml"), "none.toml")
+    refused(command("doctor", "--out", tmp_path / "none" / "doctor.json"), "none")
+
+
+@pytest.mark.slow
+def test_a_trial_of_the_processor_finds_no_trouble(command: Any) -> None:
+    said = command("doctor", "--device", "cpu", "--json")
+    found = {each["about"]: each for each in said.json["trial"]}
+    assert [each for each in found.values() if each["remedy"]] == []
+    assert found.keys() == {"bits", "policies", "trace", "memory of a run", "lack of memory", "Ctrl-C"}
+    assert "equal to the bit" in found["bits"]["says"]
+    assert "of them streamed" in found["policies"]["says"]
