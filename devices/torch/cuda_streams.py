@@ -16,9 +16,6 @@ import torch
 
 from moesched.tasks import Task
 
-_UNTYPED: Any = torch.cuda
-"""torch gives the constructors of streams and events no types."""
-
 REMEMBERED = 4096
 """Number of tasks whose events are kept. More than can be in flight: a later task finds the events it waits for."""
 
@@ -27,27 +24,28 @@ class CudaStreams:
     """Issues tasks to the streams of one CUDA device.
 
     Args:
-        device: such as "cuda:0".
+        device: such as "cuda:0"; torch's module of its type has the streams and events.
         lanes: the names of the lanes that are streams.
         execute: enqueues a task's kernels on the current stream; its value is the task's.
     """
 
     def __init__(self, device: torch.device, lanes: Iterable[str], execute: Callable[[Task], Any]) -> None:
-        self._streams = {name: _stream(device) for name in lanes}
+        self._module: Any = torch.get_device_module(device)
+        self._streams = {name: self._module.Stream(device) for name in lanes}
         self._execute = execute
         self._issued: dict[int, CudaTask] = {}
         self._unused: list[torch.cuda.Event] = []
         self._lock = threading.Lock()
         self._device = device
-        with torch.cuda.device(device):
-            self._zero = _timed_event()
+        with self._module.device(device):
+            self._zero = self._timed_event()
         self._zero_nanoseconds = 0
         self.begin()
 
     def begin(self) -> None:
         """Synchronise the clocks again for a new run: CUDA's times get coarser with the distance."""
-        with torch.cuda.device(self._device):
-            torch.cuda.synchronize(self._device)
+        with self._module.device(self._device):
+            self._module.synchronize(self._device)
             self._zero.record()
             self._zero.synchronize()
             self._zero_nanoseconds = perf_counter_ns()
@@ -58,7 +56,7 @@ class CudaStreams:
         with self._lock:
             before = [self._issued[other.id].end for other in after]
             start, end = self._event(), self._event()
-        with torch.cuda.stream(stream):
+        with self._module.stream(stream):
             for event in before:
                 stream.wait_event(event)
             start.record()
@@ -69,8 +67,12 @@ class CudaStreams:
             self._remember(task.id, issued)
         return issued
 
+    def _timed_event(self) -> torch.cuda.Event:
+        event: torch.cuda.Event = self._module.Event(enable_timing=True)
+        return event
+
     def _event(self) -> torch.cuda.Event:
-        return self._unused.pop() if self._unused else _timed_event()
+        return self._unused.pop() if self._unused else self._timed_event()
 
     def _remember(self, number: int, issued: CudaTask) -> None:
         """Forget the oldest task instead; a stream may still wait for one of its events."""
@@ -116,13 +118,3 @@ class CudaTask:
         span = self._streams.nanoseconds(self.start), self._streams.nanoseconds(self.end)
         self.was_read = True
         return span
-
-
-def _timed_event() -> torch.cuda.Event:
-    event: torch.cuda.Event = _UNTYPED.Event(enable_timing=True)
-    return event
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = _UNTYPED.Stream(device)
-    return stream

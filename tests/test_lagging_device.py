@@ -1,0 +1,70 @@
+"""The lagging device: CUDA's code path gives the bits of the CPU, in whatever order its streams run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from _small_runs import TWO_MEMORIES, Generated, generate, same_bits
+
+from moesched.devices.lagging.device import LaggingDevice
+from moesched.devices.torch.device import TorchDevice
+from moesched.models.checkpoint import Checkpoint
+from moesched.plugins import make_policy
+from odd_models import MIXTRAL, PROMPTS, layout_of, stored
+
+POLICIES: list[tuple[str, dict[str, int]]] = [
+    ("resident", {}),
+    ("layer_streaming", {}),
+    ("cgopipe", {}),
+    ("fastdecode", {}),
+    ("flexgen", {}),
+    ("flexgen_cpu", {}),
+    ("expert_streaming", {}),
+    ("cpu_ffn", {}),
+    ("layer_split", {"gpu_layers": 1}),
+    ("lru_offload", {"offload_per_layer": 2}),
+    ("expert_cache", {"experts": 4}),
+    ("prefetch_gate", {"offload_per_layer": 2}),
+    ("twiddler", {"experts": 4}),
+    ("adversarial", {"seed": 1}),
+    ("moesched.testing.random_rows:RandomRows", {"seed": 1}),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return stored(MIXTRAL, tmp_path_factory.mktemp("models"))
+
+
+def generated(
+    device: TorchDevice, policy: str, settings: Mapping[str, int], *, weights: float = 2.0, keep_open: bool = False
+) -> Generated:
+    return generate(
+        device,
+        make_policy(policy, dict(settings)),
+        TWO_MEMORIES,
+        PROMPTS,
+        new_tokens=4,
+        micro_batch_size=2,
+        weights=weights,
+        keep_open=keep_open,
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Checkpoint) -> Generated:
+    device = TorchDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, kernel="torch")
+    return generated(device, "resident", {})
+
+
+@pytest.mark.parametrize(("policy", "settings"), POLICIES)
+def test_two_batches_of_every_policy_have_the_bits_of_the_cpu(
+    checkpoint: Checkpoint, expected: Generated, policy: str, settings: Mapping[str, int]
+) -> None:
+    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, seed=1)
+    for last in (False, True):
+        found = generated(device, policy, settings, keep_open=not last)
+        assert found.tokens == expected.tokens
+        assert same_bits(found.logits_RSV, expected.logits_RSV)
