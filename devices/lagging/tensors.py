@@ -35,12 +35,12 @@ class LaggingTensor(torch.Tensor):
 
     Attributes:
         block: its memory.
-        real: the tensor in that memory, whose values are those of the work that ran so far.
+        values_now: the tensor in that memory, whose values are those of the work that ran so far.
         twin: a tensor without values; views share memory as the real ones do.
     """
 
     block: Block
-    real: torch.Tensor
+    values_now: torch.Tensor
     twin: torch.Tensor
 
     @classmethod
@@ -110,7 +110,7 @@ class Operations:
             return torch.device(DEVICE_TYPE, 0)
         if attribute == "is_cpu":
             return False
-        value = func(tensor.real)
+        value = func(tensor.values_now)
         return self._shown(func(tensor.twin), tensor.block) if isinstance(value, torch.Tensor) else value
 
     def _queue(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,7 +126,7 @@ class Operations:
             if _storage(twin) in blocks:
                 return self._shown(twin, blocks[_storage(twin)])
             made = self._new_like(twin)
-            fresh.append(made.real)
+            fresh.append(made.values_now)
             return made
 
         results = tree_map(result, shapes)
@@ -155,7 +155,7 @@ class Operations:
             if not here:
                 return func(*args, **kwargs)
             copy = {"copy": True} if rest.get("copy") else {}
-            return self._queue(torch.Tensor.to, "to", (tensor, dtype or tensor.real.dtype), copy)
+            return self._queue(torch.Tensor.to, "to", (tensor, dtype or tensor.values_now.dtype), copy)
         at_once = not rest.get("non_blocking")
         like = tensor.twin if here else tensor.to("meta")
         like = torch.empty(like.shape, dtype=dtype or like.dtype, device="meta")
@@ -169,8 +169,8 @@ class Operations:
         to_gpu, from_gpu = isinstance(target, LaggingTensor), isinstance(source, LaggingTensor)
         if not to_gpu and not from_gpu:
             return target.copy_(source)
-        into = target.real if isinstance(target, LaggingTensor) else target
-        what = source.real if isinstance(source, LaggingTensor) else source
+        into = target.values_now if isinstance(target, LaggingTensor) else target
+        what = source.values_now if isinstance(source, LaggingTensor) else source
         if not from_gpu and not self.pinned.holds(source):
             what = source.clone()  # ordinary memory is read before the call returns
             at_once = self.gpu.random.random() < 0.5
@@ -184,7 +184,7 @@ class Operations:
     def _new(self, value: torch.Tensor) -> LaggingTensor:
         made = self._new_like(value.to("meta"))
         self.gpu.current.enqueue(lambda: made_real.copy_(value))
-        made_real = made.real
+        made_real = made.values_now
         return made
 
     def _new_like(self, twin: torch.Tensor) -> LaggingTensor:
@@ -193,7 +193,7 @@ class Operations:
     def _shown(self, twin: torch.Tensor, block: Block) -> LaggingTensor:
         real = block.tensor(twin)
         shown = real.as_subclass(LaggingTensor)
-        shown.block, shown.real, shown.twin = block, real, twin
+        shown.block, shown.values_now, shown.twin = block, real, twin
         return shown
 
 
@@ -207,7 +207,7 @@ def _lagging(of: Any) -> Iterator[LaggingTensor]:
 
 
 def _reals(of: Any) -> Any:
-    return tree_map(lambda each: each.real if isinstance(each, LaggingTensor) else each, of)
+    return tree_map(lambda each: each.values_now if isinstance(each, LaggingTensor) else each, of)
 
 
 def _twins(of: Any) -> Any:
