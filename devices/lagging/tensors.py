@@ -130,7 +130,7 @@ class Operations:
             return made
 
         results = tree_map(result, shapes)
-        changes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name[:3] == "__i"
+        changes = _changes(name, kwargs)
         if (fresh and not _is_empty(name)) or changes:
             reals, real_kwargs = _reals(args), _on(_reals(kwargs), "cpu")
 
@@ -234,6 +234,12 @@ def _size(args: tuple[Any, ...]) -> list[int]:
 
 def _is_empty(name: str) -> bool:
     return name.startswith(("empty", "new_empty"))
+
+
+def _changes(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a call writes to its first argument."""
+    by_name = name.endswith("_") and not name.endswith("__")
+    return by_name or name == "__setitem__" or name.startswith("__i") or bool(kwargs.get("inplace"))
 
 
 def _require_one_device(name: str, args: Any, kwargs: Any) -> None:
