@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from _small_runs import TWO_MEMORIES, Generated, generate, same_bits
 
-from moesched.devices.lagging.device import LaggingDevice
+from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import Checkpoint
 from moesched.plugins import make_policy
@@ -63,7 +63,7 @@ def expected(checkpoint: Checkpoint) -> Generated:
 def test_two_batches_of_every_policy_have_the_bits_of_the_cpu(
     checkpoint: Checkpoint, expected: Generated, policy: str, settings: Mapping[str, int]
 ) -> None:
-    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, seed=1)
+    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=LaggingGpu(seed=1))
     for last in (False, True):
         found = generated(device, policy, settings, keep_open=not last)
         assert found.tokens == expected.tokens

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from time import perf_counter_ns
 from types import ModuleType
 from typing import Any
 
@@ -24,17 +25,47 @@ from .tensors import DEVICE_TYPE, OnGpu, Operations, operate
 GPU_DEVICE = torch.device(DEVICE_TYPE, 0)
 
 
-class LaggingDevice(TorchDevice):
-    """Runs tasks as the CUDA device does, on a GPU that is imitated: one in a process at a time.
+class LaggingGpu:
+    """An imitated GPU; torch finds the one that was made last.
 
     Args:
         seed: of the order in which work of different streams runs.
         fails_at: the number of the piece of work that fails, from 1 on; 0 for none.
-        capacity: bytes of the GPU's memory; None for as many as there are.
+        capacity: bytes of its memory; None for as many as there are.
+        clock: the host's clock in nanoseconds, which the GPU's drifts from.
 
     Attributes:
-        gpu: its streams.
+        streams: its queues.
         memory: its memory, with the bytes that are in use.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        fails_at: int = 0,
+        capacity: int | None = None,
+        clock: Callable[[], int] = perf_counter_ns,
+    ) -> None:
+        self.streams = Gpu(seed, fails_at, clock)
+        self.memory = GpuMemory(self.streams, capacity)
+        self._mode = OnGpu()
+        _install(operate(self.streams, self.memory))
+
+    def __enter__(self) -> LaggingGpu:
+        """Let the calling thread make tensors on it."""
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._mode.__exit__(*error)
+
+
+class LaggingDevice(TorchDevice):
+    """Runs tasks as the CUDA device does, on a GPU that is imitated: one in a process at a time.
+
+    Args:
+        gpu: by default one that runs work in the order of seed 0.
     """
 
     def __init__(
@@ -43,13 +74,9 @@ class LaggingDevice(TorchDevice):
         layout: WeightLayout,
         *,
         keep_logits: bool = False,
-        seed: int = 0,
-        fails_at: int = 0,
-        capacity: int | None = None,
+        gpu: LaggingGpu | None = None,
     ) -> None:
-        self.gpu = Gpu(seed, fails_at)
-        self.memory = GpuMemory(self.gpu, capacity)
-        _install(operate(self.gpu, self.memory))
+        self.gpu = gpu or LaggingGpu()
         super().__init__(
             checkpoint,
             layout,

@@ -133,9 +133,13 @@ class Gpu:
     Args:
         seed: of the order of work.
         fails_at: the number of the piece of work that fails, from 1 on; 0 for none.
+        clock: the host's clock in nanoseconds, which the device's clock drifts from.
     """
 
-    def __init__(self, seed: int = 0, fails_at: int = 0) -> None:
+    def __init__(
+        self, seed: int = 0, fails_at: int = 0, clock: Callable[[], int] = perf_counter_ns
+    ) -> None:
+        self._clock = clock
         self.lock = threading.RLock()
         self.random = Random(seed)
         self._left = fails_at
@@ -171,7 +175,7 @@ class Gpu:
 
     def nanoseconds(self) -> int:
         """The device's clock."""
-        return int(perf_counter_ns() * (1 + DRIFT))
+        return int(self._clock() * (1 + DRIFT))
 
     def lag(self) -> None:
         """Run some of what may run, by each stream's eagerness."""
