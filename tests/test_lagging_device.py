@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
-from pathlib import Path
 
+import msgspec
 import pytest
 from _small_runs import TWO_MEMORIES, Generated, generate, same_bits
 
 from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.devices.torch.device import TorchDevice
+from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.plugins import make_policy
 from odd_models import MIXTRAL, PROMPTS, layout_of, stored
@@ -39,12 +41,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def generated(
-    device: TorchDevice, policy: str, settings: Mapping[str, int], *, weights: float = 2.0, keep_open: bool = False
+    device: TorchDevice,
+    policy: str,
+    settings: Mapping[str, int],
+    *,
+    machine: Machine = TWO_MEMORIES,
+    weights: float = 2.0,
+    keep_open: bool = False,
 ) -> Generated:
     return generate(
         device,
         make_policy(policy, dict(settings)),
-        TWO_MEMORIES,
+        machine,
         PROMPTS,
         new_tokens=4,
         micro_batch_size=2,
@@ -63,8 +71,39 @@ def expected(checkpoint: Checkpoint) -> Generated:
 def test_two_batches_of_every_policy_have_the_bits_of_the_cpu(
     checkpoint: Checkpoint, expected: Generated, policy: str, settings: Mapping[str, int]
 ) -> None:
-    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=LaggingGpu(seed=1))
+    device = LaggingDevice(
+        checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=LaggingGpu(seed=1)
+    )
     for last in (False, True):
         found = generated(device, policy, settings, keep_open=not last)
         assert found.tokens == expected.tokens
         assert same_bits(found.logits_RSV, expected.logits_RSV)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_links_may_have_any_names(checkpoint: Checkpoint, expected: Generated, seed: int) -> None:
+    links = [
+        msgspec.structs.replace(link, path=f"wire {number}") for number, link in enumerate(TWO_MEMORIES.links)
+    ]
+    machine = msgspec.structs.replace(TWO_MEMORIES, links=links)
+    device = LaggingDevice(
+        checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=LaggingGpu(seed=seed)
+    )
+    assert same_bits(generated(device, "cgopipe", {}, machine=machine).logits_RSV, expected.logits_RSV)
+
+
+@pytest.mark.parametrize("policy", ["cgopipe", "flexgen", "layer_streaming"])
+def test_a_batch_takes_no_memory_while_the_one_before_has_its_own(
+    checkpoint: Checkpoint, policy: str
+) -> None:
+    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True)
+    peaks = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            generated(device, policy, {}, keep_open=True)
+            peaks.append(device.gpu.memory.peak)
+    finally:
+        gc.enable()
+        device.close()
+    assert peaks == peaks[:1] * 3

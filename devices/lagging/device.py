@@ -96,9 +96,9 @@ class LaggingDevice(TorchDevice):
         with OnGpu():
             super().begin(plan, prompts, sampling)
 
-    def execute(self, task: Task) -> Any:
+    def _enqueue(self, task: Task) -> Any:
         with OnGpu():
-            return super().execute(task)
+            return super()._enqueue(task)
 
 
 def _install(operations: Operations) -> None:

@@ -136,9 +136,7 @@ class Gpu:
         clock: the host's clock in nanoseconds, which the device's clock drifts from.
     """
 
-    def __init__(
-        self, seed: int = 0, fails_at: int = 0, clock: Callable[[], int] = perf_counter_ns
-    ) -> None:
+    def __init__(self, seed: int = 0, fails_at: int = 0, clock: Callable[[], int] = perf_counter_ns) -> None:
         self._clock = clock
         self.lock = threading.RLock()
         self.random = Random(seed)

@@ -17,13 +17,16 @@ Call = Callable[..., Any]
 DEVICE_TYPE = "privateuseone"
 """The name that torch has for devices of others."""
 
-FACTS = frozenset(
+_FACTS = (
     "size stride dim numel nelement data_ptr is_contiguous storage_offset element_size untyped_storage __len__ "
-    "is_floating_point is_complex is_inference ndimension __repr__ __hash__ __format__".split()
+    "is_floating_point is_complex is_inference ndimension __repr__ __hash__ __format__"
 )
+FACTS = frozenset(_FACTS.split())
 """Methods that ask for nothing but shape, type or place."""
 
-ANSWERS = frozenset("item tolist __bool__ __int__ __float__ __index__ equal allclose __contains__".split())
+ANSWERS = frozenset(
+    ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose", "__contains__")
+)
 """Methods whose result is on the host: they wait for the stream."""
 
 SIZED_BY_VALUES = frozenset(("bincount", "nonzero", "unique", "masked_select"))
@@ -149,7 +152,9 @@ class Operations:
             at_once = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
             return self._copy(target, source, at_once=at_once)
         tensor = args[0]
-        device, dtype, rest = _destination(args[1:], kwargs) if name == "to" else (torch.device("cpu"), None, {})
+        device, dtype, rest = (
+            _destination(args[1:], kwargs) if name == "to" else (torch.device("cpu"), None, {})
+        )
         here = isinstance(tensor, LaggingTensor)
         if device is None or is_gpu(device) == here:
             if not here:
@@ -161,7 +166,9 @@ class Operations:
         like = torch.empty(like.shape, dtype=dtype or like.dtype, device="meta")
         if not here:
             return self._copy(self._new_like(like), tensor, at_once=at_once)
-        target = self.pinned.empty(like.shape, like.dtype) if not at_once else torch.empty_like(like, device="cpu")
+        target = (
+            self.pinned.empty(like.shape, like.dtype) if not at_once else torch.empty_like(like, device="cpu")
+        )
         return self._copy(target, tensor, at_once=at_once)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, *, at_once: bool) -> torch.Tensor:

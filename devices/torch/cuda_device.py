@@ -31,18 +31,20 @@ class CudaDevice(TorchDevice):
         super().__init__(checkpoint, layout, accelerator="cuda:0", keep_logits=keep_logits, direct=direct)
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
-        """Work as one of several ranks, each on a GPU of its own.
+        """Work as one of several ranks, each on a GPU of its own, or as a node, on the first GPU of its machine.
 
         Raises:
             BadInput: there are fewer GPUs.
         """
-        if rank >= torch.cuda.device_count():
+        cut = self.layout.config.ranks > 1
+        if cut and rank >= torch.cuda.device_count():
             raise BadInput(
                 f"device cuda: torch sees {torch.cuda.device_count()} CUDA devices here: "
                 "lower --tensor-parallel"
             )
         super().join(rank, transport, first)
-        self._compute.accelerator = torch.device(f"cuda:{rank}")
+        if cut:
+            self._compute.accelerator = torch.device(f"cuda:{rank}")
 
     @staticmethod
     def machine(host: Machine) -> Machine:

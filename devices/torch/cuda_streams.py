@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from moesched.tasks import Task
 
 from .stream_clock import StreamClock, Zero
+
 
 class CudaStreams:
     """Issues tasks to the streams of one CUDA device.
@@ -43,6 +45,11 @@ class CudaStreams:
             self._issued.clear()
             self._clock = StreamClock(self._timed_event, self._module.Stream(self._device))
 
+    def on(self, lane: str) -> AbstractContextManager[None]:
+        """Make a lane's stream the calling thread's current one."""
+        current: AbstractContextManager[None] = self._module.stream(self._streams[lane])
+        return current
+
     def issue(self, task: Task, after: list[Task]) -> CudaTask:
         """Enqueue a task on its lane's stream, behind the tasks `after` on other streams."""
         stream = self._streams[task.lane.name]
@@ -52,7 +59,7 @@ class CudaStreams:
                 if issued is not None:  # otherwise it has ended
                     stream.wait_event(issued.end)
             start, end, zero = self._event(), self._event(), self._clock.zero()
-        with self._module.stream(stream):
+        with self.on(task.lane.name):
             start.record()
             value = self._execute(task)
             end.record()
