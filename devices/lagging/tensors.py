@@ -190,8 +190,8 @@ class Operations:
 
     def _new(self, value: torch.Tensor) -> LaggingTensor:
         made = self._new_like(value.to("meta"))
-        self.gpu.current.enqueue(lambda: made_real.copy_(value))
-        made_real = made.values_now
+        target = made.values_now
+        self.gpu.current.enqueue(lambda: target.copy_(value))
         return made
 
     def _new_like(self, twin: torch.Tensor) -> LaggingTensor:
