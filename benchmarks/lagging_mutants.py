@@ -31,7 +31,11 @@ MUTANTS = (
     Mutant("cuda_streams.py", "start.record()"),
     Mutant("cuda_streams.py", "end.record()"),
     Mutant("cuda_streams.py", "self.end.synchronize()"),
-    Mutant("cuda_streams.py", "with self.on(task.lane.name):", 'with self.on("accelerator"):'),
+    Mutant(
+        "cuda_streams.py",
+        "with self._module.stream(stream):\n            start",
+        "if True:\n            start",
+    ),
     Mutant("cuda_streams.py", "del self._issued[issued.number]"),
     Mutant(
         "cuda_streams.py", "self._unused += [issued.start, issued.end]", "self._unused += [issued.start] * 2"
@@ -39,7 +43,7 @@ MUTANTS = (
     Mutant("cuda_streams.py", "blocking=True", "blocking=False"),
     Mutant("stream_clock.py", "event.synchronize()"),
     Mutant("stream_clock.py", "> PERIOD:", "> 10**18:"),
-    Mutant("device.py", "            wait_for_copies(self._compute.accelerator)\n", ""),
+    Mutant("cuda_streams.py", "            stream.synchronize()\n", ""),
     Mutant(
         "device.py",
         "        wait_for_copies(self._compute.accelerator)\n\n    def execute",

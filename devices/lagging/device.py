@@ -17,6 +17,7 @@ from moesched.requests.sampling import Sampling
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
+from ..shared.verbs import Verb
 from ..torch.device import TorchDevice
 from .memory import GpuMemory
 from .streams import Gpu, LaggingEvent
@@ -95,10 +96,15 @@ class LaggingDevice(TorchDevice):
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         with OnGpu():
             super().begin(plan, prompts, sampling)
+        self._verbs = {name: _on_gpu(verb) for name, verb in self._verbs.items()}
 
-    def _enqueue(self, task: Task) -> Any:
+
+def _on_gpu(verb: Verb) -> Verb:
+    def run(task: Task) -> Any:
         with OnGpu():
-            return super()._enqueue(task)
+            return verb(task)
+
+    return run
 
 
 def _install(operations: Operations) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ class CudaStreams:
 
     Args:
         device: such as "cuda:0"; torch's module of its type has the streams and events.
-        lanes: the names of the lanes that are streams.
+        lanes: the names of the lanes that are streams, the accelerator's first.
         execute: enqueues a task's kernels on the current stream; its value is the task's.
     """
 
@@ -45,10 +44,16 @@ class CudaStreams:
             self._issued.clear()
             self._clock = StreamClock(self._timed_event, self._module.Stream(self._device))
 
-    def on(self, lane: str) -> AbstractContextManager[None]:
-        """Make a lane's stream the calling thread's current one."""
-        current: AbstractContextManager[None] = self._module.stream(self._streams[lane])
-        return current
+    def run(self, task: Task) -> Any:
+        """Run a task of a lane that is no stream, to its end.
+
+        What it allocates belongs to the first lane's stream, the accelerator's, as do the tasks that drop it.
+        """
+        stream = next(iter(self._streams.values()))
+        with self._module.stream(stream):
+            value = self._execute(task)
+            stream.synchronize()
+        return value
 
     def issue(self, task: Task, after: list[Task]) -> CudaTask:
         """Enqueue a task on its lane's stream, behind the tasks `after` on other streams."""
@@ -59,7 +64,7 @@ class CudaStreams:
                 if issued is not None:  # otherwise it has ended
                     stream.wait_event(issued.end)
             start, end, zero = self._event(), self._event(), self._clock.zero()
-        with self.on(task.lane.name):
+        with self._module.stream(stream):
             start.record()
             value = self._execute(task)
             end.record()

@@ -111,7 +111,9 @@ class TorchDevice:
         if self._compute.on_cpu:
             return None
         if self._cuda is None:
-            self._cuda = CudaStreams(self._compute.accelerator, CUDA_LANES, self._enqueue)
+            self._cuda = CudaStreams(
+                self._compute.accelerator, CUDA_LANES, lambda task: self._verbs[task.verb](task)
+            )
         self._cuda.begin()
         return self._cuda
 
@@ -185,19 +187,10 @@ class TorchDevice:
         wait_for_copies(self._compute.accelerator)
 
     def execute(self, task: Task) -> Any:
-        """Run one task on the calling thread; on CUDA, its copies have ended on return.
-
-        What it allocates there belongs to the accelerator's stream, as do the tasks that drop it.
-        """
+        """Run one task on the calling thread; on CUDA, its copies have ended on return."""
         if self._cuda is None or isinstance(task, HostKernel):
-            return self._enqueue(task)
-        with self._cuda.on("accelerator"):
-            value = self._enqueue(task)
-            wait_for_copies(self._compute.accelerator)
-        return value
-
-    def _enqueue(self, task: Task) -> Any:
-        return self._verbs[task.verb](task)
+            return self._verbs[task.verb](task)
+        return self._cuda.run(task)
 
     async def aclose(self) -> None:
         """Close the checkpoint's files and end the threads."""
