@@ -50,7 +50,7 @@ class LaggingGpu:
     ) -> None:
         self.streams = Gpu(seed, fails_at, clock)
         self.memory = GpuMemory(self.streams, capacity)
-        self._mode = OnGpu()
+        self._mode: Any = OnGpu()  # torch gives its contexts no types
         _install(operate(self.streams, self.memory))
 
     def __enter__(self) -> LaggingGpu:

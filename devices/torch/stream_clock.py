@@ -58,10 +58,11 @@ class StreamClock:
 
     def nanoseconds(self, event: Any, zero: Zero) -> int:
         """When an event happened that was recorded after `zero` was given."""
-        device = zero.device + zero.event.elapsed_time(event) * 1e6
+        device: float = zero.device + zero.event.elapsed_time(event) * 1e6
         zeros = self._zeros
         last = zeros[max(0, bisect_right(zeros, device, key=lambda each: each.device) - 1)]
-        return round(last.host + (device - last.device) * last.rate)
+        nanoseconds: float = last.host + (device - last.device) * last.rate
+        return round(nanoseconds)
 
     def _following(self, last: Zero) -> Zero:
         """The next zero, where the last one's times end; its rate makes up for what these were wrong by."""
