@@ -45,7 +45,7 @@ STREAM_MOST = {
     "cpu_ffn",
     "layer_split",
 }
-"""Policies that run where fast memory has room for a part of the weights; others stream by their settings, or keep all."""
+"""Policies that run where fast memory has room for a part of the weights; others stream by settings, or keep all."""
 
 
 @pytest.fixture(scope="module")
