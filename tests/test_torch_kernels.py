@@ -248,26 +248,6 @@ def test_grouping_puts_the_rows_of_an_expert_together() -> None:
     assert rows_Tk.tolist() == [[0, 4], [2, 5], [1, 3]]
 
 
-def test_giving_every_expert_every_token_comes_to_the_same() -> None:
-    torch.manual_seed(12)
-    x_TD, residual_TD = torch.randn(2, 9, 24)
-    experts = [[torch.randn(shape) for shape in ((40, 24), (40, 24), (24, 40))] for _ in range(4)]
-    experts_Tk, weights_Tk = kernels.route(x_TD, [torch.randn(4, 24)], 2)
-
-    def combined(grouping: kernels.Grouping) -> Tensor:
-        rows = torch.split(x_TD[grouping.tokens_n], grouping.counts)
-        y_nD = torch.cat(
-            [
-                expert_ffn(x, *([matrix] for matrix in matrices))
-                for x, matrices in zip(rows, experts, strict=True)
-            ]
-        )
-        return kernels.combine(y_nD, grouping.rows_Tk, weights_Tk, residual_TD)
-
-    everywhere = combined(kernels.every_expert(experts_Tk, 4))
-    assert torch.allclose(everywhere, combined(kernels.group_by_expert(experts_Tk, 4)), rtol=1e-4)
-
-
 def test_combining_weighs_and_adds_to_the_residual() -> None:
     y_nD = torch.tensor([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0], [8.0, 80.0]])
     rows, weights = torch.tensor([[0, 3], [1, 2]]), torch.tensor([[0.25, 0.75], [0.5, 0.5]])

@@ -42,7 +42,7 @@ def locked(tensor: Tensor) -> Tensor:
 def wait_for_copies(device: torch.device) -> None:
     """Block until the device's current stream has finished all its work; does nothing on the CPU."""
     if device.type != "cpu":
-        torch.cuda.current_stream(device).synchronize()
+        torch.get_device_module(device).current_stream(device).synchronize()
 
 
 def _locked_like(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from moesched.machines.local import calibrated_gpu
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import WeightLayout
 from moesched.seams import Transport
+from moesched.units import format_bytes
 
 from .device import TorchDevice
 
@@ -19,6 +20,9 @@ ASSUMED_FLOPS = {"float32": 1e13, "bfloat16": 1e14}
 ASSUMED_GPU_BANDWIDTH = 5e11
 ASSUMED_LINK_BANDWIDTH = 1e10
 ASSUMED_PIN_BANDWIDTH = 1e10
+
+WORKSPACE_BYTES = 512_000_000
+"""Bytes of the GPU for workspaces of its libraries and what the allocator rounds up, beside a twentieth of all."""
 
 
 class CudaDevice(TorchDevice):
@@ -31,22 +35,24 @@ class CudaDevice(TorchDevice):
         super().__init__(checkpoint, layout, accelerator="cuda:0", keep_logits=keep_logits, direct=direct)
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
-        """Work as one of several ranks, each on a GPU of its own.
+        """Work as one of several ranks, each on a GPU of its own, or as a node, on the first GPU of its machine.
 
         Raises:
             BadInput: there are fewer GPUs.
         """
-        if rank >= torch.cuda.device_count():
+        cut = self.layout.config.ranks > 1
+        if cut and rank >= torch.cuda.device_count():
             raise BadInput(
                 f"device cuda: torch sees {torch.cuda.device_count()} CUDA devices here: "
                 "lower --tensor-parallel"
             )
         super().join(rank, transport, first)
-        self._compute.accelerator = torch.device(f"cuda:{rank}")
+        if cut:
+            self._compute.accelerator = torch.device(f"cuda:{rank}")
 
     @staticmethod
     def machine(host: Machine) -> Machine:
-        """This machine with its GPU: as it was calibrated, else with assumed rates, and sizes as torch reports them."""
+        """This machine with its GPU: as it was calibrated, else with assumed rates, and the memory that is free."""
         require_cuda()
         gpu = torch.cuda.get_device_properties(0)
         calibrated = calibrated_gpu("cuda", gpu.name)
@@ -61,7 +67,9 @@ class CudaDevice(TorchDevice):
                 "cpu": Processor(memory="host", flops=host.host.flops),
             },
             memories={
-                "gpu": Tier(capacity=gpu.total_memory, bandwidth=ASSUMED_GPU_BANDWIDTH),
+                "gpu": Tier(
+                    capacity=usable_bytes(torch.cuda.mem_get_info(0)[0]), bandwidth=ASSUMED_GPU_BANDWIDTH
+                ),
                 "host": memory,
                 "pinned": Tier(capacity=memory.nbytes // 4, bandwidth=memory.bandwidth),
             },
@@ -86,6 +94,21 @@ class CudaDevice(TorchDevice):
                 f"machine {machine.name} has no accelerator with a memory of its own: use --device torch, "
                 "or --machine auto"
             )
+
+
+def usable_bytes(free: int) -> int:
+    """What a plan may use of a GPU's free bytes: workspaces and the allocator's rounding need the rest.
+
+    Raises:
+        BadInput: too few are free.
+    """
+    usable = free - free // 20 - WORKSPACE_BYTES
+    if usable <= 0:
+        raise BadInput(
+            f"device cuda: the GPU has {format_bytes(free)} free, less than its libraries need: end other programs "
+            "that use it"
+        )
+    return usable
 
 
 def require_cuda() -> None:

@@ -9,102 +9,111 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from time import perf_counter_ns
 from typing import Any
 
 import torch
 
 from moesched.tasks import Task
 
-_UNTYPED: Any = torch.cuda
-"""torch gives the constructors of streams and events no types."""
-
-REMEMBERED = 4096
-"""Number of tasks whose events are kept. More than can be in flight: a later task finds the events it waits for."""
+from .stream_clock import StreamClock, Zero
 
 
 class CudaStreams:
     """Issues tasks to the streams of one CUDA device.
 
     Args:
-        device: such as "cuda:0".
-        lanes: the names of the lanes that are streams.
+        device: such as "cuda:0"; torch's module of its type has the streams and events.
+        lanes: the names of the lanes that are streams, the accelerator's first.
         execute: enqueues a task's kernels on the current stream; its value is the task's.
     """
 
     def __init__(self, device: torch.device, lanes: Iterable[str], execute: Callable[[Task], Any]) -> None:
-        self._streams = {name: _stream(device) for name in lanes}
+        self._module: Any = torch.get_device_module(device)
+        self._streams = {name: self._module.Stream(device) for name in lanes}
         self._execute = execute
         self._issued: dict[int, CudaTask] = {}
         self._unused: list[torch.cuda.Event] = []
         self._lock = threading.Lock()
         self._device = device
-        with torch.cuda.device(device):
-            self._zero = _timed_event()
-        self._zero_nanoseconds = 0
         self.begin()
 
     def begin(self) -> None:
-        """Synchronise the clocks again for a new run: CUDA's times get coarser with the distance."""
-        with torch.cuda.device(self._device):
-            torch.cuda.synchronize(self._device)
-            self._zero.record()
-            self._zero.synchronize()
-            self._zero_nanoseconds = perf_counter_ns()
+        """Wait for what an earlier run left, and forget it."""
+        with self._module.device(self._device):
+            self._module.synchronize(self._device)
+            self._issued.clear()
+            self._clock = StreamClock(self._timed_event, self._module.Stream(self._device))
+
+    def run(self, task: Task) -> Any:
+        """Run a task of a lane that is no stream, to its end.
+
+        What it allocates belongs to the first lane's stream, the accelerator's, as do the tasks that drop it.
+        """
+        stream = next(iter(self._streams.values()))
+        with self._module.stream(stream):
+            value = self._execute(task)
+            stream.synchronize()
+        return value
 
     def issue(self, task: Task, after: list[Task]) -> CudaTask:
         """Enqueue a task on its lane's stream, behind the tasks `after` on other streams."""
         stream = self._streams[task.lane.name]
         with self._lock:
-            before = [self._issued[other.id].end for other in after]
-            start, end = self._event(), self._event()
-        with torch.cuda.stream(stream):
-            for event in before:
-                stream.wait_event(event)
+            for other in after:
+                issued = self._issued.get(other.id)
+                if issued is not None:  # otherwise it has ended
+                    stream.wait_event(issued.end)
+            start, end, zero = self._event(), self._event(), self._clock.zero()
+        with self._module.stream(stream):
             start.record()
             value = self._execute(task)
             end.record()
-        issued = CudaTask(self, start, end, value)
+        issued = CudaTask(self, task.id, start, end, zero, value)
         with self._lock:
-            self._remember(task.id, issued)
+            self._issued[task.id] = issued
         return issued
 
+    def span_of(self, issued: CudaTask) -> tuple[int, int]:
+        """When a task ran that has ended, on the clock of `time.perf_counter_ns`; its events are used again."""
+        with self._lock:
+            clock = self._clock
+            span = clock.nanoseconds(issued.start, issued.zero), clock.nanoseconds(issued.end, issued.zero)
+            del self._issued[issued.number]
+            self._unused += [issued.start, issued.end]
+        return span
+
+    def _timed_event(self) -> torch.cuda.Event:
+        # Threads that wait leave their cores to attention on the CPU.
+        event: torch.cuda.Event = self._module.Event(enable_timing=True, blocking=True)
+        return event
+
     def _event(self) -> torch.cuda.Event:
-        return self._unused.pop() if self._unused else _timed_event()
-
-    def _remember(self, number: int, issued: CudaTask) -> None:
-        """Forget the oldest task instead; a stream may still wait for one of its events."""
-        self._forget(number)  # of a run before
-        self._issued[number] = issued
-        if len(self._issued) > REMEMBERED:
-            self._forget(next(iter(self._issued)))
-
-    def _forget(self, number: int) -> None:
-        old = self._issued.pop(number, None)
-        if old is not None and old.was_read:
-            self._unused += [old.start, old.end]
-
-    def nanoseconds(self, event: torch.cuda.Event) -> int:
-        """When an event happened, on the clock of `time.perf_counter_ns`."""
-        milliseconds: float = self._zero.elapsed_time(event)
-        return self._zero_nanoseconds + round(milliseconds * 1e6)
+        return self._unused.pop() if self._unused else self._timed_event()
 
 
 class CudaTask:
     """A task that was enqueued on a stream.
 
     Attributes:
+        number: the task's.
         start, end: events around it.
-        was_read: whether its span was read, so that the times of its events are no longer needed.
+        zero: what their times are measured from.
     """
 
     def __init__(
-        self, streams: CudaStreams, start: torch.cuda.Event, end: torch.cuda.Event, value: Any
+        self,
+        streams: CudaStreams,
+        number: int,
+        start: torch.cuda.Event,
+        end: torch.cuda.Event,
+        zero: Zero,
+        value: Any,
     ) -> None:
         self.value = value
+        self.number = number
         self.start = start
         self.end = end
-        self.was_read = False
+        self.zero = zero
         self._streams = streams
 
     def wait(self) -> None:
@@ -112,17 +121,5 @@ class CudaTask:
         self.end.synchronize()
 
     def span(self) -> tuple[int, int]:
-        """When it ran, on the clock of `time.perf_counter_ns`; once only."""
-        span = self._streams.nanoseconds(self.start), self._streams.nanoseconds(self.end)
-        self.was_read = True
-        return span
-
-
-def _timed_event() -> torch.cuda.Event:
-    event: torch.cuda.Event = _UNTYPED.Event(enable_timing=True)
-    return event
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = _UNTYPED.Stream(device)
-    return stream
+        """When it ran, on the clock of `time.perf_counter_ns`; once only, after `wait`."""
+        return self._streams.span_of(self)

@@ -14,7 +14,7 @@ from moesched.requests.sampling import Sampling
 from moesched.seams import ActivationObserver, Progress, RoutingObserver, Transport, nobody_hears
 from moesched.steps.plan import Plan
 from moesched.system.memory_ahead import MemoryAhead
-from moesched.tasks import Task
+from moesched.tasks import HostKernel, Task
 
 from ..products.linear import Tensor
 from ..shared.token_ids import check_token_ids
@@ -33,7 +33,10 @@ from .weights import WeightStore
 MOST_THREADS = 1024
 
 CUDA_LANES = ("accelerator", "host->gpu", "gpu->host")
-"""The lanes of a CUDA machine that are streams; the paths between memories in its profile have these names."""
+"""The lanes of a CUDA machine that are streams; the paths between memories in its profile have these names.
+
+Lanes of other names are threads, whose copies have ended when they return.
+"""
 
 
 class TorchDevice:
@@ -108,7 +111,9 @@ class TorchDevice:
         if self._compute.on_cpu:
             return None
         if self._cuda is None:
-            self._cuda = CudaStreams(self._compute.accelerator, CUDA_LANES, self.execute)
+            self._cuda = CudaStreams(
+                self._compute.accelerator, CUDA_LANES, lambda task: self._verbs[task.verb](task)
+            )
         self._cuda.begin()
         return self._cuda
 
@@ -182,8 +187,10 @@ class TorchDevice:
         wait_for_copies(self._compute.accelerator)
 
     def execute(self, task: Task) -> Any:
-        """Run one task on the calling thread."""
-        return self._verbs[task.verb](task)
+        """Run one task on the calling thread; on CUDA, its copies have ended on return."""
+        if self._cuda is None or isinstance(task, HostKernel):
+            return self._verbs[task.verb](task)
+        return self._cuda.run(task)
 
     async def aclose(self) -> None:
         """Close the checkpoint's files and end the threads."""

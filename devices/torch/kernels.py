@@ -246,13 +246,6 @@ def group_by_expert(experts_Tk: Tensor, experts: int) -> Grouping:
     return Grouping(order_n // experts_Tk.shape[1], order_n.argsort().view_as(experts_Tk), counts)
 
 
-def every_expert(experts_Tk: Tensor, experts: int) -> Grouping:
-    """A row of every expert for every token, whether it was routed there or not: nothing comes to the host."""
-    tokens = len(experts_Tk)
-    tokens_T = torch.arange(tokens, device=experts_Tk.device)
-    return Grouping(tokens_T.repeat(experts), experts_Tk * tokens + tokens_T[:, None], [tokens] * experts)
-
-
 def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
     """The weighted sum of each token's experts: (T, D), float32.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -25,10 +25,6 @@ from .micro_batch import MicroBatchState
 from .observers import DeviceObservers
 from .weights import WeightsOf
 
-MOST_UNGROUPED = 128
-"""Up to this many tokens, reading an expert's weights takes a GPU at least as long as computing. So every expert
-gets every token there, and the host need not wait to learn which ones were routed to it."""
-
 
 class Routed(NamedTuple):
     """The experts' input (T, D), the experts that a layer's router chooses for it (T, k), and their weights.
@@ -40,9 +36,6 @@ class Routed(NamedTuple):
     experts_Tk: Tensor
     weights_Tk: Tensor
     logits_TE: Tensor | None = None
-
-
-Group = Callable[[Tensor, int], kernels.Grouping]
 
 
 class MoELayer:
@@ -70,7 +63,6 @@ class MoELayer:
     ) -> None:
         self._config = config
         self._scores = scores
-        self._on_cpu = compute.on_cpu
         self._states = states
         self._weights = weights
         self._attention = attention
@@ -101,13 +93,7 @@ class MoELayer:
     def run_all(self, task: Task) -> dict[int, int]:
         """Run all that follows the output projection: router, experts, combine."""
         state = self._states[task.micro_batch]
-        few = (
-            not self._on_cpu
-            and len(state.hidden_TD) <= MOST_UNGROUPED
-            and not self._device_observers.activations
-        )
-        group = kernels.every_expert if few else kernels.group_by_expert
-        counts = self.give_rows(state, self.route(task), group)
+        counts = self.give_rows(state, self.route(task))
         weights = self._weights(task.operands)
         if self._device_observers.activations is not None:
             for expert in counts:
@@ -135,11 +121,9 @@ class MoELayer:
         self._device_observers.routed(task.layer, state, self._first_request, routed.experts_Tk)
         return routed
 
-    def give_rows(
-        self, state: MicroBatchState, routed: Routed, group: Group = kernels.group_by_expert
-    ) -> dict[int, int]:
+    def give_rows(self, state: MicroBatchState, routed: Routed) -> dict[int, int]:
         """Group the rows by expert; returns the number of rows of each."""
-        grouping = group(routed.experts_Tk, self._config.experts)
+        grouping = kernels.group_by_expert(routed.experts_Tk, self._config.experts)
         state.rows = ExpertRows(routed.x_TD, grouping, routed.weights_Tk)
         return {expert: count for expert, count in enumerate(grouping.counts) if count}
 

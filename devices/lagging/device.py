@@ -1,0 +1,135 @@
+"""The lagging device: the CUDA device's own code on the CPU, over imitated streams that do all that CUDA permits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from time import perf_counter_ns
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from moesched.models.checkpoint import Checkpoint
+from moesched.models.layout import WeightLayout
+from moesched.requests.sampling import Sampling
+from moesched.steps.plan import Plan
+from moesched.tasks import Task
+
+from ..shared.verbs import Verb
+from ..torch.device import TorchDevice
+from .memory import GpuMemory
+from .streams import Gpu, LaggingEvent
+from .tensors import DEVICE_TYPE, OnGpu, Operations, operate
+
+GPU_DEVICE = torch.device(DEVICE_TYPE, 0)
+
+
+class LaggingGpu:
+    """An imitated GPU; torch finds the one that was made last.
+
+    Args:
+        seed: of the order in which work of different streams runs.
+        fails_at: the number of the piece of work that fails, from 1 on; 0 for none.
+        capacity: bytes of its memory; None for as many as there are.
+        clock: the host's clock in nanoseconds, which the GPU's drifts from.
+
+    Attributes:
+        streams: its queues.
+        memory: its memory, with the bytes that are in use.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        fails_at: int = 0,
+        capacity: int | None = None,
+        clock: Callable[[], int] = perf_counter_ns,
+    ) -> None:
+        self.streams = Gpu(seed, fails_at, clock)
+        self.memory = GpuMemory(self.streams, capacity)
+        self._mode: Any = OnGpu()  # torch gives its contexts no types
+        _install(operate(self.streams, self.memory))
+
+    def __enter__(self) -> LaggingGpu:
+        """Let the calling thread make tensors on it."""
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._mode.__exit__(*error)
+
+
+class LaggingDevice(TorchDevice):
+    """Runs tasks as the CUDA device does, on a GPU that is imitated: one in a process at a time.
+
+    Args:
+        gpu: by default one that runs work in the order of seed 0.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layout: WeightLayout,
+        *,
+        keep_logits: bool = False,
+        gpu: LaggingGpu | None = None,
+    ) -> None:
+        self.gpu = gpu or LaggingGpu()
+        super().__init__(
+            checkpoint,
+            layout,
+            accelerator=str(GPU_DEVICE),
+            keep_logits=keep_logits,
+            kernel="torch",
+        )
+        arranged = self._compute.arranged
+
+        def arranged_on_gpu(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            with OnGpu():  # on a thread of its own
+                return arranged(name, tensor)
+
+        self._compute.arranged = arranged_on_gpu  # type: ignore[method-assign]  # the seam is this method
+
+    def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        with OnGpu():
+            super().begin(plan, prompts, sampling)
+        self._verbs = {name: _on_gpu(verb) for name, verb in self._verbs.items()}
+
+
+def _on_gpu(verb: Verb) -> Verb:
+    def run(task: Task) -> Any:
+        with OnGpu():
+            return verb(task)
+
+    return run
+
+
+def _install(operations: Operations) -> None:
+    """Have torch find the imitated GPU by the type of its device, as it finds `torch.cuda`."""
+    module = getattr(torch, DEVICE_TYPE, None)
+    if module is None:
+        module = ModuleType(f"torch.{DEVICE_TYPE}")
+        torch._register_device_module(DEVICE_TYPE, module)
+    gpu, memory = operations.gpu, operations.memory
+
+    @contextmanager
+    def device(_: torch.device) -> Iterator[None]:
+        yield
+
+    def synchronize(_: torch.device | None = None) -> None:
+        gpu.synchronize()
+
+    vars(module).update(
+        _is_in_bad_fork=lambda: False,
+        manual_seed_all=lambda _: None,  # nothing here draws numbers
+        Stream=lambda _=None: gpu.new_stream(),
+        Event=partial(LaggingEvent, gpu),
+        stream=gpu.on,
+        device=device,
+        current_stream=lambda _=None: gpu.current,
+        synchronize=synchronize,
+        mem_get_info=lambda _=None: ((memory.capacity or 0) - memory.in_use(), memory.capacity or 0),
+    )

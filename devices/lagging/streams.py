@@ -1,0 +1,215 @@
+"""Imitated streams: what is enqueued runs late, and in any order that streams and events allow."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from time import perf_counter_ns
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+EAGERNESS = (0.0, 0.0, 0.1, 1.0)
+"""Chances, one drawn for each stream, that a stream runs what it can when something is enqueued anywhere."""
+
+DRIFT = 50e-6
+"""How much faster the device's clock is than the host's."""
+
+
+class DeviceLost(RuntimeError):
+    """An asynchronous error: raised by every call after it, not by the one that caused it."""
+
+
+class Item(NamedTuple):
+    """An item of a stream's queue: work, the recording of an event, or waiting for one."""
+
+    work: Callable[[], object] | None = None
+    event: LaggingEvent | None = None
+    version: int = 0
+    waits: bool = False
+
+
+class LaggingStream:
+    """A queue of work that runs in its order, at some time.
+
+    Attributes:
+        eagerness: the chance that it runs what it can when something is enqueued.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.queue: deque[Item] = deque()
+        self.eagerness = gpu.random.choice(EAGERNESS)
+        self._gpu = gpu
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        """Run this after all that is in the queue."""
+        self._put(Item(work=work))
+
+    def record(self, event: LaggingEvent) -> None:
+        """Have an event happen after all that is in the queue."""
+        self._put(Item(event=event, version=event.recorded))
+
+    def wait_event(self, event: LaggingEvent) -> None:
+        """Run nothing from now on before the event has happened, as it was recorded last."""
+        self._put(Item(event=event, version=event.recorded, waits=True))
+
+    def synchronize(self) -> None:
+        """Return when all that is in the queue has run."""
+        self._gpu.run_until(lambda: not self.queue)
+
+    def is_ready(self) -> bool:
+        """Whether the head of the queue may run."""
+        if not self.queue:
+            return False
+        head = self.queue[0]
+        return not head.waits or head.event is None or head.event.happened >= head.version
+
+    def run_head(self) -> None:
+        """Run the head of the queue; it must be ready."""
+        head = self.queue.popleft()
+        if head.work is not None:
+            self._gpu.run(head.work)
+        elif head.event is not None and not head.waits:
+            head.event.happen(head.version, self._gpu.nanoseconds())
+
+    def _put(self, item: Item) -> None:
+        with self._gpu.lock:
+            self._gpu.raise_error()
+            self.queue.append(item)
+            self._gpu.lag()
+
+
+class LaggingEvent:
+    """An event of a stream, which may be recorded again and again.
+
+    Attributes:
+        recorded, happened: numbers of the last recording that was enqueued, and of the last one that ran.
+        blocking: whether a thread that waits for it leaves its core to others.
+    """
+
+    def __init__(self, gpu: Gpu, *, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.recorded = self.happened = 0
+        self.blocking = blocking
+        self._timed = enable_timing
+        self._nanoseconds = 0
+        self._gpu = gpu
+
+    def record(self, stream: LaggingStream | None = None) -> None:
+        """Have it happen on a stream, by default the current one."""
+        with self._gpu.lock:
+            self.recorded += 1
+            (stream or self._gpu.current).record(self)
+
+    def synchronize(self) -> None:
+        """Return when it has happened."""
+        version = self.recorded
+        self._gpu.run_until(lambda: self.happened >= version)
+
+    def happen(self, version: int, nanoseconds: int) -> None:
+        """Note that it happened."""
+        self.happened, self._nanoseconds = version, nanoseconds
+
+    def elapsed_time(self, end: LaggingEvent) -> float:
+        """Milliseconds until another event, in float32 as CUDA gives them.
+
+        Raises:
+            RuntimeError: an event does not keep its time, or has not happened.
+        """
+        self._gpu.raise_error()
+        if not self._timed or not end._timed:
+            raise RuntimeError("both events must be created with enable_timing")
+        if self.happened < self.recorded or end.happened < end.recorded or not end.recorded:
+            raise RuntimeError("CUDA error: device not ready")
+        return float(np.float32((end._nanoseconds - self._nanoseconds) / 1e6))
+
+
+class Gpu:
+    """The streams of an imitated GPU. One lock guards all: queues, events and the work that runs.
+
+    Args:
+        seed: of the order of work.
+        fails_at: the number of the piece of work that fails, from 1 on; 0 for none.
+        clock: the host's clock in nanoseconds, which the device's clock drifts from.
+    """
+
+    def __init__(self, seed: int = 0, fails_at: int = 0, clock: Callable[[], int] = perf_counter_ns) -> None:
+        self._clock = clock
+        self.lock = threading.RLock()
+        self.random = Random(seed)
+        self._left = fails_at
+        self._error: BaseException | None = None
+        self._streams: list[LaggingStream] = []
+        self._threads = threading.local()
+        self._default = self.new_stream()
+
+    @property
+    def current(self) -> LaggingStream:
+        """The calling thread's current stream."""
+        stream: LaggingStream = getattr(self._threads, "stream", self._default)
+        return stream
+
+    @contextmanager
+    def on(self, stream: LaggingStream) -> Iterator[None]:
+        """Make a stream the calling thread's current one."""
+        before, self._threads.stream = self.current, stream
+        try:
+            yield
+        finally:
+            self._threads.stream = before
+
+    def new_stream(self) -> LaggingStream:
+        """A stream that waits for no other by itself."""
+        with self.lock:
+            self._streams.append(LaggingStream(self))
+            return self._streams[-1]
+
+    def synchronize(self) -> None:
+        """Return when all queues are empty."""
+        self.run_until(lambda: not any(stream.queue for stream in self._streams))
+
+    def nanoseconds(self) -> int:
+        """The device's clock."""
+        return int(self._clock() * (1 + DRIFT))
+
+    def lag(self) -> None:
+        """Run some of what may run, by each stream's eagerness."""
+        for stream in self._streams:
+            if self._error is None and stream.queue and self.random.random() < stream.eagerness:
+                while stream.is_ready():
+                    stream.run_head()
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """Run heads of queues, in random order, until something is done.
+
+        Raises:
+            DeviceLost: some work failed, now or before.
+            RuntimeError: nothing may run.
+        """
+        with self.lock:
+            self.raise_error()
+            while not done():
+                ready = [stream for stream in self._streams if stream.is_ready()]
+                if not ready:
+                    raise RuntimeError("the streams wait for events that never happen")
+                self.random.choice(ready).run_head()
+                self.raise_error()
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Run one piece of work; its error is raised by later calls."""
+        self._left -= 1
+        try:
+            if not self._left:
+                raise RuntimeError("device-side assert triggered")
+            with torch.inference_mode():
+                work()
+        except Exception as error:
+            self._error = error
+
+    def raise_error(self) -> None:
+        """Raise the error of work that failed."""
+        if self._error is not None:
+            raise DeviceLost(f"CUDA error: {self._error}") from self._error

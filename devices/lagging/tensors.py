@@ -1,0 +1,288 @@
+"""Tensors of the imitated GPU: their shapes are known at once, and their values when the stream has come so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from .memory import Block, GpuMemory, PinnedMemory
+from .streams import Gpu
+
+Call = Callable[..., Any]
+
+DEVICE_TYPE = "privateuseone"
+"""The name that torch has for devices of others."""
+
+_FACTS = (
+    "size stride dim numel nelement data_ptr is_contiguous storage_offset element_size untyped_storage __len__ "
+    "is_floating_point is_complex is_inference ndimension __repr__ __hash__ __format__"
+)
+FACTS = frozenset(_FACTS.split())
+"""Methods that ask for nothing but shape, type or place."""
+
+ANSWERS = frozenset(
+    ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose", "__contains__")
+)
+"""Methods whose result is on the host: they wait for the stream."""
+
+SIZED_BY_VALUES = frozenset(("bincount", "nonzero", "unique", "masked_select"))
+"""Operations that wait for the stream, since the shape of their result depends on values."""
+
+
+class LaggingTensor(torch.Tensor):
+    """A tensor on the imitated GPU.
+
+    Attributes:
+        block: its memory.
+        values_now: the tensor in that memory, whose values are those of the work that ran so far.
+        twin: a tensor without values; views share memory as the real ones do.
+    """
+
+    block: Block
+    values_now: torch.Tensor
+    twin: torch.Tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Call, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _operations.call(func, args, kwargs or {})
+
+
+class OnGpu(TorchFunctionMode):
+    """Within it, the calling thread can make tensors on the imitated GPU, and page-locked ones."""
+
+    def __torch_function__(
+        self, func: Call, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _operations.call(func, args, kwargs or {})
+
+
+class Operations:
+    """Runs Python at once and queues what computes."""
+
+    def __init__(self, gpu: Gpu, memory: GpuMemory) -> None:
+        self.gpu = gpu
+        self.memory = memory
+        self.pinned = PinnedMemory()
+
+    def call(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of torch, whatever its tensors are on."""
+        with torch._C.DisableTorchFunction(), torch.inference_mode():
+            lagging = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, LaggingTensor)]
+            name = getattr(func, "__name__", "")
+            if name in ("to", "cpu", "copy_"):
+                return self._move(func, name, args, kwargs)
+            if not lagging:
+                return self._on_host(func, name, args, kwargs)
+            if name == "__get__":
+                return self._attribute(func, args[0])
+            if name in FACTS:
+                return func(*_reals(args), **kwargs)
+            if name == "is_pinned":
+                return False
+            if name == "__iter__":
+                return iter(self._queue(torch.Tensor.unbind, "unbind", (args[0], 0), {}))
+            if name == "numpy":
+                raise TypeError("can't convert a tensor of the GPU to numpy: copy it to the host first")
+            if name in ANSWERS:
+                self.gpu.current.synchronize()
+                return func(*_reals(args), **_reals(kwargs))
+            if name in SIZED_BY_VALUES:
+                self.gpu.current.synchronize()
+                return self._new(func(*_reals(args), **_reals(kwargs)))
+            return self._queue(func, name, args, kwargs)
+
+    def _on_host(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call without tensors of the GPU, which may make one."""
+        if name == "is_pinned":
+            return self.pinned.holds(args[0])
+        if kwargs.get("pin_memory"):
+            return self.pinned.empty(_size(args), kwargs.get("dtype") or torch.get_default_dtype())
+        if is_gpu(kwargs.get("device")):
+            return self._queue(func, name, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _attribute(self, func: Any, tensor: LaggingTensor) -> Any:
+        attribute = func.__self__.__name__
+        if attribute == "device":
+            return torch.device(DEVICE_TYPE, 0)
+        if attribute == "is_cpu":
+            return False
+        value = func(tensor.values_now)
+        return self._shown(func(tensor.twin), tensor.block) if isinstance(value, torch.Tensor) else value
+
+    def _queue(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Work for the current stream; the shapes of its results come from tensors without values."""
+        _require_one_device(name, args, kwargs)
+        blocks = {_storage(each.twin): each.block for each in _lagging((args, kwargs))}
+        shapes = func(*_twins(args), **_on(_twins(kwargs), "meta"))
+        fresh: list[torch.Tensor] = []
+
+        def result(twin: Any) -> Any:
+            if not isinstance(twin, torch.Tensor):
+                return twin
+            if _storage(twin) in blocks:
+                return self._shown(twin, blocks[_storage(twin)])
+            made = self._new_like(twin)
+            fresh.append(made.values_now)
+            return made
+
+        results = tree_map(result, shapes)
+        changes = _changes(name, kwargs)
+        if (fresh and not _is_empty(name)) or changes:
+            reals, real_kwargs = _reals(args), _on(_reals(kwargs), "cpu")
+
+            def work() -> None:
+                values = tree_flatten(func(*reals, **real_kwargs))[0]
+                if fresh:
+                    for target, value in zip(fresh, values, strict=True):
+                        target.copy_(value)
+
+            self.gpu.current.enqueue(work)
+        return args[0] if changes and name != "__setitem__" else results
+
+    def _move(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name == "copy_":
+            target, source = args[:2]
+            at_once = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+            return self._copy(target, source, at_once=at_once)
+        tensor = args[0]
+        device, dtype, rest = (
+            _destination(args[1:], kwargs) if name == "to" else (torch.device("cpu"), None, {})
+        )
+        here = isinstance(tensor, LaggingTensor)
+        if device is None or is_gpu(device) == here:
+            if not here:
+                return func(*args, **kwargs)
+            copy = {"copy": True} if rest.get("copy") else {}
+            return self._queue(torch.Tensor.to, "to", (tensor, dtype or tensor.values_now.dtype), copy)
+        at_once = not rest.get("non_blocking")
+        like = tensor.twin if here else tensor.to("meta")
+        like = torch.empty(like.shape, dtype=dtype or like.dtype, device="meta")
+        if not here:
+            return self._copy(self._new_like(like), tensor, at_once=at_once)
+        target = (
+            self.pinned.empty(like.shape, like.dtype) if not at_once else torch.empty_like(like, device="cpu")
+        )
+        return self._copy(target, tensor, at_once=at_once)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, *, at_once: bool) -> torch.Tensor:
+        """A copy between any two memories, on the current stream where one of them is the GPU's."""
+        to_gpu, from_gpu = isinstance(target, LaggingTensor), isinstance(source, LaggingTensor)
+        if not to_gpu and not from_gpu:
+            return target.copy_(source)
+        into = target.values_now if isinstance(target, LaggingTensor) else target
+        what = source.values_now if isinstance(source, LaggingTensor) else source
+        if not from_gpu and not self.pinned.holds(source):
+            what = source.clone()  # ordinary memory is read before the call returns
+            at_once = self.gpu.random.random() < 0.5
+        elif not to_gpu and not self.pinned.holds(target):
+            at_once = True
+        self.gpu.current.enqueue(lambda: into.copy_(what))
+        if at_once:
+            self.gpu.current.synchronize()
+        return target
+
+    def _new(self, value: torch.Tensor) -> LaggingTensor:
+        made = self._new_like(value.to("meta"))
+        target = made.values_now
+        self.gpu.current.enqueue(lambda: target.copy_(value))
+        return made
+
+    def _new_like(self, twin: torch.Tensor) -> LaggingTensor:
+        return self._shown(twin, self.memory.allocate(twin.untyped_storage().nbytes()))
+
+    def _shown(self, twin: torch.Tensor, block: Block) -> LaggingTensor:
+        real = block.tensor(twin)
+        shown = real.as_subclass(LaggingTensor)
+        shown.block, shown.values_now, shown.twin = block, real, twin
+        return shown
+
+
+def is_gpu(device: Any) -> bool:
+    """Whether this names the imitated GPU."""
+    return device is not None and torch.device(device).type == DEVICE_TYPE
+
+
+def _lagging(of: Any) -> Iterator[LaggingTensor]:
+    return (each for each in tree_flatten(of)[0] if isinstance(each, LaggingTensor))
+
+
+def _reals(of: Any) -> Any:
+    return tree_map(lambda each: each.values_now if isinstance(each, LaggingTensor) else each, of)
+
+
+def _twins(of: Any) -> Any:
+    def twin(each: Any) -> Any:
+        if isinstance(each, LaggingTensor):
+            return each.twin
+        return each
+
+    return tree_map(twin, of)
+
+
+def _on(kwargs: dict[str, Any], device: str) -> dict[str, Any]:
+    return {**kwargs, "device": device} if "device" in kwargs else kwargs
+
+
+def _storage(twin: torch.Tensor) -> int:
+    number: int = twin.untyped_storage()._cdata
+    return number
+
+
+def _size(args: tuple[Any, ...]) -> list[int]:
+    return list(args[0]) if len(args) == 1 and not isinstance(args[0], int) else list(args)
+
+
+def _is_empty(name: str) -> bool:
+    return name.startswith(("empty", "new_empty"))
+
+
+def _changes(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a call writes to its first argument."""
+    by_name = name.endswith("_") and not name.endswith("__")
+    return by_name or name == "__setitem__" or name.startswith("__i") or bool(kwargs.get("inplace"))
+
+
+def _require_one_device(name: str, args: Any, kwargs: Any) -> None:
+    """Refuse tensors of the host beside those of the GPU, except single numbers."""
+    each_one = tree_flatten((args, kwargs))[0]
+    if any(isinstance(each, LaggingTensor) for each in each_one) and any(
+        isinstance(each, torch.Tensor) and not isinstance(each, LaggingTensor) and each.dim()
+        for each in each_one
+    ):
+        raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+
+
+def _destination(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.device | None, torch.dtype | None, dict[str, Any]]:
+    """Device, type and other arguments of `Tensor.to`."""
+    rest = dict(kwargs)
+    device, dtype = rest.pop("device", None), rest.pop("dtype", None)
+    for each in args:
+        if isinstance(each, torch.dtype):
+            dtype = each
+        elif isinstance(each, torch.device | str):
+            device = each
+        elif isinstance(each, torch.Tensor):
+            device = torch.device(DEVICE_TYPE) if isinstance(each, LaggingTensor) else each.device
+            dtype = each.dtype
+        elif isinstance(each, bool):
+            rest.setdefault("non_blocking", each)
+    return (None if device is None else torch.device(device)), dtype, rest
+
+
+def operate(gpu: Gpu, memory: GpuMemory) -> Operations:
+    """Make this the GPU that tensors of DEVICE_TYPE are on, from now on."""
+    global _operations
+    _operations = Operations(gpu, memory)
+    return _operations
+
+
+_operations = operate(_first := Gpu(), GpuMemory(_first))
