@@ -279,6 +279,12 @@ def policy_checks(result: Result) -> Iterator[Claim]:
     yield at_most("`moesched check`, slowest shipped policy", slowest, result["bar_seconds"], "{:.0f} s")
 
 
+def lagging_mutants(result: Result) -> Iterator[Claim]:
+    """Faults planted in the CUDA path."""
+    words = "removed waits, lifetimes and copies of the CUDA path that the lagging device finds"
+    yield all_of(words, result["found"], result["mutants"])
+
+
 def preview_accuracy(result: Result) -> Iterator[Claim]:
     """Previews of the router on the model that ships."""
     decode = result["decode"]
@@ -378,7 +384,7 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
         all_reduce, attention_kernel, bottlenecks, busy_tests, check_cost, cluster_tokens, command_times,
         damaged_policies, decision_time, dispatch, emulated, engine, engine_paired, exactness, expectation,
         expert_kernel, explaining, fidelity, fuzz_inputs, fuzz_transport, host_time, html_report, kill_a_node,
-        layer_estimate, leaks, makespan, offload_disk, opening, packing, papers, peak_memory, peers,
+        lagging_mutants, layer_estimate, leaks, makespan, offload_disk, opening, packing, papers, peak_memory, peers,
         plan_search, policy_checks, prediction, preview_accuracy, random_runs, reproduce, same_behaviour,
         signals, soak, sweeps, tutorial, validation,
         what_ifs,

@@ -1,8 +1,6 @@
 """Removes each wait, lifetime and copy of the CUDA path in turn; the tests of the lagging device have to fail.
 
-    python benchmarks/lagging_mutants.py [NUMBER ...]
-
-Prints a line for each mutant, and ends with 1 if one was not found. Works in a copy of the tree.
+Works in a copy of the tree. Each mutant takes as long as these tests, at most; the result names the test that found it.
 """
 
 from __future__ import annotations
@@ -11,10 +9,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-TREE = Path(__file__).parent.parent
+from _options import Benchmark, track
+from _results import ROOT
+
 TESTS = ["tests/test_cuda_streams.py", "tests/test_lagging_device.py"]
 
 
@@ -69,38 +70,44 @@ MUTANTS = (
 )
 
 
-def main() -> None:
-    """Run the mutants with these numbers, by default all."""
-    numbers = [int(each) for each in sys.argv[1:]] or range(len(MUTANTS))
-    survived = [number for number in numbers if not _is_found(number)]
-    if survived:
-        sys.exit(f"not found: {survived}")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the chosen mutants, print the test that found each, write the JSON."""
+    options = BENCHMARK.parse(arguments)
+    found = {name: found_by(NAMED[name]) for name in track(options.only, "mutants")}
+    for name, by in found.items():
+        print(f"{name}: {by or 'NOT FOUND'}")
+    BENCHMARK.write({"mutants": len(found), "found": sum(map(bool, found.values())), "found_by": found})
 
 
-def _is_found(number: int) -> bool:
-    mutant = MUTANTS[number]
+def found_by(mutant: Mutant) -> str:
+    """The first test that fails with a mutant; empty if none does."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
-        shutil.copytree(
-            TREE, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", "out", "__pycache__")
-        )
+        leave_out = shutil.ignore_patterns(".git", ".venv", "out", "__pycache__")
+        shutil.copytree(ROOT, tree, symlinks=True, ignore=leave_out)
         file = tree / "devices" / "torch" / mutant.file
         before = file.read_text()
         if mutant.text not in before:
-            sys.exit(f"mutant {number}: {mutant.file} has no {mutant.text!r}")
+            sys.exit(f"{mutant.file} has no {mutant.text!r}")
         file.write_text(before.replace(mutant.text, mutant.instead))
-        ran = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", "60", *TESTS],
-            cwd=tree,
-            capture_output=True,
-            text=True,
-        )
-    found = ran.returncode == 1
-    by = next((line for line in ran.stdout.splitlines() if line.startswith("FAILED")), "")
-    print(
-        f"{number:2} {mutant.file}: {mutant.text.strip()[:50]!r}: {'found by ' + by[7:80] if found else 'NOT FOUND'}"
-    )
-    return found
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", "60"]
+        ran = subprocess.run([*command, *TESTS], cwd=tree, capture_output=True, text=True, check=False)
+    failures = (line for line in ran.stdout.splitlines() if line.startswith("FAILED"))
+    return next(failures, "").removeprefix("FAILED ").split(" - ")[0]
+
+
+NAMED = {
+    f"{number} {mutant.file}: {' '.join(mutant.text.split())[:50]}": mutant
+    for number, mutant in enumerate(MUTANTS)
+}
+BENCHMARK = Benchmark(
+    __doc__,
+    "lagging_mutants",
+    measures=("devices/torch", "devices/lagging", *TESTS),
+    packages=("torch",),
+    parts=NAMED,
+    by_machine=False,
+)
 
 
 if __name__ == "__main__":
