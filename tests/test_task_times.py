@@ -219,8 +219,13 @@ def test_what_runs_beside_at_once_has_a_rate_of_its_own() -> None:
 
 def test_rates_bring_the_tasks_to_the_right_sum() -> None:
     """Of tasks that a slow one is among, the mean counts, as the time of their lane is a sum."""
-    others = [Observed(1.0, took, {"few rows": took}) for took in (1.0, 1.0, 4.0)]
-    assert rates_beside(others) == {"few rows": pytest.approx(3 / 6)}
+    others = [Observed(1.0, took, {"few rows": took}) for took in (1.0, 1.0, 2.5)]
+    assert rates_beside(others) == {"few rows": pytest.approx(3 / 4.5)}
+
+
+def test_tasks_that_lost_their_core_do_not_count() -> None:
+    others = [Observed(1e-4, took, {"few rows": took}) for took in (2e-4, 2e-4, 2e-4, 4e-3)]
+    assert rates_beside(others) == {"few rows": pytest.approx(0.5)}
 
 
 def test_mixes_that_cannot_be_told_apart_have_one_rate() -> None:

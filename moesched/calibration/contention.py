@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,9 @@ import numpy as np
 LEAST_OVERLAP = 0.3
 """Smallest share of its time that a task must run beside others to count."""
 LEAST_RATE = 0.05
+MOST_TIMES_SLOWER = 3.0
+"""A task that is slowed by this many times the median of its sort lost its core for a time slice of the system: up to
+4 ms for attention of 0.1 ms. How often depends on the process's threads at that moment, not on the tasks beside."""
 PRIOR_SECONDS = 0.005
 """The observation time that a mix of tasks needs for a rate of its own. Rates of mixes that were seen for less, or
 always in the same proportions, are drawn to the rate of all mixes together; least squares could not tell them apart."""
@@ -34,12 +38,15 @@ def rates_beside(tasks: Sequence[Observed]) -> dict[str, float]:
 
     A task that takes a alone, and took d while others ran for o of it, satisfies d - o + o * rate = a; with several
     mixes, a sum over them. The rates solve this by least squares (ridge regression), each task weighted by 1 / o: for
-    a single mix, the tasks' predicted times then have the measured sum, as a lane's busy time is a sum.
+    a single mix, the tasks' predicted times then have the measured sum, as a lane's busy time is a sum. Tasks that lost
+    their core do not count.
     """
     overlapping = [each for each in tasks if sum(each.beside.values()) > LEAST_OVERLAP * each.took]
     if not overlapping:
         return {}
     mixes = sorted({mix for each in overlapping for mix in each.beside})
+    usual = median(each.took / each.alone for each in overlapping)
+    overlapping = [each for each in overlapping if each.took <= MOST_TIMES_SLOWER * usual * each.alone]
     beside = np.array([[each.beside.get(mix, 0.0) for mix in mixes] for each in overlapping])
     overlap = beside.sum(axis=1)
     left = np.array([each.alone - each.took for each in overlapping]) + overlap

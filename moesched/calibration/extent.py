@@ -38,6 +38,9 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
         groups: the prompt lengths of each micro-batch.
         host_attended: the micro-batches, by index in `groups`, whose attention runs on the host in some runs.
         long: more micro-batches, for the smallest model only.
+
+    The first prompts of a length use memory that is new to the process; as in a batch, most do not. So long prompts are
+    there several times.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -82,9 +85,17 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def small_model(
-    name: str, *, hidden: int, intermediate: int, heads: int, head_dim: int, vocabulary: int
+    name: str,
+    *,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    head_dim: int,
+    vocabulary: int,
+    experts: int = 8,
+    top_k: int = 2,
 ) -> ModelConfig:
-    """A shape to measure with: two layers of eight experts, of which every token takes two."""
+    """A shape of two layers to measure with."""
     return ModelConfig(
         name=name,
         layers=2,
@@ -93,8 +104,8 @@ def small_model(
         heads=heads,
         kv_heads=heads // 4,
         head_dim=head_dim,
-        experts=8,
-        top_k=2,
+        experts=experts,
+        top_k=top_k,
         vocabulary=vocabulary,
         norm_eps=1e-5,
         rope_theta=1e4,
@@ -106,7 +117,17 @@ def small_model(
     )
 
 
-SMALL = small_model("calibration-small", hidden=640, intermediate=896, heads=8, head_dim=64, vocabulary=6144)
+SMALL = small_model(
+    "calibration-small",
+    hidden=640,
+    intermediate=448,
+    heads=8,
+    head_dim=64,
+    vocabulary=6144,
+    experts=48,
+    top_k=6,
+)
+"""Small experts, and so many of them that a layer of 83 MB does not stay in a cache between two micro-batches."""
 LARGE = small_model(
     "calibration-large", hidden=1280, intermediate=2304, heads=16, head_dim=128, vocabulary=24_576
 )
@@ -120,7 +141,11 @@ THOROUGH = Extent(
     operations=OperationExtent(),
     batches=(
         Prompts(groups=((5,), (5,) * 3, (5,) * 8, tuple(range(6, 22)), (5,) * 24), host_attended=(2, 3, 4)),
-        Prompts(groups=((5,) * 24, (5,) * 80, (250, 251)), host_attended=(0, 2), long=((1500,),)),
+        Prompts(
+            groups=((5,) * 24, (5,) * 80, (250, 251), (250, 251), (250, 251)),
+            host_attended=(0, 2),
+            long=((1500,), (1500,)),
+        ),
     ),
     runs={
         "bfloat16": Runs(models=(SMALL, LARGE), steps=9, serial=4, fresh=2, together=4),
@@ -143,7 +168,11 @@ QUICK = Extent(
     ),
     batches=(
         Prompts(groups=((5,), (5,) * 8, tuple(range(2, 14)), (2,) * 24), host_attended=(1, 2)),
-        Prompts(groups=((2,) * 64, (100, 101)), host_attended=(1,), long=((1000,),)),
+        Prompts(
+            groups=((2,) * 64, (100, 101), (100, 101), (100, 101)),
+            host_attended=(1,),
+            long=((1000,), (1000,)),
+        ),
     ),
     runs={"bfloat16": Runs(models=(SMALL, LARGE), steps=3, serial=3, fresh=2, together=1)},
     repeats=2,
