@@ -127,7 +127,7 @@ SMALL = small_model(
     experts=48,
     top_k=6,
 )
-"""Small experts, and so many of them that a layer of 83 MB does not stay in a cache between two micro-batches."""
+"""Small experts whose layer of 83 MB does not stay in a cache between two micro-batches."""
 LARGE = small_model(
     "calibration-large", hidden=1280, intermediate=2304, heads=16, head_dim=128, vocabulary=24_576
 )
