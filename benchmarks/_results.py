@@ -21,7 +21,7 @@ MACHINES = {
     "zen4": "EPYC, Zen 4",
     "zen5": "EPYC, Zen 5",
 }
-"""What machines are called in tables, by their names in result files."""
+"""Titles of machines in tables, by the names in result files."""
 SOURCES = {".py", ".toml", ".csv", ".c", ".h", ".js", ".css", ".html"}
 
 
@@ -38,7 +38,7 @@ def named_for_machine(name: str) -> str:
 
 
 def machine_of(file: Path) -> str | None:
-    """What the machine of a result file is called; None for a result that has none, or another one."""
+    """The title of a result file's machine; None for a file without a known machine."""
     return MACHINES.get(file.stem.split("-")[-1])
 
 

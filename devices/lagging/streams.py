@@ -17,7 +17,7 @@ EAGERNESS = (0.0, 0.0, 0.1, 1.0)
 """Chances, one drawn for each stream, that a stream runs what it can when something is enqueued anywhere."""
 
 DRIFT = 50e-6
-"""How much faster the device's clock is than the host's."""
+"""Drift of the device's clock: its rate over the host's, minus one."""
 
 
 class DeviceLost(RuntimeError):

@@ -97,7 +97,7 @@ class CudaDevice(TorchDevice):
 
 
 def usable_bytes(free: int) -> int:
-    """What a plan may use of a GPU's free bytes: workspaces and the allocator's rounding need the rest.
+    """Return the bytes of a GPU that a plan may use. Workspaces and the allocator's rounding need the rest.
 
     Raises:
         BadInput: too few are free.

@@ -1,4 +1,4 @@
-"""What a probe finds: a line that says how a thing is, and a remedy where it is in trouble."""
+"""The result of a probe: its state in one line, and the remedy for a trouble."""
 
 from __future__ import annotations
 
