@@ -14,6 +14,7 @@ from moesched.devices.torch.cuda_streams import CudaStreams
 from moesched.models.random_model import write_random_model
 from moesched.tasks import Kernel, Lane, Task, Work
 from odd_models import DBRX, MIXTRAL, PROMPTS
+from policies_for_two_memories import POLICIES
 
 pytestmark = pytest.mark.gpu
 
@@ -29,26 +30,7 @@ def expected(model: Path) -> list[list[int]] | None:
     return moesched.run_model(model, PROMPTS, max_new_tokens=6, micro_batch_size=2).tokens
 
 
-@pytest.mark.parametrize(
-    ("policy", "settings"),
-    [
-        ("resident", {}),
-        ("layer_streaming", {}),
-        ("cgopipe", {}),
-        ("fastdecode", {}),
-        ("flexgen", {}),
-        ("flexgen_cpu", {}),
-        ("expert_streaming", {}),
-        ("cpu_ffn", {}),
-        ("layer_split", {"gpu_layers": 1}),
-        ("lru_offload", {"offload_per_layer": 2}),
-        ("expert_cache", {"experts": 4}),
-        ("prefetch_gate", {"offload_per_layer": 2}),
-        ("twiddler", {"experts": 4}),
-        ("adversarial", {"seed": 1}),
-        ("moesched.testing.random_rows:RandomRows", {"seed": 1}),
-    ],
-)
+@pytest.mark.parametrize(("policy", "settings"), POLICIES)
 def test_every_policy_gives_the_tokens_of_the_cpu(
     model: Path, expected: list[list[int]], policy: str, settings: Mapping[str, int]
 ) -> None:

@@ -16,25 +16,7 @@ from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.plugins import make_policy
 from odd_models import MIXTRAL, PROMPTS, layout_of, stored
-
-POLICIES: list[tuple[str, dict[str, int]]] = [
-    ("resident", {}),
-    ("layer_streaming", {}),
-    ("cgopipe", {}),
-    ("fastdecode", {}),
-    ("flexgen", {}),
-    ("flexgen_cpu", {}),
-    ("expert_streaming", {}),
-    ("cpu_ffn", {}),
-    ("layer_split", {"gpu_layers": 1}),
-    ("lru_offload", {"offload_per_layer": 2}),
-    ("expert_cache", {"experts": 4}),
-    ("prefetch_gate", {"offload_per_layer": 2}),
-    ("twiddler", {"experts": 4}),
-    ("adversarial", {"seed": 1}),
-    ("moesched.testing.random_rows:RandomRows", {"seed": 1}),
-]
-
+from policies_for_two_memories import POLICIES
 
 STREAM_MOST = {
     "layer_streaming",

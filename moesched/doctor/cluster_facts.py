@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from ipaddress import ip_address
 
+from msgspec.structs import replace
+
 from moesched.cluster.cluster_file import Cluster, Host
 from moesched.cluster.members import ssh_command
 from moesched.doctor.facts import ClusterFacts, PortFacts, PortState, SshFacts
@@ -48,26 +50,16 @@ def _node(host: Host) -> SshFacts:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return _with(facts, problem=f"no answer within {SECONDS:.0f} s")
+        return replace(facts, problem=f"no answer within {SECONDS:.0f} s")
     said = done.stderr.strip().splitlines()[-1:] or ["it says nothing"]
     if done.returncode == OF_SSH:
-        return _with(facts, problem=said[0])
+        return replace(facts, problem=said[0])
     if done.returncode == NOT_FOUND:
         return facts
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        return _with(facts, problem=f"`{host.command} --version` fails there: {said[0]}")
-    return _with(facts, version=lines[-1])
-
-
-def _with(facts: SshFacts, *, problem: str = "", version: str = "") -> SshFacts:
-    return SshFacts(
-        who=facts.who,
-        destination=facts.destination,
-        command=facts.command,
-        problem=problem,
-        version=version,
-    )
+        return replace(facts, problem=f"`{host.command} --version` fails there: {said[0]}")
+    return replace(facts, version=lines[-1])
 
 
 def _port(who: str, address: str, port: int) -> PortFacts:

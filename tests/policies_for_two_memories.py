@@ -1,0 +1,21 @@
+"""The shipped policies that run on a GPU and its host, with settings for tiny models."""
+
+from __future__ import annotations
+
+POLICIES: list[tuple[str, dict[str, int]]] = [
+    ("resident", {}),
+    ("layer_streaming", {}),
+    ("cgopipe", {}),
+    ("fastdecode", {}),
+    ("flexgen", {}),
+    ("flexgen_cpu", {}),
+    ("expert_streaming", {}),
+    ("cpu_ffn", {}),
+    ("layer_split", {"gpu_layers": 1}),
+    ("lru_offload", {"offload_per_layer": 2}),
+    ("expert_cache", {"experts": 4}),
+    ("prefetch_gate", {"offload_per_layer": 2}),
+    ("twiddler", {"experts": 4}),
+    ("adversarial", {"seed": 1}),
+    ("moesched.testing.random_rows:RandomRows", {"seed": 1}),
+]
