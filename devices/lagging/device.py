@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter_ns
 from types import ModuleType
@@ -14,6 +13,7 @@ import torch
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import WeightLayout
 from moesched.requests.sampling import Sampling
+from moesched.seams import Transport
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
@@ -27,17 +27,18 @@ GPU_DEVICE = torch.device(DEVICE_TYPE, 0)
 
 
 class LaggingGpu:
-    """An imitated GPU; torch finds the one that was made last.
+    """Imitated GPUs; torch finds those that were made last.
 
     Args:
         seed: of the order in which work of different streams runs.
         fails_at: the number of the piece of work that fails, from 1 on; 0 for none.
-        capacity: bytes of its memory; None for as many as there are.
-        clock: the host's clock in nanoseconds, which the GPU's drifts from.
+        capacity: bytes of each GPU's memory; None for as many as there are.
+        clock: the host's clock in nanoseconds, which the GPUs' drift from.
+        count: number of GPUs.
 
     Attributes:
-        streams: its queues.
-        memory: its memory, with the bytes that are in use.
+        streams: their queues.
+        memories: their memories, with the bytes that are in use.
     """
 
     def __init__(
@@ -47,11 +48,17 @@ class LaggingGpu:
         fails_at: int = 0,
         capacity: int | None = None,
         clock: Callable[[], int] = perf_counter_ns,
+        count: int = 1,
     ) -> None:
         self.streams = Gpu(seed, fails_at, clock)
-        self.memory = GpuMemory(self.streams, capacity)
+        self.memories = [GpuMemory(self.streams, capacity) for _ in range(count)]
         self._mode: Any = OnGpu()  # torch gives its contexts no types
-        _install(operate(self.streams, self.memory))
+        _install(operate(self.streams, self.memories))
+
+    @property
+    def memory(self) -> GpuMemory:
+        """The memory of the first GPU."""
+        return self.memories[0]
 
     def __enter__(self) -> LaggingGpu:
         """Let the calling thread make tensors on it."""
@@ -63,10 +70,10 @@ class LaggingGpu:
 
 
 class LaggingDevice(TorchDevice):
-    """Runs tasks as the CUDA device does, on a GPU that is imitated: one in a process at a time.
+    """Runs tasks as the CUDA device does, on GPUs that are imitated: one set of them in a process at a time.
 
     Args:
-        gpu: by default one that runs work in the order of seed 0.
+        gpu: by default one that runs work in the order of seed 0; the ranks of a model that is cut share it.
     """
 
     def __init__(
@@ -93,6 +100,12 @@ class LaggingDevice(TorchDevice):
 
         self._compute.arranged = arranged_on_gpu  # type: ignore[method-assign]  # the seam is this method
 
+    def join(self, rank: int, transport: Transport, first: Any) -> None:
+        """Work as one of several: ranks have a GPU each, nodes share the first one."""
+        super().join(rank, transport, first)
+        if self.layout.config.ranks > 1:
+            self._compute.accelerator = torch.device(DEVICE_TYPE, rank)
+
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         with OnGpu():
             super().begin(plan, prompts, sampling)
@@ -113,23 +126,23 @@ def _install(operations: Operations) -> None:
     if module is None:
         module = ModuleType(f"torch.{DEVICE_TYPE}")
         torch._register_device_module(DEVICE_TYPE, module)
-    gpu, memory = operations.gpu, operations.memory
+    gpu = operations.gpu
 
-    @contextmanager
-    def device(_: torch.device) -> Iterator[None]:
-        yield
+    def number(device: torch.device | None) -> int:
+        return gpu.number if device is None or device.index is None else device.index
 
-    def synchronize(_: torch.device | None = None) -> None:
-        gpu.synchronize()
+    def mem_get_info(device: torch.device | None = None) -> tuple[int, int]:
+        memory = operations.memories[number(device)]
+        return (memory.capacity or 0) - memory.in_use(), memory.capacity or 0
 
     vars(module).update(
         _is_in_bad_fork=lambda: False,
         manual_seed_all=lambda _: None,  # nothing here draws numbers
-        Stream=lambda _=None: gpu.new_stream(),
+        Stream=lambda device=None: gpu.new_stream(number(device)),
         Event=partial(LaggingEvent, gpu),
         stream=gpu.on,
-        device=device,
-        current_stream=lambda _=None: gpu.current,
-        synchronize=synchronize,
-        mem_get_info=lambda _=None: ((memory.capacity or 0) - memory.in_use(), memory.capacity or 0),
+        device=lambda device: gpu.on_gpu(number(device)),
+        current_stream=lambda device=None: gpu.current_of(number(device)),
+        synchronize=lambda device=None: gpu.synchronize(number(device)),
+        mem_get_info=mem_get_info,
     )
