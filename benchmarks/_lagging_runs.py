@@ -28,6 +28,7 @@ from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
 from moesched.seams import Observer
 from moesched.steps.plan import Plan
+from moesched.trace import Recorder
 from moesched.transports.inproc import InprocTransport
 from odd_models import MIXTRAL, PROMPTS, layout_of, stored
 from policies_for_two_memories import POLICIES
@@ -54,6 +55,10 @@ OVER_NODES: list[tuple[str, dict[str, int]]] = [
     for decentralised in (True, False)
 ]
 """Policies that share experts among nodes."""
+
+
+HOST_TOO_SMALL = {"cpu_ffn", "layer_split", "twiddler", "lru_offload"}
+"""Policies that keep more weights in the host's memory than the machine with a disk has room for."""
 
 
 class Way(NamedTuple):
@@ -100,7 +105,7 @@ CASES = [
     Case(policy, settings, way)
     for way, how in WAYS.items()
     for policy, settings in (POLICIES if how.nodes == 1 else OVER_NODES)
-    if not (how.machine is THREE_TIERS and policy == "lru_offload")
+    if not (how.machine is THREE_TIERS and policy in HOST_TOO_SMALL)
 ]
 
 
@@ -174,6 +179,7 @@ class Team:
         settings: Settings,
         size: Size = SMALL,
         observers: Sequence[Observer] = (),
+        recorder: Recorder | None = None,
     ) -> Ended:
         """Run a batch; the devices stay open."""
         ranks = [self._rank(number, policy, settings, size) for number in range(len(self.devices))]
@@ -187,12 +193,17 @@ class Team:
             size.prompts,
             sampling=Sampling(beams=self._way.beams, temperature=0),
             observers=observers,
+            recorder=recorder,
             peers=peers,
             keep_open=True,
         )
         if report.failure:
             raise RuntimeError(report.failure)
         return Ended(report.tokens, _by_sequence(self.devices[0]), [each.plan for each in ranks])
+
+    def planned(self, policy: str, settings: Settings, size: Size = SMALL) -> list[Plan]:
+        """The plan of each rank or node for a batch."""
+        return [self._rank(number, policy, settings, size).plan for number in range(len(self.devices))]
 
     def close(self) -> None:
         """Close the devices."""
@@ -207,7 +218,7 @@ class Team:
             beams=way.beams,
             prefill_chunk=way.chunk,
         )
-        weights = 0.8 if policy in STREAM_MOST else 2.0
+        weights = (0.8 if way.ranks == 1 else 1.4) if policy in STREAM_MOST else 2.0
         budgets = {} if way.nodes > 1 else fast_memory(device, way.machine, batch, weights)
         plan = plan_run(
             way.machine, device.layout, batch, made, budgets, device.slot_bytes, way.nodes, number % way.nodes
@@ -231,11 +242,12 @@ def on_cpu(models: Models, way: Way) -> Team:
     )
 
 
-def expected(models: Models, way: Way) -> Ended:
-    """A batch on the CPU, with all weights in memory."""
+def expected(models: Models, case: Case, size: Size = SMALL) -> Ended:
+    """A case's batch on the CPU: with all weights in memory, or over nodes, which sums depend on, by the same policy."""
+    way = WAYS[case.way]
     team = on_cpu(models, way)
-    policy, settings = ("resident", {}) if way.nodes == 1 else OVER_NODES[0]
-    ended = team.run(policy, settings)
+    policy, settings = ("resident", {}) if way.nodes == 1 else (case.policy, case.settings)
+    ended = team.run(policy, settings, size)
     team.close()
     return ended
 

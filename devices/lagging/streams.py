@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -100,6 +101,7 @@ class LaggingEvent:
         self._nanoseconds = 0
         self._number: int | None = None
         self._gpu = gpu
+        gpu.events.add(self)
 
     def record(self, stream: LaggingStream | None = None) -> None:
         """Have it happen on a stream, by default the current one.
@@ -147,13 +149,19 @@ class Gpu:
         seed: of the order of work.
         fails_at: the number of the piece of work that fails, from 1 on; 0 for none.
         clock: the host's clock in nanoseconds, which the device's clock drifts from.
+
+    Attributes:
+        ran: pieces of work that ran so far.
+        events: those that somebody still has.
     """
 
     def __init__(self, seed: int = 0, fails_at: int = 0, clock: Callable[[], int] = perf_counter_ns) -> None:
         self._clock = clock
         self.lock = threading.RLock()
         self.random = Random(seed)
-        self._left = fails_at
+        self._fails_at = fails_at
+        self.ran = 0
+        self.events: weakref.WeakSet[LaggingEvent] = weakref.WeakSet()
         self._error: BaseException | None = None
         self._streams: list[LaggingStream] = []
         self._threads = threading.local()
@@ -246,9 +254,9 @@ class Gpu:
 
     def run(self, work: Callable[[], object]) -> None:
         """Run one piece of work; its error is raised by later calls."""
-        self._left -= 1
+        self.ran += 1
         try:
-            if not self._left:
+            if self.ran == self._fails_at:
                 raise RuntimeError("device-side assert triggered")
             with torch.inference_mode():
                 work()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -25,9 +26,16 @@ class CudaStreams:
         device: such as "cuda:0"; torch's module of its type has the streams and events.
         lanes: the names of the lanes that are streams, the accelerator's first.
         execute: enqueues a task's kernels on the current stream; its value is the task's.
+        clock: the host's clock in nanoseconds, which spans are on.
     """
 
-    def __init__(self, device: torch.device, lanes: Iterable[str], execute: Callable[[Task], Any]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        lanes: Iterable[str],
+        execute: Callable[[Task], Any],
+        clock: Callable[[], int] = perf_counter_ns,
+    ) -> None:
         self._module: Any = torch.get_device_module(device)
         self._streams = {name: self._module.Stream(device) for name in lanes}
         self._execute = execute
@@ -35,6 +43,7 @@ class CudaStreams:
         self._unused: list[torch.cuda.Event] = []
         self._lock = threading.Lock()
         self._device = device
+        self._host_clock = clock
         self.begin()
 
     def begin(self) -> None:
@@ -42,7 +51,8 @@ class CudaStreams:
         with self._module.device(self._device):
             self._module.synchronize(self._device)
             self._issued.clear()
-            self._clock = StreamClock(self._timed_event, self._module.Stream(self._device))
+            stream = self._module.Stream(self._device)
+            self._clock = StreamClock(self._timed_event, stream, self._host_clock)
 
     def run(self, task: Task) -> Any:
         """Run a task of a lane that is no stream, to its end.
@@ -74,7 +84,7 @@ class CudaStreams:
         return issued
 
     def span_of(self, issued: CudaTask) -> tuple[int, int]:
-        """When a task ran that has ended, on the clock of `time.perf_counter_ns`; its events are used again."""
+        """When a task ran that has ended, on the host's clock; its events are used again."""
         with self._lock:
             clock = self._clock
             span = clock.nanoseconds(issued.start, issued.zero), clock.nanoseconds(issued.end, issued.zero)
@@ -121,5 +131,5 @@ class CudaTask:
         self.end.synchronize()
 
     def span(self) -> tuple[int, int]:
-        """When it ran, on the clock of `time.perf_counter_ns`; once only, after `wait`."""
+        """When it ran, on the host's clock; once only, after `wait`."""
         return self._streams.span_of(self)

@@ -1,0 +1,106 @@
+"""Ten minutes of tasks on a GPU whose clock drifts, in virtual time: do the times that are told fit each other?"""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+from typing import NamedTuple
+
+from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
+from moesched.devices.torch.cuda_streams import CudaStreams, CudaTask
+from moesched.tasks import Kernel, Lane, Task, Work
+
+MINUTES = 10
+READING = 300
+"""Nanoseconds that it takes to read the host's clock."""
+LONGEST_TASK, LONGEST_PAUSE = 3_000_000, 40_000_000
+"""Nanoseconds of a task, and of a pause of the host."""
+IN_FLIGHT = 6
+LANES = [Lane("accelerator"), Lane("host->gpu"), Lane("gpu->host")]
+HOST = Lane("host")
+
+
+class HostClock:
+    """The host's clock, in nanoseconds."""
+
+    def __init__(self) -> None:
+        self.now = 10**15
+
+    def __call__(self) -> int:
+        self.now += READING
+        return self.now
+
+
+class Ran(NamedTuple):
+    """A task that ran, and those that it waited for."""
+
+    lane: Lane
+    start: int
+    end: int
+    after: list[int]
+
+
+class Found(NamedTuple):
+    """What came of ten minutes.
+
+    Attributes:
+        worst: nanoseconds by which a task began too early, at most.
+    """
+
+    tasks: int
+    problems: list[str]
+    worst: int
+
+
+def ten_minutes(seed: int) -> Found:
+    """Run tasks that wait for each other on three streams and on the host, and check their times."""
+    ran = _ran(Random(seed), seed)
+    problems, worst = [], 0
+    last: dict[Lane, int] = {}
+    for number, task in ran.items():
+        lane = task.lane
+        early = {f"the task before it on {lane.name}": last.get(lane, 0) - task.start}
+        early |= {f"task {other} on {ran[other].lane.name}": ran[other].end - task.start for other in task.after}
+        early["its own start"] = task.start - task.end
+        last[lane] = task.end
+        for what, nanoseconds in early.items():
+            if nanoseconds > 0:
+                worst = max(worst, nanoseconds)
+                problems.append(f"task {number} on {lane.name} begins {nanoseconds} ns before the end of {what}")
+    return Found(len(ran), problems, worst)
+
+
+def _ran(choose: Random, seed: int) -> dict[int, Ran]:
+    clock = HostClock()
+
+    def execute(task: Task) -> None:
+        length = choose.randrange(LONGEST_TASK)
+
+        def work() -> None:
+            clock.now += length
+
+        gpu.streams.current.enqueue(work)
+
+    ran: dict[int, Ran] = {}
+    with LaggingGpu(seed=seed, clock=clock) as gpu:
+        streams = CudaStreams(GPU_DEVICE, [lane.name for lane in LANES], execute, clock)
+        flying: deque[tuple[Task, list[int], CudaTask]] = deque()
+        begin, number, host = clock.now, 0, -1
+        while clock.now - begin < MINUTES * 60 * 10**9:
+            clock.now += choose.randrange(LONGEST_PAUSE)
+            lane = choose.choice(LANES)
+            others = [task for task, _, _ in flying if task.lane is not lane and choose.random() < 0.3]
+            task = Kernel(lane, Work("work", "gpu"), "work", id=number)
+            after = [each.id for each in others] + ([host] if host >= 0 else [])
+            flying.append((task, after, streams.issue(task, others)))
+            number += 1
+            if len(flying) >= IN_FLIGHT:
+                ended = [flying.popleft() for _ in range(choose.randint(1, 3))]
+                for task, after, issued in reversed(ended):  # as lanes wait for several at once
+                    issued.wait()
+                    ran[task.id] = Ran(task.lane, *issued.span(), after)
+                start = clock()
+                clock.now += choose.randrange(20_000)
+                host, number = number, number + 1
+                ran[host] = Ran(HOST, start, clock(), [task.id for task, _, _ in ended])
+    return dict(sorted(ran.items()))
