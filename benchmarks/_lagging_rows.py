@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
 from _lagging_runs import CASES, SMALL, WAYS, Case, Models, Size, expected, on_gpu, over_budget
-from _lagging_spans import ten_minutes
+from _lagging_spans import minutes_of_tasks
 
 from moesched.devices.lagging.device import LaggingGpu
 from moesched.devices.lagging.streams import DeviceLost
@@ -252,7 +252,7 @@ def ledger(case: Case, first: int, count: int) -> Answer:
 
 def spans(case: Case, first: int, count: int) -> Answer:
     """Whether times of ten minutes fit each other, on clocks that drift."""
-    found = [ten_minutes(seed) for seed in range(first, first + count)]
+    found = [minutes_of_tasks(seed) for seed in range(first, first + count)]
     return {
         "seeds": count,
         "tasks": sum(each.tasks for each in found),

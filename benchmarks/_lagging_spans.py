@@ -10,7 +10,6 @@ from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
 from moesched.devices.torch.cuda_streams import CudaStreams, CudaTask
 from moesched.tasks import Kernel, Lane, Task, Work
 
-MINUTES = 10
 READING = 300
 """Nanoseconds that it takes to read the host's clock."""
 LONGEST_TASK, LONGEST_PAUSE = 3_000_000, 40_000_000
@@ -41,7 +40,7 @@ class Ran(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What came of ten minutes.
+    """What came of it.
 
     Attributes:
         worst: nanoseconds by which a task began too early, at most.
@@ -52,9 +51,9 @@ class Found(NamedTuple):
     worst: int
 
 
-def ten_minutes(seed: int) -> Found:
+def minutes_of_tasks(seed: int, minutes: int = 10) -> Found:
     """Run tasks that wait for each other on three streams and on the host, and check their times."""
-    ran = _ran(Random(seed), seed)
+    ran = _ran(Random(seed), seed, minutes)
     problems, worst = [], 0
     last: dict[Lane, int] = {}
     for number, task in ran.items():
@@ -70,7 +69,7 @@ def ten_minutes(seed: int) -> Found:
     return Found(len(ran), problems, worst)
 
 
-def _ran(choose: Random, seed: int) -> dict[int, Ran]:
+def _ran(choose: Random, seed: int, minutes: int) -> dict[int, Ran]:
     clock = HostClock()
 
     def execute(task: Task) -> None:
@@ -86,7 +85,7 @@ def _ran(choose: Random, seed: int) -> dict[int, Ran]:
         streams = CudaStreams(GPU_DEVICE, [lane.name for lane in LANES], execute, clock)
         flying: deque[tuple[Task, list[int], CudaTask]] = deque()
         begin, number, host = clock.now, 0, -1
-        while clock.now - begin < MINUTES * 60 * 10**9:
+        while clock.now - begin < minutes * 60 * 10**9:
             clock.now += choose.randrange(LONGEST_PAUSE)
             lane = choose.choice(LANES)
             others = [task for task, _, _ in flying if task.lane is not lane and choose.random() < 0.3]

@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 import torch
+from _lagging_spans import minutes_of_tasks
 
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
 from moesched.devices.torch.cuda_device import usable_bytes
@@ -86,11 +87,16 @@ def test_times_of_ten_minutes_follow_a_clock_that_drifts() -> None:
             zero, event = times.zero(), module.Event(enable_timing=True)
             event.record(stream)
             event.synchronize()
-            found = times.nanoseconds(event, zero)
+            found = times.nanoseconds(event, zero, 0, 2 * now[0])
             assert last <= found
             assert abs(found - now[0]) < 200_000
             last = found
         assert abs(last - now[0]) < 20_000
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tasks_on_streams_and_on_the_host_have_times_that_fit_each_other(seed: int) -> None:
+    assert minutes_of_tasks(seed, minutes=2).problems == []
 
 
 def test_a_plan_leaves_memory_to_the_libraries_of_the_gpu() -> None:

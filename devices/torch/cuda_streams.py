@@ -74,11 +74,12 @@ class CudaStreams:
                 if issued is not None:  # otherwise it has ended
                     stream.wait_event(issued.end)
             start, end, zero = self._event(), self._event(), self._clock.zero()
+            issued_at = self._host_clock()
         with self._module.stream(stream):
             start.record()
             value = self._execute(task)
             end.record()
-        issued = CudaTask(self, task.id, start, end, zero, value)
+        issued = CudaTask(self, task.id, start, end, zero, issued_at, value)
         with self._lock:
             self._issued[task.id] = issued
         return issued
@@ -86,11 +87,17 @@ class CudaStreams:
     def span_of(self, issued: CudaTask) -> tuple[int, int]:
         """When a task ran that has ended, on the host's clock; its events are used again."""
         with self._lock:
-            clock = self._clock
-            span = clock.nanoseconds(issued.start, issued.zero), clock.nanoseconds(issued.end, issued.zero)
+            start, end = (
+                self._clock.nanoseconds(event, issued.zero, issued.issued_at, issued.ended_by)
+                for event in (issued.start, issued.end)
+            )
             del self._issued[issued.number]
             self._unused += [issued.start, issued.end]
-        return span
+        return start, end
+
+    def now(self) -> int:
+        """The host's clock."""
+        return self._host_clock()
 
     def _timed_event(self) -> torch.cuda.Event:
         # Threads that wait leave their cores to attention on the CPU.
@@ -108,6 +115,7 @@ class CudaTask:
         number: the task's.
         start, end: events around it.
         zero: what their times are measured from.
+        issued_at, ended_by: times of the host's clock between which it ran; the second is known after `wait`.
     """
 
     def __init__(
@@ -117,6 +125,7 @@ class CudaTask:
         start: torch.cuda.Event,
         end: torch.cuda.Event,
         zero: Zero,
+        issued_at: int,
         value: Any,
     ) -> None:
         self.value = value
@@ -124,11 +133,13 @@ class CudaTask:
         self.start = start
         self.end = end
         self.zero = zero
+        self.issued_at = self.ended_by = issued_at
         self._streams = streams
 
     def wait(self) -> None:
         """Block until the stream has run it."""
         self.end.synchronize()
+        self.ended_by = self._streams.now()
 
     def span(self) -> tuple[int, int]:
         """When it ran, on the host's clock; once only, after `wait`."""
