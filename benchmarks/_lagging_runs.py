@@ -1,4 +1,4 @@
-"""Runs of small models on the lagging device, in every way in which a batch can run, and the same on the CPU for the bits.
+"""Runs of small models on the lagging device, in every way in which a batch can run, and on the CPU for the bits.
 
 The module needs the folder of tests on its path.
 """
@@ -21,7 +21,7 @@ from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout
 from moesched.models.tensor_parallel import cut_checkpoint, cut_config
 from moesched.plugins import make_policy
-from moesched.requests.batch import Batch, split_batch
+from moesched.requests.batch import split_batch
 from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
@@ -150,7 +150,10 @@ class Models(NamedTuple):
     @classmethod
     def stored(cls, folder: Path, **changes: int) -> Models:
         """Models of random weights, written below a folder."""
-        return cls(stored(replace(MIXTRAL, **changes), folder / "odd"), stored(replace(EVEN, **changes), folder / "even"))
+        return cls(
+            stored(replace(MIXTRAL, **changes), folder / "odd"),
+            stored(replace(EVEN, **changes), folder / "even"),
+        )
 
 
 class Team:
@@ -243,7 +246,7 @@ def on_cpu(models: Models, way: Way) -> Team:
 
 
 def expected(models: Models, case: Case, size: Size = SMALL) -> Ended:
-    """A case's batch on the CPU: with all weights in memory, or over nodes, which sums depend on, by the same policy."""
+    """A case's batch on the CPU: with all weights in memory, or over nodes, which sums depend on, by its policy."""
     way = WAYS[case.way]
     team = on_cpu(models, way)
     policy, settings = ("resident", {}) if way.nodes == 1 else (case.policy, case.settings)

@@ -59,13 +59,17 @@ def minutes_of_tasks(seed: int, minutes: int = 10) -> Found:
     for number, task in ran.items():
         lane = task.lane
         early = {f"the task before it on {lane.name}": last.get(lane, 0) - task.start}
-        early |= {f"task {other} on {ran[other].lane.name}": ran[other].end - task.start for other in task.after}
+        early |= {
+            f"task {other} on {ran[other].lane.name}": ran[other].end - task.start for other in task.after
+        }
         early["its own start"] = task.start - task.end
         last[lane] = task.end
         for what, nanoseconds in early.items():
             if nanoseconds > 0:
                 worst = max(worst, nanoseconds)
-                problems.append(f"task {number} on {lane.name} begins {nanoseconds} ns before the end of {what}")
+                problems.append(
+                    f"task {number} on {lane.name} begins {nanoseconds} ns before the end of {what}"
+                )
     return Found(len(ran), problems, worst)
 
 

@@ -261,7 +261,7 @@ class Gpu:
             with torch.inference_mode():
                 work()
         except Exception as error:
-            self._error = error
+            self._error = error.with_traceback(None)  # it would keep the frames of whoever waited
 
     def raise_error(self) -> None:
         """Raise the error of work that failed."""

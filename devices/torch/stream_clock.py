@@ -103,7 +103,9 @@ class StreamClock:
         for _ in range(TRIES - 1):
             if width <= NARROW:
                 break
-            width, event, middle = min((width, event, middle), self._recorded_once(), key=lambda each: each[0])
+            width, event, middle = min(
+                (width, event, middle), self._recorded_once(), key=lambda each: each[0]
+            )
         return event, middle
 
     def _recorded_once(self) -> tuple[int, Any, int]:
