@@ -4,7 +4,7 @@ Parts are questions:
 
 - bits: does a batch have the bits of the CPU, within its plan's bytes, with a valid trace?
 - batches: is the memory the same after each of three batches?
-- errors: does an error at a random piece of work, on any stream, end the run in time, with its story, nothing left over?
+- errors: does an error at a random piece of work, on any stream, end the run in time, with its story, nothing left?
 - ledger: does a GPU suffice whose free memory gives just the plan, by an allocator that rounds up as torch's does?
 - spans: do the times of ten minutes fit each other, on clocks that drift?
 - deep: does a run of 32 layers, 32 micro-batches and 16 steps end, and is little remembered?
