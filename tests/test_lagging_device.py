@@ -107,3 +107,23 @@ def test_batch_after_batch_takes_the_same_memory(checkpoint: Checkpoint, policy:
     # torch keeps frames of the first calls.
     assert in_use[1:] == in_use[1:2] * 3
     assert caches[1:] == caches[1:2] * 3
+
+
+@pytest.mark.parametrize("policy", ["cgopipe", "flexgen", "layer_streaming"])
+def test_a_batch_allocates_nothing_before_the_kv_cache_of_the_last_one_is_gone(
+    checkpoint: Checkpoint, policy: str
+) -> None:
+    caches = []
+    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True)
+    device.tell = lambda what, done, whole: caches.append(
+        sum(isinstance(each, BlockedKV) for each in gc.get_objects())
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            generated(device, policy, {}, keep_open=True)
+    finally:
+        gc.enable()
+        device.close()
+    assert len(caches) >= 3 and set(caches) == {0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -162,7 +163,9 @@ class TorchDevice:
         """
         config = self.layout.config
         check_token_ids(prompts, config.vocabulary)
-        self._verbs = {}
+        if self._verbs:
+            self._verbs = {}
+            gc.collect()  # torch keeps frames of first calls in cycles, and with them a KV cache
         self._store.let_go()
         self._store.reader.ahead = self.memory_ahead
         # Mean rows of an expert in a decode step of the largest micro-batch: the same for every policy.
