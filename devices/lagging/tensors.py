@@ -63,12 +63,17 @@ class OnGpu(TorchFunctionMode):
 
 
 class Operations:
-    """Runs Python at once and queues what computes."""
+    """Runs Python at once and queues what computes.
+
+    Attributes:
+        staged: number of copies between host and GPU for which torch takes memory of the GPU beside both tensors.
+    """
 
     def __init__(self, gpu: Gpu, memory: GpuMemory) -> None:
         self.gpu = gpu
         self.memory = memory
         self.pinned = PinnedMemory()
+        self.staged = 0
 
     def call(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of torch, whatever its tensors are on."""
@@ -178,6 +183,8 @@ class Operations:
             return target.copy_(source)
         into = target.values_now if isinstance(target, LaggingTensor) else target
         what = source.values_now if isinstance(source, LaggingTensor) else source
+        if to_gpu != from_gpu and not (into.is_contiguous() and what.is_contiguous()):
+            self.staged += 1
         if not from_gpu and not self.pinned.holds(source):
             what = source.clone()  # ordinary memory is read before the call returns
             at_once = self.gpu.random.random() < 0.5

@@ -11,7 +11,7 @@ from moesched.models.config import ModelConfig
 from moesched.tasks import Task
 
 from ..native.arguments import LayerWeights
-from ..native.attention import AttentionCall, NativeAttention
+from ..native.attention import DTYPES, AttentionCall, NativeAttention
 from ..native.buffers import StepBuffers
 from ..products.linear import Tensor
 from ..products.team import use_cores
@@ -49,7 +49,9 @@ class Attention:
         self._products = compute.products
         self._native = compute.native
         threads = compute.products.kernel
-        self._native_attention = NativeAttention(threads, config.sliding_window) if threads else None
+        self._native_attention: NativeAttention | None = None
+        if threads and compute.dtype in DTYPES:
+            self._native_attention = NativeAttention(threads, config.sliding_window)
         self._use_cores_for = compute.use_cores_for
         self._rank = rank
         self._shapes: defaultdict[int, dict[int, StepBuffers]] = defaultdict(dict)

@@ -69,6 +69,7 @@ class NextTokens:
         self._beams = beams
         self._is_greedy = beams is None and choice.kept is None and choice.sampling.temperature == 0
         self._first_bad = first_bad
+        self._dtype = str(compute.dtype).removeprefix("torch.")
 
     def logits(self, state: MicroBatchState) -> Tensor:
         """The logits (S, V), float32, of the last tokens; each block of the LM head on a core of its own."""
@@ -95,7 +96,7 @@ class NextTokens:
         try:
             return self._draw(state, logits_SV)
         except NotFinite as error:
-            raise traced(error, task.step, self._first_bad(state)) from error
+            raise traced(error, task.step, self._first_bad(state), self._dtype) from error
 
     def _draw(self, state: MicroBatchState, logits_SV: Tensor) -> list[int] | list[Standing]:
         logits_SV = logits_SV.cpu()
