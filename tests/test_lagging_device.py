@@ -14,8 +14,9 @@ import pytest
 import torch
 from _small_runs import TWO_MEMORIES, Generated, generate, same_bits
 
-from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
+from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.torch.device import TorchDevice
+from moesched.devices.torch.kernels import group_by_expert
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
@@ -99,6 +100,32 @@ def test_a_policy_that_streams_has_the_bits_of_the_cpu_in_16_bits(
         assert found.streamed_pages > 0
         assert found.tokens == resident.tokens
         assert found.logits_RSV.equal(resident.logits_RSV)
+
+
+def test_grouping_the_rows_of_experts_waits_once_for_the_gpu() -> None:
+    experts_Tk = torch.tensor([[0, 2], [1, 2], [2, 3], [0, 2]])
+    with LaggingGpu(seed=1) as gpu:
+        there = experts_Tk.to(GPU_DEVICE)
+        before = gpu.streams.waits
+        grouping = group_by_expert(there, 5)
+        assert gpu.streams.waits == before + 1
+        assert grouping.counts == [2, 1, 4, 1, 0]
+        assert grouping.tokens_n.tolist() == [0, 3, 1, 0, 1, 2, 3, 2]
+        assert grouping.rows_Tk.tolist() == [[0, 3], [2, 4], [5, 7], [1, 6]]
+
+
+def test_likeliest_tokens_are_found_where_the_logits_are(checkpoint: Checkpoint) -> None:
+    """Without kept logits, nothing as large as the vocabulary comes to the host."""
+    keeping = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True)
+    tokens = generated(keeping, "cgopipe", {}).tokens
+    gpu = LaggingGpu(seed=1)
+    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), gpu=gpu)
+    batch = split_batch([len(prompt) for prompt in PROMPTS], 4, 2)
+    plan = plan_run(
+        TWO_MEMORIES, device.layout, batch, policy := make_policy("resident"), None, device.slot_bytes
+    )
+    assert run(plan, policy, device, PROMPTS).tokens == tokens
+    assert gpu.operations.most_to_host <= 8 * MIXTRAL.experts < 4 * MIXTRAL.vocabulary
 
 
 @pytest.mark.parametrize("seed", range(5))

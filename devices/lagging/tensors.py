@@ -67,6 +67,7 @@ class Operations:
 
     Attributes:
         staged: number of copies between host and GPU for which torch takes memory of the GPU beside both tensors.
+        most_to_host: bytes of the largest tensor that came to the host.
     """
 
     def __init__(self, gpu: Gpu, memory: GpuMemory) -> None:
@@ -74,6 +75,7 @@ class Operations:
         self.memory = memory
         self.pinned = PinnedMemory()
         self.staged = 0
+        self.most_to_host = 0
 
     def call(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of torch, whatever its tensors are on."""
@@ -95,6 +97,7 @@ class Operations:
             if name == "numpy":
                 raise TypeError("can't convert a tensor of the GPU to numpy: copy it to the host first")
             if name in ANSWERS:
+                self.most_to_host = max(self.most_to_host, args[0].nbytes)
                 self.gpu.current.synchronize()
                 return func(*_reals(args), **_reals(kwargs))
             if name in SIZED_BY_VALUES:
@@ -183,6 +186,8 @@ class Operations:
             return target.copy_(source)
         into = target.values_now if isinstance(target, LaggingTensor) else target
         what = source.values_now if isinstance(source, LaggingTensor) else source
+        if not to_gpu:
+            self.most_to_host = max(self.most_to_host, into.nbytes)
         if to_gpu != from_gpu and not (into.is_contiguous() and what.is_contiguous()):
             self.staged += 1
         if not from_gpu and not self.pinned.holds(source):

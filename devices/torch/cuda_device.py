@@ -17,6 +17,7 @@ from moesched.models.layout import WeightLayout
 from moesched.seams import Transport
 
 from .device import TorchDevice
+from .fused_attention import has_fused_attention, prefer_kernels_without_plans
 from .gpu_memory import let_segments_grow, usable_bytes, with_usable_memory
 from .inspection import cuda_facts
 
@@ -35,7 +36,11 @@ class CudaDevice(TorchDevice):
     ) -> None:
         require_cuda()
         let_segments_grow()
+        prefer_kernels_without_plans()
         super().__init__(checkpoint, layout, accelerator="cuda:0", keep_logits=keep_logits, direct=direct)
+        self._compute.fused_attention = has_fused_attention(
+            self._compute.dtype, layout.config.head_dim, torch.cuda.get_device_capability(0)
+        )
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
         """Work as one of several ranks, each on a GPU of its own, or as a node, on the first GPU of its machine.
