@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
+import gpu_choices
 import msgspec
 import pytest
 import torch
@@ -114,3 +117,16 @@ def test_the_check_before_the_benchmark_streams_in_bfloat16() -> None:
     for each in found.values():
         assert each["streamed_pages"] > 0
         assert each["tokens_equal"] and each["largest_difference_of_logits"] == 0
+
+
+def test_choices_that_were_made_without_a_gpu_can_be_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    gpu_choices.main(["--small", "--out", str(tmp_path / "choices.json")])
+    found = json.loads((tmp_path / "choices.json").read_text())
+    assert found["attention"].keys() == {"flash", "efficient", "cudnn", "math"}
+    assert found["attention"]["math"]["typical"] > 0
+    assert found["alignment"].keys() >= {"1 rows, 0 bytes behind", "1 rows, 8 bytes behind"}
+    assert found["reads"]["ordinary"] > 0
+    assert [*tmp_path.iterdir()] == [tmp_path / "choices.json"]

@@ -84,6 +84,9 @@ def test_two_batches_of_every_policy_have_the_bits_of_the_cpu(
         assert found.tokens == expected.tokens
         assert same_bits(found.logits_RSV, expected.logits_RSV)
     assert device.gpu.operations.staged == 0, "copies take no memory of the GPU beside the plan's"
+    assert device.gpu.operations.misaligned == 0, (
+        "weights are where products are fast, wherever files have them"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

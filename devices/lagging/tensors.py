@@ -67,6 +67,7 @@ class Operations:
 
     Attributes:
         staged: number of copies between host and GPU for which torch takes memory of the GPU beside both tensors.
+        misaligned: number of products with weights that are at no multiple of 16 bytes.
         most_to_host: bytes of the largest tensor that came to the host.
     """
 
@@ -75,6 +76,7 @@ class Operations:
         self.memory = memory
         self.pinned = PinnedMemory()
         self.staged = 0
+        self.misaligned = 0
         self.most_to_host = 0
 
     def call(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,6 +129,8 @@ class Operations:
     def _queue(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Work for the current stream; the shapes of its results come from tensors without values."""
         _require_one_device(name, args, kwargs)
+        if name == "linear" and isinstance(args[1], LaggingTensor):
+            self.misaligned += args[1].values_now.data_ptr() % 16 > 0
         blocks = {_storage(each.twin): each.block for each in _lagging((args, kwargs))}
         shapes = func(*_twins(args), **_on(_twins(kwargs), "meta"))
         fresh: list[torch.Tensor] = []

@@ -69,17 +69,21 @@ def typed_view(slot: torch.Tensor, offset: int, shape: Sequence[int], dtype: tor
 
 
 def copy_placed_alike(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of its own, with the original's strides and offset within a cache line.
+    """A copy of its own with the original's strides; on the CPU also with its offset within a cache line.
 
     The last bits of a float32 product depend on that offset, and must be the same for resident and streamed weights. A
-    large copy is in huge pages, which products read a tenth to a quarter faster.
+    large copy is in huge pages, which products read a tenth to a quarter faster. On other devices all weights start at
+    multiples of a cache line.
     """
+    if device.type != "cpu":
+        memory = torch.empty(tensor.numel(), dtype=tensor.dtype, device=device)
+        return memory.as_strided(tensor.shape, tensor.stride(), 0).copy_(tensor)
     skip = tensor.data_ptr() % CACHE_LINE // tensor.itemsize
     items = skip + tensor.numel()
-    if device.type == "cpu" and tensor.nbytes >= HUGE_PAGE:
+    if tensor.nbytes >= HUGE_PAGE:
         memory = aligned_bytes(items * tensor.itemsize).view(tensor.dtype)
     else:
-        memory = torch.empty(items, dtype=tensor.dtype, device=device)
+        memory = torch.empty(items, dtype=tensor.dtype)
     return memory.as_strided(tensor.shape, tensor.stride(), skip).copy_(tensor)
 
 

@@ -62,6 +62,9 @@ class HostSide:
             if held is None:
                 self._read_into(target, page)
                 continue
+            if held.is_cpu and not target.is_cpu:
+                self._store.reader.copy(held, page, target)
+                continue
             nbytes = self._store.reader.bytes_in_slot(page)
             target[:nbytes].copy_(held[:nbytes], non_blocking=True)
 
@@ -70,8 +73,7 @@ class HostSide:
         if target.device.type == "cpu":
             self._store.reader.read(page, target)
         else:
-            held = read_page(self._store.reader, page)
-            target[: len(held)].copy_(held)
+            self._store.reader.copy(read_page(self._store.reader, page), page, target)
 
     def load_kv(self, task: Task) -> None:
         """Copy a micro-batch's cached keys and values, each sequence with room for its new token at the end."""

@@ -204,4 +204,5 @@ class WeightStore:
     def _streamed(self, page: Page, slot: Slot) -> Weights:
         if self._mapped is not None:
             return self._mapped.views(page)
-        return self.reader.views(self.bytes(slot), page)
+        memory = self.bytes(slot)
+        return self.reader.views(memory, page, aligned=not memory.is_cpu)
