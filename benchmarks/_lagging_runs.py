@@ -31,23 +31,12 @@ from moesched.steps.plan import Plan
 from moesched.trace import Recorder
 from moesched.transports.inproc import InprocTransport
 from odd_models import MIXTRAL, PROMPTS, layout_of, stored
-from policies_for_two_memories import POLICIES
+from policies_for_two_memories import POLICIES, STREAM_MOST
 
 Settings = Mapping[str, int]
 
 EVEN = replace(MIXTRAL, heads=4, kv_heads=2, vocabulary=98)
 """A model that two ranks can share."""
-
-STREAM_MOST = {
-    "layer_streaming",
-    "cgopipe",
-    "flexgen",
-    "flexgen_cpu",
-    "expert_streaming",
-    "cpu_ffn",
-    "layer_split",
-}
-"""Policies that run where fast memory has room for a part of the weights; others stream by settings, or keep all."""
 
 OVER_NODES: list[tuple[str, dict[str, int]]] = [
     (policy, {"decentralised": decentralised})
@@ -93,6 +82,9 @@ class Case(NamedTuple):
     policy: str
     settings: Settings
     way: str
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def name(self) -> str:

@@ -257,6 +257,15 @@ class ChecksMachine(Protocol):
 
 
 @runtime_checkable
+class ChoosesDtype(Protocol):
+    """A device class that computes in float16, too, and chooses it where its hardware has no bfloat16."""
+
+    @staticmethod
+    def chosen_dtype(own: str) -> str:
+        """The number format for a model whose own one this is, where the user names none."""
+
+
+@runtime_checkable
 class KeepsTime(Protocol):
     """A device that imitates another machine, and provides the clock of all times."""
 

@@ -10,10 +10,8 @@ import torch
 from _lagging_spans import minutes_of_tasks
 
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
-from moesched.devices.torch.cuda_device import usable_bytes
 from moesched.devices.torch.cuda_streams import CudaStreams
 from moesched.devices.torch.stream_clock import PERIOD, StreamClock
-from moesched.errors import BadInput
 from moesched.tasks import Kernel, Lane, Task, Work
 
 LANES = [Lane("a"), Lane("b")]
@@ -97,9 +95,3 @@ def test_times_of_ten_minutes_follow_a_clock_that_drifts() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_tasks_on_streams_and_on_the_host_have_times_that_fit_each_other(seed: int) -> None:
     assert minutes_of_tasks(seed, minutes=2).problems == []
-
-
-def test_a_plan_leaves_memory_to_the_libraries_of_the_gpu() -> None:
-    assert usable_bytes(24 * 10**9) == 24 * 10**9 - 1_200_000_000 - 512_000_000
-    with pytest.raises(BadInput, match="end other programs"):
-        usable_bytes(500_000_000)

@@ -33,12 +33,15 @@ class LaggingGpu:
         seed: of the order in which work of different streams runs.
         fails_at: the number of the piece of work that fails, from 1 on; 0 for none.
         capacity: bytes of each GPU's memory; None for as many as there are.
+        told_free: bytes that a GPU says are free beside those that torch holds.
         clock: the host's clock in nanoseconds, which the GPUs' drift from.
         count: number of GPUs.
 
     Attributes:
         streams: their queues.
         memories: their memories, with the bytes that are in use.
+        pinned: memory of the host that they copy from by themselves.
+        operations: what is called on their tensors.
     """
 
     def __init__(
@@ -47,13 +50,16 @@ class LaggingGpu:
         seed: int = 0,
         fails_at: int = 0,
         capacity: int | None = None,
+        told_free: int = 2**40,
         clock: Callable[[], int] = perf_counter_ns,
         count: int = 1,
     ) -> None:
         self.streams = Gpu(seed, fails_at, clock)
         self.memories = [GpuMemory(self.streams, capacity) for _ in range(count)]
         self._mode: Any = OnGpu()  # torch gives its contexts no types
-        _install(operate(self.streams, self.memories))
+        self.operations = operate(self.streams, self.memories)
+        self.pinned = self.operations.pinned
+        _install(self.operations, told_free)
 
     @property
     def memory(self) -> GpuMemory:
@@ -120,7 +126,7 @@ def _on_gpu(verb: Verb) -> Verb:
     return run
 
 
-def _install(operations: Operations) -> None:
+def _install(operations: Operations, free: int) -> None:
     """Have torch find the imitated GPU by the type of its device, as it finds `torch.cuda`."""
     module = getattr(torch, DEVICE_TYPE, None)
     if module is None:
@@ -131,9 +137,8 @@ def _install(operations: Operations) -> None:
     def number(device: torch.device | None) -> int:
         return gpu.number if device is None or device.index is None else device.index
 
-    def mem_get_info(device: torch.device | None = None) -> tuple[int, int]:
-        memory = operations.memories[number(device)]
-        return (memory.capacity or 0) - memory.in_use(), memory.capacity or 0
+    def memory(device: torch.device | None) -> GpuMemory:
+        return operations.memories[number(device)]
 
     vars(module).update(
         _is_in_bad_fork=lambda: False,
@@ -144,5 +149,10 @@ def _install(operations: Operations) -> None:
         device=lambda device: gpu.on_gpu(number(device)),
         current_stream=lambda device=None: gpu.current_of(number(device)),
         synchronize=lambda device=None: gpu.synchronize(number(device)),
-        mem_get_info=mem_get_info,
+        mem_get_info=lambda device=None: (free, free + memory(device).in_use()),
+        cudart=lambda: operations.pinned,
+        empty_cache=lambda: None,
+        reset_peak_memory_stats=lambda device=None: memory(device).reset_peak(),
+        max_memory_allocated=lambda device=None: memory(device).most_taken,
+        memory_reserved=lambda device=None: memory(device).in_use(),
     )

@@ -153,11 +153,13 @@ class Gpu:
     Attributes:
         ran: pieces of work that ran so far.
         events: those that somebody still has.
+        waits: how often the host has waited for a GPU.
     """
 
     def __init__(self, seed: int = 0, fails_at: int = 0, clock: Callable[[], int] = perf_counter_ns) -> None:
         self._clock = clock
         self.lock = threading.RLock()
+        self.waits = 0
         self.random = Random(seed)
         self._fails_at = fails_at
         self.ran = 0
@@ -244,6 +246,7 @@ class Gpu:
             RuntimeError: nothing may run.
         """
         with self.lock:
+            self.waits += 1
             self.raise_error()
             while not done():
                 ready = [stream for stream in self._streams if stream.is_ready()]

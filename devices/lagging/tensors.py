@@ -71,6 +71,9 @@ class Operations:
         pinned: page-locked memory of the host.
         blocked: copies that made their thread wait although they were to be asynchronous: the host's memory is not
             page-locked.
+        staged: number of copies between host and GPU for which torch takes memory of the GPU beside both tensors.
+        misaligned: number of products with weights that are at no multiple of 16 bytes.
+        most_to_host: bytes of the largest tensor that came to the host.
     """
 
     def __init__(self, gpu: Gpu, memories: Sequence[GpuMemory]) -> None:
@@ -79,6 +82,9 @@ class Operations:
         self.pinned = PinnedMemory()
         self.blocked = 0
         self._shapes = Shapes()
+        self.staged = 0
+        self.misaligned = 0
+        self.most_to_host = 0
 
     def call(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of torch, whatever its tensors are on."""
@@ -103,6 +109,7 @@ class Operations:
             if name == "numpy":
                 raise TypeError("can't convert a tensor of the GPU to numpy: copy it to the host first")
             if name in ANSWERS:
+                self.most_to_host = max(self.most_to_host, args[0].nbytes)
                 self.gpu.current_of(number).synchronize()
                 return func(*_reals(args), **_reals(kwargs))
             if name in SIZED_BY_VALUES:
@@ -136,6 +143,8 @@ class Operations:
         self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int
     ) -> Any:
         """Work for the GPU's current stream; the shapes of its results come from tensors without values."""
+        if name == "linear" and isinstance(args[1], LaggingTensor):
+            self.misaligned += args[1].values_now.data_ptr() % 16 > 0
         blocks = {_storage(each.twin): each.block for each in _lagging((args, kwargs))}
         shapes = self._shapes.of(func, _twins(args), _on(_twins(kwargs), "meta"))
         fresh: list[torch.Tensor] = []
@@ -198,6 +207,10 @@ class Operations:
         into = target.values_now if isinstance(target, LaggingTensor) else target
         what = source.values_now if isinstance(source, LaggingTensor) else source
         stream = self.gpu.current_of(next(_lagging((source, target))).block.stream.number)
+        if not to_gpu:
+            self.most_to_host = max(self.most_to_host, into.nbytes)
+        if to_gpu != from_gpu and not (into.is_contiguous() and what.is_contiguous()):
+            self.staged += 1
         if not from_gpu and not self.pinned.holds(source):
             self.blocked += not at_once
             what = source.clone()  # ordinary memory is read before the call returns

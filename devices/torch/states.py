@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from moesched.steps.roles import KV_ROLES
 from .compute import Compute
 from .copies import HOST
 from .kv_cache import BlockedKV
+from .locked_memory import locked_if_possible
 from .micro_batch import MicroBatchState
 
 
@@ -26,16 +28,27 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) ->
     for role in KV_ROLES if plan.nodes.attends else ():
         cached = [states[number] for number in plan.kv.held_by(role)]
         if cached:
-            _open_cache(plan, cached, compute.dtype, compute.accelerator if role == "accelerator" else HOST)
+            _open_cache(plan, cached, compute, compute.accelerator if role == "accelerator" else HOST)
     return states + _chunk_states(plan.chunks, states, prompts) if plan.batch.chunked else states
 
 
 def _open_cache(
-    plan: Plan, states: Sequence[MicroBatchState], dtype: torch.dtype, device: torch.device
+    plan: Plan, states: Sequence[MicroBatchState], compute: Compute, device: torch.device
 ) -> None:
-    """Open one KV cache for these micro-batches, with room for all tokens of each request and its beams."""
+    """Open one KV cache for these micro-batches, with room for all tokens of each request and its beams.
+
+    That of the host is locked for a GPU, which then copies from it without the host.
+    """
+    lock = device == HOST and not compute.on_cpu
     blocks = sum(plan.batch.tokens_at_end(state.requests) for state in states) // KV_BLOCK_TOKENS
-    cache = BlockedKV(plan.layout.config, blocks, block_size=KV_BLOCK_TOKENS, dtype=dtype, device=device)
+    cache = BlockedKV(
+        plan.layout.config,
+        blocks,
+        block_size=KV_BLOCK_TOKENS,
+        dtype=compute.dtype,
+        device=device,
+        allocate=partial(locked_if_possible, device=compute.accelerator) if lock else None,
+    )
     for state in states:
         state.cache = cache
         for request, sequence in zip(state.requests, state.sequences, strict=True):
