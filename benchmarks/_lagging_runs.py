@@ -38,6 +38,9 @@ Settings = Mapping[str, int]
 EVEN = replace(MIXTRAL, heads=4, kv_heads=2, vocabulary=98)
 """A model that two ranks can share."""
 
+LOCKED = {"cgopipe", "fastdecode", "layer_split", "twiddler"}
+"""Policies that copy from page-locked memory only, so that no thread waits for a copy."""
+
 OVER_NODES: list[tuple[str, dict[str, int]]] = [
     (policy, {"decentralised": decentralised})
     for policy in ("ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced")

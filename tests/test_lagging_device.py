@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 from _lagging_rows import SECONDS, errors
-from _lagging_runs import CASES, WAYS, Case, Ended, Models, on_gpu, over_budget
+from _lagging_runs import CASES, LOCKED, WAYS, Case, Ended, Models, on_gpu, over_budget
 from _lagging_runs import expected as expected_of_cpu
 from _small_runs import TWO_MEMORIES, Generated, generate, same_bits
 
@@ -104,6 +104,8 @@ def test_two_batches_of_every_policy_have_the_bits_of_the_cpu_and_keep_to_the_pl
         assert ended.has_bits_of(wanted)
         assert [*over_budget(ended, gpu, way.nodes)] == []
     team.close()
+    if case.policy in LOCKED:
+        assert gpu.operations.blocked == 0, "copies through page-locked memory make no thread wait"
     assert gpu.operations.staged == 0, "copies take no memory of the GPU beside the plan's"
     assert gpu.operations.misaligned == 0, "weights are where products are fast, wherever files have them"
 

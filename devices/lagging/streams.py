@@ -152,6 +152,7 @@ class Gpu:
 
     Attributes:
         ran: pieces of work that ran so far.
+        failed_at: when a piece failed, by the host's clock; None where none did.
         events: those that somebody still has.
         waits: how often the host has waited for a GPU.
     """
@@ -163,6 +164,7 @@ class Gpu:
         self.random = Random(seed)
         self._fails_at = fails_at
         self.ran = 0
+        self.failed_at: int | None = None
         self.events: weakref.WeakSet[LaggingEvent] = weakref.WeakSet()
         self._error: BaseException | None = None
         self._streams: list[LaggingStream] = []
@@ -264,6 +266,7 @@ class Gpu:
             with torch.inference_mode():
                 work()
         except Exception as error:
+            self.failed_at = self._clock()
             self._error = error.with_traceback(None)  # it would keep the frames of whoever waited
 
     def raise_error(self) -> None:
