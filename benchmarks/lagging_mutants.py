@@ -1,7 +1,7 @@
 """Removes each wait, event, lifetime and copy of the CUDA path in turn; the lagging device has to find it.
 
 Works in a copy of the tree: first the tests of the lagging device run there, up to the first that fails; where none
-does, every case of the benchmark `lagging_device` runs, two batches each. The result names what found each mutant. It is
+does, every case of the benchmark `lagging_device` runs, two batches each. The result names what found each. It is
 written after each one: a run that was cut off goes on with `--resume`.
 """
 
