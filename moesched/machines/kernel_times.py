@@ -96,8 +96,11 @@ class KernelTimes:
     def _fixed(self, work: Work) -> float:
         """The time of starting the work and its kernels, and of what the host does with its result.
 
-        A GPU starts each kernel. A team of threads wakes once for a work, and meets after each of its kernels.
+        A GPU starts each kernel. A team of threads wakes once for a work, and meets after each of its kernels. A work
+        that joins an earlier call starts nothing.
         """
+        if work.joins:
+            return 0.0
         rates = self._rates
         if "launch_seconds" not in rates:
             return self._processor.launch_seconds
