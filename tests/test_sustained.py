@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from importlib import resources
 from typing import Any
 
@@ -134,6 +135,15 @@ def test_a_team_of_threads_wakes_once_for_a_task_and_meets_after_each_kernel() -
     assert at(T4, small) == pytest.approx(15e-6 + experts * kernels * 2e-6) == pytest.approx(95e-6)
 
 
+def test_an_expert_that_joins_a_call_starts_nothing() -> None:
+    parts = (WorkPart("expert", GB, 1),)
+    for processor, start in (("gpu", 5 * 6e-6), ("cpu", 15e-6 + 5 * 2e-6)):
+        first, next_one = (
+            Work("run_expert", processor, GB, GB, 1, parts, joins=joins) for joins in (False, True)
+        )
+        assert at(T4, first) - at(T4, next_one) == pytest.approx(start)
+
+
 def test_sampling_takes_what_the_host_does_between_steps() -> None:
     between = at(T4, product(1, "sample")) - at(T4, product(1))
     assert between == pytest.approx(GPU["step_seconds"].expected) == pytest.approx(500e-6)
@@ -223,6 +233,44 @@ def test_a_host_that_computes_contends_with_copies(machine: Machine, policy: str
 
 
 # -- prefill in chunks -----------------------------------------------------------------------------
+
+
+class Calls:
+    """Observer of the experts of each layer of the decode steps, and of those that start a call."""
+
+    def __init__(self) -> None:
+        self.experts: Counter[tuple[int, int]] = Counter()
+        self.starts: Counter[tuple[int, int]] = Counter()
+        self.fetched: list[bool] = []
+        """Whether each expert started a call, of those whose weights were fetched."""
+
+    def ended(self, task: Task) -> None:
+        if task.verb == "run_expert" and task.step > 0:
+            self.experts[task.step, task.layer] += 1
+            self.starts[task.step, task.layer] += not task.work.joins
+            if not task.operands.slots[0].fixed:
+                self.fetched.append(not task.work.joins)
+
+
+def calls_of(policy: str, **settings: Any) -> Calls:
+    """The calls of one request's decode steps on a T4, with two experts per token."""
+    layout, observer, chosen = (
+        weight_layout(find_shape("mixtral-0.8b")),
+        Calls(),
+        make_policy(policy, settings),
+    )
+    trial_run(plan_run(T4, layout, Batch((8,), 4, ((0,),)), chosen), chosen, observers=[observer])
+    assert set(observer.experts.values()) == {2}
+    return observer
+
+
+def test_the_experts_of_a_layer_start_in_one_call_where_their_weights_stay() -> None:
+    assert set(calls_of("layer_split", gpu_layers=0).starts.values()) == {1}
+
+
+def test_fetched_experts_start_one_by_one() -> None:
+    fetched = calls_of("lru_offload").fetched
+    assert fetched and all(fetched)
 
 
 class Projections:

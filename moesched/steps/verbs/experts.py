@@ -184,7 +184,9 @@ class ExpertVerbs(Verbs):
         else:
             normed = blocks.normed_host
             self._leave_on_host(routing, HostOutput(expert, range(tokens), output))
-        task = self._expert_task(RUN_EXPERT, batch.stage, view, at, layer, batch.index, expert, tokens, routing)
+        task = self._expert_task(
+            RUN_EXPERT, batch.stage, view, at, layer, batch.index, expert, tokens, routing
+        )
         return self._enter(task, (normed, *view.reads), (output,))
 
     def warm_expert(self, layer: int, expert: int, micro_batch: int) -> Task:
