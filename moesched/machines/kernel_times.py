@@ -97,13 +97,13 @@ class KernelTimes:
         """The time of starting the work and its kernels, and of what the host does with its result.
 
         A GPU starts each kernel. A team of threads wakes once for a work, and meets after each of its kernels. A work
-        that joins an earlier call starts nothing.
+        that joins an earlier call starts nothing. A file without a class of device states the time of each operation.
         """
-        if work.joins:
-            return 0.0
         rates = self._rates
         if "launch_seconds" not in rates:
             return self._processor.launch_seconds
+        if work.joins:
+            return 0.0
         waiting = rates[WAITED_FOR[work.kind]] if work.kind in WAITED_FOR else 0.0
         each = rates["launch_seconds"]
         return rates.get("wake_seconds", 0.0) + each * sum(map(kernels, work.parts)) + waiting
