@@ -144,6 +144,17 @@ def test_an_expert_that_joins_a_call_starts_nothing() -> None:
         assert at(T4, first) - at(T4, next_one) == pytest.approx(start)
 
 
+def test_a_cpu_converts_blocks_of_weights_without_its_matrix_units() -> None:
+    """A Xeon has 16 times the FLOP/s in 16 bits; kernels of quantised weights do not use them."""
+    xeon = replace(T4.host, flops={"bfloat16": 16e12, "float32": 1e12})
+    machine = replace(T4, processors=T4.processors | {"cpu": xeon})
+    plain, quantised = (
+        at(machine, Work("route", "cpu", 1e15, 0, parts=(WorkPart("route", GB, 10**6),), kernel_rate=rate))
+        for rate in (1.0, 0.999)
+    )
+    assert quantised == pytest.approx(16 * plain, rel=0.01)
+
+
 def test_sampling_takes_what_the_host_does_between_steps() -> None:
     between = at(T4, product(1, "sample")) - at(T4, product(1))
     assert between == pytest.approx(GPU["step_seconds"].expected) == pytest.approx(500e-6)
