@@ -207,14 +207,14 @@ def speeds(*works: Work, machine: Machine = T4) -> tuple[float, ...]:
     return fair_rates([cost.work(work) for work in works])
 
 
-EXPERTS_ON_HOST = Work("run_expert", "cpu", nbytes=60 * GB, parts=(WorkPart("expert", 60 * GB, 1),))
+EXPERTS_ON_HOST = Work("run_expert", "cpu", nbytes=57 * GB, parts=(WorkPart("expert", 57 * GB, 1),))
 STAGING = Work("stage", "host->pinned", nbytes=13 * GB)
 FETCH = Work("fetch", "pinned->gpu", nbytes=12 * GB)
 
 
 def test_copies_take_bandwidth_from_experts_on_the_host() -> None:
-    """Experts read 60 GB/s. Staging reads and writes 13, and the link reads 12, of 80 GB/s in all."""
-    together = 80 / (60 + 2 * 13 + 12)
+    """Experts read 57 GB/s. Staging reads and writes 13, and the link reads 12, of 80 GB/s in all."""
+    together = 80 / (57 + 2 * 13 + 12)
     assert speeds(EXPERTS_ON_HOST, STAGING, FETCH) == pytest.approx([together] * 3, rel=0.005)
     assert speeds(EXPERTS_ON_HOST, FETCH) == (1, 1)
 
