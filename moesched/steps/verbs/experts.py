@@ -346,7 +346,10 @@ class ExpertVerbs(Verbs):
         stays = view.slots[0].fixed
         if stays and (at == "accelerator" or self._state.unified):
             kind, amount = f"resident expert at {at}", works.operations.resident_expert
-        work = works.work(kind, stage.processors[at], tokens, amount, joins=stays and at in routing.called)
+        joins = stays and at in routing.called
+        if joins:
+            kind += ", joined"  # traces tell works apart by their kind, and this one costs less
+        work = works.work(kind, stage.processors[at], tokens, amount, joins=joins)
         if stays:
             routing.called.add(at)
         if at == "accelerator":
