@@ -212,7 +212,7 @@ class _Needs:
                 self._experts_there(plan, run_state, works, kind)
             else:
                 self._accelerator.append((share, works["post_attention"]))
-            if batch.kv.on_accelerator or plan.kv.slots:
+            if all(batch.kv.on_accelerator) or plan.kv.slots:
                 self._accelerator.append((share, works["attention"]))
                 self._link += [(share, works["load_kv"])] if "load_kv" in works else []
             else:
