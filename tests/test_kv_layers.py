@@ -162,7 +162,7 @@ def test_the_planner_uses_what_is_left_for_a_part_of_one_requests_cache() -> Non
             objective="latency",
             policies=["cpu_ffn"],
             settings=settings,
-            budgets={"gpu": 1_100_000_000},
+            budgets={"gpu": 1_250_000_000},
         )
         return found.seen.trial_run.step_seconds, found.seen.kv_on_gpu
 
