@@ -84,7 +84,7 @@ class Candidate:
     def __init__(
         self, name: str, setting: Setting, sizes: Sequence[int] | None = None, *, deep: bool = True
     ) -> None:
-        setting.plan(setting.batch(1, 1))
+        _require_room(setting)
         self.name = name
         self.setting = setting
         self._lesson = Lesson(setting)
@@ -269,6 +269,16 @@ class Candidate:
                 if count == 1:
                     raise
             count, step = max(1, count - step), 2 * step
+
+
+def _require_room(setting: Setting) -> None:
+    """Check that one request fits, with the policy's own share of the KV cache on the accelerator, or with none."""
+    batch = setting.batch(1, 1)
+    if setting.splits_kv and setting.kv_on_gpu is None:
+        with suppress(BadInput):
+            setting.plan(batch, kv_on_gpu=0.0)
+            return
+    setting.plan(batch)
 
 
 def resident_of(share: float, count: int) -> float:
