@@ -19,7 +19,6 @@ from moesched.machines.sustained import at_peak
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import plan_best
 from moesched.planner.trial_run import trial_run
 from moesched.plugins import make_policy
 from moesched.policies.flexgen import FlexGen
@@ -151,25 +150,6 @@ def test_each_memory_reserves_the_layers_that_it_holds(share: float) -> None:
     none, some = (_planned("cgopipe", 8_000_000_000, kv_on_gpu=each) for each in (0.0, share))
     assert some.kv.on_gpu == share
     assert none.memory("host").used - some.memory("host").used == share * CACHE
-
-
-def test_the_planner_uses_what_is_left_for_a_part_of_one_requests_cache() -> None:
-    def best(**settings: float) -> tuple[float, float]:
-        found = plan_best(
-            T4,
-            LAYOUT,
-            [16_000],
-            12,
-            objective="latency",
-            policies=["cpu_ffn"],
-            settings=settings,
-            budgets={"gpu": 1_190_000_000},
-        )
-        return found.seen.trial_run.step_seconds, found.seen.kv_on_gpu
-
-    seconds, share = best()
-    assert 0 < share < 1
-    assert seconds < best(kv_on_gpu=0.0)[0]
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

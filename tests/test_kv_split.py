@@ -285,7 +285,9 @@ def test_a_share_that_is_searched_is_as_fast_as_none_and_all(policy: str, room: 
 
 
 def test_a_share_that_is_given_is_kept() -> None:
-    assert fastest("cgopipe", T4, 0.25)[1] == pytest.approx(0.25, abs=0.05)
+    assert fastest("cgopipe", T4, 0.25)[1] == pytest.approx(
+        0.25, abs=0.09
+    )  # of few micro-batches, whole ones
 
 
 def test_sizes_that_nobody_gave_come_with_a_share_unless_the_sizes_were_given() -> None:

@@ -84,7 +84,7 @@ class Candidate:
     def __init__(
         self, name: str, setting: Setting, sizes: Sequence[int] | None = None, *, deep: bool = True
     ) -> None:
-        _require_room(setting)
+        setting.plan(setting.batch(1, 1))
         self.name = name
         self.setting = setting
         self._lesson = Lesson(setting)
@@ -259,26 +259,22 @@ class Candidate:
         )
 
     def _fitting(self, size: int, micro_batches: int, resident: float) -> tuple[Plan, Policy]:
-        """The plan of that number of micro-batches, or of the most that fit: the search knows only average lengths."""
+        """The plan of that number of micro-batches, or of the most that fit: the search knows only average lengths.
+
+        Of a single micro-batch that does not fit, fewer layers have their KV cache on the accelerator.
+        """
         share = resident / micro_batches if self.setting.splits_kv else None
+        layer = 1 / self.setting.layout.config.layers
         count, step = micro_batches, 1
         while True:
             try:
                 return self.setting.plan(self.setting.batch(count, size), kv_on_gpu=share)
             except BadInput:
-                if count == 1:
+                if count == 1 and (not share or self.setting.kv_on_gpu is not None):
                     raise
+            if count == 1 and share:
+                share = max(0.0, share - layer)
             count, step = max(1, count - step), 2 * step
-
-
-def _require_room(setting: Setting) -> None:
-    """Check that one request fits, with the policy's own share of the KV cache on the accelerator, or with none."""
-    batch = setting.batch(1, 1)
-    if setting.splits_kv and setting.kv_on_gpu is None:
-        with suppress(BadInput):
-            setting.plan(batch, kv_on_gpu=0.0)
-            return
-    setting.plan(batch)
 
 
 def resident_of(share: float, count: int) -> float:
