@@ -133,7 +133,8 @@ class Candidate:
                     found = max(found, self._climb(edge), key=lambda seen: seen.rate)
             partly = self._most_layers(found.micro_batch_size)
             if partly is not None:
-                found = max(found, self._climb(partly), key=lambda seen: seen.rate)
+                with suppress(BadInput):  # the bound knows only about how much fits
+                    found = max(found, self._climb(partly), key=lambda seen: seen.rate)
         return found
 
     def _most_layers(self, size: int) -> PolicyChoice | None:
@@ -259,21 +260,15 @@ class Candidate:
         )
 
     def _fitting(self, size: int, micro_batches: int, resident: float) -> tuple[Plan, Policy]:
-        """The plan of that number of micro-batches, or of the most that fit: the search knows only average lengths.
-
-        Of a single micro-batch that does not fit, fewer layers have their KV cache on the accelerator.
-        """
+        """The plan of that number of micro-batches, or of the most that fit: the search knows only average lengths."""
         share = resident / micro_batches if self.setting.splits_kv else None
-        layer = 1 / self.setting.layout.config.layers
         count, step = micro_batches, 1
         while True:
             try:
                 return self.setting.plan(self.setting.batch(count, size), kv_on_gpu=share)
             except BadInput:
-                if count == 1 and (not share or self.setting.kv_on_gpu is not None):
+                if count == 1:
                     raise
-            if count == 1 and share:
-                share = max(0.0, share - layer)
             count, step = max(1, count - step), 2 * step
 
 
