@@ -108,7 +108,7 @@ class Candidate:
 
     def first(self) -> Seen:
         """Simulate the schedule of the choice."""
-        return self.see(*_point(self.choice))
+        return self._start(self.choice)
 
     def deepened(self, seen: Seen) -> Seen:
         """The same schedule with all layers simulated."""
@@ -150,7 +150,7 @@ class Candidate:
     def _climb(self, start: PolicyChoice) -> Seen:
         """Move from one schedule to a better one, until no neighbour's bound is better."""
         tried = {_point(start)}
-        found = self.see(*_point(start))
+        found = self._start(start)
         ahead = self._around(found)
         while ahead and len(tried) < MOST_PREVIEWS:
             choice = ahead.pop(0)
@@ -163,6 +163,19 @@ class Candidate:
                     found = other
                     ahead = self._around(found)
         return found
+
+    def _start(self, choice: PolicyChoice) -> Seen:
+        """Simulate a choice; with smaller micro-batches if not even one fits: the search knows only average lengths."""
+        size, count, resident = _point(choice)
+        smaller = [other for other in reversed(self._ladder) if other < size]
+        for other in smaller:
+            try:
+                return self.see(size, count, resident)
+            except BadInput:
+                share = resident / count
+                size, count = other, -(-choice.micro_batch_size * choice.micro_batches // other)
+                resident = resident_of(share, count)
+        return self.see(size, count, resident)
 
     def _around(self, seen: Seen) -> list[PolicyChoice]:
         """The sizes to try next, the highest bound first.
