@@ -307,10 +307,12 @@ def bytes_beside_pages(facts: Plan, declared: Plan) -> dict[str, int]:
 def _at_depth(declared: Declared, layers: int) -> Declared:
     """The same declarations for another number of layers: a memory holds as large a share of each KV cache."""
 
+    here: Role = "accelerator"
+
     def stretched(roles: tuple[Role | None, ...]) -> tuple[Role | None, ...]:
-        here = evenly(layers, round(roles.count("accelerator") / len(roles) * layers))
-        others = next((role for role in roles if role != "accelerator"), "accelerator")
-        return tuple("accelerator" if layer in here else others for layer in range(layers))
+        chosen = evenly(layers, round(roles.count(here) / len(roles) * layers))
+        elsewhere = next((role for role in roles if role != here), here)
+        return tuple(here if layer in chosen else elsewhere for layer in range(layers))
 
     spread = {roles: stretched(roles) for roles in set(declared.kv_roles)}
     return evolved(declared, kv_roles=tuple(spread[roles] for roles in declared.kv_roles))
