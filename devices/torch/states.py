@@ -9,6 +9,7 @@ import torch
 from moesched.requests.batch import KV_BLOCK_TOKENS
 from moesched.requests.chunks import Chunk
 from moesched.steps.plan import Plan
+from moesched.steps.reservations import held_alike
 from moesched.steps.roles import KV_ROLES
 
 from .compute import Compute
@@ -24,20 +25,29 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) ->
         for requests in plan.batch.micro_batches
     ]
     for role in KV_ROLES if plan.nodes.attends else ():
-        cached = [states[number] for number in plan.kv.held_by(role)]
-        if cached:
-            _open_cache(plan, cached, compute.dtype, compute.accelerator if role == "accelerator" else HOST)
+        device = compute.accelerator if role == "accelerator" else HOST
+        for layers, numbers in held_alike(plan.kv.roles, role).items():
+            _open_cache(plan, layers, [states[number] for number in numbers], compute.dtype, device)
     return states + _chunk_states(plan.chunks, states, prompts) if plan.batch.chunked else states
 
 
 def _open_cache(
-    plan: Plan, states: Sequence[MicroBatchState], dtype: torch.dtype, device: torch.device
+    plan: Plan,
+    layers: Sequence[int],
+    states: Sequence[MicroBatchState],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    """Open one KV cache for these micro-batches, with room for all tokens of each request and its beams."""
+    """Open one KV cache of these layers for these micro-batches, with room for all of their tokens."""
     blocks = sum(plan.batch.tokens_at_end(state.requests) for state in states) // KV_BLOCK_TOKENS
-    cache = BlockedKV(plan.layout.config, blocks, block_size=KV_BLOCK_TOKENS, dtype=dtype, device=device)
+    cache = BlockedKV(
+        plan.layout.config, blocks, block_size=KV_BLOCK_TOKENS, dtype=dtype, device=device, layers=layers
+    )
     for state in states:
-        state.cache = cache
+        if hasattr(state, "cache"):
+            state.other = cache
+        else:
+            state.cache = cache
         for request, sequence in zip(state.requests, state.sequences, strict=True):
             # Beams take blocks as they grow.
             new_tokens = plan.batch.new_tokens if state.beams == 1 else 0
@@ -55,6 +65,6 @@ def _chunk_states(
         new = [prompts[request][start : start + tokens] for request, start, tokens in spans]
         state = states[number] = MicroBatchState(chunk.requests, new, whole.beams)
         state.chunk_of, state.before = whole, states.get(chunk.before)
-        state.cache = whole.cache
+        state.cache, state.other = whole.cache, whole.other
         state.ends = [place for place, request in enumerate(chunk.requests) if request in chunk.ends]
     return list(states.values())

@@ -127,7 +127,7 @@ class Works:
         if sequences:
             works["sample"] = self.work("sample", accelerator, sequences, operations.sample)
         if plan.batch.beams > 1:
-            cached_at = accelerator if batch.kv.on_accelerator else stage.processors["host"]
+            cached_at = accelerator if batch.kv.on_accelerator[0] else stage.processors["host"]
             unshared = sequences * KV_BLOCK_TOKENS // 2  # beams share all other blocks with their parents
             works["reorder"] = self.work("reorder", cached_at, unshared, operations.copy_kv)
         if not plan.machine.unified:
@@ -152,7 +152,7 @@ class Works:
             new = batch.chunk.tokens
             lengths = list(map(add, batch.chunk.starts, new))
             tokens = sum(new)
-        loads = index and plan.kv.slots and not (plan.machine.unified or batch.kv.on_accelerator)
+        loads = index and plan.kv.slots and not (plan.machine.unified or all(batch.kv.on_accelerator))
         for number, operations in enumerate(self.kinds):
             if index:
                 amount = operations.attention_step(lengths)
