@@ -26,6 +26,7 @@ from ..shared.bad_weights import describe_first_bad_weight
 from ..shared.page_reader import PageReader
 from ..shared.token_ids import check_token_ids
 from ..shared.verbs import Verb
+from .evaluations import Evaluate, Evaluations
 from .machine import cache_limit, require_unified, wired_limit, with_metal
 from .next_tokens import Logits
 from .parts import parts_of
@@ -46,6 +47,11 @@ class MlxDevice:
     Args:
         keep_logits: store every step's logits (S, V) by micro-batch, in `logits`.
         direct: read past the page cache where the system allows it.
+        evaluate: "needed" evaluates where the host needs a value; "task" at the end of every task, so that each task's
+            time is its own in a trace.
+
+    Attributes:
+        evaluations: counts them.
     """
 
     gives_scores = True
@@ -57,9 +63,11 @@ class MlxDevice:
         *,
         keep_logits: bool = False,
         direct: bool = True,
+        evaluate: Evaluate = "needed",
     ) -> None:
         self.layout = layout
         self.logits: Logits = []
+        self.evaluations = Evaluations(evaluate)
         self._keep_logits = keep_logits
         self._reader = PageReader(checkpoint, layout, direct)
         self._weights = MlxWeights(self._reader, layout)
@@ -158,6 +166,7 @@ class MlxDevice:
             transport=self._transport,
             logits=self.logits if self._keep_logits else None,
             first_bad=partial(describe_first_bad_weight, self._reader, self.layout),
+            evaluations=self.evaluations,
         )
         self._verbs = verbs_of(parts)
 
