@@ -50,7 +50,7 @@ class MlxAttention:
         ids_T = mx.array([token for tokens in batch.new for token in tokens])
         batch.angles = kernels.rotary(batch.step.positions_T, self._config.head_dim, self._config.rope_theta)
         batch.hidden_TD = self._embedding_VD[ids_T]
-        self._evaluations.later(task, len(batch.hidden_TD), batch.hidden_TD, *batch.angles)
+        self._evaluations.later(task, batch.hidden_TD, *batch.angles)
 
     def pre_attention(self, task: Task) -> None:
         """Project the hidden states to queries, keys and values."""
@@ -63,7 +63,7 @@ class MlxAttention:
             self._config,
             (dense["q_norm"][0], dense["k_norm"][0]) if self._config.qk_norm else None,
         )
-        self._evaluations.later(task, len(batch.hidden_TD), *batch.qkv)
+        self._evaluations.later(task, *batch.qkv)
 
     def attention(self, task: Task) -> None:
         """Store keys and values in the cache, and attend over it."""
@@ -74,7 +74,7 @@ class MlxAttention:
         cached = self._kv.append(task.layer, batch.step, k_TKd, v_TKd)
         views = self._kv.views(task.layer, batch.step)
         batch.attended_TX = kernels.attention(q_THd, views, self._config.sliding_window)
-        self._evaluations.later(task, len(q_THd), batch.attended_TX, *cached)
+        self._evaluations.later(task, batch.attended_TX, *cached)
 
     def project_output(self, task: Task) -> None:
         """Bring attention's output back to the hidden size and add it to the hidden states, which are not evaluated."""

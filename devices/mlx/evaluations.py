@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from moesched.steps.plan import Plan
 from moesched.steps.views import View
 from moesched.tasks import Task
 
@@ -15,59 +17,74 @@ from .kernels import Array
 
 Evaluate = Literal["needed", "task"]
 
-FEW_ROWS = 64
-"""Results of more rows are evaluated at the end of their task: that takes long beside an evaluation, and intermediate
-results of several tasks at once would take more memory than the plan reserves for one."""
+FEW_TOKENS = 64
+"""Tasks of more tokens are evaluated one by one: each takes long beside an evaluation, and their intermediate results
+at once would take more memory than the plan reserves."""
+
+PREFILL = 0
+"""The first step."""
 
 
 class Evaluations:
-    """Evaluates arrays on the device's thread, and counts how often.
+    """Evaluates the arrays of one batch on the device's thread.
 
-    A task's results stay open until the host needs a value of the same micro-batch. Results are evaluated at once where
-    their operands lie in slots, since the next page is read into these as soon as the task has ended.
+    A deferred task's results are evaluated when the host needs a value of the same micro-batch. A task that reads slots
+    is never deferred, since the next page is read into these as soon as it has ended.
 
     Args:
-        evaluate: "needed", or "task" for all results at once.
+        evaluate: "needed", or "task" for no deferred tasks.
 
     Attributes:
         count: evaluations so far.
     """
 
-    def __init__(self, evaluate: Evaluate) -> None:
+    def __init__(self, plan: Plan, evaluate: Evaluate) -> None:
         self.count = 0
-        self._each_task = evaluate == "task"
+        self._defers = evaluate == "needed"
+        self._decoded = dict(enumerate(map(len, plan.batch.micro_batches)))
+        self._prefilled = {number: sum(chunk.tokens) for number, chunk in plan.chunks.items()}
         self._open: dict[int, list[Array]] = {}
-        """Results to be evaluated, by micro-batch."""
+        """Results of deferred tasks, by micro-batch."""
 
-    def later(self, task: Task, rows: int, *arrays: Array, micro_batch: int | None = None) -> None:
-        """Evaluate a task's results by the time that the host needs a value of their micro-batch.
+    def defers(self, task: Task) -> bool:
+        """Whether a task's results may be evaluated after its end; callable from any thread."""
+        if not self._defers or (isinstance(task.operands, View) and task.operands.moving):
+            return False
+        return _tokens(task, self._decoded if task.step > PREFILL else self._prefilled) <= FEW_TOKENS
+
+    def later(self, task: Task, *arrays: Array, micro_batch: int | None = None) -> None:
+        """Evaluate a task's results, unless it is deferred.
 
         Args:
-            rows: of the results.
             micro_batch: theirs, if it is not the task's.
         """
         number = task.micro_batch if micro_batch is None else micro_batch
-        if self._each_task or rows > FEW_ROWS or _streams(task):
-            self.now(number, *arrays)
-        else:
+        if self.defers(task):
             self._open.setdefault(number, []).extend(arrays)
+        else:
+            self.now(number, *arrays)
 
     def now(self, micro_batch: int, *arrays: Array) -> None:
-        """Evaluate arrays, and all open results of their micro-batch."""
+        """Evaluate arrays, and all results of their micro-batch so far."""
         self.count += 1
         mx.eval(arrays, self._open.pop(micro_batch, ()))
 
     def on_host(self, micro_batch: int, array: Array) -> npt.NDArray[np.float32]:
-        """Evaluate a float32 array, with all open results of its micro-batch, and copy it to the host."""
+        """Evaluate a float32 array, with all results of its micro-batch so far, and copy it to the host."""
         self.now(micro_batch, array)
         return np.array(array)
 
     def close_others(self, micro_batch: int) -> None:
-        """Evaluate the open results of all other micro-batches: they may read a KV cache that is to be written."""
+        """Evaluate all results of other micro-batches, which may read a KV cache that is to be written.
+
+        MLX would copy the cache for the writer.
+        """
         for other in [each for each in self._open if each != micro_batch]:
             self.now(other)
 
 
-def _streams(task: Task) -> bool:
-    """Whether a task reads slots that are given to other pages."""
-    return isinstance(task.operands, View) and bool(task.operands.moving)
+def _tokens(task: Task, tokens: Mapping[int, int]) -> int:
+    """The tokens of a task's micro-batches."""
+    if not task.ranges:
+        return tokens[task.micro_batch]
+    return sum(tokens[micro_batch] for micro_batch, _, _ in task.ranges)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import mlx.core as mx
 
 from moesched.models.footprint import EXPERT_TILE
@@ -20,14 +22,20 @@ class ExpertRows:
     Attributes:
         x_nD: the rows.
         experts_n: each row's expert.
-        rows_Tk: the row of each pair of token and expert.
         counts: number of rows of each expert; empty until the host knows them.
         many: whether there are at least `kernels.MANY_ROWS`.
     """
 
     def __init__(self, x_TD: Array, experts_Tk: Array, weights_Tk: Array) -> None:
-        tokens_n, self.experts_n, self.rows_Tk = kernels.sort_rows(experts_Tk)
-        self.x_nD = x_TD[tokens_n]
+        tokens, top_k = experts_Tk.shape
+        self._rows_Tk: Array | None = None
+        """The row of each choice; None for one token, whose experts are in order."""
+        if tokens == 1:
+            self.experts_n = experts_Tk.reshape(-1)
+            self.x_nD = mx.broadcast_to(x_TD, (top_k, x_TD.shape[1]))
+        else:
+            tokens_n, self.experts_n, self._rows_Tk = kernels.sort_rows(experts_Tk)
+            self.x_nD = x_TD[tokens_n]
         self.weights_Tk = weights_Tk
         self.counts: list[int] = []
         self.many = len(self.x_nD) >= kernels.MANY_ROWS
@@ -60,6 +68,15 @@ class ExpertRows:
         """Run all experts, which are one stack; their outputs (n, D) are not evaluated."""
         return kernels.experts_ffn(self.x_nD, stack, Rows(self.experts_n, None, self.many))
 
+    def arrays(self) -> list[Array]:
+        """All that later kernels read."""
+        index = [] if self._rows_Tk is None else [self._rows_Tk]
+        return [self.x_nD, self.weights_Tk, self.experts_n, *index]
+
+    def by_token(self, y_nD: Array) -> Array:
+        """Outputs of the rows (n, D) in the order of the tokens and their experts: (T, k, D)."""
+        return y_nD[None] if self._rows_Tk is None else y_nD[self._rows_Tk]
+
     def outputs_nD(self) -> Array:
         """The experts' outputs, row by row; zeros for experts that have not run here."""
         parts: list[Array] = []
@@ -73,4 +90,9 @@ class ExpertRows:
 
 def rows_of_one(count: int, index: int, *, many: bool) -> Rows:
     """Rows of one expert, which is at that index of its stack."""
-    return Rows(mx.full((count,), index, dtype=mx.uint32), [0] * index + [count], many)
+    return Rows(_alike(count, index), [0] * index + [count], many)
+
+
+@lru_cache(maxsize=1024)
+def _alike(count: int, index: int) -> Array:
+    return mx.array([index] * count, dtype=mx.uint32)

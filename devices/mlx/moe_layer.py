@@ -116,8 +116,7 @@ class MlxMoELayer:
     def give_rows(self, task: Task, routed: Routed, *beside: Array) -> dict[int, int]:
         """Group the rows by expert, and evaluate arrays beside that; returns the number of rows of each."""
         rows = self._batches[task.micro_batch].rows = routed.rows()
-        parts = rows.x_nD, rows.weights_Tk, rows.experts_n, rows.rows_Tk, routed.experts_Tk
-        self._evaluations.now(task.micro_batch, *parts, *beside)
+        self._evaluations.now(task.micro_batch, *rows.arrays(), routed.experts_Tk, *beside)
         rows.counts = self._count(routed)
         return _with_rows(rows.counts)
 
@@ -134,20 +133,20 @@ class MlxMoELayer:
         for micro_batch, start, stop in task.expert_rows:
             rows = self._batches[micro_batch].rows
             y_nD = rows.apply(task.expert, stack, index, range(start, stop))
-            self._evaluations.later(task, len(rows.x_nD), y_nD, micro_batch=micro_batch)
+            self._evaluations.later(task, y_nD, micro_batch=micro_batch)
 
     def warm_expert(self, task: Task) -> None:
         """Run one expert on a row of zeros, only to read its weights."""
         stack, index = self._weights(task.operands).experts[task.expert]
         x_1D = mx.zeros_like(self._batches[task.micro_batch].rows.x_nD[:1])
         y_1D = kernels.experts_ffn(x_1D, stack, rows_of_one(1, index, many=False))
-        self._evaluations.later(task, len(y_1D), y_1D)
+        self._evaluations.later(task, y_1D)
 
     def partial_sum(self, task: Task) -> npt.NDArray[np.float32]:
         """The weighted sum (T, D), float32, of the outputs of the experts that ran here, on the host."""
         batch = self._batches[task.micro_batch]
         rows = batch.rows
-        total_TD = kernels.sum_experts(rows.outputs_nD(), rows.rows_Tk, rows.weights_Tk)
+        total_TD = kernels.sum_experts(rows.by_token(rows.outputs_nD()), rows.weights_Tk)
         del batch.rows
         return self._evaluations.on_host(task.micro_batch, total_TD)
 
@@ -155,7 +154,7 @@ class MlxMoELayer:
         """Add the weighted sum of the experts' outputs to the residual."""
         batch = self._batches[task.micro_batch]
         _finish(batch, batch.rows.outputs_nD())
-        self._evaluations.later(task, len(batch.hidden_TD), batch.hidden_TD)
+        self._evaluations.later(task, batch.hidden_TD)
 
     def _tell(self, task: Task, batch: MlxBatch, routed: Routed) -> None:
         """Tell the observer which experts were chosen."""
@@ -180,7 +179,7 @@ class MlxMoELayer:
 def _finish(batch: MlxBatch, y_nD: Array) -> None:
     """Add the weighted sum of the experts' outputs to the hidden states, and drop the layer's rows."""
     rows = batch.rows
-    batch.hidden_TD = kernels.combine(y_nD, rows.rows_Tk, rows.weights_Tk, batch.hidden_TD)
+    batch.hidden_TD = kernels.combine(rows.by_token(y_nD), rows.weights_Tk, batch.hidden_TD)
     del batch.rows
 
 

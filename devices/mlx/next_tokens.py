@@ -21,10 +21,10 @@ from .micro_batch import MlxBatch
 
 
 class Head(NamedTuple):
-    """The LM head (V, D), and the norm before it."""
+    """The LM head's transpose (D, V), and the norm before it."""
 
     norm_D: Array
-    matrix_VD: Array
+    matrix_DV: Array
 
 
 Logits = list[tuple[tuple[int, ...], npt.NDArray[np.float32]]]
@@ -88,4 +88,4 @@ class MlxNextTokens:
         config = self._config
         last_SD = batch.hidden_TD[mx.array([batch.step.last[end] for end in batch.ends])]
         x_SD = kernels.norm(last_SD, self._head.norm_D, config.norm_eps, config.norm)
-        return kernels.linear(x_SD, [self._head.matrix_VD]).astype(mx.float32)
+        return kernels.linear(x_SD, [self._head.matrix_DV]).astype(mx.float32)

@@ -59,7 +59,7 @@ class MlxNodeSide:
         """Add the residual to the nodes' sum, and round once, as one machine does."""
         batch = self._batches[task.micro_batch]
         batch.hidden_TD = (mx.array(total_TD) + batch.hidden_TD).astype(self._dtype)
-        self._evaluations.later(task, len(batch.hidden_TD), batch.hidden_TD)
+        self._evaluations.later(task, batch.hidden_TD)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
         """The rows of each expert, and the router's result for all tokens, as float32 on the host."""

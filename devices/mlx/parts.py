@@ -51,7 +51,7 @@ def parts_of(
     attention, tokens, node = None, None, None
     if plan.nodes.attends:
         embedding_VD = weights.globals["embedding"]
-        head = Head(weights.globals["final_norm"], weights.globals.get("lm_head", embedding_VD))
+        head = Head(weights.globals["final_norm"], weights.globals.get("lm_head", embedding_VD).T)
         attention = MlxAttention(config, batches, weights.show, embedding_VD, _kv_cache(plan), evaluations)
         tokens = MlxNextTokens(
             config, batches, head, sampling, first_request, logits, first_bad, evaluations=evaluations
