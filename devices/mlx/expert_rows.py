@@ -28,6 +28,7 @@ class ExpertRows:
 
     def __init__(self, x_TD: Array, experts_Tk: Array, weights_Tk: Array) -> None:
         tokens, top_k = experts_Tk.shape
+        self._x_TD = x_TD
         self._rows_Tk: Array | None = None
         """The row of each choice; None for one token, whose experts are in order."""
         if tokens == 1:
@@ -56,7 +57,8 @@ class ExpertRows:
         start = part.start // EXPERT_TILE * EXPERT_TILE
         stop = min(count, -(-part.stop // EXPERT_TILE) * EXPERT_TILE)
         rows = rows_of_one(stop - start, index, many=self.many)
-        y_nD = kernels.experts_ffn(self.x_nD[first + start : first + stop], stack, rows)
+        x_nD = self._x_TD if self._rows_Tk is None else self.x_nD[first + start : first + stop]
+        y_nD = kernels.experts_ffn(x_nD, stack, rows)
         if len(y_nD) > len(part):
             y_nD = mx.contiguous(
                 y_nD[part.start - start : part.stop - start]
@@ -84,13 +86,25 @@ class ExpertRows:
             ran = self._outputs.get(expert, {})
             parts += [ran[start] for start in sorted(ran)]
             if count and not ran:
-                parts.append(mx.zeros((count, self.x_nD.shape[1]), dtype=self.x_nD.dtype))
+                parts.append(zeros(count, self.x_nD.shape[1], self.x_nD.dtype))
         return mx.concatenate(parts)
 
 
 def rows_of_one(count: int, index: int, *, many: bool) -> Rows:
     """Rows of one expert, which is at that index of its stack."""
     return Rows(_alike(count, index), [0] * index + [count], many)
+
+
+def zeros(count: int, width: int, dtype: mx.Dtype) -> Array:
+    """Zeros (count, width); a single row is made once."""
+    return _zero_row(width, dtype) if count == 1 else mx.zeros((count, width), dtype)
+
+
+@lru_cache
+def _zero_row(width: int, dtype: mx.Dtype) -> Array:
+    row = mx.zeros((1, width), dtype)
+    mx.eval(row)
+    return row
 
 
 @lru_cache(maxsize=1024)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from itertools import accumulate
 from operator import add
 from typing import NamedTuple
@@ -235,8 +235,11 @@ def experts_ffn(x_nD: Array, stack: Stack, rows: Rows) -> Array:
 
     rows: must have counts if `gathers` is false for the dtype.
     """
-    tiles = _gathered(rows) if gathers(x_nD.dtype) else _one_by_one(rows.counts or ())
-    return _joined([_ffn(x_nD[start:stop], stack, product) for start, stop, product in tiles], axis=0)
+    if gathers(x_nD.dtype):
+        return _joined(
+            [_ffn(x, stack, product).squeeze(1) for x, product in _gathered(x_nD[:, None], rows)], 0
+        )
+    return _joined([_ffn(x, stack, product) for x, product in _one_by_one(x_nD, rows.counts or ())], 0)
 
 
 def _ffn(x_nD: Array, stack: Stack, product: Product) -> Array:
@@ -257,29 +260,44 @@ def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
     return reduce(add, products).astype(x_nI.dtype)
 
 
-def _gathered(rows: Rows) -> Iterator[tuple[int, int, Product]]:
+def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
     """Tiles of rows, each of any expert, and the product for them."""
     tile = EXPERTS_AT_ONCE * EXPERT_TILE
-    count = len(rows.indices_n)
+    count = len(x_n1D)
+    if count <= tile:
+        yield x_n1D, partial(_gather, rows.indices_n, rows.many)
+        return
     for start in range(0, count, tile):
         stop = min(start + tile, count)
-        yield start, stop, partial(_gather, rows.indices_n[start:stop], rows.many)
+        yield x_n1D[start:stop], partial(_gather, rows.indices_n[start:stop], rows.many)
 
 
-def _gather(indices_n: Array, many: bool, x_nD: Array, blocks: Blocks) -> Array:
+def _gather(indices_n: Array, many: bool, x_n1D: Array, blocks: Blocks) -> Array:
+    """The product of each row with its expert's matrix.
+
+    The rows' own indices are given where MLX would make them anew; for many rows it then could not tell that they are
+    in order.
+    """
+    own = None if many else _ascending(len(x_n1D))
     parts = [
-        mx.gather_mm(x_nD[:, None], block, rhs_indices=indices_n, sorted_indices=many).squeeze(1)
+        mx.gather_mm(x_n1D, block, lhs_indices=own, rhs_indices=indices_n, sorted_indices=many)
         for block in blocks
     ]
     return _joined(parts, axis=-1)
 
 
-def _one_by_one(counts: Sequence[int]) -> Iterator[tuple[int, int, Product]]:
+@cache
+def _ascending(count: int) -> Array:
+    """0, 1, ... up to a count below `MANY_ROWS`."""
+    return mx.array([*range(count)], dtype=mx.uint32)
+
+
+def _one_by_one(x_nD: Array, counts: Sequence[int]) -> Iterator[tuple[Array, Product]]:
     """Tiles of rows of one expert each, and the product for them."""
     start = 0
     for index, count in enumerate(counts):
         for first in range(start, start + count, EXPERT_TILE):
-            yield first, min(first + EXPERT_TILE, start + count), partial(_multiply, index)
+            yield x_nD[first : min(first + EXPERT_TILE, start + count)], partial(_multiply, index)
         start += count
 
 

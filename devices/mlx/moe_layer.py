@@ -16,7 +16,7 @@ from moesched.tasks import Task
 
 from . import kernels
 from .evaluations import Evaluations
-from .expert_rows import ExpertRows, rows_of_one
+from .expert_rows import ExpertRows, rows_of_one, zeros
 from .kernels import Array
 from .micro_batch import MlxBatch
 from .weights import Weights
@@ -138,7 +138,8 @@ class MlxMoELayer:
     def warm_expert(self, task: Task) -> None:
         """Run one expert on a row of zeros, only to read its weights."""
         stack, index = self._weights(task.operands).experts[task.expert]
-        x_1D = mx.zeros_like(self._batches[task.micro_batch].rows.x_nD[:1])
+        x_nD = self._batches[task.micro_batch].rows.x_nD
+        x_1D = zeros(1, x_nD.shape[1], x_nD.dtype)
         y_1D = kernels.experts_ffn(x_1D, stack, rows_of_one(1, index, many=False))
         self._evaluations.later(task, y_1D)
 
