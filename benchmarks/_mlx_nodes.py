@@ -21,6 +21,7 @@ from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.hardware import run
+from moesched.runs.outcome import Report
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
 from moesched.transports.inproc import InprocTransport
@@ -53,20 +54,30 @@ class CountedEvaluations:
         self._eval(*arrays)
 
 
-def generate(model: Path, new_tokens: int, settings: dict[str, Any]) -> tuple[float, list[list[int]]]:
-    """Seconds per decode step, and the tokens."""
+def run_nodes(
+    model: Path, new_tokens: int, settings: dict[str, Any], policy: str = "ep_router_aided"
+) -> tuple[Report, list[MlxDevice]]:
+    """The report of a run on two nodes, and their devices."""
     checkpoint = open_checkpoint(model)
     layout = weight_layout(checkpoint.config, "float32")
     batch = split_batch([len(PROMPT)], new_tokens, 1)
     transport = InprocTransport(NODES)
     ranks: list[Rank] = []
+    devices: list[MlxDevice] = []
     for node in range(NODES):
-        device, policy = MlxDevice(checkpoint, layout, **settings), make_policy("ep_router_aided", {})
-        plan = plan_run(_node(), layout, batch, policy, slot_bytes=device.slot_bytes, nodes=NODES, node=node)
-        ranks.append(Rank(plan, policy, device))
+        device, made = MlxDevice(checkpoint, layout, **settings), make_policy(policy, {})
+        plan = plan_run(_node(), layout, batch, made, slot_bytes=device.slot_bytes, nodes=NODES, node=node)
+        ranks.append(Rank(plan, made, device))
+        devices.append(device)
         device.join(node, transport, ranks[0].device)
     first, *peers = ranks
     report = run(first.plan, first.policy, first.device, [PROMPT], peers=peers)
+    return report, devices
+
+
+def generate(model: Path, new_tokens: int, settings: dict[str, Any]) -> tuple[float, list[list[int]]]:
+    """Seconds per decode step, and the tokens."""
+    report, _ = run_nodes(model, new_tokens, settings)
     assert report.decode_tokens_per_second is not None
     return 1 / report.decode_tokens_per_second, report.tokens or []
 
