@@ -10,6 +10,7 @@ import torch
 from _small_runs import TWO_MEMORIES, Generated, generate, same_bits
 
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
+from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.devices.torch.kv_step import KVStep
 from moesched.devices.torch.locked_memory import locked_bytes
 from moesched.errors import OutOfMemory
@@ -64,6 +65,11 @@ def test_slots_and_the_hosts_kv_cache_are_locked_until_the_device_closes(
     gpu = LaggingGpu()
     device = device_on(gpu, checkpoint)
     generated(device, policy)
+    with gpu:
+        caches = [
+            each.slots for each in gc.get_objects() if isinstance(each, BlockedKV) and each.slots.is_cpu
+        ]
+        assert caches and all(each.is_pinned() for each in caches)
     locked = [*gpu.pinned.registered.values()]
     generated(device, policy)
     assert locked and [*gpu.pinned.registered.values()] == locked

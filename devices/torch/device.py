@@ -209,7 +209,7 @@ class TorchDevice:
         """Free what earlier batches left on the accelerator; the next one reads its weights anew."""
         self._verbs = {}
         gc.collect()
-        self._store.drop()
+        self._store.let_go(weights=True)
 
     def execute(self, task: Task) -> Any:
         """Run one task on the calling thread; on CUDA, its copies have ended on return."""

@@ -31,7 +31,7 @@ def usable_bytes(free: int) -> int:
     if usable <= 0:
         raise BadInput(
             f"device cuda: the GPU has {format_bytes(free)} free, less than its libraries need: end other programs "
-            "that use it"
+            "that use it, which nvidia-smi lists"
         )
     return usable
 

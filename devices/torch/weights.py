@@ -104,21 +104,18 @@ class WeightStore:
             self._arenas[pool] = self._arena(pool, plan)
             done += pool.nbytes
 
-    def let_go(self) -> None:
-        """Free the previous batch's memory, except weights that may stay."""
+    def let_go(self, *, weights: bool = False) -> None:
+        """Free the previous batch's memory; weights that may stay only if asked to."""
         self._resident.close()
         self._arenas = {}
         if self._mapped is not None:
             self._mapped.hide()
-
-    def drop(self) -> None:
-        """Free the previous batch's memory, and weights that stay on the accelerator."""
-        self.let_go()
-        self._resident.retain([])
+        if weights:
+            self._resident.retain([])
 
     def close(self) -> None:
         """Free everything, and close the files."""
-        self.drop()
+        self.let_go(weights=True)
         self.home.retain([])
         if self._reading is not None:
             self._reading.close()
