@@ -38,6 +38,9 @@ Settings = Mapping[str, int]
 EVEN = replace(MIXTRAL, heads=4, kv_heads=2, vocabulary=98)
 """A model that two ranks can share."""
 
+BY_LAYERS = {"cgopipe", "cpu_ffn", "flexgen", "flexgen_cpu"}
+"""Policies that divide a KV cache by layers."""
+
 LOCKED = {"cgopipe", "fastdecode", "layer_split", "twiddler"}
 """Policies that copy from page-locked memory only, so that no thread waits for a copy."""
 
@@ -58,6 +61,8 @@ class Way(NamedTuple):
 
     Attributes:
         chunk: tokens of a chunk of prefill; None for whole prompts.
+        prompts: by default several, in micro-batches of two.
+        kv_on_gpu: share of a KV cache's layers that is on the GPU; None for what a policy chooses.
     """
 
     machine: Machine = TWO_MEMORIES
@@ -65,6 +70,8 @@ class Way(NamedTuple):
     chunk: int | None = None
     ranks: int = 1
     nodes: int = 1
+    prompts: Sequence[Sequence[int]] = PROMPTS
+    kv_on_gpu: float | None = None
 
 
 WAYS = {
@@ -73,6 +80,7 @@ WAYS = {
     "beams": Way(beams=3),
     "beams after chunks": Way(beams=2, chunk=4),
     "weights on the disk": Way(machine=THREE_TIERS),
+    "a KV cache by layers": Way(prompts=[list(range(1, 40))], kv_on_gpu=1 / 3),
     "two ranks": Way(ranks=2),
     "two nodes": Way(nodes=2),
     "three nodes": Way(nodes=3),
@@ -101,6 +109,7 @@ CASES = [
     for way, how in WAYS.items()
     for policy, settings in (POLICIES if how.nodes == 1 else OVER_NODES)
     if not (how.machine is THREE_TIERS and policy in HOST_TOO_SMALL)
+    and not (how.kv_on_gpu is not None and policy not in BY_LAYERS)
 ]
 
 
@@ -126,9 +135,9 @@ class Ended(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The size of a batch."""
+    """The size of a batch; its prompts are by default those of the way."""
 
-    prompts: Sequence[Sequence[int]] = PROMPTS
+    prompts: Sequence[Sequence[int]] | None = None
     new_tokens: int = 4
     micro_batch_size: int = 2
 
@@ -188,7 +197,7 @@ class Team:
             first.plan,
             first.policy,
             first.device,
-            size.prompts,
+            size.prompts or self._way.prompts,
             sampling=Sampling(beams=self._way.beams, temperature=0),
             observers=observers,
             recorder=recorder,
@@ -210,9 +219,11 @@ class Team:
 
     def _rank(self, number: int, policy: str, settings: Settings, size: Size) -> Rank:
         device, way = self.devices[number], self._way
-        made = make_policy(policy, dict(settings))
+        shared = {} if way.kv_on_gpu is None or policy == "resident" else {"kv_on_gpu": way.kv_on_gpu}
+        made = make_policy(policy, {**settings, **shared})
+        prompts = size.prompts or way.prompts
         batch = replace(
-            split_batch([len(prompt) for prompt in size.prompts], size.new_tokens, size.micro_batch_size),
+            split_batch([len(prompt) for prompt in prompts], size.new_tokens, size.micro_batch_size),
             beams=way.beams,
             prefill_chunk=way.chunk,
         )

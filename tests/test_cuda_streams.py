@@ -92,6 +92,25 @@ def test_times_of_ten_minutes_follow_a_clock_that_drifts() -> None:
         assert abs(last - now[0]) < 20_000
 
 
+@pytest.mark.parametrize("first_told", [0, 1])
+def test_times_stay_in_the_order_of_events_where_the_host_knows_better(first_told: int) -> None:
+    """The host saw the first event later than its time, or the second one earlier."""
+    now = count(10**12, 1000).__next__
+    with LaggingGpu(seed=1, clock=now) as gpu:
+        stream = gpu.streams.new_stream()
+        module = torch.get_device_module(GPU_DEVICE)
+        times = StreamClock(lambda: module.Event(enable_timing=True), stream, now)
+        events = [module.Event(enable_timing=True) for _ in range(2)]
+        for event in events:
+            event.record(stream)
+            event.synchronize()
+        zero, bounds = times.zero(), [(2 * 10**12, 3 * 10**12), (0, 10**6)]
+        told = {each: times.nanoseconds(events[each], zero, *bounds[first_told]) for each in [first_told]}
+        told[1 - first_told] = times.nanoseconds(events[1 - first_told], zero, 0, 3 * 10**12)
+    assert bounds[first_told][0] <= told[first_told] <= bounds[first_told][1]
+    assert told[0] <= told[1]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_tasks_on_streams_and_on_the_host_have_times_that_fit_each_other(seed: int) -> None:
     assert minutes_of_tasks(seed, minutes=2).problems == []

@@ -180,7 +180,7 @@ def test_batch_after_batch_takes_the_same_memory(checkpoint: Checkpoint, policy:
     try:
         for _ in range(4):
             generated(device, policy, {}, keep_open=True)
-            in_use.append(device.gpu.memory.in_use())
+            in_use.append((device.gpu.memory.in_use(), device.gpu.memory.reserved))
             caches.append(sum(isinstance(each, BlockedKV) for each in gc.get_objects()))
     finally:
         gc.enable()

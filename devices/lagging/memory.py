@@ -82,6 +82,11 @@ class GpuMemory:
         """Take memory back; without a lock, since the collector may call it anywhere."""
         self._freed.append((piece, nbytes))
 
+    @property
+    def reserved(self) -> int:
+        """Bytes of all segments."""
+        return self._segments.reserved
+
     def reset_peak(self) -> None:
         """Have the most that was in use begin anew."""
         self.most_taken = self.in_use()
