@@ -34,7 +34,6 @@ WAITS = (
     Mutant(STREAMS, "wait for tasks on other streams", "stream.wait_event(issued.end)"),
     Mutant(STREAMS, "wait for the end of a task", "self.end.synchronize()"),
     Mutant(STREAMS, "wait for the copies of a thread's task", "            stream.synchronize()\n", ""),
-    Mutant(STREAMS, "wait for what an earlier run left", "self._module.synchronize(self._device)"),
     Mutant(CLOCK, "wait for the event that times are measured from", "event.synchronize()"),
     Mutant(
         "copies.py",
@@ -95,7 +94,6 @@ EVENTS = (
     ),
     Mutant(STREAMS, "memory of issued tasks", "self._issued[task.id] = issued"),
     Mutant(STREAMS, "end of that memory with a task", "del self._issued[issued.number]"),
-    Mutant(STREAMS, "end of that memory with a run", "self._issued.clear()"),
     Mutant(STREAMS, "events of their own", "+= [issued.start, issued.end]", "+= [issued.start] * 2"),
     Mutant(STREAMS, "second use of events", "self._unused += [issued.start, issued.end]"),
     Mutant(STREAMS, "times of events", "enable_timing=True", "enable_timing=False"),

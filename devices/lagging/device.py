@@ -146,7 +146,6 @@ def _install(operations: Operations, free: int) -> None:
         Stream=lambda device=None: gpu.new_stream(number(device)),
         Event=partial(LaggingEvent, gpu),
         stream=gpu.on,
-        device=lambda device: gpu.on_gpu(number(device)),
         current_stream=lambda device=None: gpu.current_of(number(device)),
         synchronize=lambda device=None: gpu.synchronize(number(device)),
         mem_get_info=lambda device=None: (free, free + memory(device).in_use()),

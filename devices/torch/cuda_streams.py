@@ -47,12 +47,9 @@ class CudaStreams:
         self.begin()
 
     def begin(self) -> None:
-        """Wait for what an earlier run left, and forget it."""
-        with self._module.device(self._device):
-            self._module.synchronize(self._device)
-            self._issued.clear()
-            stream = self._module.Stream(self._device)
-            self._clock = StreamClock(self._timed_event, stream, self._host_clock)
+        """Measure times anew, for a run; all tasks of an earlier one have ended."""
+        stream = self._module.Stream(self._device)
+        self._clock = StreamClock(self._timed_event, stream, self._host_clock)
 
     def run(self, task: Task) -> Any:
         """Run a task of a lane that is no stream, to its end.
