@@ -279,9 +279,16 @@ def policy_checks(result: Result) -> Iterator[Claim]:
     yield at_most("`moesched check`, slowest shipped policy", slowest, result["bar_seconds"], "{:.0f} s")
 
 
+def lagging_device(result: Result) -> Iterator[Claim]:
+    """Every policy on imitated GPUs."""
+    rows = result["rows"]
+    words = f"rows of every policy on imitated GPUs that hold: {', '.join(rows)}"
+    yield all_of(words, sum(row["holds"] for row in rows.values()), len(rows))
+
+
 def lagging_mutants(result: Result) -> Iterator[Claim]:
     """Faults planted in the CUDA path."""
-    words = "removed waits, lifetimes and copies of the CUDA path that the lagging device finds"
+    words = "removed waits, events, lifetimes and copies of the CUDA path that the lagging device finds"
     yield all_of(words, result["found"], result["mutants"])
 
 
@@ -384,7 +391,8 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
         all_reduce, attention_kernel, bottlenecks, busy_tests, check_cost, cluster_tokens, command_times,
         damaged_policies, decision_time, dispatch, emulated, engine, engine_paired, exactness, expectation,
         expert_kernel, explaining, fidelity, fuzz_inputs, fuzz_transport, host_time, html_report, kill_a_node,
-        lagging_mutants, layer_estimate, leaks, makespan, offload_disk, opening, packing, papers, peak_memory, peers,
+        lagging_device, lagging_mutants, layer_estimate, leaks, makespan, offload_disk, opening, packing, papers,
+        peak_memory, peers,
         plan_search, policy_checks, prediction, preview_accuracy, random_runs, reproduce, same_behaviour,
         signals, soak, sweeps, tutorial, validation,
         what_ifs,

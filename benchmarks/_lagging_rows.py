@@ -54,7 +54,9 @@ def bits(case: Case, first: int, count: int) -> Answer:
     """By how many seeds a batch had the bits of the CPU, kept to the plan's bytes, and had a valid trace."""
     with models_of() as models:
         wanted = expected(models, case)
-        wrong, over, traces = [], [], []
+        wrong: list[int] = []
+        over: list[str] = []
+        traces: list[str] = []
         for seed in range(first, first + count):
             gpu = LaggingGpu(seed=seed, count=WAYS[case.way].ranks)
             team = on_gpu(models, WAYS[case.way], gpu)

@@ -99,9 +99,9 @@ def _ran(choose: Random, seed: int, minutes: int) -> dict[int, Ran]:
             number += 1
             if len(flying) >= IN_FLIGHT:
                 ended = [flying.popleft() for _ in range(choose.randint(1, 3))]
-                for task, after, issued in reversed(ended):  # as lanes wait for several at once
+                for ran_task, waited_for, issued in reversed(ended):  # as lanes wait for several at once
                     issued.wait()
-                    ran[task.id] = Ran(task.lane, *issued.span(), after)
+                    ran[ran_task.id] = Ran(ran_task.lane, *issued.span(), waited_for)
                 start = clock()
                 clock.now += choose.randrange(20_000)
                 host, number = number, number + 1

@@ -62,17 +62,17 @@ BENCHMARK.parser.add_argument(
 
 
 class Unit(NamedTuple):
-    """What one process does: `count` seeds of a case, or errors, or batches, from a number on."""
+    """What one process does: `number` seeds of a case, or errors, or batches, from a number on."""
 
     question: str
     case: Case
     first: int
-    count: int
+    number: int
 
     @property
     def name(self) -> str:
         """Its key in the file of what is done."""
-        return f"{self.question}, {self.case.name}, {self.first}, {self.count}"
+        return f"{self.question}, {self.case.name}, {self.first}, {self.number}"
 
 
 def units_of(question: str, rounds: int) -> Iterator[Unit]:
@@ -143,7 +143,7 @@ class Done:
 
 def answer(unit: Unit) -> dict[str, Any]:
     """Run one process; its answer, or what went wrong as `failed`."""
-    command = [sys.executable, str(PROGRAM), unit.question, unit.case.name, str(unit.first), str(unit.count)]
+    command = [sys.executable, str(PROGRAM), unit.question, unit.case.name, str(unit.first), str(unit.number)]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -175,7 +175,7 @@ def _bits(answers: Answers) -> dict[str, Any]:
     return {
         "policies": len({unit.case.policy for unit, _ in answers}),
         "seeds": sum(found["seeds"] for found in _good(answers)),
-        "seeds_of_a_policy": max(unit.first + unit.count for unit, _ in answers),
+        "seeds_of_a_policy": max(unit.first + unit.number for unit, _ in answers),
         "other_bits": wrong,
         "over_budget": over,
         "trace_problems": traces,

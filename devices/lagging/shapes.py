@@ -77,7 +77,7 @@ def _shape(result: torch.Tensor, operands: list[torch.Tensor]) -> Shape:
     return Shape(
         tuple(result.size()),
         tuple(result.stride()),
-        result.storage_offset(),
+        int(result.storage_offset()),
         result.dtype,
         result.untyped_storage().nbytes(),
         -1 if operand == len(operands) else operand,
