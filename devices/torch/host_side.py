@@ -78,13 +78,16 @@ class HostSide:
     def load_kv(self, task: Task) -> None:
         """Copy a micro-batch's cached keys and values, each sequence with room for its new token at the end."""
         state = self._states[task.micro_batch]
-        halves = zip(self._kv_slots[task.operands].chunk(2), state.cache.slots[task.layer], strict=True)
-        keys, values = ([*_loaded(memory, cached, state.step)] for memory, cached in halves)
-        queries = (part.queries for part in state.step.parts)
+        cache, step = state.cached(task.layer)
+        halves = zip(
+            self._kv_slots[task.operands].chunk(2), cache.slots[cache.places[task.layer]], strict=True
+        )
+        keys, values = ([*_loaded(memory, cached, step)] for memory, cached in halves)
+        queries = (part.queries for part in step.parts)
         self._loaded[task.operands] = list(map(KVView, keys, values, queries))
 
     def attention(self, task: Task) -> None:
-        if task.micro_batch not in self._cached_here:
+        if task.layer not in self._cached_here.get(task.micro_batch, ()):
             self._there.attention(task)
         elif task.operands is None:
             self._attend_to_prompt(task)
@@ -98,7 +101,7 @@ class HostSide:
         native = self._there.native_for(task, state, q_THd)
         if native:
             keys, values = (half.data_ptr() for half in self._kv_slots[task.operands].chunk(2))
-            lengths, blocks = state.step.in_blocks
+            lengths, blocks = state.cached(task.layer)[1].in_blocks
             loaded = CachedLayer(keys, values, KV_BLOCK_TOKENS)
             in_blocks = SequencesInBlocks(lengths, one_after_the_other(len(blocks)))
             state.attended_TX = native.attend(q_THd, k_TKd, v_TKd, loaded, in_blocks)
@@ -158,7 +161,8 @@ class HostSide:
         _, k_TKd, v_TKd = state.qkv
         keys, values = copied(k_TKd, HOST), copied(v_TKd, HOST)
         wait_for_copies(self._accelerator)  # the host writes them to the cache itself
-        state.cache.append(task.layer, state.step, keys, values)
+        cache, step = state.cached(task.layer)
+        cache.append(task.layer, step, keys, values)
         if not task.step:
             del state.qkv  # in decode attention may still need them
 
@@ -173,11 +177,16 @@ def _kv_slot(plan: Plan, compute: Compute) -> Tensor:
     return torch.empty(elements, dtype=compute.dtype, device=compute.accelerator)
 
 
-def _cached_on_host(plan: Plan) -> frozenset[int]:
-    """The micro-batches whose KV cache is on the host, including chunks of prefill."""
-    wholes = plan.kv.held_by("host")
-    chunks = [number for number, chunk in plan.chunks.items() if chunk.micro_batch in wholes]
-    return frozenset([*wholes, *chunks])
+def _cached_on_host(plan: Plan) -> dict[int, frozenset[int]]:
+    """The layers whose KV cache is on the host, by micro-batch, including chunks of prefill."""
+    kv = plan.kv
+    wholes = {number: frozenset(kv.layers_held_by("host", number)) for number in kv.held_by("host")}
+    chunks = {
+        number: wholes[chunk.micro_batch]
+        for number, chunk in plan.chunks.items()
+        if chunk.micro_batch in wholes
+    }
+    return wholes | chunks
 
 
 def _loaded(memory: Tensor, cached_NKd: Tensor, step: KVStep) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ import torch
 from moesched.requests.batch import KV_BLOCK_TOKENS
 from moesched.requests.chunks import Chunk
 from moesched.steps.plan import Plan
+from moesched.steps.reservations import held_alike
 from moesched.steps.roles import KV_ROLES
 
 from .compute import Compute
@@ -26,16 +27,20 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) ->
         for requests in plan.batch.micro_batches
     ]
     for role in KV_ROLES if plan.nodes.attends else ():
-        cached = [states[number] for number in plan.kv.held_by(role)]
-        if cached:
-            _open_cache(plan, cached, compute, compute.accelerator if role == "accelerator" else HOST)
+        device = compute.accelerator if role == "accelerator" else HOST
+        for layers, numbers in held_alike(plan.kv.roles, role).items():
+            _open_cache(plan, layers, [states[number] for number in numbers], compute, device)
     return states + _chunk_states(plan.chunks, states, prompts) if plan.batch.chunked else states
 
 
 def _open_cache(
-    plan: Plan, states: Sequence[MicroBatchState], compute: Compute, device: torch.device
+    plan: Plan,
+    layers: Sequence[int],
+    states: Sequence[MicroBatchState],
+    compute: Compute,
+    device: torch.device,
 ) -> None:
-    """Open one KV cache for these micro-batches, with room for all tokens of each request and its beams.
+    """Open one KV cache of these layers for these micro-batches, with room for all tokens of requests and beams.
 
     That of the host is locked for a GPU, which then copies from it without the host.
     """
@@ -47,10 +52,14 @@ def _open_cache(
         block_size=KV_BLOCK_TOKENS,
         dtype=compute.dtype,
         device=device,
+        layers=layers,
         allocate=partial(locked_if_possible, device=compute.accelerator) if lock else None,
     )
     for state in states:
-        state.cache = cache
+        if hasattr(state, "cache"):
+            state.other = cache
+        else:
+            state.cache = cache
         for request, sequence in zip(state.requests, state.sequences, strict=True):
             # Beams take blocks as they grow.
             new_tokens = plan.batch.new_tokens if state.beams == 1 else 0
@@ -68,6 +77,6 @@ def _chunk_states(
         new = [prompts[request][start : start + tokens] for request, start, tokens in spans]
         state = states[number] = MicroBatchState(chunk.requests, new, whole.beams)
         state.chunk_of, state.before = whole, states.get(chunk.before)
-        state.cache = whole.cache
+        state.cache, state.other = whole.cache, whole.other
         state.ends = [place for place, request in enumerate(chunk.requests) if request in chunk.ends]
     return list(states.values())

@@ -49,7 +49,7 @@ def room_for(page: Page) -> int:
 
     Files are read in whole blocks, so each extent may need up to two blocks more than its own bytes.
     """
-    return _round_up(page.nbytes, DISK_BLOCK) + 2 * DISK_BLOCK * len(page.extents)
+    return (-(-page.nbytes // DISK_BLOCK) + 2 * len(page.extents)) * DISK_BLOCK
 
 
 class WeightLayout(msgspec.Struct, frozen=True):

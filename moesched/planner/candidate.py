@@ -38,7 +38,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         weights_on_gpu: share of the weights' bytes that stays in the accelerator's memory.
-        kv_on_gpu: share of the micro-batches whose KV cache stays there.
+        kv_on_gpu: share of the KV cache that stays there.
         few: a few layers of it; None where a trial run needs all of them.
         throughput: generated tokens per second, prefill included.
         rate: the figure that the setting's objective maximises.
@@ -56,11 +56,14 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Point(NamedTuple):
-    """Sizes to try: µ, the number of micro-batches, and the number of those with their KV cache on the accelerator."""
+    """Sizes to try: µ, the number of micro-batches, and the number of those with their KV cache on the accelerator.
+
+    That number is whole, apart from a single micro-batch, whose cache is divided by layers.
+    """
 
     size: int
     micro_batches: int
-    resident: int
+    resident: float
 
 
 class Candidate:
@@ -105,13 +108,13 @@ class Candidate:
 
     def first(self) -> Seen:
         """Simulate the schedule of the choice."""
-        return self.see(*_point(self.choice))
+        return self._start(self.choice)
 
     def deepened(self, seen: Seen) -> Seen:
         """The same schedule with all layers simulated."""
         size = seen.micro_batch_size
         count = -(-seen.batch_size // size)
-        found = self.see(size, count, round(seen.kv_on_gpu * count), deep=True)
+        found = self.see(size, count, resident_of(seen.kv_on_gpu, count), deep=True)
         return replace(found, few=seen.few)
 
     def look(self) -> Seen:
@@ -128,12 +131,26 @@ class Candidate:
                 edge = best(setting, self.traits, shapes, above=found.throughput / NEAR)
                 if edge is not None and _point(edge) != _point(self.choice):
                     found = max(found, self._climb(edge), key=lambda seen: seen.rate)
+            partly = self._most_layers(found.micro_batch_size)
+            if partly is not None:
+                with suppress(BadInput):  # the bound knows only about how much fits
+                    found = max(found, self._climb(partly), key=lambda seen: seen.rate)
         return found
+
+    def _most_layers(self, size: int) -> PolicyChoice | None:
+        """One micro-batch with the KV cache of as many layers as fit on the accelerator; None if all or none do."""
+        layers = self.setting.layout.config.layers
+        shape = self._probe(size).shape(self.setting.cost)
+        choices = (
+            filled(self.setting, self.traits, shape, 1, here / layers) for here in range(layers, 0, -1)
+        )
+        found = next((choice for choice in choices if choice is not None), None)
+        return found if found is not None and found.resident < 1 else None
 
     def _climb(self, start: PolicyChoice) -> Seen:
         """Move from one schedule to a better one, until no neighbour's bound is better."""
         tried = {_point(start)}
-        found = self.see(*_point(start))
+        found = self._start(start)
         ahead = self._around(found)
         while ahead and len(tried) < MOST_PREVIEWS:
             choice = ahead.pop(0)
@@ -147,6 +164,19 @@ class Candidate:
                     ahead = self._around(found)
         return found
 
+    def _start(self, choice: PolicyChoice) -> Seen:
+        """Simulate a choice; with smaller micro-batches if not even one fits: the search knows only average lengths."""
+        size, count, resident = _point(choice)
+        smaller = [other for other in reversed(self._ladder) if other < size]
+        for other in smaller:
+            try:
+                return self.see(size, count, resident)
+            except BadInput:
+                share = resident / count
+                size, count = other, -(-choice.micro_batch_size * choice.micro_batches // other)
+                resident = resident_of(share, count)
+        return self.see(size, count, resident)
+
     def _around(self, seen: Seen) -> list[PolicyChoice]:
         """The sizes to try next, the highest bound first.
 
@@ -158,9 +188,9 @@ class Candidate:
         sizes = [(size, -(-count * 6 // 5)), (size, max(1, count * 5 // 6))]
         sizes += [(other, -(-requests // other)) for other in self._neighbours(size)]
         share = seen.kv_on_gpu if self.setting.splits_kv else 0.0
-        points = [Point(size, count, round(share * count)) for size, count in sizes]
+        points = [Point(size, count, resident_of(share, count)) for size, count in sizes]
         if self.setting.splits_kv and self.setting.kv_on_gpu is None:
-            here, few = round(share * count), -(-count // 10)
+            here, few = resident_of(share, count), 0.1 if count == 1 else -(-count // 10)
             points += [Point(size, count, max(0, here - few)), Point(size, count, min(count, here + few))]
         choices = [choice for point in points if (choice := self._filled(point))]
         return sorted(choices, key=lambda choice: choice.throughput, reverse=True)
@@ -199,7 +229,7 @@ class Candidate:
         place = self._ladder.index(size)
         return [*self._ladder[place + 1 : place + 3], *self._ladder[max(0, place - 2) : place]]
 
-    def see(self, size: int, micro_batches: int, resident: int = 0, *, deep: bool | None = None) -> Seen:
+    def see(self, size: int, micro_batches: int, resident: float = 0, *, deep: bool | None = None) -> Seen:
         """Simulate the schedule of that number of micro-batches, or of as many as fit.
 
         Args:
@@ -235,14 +265,14 @@ class Candidate:
     def uncertainty(self, seen: Seen) -> Uncertainty:
         """The band of a schedule that was simulated, from runs of a few of its layers where those can stand for all."""
         count = -(-seen.batch_size // seen.micro_batch_size)
-        resident = round(seen.kv_on_gpu * count)
+        resident = resident_of(seen.kv_on_gpu, count)
         run, few = seen.trial_run, seen.few
         return uncertainty(
             lambda: [Rank(*(few.plan() if few else self._fitting(seen.micro_batch_size, count, resident)))],
             Figures(seen.throughput, run.step_seconds, run.prefill_seconds),
         )
 
-    def _fitting(self, size: int, micro_batches: int, resident: int) -> tuple[Plan, Policy]:
+    def _fitting(self, size: int, micro_batches: int, resident: float) -> tuple[Plan, Policy]:
         """The plan of that number of micro-batches, or of the most that fit: the search knows only average lengths."""
         share = resident / micro_batches if self.setting.splits_kv else None
         count, step = micro_batches, 1
@@ -253,6 +283,11 @@ class Candidate:
                 if count == 1:
                     raise
             count, step = max(1, count - step), 2 * step
+
+
+def resident_of(share: float, count: int) -> float:
+    """The micro-batches whose KV cache stays on the accelerator: a whole number, or the share of a single one."""
+    return share if count == 1 else round(share * count)
 
 
 def _point(choice: PolicyChoice) -> Point:

@@ -44,7 +44,7 @@ class PlannedSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         attention_on_gpu: whether the GPU attends to the micro-batches whose KV cache is on the host.
-        weights_on_gpu, kv_on_gpu: shares, from 0 to 1, of the weights and of the micro-batches' KV caches that stay in
+        weights_on_gpu, kv_on_gpu: shares, from 0 to 1, of the weights and of the KV cache that stay in
             the accelerator's memory.
     """
 
