@@ -94,7 +94,7 @@ def test_it_is_nearer_to_float32_than_bfloat16(tmp_path: Path, policy: str) -> N
     def logits(dtype: str, kernel: str = "auto") -> Any:
         device = TorchDevice(checkpoint, weight_layout(WIDE, dtype), keep_logits=True, kernel=kernel)
         machine = ONE_MEMORY if policy == "resident" else TWO_MEMORIES
-        found = generate(device, make_policy(policy), machine, PROMPTS, new_tokens=1, micro_batch_size=2)
+        found = generate(device, make_policy(policy), machine, PROMPTS, new_tokens=3, micro_batch_size=2)
         return found.logits_RSV.float().numpy()
 
     exact = logits("float32")

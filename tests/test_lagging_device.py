@@ -116,23 +116,34 @@ def test_an_error_of_the_gpu_ends_a_run_with_its_story_and_leaves_nothing(case: 
     assert answer["slowest_seconds"] < SECONDS
 
 
-@pytest.mark.parametrize(
-    ("dtype", "policy", "settings"),
-    [
-        (("bfloat16", "float16")[number % 2], *each)
-        for number, each in enumerate(each for each in POLICIES if each[0] in STREAM_MOST - {"cpu_ffn"})
-    ],
-)
+@pytest.fixture(scope="module", params=["bfloat16", "float16"])
+def resident(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Generated]:
+    """A number format of 16 bits, and what the CPU gives in it."""
+    wide, dtype = stored(WIDE, tmp_path_factory.mktemp("models")), request.param
+    return dtype, two_batches(partial(TorchDevice, kernel="torch"), wide, dtype, "resident", {}, 2.0)[0]
+
+
+@pytest.mark.parametrize("policy", ["layer_streaming", "cgopipe", "flexgen", "expert_streaming"])
 def test_a_policy_that_streams_has_the_bits_of_the_cpu_in_16_bits(
-    tmp_path: Path, dtype: str, policy: str, settings: Mapping[str, int]
+    tmp_path: Path, resident: tuple[str, Generated], policy: str
 ) -> None:
-    cpu = partial(TorchDevice, kernel="torch")
-    resident, _ = two_batches(cpu, stored(WIDE, tmp_path / "cpu"), dtype, "resident", {}, 2.0)
-    streaming = two_batches(LaggingDevice, stored(WIDE, tmp_path / "gpu"), dtype, policy, settings, 0.8)
-    for found in streaming:
+    dtype, expected = resident
+    for found in two_batches(LaggingDevice, stored(WIDE, tmp_path), dtype, policy, {}, 0.8):
         assert found.streamed_pages > 0
-        assert found.tokens == resident.tokens
-        assert found.logits_RSV.equal(resident.logits_RSV)
+        assert found.tokens == expected.tokens
+        assert found.logits_RSV.equal(expected.logits_RSV)
+
+
+def test_keys_and_values_of_sequences_of_one_length_are_loaded_in_whole_pieces(
+    checkpoint: Checkpoint,
+) -> None:
+    gpu = LaggingGpu(seed=1)
+    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=gpu)
+    prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    generate(device, make_policy("flexgen"), TWO_MEMORIES, prompts, new_tokens=3, micro_batch_size=3)
+    assert gpu.operations.staged == 0
 
 
 def test_grouping_the_rows_of_experts_waits_once_for_the_gpu() -> None:
