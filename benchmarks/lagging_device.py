@@ -9,8 +9,8 @@ Parts are questions:
 - spans: do the times of ten minutes fit each other, on clocks that drift?
 - deep: does a run of 32 layers, 32 micro-batches and 16 steps end, and is little remembered?
 
-Each case is a process of its own, which is ended if it hangs. Cases that are done stay in a file beside the result, so
-that a run that was cut off goes on where it was.
+Each case is a process of its own, which is ended if it hangs. Cases that are done stay in a file below out/, so that a
+run that was cut off goes on where it was.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from _options import EXECUTION, Benchmark, track
-from _results import source_hash
+from _results import ROOT, source_hash
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -103,7 +103,7 @@ def units_of(question: str, rounds: int) -> Iterator[Unit]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all processes that are not done yet, print the rows, write the JSON; 1 where a row does not hold."""
     options = BENCHMARK.parse(arguments)
-    done = Done(BENCHMARK.out.with_suffix(".done.json"))
+    done = Done(ROOT / "out" / f"{BENCHMARK.out.stem}.done.json")
     rows = BENCHMARK.stored().get("rows", {})
     for question in options.only:
         units = list(units_of(question, options.rounds))
@@ -134,6 +134,7 @@ class Done:
     def add(self, unit: Unit, found: dict[str, Any]) -> None:
         """Add an answer."""
         self.answers[unit.name] = found
+        self._path.parent.mkdir(exist_ok=True)
         self._path.write_text(json.dumps({"hash": self._hash, "answers": self.answers}))
 
     def forget(self) -> None:

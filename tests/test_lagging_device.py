@@ -26,7 +26,7 @@ from moesched.requests.batch import split_batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from odd_models import MIXTRAL, PROMPTS, WIDE, layout_of, stored
-from policies_for_two_memories import POLICIES, STREAM_MOST
+from policies_for_two_memories import POLICIES
 from two_batches import two_batches
 
 pytestmark = pytest.mark.usefixtures("one_thread")
