@@ -78,13 +78,13 @@ WAITS = (
 )
 
 EVENTS = (
-    Mutant(STREAMS, "event at a task's start", "start.record()"),
-    Mutant(STREAMS, "event at a task's end", "end.record()"),
+    Mutant(STREAMS, "event at a task's start", "issued.start.record(stream)"),
+    Mutant(STREAMS, "event at a task's end", "issued.end.record()"),
     Mutant(
         STREAMS,
         "stream of a task",
-        "with self._module.stream(stream):\n            start",
-        "if True:\n            start",
+        "with self._module.stream(stream):\n            issued",
+        "if True:\n            issued",
     ),
     Mutant(
         STREAMS,
@@ -94,17 +94,14 @@ EVENTS = (
     ),
     Mutant(STREAMS, "memory of issued tasks", "self._issued[task.id] = issued"),
     Mutant(STREAMS, "end of that memory with a task", "del self._issued[issued.number]"),
+    Mutant(STREAMS, "end of that memory with a run", "self._issued.clear()"),
     Mutant(STREAMS, "events of their own", "+= [issued.start, issued.end]", "+= [issued.start] * 2"),
     Mutant(STREAMS, "second use of events", "self._unused += [issued.start, issued.end]"),
     Mutant(STREAMS, "times of events", "enable_timing=True", "enable_timing=False"),
     Mutant(STREAMS, "sleep of threads that wait", "blocking=True", "blocking=False"),
-    Mutant(
-        STREAMS,
-        "time at which the host saw a task's end",
-        "self.ended_by = self._streams.now()",
-        "self.ended_by = 10**18",
-    ),
+    Mutant(STREAMS, "now, which no event is after", "min(reckoned, self._host_clock())", "reckoned"),
     Mutant(STREAMS, "time at which a task was issued", "issued_at = self._host_clock()", "issued_at = 0"),
+    Mutant(STREAMS, "tasks that had begun by then", "reckoned = other.issued_at"),
     Mutant(CLOCK, "event that times are measured from", "event.record(self._stream)"),
     Mutant(CLOCK, "new event each second", "> PERIOD:", "> 10**18:"),
     Mutant(CLOCK, "rate of the GPU's clock", "max(0.5, true_rate - (host - read) / PERIOD)", "1.0"),
@@ -234,9 +231,9 @@ COPIES = (
         "keys of earlier chunks",
         "half[first + past : first + past + new] = fresh_TKd[start:stop]",
     ),
-    Mutant("kv_cache.py", "keys in the cache", "self.slots[layer, 0].index_copy_(0, step.slots_T, keys_TKd)"),
+    Mutant("kv_cache.py", "keys in the cache", "self.slots[place, 0].index_copy_(0, step.slots_T, keys_TKd)"),
     Mutant(
-        "kv_cache.py", "values in the cache", "self.slots[layer, 1].index_copy_(0, step.slots_T, values_TKd)"
+        "kv_cache.py", "values in the cache", "self.slots[place, 1].index_copy_(0, step.slots_T, values_TKd)"
     ),
     Mutant(
         "kv_cache.py",

@@ -44,8 +44,10 @@ SECONDS = 5.0
 """Time in which a run has to end after an error."""
 LIBRARIES = 256_000_000
 """Bytes that cuBLAS and others take of a GPU."""
-COLLECTIVE = {way for way, how in WAYS.items() if how.ranks * how.nodes > 1}
-"""Ways in which a run may end with the story of a collective that could not take place."""
+STORY = r"failed on lane .* after waiting for "
+"""What an error's message has: where a task failed, and what it had waited for."""
+LOST = "gave up: CUDA error"
+"""What the message of a rank has that was left alone by one that failed."""
 TRACED = 20
 """Every such seed's trace is checked."""
 
@@ -236,10 +238,9 @@ def _failing(models: Models, case: Case, gpu: LaggingGpu) -> str:
         team.run(case.policy, case.settings)
     except TaskFailed as error:
         causes = list(_causes(error))
-        if not any(isinstance(each, DeviceLost) for each in causes):
+        if not any(isinstance(each, DeviceLost) for each in causes) and LOST not in str(error):
             return f"its cause is {causes}"
-        told = re.search(r"failed on lane .*, submitted at ", str(error))
-        return "" if told or case.way in COLLECTIVE else f"no story: {error}"
+        return "" if re.search(STORY, str(error)) else f"no story: {error}"
     except BaseException as error:
         return f"{type(error).__name__} instead of TaskFailed: {error}"
     finally:

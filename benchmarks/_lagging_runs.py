@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.devices.torch.device import TorchDevice
+from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.config import ModelConfig
@@ -227,11 +228,13 @@ class Team:
             beams=way.beams,
             prefill_chunk=way.chunk,
         )
-        weights = (0.8 if way.ranks == 1 else 1.4) if policy in STREAM_MOST else 2.0
-        budgets = {} if way.nodes > 1 else fast_memory(device, way.machine, batch, weights)
-        plan = plan_run(
-            way.machine, device.layout, batch, made, budgets, device.slot_bytes, way.nodes, number % way.nodes
-        )
+
+        def planned(budgets: Mapping[str, int]) -> Plan:
+            place = way.nodes, number % way.nodes
+            return plan_run(way.machine, device.layout, batch, made, budgets, device.slot_bytes, *place)
+
+        budgets = {} if way.nodes > 1 else fast_memory(device, way.machine, batch, 2.0)
+        plan = _smallest(planned, budgets) if policy in STREAM_MOST else planned(budgets)
         return Rank(plan, made, device)
 
 
@@ -268,6 +271,19 @@ def over_budget(ended: Ended, gpu: LaggingGpu, nodes: int = 1) -> Iterator[str]:
         planned = sum(plan.memory("accelerator").used for plan in plans)
         if memory.most_wanted > planned:
             yield f"GPU {number}: {memory.most_wanted} bytes, planned {planned}"
+
+
+def _smallest(planned: Callable[[Mapping[str, int]], Plan], budgets: Mapping[str, int]) -> Plan:
+    """The plan in the smallest memory that a policy takes, to a thousandth: it streams as much as it can."""
+    ((memory, most),) = budgets.items()
+    plan, least = planned(budgets), 0
+    while most - least > budgets[memory] // 1000:
+        middle = (least + most) // 2
+        try:
+            plan, most = planned({memory: middle}), middle
+        except BadInput:
+            least = middle
+    return plan
 
 
 def _share(models: Models, way: Way, number: int) -> tuple[Checkpoint, WeightLayout]:

@@ -6,7 +6,10 @@ from collections import deque
 from random import Random
 from typing import NamedTuple
 
-from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
+import torch
+
+from moesched.devices.lagging.device import LaggingGpu
+from moesched.devices.lagging.tensors import DEVICE_TYPE
 from moesched.devices.torch.cuda_streams import CudaStreams, CudaTask
 from moesched.tasks import Kernel, Lane, Task, Work
 
@@ -14,6 +17,8 @@ READING = 300
 """Nanoseconds that it takes to read the host's clock."""
 LONGEST_TASK, LONGEST_PAUSE = 3_000_000, 40_000_000
 """Nanoseconds of a task, and of a pause of the host."""
+IMPRECISE = 100_000
+"""Nanoseconds by which a task may seem to be shorter than it was."""
 IN_FLIGHT = 6
 LANES = [Lane("accelerator"), Lane("host->gpu"), Lane("gpu->host")]
 HOST = Lane("host")
@@ -31,12 +36,13 @@ class HostClock:
 
 
 class Ran(NamedTuple):
-    """A task that ran, and those that it waited for."""
+    """A task that ran, those that it waited for, and the time that it surely took."""
 
     lane: Lane
     start: int
     end: int
     after: list[int]
+    length: int
 
 
 class Found(NamedTuple):
@@ -58,6 +64,8 @@ def minutes_of_tasks(seed: int, minutes: int = 10) -> Found:
     last: dict[Lane, int] = {}
     for number, task in ran.items():
         lane = task.lane
+        if task.end - task.start < task.length - IMPRECISE:
+            problems.append(f"task {number} on {lane.name} took {task.end - task.start} ns of {task.length}")
         early = {f"the task before it on {lane.name}": last.get(lane, 0) - task.start}
         early |= {
             f"task {other} on {ran[other].lane.name}": ran[other].end - task.start for other in task.after
@@ -76,21 +84,23 @@ def minutes_of_tasks(seed: int, minutes: int = 10) -> Found:
 def _ran(choose: Random, seed: int, minutes: int) -> dict[int, Ran]:
     clock = HostClock()
 
-    def execute(task: Task) -> None:
+    def execute(task: Task) -> int:
         length = choose.randrange(LONGEST_TASK)
 
         def work() -> None:
             clock.now += length
 
         gpu.streams.current.enqueue(work)
+        return length
 
     ran: dict[int, Ran] = {}
-    with LaggingGpu(seed=seed, clock=clock) as gpu:
-        streams = CudaStreams(GPU_DEVICE, [lane.name for lane in LANES], execute, clock)
+    device = torch.device(DEVICE_TYPE, seed % 2)  # neighbours drift in opposite directions
+    with LaggingGpu(seed=seed, clock=clock, count=2) as gpu:
+        streams = CudaStreams(device, [lane.name for lane in LANES], execute, clock)
         flying: deque[tuple[Task, list[int], CudaTask]] = deque()
         begin, number, host = clock.now, 0, -1
         while clock.now - begin < minutes * 60 * 10**9:
-            clock.now += choose.randrange(LONGEST_PAUSE)
+            clock.now += choose.choice((0, choose.randrange(LONGEST_PAUSE)))
             lane = choose.choice(LANES)
             others = [task for task, _, _ in flying if task.lane is not lane and choose.random() < 0.3]
             task = Kernel(lane, Work("work", "gpu"), "work", id=number)
@@ -101,9 +111,9 @@ def _ran(choose: Random, seed: int, minutes: int) -> dict[int, Ran]:
                 ended = [flying.popleft() for _ in range(choose.randint(1, 3))]
                 for ran_task, waited_for, issued in reversed(ended):  # as lanes wait for several at once
                     issued.wait()
-                    ran[ran_task.id] = Ran(ran_task.lane, *issued.span(), waited_for)
+                    ran[ran_task.id] = Ran(ran_task.lane, *issued.span(), waited_for, issued.value)
                 start = clock()
                 clock.now += choose.randrange(20_000)
                 host, number = number, number + 1
-                ran[host] = Ran(HOST, start, clock(), [task.id for task, _, _ in ended])
+                ran[host] = Ran(HOST, start, clock(), [task.id for task, _, _ in ended], 0)
     return dict(sorted(ran.items()))

@@ -7,6 +7,7 @@ written after each one: a run that was cut off goes on with `--resume`.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -91,7 +92,13 @@ def _failing_test(tree: Path) -> str:
 def _failing_case(tree: Path) -> str:
     try:
         ran = subprocess.run(
-            [sys.executable, *SWEEP], cwd=tree, capture_output=True, text=True, check=False, timeout=SECONDS
+            [sys.executable, *SWEEP],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS,
         )
     except subprocess.TimeoutExpired:
         return "a case of the benchmark hangs"

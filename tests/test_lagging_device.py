@@ -144,6 +144,7 @@ def test_keys_and_values_of_sequences_of_one_length_are_loaded_in_whole_pieces(
     prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     generate(device, make_policy("flexgen"), TWO_MEMORIES, prompts, new_tokens=3, micro_batch_size=3)
     assert gpu.operations.staged == 0
+    assert gpu.operations.blocked == 0, "the cache is page-locked"
 
 
 def test_grouping_the_rows_of_experts_waits_once_for_the_gpu() -> None:

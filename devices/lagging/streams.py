@@ -102,6 +102,7 @@ class LaggingEvent:
         self._number: int | None = None
         self._gpu = gpu
         gpu.events.add(self)
+        gpu.events_made += 1
 
     def record(self, stream: LaggingStream | None = None) -> None:
         """Have it happen on a stream, by default the current one.
@@ -121,6 +122,12 @@ class LaggingEvent:
         """Return when it has happened."""
         version = self.recorded
         self._gpu.run_until(lambda: self.happened >= version)
+
+    def query(self) -> bool:
+        """Whether it has happened, as it was recorded last."""
+        with self._gpu.lock:
+            self._gpu.raise_error()
+            return self.happened >= self.recorded
 
     def happen(self, version: int, nanoseconds: int) -> None:
         """Note that it happened."""
@@ -154,6 +161,7 @@ class Gpu:
         ran: pieces of work that ran so far.
         failed_at: when a piece failed, by the host's clock; None where none did.
         events: those that somebody still has.
+        events_made: number of all that were made.
         waits: how often the host has waited for a GPU.
     """
 
@@ -165,6 +173,7 @@ class Gpu:
         self._fails_at = fails_at
         self.ran = 0
         self.failed_at: int | None = None
+        self.events_made = 0
         self.events: weakref.WeakSet[LaggingEvent] = weakref.WeakSet()
         self._error: BaseException | None = None
         self._streams: list[LaggingStream] = []

@@ -47,7 +47,8 @@ class CudaStreams:
         self.begin()
 
     def begin(self) -> None:
-        """Measure times anew, for a run; all tasks of an earlier one have ended."""
+        """Forget those tasks of an earlier run that failed, and measure times anew; all have ended."""
+        self._issued.clear()
         stream = self._module.Stream(self._device)
         self._clock = StreamClock(self._timed_event, stream, self._host_clock)
 
@@ -70,31 +71,34 @@ class CudaStreams:
                 issued = self._issued.get(other.id)
                 if issued is not None and other.lane is not task.lane:  # otherwise it has ended, or is ahead
                     stream.wait_event(issued.end)
-            start, end, zero = self._event(), self._event(), self._clock.zero()
-            issued_at = self._host_clock()
-        with self._module.stream(stream):
-            start.record()
-            value = self._execute(task)
-            end.record()
-        issued = CudaTask(self, task.id, start, end, zero, issued_at, value)
-        with self._lock:
+            issued = CudaTask(self, task.id, self._event(), self._event(), self._clock.zero())
+            issued.issued_at = self._host_clock()
+            issued.start.record(stream)
             self._issued[task.id] = issued
+        with self._module.stream(stream):
+            issued.value = self._execute(task)
+            issued.end.record()
         return issued
 
     def span_of(self, issued: CudaTask) -> tuple[int, int]:
         """When a task ran that has ended, on the host's clock; its events are used again."""
         with self._lock:
-            start, end = (
-                self._clock.nanoseconds(event, issued.zero, issued.issued_at, issued.ended_by)
-                for event in (issued.start, issued.end)
-            )
+            start, end = (self._time_of(event, issued.zero) for event in (issued.start, issued.end))
             del self._issued[issued.number]
             self._unused += [issued.start, issued.end]
         return start, end
 
-    def now(self) -> int:
-        """The host's clock."""
-        return self._host_clock()
+    def _time_of(self, event: torch.cuda.Event, zero: Zero) -> int:
+        """When an event happened: before now, and after all tasks were issued that had begun by then."""
+        device = self._clock.on_device(event, zero)
+        reckoned = self._clock.reckoned(device)
+        for other in reversed(self._issued.values()):
+            if other.issued_at <= reckoned:
+                break
+            if other.start.query() and self._clock.on_device(other.start, other.zero) <= device:
+                reckoned = other.issued_at
+                break
+        return self._clock.told(device, min(reckoned, self._host_clock()))
 
     def _timed_event(self) -> torch.cuda.Event:
         # Threads that wait leave their cores to attention on the CPU.
@@ -112,7 +116,8 @@ class CudaTask:
         number: the task's.
         start, end: events around it.
         zero: what their times are measured from.
-        issued_at, ended_by: times of the host's clock between which it ran; the second is known after `wait`.
+        issued_at: when it was issued, by the host's clock.
+        value: its result.
     """
 
     def __init__(
@@ -122,21 +127,18 @@ class CudaTask:
         start: torch.cuda.Event,
         end: torch.cuda.Event,
         zero: Zero,
-        issued_at: int,
-        value: Any,
     ) -> None:
-        self.value = value
+        self.value: Any = None
         self.number = number
         self.start = start
         self.end = end
         self.zero = zero
-        self.issued_at = self.ended_by = issued_at
+        self.issued_at = 0
         self._streams = streams
 
     def wait(self) -> None:
         """Block until the stream has run it."""
         self.end.synchronize()
-        self.ended_by = self._streams.now()
 
     def span(self) -> tuple[int, int]:
         """When it ran, on the host's clock; once only, after `wait`."""

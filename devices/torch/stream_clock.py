@@ -65,20 +65,19 @@ class StreamClock:
             self._zeros = [*self._zeros[-KEPT + 1 :], self._following(self._zeros[-1])]
         return self._zeros[-1]
 
-    def nanoseconds(self, event: Any, zero: Zero, earliest: int, latest: int) -> int:
-        """When an event happened that was recorded after `zero` was given.
+    def on_device(self, event: Any, zero: Zero) -> float:
+        """When an event happened that was recorded after `zero` was given, on the device's clock."""
+        passed: float = zero.event.elapsed_time(event)
+        return zero.device + passed * 1e6
 
-        Args:
-            earliest, latest: times on the host's clock between which it happened: no rate is exact.
-        """
-        device: float = zero.device + zero.event.elapsed_time(event) * 1e6
+    def reckoned(self, device: float) -> int:
+        """A time of the device on the host's clock, as far as the rate is known."""
         zeros = self._zeros
         last = zeros[max(0, bisect_right(zeros, device, key=lambda each: each.device) - 1)]
-        reckoned = round(last.host + (device - last.device) * last.rate)
-        return self._agreeing(device, min(max(reckoned, earliest), latest))
+        return round(last.host + (device - last.device) * last.rate)
 
-    def _agreeing(self, device: float, host: int) -> int:
-        """A time that is in order with those that were told before, and near to `host`; it is remembered."""
+    def told(self, device: float, host: int) -> int:
+        """The time that is told for one of the device: in order with those told before, and near to `host`."""
         told = self._told
         place = bisect_left(told, (device, host))
         if place:
