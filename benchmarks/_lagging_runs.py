@@ -221,7 +221,6 @@ class Team:
     def _rank(self, number: int, policy: str, settings: Settings, size: Size) -> Rank:
         device, way = self.devices[number], self._way
         shared = {} if way.kv_on_gpu is None or policy == "resident" else {"kv_on_gpu": way.kv_on_gpu}
-        made = make_policy(policy, {**settings, **shared})
         prompts = size.prompts or way.prompts
         batch = replace(
             split_batch([len(prompt) for prompt in prompts], size.new_tokens, size.micro_batch_size),
@@ -229,13 +228,13 @@ class Team:
             prefill_chunk=way.chunk,
         )
 
-        def planned(budgets: Mapping[str, int]) -> Plan:
-            place = way.nodes, number % way.nodes
-            return plan_run(way.machine, device.layout, batch, made, budgets, device.slot_bytes, *place)
+        def planned(budgets: Mapping[str, int]) -> Rank:
+            made, place = make_policy(policy, {**settings, **shared}), (way.nodes, number % way.nodes)
+            plan = plan_run(way.machine, device.layout, batch, made, budgets, device.slot_bytes, *place)
+            return Rank(plan, made, device)
 
         budgets = {} if way.nodes > 1 else fast_memory(device, way.machine, batch, 2.0)
-        plan = _smallest(planned, budgets) if policy in STREAM_MOST else planned(budgets)
-        return Rank(plan, made, device)
+        return _smallest(planned, budgets) if policy in STREAM_MOST else planned(budgets)
 
 
 def on_gpu(models: Models, way: Way, gpu: LaggingGpu) -> Team:
@@ -273,17 +272,17 @@ def over_budget(ended: Ended, gpu: LaggingGpu, nodes: int = 1) -> Iterator[str]:
             yield f"GPU {number}: {memory.most_wanted} bytes, planned {planned}"
 
 
-def _smallest(planned: Callable[[Mapping[str, int]], Plan], budgets: Mapping[str, int]) -> Plan:
+def _smallest(planned: Callable[[Mapping[str, int]], Rank], budgets: Mapping[str, int]) -> Rank:
     """The plan in the smallest memory that a policy takes, to a thousandth: it streams as much as it can."""
     ((memory, most),) = budgets.items()
-    plan, least = planned(budgets), 0
+    rank, least = planned(budgets), 0
     while most - least > budgets[memory] // 1000:
         middle = (least + most) // 2
         try:
-            plan, most = planned({memory: middle}), middle
+            rank, most = planned({memory: middle}), middle
         except BadInput:
             least = middle
-    return plan
+    return rank
 
 
 def _share(models: Models, way: Way, number: int) -> tuple[Checkpoint, WeightLayout]:

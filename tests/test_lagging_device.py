@@ -19,6 +19,7 @@ from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGp
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.kernels import group_by_expert
 from moesched.devices.torch.kv_cache import BlockedKV
+from moesched.devices.torch.micro_batch import MicroBatchState
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.plugins import make_policy
@@ -202,6 +203,15 @@ def test_batch_after_batch_takes_the_same_memory(checkpoint: Checkpoint, policy:
     # torch keeps frames of the first calls.
     assert in_use[1:] == in_use[1:2] * 2
     assert caches[1:] == caches[1:2] * 2
+
+
+def test_a_micro_batch_keeps_no_queries_and_no_rows_of_experts_after_a_step(checkpoint: Checkpoint) -> None:
+    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True)
+    generated(device, "resident", {}, keep_open=True)
+    states = [each for each in gc.get_objects() if isinstance(each, MicroBatchState)]
+    assert states
+    assert not any(vars(state).keys() & {"qkv", "rows"} for state in states)
+    device.close()
 
 
 @pytest.mark.parametrize("policy", ["cgopipe", "flexgen"])
