@@ -273,7 +273,7 @@ def ledger(case: Case, first: int, count: int) -> Answer:
 
     The allocator rounds up as torch's does, and the libraries have taken their part.
     """
-    worst = {"blocks": 0.0, "segments": 0.0}
+    worst = {"blocks": 0, "segments": 0}
     with models_of(hidden=256, intermediate=512, layers=4, experts=8) as models:
         for seed in range(first, first + count):
             way = WAYS[case.way]
@@ -292,8 +292,8 @@ def ledger(case: Case, first: int, count: int) -> Answer:
             if over:
                 return {"over_budget": over}
             for memory, nbytes in zip(gpu.memories, planned, strict=True):
-                worst["blocks"] = max(worst["blocks"], memory.most_taken / nbytes - 1)
-                worst["segments"] = max(worst["segments"], memory.most_reserved / nbytes - 1)
+                worst["blocks"] = max(worst["blocks"], memory.most_taken - nbytes)
+                worst["segments"] = max(worst["segments"], memory.most_reserved - nbytes)
     return {"seeds": count, "over_budget": [], "most_beyond_plan": {k: round(v, 4) for k, v in worst.items()}}
 
 
