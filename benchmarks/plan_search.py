@@ -27,8 +27,9 @@ from moesched.machines.cost import cost_model
 from moesched.models.layout import room_for, weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.planner import Best, Setting, plan_best, plannable, splits_kv
-from moesched.planner.candidate import Candidate, Seen, resident_of
+from moesched.planner.candidate import Candidate
 from moesched.planner.objectives import Objective, requests_for
+from moesched.planner.schedules import Seen, resident_of
 from moesched.plugins import find
 from moesched.requests.workloads import load_workload
 
@@ -170,7 +171,7 @@ def _deepened(case: Case) -> Iterator[tuple[str, Seen]]:
     most = found[0][1].rate
     near = [each for each in found[:MOST_DEEP] if each[1].rate * NEAR >= most]
     for candidate, seen in near:
-        yield candidate.name, candidate.deepened(seen)
+        yield candidate.name, candidate.schedules.deepened(seen)
 
 
 def grid(case: Case) -> Iterator[tuple[Candidate, Seen]]:
@@ -206,7 +207,7 @@ def _of_size(candidate: Candidate, size: int, share: float) -> Iterator[tuple[Ca
     for count in sorted({max(1, round(part * most)) for part in PARTS}) if most else ():
         resident = resident_of(share, count)
         if resident or not share:
-            yield candidate, candidate.see(size, count, resident)
+            yield candidate, candidate.schedules.see(size, count, resident)
 
 
 def _fits(setting: Setting, count: int, size: int, share: float) -> bool:

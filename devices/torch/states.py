@@ -56,10 +56,7 @@ def _open_cache(
         allocate=partial(locked_if_possible, device=compute.accelerator) if lock else None,
     )
     for state in states:
-        if hasattr(state, "cache"):
-            state.other = cache
-        else:
-            state.cache = cache
+        state.caches += (cache,)
         for request, sequence in zip(state.requests, state.sequences, strict=True):
             # Beams take blocks as they grow.
             new_tokens = plan.batch.new_tokens if state.beams == 1 else 0
@@ -77,6 +74,6 @@ def _chunk_states(
         new = [prompts[request][start : start + tokens] for request, start, tokens in spans]
         state = states[number] = MicroBatchState(chunk.requests, new, whole.beams)
         state.chunk_of, state.before = whole, states.get(chunk.before)
-        state.cache, state.other = whole.cache, whole.other
+        state.caches = whole.caches
         state.ends = [place for place, request in enumerate(chunk.requests) if request in chunk.ends]
     return list(states.values())

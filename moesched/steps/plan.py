@@ -16,7 +16,7 @@ from moesched.machines import Machine
 from moesched.machines.group import numbered, written_out
 from moesched.machines.machine import read_only
 from moesched.machines.sustained import is_rated
-from moesched.models.layout import Page, WeightLayout
+from moesched.models.layout import Page, WeightLayout, bytes_of
 from moesched.models.operations import Operations
 from moesched.requests.batch import Batch
 from moesched.requests.chunks import Chunk
@@ -86,7 +86,7 @@ class Plan(Declarations):
         self.micro_batches = range(len(batch.micro_batches))
         self.chunks: Mapping[int, Chunk] = MappingProxyType(batch.chunks())
         self.operations = Operations(layout.config, layout.dtype)
-        self.slot_bytes = slot_bytes or (lambda page: page.nbytes)
+        self.slot_bytes = slot_bytes or bytes_of
         count = min(machine.accelerator_group.count, len(self.layers)) if pipelined else 1
         starts = [-(-stage * len(self.layers) // count) for stage in range(count + 1)]
         self.stages = tuple(map(range, starts, starts[1:]))
