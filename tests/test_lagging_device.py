@@ -18,7 +18,6 @@ from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGp
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.kernels import group_by_expert
 from moesched.devices.torch.kv_cache import BlockedKV
-from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.tensor_parallel import cut_checkpoint, cut_config
 from moesched.plugins import make_policy
@@ -28,8 +27,8 @@ from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
 from moesched.transports.inproc import InprocTransport
 from odd_models import MIXTRAL, PROMPTS, WIDE, layout_of, stored
+from odd_runs import generated, two_batches
 from policies_for_two_memories import POLICIES, STREAM_MOST
-from two_batches import two_batches
 
 EVEN = msgspec.structs.replace(
     MIXTRAL, name="even", hidden=32, heads=4, kv_heads=2, head_dim=16, vocabulary=96
@@ -42,31 +41,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return stored(MIXTRAL, tmp_path_factory.mktemp("models"))
 
 
-def generated(
-    device: TorchDevice,
-    policy: str,
-    settings: Mapping[str, int],
-    *,
-    machine: Machine = TWO_MEMORIES,
-    weights: float = 2.0,
-    keep_open: bool = False,
-) -> Generated:
-    return generate(
-        device,
-        make_policy(policy, dict(settings)),
-        machine,
-        PROMPTS,
-        new_tokens=4,
-        micro_batch_size=2,
-        weights=weights,
-        keep_open=keep_open,
-    )
-
-
 @pytest.fixture(scope="module")
 def expected(checkpoint: Checkpoint) -> Generated:
     device = TorchDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, kernel="torch")
-    return generated(device, "resident", {})
+    return generated(device, "resident")
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -134,7 +112,7 @@ def test_grouping_the_rows_of_experts_waits_once_for_the_gpu() -> None:
 def test_likeliest_tokens_are_found_where_the_logits_are(checkpoint: Checkpoint) -> None:
     """Without kept logits, nothing as large as the vocabulary comes to the host."""
     keeping = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True)
-    tokens = generated(keeping, "cgopipe", {}).tokens
+    tokens = generated(keeping, "cgopipe").tokens
     gpu = LaggingGpu(seed=1)
     device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), gpu=gpu)
     batch = split_batch([len(prompt) for prompt in PROMPTS], 4, 2)
@@ -154,7 +132,7 @@ def test_links_may_have_any_names(checkpoint: Checkpoint, expected: Generated, s
     device = LaggingDevice(
         checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=LaggingGpu(seed=seed)
     )
-    assert same_bits(generated(device, "cgopipe", {}, machine=machine).logits_RSV, expected.logits_RSV)
+    assert same_bits(generated(device, "cgopipe", machine=machine).logits_RSV, expected.logits_RSV)
 
 
 def of_two_ranks(device: type[TorchDevice], folder: Path, **settings: Any) -> torch.Tensor:
@@ -197,7 +175,7 @@ def test_batch_after_batch_takes_the_same_memory(checkpoint: Checkpoint, policy:
     gc.disable()
     try:
         for _ in range(4):
-            generated(device, policy, {}, keep_open=True)
+            generated(device, policy, keep_open=True)
             in_use.append(device.gpu.memory.in_use())
             afterwards.append(caches())
     finally:
