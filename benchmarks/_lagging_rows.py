@@ -31,6 +31,7 @@ from moesched.devices.torch.micro_batch import MicroBatchState
 from moesched.errors import TaskFailed
 from moesched.tasks import Task
 from moesched.trace import About, Recorder, check_trace, write_trace
+from policies_for_two_memories import STREAM_MOST
 
 NAMED = {case.name: case for case in CASES}
 Answer = dict[str, Any]
@@ -68,6 +69,8 @@ def bits(case: Case, first: int, count: int) -> Answer:
             if not ended.has_bits_of(wanted):
                 wrong.append(seed)
             over += over_budget(ended, gpu, WAYS[case.way].nodes)
+            if case.policy in STREAM_MOST and not ended.streamed_pages:
+                over.append("all weights are kept")
             if recorder is not None:
                 traces += trace_problems(recorder, ended.plans[0].machine.name)
     return {"seeds": count, "wrong": wrong, "over_budget": over, "trace_problems": traces[:10]}

@@ -36,8 +36,8 @@ from policies_for_two_memories import POLICIES, STREAM_MOST
 
 Settings = Mapping[str, int]
 
-EVEN = replace(MIXTRAL, heads=4, kv_heads=2, vocabulary=98)
-"""A model that two ranks can share."""
+EVEN = replace(MIXTRAL, intermediate=88, heads=4, kv_heads=2, vocabulary=98)
+"""A model that two ranks can share; each of them streams its half."""
 
 BY_LAYERS = {"cgopipe", "cpu_ffn", "flexgen", "flexgen_cpu"}
 """Policies that divide a KV cache by layers."""
@@ -125,6 +125,14 @@ class Ended(NamedTuple):
     tokens: list[list[int]] | None
     logits: dict[int, torch.Tensor]
     plans: list[Plan]
+
+    @property
+    def streamed_pages(self) -> int:
+        """Pages of the weights that were not kept in fast memory, of all ranks or nodes."""
+        return sum(
+            len(plan.nodes.pages(plan.layout)) - sum(len(kept.slots) for kept in plan.weights.resident)
+            for plan in self.plans
+        )
 
     def has_bits_of(self, other: Ended) -> bool:
         """Whether tokens and logits are the same to the bit."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -92,18 +92,19 @@ class Operations:
             name = getattr(func, "__name__", "")
             if name in ("to", "cpu", "copy_"):
                 return self._move(func, name, args, kwargs)
-            lagging = list(_lagging((args, kwargs)))
-            if not lagging:
-                return self._on_host(func, name, args, kwargs)
-            if name == "__get__":
+            if name == "__get__" and isinstance(args[0], LaggingTensor):
                 return self._attribute(func, args[0])
+            tensors = _tensors((args, kwargs))
+            first = next((each for each in tensors if isinstance(each, LaggingTensor)), None)
+            if first is None:
+                return self._on_host(func, name, args, kwargs)
             if name == "storage_offset":  # of its block, not of the segment
                 return args[0].twin.storage_offset()
             if name in FACTS:
                 return func(*_reals(args), **kwargs)
             if name == "is_pinned":
                 return False
-            number = _one_device(name, lagging, (args, kwargs))
+            number = _one_device(name, tensors, first)
             if name == "__iter__":
                 return iter(self._queue(torch.Tensor.unbind, "unbind", (args[0], 0), {}, number))
             if name == "numpy":
@@ -145,7 +146,11 @@ class Operations:
         """Work for the GPU's current stream; the shapes of its results come from tensors without values."""
         if name == "linear" and isinstance(args[1], LaggingTensor):
             self.misaligned += args[1].values_now.data_ptr() % 16 > 0
-        blocks = {_storage(each.twin): each.block for each in _lagging((args, kwargs))}
+        blocks = {
+            _storage(each.twin): each.block
+            for each in _tensors((args, kwargs))
+            if isinstance(each, LaggingTensor)
+        }
         shapes = self._shapes.of(func, _twins(args), _on(_twins(kwargs), "meta"))
         fresh: list[torch.Tensor] = []
 
@@ -206,7 +211,8 @@ class Operations:
             return target.copy_(source)
         into = target.values_now if isinstance(target, LaggingTensor) else target
         what = source.values_now if isinstance(source, LaggingTensor) else source
-        stream = self.gpu.current_of(next(_lagging((source, target))).block.stream.number)
+        there = source if isinstance(source, LaggingTensor) else target
+        stream = self.gpu.current_of(there.block.stream.number)
         if not to_gpu:
             self.most_to_host = max(self.most_to_host, into.nbytes)
         if to_gpu != from_gpu and not (into.is_contiguous() and what.is_contiguous()):
@@ -245,14 +251,18 @@ def is_gpu(device: Any) -> bool:
     return device is not None and torch.device(device).type == DEVICE_TYPE
 
 
-def _lagging(of: Any) -> Iterator[LaggingTensor]:
-    if isinstance(of, LaggingTensor):
-        yield of
-    elif isinstance(of, tuple | list):
-        for each in of:
-            yield from _lagging(each)
-    elif isinstance(of, dict):
-        yield from _lagging(list(of.values()))
+def _tensors(of: Any) -> list[torch.Tensor]:
+    """The tensors among the arguments of a call."""
+    found: list[torch.Tensor] = []
+    left = [of]
+    for each in left:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, tuple | list):
+            left += each
+        elif isinstance(each, dict):
+            left += each.values()
+    return found
 
 
 def _reals(of: Any) -> Any:
@@ -297,18 +307,17 @@ def _changes(name: str, kwargs: dict[str, Any]) -> bool:
     return by_name or name == "__setitem__" or name.startswith("__i") or bool(kwargs.get("inplace"))
 
 
-def _one_device(name: str, lagging: Sequence[LaggingTensor], arguments: Any) -> int:
-    """The GPU of a call's tensors.
+def _one_device(name: str, tensors: Sequence[torch.Tensor], first: LaggingTensor) -> int:
+    """The GPU of a call's tensors, of which one is known to be on a GPU.
 
     Raises:
         RuntimeError: they are on several, or beside tensors of the host that are more than single numbers.
     """
-    number = lagging[0].block.stream.number
-    if any(each.block.stream.number != number for each in lagging) or any(
-        isinstance(each, torch.Tensor) and not isinstance(each, LaggingTensor) and each.dim()
-        for each in tree_flatten(arguments)[0]
-    ):
-        raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+    number = first.block.stream.number
+    for each in tensors:
+        there = each.block.stream.number == number if isinstance(each, LaggingTensor) else not each.dim()
+        if not there:
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device")
     return number
 
 
