@@ -211,7 +211,7 @@ class Operations:
             return target.copy_(source)
         into = target.values_now if isinstance(target, LaggingTensor) else target
         what = source.values_now if isinstance(source, LaggingTensor) else source
-        there = source if isinstance(source, LaggingTensor) else target
+        there = next(each for each in (source, target) if isinstance(each, LaggingTensor))
         stream = self.gpu.current_of(there.block.stream.number)
         if not to_gpu:
             self.most_to_host = max(self.most_to_host, into.nbytes)
