@@ -17,6 +17,7 @@ from moesched.cluster.fingerprint import fingerprint
 from moesched.cluster.members import GRACE_SECONDS, keep_to
 from moesched.cluster.messages import (
     PROTOCOL,
+    AllLoaded,
     Begin,
     FailureKind,
     JoinRequest,
@@ -80,7 +81,9 @@ class _Node:
     def __init__(self, cluster: Cluster, host: Host, keys: KeyPair, checkpoint: Checkpoint) -> None:
         self._host = host
         self._checkpoint = checkpoint
-        self._link = ControlLink(cluster.launcher, keys, on_stop=self._stop, on_gone=self._leave)
+        self._link = ControlLink(
+            cluster.launcher, keys, on_all_loaded=self._go_on, on_stop=self._stop, on_gone=self._leave
+        )
         self._reports = NodeReports(self._link.say)
         self._exchanges = NodeExchanges(host, keys.secret)
         self._transport: Metered | None = None
@@ -119,7 +122,7 @@ class _Node:
             message = self._link.next(STAND_BY_SECONDS)
             match message:
                 case None:
-                    job.stand_by()
+                    self._try(job.stand_by)
                 case Order():
                     self._reports.order = message
                     self._try(partial(self._prepare, job, message))
@@ -158,7 +161,12 @@ class _Node:
         assert order is not None, "a launcher begins only what it ordered"
         ask = self._ask(order, begin.sizes)
         self._transport = self._exchanges.open(
-            welcome.transport, begin, ask.node, port=self._port, lost_after=welcome.lost_after
+            welcome.transport,
+            begin,
+            ask.node,
+            port=self._port,
+            lost_after=welcome.lost_after,
+            on_loaded=self._reports.loaded,
         )
         try:
             self._reports.begin()
@@ -204,6 +212,10 @@ class _Node:
         return order is not None and self._exchanges.is_stopped(order.epoch)
 
     # -- on the link's thread ----------------------------------------------------------------------
+
+    def _go_on(self, said: AllLoaded) -> None:
+        """Make the first exchange of an epoch."""
+        self._exchanges.begin(said.epoch)
 
     def _stop(self, stop: Stop) -> None:
         """Abandon the current step by failing its exchanges."""

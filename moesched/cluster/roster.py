@@ -17,6 +17,7 @@ from moesched.cluster.messages import (
     Failed,
     JoinRequest,
     LauncherSays,
+    Loaded,
     Loading,
     Piece,
     Ping,
@@ -37,7 +38,7 @@ LOADING_SECONDS = 60.0
 ENDING_SECONDS = 5.0
 """Time between the ends of a node's process and connection after which the node counts as lost anyway."""
 
-OfOrder = Prepared | Loading | Tokens | Piece | Done | Failed
+OfOrder = Prepared | Loading | Loaded | Tokens | Piece | Done | Failed
 """Messages of a node about an order."""
 
 
@@ -57,6 +58,8 @@ class Node:
         self.prepared: Prepared | None = None
         self.done: Done | None = None
         self.loading = (0, 0)
+        self.loaded = False
+        """Whether it waits for the others before its first exchange."""
         self.hung_up = False
         """Whether its connection ended."""
         self.ending_since: float | None = None
