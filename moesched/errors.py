@@ -131,8 +131,12 @@ _REFUSALS = (
     "can't start new thread",
     "could not create a primitive",
     "failed to map segment",
+    "insufficient memory",
+    "attempting to allocate",
+    "unable to allocate",
+    "resource limit",
 )
-"""Parts of messages by which torch, Python and the dynamic linker tell that the system gave no memory."""
+"""Parts of messages by which torch, MLX, Metal, Python and the dynamic linker tell that the system gave no memory."""
 
 
 def memory_refusal(error: BaseException | None) -> str | None:

@@ -76,6 +76,7 @@ class JoinRequest(Message, frozen=True, kw_only=True, tag="Join", forbid_unknown
         model: the fingerprint of its folder (see `fingerprint.py`).
         epoch: the last epoch that it took part in; -1 for none.
         process: its process id.
+        build: its processor, system and libraries (see `build.py`).
     """
 
     protocol: int
@@ -84,6 +85,7 @@ class JoinRequest(Message, frozen=True, kw_only=True, tag="Join", forbid_unknown
     model: str
     process: int
     epoch: int = -1
+    build: dict[str, str] = {}
 
 
 class Pong(Numbered, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+from moesched.cluster.build import this_build
 from moesched.cluster.cluster_file import Cluster, Host, load_cluster
 from moesched.cluster.control_link import ControlLink
 from moesched.cluster.curve.keys import SECRET_NAME, KeyPair, default_folder, read_keys
@@ -97,6 +98,7 @@ class _Node:
             rank=self._host.rank,
             model=fingerprint(self._checkpoint),
             process=os.getpid(),
+            build=this_build(),
         )
         welcome = self._link.join(request, patience)
         try:

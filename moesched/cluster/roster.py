@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from time import perf_counter_ns
 
+from moesched.cluster.build import Build, differences, library_refusal
 from moesched.cluster.clocks import ClockMeter, ClockOffset
 from moesched.cluster.cluster_file import Cluster, Host
 from moesched.cluster.control import Control, Heard, Peer
@@ -66,6 +67,7 @@ class Node:
         """The time at which its process or its connection was first seen to have ended."""
         self.lost: str | None = None
         """The reason of its loss; None while it is not lost."""
+        self.build: Build = {}
         self.pieces: dict[tuple[int, str], list[bytes]] = {}
 
 
@@ -220,7 +222,7 @@ class Roster:
         return None
 
     def _let_in(self, heard: Heard, join: JoinRequest) -> None:
-        reason = refusal(join, heard.key, self._cluster, self._expected)
+        reason = refusal(join, heard.key, self._cluster, self._expected) or self._build_refusal(join)
         node = self.nodes[join.rank] if reason is None else None
         if node is not None and node.hung_up and (node.lost is None or node in self.members):
             self._early.append((heard, join))
@@ -241,8 +243,28 @@ class Roster:
             node.process, node.ready, node.lost = ByOthers(), False, None
             node.hung_up, node.ending_since = False, None
         node.peer, node.heard, node.answered = heard.peer, time.monotonic(), True
-        node.clock = ClockMeter()
+        node.clock, node.build = ClockMeter(), join.build
+        self._warn_of_other_builds(node)
         self._control.say(heard.peer, self._welcome)
+
+    def _build_refusal(self, join: JoinRequest) -> str | None:
+        device = self._welcome.run.device
+        reasons = (
+            library_refusal(device, join.build, other.build, str(other.host))
+            for other in self.nodes
+            if other.host.rank != join.rank and other.peer is not None
+        )
+        return next(filter(None, reasons), None)
+
+    def _warn_of_other_builds(self, node: Node) -> None:
+        for other in self.nodes:
+            if other.peer is not None and (found := differences(node.build, other.build)):
+                _log.warning(
+                    "nodes differ: if they round differently, their tokens will differ and the run will end",
+                    nodes=[str(node.host), str(other.host)],
+                    differ=found,
+                )
+                return
 
     def _lose(self, node: Node, why: str) -> None:
         """Note that a node is lost, with its exit code and last words where they are known."""
