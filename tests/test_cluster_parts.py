@@ -196,6 +196,7 @@ def test_a_node_of_another_protocol_is_refused_in_one_line_that_names_both() -> 
         "model": "abc",
         "process": 7,
         "epoch": -1,
+        "build": {},
     }
     join = read_node(msgspec.msgpack.encode(sent))
     assert isinstance(join, JoinRequest)

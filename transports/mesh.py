@@ -243,8 +243,8 @@ class Mesh:
 def is_ipv6(address: str) -> bool:
     """Whether an address is a literal one of IPv6, such as `tcp://[::1]:7001`.
 
-    Names are resolved to IPv4: names of Macs, such as `mac-0.local`, resolve first to an IPv6 address of one link, which
-    cannot be reached without the name of the network card.
+    Names are resolved to IPv4: a Mac's name, such as `mac-0.local`, resolves first to an IPv6 address of one link,
+    which cannot be reached without the name of the network card.
     """
     host, _, _ = address.removeprefix("tcp://").rpartition(":")
     return address.startswith("tcp://") and ":" in host

@@ -19,8 +19,8 @@ _NAMES = (
     ("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
     ("MLX_RANK", ("MLX_HOSTFILE", "MLX_IBV_DEVICES")),
 )
-"""Variables of the rank, each with those of which one tells the number of processes: `mlx.launch` sets the first for its
-ring, and the second for jaccl."""
+"""Variables of the rank, each with those of which one tells the number of processes: `mlx.launch` sets the first for
+its ring, and the second for jaccl."""
 
 _LISTS = {"MLX_HOSTFILE": "a list of hosts", "MLX_IBV_DEVICES": "a list of each rank's devices"}
 """Variables that name a JSON file with a list for each process, and what the file is."""
