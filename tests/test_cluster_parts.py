@@ -196,7 +196,6 @@ def test_a_node_of_another_protocol_is_refused_in_one_line_that_names_both() -> 
         "model": "abc",
         "process": 7,
         "epoch": -1,
-        "build": {},
     }
     join = read_node(msgspec.msgpack.encode(sent))
     assert isinstance(join, JoinRequest)
@@ -215,6 +214,7 @@ def test_the_join_of_this_protocol_and_its_refusal_are_understood_in_every_other
         "model": "abc",
         "process": 7,
         "epoch": -1,
+        "build": {},
     }
     assert msgspec.msgpack.decode(pack(Refused(reason="old"))) == {"type": "Refused", "reason": "old"}
 

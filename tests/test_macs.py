@@ -125,7 +125,9 @@ def test_a_name_with_an_ipv6_address_alone_is_refused_before_anything_is_loaded(
             raise socket.gaierror(socket.EAI_NONAME, "no address of this family")
 
     described = cluster(host(0, address="mac-0.local"))
-    with pytest.raises(BadInput, match=r"hosts\[0\].address: 'mac-0.local' is an unknown host, or has no IPv4"):
+    with pytest.raises(
+        BadInput, match=r"hosts\[0\].address: 'mac-0.local' is an unknown host, or has no IPv4"
+    ):
         require_known_hosts(described, "mine", look_up)
 
 
