@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter_ns
 
 from moesched.cluster.build import Build, differences, library_refusal
@@ -119,6 +119,11 @@ class Roster:
     def clocks(self) -> dict[int, ClockOffset]:
         """The measured clock offsets, by rank."""
         return {node.host.rank: node.clock.best for node in self.nodes if node.clock.best is not None}
+
+    @property
+    def ahead(self) -> dict[int, Callable[[int], int]]:
+        """By rank: nanoseconds by which a node's clock is ahead, given its time."""
+        return {node.host.rank: node.clock.ahead_at for node in self.nodes}
 
     @property
     def lost(self) -> dict[int, str]:
