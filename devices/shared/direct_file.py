@@ -135,6 +135,26 @@ class DirectFile:
         )
 
 
+class AbsentFile:
+    """A file of which only the header is known; a plan that reads it is refused before."""
+
+    caching: Caching = "bypassed"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
+        """Raise MoeschedError."""
+        raise MoeschedError(f"{self.path} is not here: copy the file to this machine")
+
+    def require(self, offset: int, needed: int) -> None:
+        """Raise MoeschedError."""
+        self.read(memoryview(b""), offset, needed)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 def _open(path: Path, direct: bool, ways: Ways) -> tuple[int, Caching]:
     if direct and ways.direct is not None:
         descriptor = _open_direct(path, ways.direct)

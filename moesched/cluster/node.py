@@ -69,7 +69,7 @@ def run_node(
             "another --key"
         )
     keep_to(host.cores)
-    node = _Node(cluster, host, keys, open_checkpoint(model))
+    node = _Node(cluster, host, keys, open_checkpoint(model, partial=True))
     try:
         node.run(patience)
     finally:

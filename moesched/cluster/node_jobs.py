@@ -23,6 +23,7 @@ from moesched.jobs.report import JobReport, job_report
 from moesched.jobs.trace_file import recorder_of
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import weight_layout
+from moesched.models.tensors import global_shapes
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes, batches_of
 from moesched.requests.sampling import Sampling
@@ -142,6 +143,7 @@ class NodeJob:
             except BadInput as error:
                 problem = error
             else:
+                self._require_files(plans[0])
                 return sizes, [sorted(held) for held in plans[0].nodes.placement]
         raise problem
 
@@ -166,6 +168,13 @@ class NodeJob:
         """Close the device."""
         with signals_held():
             anyio.run(self._device.aclose)
+
+    def _require_files(self, plan: Plan) -> None:
+        """Raise BadInput if a file is absent that this node reads."""
+        pages = plan.nodes.pages(self._layout)
+        self._checkpoint.require_files(extent.tensor for page in pages for extent in page.extents)
+        if plan.nodes.attends:
+            self._checkpoint.require_files(global_shapes(self._layout.config))
 
     def _run_batch(self, ask: Ask, batch: Batch) -> NodeBatch:
         plan, policy = self._plan(ask, batch)
