@@ -13,8 +13,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     """A hash of the configuration, of each tensor's name, shape, dtype and place in its file, and of the files' sizes.
 
     Copies of one checkpoint have the same fingerprint in any folder, also where files are absent. It does not cover the
-    values of the weights:
-    reading them would take as long as loading the model on every node.
+    values of the weights: reading them would take as long as loading the model on every node.
     """
     tensors = sorted(
         (name, list(stored.shape), stored.dtype, stored.file.name, stored.offset, stored.nbytes)

@@ -27,7 +27,9 @@ INTERRUPTED_SECONDS = 5.0
 """Time that a run may take to end after Ctrl-C."""
 MAPPED = 6 * 10**9
 """Bytes that a run on the processor may map while its memory is to run out: three times as much is planned."""
-NOT_TRIED_ON_MLX = "is not tried on MLX: its memory limit is a guideline that allocations pass, so that only a full machine would do"
+NOT_TRIED_ON_MLX = (
+    "is not tried on MLX: allocations pass its memory limit, and filling the machine would harm others"
+)
 NEW_TOKENS = 100_000
 KV_BYTES = 2 * TINY.layers * TINY.kv_heads * TINY.head_dim * 4
 """Bytes of the KV cache for each token."""
