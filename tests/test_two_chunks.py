@@ -45,7 +45,22 @@ def test_two_chunks_are_in_flight(
     assert found.prefill_chunk == chunk
 
 
-def test_the_tokens_are_those_of_one_process(model: Path, server: ForkServer) -> None:
-    ours = run_local(model, [LONG], nodes=2, policy="ep_naive", max_new_tokens=4, start=server)
+@pytest.mark.parametrize("device", ["torch", "mlx"])
+@pytest.mark.parametrize("decentralised", [True, False])
+def test_the_tokens_are_those_of_one_process(
+    model: Path, server: ForkServer, device: str, decentralised: bool
+) -> None:
+    if device == "mlx":
+        pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
+    ours = run_local(
+        model,
+        [LONG],
+        nodes=2,
+        policy="ep_naive",
+        settings={"decentralised": decentralised},
+        device=device,
+        max_new_tokens=4,
+        start=server,
+    )
     assert ours.plan.prefill_chunk == LONG_PROMPTS // 2 + 1
     assert ours.tokens == moesched.run_model(model, [LONG], policy="resident", max_new_tokens=4).tokens

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from moesched.requests.batch import KV_BLOCK_TOKENS
-from moesched.requests.chunks import Chunk
 from moesched.steps.plan import Plan
 from moesched.steps.roles import KV_ROLES
 
@@ -27,7 +26,7 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) ->
         cached = [states[number] for number in plan.kv.held_by(role)]
         if cached:
             _open_cache(plan, cached, compute.dtype, compute.accelerator if role == "accelerator" else HOST)
-    return states + _chunk_states(plan.chunks, states, prompts) if plan.batch.chunked else states
+    return states + _chunk_states(plan, states, prompts) if plan.batch.chunked else states
 
 
 def _open_cache(
@@ -45,16 +44,17 @@ def _open_cache(
 
 
 def _chunk_states(
-    chunks: Mapping[int, Chunk], wholes: Sequence[MicroBatchState], prompts: Sequence[Sequence[int]]
+    plan: Plan, wholes: Sequence[MicroBatchState], prompts: Sequence[Sequence[int]]
 ) -> list[MicroBatchState]:
     """The state of each chunk, in their order; `wholes` are those of the micro-batches of decoding."""
     states: dict[int, MicroBatchState] = {}
-    for number, chunk in chunks.items():
+    for number, chunk in plan.chunks.items():
         whole = wholes[chunk.micro_batch]
         spans = zip(chunk.requests, chunk.starts, chunk.tokens, strict=True)
         new = [prompts[request][start : start + tokens] for request, start, tokens in spans]
         state = states[number] = MicroBatchState(chunk.requests, new, whole.beams)
         state.chunk_of, state.before = whole, states.get(chunk.before)
-        state.cache = whole.cache
+        if plan.nodes.attends:
+            state.cache = whole.cache
         state.ends = [place for place, request in enumerate(chunk.requests) if request in chunk.ends]
     return list(states.values())

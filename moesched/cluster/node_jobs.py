@@ -40,7 +40,6 @@ from moesched.system.signals import signals_held
 from moesched.tasks import Task
 from moesched.trace import Recording
 
-
 LONG_PROMPTS = 512
 """Tokens of a micro-batch's prompts from which on two chunks take less time than one: by a quarter, as predicted."""
 
