@@ -82,7 +82,7 @@ class IdleStep:
     def pages(self, layer: int) -> tuple[Page, ...]:
         return self._layout.layer(layer)
 
-    def kv_on_accelerator(self, micro_batch: int) -> bool:
+    def kv_on_accelerator(self, micro_batch: int, layer: int | None = None) -> bool:
         return True
 
     def route(self, layer: int, micro_batch: int) -> Answer:

@@ -27,8 +27,9 @@ from moesched.machines.cost import cost_model
 from moesched.models.layout import room_for, weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.planner import Best, Setting, plan_best, plannable, splits_kv
-from moesched.planner.candidate import Candidate, Seen
+from moesched.planner.candidate import Candidate
 from moesched.planner.objectives import Objective, requests_for
+from moesched.planner.schedules import Seen, resident_of
 from moesched.plugins import find
 from moesched.requests.workloads import load_workload
 
@@ -47,7 +48,7 @@ SIZES = (4, 16, 64, 160, 256)
 MOST_MICRO_BATCHES = 48
 PARTS = (1.0, 0.6, 0.3)
 """Of the most micro-batches that fit."""
-SHARES = (0.0, 0.15, 1.0)
+SHARES = (0.0, 0.15, 0.5, 1.0)
 MOST_REQUESTS = 8192
 NEAR = 1.15
 """Factor below the best of the grid up to which a schedule is simulated with all layers."""
@@ -74,18 +75,24 @@ BENCHMARK = Benchmark(
     measures=(*SIMULATION, "moesched/planner"),
     parts=[case.name for case in CASES],
     rounds_help="timed searches; medians count",
+    keeps_parts=True,
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Search everywhere, which is timed, then try the grids, which takes long, and write both."""
+    """Search and try the grid, which takes long, case by case; each result joins those of earlier runs at once."""
     options = BENCHMARK.parse(arguments)
-    chosen = [case for case in CASES if case.name in options.only]
-    searches = [search(case, options.rounds) for case in track(chosen, "planning", still=True)]
-    cases = [
-        compared(case, best, seconds)
-        for case, (best, seconds) in zip(chosen, track(searches, "trying the grid"), strict=True)
-    ]
+    for case in track([case for case in CASES if case.name in options.only], "planning", still=True):
+        best, seconds = search(case, options.rounds)
+        write(case, compared(case, best, seconds))
+
+
+def write(case: Case, done: dict[str, Any]) -> None:
+    """Put a case's result to the others, in the order of the cases."""
+    stored = BENCHMARK.stored().get("cases", [])
+    known = {tuple(each.get(field) for field in Case._fields): each for each in stored}
+    known[case] = done
+    cases = [known[each] for each in CASES if each in known]
     worst = {
         objective: max(
             (each["regret"] for each in cases if each["objective"] == objective and "regret" in each),
@@ -164,7 +171,7 @@ def _deepened(case: Case) -> Iterator[tuple[str, Seen]]:
     most = found[0][1].rate
     near = [each for each in found[:MOST_DEEP] if each[1].rate * NEAR >= most]
     for candidate, seen in near:
-        yield candidate.name, candidate.deepened(seen)
+        yield candidate.name, candidate.schedules.deepened(seen)
 
 
 def grid(case: Case) -> Iterator[tuple[Candidate, Seen]]:
@@ -198,9 +205,9 @@ def _of_size(candidate: Candidate, size: int, share: float) -> Iterator[tuple[Ca
     counts = range(1, min(MOST_MICRO_BATCHES, max(1, len(setting.lengths) // size)) + 1)
     most = bisect_left(counts, True, key=lambda count: not _fits(setting, count, size, share))
     for count in sorted({max(1, round(part * most)) for part in PARTS}) if most else ():
-        resident = round(share * count)
+        resident = resident_of(share, count)
         if resident or not share:
-            yield candidate, candidate.see(size, count, resident)
+            yield candidate, candidate.schedules.see(size, count, resident)
 
 
 def _fits(setting: Setting, count: int, size: int, share: float) -> bool:

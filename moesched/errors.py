@@ -131,12 +131,14 @@ _REFUSALS = (
     "can't start new thread",
     "could not create a primitive",
     "failed to map segment",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
     "insufficient memory",
     "attempting to allocate",
     "unable to allocate",
     "resource limit",
 )
-"""Parts of messages by which torch, MLX, Metal, Python and the dynamic linker tell that the system gave no memory."""
+"""Parts of messages by which torch, MLX, Python, CUDA, Metal and the dynamic linker tell that there is no memory."""
 
 
 def memory_refusal(error: BaseException | None) -> str | None:

@@ -19,7 +19,7 @@ class CGOPipe:
 
     Settings:
         ahead: number of micro-batches that CPU attention runs ahead of the accelerator; 2 in the paper.
-        kv_on_gpu: share of the micro-batches whose KV cache stays on the GPU, which attends to those (r_c).
+        kv_on_gpu: share of the KV cache that stays on the GPU, which attends to that part (r_c).
     """
 
     def __init__(self, ahead: int = 2, kv_on_gpu: float = 0.0) -> None:
@@ -66,7 +66,7 @@ class CGOPipe:
         for i, j in order[:ahead]:
             self._launch(step, i, j)
         for k, (i, j) in enumerate(order):
-            if not step.kv_on_accelerator(j):
+            if not step.kv_on_accelerator(j, i):
                 step.load_hidden(i, j)
             self._fetch(step, self._page(step, i + 1, j))
             step.post_attention(i, j)
@@ -77,7 +77,7 @@ class CGOPipe:
 
     def _launch(self, step: Step, i: int, j: int) -> None:
         step.pre_attention(i, j)
-        if step.kv_on_accelerator(j):
+        if step.kv_on_accelerator(j, i):
             step.attention(i, j)
         else:
             step.offload_qkv(i, j)

@@ -21,7 +21,7 @@ class CpuFFN(ExpertStreaming):
     Settings:
         together: number of experts in one transfer in prefill.
         ahead: number of transfers that may be under way while the experts of another are in use.
-        kv_on_gpu: share of the micro-batches whose KV cache stays on the GPU, which attends to those (r_c).
+        kv_on_gpu: share of the KV cache that stays on the GPU, which attends to that part (r_c).
     """
 
     def __init__(self, together: int = 2, ahead: int = 1, kv_on_gpu: float = 1.0) -> None:

@@ -18,7 +18,7 @@ class FastDecode(CGOPipe):
 
     Settings:
         ahead: number of micro-batches that CPU attention runs ahead of the accelerator.
-        kv_on_gpu: share of the micro-batches whose KV cache stays on the GPU, which attends to those (r_c).
+        kv_on_gpu: share of the KV cache that stays on the GPU, which attends to that part (r_c).
     """
 
     def plan(self, plan: Plan) -> None:

@@ -19,7 +19,7 @@ class FlexGen:
     """Zigzag block schedule: all micro-batches pass a layer before the next one; copies run one micro-batch ahead.
 
     Settings:
-        kv_on_gpu: share of the micro-batches whose KV cache stays on the GPU (r_c).
+        kv_on_gpu: share of the KV cache that stays on the GPU (r_c).
     """
 
     def __init__(self, kv_on_gpu: float = 0.0) -> None:
@@ -49,12 +49,12 @@ class FlexGen:
         order = [(i, j) for i in step.layers for j in step.micro_batches]
         for j in step.micro_batches:
             step.embed(j)
-        loads = ((i, j) for i, j in order if not step.kv_on_accelerator(j))
+        loads = ((i, j) for i, j in order if not step.kv_on_accelerator(j, i))
         self._load(step, loads)
         for i, j in order:
             if j == 0:
                 self._fetch(step, i + 1)
-            if not step.kv_on_accelerator(j):
+            if not step.kv_on_accelerator(j, i):
                 self._load(step, loads)
             step.pre_attention(i, j)
             attend_on_accelerator(step, i, j)

@@ -18,7 +18,7 @@ class FlexGenCPU(FlexGen):
     """FlexGen(c): the same block schedule, one micro-batch at a time through GPU, CPU and GPU.
 
     Settings:
-        kv_on_gpu: share of the micro-batches whose KV cache stays on the GPU, which attends to those (r_c).
+        kv_on_gpu: share of the KV cache that stays on the GPU, which attends to that part (r_c).
     """
 
     def plan(self, plan: Plan) -> None:

@@ -138,9 +138,9 @@ def test_a_second_run_that_is_good_is_told_as_it_is(model: Path) -> None:
     checkpoint = open_checkpoint(model)
     config = checkpoint.config
     state = MicroBatchState([0], [[1, 2, 3]])
-    state.cache = BlockedKV(config, 1)
-    state.cache.table.open(0)
-    state.step = state.cache.extend(state.sequences, [3])
+    state.caches = (BlockedKV(config, 1),)
+    state.caches[0].table.open(0)
+    state.extend()
     state.angles = rotary(state.step.positions_T, config.head_dim, config.rope_theta)
     layout = weight_layout(config)
     with PageReader(checkpoint, layout) as reader:

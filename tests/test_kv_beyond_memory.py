@@ -70,7 +70,7 @@ def test_a_long_context_under_a_small_budget_runs(policy: str, gpu: int) -> None
     roomy = moesched.simulate_model("mixtral-0.8b", **wanted)
     tight = moesched.simulate_model("mixtral-0.8b", budgets={"gpu": gpu}, **wanted)
     assert roomy.plan.kv_on_gpu == 1.0
-    assert tight.plan.kv_on_gpu == 0.0
+    assert tight.plan.kv_on_gpu < roomy.plan.kv_on_gpu
     assert tight.peak_bytes["gpu"] <= gpu
     assert any(kind.kind == "cpu_attention" for kind in tight.kinds)
 

@@ -148,7 +148,7 @@ def test_installed_plug_ins_are_ranked_and_broken_ones_are_told(
 def test_a_few_layers_tell_what_all_of_them_come_to(policy: str) -> None:
     candidate = Candidate(policy, asking(policy), deep=False)
     few = candidate.first()
-    every = candidate.deepened(few)
+    every = candidate.schedules.deepened(few)
     assert few.trial_run.layers < every.trial_run.layers == 32
     assert few.trial_run.tasks < every.trial_run.tasks / 1.5
     assert few.batch_size == every.batch_size

@@ -200,6 +200,23 @@ def test_a_users_own_policy_is_planned_for_like_those_that_ship() -> None:
     assert theirs.seen.peak_bytes["gpu"] <= budgets["gpu"]
 
 
+def test_a_micro_batch_takes_the_bytes_of_all_layers_wherever_its_cache_is() -> None:
+    where = replace(setting("cgopipe"), make=CGOPipe, splits_kv=True)
+    shape = TraitProbe(where, 16).shape(where.cost)
+    cache = where.undecided(where.batch(5, 16)).reservations.cache_bytes([0], range(LAYOUT.config.layers))
+    assert shape.resident is not None
+    assert shape.resident.nbytes["gpu"] - shape.each.nbytes["gpu"] == cache
+    assert shape.each.nbytes["host"] - shape.resident.nbytes["host"] == cache
+
+
+@pytest.mark.parametrize("policy", ["cgopipe", "resident", "layer_streaming", "cpu_ffn", "expert_cache"])
+def test_a_workload_whose_first_prompts_are_its_longest_is_planned_too(policy: str) -> None:
+    small = weight_layout(SHAPES["mixtral-0.8b"])
+    lengths = [2000] * 64 + [20] * 3936
+    found = plan_best(T4, small, lengths, 8, policies=[policy], budgets={"gpu": 2 * 10**9})
+    assert found.seen.batch_size >= 4
+
+
 # -- a look at a schedule ---------------------------------------------------------------------------------------------
 
 

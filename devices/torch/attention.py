@@ -11,7 +11,7 @@ from moesched.models.config import ModelConfig
 from moesched.tasks import Task
 
 from ..native.arguments import LayerWeights
-from ..native.attention import AttentionCall, NativeAttention
+from ..native.attention import DTYPES, AttentionCall, NativeAttention
 from ..native.buffers import StepBuffers
 from ..products.linear import Tensor
 from ..products.team import use_cores
@@ -49,7 +49,10 @@ class Attention:
         self._products = compute.products
         self._native = compute.native
         threads = compute.products.kernel
-        self._native_attention = NativeAttention(threads, config.sliding_window) if threads else None
+        self._native_attention: NativeAttention | None = None
+        if threads and compute.dtype in DTYPES:
+            self._native_attention = NativeAttention(threads, config.sliding_window)
+        self._fused = compute.fused_attention
         self._use_cores_for = compute.use_cores_for
         self._rank = rank
         self._shapes: defaultdict[int, dict[int, StepBuffers]] = defaultdict(dict)
@@ -58,7 +61,7 @@ class Attention:
     def embed(self, task: Task) -> None:
         """Extend the cache by the new tokens and look up their embeddings."""
         state = self._states[task.micro_batch]
-        state.step = state.cache.extend(state.sequences, [len(tokens) for tokens in state.new])
+        state.extend()
         ids = [token for tokens in state.new for token in tokens]
         if self._native and self._native.takes_rows(len(ids)):
             buffers = self._native.buffers(len(ids), self._shapes[task.micro_batch])
@@ -101,7 +104,7 @@ class Attention:
         buffers = state.buffers
         if buffers and state.qkv is buffers.qkv and task.step and state.step.one_each:
             call = buffers.attention.get(task.layer) or self._attention_call(state, buffers, task.layer)
-            call(state.step.in_blocks)
+            call(state.cached(task.layer)[1].in_blocks)
             state.attended_TX = buffers.attended_TX
         else:
             state.attended_TX = self.attend_cached(task, state, *state.qkv)
@@ -109,7 +112,7 @@ class Attention:
 
     def _attention_call(self, state: MicroBatchState, buffers: StepBuffers, layer: int) -> AttentionCall:
         assert self._native_attention is not None, "the buffers are those of its threads"
-        cached, attended_TX = state.cache.layer(layer), buffers.attended_TX
+        cached, attended_TX = state.cached(layer)[0].layer(layer), buffers.attended_TX
         call = self._native_attention.prepared(*buffers.qkv, cached, attended_TX)
         buffers.attention[layer] = call
         return call
@@ -120,10 +123,11 @@ class Attention:
     ) -> Tensor:
         """Store the new tokens' keys and values in the cache, and attend over it: (T, H * d)."""
         native = self.native_for(task, state, q_THd)
+        cache, step = state.cached(task.layer)
         if native:
-            return native.attend(q_THd, k_TKd, v_TKd, state.cache.layer(task.layer), state.step.in_blocks)
-        state.cache.append(task.layer, state.step, k_TKd, v_TKd)
-        return self.attend(state, q_THd, state.cache.views(task.layer, state.step))
+            return native.attend(q_THd, k_TKd, v_TKd, cache.layer(task.layer), step.in_blocks)
+        cache.append(task.layer, step, k_TKd, v_TKd)
+        return self.attend(state, q_THd, cache.views(task.layer, step))
 
     def native_for(self, task: Task, state: MicroBatchState, q_THd: Tensor) -> NativeAttention | None:
         """Native attention if it takes this task: a decode step on the CPU. None otherwise."""
@@ -137,7 +141,7 @@ class Attention:
             return attended_TX
         seen = sum(state.step.past) + len(q_THd)
         self._use_cores_for(max(state.step.new), 2 * seen * self._config.kv_heads * self._config.head_dim)
-        return kernels.attention(q_THd, views, self._config.sliding_window)
+        return kernels.attention(q_THd, views, self._config.sliding_window, fused=self._fused)
 
     def project_output(self, task: Task) -> None:
         """Bring attention's output back to the hidden size and add the residual."""

@@ -52,7 +52,7 @@ def device_kv_of(plan: Plan, states: Sequence[MicroBatchState], compute: Compute
     of_wholes: dict[int, DeviceKV] = {}
     of_chunks: dict[int, DeviceKV] = {}
     for number, chunk in plan.chunks.items():
-        if chunk.before < 0 and not chunk.last and plan.kv.roles[chunk.micro_batch] == "host":
+        if chunk.before < 0 and not chunk.last and "host" in plan.kv.roles[chunk.micro_batch]:
             whole = states[chunk.micro_batch]
             lengths = {
                 sequence: plan.batch.prompts[request]

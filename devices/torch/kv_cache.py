@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,14 +20,19 @@ Tensor = torch.Tensor
 
 
 class BlockedKV:
-    """Keys and values of all layers, (layers, 2, slots, K, d), in blocks of slots.
+    """Keys and values of all layers or of some, (layers, 2, slots, K, d), in blocks of slots.
 
     A sequence may reserve blocks for its final length when it is opened, which keeps them contiguous and its views free
     of copies, or take them as it grows. `append` and `views` may run concurrently with everything else, for steps that
     `extend` returned.
 
+    Args:
+        layers: those that it holds; all by default.
+        allocate: gives a number of bytes as a uint8 tensor; by default torch's own memory.
+
     Attributes:
         table: the blocks of each sequence; opens and closes sequences.
+        places: the layers that it holds, and the place of each in the arena.
     """
 
     def __init__(
@@ -37,16 +43,23 @@ class BlockedKV:
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        layers: Sequence[int] | None = None,
+        allocate: Callable[[int], Tensor] | None = None,
     ) -> None:
         if blocks < 1 or block_size < 1:
             raise BadInput(
                 f"a KV cache of {blocks} blocks of {block_size} tokens holds nothing; give 1 or more"
             )
-        shape = (config.layers, 2, blocks * block_size, config.kv_heads, config.head_dim)
+        held = range(config.layers) if layers is None else layers
+        self.places = {layer: place for place, layer in enumerate(held)}
+        shape = (len(held), 2, blocks * block_size, config.kv_heads, config.head_dim)
         self.block_size = block_size
-        self.slots = torch.empty(shape, dtype=dtype, device=device)
+        if allocate is None:
+            self.slots = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            self.slots = allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         self.table = BlockTable(blocks, block_size)
-        self._half_bytes = self.slots.nbytes // (2 * config.layers)
+        self._half_bytes = self.slots.nbytes // (2 * len(held))
 
     @property
     def nbytes(self) -> int:
@@ -80,19 +93,20 @@ class BlockedKV:
 
     def append(self, layer: int, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> None:
         """Store the new tokens' keys and values of one layer."""
-        self.slots[layer, 0].index_copy_(0, step.slots_T, keys_TKd)
-        self.slots[layer, 1].index_copy_(0, step.slots_T, values_TKd)
+        place = self.places[layer]
+        self.slots[place, 0].index_copy_(0, step.slots_T, keys_TKd)
+        self.slots[place, 1].index_copy_(0, step.slots_T, values_TKd)
 
     def views(self, layer: int, step: KVStep) -> list[KVView]:
         """The cached keys and values of the step's sequences, in the step's order, new tokens included.
 
         Views of the arena if a sequence's blocks are contiguous, otherwise copies.
         """
-        return [self._view(self.slots[layer], part) for part in step.parts]
+        return [self._view(self.slots[self.places[layer]], part) for part in step.parts]
 
     def layer(self, layer: int) -> CachedLayer:
         """A layer's keys and values, for native attention."""
-        keys = self.slots.data_ptr() + 2 * layer * self._half_bytes
+        keys = self.slots.data_ptr() + 2 * self.places[layer] * self._half_bytes
         return CachedLayer(keys, keys + self._half_bytes, self.block_size)
 
     def _view(self, slots: Tensor, part: Run | Gather) -> KVView:

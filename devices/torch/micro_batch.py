@@ -26,7 +26,7 @@ class MicroBatchState:
         before: the chunk that this one continues, if any.
         ends: the places of the sequences that tokens are sampled for; None for all of them.
         buffers: those of the step's native calls; None where torch embedded its tokens, or they are many.
-        cache: the KV cache that has its requests.
+        caches: the KV caches that have its requests: one of all layers, or two of some layers each.
         rows: the rows of the layer's experts, from `route` to `combine`.
     """
 
@@ -39,13 +39,28 @@ class MicroBatchState:
         self.before: MicroBatchState | None = None
         self.ends: list[int] | None = None
         self.buffers: StepBuffers | None = None
-        self.cache: BlockedKV
-        self.step: KVStep
+        self.caches: tuple[BlockedKV, ...] = ()
+        self._steps: list[KVStep] = []
         self.angles: tuple[Tensor, Tensor]
         self.hidden_TD: Tensor
         self.qkv: tuple[Tensor, Tensor, Tensor]
         self.attended_TX: Tensor
         self.rows: ExpertRows
+
+    def extend(self) -> None:
+        """Make room in the caches for the tokens of the next step, which begins."""
+        new = [len(tokens) for tokens in self.new]
+        self._steps = [cache.extend(self.sequences, new) for cache in self.caches]
+
+    @property
+    def step(self) -> KVStep:
+        """The sequences' tokens of this step; their blocks are those of the first cache."""
+        return self._steps[0]
+
+    def cached(self, layer: int) -> tuple[BlockedKV, KVStep]:
+        """The KV cache of a layer, and the new tokens' places in it."""
+        number = 0 if len(self.caches) == 1 or layer in self.caches[0].places else 1
+        return self.caches[number], self._steps[number]
 
     @property
     def whole(self) -> MicroBatchState:

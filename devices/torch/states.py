@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from moesched.requests.batch import KV_BLOCK_TOKENS
 from moesched.steps.plan import Plan
+from moesched.steps.reservations import held_alike
 from moesched.steps.roles import KV_ROLES
 
 from .compute import Compute
 from .copies import HOST
 from .kv_cache import BlockedKV
+from .locked_memory import locked_if_possible
 from .micro_batch import MicroBatchState
 
 
@@ -23,20 +26,36 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) ->
         for requests in plan.batch.micro_batches
     ]
     for role in KV_ROLES if plan.nodes.attends else ():
-        cached = [states[number] for number in plan.kv.held_by(role)]
-        if cached:
-            _open_cache(plan, cached, compute.dtype, compute.accelerator if role == "accelerator" else HOST)
-    return states + _chunk_states(plan, states, prompts) if plan.batch.chunked else states
+        device = compute.accelerator if role == "accelerator" else HOST
+        for layers, numbers in held_alike(plan.kv.roles, role).items():
+            _open_cache(plan, layers, [states[number] for number in numbers], compute, device)
+    return states + _chunk_states(plan.chunks, states, prompts) if plan.batch.chunked else states
 
 
 def _open_cache(
-    plan: Plan, states: Sequence[MicroBatchState], dtype: torch.dtype, device: torch.device
+    plan: Plan,
+    layers: Sequence[int],
+    states: Sequence[MicroBatchState],
+    compute: Compute,
+    device: torch.device,
 ) -> None:
-    """Open one KV cache for these micro-batches, with room for all tokens of each request and its beams."""
+    """Open one KV cache of these layers for these micro-batches, with room for all tokens of requests and beams.
+
+    That of the host is locked for a GPU, which then copies from it without the host.
+    """
+    lock = device == HOST and not compute.on_cpu
     blocks = sum(plan.batch.tokens_at_end(state.requests) for state in states) // KV_BLOCK_TOKENS
-    cache = BlockedKV(plan.layout.config, blocks, block_size=KV_BLOCK_TOKENS, dtype=dtype, device=device)
+    cache = BlockedKV(
+        plan.layout.config,
+        blocks,
+        block_size=KV_BLOCK_TOKENS,
+        dtype=compute.dtype,
+        device=device,
+        layers=layers,
+        allocate=partial(locked_if_possible, device=compute.accelerator) if lock else None,
+    )
     for state in states:
-        state.cache = cache
+        state.caches += (cache,)
         for request, sequence in zip(state.requests, state.sequences, strict=True):
             # Beams take blocks as they grow.
             new_tokens = plan.batch.new_tokens if state.beams == 1 else 0
@@ -54,7 +73,6 @@ def _chunk_states(
         new = [prompts[request][start : start + tokens] for request, start, tokens in spans]
         state = states[number] = MicroBatchState(chunk.requests, new, whole.beams)
         state.chunk_of, state.before = whole, states.get(chunk.before)
-        if plan.nodes.attends:
-            state.cache = whole.cache
+        state.caches = whole.caches
         state.ends = [place for place, request in enumerate(chunk.requests) if request in chunk.ends]
     return list(states.values())

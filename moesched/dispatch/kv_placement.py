@@ -15,7 +15,8 @@ from moesched.steps.step import Step
 def split_kv(plan: Plan, on_gpu: float) -> None:
     """Place the KV caches of a share of the micro-batches on the accelerator, and those of the others on the host.
 
-    The two kinds alternate as evenly as possible, so that neither processor gets long runs of attention.
+    The two kinds alternate as evenly as possible, so that neither processor gets long runs of attention. The cache of a
+    single micro-batch is divided in the same way by layers.
 
     on_gpu: the share, from 0 to 1.
 
@@ -26,15 +27,34 @@ def split_kv(plan: Plan, on_gpu: float) -> None:
         raise BadInput(
             f"kv_on_gpu is {on_gpu:g}: give the share of the KV cache on the accelerator, from 0 to 1"
         )
+    if _by_layers(plan):
+        _place_layers(plan, evenly(len(plan.layers), round(on_gpu * len(plan.layers))))
+        return
     count = len(plan.micro_batches)
-    here = round(on_gpu * count)
-    resident = [j for j in plan.micro_batches if (j + 1) * here // count > j * here // count]
+    resident = evenly(count, round(on_gpu * count))
     plan.place_kv("accelerator", resident)
     plan.place_kv("host", set(plan.micro_batches) - set(resident))
 
 
+def evenly(count: int, chosen: int) -> list[int]:
+    """`chosen` of the numbers from 0 to `count` - 1, as evenly spread as possible."""
+    return [number for number in range(count) if (number + 1) * chosen // count > number * chosen // count]
+
+
+def _by_layers(plan: Plan) -> bool:
+    """Whether the KV cache is divided by layers, as there is a single micro-batch; beams share theirs undivided."""
+    return len(plan.micro_batches) == 1 and len(plan.stages) == 1 and plan.batch.beams == 1
+
+
+def _place_layers(plan: Plan, here: list[int]) -> None:
+    plan.place_kv("accelerator", layers=here)
+    plan.place_kv("host", layers=set(plan.layers) - set(here))
+
+
 def place_kv_that_fits(plan: Plan, experts: int) -> None:
     """Place the KV caches of as many micro-batches as fit on the accelerator, and those of the others on the host.
+
+    Of a single micro-batch, as many layers as fit.
 
     experts: number of experts to leave room for on the accelerator, beside the dense weights.
     """
@@ -47,6 +67,9 @@ def place_kv_that_fits(plan: Plan, experts: int) -> None:
     on_the_way = max(rows, plan.batch.sequences(plan.batch.prompts)) * plan.operations.hidden_bytes
     beside = sum(map(plan.slot_bytes, pages)) + experts * expert + on_the_way
     here = _fitting(plan, beside)
+    if not here and _by_layers(plan):
+        _place_layers(plan, _fitting_layers(plan, beside))
+        return
     plan.place_kv("accelerator", here)
     plan.place_kv("host", set(plan.micro_batches) - set(here))
 
@@ -78,9 +101,20 @@ def _fitting(plan: Plan, beside: int) -> list[int]:
     return fitting
 
 
+def _fitting_layers(plan: Plan, beside: int) -> list[int]:
+    """As many layers as fit with the only micro-batch's KV cache, beside everything declared so far."""
+    left = plan.free("accelerator") - beside - plan.reservations.sizes.device_kv(plan.micro_batches)
+    sizes = [plan.reservations.cache_bytes(plan.micro_batches, [layer]) for layer in plan.layers]
+    for count in reversed(plan.layers):
+        here = evenly(len(sizes), count)
+        if sum(sizes[layer] for layer in here) <= left:
+            return here
+    return []
+
+
 def attend(step: Step, i: int, j: int) -> None:
     """Run a micro-batch's attention where its KV cache is; in prefill, always on the accelerator."""
-    if step.kind == "prefill" or step.kv_on_accelerator(j):
+    if step.kind == "prefill" or step.kv_on_accelerator(j, i):
         attend_on_accelerator(step, i, j)
     else:
         step.offload_qkv(i, j)
@@ -94,5 +128,5 @@ def attend_on_accelerator(step: Step, i: int, j: int) -> None:
     In decode, submit `load_kv` first for a KV cache on the host.
     """
     step.attention(i, j)
-    if not step.kv_on_accelerator(j):
+    if not step.kv_on_accelerator(j, i):
         step.offload_kv(i, j)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import NamedTuple, get_args
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, DType, ModelConfig
@@ -34,6 +36,8 @@ class Page(msgspec.Struct, frozen=True):
     Attributes:
         index: position among the pages of its expert or dense part.
         nbytes: size up to the end of the last extent.
+        room: the most bytes that it takes in a slot, whatever the alignment of tensors in their files. Files are read
+            in whole blocks, so each extent may need up to two blocks more than its own bytes.
     """
 
     id: int
@@ -42,14 +46,17 @@ class Page(msgspec.Struct, frozen=True):
     index: int
     extents: tuple[Extent, ...]
     nbytes: int
+    room: int = 0
+
+    def __post_init__(self) -> None:
+        blocks = -(-self.nbytes // DISK_BLOCK) + 2 * len(self.extents)
+        force_setattr(self, "room", blocks * DISK_BLOCK)
 
 
-def room_for(page: Page) -> int:
-    """The most bytes that a page takes in a slot, whatever the alignment of tensors in their files.
-
-    Files are read in whole blocks, so each extent may need up to two blocks more than its own bytes.
-    """
-    return _round_up(page.nbytes, DISK_BLOCK) + 2 * DISK_BLOCK * len(page.extents)
+bytes_of: Callable[[Page], int] = attrgetter("nbytes")
+"""The bytes of a page. Planning asks for those of all pages again and again, so this is no Python function."""
+room_for: Callable[[Page], int] = attrgetter("room")
+"""`Page.room`, likewise."""
 
 
 class WeightLayout(msgspec.Struct, frozen=True):

@@ -88,6 +88,7 @@ class AttentionOperations(Products):
         if isinstance(attention, LinearAttention):
             return self._linear_attention(attention, sum(new for new, _ in lengths), len(lengths))
         window = attention.window if isinstance(attention, GroupedAttention) else None
+        cached, moved = self.kv_bytes, self.qkv_bytes + self.attention_bytes
         pairs = nbytes = stepped = steps = calls = prompts = prompt_pairs = before = 0
         for new, total in lengths:
             first = total - new
@@ -98,7 +99,7 @@ class AttentionOperations(Products):
                 within = min(new, max(0, window - first))
                 pairs += within * first + within * (within + 1) // 2 + (new - within) * window
             seen = total if window is None else min(total, window + new)
-            nbytes += seen * self.kv_bytes + new * (self.qkv_bytes + self.attention_bytes)
+            nbytes += seen * cached + new * moved
             if new == 1:
                 calls += total != before  # neighbours of equal length are one call
                 before = total

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
-from moesched.planner.objectives import most_steps, rate
+from moesched.planner.schedules import Point, Schedules, Seen, resident_of
 from moesched.planner.search import PolicyChoice, best, filled, least, most_of
 from moesched.planner.setting import Setting
-from moesched.planner.shallow_trial import Cut, cut_like
-from moesched.planner.traits import Lesson, Shape, TraitProbe, Traits, resident_bytes
-from moesched.planner.trial_run import TrialRun, trial_run
-from moesched.planner.uncertainty import Figures, Uncertainty, uncertainty
-from moesched.runs.outcome import bytes_of_all_ranks
-from moesched.runs.ranks import Rank
-from moesched.seams import Policy
-from moesched.steps.plan import Plan
+from moesched.planner.traits import Lesson, Shape, TraitProbe, Traits
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 192, 224)
@@ -33,36 +24,6 @@ NEAR = 1.1
 """Factor by which a schedule may beat its bound, which assumes that all prompts have the average length."""
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes for a policy, and the predicted figures of its schedule.
-
-    Attributes:
-        weights_on_gpu: share of the weights' bytes that stays in the accelerator's memory.
-        kv_on_gpu: share of the micro-batches whose KV cache stays there.
-        few: a few layers of it; None where a trial run needs all of them.
-        throughput: generated tokens per second, prefill included.
-        rate: the figure that the setting's objective maximises.
-    """
-
-    batch_size: int
-    micro_batch_size: int
-    weights_on_gpu: float
-    kv_on_gpu: float
-    peak_bytes: dict[str, int]
-    trial_run: TrialRun
-    few: Cut | None
-    throughput: float
-    rate: float
-
-
-class Point(NamedTuple):
-    """Sizes to try: µ, the number of micro-batches, and the number of those with their KV cache on the accelerator."""
-
-    size: int
-    micro_batches: int
-    resident: int
-
-
 class Candidate:
     """A policy and its bound.
 
@@ -72,7 +33,7 @@ class Candidate:
 
     Attributes:
         choice: the sizes with the highest bound: of coarse sizes, or of `ROUGH` ones for few layers, until refined.
-        tasks: number of tasks of all its trial runs.
+        schedules: those of its schedules that were simulated.
 
     Raises:
         BadInput: not even one request fits; the message names the memory and the missing bytes.
@@ -86,8 +47,7 @@ class Candidate:
         self.setting = setting
         self._lesson = Lesson(setting)
         self.traits: Traits = self._lesson.traits
-        self.tasks = 0
-        self._deep = deep
+        self.schedules = Schedules(setting, deep=deep)
         self._probes: dict[int, TraitProbe] = {}
         self._coarse = sizes or sorted({*SIZES, *_even_shares(len(setting.lengths))})
         self._ladder = sizes or sorted({*self._coarse, *FINER, *ROUGH})
@@ -105,14 +65,7 @@ class Candidate:
 
     def first(self) -> Seen:
         """Simulate the schedule of the choice."""
-        return self.see(*_point(self.choice))
-
-    def deepened(self, seen: Seen) -> Seen:
-        """The same schedule with all layers simulated."""
-        size = seen.micro_batch_size
-        count = -(-seen.batch_size // size)
-        found = self.see(size, count, round(seen.kv_on_gpu * count), deep=True)
-        return replace(found, few=seen.few)
+        return self._start(self.choice)
 
     def look(self) -> Seen:
         """Find the best schedule near the choice; if the KV cache can be split, also near none and all of it.
@@ -128,12 +81,26 @@ class Candidate:
                 edge = best(setting, self.traits, shapes, above=found.throughput / NEAR)
                 if edge is not None and _point(edge) != _point(self.choice):
                     found = max(found, self._climb(edge), key=lambda seen: seen.rate)
+            partly = self._most_layers(found.micro_batch_size)
+            if partly is not None:
+                with suppress(BadInput):  # the bound knows only about how much fits
+                    found = max(found, self._climb(partly), key=lambda seen: seen.rate)
         return found
+
+    def _most_layers(self, size: int) -> PolicyChoice | None:
+        """One micro-batch with the KV cache of as many layers as fit on the accelerator; None if all or none do."""
+        layers = self.setting.layout.config.layers
+        shape = self._probe(size).shape(self.setting.cost)
+        choices = (
+            filled(self.setting, self.traits, shape, 1, here / layers) for here in range(layers, 0, -1)
+        )
+        found = next((choice for choice in choices if choice is not None), None)
+        return found if found is not None and found.resident < 1 else None
 
     def _climb(self, start: PolicyChoice) -> Seen:
         """Move from one schedule to a better one, until no neighbour's bound is better."""
         tried = {_point(start)}
-        found = self.see(*_point(start))
+        found = self._start(start)
         ahead = self._around(found)
         while ahead and len(tried) < MOST_PREVIEWS:
             choice = ahead.pop(0)
@@ -141,11 +108,24 @@ class Candidate:
                 continue
             tried.add(_point(choice))
             with suppress(BadInput):
-                other = self.see(*_point(choice))
+                other = self.schedules.see(*_point(choice))
                 if other.rate > found.rate:
                     found = other
                     ahead = self._around(found)
         return found
+
+    def _start(self, choice: PolicyChoice) -> Seen:
+        """Simulate a choice; with smaller micro-batches if not even one fits: the search knows only average lengths."""
+        size, count, resident = _point(choice)
+        smaller = [other for other in reversed(self._ladder) if other < size]
+        for other in smaller:
+            try:
+                return self.schedules.see(size, count, resident)
+            except BadInput:
+                share = resident / count
+                size, count = other, -(-choice.micro_batch_size * choice.micro_batches // other)
+                resident = resident_of(share, count)
+        return self.schedules.see(size, count, resident)
 
     def _around(self, seen: Seen) -> list[PolicyChoice]:
         """The sizes to try next, the highest bound first.
@@ -158,10 +138,14 @@ class Candidate:
         sizes = [(size, -(-count * 6 // 5)), (size, max(1, count * 5 // 6))]
         sizes += [(other, -(-requests // other)) for other in self._neighbours(size)]
         share = seen.kv_on_gpu if self.setting.splits_kv else 0.0
-        points = [Point(size, count, round(share * count)) for size, count in sizes]
+        points = [Point(size, count, resident_of(share, count)) for size, count in sizes]
         if self.setting.splits_kv and self.setting.kv_on_gpu is None:
-            here, few = round(share * count), -(-count // 10)
-            points += [Point(size, count, max(0, here - few)), Point(size, count, min(count, here + few))]
+            parts = self.setting.layout.config.layers if count == 1 else count
+            here, few = round(share * parts), -(-parts // 10)
+            points += [
+                Point(size, count, resident_of(other / parts, count))
+                for other in (max(0, here - few), min(parts, here + few))
+            ]
         choices = [choice for point in points if (choice := self._filled(point))]
         return sorted(choices, key=lambda choice: choice.throughput, reverse=True)
 
@@ -198,61 +182,6 @@ class Candidate:
     def _neighbours(self, size: int) -> list[int]:
         place = self._ladder.index(size)
         return [*self._ladder[place + 1 : place + 3], *self._ladder[max(0, place - 2) : place]]
-
-    def see(self, size: int, micro_batches: int, resident: int = 0, *, deep: bool | None = None) -> Seen:
-        """Simulate the schedule of that number of micro-batches, or of as many as fit.
-
-        Args:
-            resident: micro-batches whose KV cache stays on the accelerator, for a policy that splits it.
-            deep: whether to simulate all layers; by default as the candidate does.
-        """
-        plan, policy = self._fitting(size, micro_batches, resident)
-        batch, setting = plan.batch, self.setting
-        deep = self._deep if deep is None else deep
-        share = plan.kv.on_gpu if setting.splits_kv else None
-        steps = most_steps(setting.objective)
-        found = None if deep else cut_like(setting, plan, share)
-        if found is None:
-            few, seen = None, trial_run(plan, policy, most_steps=steps)
-        else:
-            few, prepared = found
-            seen = few.trial(steps, prepared)
-        self.tasks += seen.tasks
-        return Seen(
-            micro_batch_size=size,
-            batch_size=len(batch.prompts),
-            weights_on_gpu=resident_bytes(plan) / sum(map(plan.slot_bytes, plan.layout.pages)),
-            kv_on_gpu=plan.kv.on_gpu,
-            peak_bytes={
-                name: bytes_of_all_ranks(plan, memory, memory.peak) for name, memory in plan.memories.items()
-            },
-            trial_run=seen,
-            few=few,
-            throughput=seen.tokens_per_second(batch),
-            rate=rate(setting.objective, seen, batch),
-        )
-
-    def uncertainty(self, seen: Seen) -> Uncertainty:
-        """The band of a schedule that was simulated, from runs of a few of its layers where those can stand for all."""
-        count = -(-seen.batch_size // seen.micro_batch_size)
-        resident = round(seen.kv_on_gpu * count)
-        run, few = seen.trial_run, seen.few
-        return uncertainty(
-            lambda: [Rank(*(few.plan() if few else self._fitting(seen.micro_batch_size, count, resident)))],
-            Figures(seen.throughput, run.step_seconds, run.prefill_seconds),
-        )
-
-    def _fitting(self, size: int, micro_batches: int, resident: int) -> tuple[Plan, Policy]:
-        """The plan of that number of micro-batches, or of the most that fit: the search knows only average lengths."""
-        share = resident / micro_batches if self.setting.splits_kv else None
-        count, step = micro_batches, 1
-        while True:
-            try:
-                return self.setting.plan(self.setting.batch(count, size), kv_on_gpu=share)
-            except BadInput:
-                if count == 1:
-                    raise
-            count, step = max(1, count - step), 2 * step
 
 
 def _point(choice: PolicyChoice) -> Point:

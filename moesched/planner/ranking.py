@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from moesched.errors import BadInput
-from moesched.planner.candidate import Candidate, Seen
+from moesched.planner.candidate import Candidate
 from moesched.planner.missing import missing_bytes
 from moesched.planner.resources import Gain, gains
+from moesched.planner.schedules import Seen
 from moesched.planner.setting import Setting
 from moesched.system.source_lines import raising_line
 from moesched.units import format_bytes

@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from moesched.machines import Machine
 from moesched.machines.cost import cost_model
-from moesched.planner.candidate import Candidate, Seen
+from moesched.planner.candidate import Candidate
 from moesched.planner.objectives import rate
+from moesched.planner.schedules import Seen
 from moesched.planner.setting import Setting
 from moesched.planner.trial_run import MOST_STEPS, trial_run
 

@@ -33,14 +33,15 @@ class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
     """A solution: sizes, the parts that stay on the accelerator, and the predicted rates.
 
     Attributes:
-        resident: micro-batches whose KV cache stays on the accelerator, for a policy that splits it.
+        resident: micro-batches whose KV cache stays on the accelerator, for a policy that splits it; a single one's may
+            stay in part.
         kept: share of the weights that stays there.
         lanes: seconds that a layer of a decode step keeps each lane busy.
     """
 
     micro_batch_size: int
     micro_batches: int
-    resident: int
+    resident: float
     resident_share: float
     throughput: float
     layer_seconds: float
@@ -85,7 +86,9 @@ def least(setting: Setting, traits: Traits, shape: Shape) -> PolicyChoice:
     return _choice(setting, traits, shape, 1, 0, 0.0 if traits.streams else traits.keeps)
 
 
-def filled(setting: Setting, traits: Traits, shape: Shape, count: int, resident: int) -> PolicyChoice | None:
+def filled(
+    setting: Setting, traits: Traits, shape: Shape, count: int, resident: float
+) -> PolicyChoice | None:
     """`count` micro-batches with as many weights kept as fit; None if the micro-batches do not fit."""
     fast = setting.machine.accelerator.memory
     free = {
@@ -101,7 +104,7 @@ def filled(setting: Setting, traits: Traits, shape: Shape, count: int, resident:
     return _choice(setting, traits, shape, count, resident, resident_share)
 
 
-def used_bytes(shape: Shape, count: int, resident: int) -> dict[str, int]:
+def used_bytes(shape: Shape, count: int, resident: float) -> dict[str, float]:
     """Bytes that `count` micro-batches take of each memory, without the weights."""
     here = shape.resident or shape.each
     return {
@@ -212,7 +215,7 @@ def _megabytes(memory: str, sort: Share) -> float:
 
 
 def _choice(
-    setting: Setting, traits: Traits, shape: Shape, count: int, resident: int, resident_share: float
+    setting: Setting, traits: Traits, shape: Shape, count: int, resident: float, resident_share: float
 ) -> PolicyChoice:
     layers = setting.layout.config.layers
     here = shape.resident or shape.each

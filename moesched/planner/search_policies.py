@@ -10,14 +10,16 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched import plugins
+from moesched.drivers.pricing import no_garbage_collection
 from moesched.errors import BadInput, DoesNotFit
 from moesched.machines import Machine
 from moesched.machines.cost import cost_model
 from moesched.models.layout import Page, WeightLayout
-from moesched.planner.candidate import Candidate, Seen
+from moesched.planner.candidate import Candidate
 from moesched.planner.objectives import Objective, close, requests_for
 from moesched.planner.ranking import Ranked, in_order, misfit, ranked
 from moesched.planner.resources import Gain, gains
+from moesched.planner.schedules import Seen
 from moesched.planner.setting import KV_SHARE, Setting, splits_kv
 from moesched.planner.trial_run import TrialRun
 from moesched.planner.uncertainty import Uncertainty
@@ -124,8 +126,9 @@ def plan_best(
             **resources,
         )
         try:
-            candidate = Candidate(name, setting, deep=len(names) == 1)
-            seen[candidate] = candidate.look() if len(names) == 1 else candidate.first()
+            with no_garbage_collection():
+                candidate = Candidate(name, setting, deep=len(names) == 1)
+                seen[candidate] = candidate.look() if len(names) == 1 else candidate.first()
         except Exception as error:  # an installed plug-in may raise anything
             if not isinstance(error, BadInput) and (policies or name in plugins.shipped("policies")):
                 raise
@@ -167,7 +170,7 @@ def _best_of(
         bound_by=max(sizes.trial_run.utilization, key=sizes.trial_run.utilization.__getitem__),
         gains=gains(best, sizes),
         ranking=in_order(rows, misfits),
-        uncertainty=best.uncertainty(sizes),
+        uncertainty=best.schedules.uncertainty(sizes),
     )
 
 
@@ -175,15 +178,16 @@ def _search_sizes(seen: dict[Candidate, Seen], on_progress: Callable[[str], None
     """Look for better sizes of the promising policies, the best first, while that takes few tasks."""
     firsts: dict[float, Candidate] = {}
     ahead = sorted(seen, key=lambda each: seen[each].rate, reverse=True)
-    before = sum(each.tasks for each in ahead)
+    before = sum(each.schedules.tasks for each in ahead)
     for candidate in ahead:
         first, most = seen[candidate].rate, max(one.rate for one in seen.values())
-        if first < PROMISING * most or sum(each.tasks for each in ahead) - before > MOST_TASKS:
+        if first < PROMISING * most or sum(each.schedules.tasks for each in ahead) - before > MOST_TASKS:
             break
         twin = firsts.setdefault(first, candidate)
         if twin is candidate:
             on_progress(f"schedules of {candidate.name}")
-            seen[candidate] = candidate.look()
+            with no_garbage_collection():
+                seen[candidate] = candidate.look()
         else:  # the same schedule by another name
             seen[candidate] = replace(seen[twin], few=seen[candidate].few)
             candidate.choice = twin.choice
@@ -191,12 +195,16 @@ def _search_sizes(seen: dict[Candidate, Seen], on_progress: Callable[[str], None
 
 def _deepen(seen: dict[Candidate, Seen], on_progress: Callable[[str], None]) -> None:
     """Simulate all layers of the best policy, and of those that are too close to it to tell from a few layers."""
+    deepened: dict[float, Seen] = {}
     for candidate in sorted(seen, key=lambda each: seen[each].rate, reverse=True):
         most = max(one.rate for one in seen.values())
-        near = seen[candidate].rate * close(candidate.setting.objective) >= most
-        if near and _can_deepen(candidate, seen[candidate].trial_run):
+        few = seen[candidate]
+        near = few.rate * close(candidate.setting.objective) >= most
+        if near and few.rate in deepened:  # the same schedule by another name
+            seen[candidate] = replace(deepened[few.rate], few=few.few)
+        elif near and _can_deepen(candidate, few.trial_run):
             on_progress(f"all layers of {candidate.name}")
-            seen[candidate] = candidate.deepened(seen[candidate])
+            seen[candidate] = deepened[few.rate] = candidate.schedules.deepened(few)
 
 
 def _can_deepen(candidate: Candidate, trial: TrialRun) -> bool:

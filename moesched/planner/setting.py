@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import msgspec
 
 from moesched.machines import Machine
-from moesched.models.layout import Page, WeightLayout
+from moesched.models.layout import Page, WeightLayout, bytes_of
 from moesched.planner.objectives import Objective
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes, batch_of
@@ -61,7 +61,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """A batch of the first requests, in full micro-batches and a last one of the rest."""
         lengths = self.lengths[: micro_batches * size]
         sizes = BatchSizes(len(lengths), size, beams=self.beams, prefill_chunk=self.prefill_chunk)
-        return batch_of(lengths, self.new_tokens, sizes)
+        return _batch(lengths, self.new_tokens, sizes)
 
     def plan(
         self, batch: Batch, budgets: dict[str, int] | None = None, kv_on_gpu: float | None = None
@@ -95,7 +95,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of all weights in slots."""
-        return sum(map(self.slot_bytes or (lambda page: page.nbytes), self.layout.pages))
+        return sum(map(self.slot_bytes or bytes_of, self.layout.pages))
 
     def undecided(self, batch: Batch) -> Plan:
         """A plan of a batch in which nothing is declared."""
@@ -104,6 +104,12 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def capacity(self, memory: str) -> int:
         """The bytes that may be used of a memory."""
         return self.budgets.get(memory, self.machine.memories[memory].nbytes)
+
+
+@lru_cache(maxsize=64)
+def _batch(lengths: tuple[int, ...], new_tokens: int, sizes: BatchSizes) -> Batch:
+    """A batch, kept since all policies are tried with the same ones."""
+    return batch_of(lengths, new_tokens, sizes)
 
 
 def splits_kv(policy: type, machine: Machine) -> bool:

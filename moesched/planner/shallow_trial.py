@@ -21,7 +21,7 @@ from moesched.seams import Policy
 from moesched.steps.plan import Plan
 
 SHARE_DIFFERS = 0.04
-"""Most that the share of resident weights may differ from that of the whole model."""
+"""Most that the share of resident weights, or of the KV cache, may differ from that of the whole model."""
 POOL_DIFFERS = 1.5
 """Factor by which a pool may be larger than in proportion to the layers."""
 
@@ -69,7 +69,7 @@ def cut_like(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tu
     """
     for depth in depths_of(setting):
         found = _alike(cut(setting, depth), plan, share)
-        if found is not None and abs(_kept(found[1][0]) - _kept(plan)) <= SHARE_DIFFERS:
+        if found is not None and _as_resident(found[1][0], plan):
             return found
     return None
 
@@ -113,6 +113,12 @@ def _pooled(plan: Plan) -> dict[str, int]:
     for pool in plan.weights.pools:
         found[pool.memory.name] += pool.nbytes
     return found
+
+
+def _as_resident(few: Plan, plan: Plan) -> bool:
+    """Whether a plan of a few layers has as much of the weights and the KV cache there, in proportion."""
+    pairs = (_kept(few), _kept(plan)), (few.kv.on_gpu, plan.kv.on_gpu)
+    return all(abs(ours - theirs) <= SHARE_DIFFERS for ours, theirs in pairs)
 
 
 def _kept(plan: Plan) -> float:

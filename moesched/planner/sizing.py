@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.inputs.options import SizeOptions
-from moesched.planner.candidate import Candidate, Seen
+from moesched.planner.candidate import Candidate
+from moesched.planner.schedules import Seen, resident_of
 from moesched.planner.setting import Setting
 from moesched.planner.trial_run import trial_run
 from moesched.requests.batch import KV_BLOCK_TOKENS, Batch, cached_tokens_of_beams
@@ -109,7 +110,7 @@ def _rather_all(setting: Setting, candidate: Candidate, seen: Seen) -> Seen:
     """All requests in one batch, if they fit and one batch is about as fast as several."""
     requests, size = len(setting.lengths), seen.micro_batch_size
     count = -(-requests // size)
-    at_once = candidate.see(size, count, round(seen.kv_on_gpu * count))
+    at_once = candidate.schedules.see(size, count, resident_of(seen.kv_on_gpu, count))
     batches = -(-requests // seen.batch_size)
     in_turn = (
         seen.throughput * requests / (batches * seen.batch_size)

@@ -6,12 +6,14 @@ Nothing here knows a policy by name, so users' own policies are planned like tho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace as evolved
 from itertools import pairwise
 from statistics import fmean
 
 import msgspec
 from msgspec.structs import replace
 
+from moesched.dispatch.kv_placement import evenly
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.planner.few_layers import probed
@@ -19,6 +21,8 @@ from moesched.planner.setting import UNLIMITED, Setting
 from moesched.runs.planning import make_lanes
 from moesched.seams import CostModel
 from moesched.steps.plan import Plan
+from moesched.steps.reservations import Declared
+from moesched.steps.roles import Role
 from moesched.steps.run_state import RunState
 from moesched.tasks import Work
 
@@ -212,7 +216,7 @@ class _Needs:
                 self._experts_there(plan, run_state, works, kind)
             else:
                 self._accelerator.append((share, works["post_attention"]))
-            if batch.kv.on_accelerator or plan.kv.slots:
+            if all(batch.kv.on_accelerator) or plan.kv.slots:
                 self._accelerator.append((share, works["attention"]))
                 self._link += [(share, works["load_kv"])] if "load_kv" in works else []
             else:
@@ -295,9 +299,23 @@ def bytes_beside_pages(facts: Plan, declared: Plan) -> dict[str, int]:
         used[pool.memory.name] -= pool.nbytes
     if facts is not declared:
         for plan, sign in ((declared, -1), (facts, 1)):
-            for each in plan.reservations.of(declared.declared):
+            for each in plan.reservations.of(_at_depth(declared.declared, len(plan.layers))):
                 used[each.memory] += sign * each.nbytes
     return used
+
+
+def _at_depth(declared: Declared, layers: int) -> Declared:
+    """The same declarations for another number of layers: a memory holds as large a share of each KV cache."""
+
+    here: Role = "accelerator"
+
+    def stretched(roles: tuple[Role | None, ...]) -> tuple[Role | None, ...]:
+        chosen = evenly(layers, round(roles.count(here) / len(roles) * layers))
+        elsewhere = next((role for role in roles if role != here), here)
+        return tuple(here if layer in chosen else elsewhere for layer in range(layers))
+
+    spread = {roles: stretched(roles) for roles in set(declared.kv_roles)}
+    return evolved(declared, kv_roles=tuple(spread[roles] for roles in declared.kv_roles))
 
 
 def _hop_seconds(plan: Plan, cost: CostModel) -> list[float]:

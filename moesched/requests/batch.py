@@ -53,9 +53,13 @@ class Batch(msgspec.Struct, frozen=True):
 
     def each_at_end(self, requests: Iterable[int]) -> list[int]:
         """Tokens of each of these requests in the KV cache at the end, in whole blocks."""
-        return [
-            cached_tokens_of_beams(self.prompts[request], self.new_tokens, self.beams) for request in requests
-        ]
+        prompts, new_tokens, beams = self.prompts, self.new_tokens, self.beams
+        if beams == 1:  # written out, since planning asks for thousands again and again
+            return [
+                -(-(prompts[request] + new_tokens) // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+                for request in requests
+            ]
+        return [cached_tokens_of_beams(prompts[request], new_tokens, beams) for request in requests]
 
     def longest_at_end(self, requests: Iterable[int]) -> int:
         """Tokens of these requests in the KV cache at the end, if beams shared no blocks."""

@@ -17,7 +17,7 @@ class BatchSizes(NamedTuple):
         batch_size: the most requests that run together.
         micro_batch_size: the most requests that share a kernel.
         cache_tokens: the most tokens of a micro-batch in the KV cache at the end, in whole blocks; None for no limit.
-        kv_on_gpu: share of the micro-batches whose KV cache stays on the accelerator; None leaves it to the policy.
+        kv_on_gpu: share of the KV cache that stays on the accelerator; None leaves it to the policy.
         beams: sequences per request in decode.
         prefill_chunk: the most tokens of a micro-batch in prefill; None for no limit.
     """

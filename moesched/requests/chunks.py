@@ -58,8 +58,12 @@ def chunks_of(
 
 def _cut(number: int, requests: Sequence[int], prompts: Sequence[int], most: int | None) -> list[Chunk]:
     """The chunks of one micro-batch; `before` is 0 or -1, to be numbered by the caller."""
-    total = sum(prompts[request] for request in requests)
+    whole = tuple(prompts[request] for request in requests)
+    total = sum(whole)
     size = total if most is None else min(most, total)
+    if size == total and all(whole):
+        mine = tuple(requests)
+        return [Chunk(number, mine, (0,) * len(mine), whole, mine, -1, last=True)]
     chunks = []
     for start in range(0, total, size):
         stop = min(start + size, total)

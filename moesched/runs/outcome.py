@@ -134,7 +134,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     """The sizes that a run was planned with.
 
     Attributes:
-        kv_on_gpu: share of the micro-batches whose KV cache is on the accelerator.
+        kv_on_gpu: share of the KV cache that is on the accelerator, by micro-batches and layers.
         prefill_chunk: most prompt tokens that pass a layer together; None for all of a micro-batch's.
     """
 

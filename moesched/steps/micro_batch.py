@@ -72,7 +72,7 @@ class KVState:
 
     Attributes:
         layers: the cache's blocks, by layer.
-        on_accelerator: whether it lives there, rather than on the host.
+        on_accelerator: by layer, whether it lives there, rather than on the host.
         unsaved: the layer whose new keys and values `offload_kv` has yet to move to the host; -1 for none.
         loaded: the numbers of the buffers that `load_kv` filled, by layer.
         device: one layer's keys and values on the accelerator, which the chunks of a prompt share.
@@ -81,7 +81,7 @@ class KVState:
 
     __slots__ = ("attended_in_device", "device", "layers", "loaded", "on_accelerator", "unsaved")
 
-    def __init__(self, layers: list[Block], device: Block, *, on_accelerator: bool) -> None:
+    def __init__(self, layers: list[Block], device: Block, on_accelerator: tuple[bool, ...]) -> None:
         self.layers = layers
         self.device = device
         self.on_accelerator = on_accelerator
@@ -100,9 +100,10 @@ class RoutingState:
         owners: the node of each expert, as passed to `assign`.
         outputs: blocks for `combine`.
         on_host: outputs that are still on the host; None where the routed rows are not there.
+        called: the processors ("accelerator", "host") that experts which stay in their memories have begun to run on.
     """
 
-    __slots__ = ("decision", "left", "on_host", "outputs", "owners", "pending")
+    __slots__ = ("called", "decision", "left", "on_host", "outputs", "owners", "pending")
 
     def __init__(self) -> None:
         self.decision: Task | None = None
@@ -111,6 +112,7 @@ class RoutingState:
         self.owners: Mapping[int, int] | None = None
         self.outputs: list[Block] = []
         self.on_host: list[HostOutput] | None = None
+        self.called: set[str] = set()
 
 
 class MicroBatch:
@@ -171,11 +173,14 @@ class MicroBatch:
 
 
 def whole_micro_batch(
-    index: int, requests: tuple[int, ...], layers: int, *, unified: bool, kv_on_accelerator: bool
+    index: int, requests: tuple[int, ...], kv_on_accelerator: tuple[bool, ...], *, unified: bool
 ) -> MicroBatch:
-    """Make a micro-batch of decoding, which is also one of prefill where no prompts are cut."""
-    cache = [Block(f"KV L{layer} mb{index}") for layer in range(layers)]
-    kv = KVState(cache, Block(f"keys and values at hand mb{index}"), on_accelerator=kv_on_accelerator)
+    """Make a micro-batch of decoding, which is also one of prefill where no prompts are cut.
+
+    kv_on_accelerator: by layer, whether its KV cache lives there.
+    """
+    cache = [Block(f"KV L{layer} mb{index}") for layer in range(len(kv_on_accelerator))]
+    kv = KVState(cache, Block(f"keys and values at hand mb{index}"), kv_on_accelerator)
     return MicroBatch(index, requests, Blocks(index, unified=unified), kv)
 
 
@@ -183,7 +188,7 @@ def chunk_of(
     whole: MicroBatch, index: int, chunk: Chunk, before: MicroBatch | None, *, unified: bool
 ) -> MicroBatch:
     """Make a chunk of a micro-batch, which continues the chunk `before`."""
-    kv = KVState(whole.kv.layers, whole.kv.device, on_accelerator=whole.kv.on_accelerator)
+    kv = KVState(whole.kv.layers, whole.kv.device, whole.kv.on_accelerator)
     made = MicroBatch(index, chunk.requests, Blocks(index, unified=unified, whole=whole.blocks), kv)
     made.chunk, made.ends, made.before = chunk, chunk.ends, before
     return made

@@ -16,7 +16,7 @@ from moesched.machines import Machine
 from moesched.machines.group import numbered, written_out
 from moesched.machines.machine import read_only
 from moesched.machines.sustained import is_rated
-from moesched.models.layout import Page, WeightLayout
+from moesched.models.layout import Page, WeightLayout, bytes_of
 from moesched.models.operations import Operations
 from moesched.requests.batch import Batch
 from moesched.requests.chunks import Chunk
@@ -86,7 +86,7 @@ class Plan(Declarations):
         self.micro_batches = range(len(batch.micro_batches))
         self.chunks: Mapping[int, Chunk] = MappingProxyType(batch.chunks())
         self.operations = Operations(layout.config, layout.dtype)
-        self.slot_bytes = slot_bytes or (lambda page: page.nbytes)
+        self.slot_bytes = slot_bytes or bytes_of
         count = min(machine.accelerator_group.count, len(self.layers)) if pipelined else 1
         starts = [-(-stage * len(self.layers) // count) for stage in range(count + 1)]
         self.stages = tuple(map(range, starts, starts[1:]))
@@ -99,7 +99,7 @@ class Plan(Declarations):
         super().__init__(
             Declared(
                 in_flight=len(self.chunks),
-                kv_roles=(None,) * len(self.micro_batches),
+                kv_roles=((None,) * len(self.layers),) * len(self.micro_batches),
                 nodes=NodeShare(nodes, node),
             ),
             _default_task_limit(layout, len(self.chunks)),
@@ -185,26 +185,33 @@ class Plan(Declarations):
             )
         self._declare("limit_in_flight", replace(self.declared, in_flight=limit))
 
-    def place_kv(self, role: Role, micro_batches: Iterable[int] | None = None) -> None:
-        """Have a memory hold the KV cache of these micro-batches, or of all.
+    def place_kv(
+        self, role: Role, micro_batches: Iterable[int] | None = None, layers: Iterable[int] | None = None
+    ) -> None:
+        """Have a memory hold the KV cache of these micro-batches, or of all, in these layers, or in all.
 
-        In a pipeline, each accelerator holds the cache of its own layers; otherwise a micro-batch's cache is undivided.
+        In a pipeline, each accelerator holds the cache of its own layers.
 
         Raises:
-            PolicyError: one of them has a place already, or does not exist, or the memory holds no KV caches.
+            PolicyError: one of them has a place already, or does not exist, or the memory holds no KV caches; or layers
+                are named, and the run searches with beams, whose caches are undivided.
         """
         role = role_named("place_kv", role, self.machine, KV_ROLES)
+        chosen = None if layers is None else frozenset(layers)
+        if chosen is not None:
+            if beyond := chosen.difference(self.layers):
+                raise PolicyError(
+                    f"place_kv: there is no L{min(beyond)}: layers go from 0 to {len(self.layers) - 1}"
+                )
+            if self.batch.beams > 1 and chosen and len(chosen) < len(self.layers):
+                raise PolicyError("place_kv: beams share their KV cache, which is undivided: omit layers")
         roles = list(self.declared.kv_roles)
         for number in self.micro_batches if micro_batches is None else micro_batches:
             if number not in self.micro_batches:
                 raise PolicyError(
                     f"place_kv: there is no mb{number}: micro-batches go from 0 to {len(roles) - 1}"
                 )
-            if roles[number] is not None:
-                raise PolicyError(
-                    f"place_kv: the KV cache of mb{number} is the {roles[number]}'s already: place each once"
-                )
-            roles[number] = role
+            roles[number] = _placed(roles[number], role, number, chosen)
         self._declare("place_kv", replace(self.declared, kv_roles=tuple(roles)))
 
     def reserve_kv_buffers(self, slots: int) -> None:
@@ -346,8 +353,10 @@ class Plan(Declarations):
         declared = self.declared
         if declared.settled:
             return
-        if None in declared.kv_roles:
-            whose = f" of mb{declared.kv_roles.index(None)}" if any(declared.kv_roles) else ""
+        unplaced = [number for number, roles in enumerate(declared.kv_roles) if None in roles]
+        if unplaced:
+            placed = any(any(roles) for roles in declared.kv_roles)
+            whose = f" of mb{unplaced[0]}" if placed else ""
             raise PolicyError(
                 f"the plan has no place for the KV cache{whose}: call plan.place_kv('accelerator' or 'host')"
             )
@@ -382,6 +391,21 @@ def stage_of(stages: Sequence[range], layer: int) -> int:
     return layer * len(stages) // stages[-1].stop
 
 
+def _placed(
+    roles: tuple[Role | None, ...], role: Role, number: int, layers: Collection[int] | None
+) -> tuple[Role | None, ...]:
+    """The memories of a micro-batch's KV cache by layer, once `role` has these layers, or all of them."""
+    placed = []
+    for layer, before in enumerate(roles):
+        here = layers is None or layer in layers
+        if here and before is not None:
+            raise PolicyError(
+                f"place_kv: the KV cache of mb{number} is the {before}'s already: place each once"
+            )
+        placed.append(role if here else before)
+    return tuple(placed)
+
+
 def _default_task_limit(layout: WeightLayout, micro_batches: int) -> int:
     config = layout.config
     return 20 * micro_batches * (len(layout.pages) + config.layers * (config.experts + VERBS_OF_A_LAYER))
@@ -404,7 +428,7 @@ def host_contends(plan: Plan) -> bool:
     """
     if not is_rated(plan.machine) or plan.machine.cost_table:
         return False
-    attends = "host" in plan.declared.kv_roles and not plan.declared.kv_buffers
+    attends = any("host" in roles for roles in plan.declared.kv_roles) and not plan.declared.kv_buffers
     return attends or plan.declared.experts_on_host
 
 

@@ -73,7 +73,7 @@ class Declared:
 
     Attributes:
         in_flight: most micro-batches that are within a layer at once in prefill.
-        kv_roles: the memory that holds each micro-batch's KV cache; None where none is declared yet.
+        kv_roles: by micro-batch, the memory that holds its KV cache of each layer; None where none is declared yet.
         kv_buffers: micro-batches whose keys and values of one layer may be loaded to the accelerator at once.
         experts_on_host: the host runs experts too.
         resident_experts_on_host: the host also runs experts that stay in an accelerator's memory.
@@ -86,7 +86,7 @@ class Declared:
     """
 
     in_flight: int
-    kv_roles: tuple[Role | None, ...]
+    kv_roles: tuple[tuple[Role | None, ...], ...]
     kv_buffers: int = 0
     experts_on_host: bool = False
     resident_experts_on_host: bool = False
@@ -102,23 +102,28 @@ class KVPlan(NamedTuple):
     """Placement of the KV cache.
 
     Attributes:
-        roles: the memory that holds each micro-batch's cache; None where none is declared.
+        roles: by micro-batch, the memory that holds its cache of each layer; None where none is declared.
         slots: buffers beside each accelerator for one layer's keys and values of a micro-batch, from the host.
         slot_bytes: size of each; 0 where accelerator and host share a memory.
     """
 
-    roles: tuple[Role | None, ...]
+    roles: tuple[tuple[Role | None, ...], ...]
     slots: int
     slot_bytes: int
 
     def held_by(self, role: Role) -> list[int]:
-        """The micro-batches whose KV cache a memory holds."""
-        return [number for number, holder in enumerate(self.roles) if holder == role]
+        """The micro-batches whose KV cache a memory holds, of all layers or of some."""
+        return [number for number, holders in enumerate(self.roles) if role in holders]
+
+    def layers_held_by(self, role: Role, micro_batch: int) -> tuple[int, ...]:
+        """The layers whose KV cache of a micro-batch a memory holds."""
+        return tuple(layer for layer, holder in enumerate(self.roles[micro_batch]) if holder == role)
 
     @property
     def on_gpu(self) -> float:
-        """The share of the micro-batches whose KV cache the accelerator holds: r_c of MoE-Lightning."""
-        return len(self.held_by("accelerator")) / len(self.roles)
+        """The share of the KV cache that the accelerator holds, by micro-batches and layers: r_c of MoE-Lightning."""
+        held = sum(holders.count("accelerator") for holders in self.roles)
+        return held / (len(self.roles) * len(self.roles[0]))
 
 
 class Reservations(ReadOnly):
@@ -186,7 +191,7 @@ class Reservations(ReadOnly):
 
     def kv(self, declared: Declared) -> KVPlan:
         """Placement of the KV cache, and the buffers that it is loaded to."""
-        loaded = [number for number, role in enumerate(declared.kv_roles) if role != "accelerator"]
+        loaded = [number for number, roles in enumerate(declared.kv_roles) if set(roles) != {"accelerator"}]
         slots = declared.kv_buffers if loaded else 0
         if not slots or self._machine.unified:
             return KVPlan(declared.kv_roles, slots, 0)
@@ -231,7 +236,8 @@ class Reservations(ReadOnly):
     def _kv_cache(self, declared: Declared) -> Iterator[Reservation]:
         """The KV caches placed so far, and one layer's keys and values of chunked prompts whose cache is elsewhere."""
         for role in KV_ROLES:
-            chosen = [number for number, holder in enumerate(declared.kv_roles) if holder == role]
+            groups = held_alike(declared.kv_roles, role)
+            chosen = [number for numbers in groups.values() for number in numbers]
             if not chosen:
                 continue
             tokens = sum(self._batch.tokens_at_end(self._batch.micro_batches[number]) for number in chosen)
@@ -240,7 +246,11 @@ class Reservations(ReadOnly):
             memories = self._accelerators if here else [self._host]
             layers = self._stages if here else [range(self._layout.config.layers)]
             for memory, range_of_layers in zip(memories, layers, strict=True):
-                nbytes = self.cache_bytes(chosen, range_of_layers) * declared.nodes.attends
+                nbytes = sum(
+                    self.cache_bytes(numbers, [layer for layer in range_of_layers if layer in held])
+                    for held, numbers in groups.items()
+                )
+                nbytes *= declared.nodes.attends
                 what, parts = f"KV cache of {tokens:,} tokens", Parts(tokens, "tokens")
                 yield Reservation(memory, what, nbytes, "KV cache", parts)
             prompts = 0 if here or self._machine.unified else self.sizes.device_kv(chosen)
@@ -275,6 +285,18 @@ class Reservations(ReadOnly):
         what = f"a share of {len(nodes.placement[nodes.index])} experts of each layer{beside}"
         nbytes = self._weight_bytes(nodes)
         yield Reservation(self._accelerators[0], what, nbytes, "weights")
+
+
+def held_alike(kv_roles: Sequence[Sequence[Role | None]], role: Role) -> dict[tuple[int, ...], list[int]]:
+    """The micro-batches whose KV cache a memory holds in the same layers, by these layers."""
+    of_roles: dict[Sequence[Role | None], list[int]] = {}
+    for number, roles in enumerate(kv_roles):
+        of_roles.setdefault(roles, []).append(number)
+    return {
+        tuple(layer for layer, holder in enumerate(roles) if holder == role): numbers
+        for roles, numbers in of_roles.items()
+        if role in roles
+    }
 
 
 def global_bytes(layout: WeightLayout, stages: int) -> list[int]:

@@ -52,13 +52,13 @@ class RunState:
             stage for stage, layers in zip(self.stages, plan.stages, strict=True) for _ in layers
         ]
         self.works = Works(plan, lanes, self.stages, age)
+        kv_roles = plan.kv.roles
         self.micro_batches = [
             whole_micro_batch(
                 index,
                 requests,
-                len(plan.layers),
+                tuple(role == "accelerator" for role in kv_roles[index]),
                 unified=self.unified,
-                kv_on_accelerator=plan.kv.roles[index] == "accelerator",
             )
             for index, requests in enumerate(plan.batch.micro_batches)
         ]

@@ -68,9 +68,10 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
             of the first node, and there are no verbs before `route`.
     """
 
-    def kv_on_accelerator(self, micro_batch: int) -> bool:
-        """Whether a micro-batch's KV cache is on the accelerator, rather than on the host."""
-        return self._batches[micro_batch].kv.on_accelerator
+    def kv_on_accelerator(self, micro_batch: int, layer: int | None = None) -> bool:
+        """Whether a micro-batch's KV cache of a layer, or of all, is on the accelerator, rather than on the host."""
+        here = self._batches[micro_batch].kv.on_accelerator
+        return all(here) if layer is None else here[layer]
 
     def goes_on(self, micro_batch: int) -> bool:
         """Whether it is a chunk that continues the one before it, in prefill."""
@@ -83,7 +84,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
             raise OutOfOrder(f"embed: mb{micro_batch} continues mb{micro_batch - 1}: embed that first")
         if self.index and self._state.plan.batch.beams > 1:
             stage, blocks, kv = batch.stage, batch.blocks, batch.kv
-            lane, kernel = (stage.lane, Kernel) if kv.on_accelerator else (stage.host, HostKernel)
+            lane, kernel = (stage.lane, Kernel) if kv.on_accelerator[0] else (stage.host, HostKernel)
             work = batch.works["reorder"]
             reorder = kernel(lane, work, "reorder", -1, batch.index, -1, None, self.index)
             self._enter(reorder, (blocks.tokens,), (blocks.positions, *kv.layers))

@@ -49,18 +49,25 @@ class Works:
         self._stages = stages
         self._age = age
         self._sized_for: Kind | None = None
-        self._works: dict[tuple[str, str, int, int], Work] = {}
+        self._works: dict[tuple[str, str, int, int, bool], Work] = {}
         self._moves: dict[tuple[str, str, int, int], tuple[Lane, Work]] = {}
 
     def work(
-        self, kind: str, resource: str, tokens: int, amount: Callable[[int], Amount], layer_kind: int = 0
+        self,
+        kind: str,
+        resource: str,
+        tokens: int,
+        amount: Callable[[int], Amount],
+        layer_kind: int = 0,
+        *,
+        joins: bool = False,
     ) -> Work:
         """The work of one kind of operation on `tokens` rows, in one kind of layer."""
-        key = kind, resource, tokens, layer_kind
+        key = kind, resource, tokens, layer_kind, joins
         work = self._works.get(key)
         if work is None:
             flops, nbytes, parts, rate = amount(tokens)
-            work = self._works[key] = Work(kind, resource, flops, nbytes, tokens, parts, rate)
+            work = self._works[key] = Work(kind, resource, flops, nbytes, tokens, parts, rate, joins)
         return work
 
     def move(self, source: str, destination: str, nbytes: int, pieces: int = 1) -> tuple[Lane, Work]:
@@ -120,7 +127,7 @@ class Works:
         if sequences:
             works["sample"] = self.work("sample", accelerator, sequences, operations.sample)
         if plan.batch.beams > 1:
-            cached_at = accelerator if batch.kv.on_accelerator else stage.processors["host"]
+            cached_at = accelerator if batch.kv.on_accelerator[0] else stage.processors["host"]
             unshared = sequences * KV_BLOCK_TOKENS // 2  # beams share all other blocks with their parents
             works["reorder"] = self.work("reorder", cached_at, unshared, operations.copy_kv)
         if not plan.machine.unified:
@@ -145,7 +152,7 @@ class Works:
             new = batch.chunk.tokens
             lengths = list(map(add, batch.chunk.starts, new))
             tokens = sum(new)
-        loads = index and plan.kv.slots and not (plan.machine.unified or batch.kv.on_accelerator)
+        loads = index and plan.kv.slots and not (plan.machine.unified or all(batch.kv.on_accelerator))
         for number, operations in enumerate(self.kinds):
             if index:
                 amount = operations.attention_step(lengths)

@@ -31,9 +31,8 @@ class Adversarial:
     def plan(self, plan: Plan) -> None:
         choose = self.random
         plan.discipline = choose.choice(("in_order", "ready_first"))
-        kv_on_host = {j for j in plan.micro_batches if choose.random() < 0.5}
-        plan.place_kv("host", kv_on_host)
-        plan.place_kv("accelerator", set(plan.micro_batches) - kv_on_host)
+        for j in plan.micro_batches:
+            self._place_kv(plan, j)
         plan.reserve_kv_buffers(choose.randint(0, 3))
         self.kv_slots = plan.kv.slots
         self.unified = plan.machine.unified
@@ -85,12 +84,12 @@ class Adversarial:
         choose = self.random
         yield step.embed(j)
         for i in step.layers:
-            early = choose.random() < 0.5 and self._takes_slot(step, j)
+            early = choose.random() < 0.5 and self._takes_slot(step, i, j)
             if early:
                 yield step.load_kv(i, j)
             self._hold(step, step.dense_pages(i))
             yield step.pre_attention(i, j)
-            if early or self._takes_slot(step, j):
+            if early or self._takes_slot(step, i, j):
                 yield from self._attend_loaded(step, i, j, early)
             else:
                 yield from self._attend(step, i, j)
@@ -107,6 +106,16 @@ class Adversarial:
             yield from self._run_experts(step, i, j, choose.sample(sorted(routed), len(routed)))
             yield step.combine(i, j)
         yield step.sample(j)
+
+    def _place_kv(self, plan: Plan, j: int) -> None:
+        """Place a micro-batch's KV cache in one memory, or by layers in both."""
+        choose = self.random
+        if plan.batch.beams == 1 and choose.random() < 0.3:
+            on_host = {i for i in plan.layers if choose.random() < 0.5}
+            plan.place_kv("host", [j], on_host)
+            plan.place_kv("accelerator", [j], set(plan.layers) - on_host)
+        else:
+            plan.place_kv("host" if choose.random() < 0.5 else "accelerator", [j])
 
     def _run_experts(
         self, step: Step, i: int, j: int, experts: Sequence[int]
@@ -125,7 +134,7 @@ class Adversarial:
 
     def _attend(self, step: Step, i: int, j: int) -> Generator[Task, dict[int, int], None]:
         """Run attention on a processor that the placement of the KV cache allows."""
-        kv_on_host = not step.kv_on_accelerator(j)
+        kv_on_host = not step.kv_on_accelerator(j, i)
         on_host = kv_on_host and (step.kind == "decode" or step.chunked or self.random.random() < 0.5)
         if on_host or (self.unified and self.random.random() < 0.5):
             yield step.offload_qkv(i, j)
@@ -136,9 +145,9 @@ class Adversarial:
             if kv_on_host:
                 yield step.offload_kv(i, j)
 
-    def _takes_slot(self, step: Step, j: int) -> bool:
+    def _takes_slot(self, step: Step, i: int, j: int) -> bool:
         """Whether to load the KV cache and run attention on the accelerator; takes a KV buffer if so."""
-        loads = step.kind == "decode" and not step.kv_on_accelerator(j)
+        loads = step.kind == "decode" and not step.kv_on_accelerator(j, i)
         taken = loads and self.kv_slots > 0 and self.random.random() < 0.5
         self.kv_slots -= taken
         return taken

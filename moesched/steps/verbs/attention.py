@@ -53,7 +53,7 @@ class AttentionVerbs(Verbs):
         buffer = None
         if self.chunked:
             self._require_before("attention", layer, micro_batch)
-        if not kv.on_accelerator:
+        if not kv.on_accelerator[layer]:
             if self.chunked and not unified:
                 cache = self._chunks_kv(layer, micro_batch)
             if self.index:
@@ -71,7 +71,7 @@ class AttentionVerbs(Verbs):
         state = self._state
         batch = self._in_time(LOAD_KV, layer, micro_batch)
         kv = batch.kv
-        if not self.index or kv.on_accelerator:
+        if not self.index or kv.on_accelerator[layer]:
             where = "the KV cache lives on the accelerator" if self.index else "a prompt has nothing cached"
             raise PolicyError(f"load_kv: {where}: omit it")
         if layer in kv.loaded:
@@ -106,7 +106,7 @@ class AttentionVerbs(Verbs):
                 raise OutOfOrder(
                     f"cpu_attention: offload_kv the keys and values of mb{micro_batch - 1} before"
                 )
-        if kv.on_accelerator and not self._state.unified:
+        if kv.on_accelerator[layer] and not self._state.unified:
             raise PolicyError("cpu_attention: the KV cache lives on the accelerator: use attention")
         if layer in kv.loaded:
             raise OutOfOrder(f"cpu_attention: L{layer} mb{micro_batch} was loaded by load_kv: use attention")

@@ -23,7 +23,7 @@ class SymbolicBatch:
         self.on_host = "" if plan.machine.unified else " on the host"
         self._micro_batches = plan.batch.micro_batches
         self._chunks = plan.chunks
-        self._kv_on_host = set() if plan.machine.unified else set(plan.kv.held_by("host"))
+        self._kv_roles = None if plan.machine.unified else plan.kv.roles
         self._memory_of = {
             numbered("accelerator", stage): memory.name for stage, memory in enumerate(plan.accelerators)
         }
@@ -65,4 +65,4 @@ class SymbolicBatch:
 
     def kv_on_host(self, task: Task) -> bool:
         """Whether the KV cache is in the host's memory, away from the accelerator."""
-        return self.whole(task) in self._kv_on_host
+        return self._kv_roles is not None and self._kv_roles[self.whole(task)][task.layer] == "host"
