@@ -17,6 +17,8 @@ from moesched.reproduce.mac_cluster.runs import run_request
 PAGE = Path(__file__).parents[1] / "docs" / "mlx.md"
 LAYERS = 40
 PAPER_MS = 166
+CLOSE = 0.01
+"""Relative difference that rounding and small changes of the cost model make."""
 
 
 def table() -> dict[str, tuple[float, float, float]]:
@@ -50,7 +52,7 @@ def test_the_page_and_simulate_agree_on_each_part_of_a_token(tmp_path: Path) -> 
     page, ours = table(), simulated(tmp_path)
     assert page.keys() == ours.keys()
     for part, (low, high, said) in page.items():
-        assert ours[part] == pytest.approx(said, abs=0.06), part
+        assert ours[part] == pytest.approx(said, rel=CLOSE), part
         assert low <= said <= high, part
     *parts, total = page.values()
     assert sum(low for low, _, _ in parts) == total[0]

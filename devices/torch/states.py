@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 
 from moesched.requests.batch import KV_BLOCK_TOKENS
+from moesched.requests.chunks import Chunk
 from moesched.steps.plan import Plan
 from moesched.steps.reservations import held_alike
 from moesched.steps.roles import KV_ROLES
@@ -63,11 +64,11 @@ def _open_cache(
 
 
 def _chunk_states(
-    plan: Plan, wholes: Sequence[MicroBatchState], prompts: Sequence[Sequence[int]]
+    chunks: Mapping[int, Chunk], wholes: Sequence[MicroBatchState], prompts: Sequence[Sequence[int]]
 ) -> list[MicroBatchState]:
     """The state of each chunk, in their order; `wholes` are those of the micro-batches of decoding."""
     states: dict[int, MicroBatchState] = {}
-    for number, chunk in plan.chunks.items():
+    for number, chunk in chunks.items():
         whole = wholes[chunk.micro_batch]
         spans = zip(chunk.requests, chunk.starts, chunk.tokens, strict=True)
         new = [prompts[request][start : start + tokens] for request, start, tokens in spans]
