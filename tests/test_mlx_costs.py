@@ -31,7 +31,7 @@ def simulated(tmp_path: Path) -> dict[str, float]:
     """Milliseconds of each part, by the assumptions that the page gives."""
     page = PAGE.read_text()
     [change] = re.findall(r"--machine-set (\S+)", page)
-    [network] = re.findall(r"zeromq-10gbe\.toml:\n\n```toml\n(.*?)```", page, re.DOTALL)
+    [network] = re.findall(r"`zeromq-10gbe\.toml`:\n\n```toml\n(.*?)```", page, re.DOTALL)
     file = tmp_path / "network.toml"
     file.write_text(network)
     mac = replace(changed(load_machine("m2-ultra"), [change]), network=load_network(str(file)))
