@@ -157,8 +157,16 @@ class MlxDevice:
 
     async def aclose(self) -> None:
         """Free the arrays, restore the process's limits, and close the checkpoint's files."""
+
+        def let_go() -> None:
+            self._verbs = {}
+            self._weights.close()
+            self._wired_limit.give_back()
+            self._cache_limit.give_back()
+            mx.clear_cache()
+
         self._thread.drop_posted()
-        self._thread.call(self._let_go)
+        self._thread.call(let_go)
         self._thread.close()
         self._reader.close()
 
@@ -182,10 +190,3 @@ class MlxDevice:
             evaluations=self._evaluations,
         )
         self._verbs = verbs_of(parts)
-
-    def _let_go(self) -> None:
-        self._verbs = {}
-        self._weights.close()
-        self._wired_limit.give_back()
-        self._cache_limit.give_back()
-        mx.clear_cache()
