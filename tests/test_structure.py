@@ -18,7 +18,6 @@ LARGE_CLASSES: dict[str, str] = {
     "Task": "every field is read while a task is scheduled; a struct inside a struct would cost time per task",
     "PlainEngine": "the queue calls of lanes, policies and drivers act on one graph",
     "ModelConfig": "the shape of a model, as config.json lists it",
-    "TorchDevice": "the methods of the seam `Device`, and of the small protocols beside it",
     "Report": "the figures of a run, as `--json` prints them",
     "DeepSeekKeys": "the sizes of a family, as its config.json lists them",
     "Gemma4Keys": "the same",
