@@ -259,9 +259,7 @@ def test_a_stranger_is_refused_and_told_so_and_the_launcher_stays() -> None:
     stranger = make_keys()
     control = Control("127.0.0.1", 0, LAUNCHER, {NODES[0].public: "mac-0"})
     seat = cluster(port=control.port).launcher
-    link = ControlLink(
-        seat, stranger, on_all_loaded=lambda _: None, on_stop=lambda _: None, on_gone=lambda: None
-    )
+    link = ControlLink(seat, stranger, on_epoch=lambda _: None, on_gone=lambda: None)
     try:
         with pytest.raises(BadInput, match="does not know this node's key"):
             _join_while_heard(link, control)
@@ -276,8 +274,7 @@ def test_a_launcher_with_another_key_is_found_out() -> None:
     link = ControlLink(
         cluster(port=impostor.port).launcher,
         NODES[0],
-        on_all_loaded=lambda _: None,
-        on_stop=lambda _: None,
+        on_epoch=lambda _: None,
         on_gone=lambda: None,
     )
     try:
@@ -293,8 +290,7 @@ def test_garbage_on_the_launchers_port_harms_nobody() -> None:
     link = ControlLink(
         cluster(port=control.port).launcher,
         NODES[0],
-        on_all_loaded=lambda _: None,
-        on_stop=lambda _: None,
+        on_epoch=lambda _: None,
         on_gone=lambda: None,
     )
     try:

@@ -59,8 +59,7 @@ class Rig:
         self.link = ControlLink(
             seated.launcher,
             NODES[0],
-            on_all_loaded=lambda _: None,
-            on_stop=lambda _: None,
+            on_epoch=lambda _: None,
             on_gone=lambda: None,
         )
         self.heard: list[Any] = []

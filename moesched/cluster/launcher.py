@@ -279,7 +279,9 @@ class Launch:
             case Loaded():
                 node.loaded = True
                 if all(each.loaded for each in self._roster.members):
-                    self._let_begin()
+                    # Not before: none waits in an exchange for one whose disk is slower.
+                    for each in self._roster.members:
+                        self._roster.say(each, AllLoaded(epoch=self.epoch, order=self._order))
             case Tokens():
                 self._take_tokens(node, message)
             case Piece():
@@ -290,11 +292,6 @@ class Launch:
             case Failed():
                 node.done = Done(epoch=message.epoch, order=self._order, digest="")
                 self._failed(node, message)
-
-    def _let_begin(self) -> None:
-        """Have all members exchange: none waits in an exchange for one whose disk is slower."""
-        for node in self._roster.members:
-            self._roster.say(node, AllLoaded(epoch=self.epoch, order=self._order))
 
     def _take_tokens(self, node: Node, message: Tokens) -> None:
         if node is self._roster.members[0]:

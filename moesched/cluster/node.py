@@ -82,9 +82,7 @@ class _Node:
     def __init__(self, cluster: Cluster, host: Host, keys: KeyPair, checkpoint: Checkpoint) -> None:
         self._host = host
         self._checkpoint = checkpoint
-        self._link = ControlLink(
-            cluster.launcher, keys, on_all_loaded=self._go_on, on_stop=self._stop, on_gone=self._leave
-        )
+        self._link = ControlLink(cluster.launcher, keys, on_epoch=self._turn, on_gone=self._leave)
         self._reports = NodeReports(self._link.say)
         self._exchanges = NodeExchanges(host, keys.secret)
         self._transport: Metered | None = None
@@ -215,13 +213,12 @@ class _Node:
 
     # -- on the link's thread ----------------------------------------------------------------------
 
-    def _go_on(self, said: AllLoaded) -> None:
-        """Make the first exchange of an epoch."""
-        self._exchanges.begin(said.epoch)
-
-    def _stop(self, stop: Stop) -> None:
-        """Abandon the current step by failing its exchanges."""
-        self._exchanges.stop(stop.epoch, stop.reason)
+    def _turn(self, said: AllLoaded | Stop) -> None:
+        """Make the first exchange of an epoch, or abandon the current step by failing its exchanges."""
+        if isinstance(said, AllLoaded):
+            self._exchanges.begin(said.epoch)
+        else:
+            self._exchanges.stop(said.epoch, said.reason)
 
     def _leave(self) -> None:
         """End this process after the run or the loss of the launcher, by force where it does not end in time."""

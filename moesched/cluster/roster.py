@@ -67,7 +67,6 @@ class Node:
         """The time at which its process or its connection was first seen to have ended."""
         self.lost: str | None = None
         """The reason of its loss; None while it is not lost."""
-        self.build: Build = {}
         self.pieces: dict[tuple[int, str], list[bytes]] = {}
 
 
@@ -112,6 +111,8 @@ class Roster:
         self._welcome = welcome
         self._pings = 0
         self._next_ping = 0.0
+        self._builds: dict[int, Build] = {}
+        """By rank, of nodes that have joined."""
         self._early: list[tuple[Heard, JoinRequest]] = []
         """Requests of nodes that came back before their loss was noted."""
 
@@ -248,14 +249,14 @@ class Roster:
             node.process, node.ready, node.lost = ByOthers(), False, None
             node.hung_up, node.ending_since = False, None
         node.peer, node.heard, node.answered = heard.peer, time.monotonic(), True
-        node.clock, node.build = ClockMeter(), join.build
+        node.clock, self._builds[join.rank] = ClockMeter(), join.build
         self._warn_of_other_builds(node)
         self._control.say(heard.peer, self._welcome)
 
     def _build_refusal(self, join: JoinRequest) -> str | None:
         device = self._welcome.run.device
         reasons = (
-            library_refusal(device, join.build, other.build, str(other.host))
+            library_refusal(device, join.build, self._builds[other.host.rank], str(other.host))
             for other in self.nodes
             if other.host.rank != join.rank and other.peer is not None
         )
@@ -263,7 +264,9 @@ class Roster:
 
     def _warn_of_other_builds(self, node: Node) -> None:
         for other in self.nodes:
-            if other.peer is not None and (found := differences(node.build, other.build)):
+            if other.peer is not None and (
+                found := differences(*(self._builds[each.host.rank] for each in (node, other)))
+            ):
                 _log.warning(
                     "nodes differ: if they round differently, their tokens will differ and the run will end",
                     nodes=[str(node.host), str(other.host)],

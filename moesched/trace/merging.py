@@ -64,11 +64,10 @@ def merge_recordings(
         ),
     )
     for rank, index, end in found:
-        recording = recordings[rank]
-        each = recording.slices[index]
+        each = recordings[rank].slices[index]
         lane = LaneName(rank, each.lane.name)
         merged.slices.append(replace(each, lane=lane, start=moved(rank, each.start), end=end))
-        merged.producers.append(tuple(positions[rank, producer] for producer in recording.producers[index]))
+        merged.producers.append(tuple(positions[rank, made] for made in recordings[rank].producers[index]))
     return merged
 
 
