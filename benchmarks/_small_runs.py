@@ -76,10 +76,11 @@ THREE_TIERS = _with_disk(TWO_MEMORIES)
 
 
 class Generated(NamedTuple):
-    """Result of a run. logits_RSV: float32, by request and step."""
+    """Result of a run. logits_RSV: by request and step, in the run's dtype or float32."""
 
     tokens: list[list[int]]
     logits_RSV: torch.Tensor
+    streamed_pages: int
 
 
 def generate(
@@ -103,13 +104,14 @@ def generate(
     batch = split_batch([len(prompt) for prompt in prompts], new_tokens, micro_batch_size)
     budgets = fast_memory(device, machine, batch, weights)
     plan = plan_run(machine, device.layout, batch, policy, budgets, device.slot_bytes)
-    tokens = run(plan, policy, device, prompts, observers=observers, keep_open=keep_open).tokens
-    assert tokens is not None
+    report = run(plan, policy, device, prompts, observers=observers, keep_open=keep_open)
+    assert report.tokens is not None
     rows: dict[int, list[torch.Tensor]] = {}
     for requests, logits_SV in device.logits:
         for request, row in zip(requests, logits_SV, strict=True):
             rows.setdefault(request, []).append(torch.as_tensor(row))
-    return Generated(tokens, torch.stack([torch.stack(rows[request]) for request in sorted(rows)]))
+    logits_RSV = torch.stack([torch.stack(rows[request]) for request in sorted(rows)])
+    return Generated(report.tokens, logits_RSV, report.plan.streamed_pages)
 
 
 def fast_memory(

@@ -20,7 +20,7 @@ import torch
 from _cuda_probe import probe
 from _dispatch_cases import POLICIES, Scenario, compared
 from _options import EXECUTION, Benchmark, track
-from gpu_offload import GB, PINNED, TINY, capped, layers_that_fit
+from gpu_offload import GB, PINNED, TINY, begin_peak, capped, layers_that_fit
 
 from moesched import plugins
 from moesched.devices.torch.cuda_device import CudaDevice
@@ -69,7 +69,7 @@ class Bench:
         seconds = sum(predicted.step_seconds)
         if 1.5 * seconds > left:
             raise BadInput(f"it would take {seconds:.0f} s of the {left:.0f} s that are left")
-        torch.cuda.reset_peak_memory_stats()
+        begin_peak(self.device)
         plan, policy = self.plan(machine, name, scenario)
         report = run(
             plan,

@@ -2,9 +2,9 @@
 
 Weights are random and made in memory, in as many layers as the host holds. Prompts have MTBench's lengths. The machine
 is probed on the spot; each policy runs with the planner's sizes for it, and what was predicted stands beside what came
-out: time, the link's busy share and bytes, and CUDA's peak memory. First a small model's logits and tokens are held
-against a run in which all its weights stay. A case is begun only if its predicted time, and a half more, is left of
---seconds; the result file names those that were not. It is written after each case.
+out: time, the link's busy share and bytes, and CUDA's peak memory. First a small model that streams is held against a
+run in which all its weights stay. A case is begun only if its predicted time, and a half more, is left of --seconds;
+the result file names those that were not. It is written after each case.
 
 Needs a GPU. `--small` takes a shape of a few MB instead, to try the benchmark itself.
 """
@@ -14,9 +14,10 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import product
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -24,10 +25,12 @@ import torch
 from _accelerate import generate
 from _cuda_probe import probe
 from _options import EXECUTION, Benchmark, track
+from _small_runs import fast_memory
 from emulated import Link, figures
 
 from moesched import plugins
 from moesched.devices.torch.cuda_device import CudaDevice
+from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput, MoeschedError
 from moesched.machines import Machine, Tier
 from moesched.models.config import ModelConfig
@@ -64,6 +67,11 @@ MOST_REQUESTS = 2048
 TINY = msgspec.structs.replace(
     SHAPES["mixtral-0.8b"], name="tiny", layers=4, hidden=256, intermediate=512, heads=8, vocabulary=1024
 )
+
+CHECKED = msgspec.structs.replace(TINY, head_dim=128, dtype="bfloat16")
+"""A model of which several attention kernels take the heads."""
+STREAMING = 0.8
+"""Share of a small model's weights that policies get room for when they are checked."""
 
 
 class Bench:
@@ -106,7 +114,7 @@ class Bench:
             raise BadInput(f"it would take {seconds:.0f} s of the {left:.0f} s that are left")
         plan, policy = self.plan(machine, name, sizes)
         link = Link()
-        torch.cuda.reset_peak_memory_stats()
+        begin_peak(self.device)
         report = run(
             plan, policy, self.device, self.prompts[: sizes.batch_size], observers=[link], keep_open=True
         )
@@ -149,37 +157,49 @@ def compared(report: Report, predicted: Report) -> dict[str, Any]:
     }
 
 
-def check(machine: Machine, new_tokens: int = 8) -> dict[str, Any]:
-    """A small model in float32: every policy's tokens and logits against those of the run where all weights stay."""
-    config = msgspec.structs.replace(TINY, dtype="float32")
+def check(
+    machine: Machine,
+    config: ModelConfig = CHECKED,
+    open_device: Callable[..., TorchDevice] = CudaDevice,
+    new_tokens: int = 8,
+) -> dict[str, Any]:
+    """A small model in two batches: every policy's tokens and logits against those of the run where all weights stay.
+
+    The others get room for 80 % of the weights, so that they stream.
+    """
     layout = weight_layout(config)
     chance = random.Random(2)
     prompts = [[chance.randrange(config.vocabulary) for _ in range(chance.randint(3, 30))] for _ in range(12)]
-    expected: tuple[Any, list[torch.Tensor]] | None = None
+    batch = batch_of([len(prompt) for prompt in prompts], new_tokens, BatchSizes(12, 4))
+    found: dict[str, tuple[Any, list[torch.Tensor]]] = {}
     differences: dict[str, Any] = {}
     for name in ("resident", *POLICIES):
-        device = CudaDevice(random_checkpoint(config), layout, keep_logits=True)
-        policy = _policy(name)
-        batch = batch_of([len(prompt) for prompt in prompts], new_tokens, BatchSizes(12, 4))
-        budgets = {} if name == "resident" else {"gpu": _little(layout)}
-        plan = plan_run(machine, layout, batch, policy, budgets, device.slot_bytes)
-        report = run(plan, policy, device, prompts)
-        logits = [each for _, each in sorted(device.logits, key=lambda pair: pair[0])]
-        if expected is None:
-            expected = report.tokens, logits
-            continue
+        device = open_device(random_checkpoint(config), layout, keep_logits=True)
+        budgets = fast_memory(device, machine, batch, 2.0 if name == "resident" else STREAMING)
+        for last in (False, True):
+            policy = _policy(name)
+            plan = plan_run(machine, layout, batch, policy, budgets, device.slot_bytes)
+            device.logits.clear()
+            report = run(plan, policy, device, prompts, keep_open=not last)
+        found[name] = report.tokens, [each for _, each in sorted(device.logits, key=itemgetter(0))]
+        (tokens, logits), (expected, those) = found[name], found["resident"]
         differences[name] = {
-            "tokens_equal": report.tokens == expected[0],
+            "streamed_pages": report.plan.streamed_pages,
+            "tokens_equal": tokens == expected,
             "largest_difference_of_logits": max(
-                (mine - theirs).abs().max().item() for mine, theirs in zip(logits, expected[1], strict=True)
+                (mine.float() - theirs.float()).abs().max().item()
+                for mine, theirs in zip(logits, those, strict=True)
             ),
         }
     return differences
 
 
-def _little(layout: WeightLayout) -> int:
-    """A budget that makes a small model stream."""
-    return layout.globals_bytes + int(0.8 * sum(page.nbytes for page in layout.pages)) + (64 << 20)
+def begin_peak(device: TorchDevice) -> None:
+    """Have the peak of the GPU's memory begin anew, without what the case before left there."""
+    device.free_accelerator()
+    module: Any = torch.get_device_module(device.accelerator)
+    module.empty_cache()
+    module.reset_peak_memory_stats()
 
 
 def layers_that_fit(config: ModelConfig) -> int:

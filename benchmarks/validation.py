@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +26,7 @@ from moesched.machines.changes import changed
 from moesched.models.shapes import SHAPES
 from moesched.requests.workloads import given_lengths
 from moesched.routing.popularity import GENERATORS, expected_profile
-from moesched.routing.profile import write_profile
+from moesched.routing.profile import RoutingProfile, write_profile
 
 BENCHMARK = Benchmark(
     __doc__,
@@ -92,8 +93,7 @@ def predicted_by(run: Run) -> JobReport:
     with TemporaryDirectory() as folder:
         if run.popular:
             path = Path(folder) / "popularity.csv"
-            config, popularity = SHAPES[run.model], GENERATORS["popularity"]()
-            write_profile(expected_profile(popularity, config, 0, 10**6), path)
+            write_profile(profile_of(run.model), path)
             options["settings"] = {**options["settings"], "popularity": str(path)}
         return simulate_model(
             run.model,
@@ -102,6 +102,12 @@ def predicted_by(run: Run) -> JobReport:
             workload=given_lengths([run.prompt] * options["batch_size"], run.new_tokens),
             **options,
         )
+
+
+@cache
+def profile_of(model: str) -> RoutingProfile:
+    """How popular a model's experts are expected to be."""
+    return expected_profile(GENERATORS["popularity"](), SHAPES[model], 0, 10**6)
 
 
 def machine_of(run: Run) -> Machine:

@@ -131,8 +131,10 @@ _REFUSALS = (
     "can't start new thread",
     "could not create a primitive",
     "failed to map segment",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
 )
-"""Parts of messages by which torch, Python and the dynamic linker tell that the system gave no memory."""
+"""Parts of messages by which torch, Python, CUDA and the dynamic linker tell that there is no memory."""
 
 
 def memory_refusal(error: BaseException | None) -> str | None:

@@ -257,6 +257,15 @@ class ChecksMachine(Protocol):
 
 
 @runtime_checkable
+class ChoosesDtype(Protocol):
+    """A device class that computes in float16, too, and chooses it where its hardware has no bfloat16."""
+
+    @staticmethod
+    def chosen_dtype(own: str) -> str:
+        """The number format for a model whose own one this is, where the user names none."""
+
+
+@runtime_checkable
 class KeepsTime(Protocol):
     """A device that imitates another machine, and provides the clock of all times."""
 
@@ -282,11 +291,7 @@ def nobody_hears(what: str, done: float, total: float) -> None:
 
 @runtime_checkable
 class TellsProgress(Protocol):
-    """A device whose `begin` may take long.
-
-    Attributes:
-        tell: called by `begin` with its progress; assigned before the first batch.
-    """
+    """A device whose `begin` may take long: it calls `tell`, assigned before the first batch, with its progress."""
 
     tell: Progress
 
@@ -387,8 +392,7 @@ class Exchange(NamedTuple):
     Attributes:
         ticket: its number in the sequence of all collectives, from 0.
         signature: its subject; ranks with different signatures get an error that names them.
-        step: the step that it belongs to; -1 for none.
-        layer: the layer that it belongs to; -1 for none.
+        step, layer: those that it belongs to; -1 for none.
     """
 
     ticket: int
@@ -402,9 +406,7 @@ class Transport(Protocol):
 
     Calls come in the same order on all ranks, each on the thread of a lane, which it blocks until the result is there.
     Every call returns the same bits on every rank that gets a result. Parts are not changed; results belong to the
-    caller.
-
-    Each rank has a transport of its own, unless the ranks are threads of one process, which may share one.
+    caller. Each rank has a transport of its own, unless the ranks are threads of one process, which may share one.
 
     Raises:
         TransportError: a rank does not arrive in time, is lost, or is in another exchange. Every call may raise it, on
@@ -417,9 +419,6 @@ class Transport(Protocol):
         `(ranks)`: the ranks are threads that share the transport. `(addresses, rank, *, keys, listen, epoch,
         lost_after_seconds)`: each process listens at one of the addresses. `(rank, ranks)`: rank 0 is found by
         MASTER_ADDR and MASTER_PORT. `()`: all settings come from the environment.
-
-        Raises:
-            TransportError: the ranks do not meet in time.
         """
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:

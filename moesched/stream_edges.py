@@ -18,7 +18,7 @@ def kept_on_device(task: Task, other: Task, *, data: bool = False) -> bool:
     """
     if other.state != ISSUED or task.lane.domain != other.lane.domain:
         return False
-    task.after = [*(task.after or ()), other]
+    _wait_there(task, other)
     if data:
         other.released = [*(other.released or ()), task]
     return True
@@ -31,8 +31,15 @@ def leave_to_device(task: Task) -> list[Task]:
     task.followers = [other for other in followers if other.lane.domain != domain]
     task.released = released
     for other in released:
-        other.after = [*(other.after or ()), task]
+        _wait_there(other, task)
     return released
+
+
+def _wait_there(task: Task, other: Task) -> None:
+    """Have a task wait for another one on their device; once, over however many blocks."""
+    before = task.after or ()
+    if other not in before:
+        task.after = [*before, other]
 
 
 def wait_on_host(task: Task) -> bool:

@@ -177,6 +177,7 @@ class Work(msgspec.Struct, eq=False):
         tokens: rows of the operation, for cost tables.
         parts: the operations that it consists of, for cost tables.
         kernel_rate: share of the processor's FLOP/s that kernels reach on weights in their storage format.
+        joins: whether it is part of a call that an earlier task began, so that it starts no kernels of its own.
         nanoseconds, lead, demand: its time alone on the machine, the part of that time before a task starts, and its
             shares of resources; the virtual driver fills them in.
     """
@@ -188,6 +189,7 @@ class Work(msgspec.Struct, eq=False):
     tokens: int = 0
     parts: tuple[WorkPart, ...] = ()
     kernel_rate: float = 1.0
+    joins: bool = False
     nanoseconds: int = -1
     lead: int = 0
     demand: Any = None

@@ -62,6 +62,7 @@ class KnownGpu:
     gpu_name = "NVIDIA GeForce RTX 3090"
     gpu_bytes = 24 * 10**9
     host_bytes = 64 * 10**9
+    half = "bfloat16"
 
     def __init__(self, rates: Rates = DESKTOP) -> None:
         self.closed = False

@@ -62,8 +62,19 @@ OLMOE = msgspec.structs.replace(
     weights_sum_to_one=False,
     form="olmoe",
 )
+# Heads as attention kernels of GPUs take them.
+WIDE = msgspec.structs.replace(
+    MIXTRAL,
+    name="wide",
+    hidden=64,
+    intermediate=96,
+    heads=2,
+    head_dim=128,
+    vocabulary=128,
+    sliding_window=None,
+)
 # Small pages hold a few rows each: matrices come in several blocks, those that lie transposed too.
-PAGE_BYTES = {"mixtral": None, "dbrx": 12_000, "olmoe": 12_000}
+PAGE_BYTES = {"mixtral": None, "even": None, "wide": None, "dbrx": 12_000, "olmoe": 12_000}
 PROMPTS = [[5, 6, 7], [90], [1, 2, 3, 4, 5, 6, 7], [8, 9]]
 
 

@@ -19,3 +19,14 @@ POLICIES: list[tuple[str, dict[str, int]]] = [
     ("adversarial", {"seed": 1}),
     ("moesched.testing.random_rows:RandomRows", {"seed": 1}),
 ]
+
+STREAM_MOST = {
+    "layer_streaming",
+    "cgopipe",
+    "flexgen",
+    "flexgen_cpu",
+    "expert_streaming",
+    "cpu_ffn",
+    "layer_split",
+}
+"""Policies that run where fast memory has room for a part of the weights; others stream by settings, or keep all."""

@@ -14,6 +14,7 @@ from known_gpu import DESKTOP, KnownGpu, Rates
 from moesched.calibration.gpu_extent import QUICK_GPU, THOROUGH_GPU, GpuExtent
 from moesched.calibration.gpu_machine import calibrate_gpu, cpu_class, gpu_class, measured_machine
 from moesched.errors import BadInput
+from moesched.inputs.dtype import dtype_for
 from moesched.machines import Machine, load_machine, parse_machine
 from moesched.machines.cost import Roofline
 from moesched.machines.estimates import Estimate
@@ -38,6 +39,20 @@ def with_noise(noise: float) -> Rates:
 
 def near(figure: float, tolerance: float = 0.005) -> Any:
     return pytest.approx(figure, rel=tolerance)
+
+
+class OldGpu(KnownGpu):
+    """A GPU without bfloat16, as fast in float16."""
+
+    half = "float16"
+
+
+def test_a_gpu_without_bfloat16_is_measured_in_float16_and_models_are_computed_in_it() -> None:
+    flops = DESKTOP.flops | {(name, "float16"): DESKTOP.flops[name, "bfloat16"] for name in ("gpu", "cpu")}
+    old = OldGpu(msgspec.structs.replace(DESKTOP, flops=flops))
+    machine = measured_machine(old, QUICK_GPU, lambda done, total: None)
+    assert machine.accelerator.flops == {"float16": near(50e12), "float32": near(20e12)}
+    assert dtype_for("bfloat16", None, machine) == "float16"
 
 
 @pytest.mark.parametrize("extent", [QUICK_GPU, THOROUGH_GPU], ids=["quick", "thorough"])
@@ -204,7 +219,7 @@ def test_a_file_of_another_gpu_does_not_count() -> None:
 def test_without_a_gpu_one_line_says_so(command: Any, tmp_path: Path) -> None:
     refused(
         command("calibrate", "--device", "cuda", "--out", tmp_path / "gpu.toml"),
-        "device cuda: torch sees no CUDA device here: use --device torch",
+        "device cuda: there is no NVIDIA driver: install the driver .*; or use --device torch",
     )
     assert not (tmp_path / "gpu.toml").exists()
 

@@ -1,20 +1,24 @@
-"""CUDA: the same tokens as on the CPU. Needs a GPU."""
+"""CUDA: every policy streams, in two batches, and gives the bits of the run where all weights stay. Needs a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from _small_runs import Generated
 
 import moesched
 from moesched.devices.torch.copies import copied, wait_for_copies
+from moesched.devices.torch.cuda_device import CudaDevice
 from moesched.devices.torch.cuda_streams import CudaStreams
+from moesched.devices.torch.locked_memory import locked_bytes
 from moesched.models.random_model import write_random_model
 from moesched.tasks import Kernel, Lane, Task, Work
-from odd_models import DBRX, MIXTRAL, PROMPTS
-from policies_for_two_memories import POLICIES
+from odd_models import DBRX, MIXTRAL, PROMPTS, WIDE, stored
+from policies_for_two_memories import POLICIES, STREAM_MOST
+from two_batches import two_batches
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +44,29 @@ def test_every_policy_gives_the_tokens_of_the_cpu(
     assert report.tokens == expected
 
 
+def batches(
+    folder: Path, dtype: str, policy: str, settings: Mapping[str, int], weights: float
+) -> Sequence[Generated]:
+    return two_batches(CudaDevice, stored(WIDE, folder), dtype, policy, settings, weights)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("policy", "settings"), [each for each in POLICIES if each[0] in STREAM_MOST - {"cpu_ffn"}]
+)
+def test_a_policy_that_streams_gives_the_bits_of_the_run_where_all_weights_stay(
+    tmp_path: Path, dtype: str, policy: str, settings: Mapping[str, int]
+) -> None:
+    if dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        pytest.skip("this GPU has no bfloat16")
+    (resident, _) = batches(tmp_path / "resident", dtype, "resident", {}, 2.0)
+    for found in batches(tmp_path / "streaming", dtype, policy, settings, 0.8):
+        assert found.streamed_pages > 0
+        assert found.tokens == resident.tokens
+        computes_on_the_cpu = policy in ("cgopipe", "flexgen_cpu", "layer_split")
+        assert computes_on_the_cpu or found.logits_RSV.equal(resident.logits_RSV)
+
+
 def test_a_page_locked_copy_is_there_when_the_stream_has_come_so_far() -> None:
     cuda, host = torch.device("cuda:0"), torch.device("cpu")
     numbers = torch.arange(1 << 20).view(1024, 1024)
@@ -49,6 +76,13 @@ def test_a_page_locked_copy_is_there_when_the_stream_has_come_so_far() -> None:
         assert back.is_pinned()
         wait_for_copies(cuda)
     assert back.equal(numbers[:, 1::2])
+
+
+def test_memory_that_cuda_locked_is_page_locked_for_torch() -> None:
+    memory = locked_bytes(3 << 20, torch.device("cuda:0"))
+    assert memory.is_pinned() and memory[4096:].is_pinned()
+    there = memory.fill_(7).to("cuda", non_blocking=True)
+    assert there.sum().item() == 7 * (3 << 20)
 
 
 def test_events_are_used_again_and_edges_hold_all_the_same() -> None:

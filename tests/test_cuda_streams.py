@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
-from moesched.devices.torch.cuda_device import usable_bytes
 from moesched.devices.torch.cuda_streams import CudaStreams
 from moesched.devices.torch.stream_clock import PERIOD, StreamClock
-from moesched.errors import BadInput
 from moesched.tasks import Kernel, Lane, Task, Work
 
 LANES = [Lane("a"), Lane("b")]
@@ -91,9 +89,3 @@ def test_times_of_ten_minutes_follow_a_clock_that_drifts() -> None:
             assert abs(found - now[0]) < 200_000
             last = found
         assert abs(last - now[0]) < 20_000
-
-
-def test_a_plan_leaves_memory_to_the_libraries_of_the_gpu() -> None:
-    assert usable_bytes(24 * 10**9) == 24 * 10**9 - 1_200_000_000 - 512_000_000
-    with pytest.raises(BadInput, match="end other programs"):
-        usable_bytes(500_000_000)

@@ -13,6 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from commands import refused
+from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
+from moesched.devices.torch.cuda_device import refusal
+from moesched.devices.torch.inspection import lockable_bytes
 from moesched.doctor.cluster_facts import port_state
 from moesched.doctor.endings import judge_peak
 from moesched.doctor.examination import examine
@@ -41,7 +44,9 @@ MODEL = Path(__file__).parents[1] / "examples" / "tiny-mixtral"
 AVX512 = ["avx2", "fma", "avx512f", "avx512vl", "avx512bw", "avx512_bf16"]
 
 GPU = GpuFacts(name="A100", capability=(8, 0), total=80 * GB, free=79 * GB)
-CUDA = CudaFacts(torch="2.6", built_for="12.4", driver="12.6", kernels_for=["sm_80", "sm_90"], gpus=[GPU])
+CUDA = CudaFacts(
+    torch="2.11", built_for="12.8", driver="12.9", kernels_for=["sm_80", "sm_90"], gpus=[GPU], lockable=2**30
+)
 METAL = MetalFacts(mlx="0.32", metal=True, macos="15.3", gpu="M2 Ultra", recommended=48 * GB)
 NODE = SshFacts(who="node 0 (a)", destination="me@a", command="moesched", version="1.0")
 PORT = PortFacts(who="node 0 (a)", address="a", port=7001, state="free")
@@ -98,7 +103,7 @@ PLANTED: dict[str, tuple[Facts, str, str]] = {
         "a.safetensors: Permission denied",
         "chmod -R u+rX /model",
     ),
-    "low locked memory": (memory(locked=65_536), "may lock 65.5 KB", "ulimit -l unlimited"),
+    "low locked memory": (cuda(lockable=2**26), "CUDA locks 67.1 MB of the host's memory", ".wslconfig"),
     "a small address space": (memory(address_space=4 * GB), "may map 4 GB", "ulimit -v unlimited"),
     "a memory limit": (memory(limit=GB, available=GB // 2), "allows 1 GB of 64 GB", "docker --memory"),
     "full memory": (memory(available=GB), "1 GB of 64 GB are free", "end other programs"),
@@ -149,6 +154,37 @@ def test_a_planted_trouble_is_named_alone_in_one_line_with_its_remedy(name: str)
     assert says in trouble.says
     assert remedy in trouble.remedy
     assert "\n" not in trouble.says + trouble.remedy
+
+
+def test_a_low_limit_of_locked_memory_is_no_trouble_for_what_cuda_locks() -> None:
+    assert examine(memory(locked=8 << 20)).troubles == []
+
+
+def test_a_gpu_without_bfloat16_is_said_to_compute_in_float16() -> None:
+    old = cuda(gpus=[replace(GPU, name="T4", capability=(7, 5))], kernels_for=["sm_75"])
+    (said,) = [found.says for found in examine(old).findings if found.about == "GPU"]
+    assert "compute capability 7.5, no bfloat16: such models are computed in float16" in said
+
+
+@pytest.mark.parametrize(
+    "name", ["no driver", "an old driver", "torch without CUDA", "a hidden GPU", "a GPU without kernels"]
+)
+def test_a_run_on_cuda_is_refused_with_the_same_line(name: str) -> None:
+    facts, says, remedy = PLANTED[name]
+    reason = refusal(facts.cuda)
+    assert reason is not None and says in reason and remedy in reason and "\n" not in reason
+    assert refusal(CUDA) is None
+    assert refusal(gpu(free=10 * GB).cuda) is None, "plans take what is free"
+
+
+def test_what_cuda_locks_is_found_by_halves() -> None:
+    with LaggingGpu() as imitated:
+        assert lockable_bytes(8 << 20, str(GPU_DEVICE)) == 8 << 20
+        imitated.pinned.most_registered = 3 << 20
+        assert lockable_bytes(8 << 20, str(GPU_DEVICE)) == 2 << 20
+        imitated.pinned.most_registered = 0
+        assert lockable_bytes(8 << 20, str(GPU_DEVICE)) == 0
+        assert not imitated.pinned.registered
 
 
 def test_what_nobody_asked_for_is_no_trouble() -> None:

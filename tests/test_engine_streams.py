@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from _small_runs import TWO_MEMORIES
+
 from engine_script import Script
+from moesched.drivers.lanes import LaneKind
 from moesched.errors import TaskCancelled
+from moesched.models.layout import weight_layout
+from moesched.plugins import make_policy
+from moesched.requests.batch import split_batch
+from moesched.runs.planning import make_lanes, plan_run
+from small_models import SMALL
 
 
 def test_a_task_is_issued_behind_one_on_another_stream_that_has_not_ended() -> None:
@@ -14,6 +22,18 @@ def test_a_task_is_issued_behind_one_on_another_stream_that_has_not_ended() -> N
     script.issue("fetch")
     assert script.started() == ["matmul"]
     assert matmul.after == [script.tasks["fetch"]]
+
+
+def test_a_task_waits_once_for_another_one_that_it_shares_many_blocks_with() -> None:
+    """Issued before it is submitted, or afterwards."""
+    script = Script(gpu="stream", link="stream")
+    script.submit("first", "link", writes="abc")
+    script.issue("first")
+    script.submit("second", "link", writes="def")
+    matmul = script.submit("matmul", "gpu", reads="abcdef", writes="abcdef")
+    script.issue("second")
+    assert script.started() == ["first", "second", "matmul"]
+    assert matmul.after == [script.tasks["first"], script.tasks["second"]]
 
 
 def test_a_task_off_the_device_waits_for_the_end() -> None:
@@ -35,6 +55,14 @@ def test_a_stream_runs_ahead_of_its_progress_by_its_depth() -> None:
     assert script.started() == ["0", "1"]
     script.finish("0")
     assert script.started() == ["2"]
+
+
+def test_an_accelerator_runs_ahead_further_than_its_copies() -> None:
+    batch = split_batch([3, 4], 2, 1)
+    plan = plan_run(TWO_MEMORIES, weight_layout(SMALL, "float32"), batch, make_policy("resident"))
+    kinds: dict[str, LaneKind] = {"accelerator": "stream", "host->gpu": "stream"}
+    lanes = make_lanes(plan, kinds)
+    assert (lanes["accelerator"].depth, lanes["host->gpu"].depth) == (8, 2)
 
 
 def test_a_task_whose_end_is_heard_of_early_settles_behind_those_it_waited_for_on_the_device() -> None:

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 from _small_runs import TWO_MEMORIES, Generated, generate, same_bits
 
-from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
+from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.torch.device import TorchDevice
+from moesched.devices.torch.kernels import group_by_expert
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
+from moesched.models.tensor_parallel import cut_checkpoint, cut_config
 from moesched.plugins import make_policy
-from odd_models import MIXTRAL, PROMPTS, layout_of, stored
-from policies_for_two_memories import POLICIES
+from moesched.requests.batch import split_batch
+from moesched.runs.hardware import run
+from moesched.runs.planning import plan_run
+from moesched.runs.ranks import Rank
+from moesched.transports.inproc import InprocTransport
+from odd_models import MIXTRAL, PROMPTS, WIDE, layout_of, stored
+from policies_for_two_memories import POLICIES, STREAM_MOST
+from two_batches import two_batches
 
-STREAM_MOST = {
-    "layer_streaming",
-    "cgopipe",
-    "flexgen",
-    "flexgen_cpu",
-    "expert_streaming",
-    "cpu_ffn",
-    "layer_split",
-}
-"""Policies that run where fast memory has room for a part of the weights; others stream by settings, or keep all."""
+EVEN = msgspec.structs.replace(
+    MIXTRAL, name="even", hidden=32, heads=4, kv_heads=2, head_dim=16, vocabulary=96
+)
+"""A model that can be cut in two."""
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +83,66 @@ def test_two_batches_of_every_policy_have_the_bits_of_the_cpu(
         found = generated(device, policy, settings, weights=weights, keep_open=not last)
         assert found.tokens == expected.tokens
         assert same_bits(found.logits_RSV, expected.logits_RSV)
+    assert device.gpu.operations.staged == 0, "copies take no memory of the GPU beside the plan's"
+    assert device.gpu.operations.misaligned == 0, (
+        "weights are where products are fast, wherever files have them"
+    )
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float16"])
+def resident(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Generated]:
+    """A number format of 16 bits, and what the CPU gives in it."""
+    wide, dtype = stored(WIDE, tmp_path_factory.mktemp("models")), request.param
+    return dtype, two_batches(partial(TorchDevice, kernel="torch"), wide, dtype, "resident", {}, 2.0)[0]
+
+
+@pytest.mark.parametrize("policy", ["layer_streaming", "cgopipe", "flexgen", "expert_streaming"])
+def test_a_policy_that_streams_has_the_bits_of_the_cpu_in_16_bits(
+    tmp_path: Path, resident: tuple[str, Generated], policy: str
+) -> None:
+    dtype, expected = resident
+    for found in two_batches(LaggingDevice, stored(WIDE, tmp_path), dtype, policy, {}, 0.8):
+        assert found.streamed_pages > 0
+        assert found.tokens == expected.tokens
+        assert found.logits_RSV.equal(expected.logits_RSV)
+
+
+def test_keys_and_values_of_sequences_of_one_length_are_loaded_in_whole_pieces(
+    checkpoint: Checkpoint,
+) -> None:
+    gpu = LaggingGpu(seed=1)
+    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=gpu)
+    prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    generate(device, make_policy("flexgen"), TWO_MEMORIES, prompts, new_tokens=3, micro_batch_size=3)
+    assert gpu.operations.staged == 0
+
+
+def test_grouping_the_rows_of_experts_waits_once_for_the_gpu() -> None:
+    experts_Tk = torch.tensor([[0, 2], [1, 2], [2, 3], [0, 2]])
+    with LaggingGpu(seed=1) as gpu:
+        there = experts_Tk.to(GPU_DEVICE)
+        before = gpu.streams.waits
+        grouping = group_by_expert(there, 5)
+        assert gpu.streams.waits == before + 1
+        assert grouping.counts == [2, 1, 4, 1, 0]
+        assert grouping.tokens_n.tolist() == [0, 3, 1, 0, 1, 2, 3, 2]
+        assert grouping.rows_Tk.tolist() == [[0, 3], [2, 4], [5, 7], [1, 6]]
+
+
+def test_likeliest_tokens_are_found_where_the_logits_are(checkpoint: Checkpoint) -> None:
+    """Without kept logits, nothing as large as the vocabulary comes to the host."""
+    keeping = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True)
+    tokens = generated(keeping, "cgopipe", {}).tokens
+    gpu = LaggingGpu(seed=1)
+    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), gpu=gpu)
+    batch = split_batch([len(prompt) for prompt in PROMPTS], 4, 2)
+    plan = plan_run(
+        TWO_MEMORIES, device.layout, batch, policy := make_policy("resident"), None, device.slot_bytes
+    )
+    assert run(plan, policy, device, PROMPTS).tokens == tokens
+    assert gpu.operations.most_to_host <= 8 * MIXTRAL.experts < 4 * MIXTRAL.vocabulary
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -88,6 +155,33 @@ def test_links_may_have_any_names(checkpoint: Checkpoint, expected: Generated, s
         checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=LaggingGpu(seed=seed)
     )
     assert same_bits(generated(device, "cgopipe", {}, machine=machine).logits_RSV, expected.logits_RSV)
+
+
+def of_two_ranks(device: type[TorchDevice], folder: Path, **settings: Any) -> torch.Tensor:
+    """The first rank's logits, step after step, of a model that is cut over two ranks of one process."""
+    whole = stored(EVEN, folder)
+    layout = layout_of(cut_config(EVEN, 2), "float32")
+    transport = InprocTransport(2)
+    ranks: list[Rank] = []
+    batch = split_batch([len(prompt) for prompt in PROMPTS], 4, 2)
+    for rank in range(2):
+        made = device(cut_checkpoint(whole, rank, 2), layout, keep_logits=True, **settings)
+        made.join(rank, transport, ranks[0].device if ranks else made)
+        policy = make_policy("cgopipe")
+        plan = plan_run(TWO_MEMORIES, layout, batch, policy, {"gpu": 300_000}, made.slot_bytes)
+        ranks.append(Rank(plan, policy, made))
+    first = ranks[0]
+    run(first.plan, first.policy, first.device, PROMPTS, peers=ranks[1:])
+    assert isinstance(first.device, device)
+    return torch.cat(
+        [torch.as_tensor(logits_SV) for _, logits_SV in sorted(first.device.logits, key=itemgetter(0))]
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_over_two_ranks_have_the_bits_of_the_cpu(tmp_path: Path, seed: int) -> None:
+    found = of_two_ranks(LaggingDevice, tmp_path / "gpu", gpu=LaggingGpu(seed=seed))
+    assert same_bits(found, of_two_ranks(TorchDevice, tmp_path / "cpu", kernel="torch"))
 
 
 @pytest.mark.parametrize("policy", ["cgopipe", "flexgen", "layer_streaming"])
@@ -107,3 +201,23 @@ def test_batch_after_batch_takes_the_same_memory(checkpoint: Checkpoint, policy:
     # torch keeps frames of the first calls.
     assert in_use[1:] == in_use[1:2] * 3
     assert caches[1:] == caches[1:2] * 3
+
+
+@pytest.mark.parametrize("policy", ["cgopipe", "flexgen", "layer_streaming"])
+def test_a_batch_allocates_nothing_before_the_kv_cache_of_the_last_one_is_gone(
+    checkpoint: Checkpoint, policy: str
+) -> None:
+    caches = []
+    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True)
+    device.tell = lambda what, done, whole: caches.append(
+        sum(isinstance(each, BlockedKV) for each in gc.get_objects())
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            generated(device, policy, {}, keep_open=True)
+    finally:
+        gc.enable()
+        device.close()
+    assert len(caches) >= 3 and set(caches) == {0}

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from moesched.devices.shared.arena import ALIGNMENT, Arena
+from moesched.devices.shared.arena import ALIGNMENT, CACHE_LINE, Arena
 from moesched.devices.shared.direct_file import DirectFile
 from moesched.devices.shared.page_reader import PageReader
 from moesched.errors import BadInput, MoeschedError
@@ -194,6 +194,29 @@ def test_converted_pages_lie_at_the_offsets_of_the_layout(model: Path) -> None:
             ]
         assert all(reader.bytes_in_slot(p) - p.nbytes < ALIGNMENT for p in layout.pages)
         assert reader.buffer_bytes > 0
+
+
+@pytest.mark.parametrize("page_bytes", [None, 5000])
+def test_a_page_is_copied_to_offsets_that_are_multiples_of_a_cache_line(
+    tmp_path: Path, page_bytes: int | None
+) -> None:
+    directory = write_random_model(TINY, tmp_path / "m")
+    move_data(directory, 8)
+    checkpoint, expected = open_checkpoint(directory), canonical(stored(directory))
+    layout = weight_layout(checkpoint.config, page_bytes=page_bytes)
+    off = 0
+    with PageReader(checkpoint, layout) as reader:
+        arena = Arena(2, reader.slot_bytes)
+        for page in layout.pages:
+            reader.read(page, arena.slot(0))
+            off += sum(each.offset % CACHE_LINE > 0 for each in reader.location(page).placements)
+            reader.copy(arena.slot(0), page, arena.slot(1))
+            views = reader.views(arena.slot(1), page, aligned=True)
+            for extent in page.extents:
+                block = views[extent.tensor].pop(0)
+                assert block.data_ptr() % CACHE_LINE == 0
+                assert torch.equal(block, expected[extent.tensor][slice(*extent.rows)])
+    assert off, "where they were read to, they were elsewhere"
 
 
 def test_an_expert_that_lies_in_one_piece_is_one_read(tmp_path: Path) -> None:

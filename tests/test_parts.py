@@ -238,6 +238,16 @@ def test_several_gpus_are_joined_by_their_slots() -> None:
     assert joined.bandwidth == machine.link("pinned", "gpu").bandwidth
 
 
+@pytest.mark.parametrize(("count", "microseconds"), [(2, 6.6 + 2 * 2), (4, 6.6 + 6 * 2)])
+def test_a_small_all_reduce_is_one_call_and_two_crossings_of_each_round(
+    count: int, microseconds: float
+) -> None:
+    joined = built(gpu=f"{count}x RTX 4090", cpu="EPYC 7302").accelerator_group.interconnect
+    assert joined is not None
+    rounds = 2 * (count - 1)
+    assert rounds * joined.latency * 1e6 == pytest.approx(microseconds, rel=0.01)
+
+
 def test_weights_come_from_the_disk_if_that_is_said() -> None:
     assert built(gpu="3090", cpu="7950X", disk="7GB/s", weights="disk").roles.weights == "disk"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from importlib import resources
 from typing import Any
 
@@ -134,6 +135,26 @@ def test_a_team_of_threads_wakes_once_for_a_task_and_meets_after_each_kernel() -
     assert at(T4, small) == pytest.approx(15e-6 + experts * kernels * 2e-6) == pytest.approx(95e-6)
 
 
+def test_an_expert_that_joins_a_call_starts_nothing() -> None:
+    parts = (WorkPart("expert", GB, 1),)
+    for processor, start in (("gpu", 5 * 6e-6), ("cpu", 15e-6 + 5 * 2e-6)):
+        first, next_one = (
+            Work("run_expert", processor, GB, GB, 1, parts, joins=joins) for joins in (False, True)
+        )
+        assert at(T4, first) - at(T4, next_one) == pytest.approx(start)
+
+
+def test_a_cpu_converts_blocks_of_weights_without_its_matrix_units() -> None:
+    """A Xeon has 16 times the FLOP/s in 16 bits; kernels of quantised weights do not use them."""
+    xeon = replace(T4.host, flops={"bfloat16": 16e12, "float32": 1e12})
+    machine = replace(T4, processors=T4.processors | {"cpu": xeon})
+    plain, quantised = (
+        at(machine, Work("route", "cpu", 1e15, 0, parts=(WorkPart("route", GB, 10**6),), kernel_rate=rate))
+        for rate in (1.0, 0.999)
+    )
+    assert quantised == pytest.approx(16 * plain, rel=0.01)
+
+
 def test_sampling_takes_what_the_host_does_between_steps() -> None:
     between = at(T4, product(1, "sample")) - at(T4, product(1))
     assert between == pytest.approx(GPU["step_seconds"].expected) == pytest.approx(500e-6)
@@ -186,14 +207,14 @@ def speeds(*works: Work, machine: Machine = T4) -> tuple[float, ...]:
     return fair_rates([cost.work(work) for work in works])
 
 
-EXPERTS_ON_HOST = Work("run_expert", "cpu", nbytes=60 * GB, parts=(WorkPart("expert", 60 * GB, 1),))
+EXPERTS_ON_HOST = Work("run_expert", "cpu", nbytes=57 * GB, parts=(WorkPart("expert", 57 * GB, 1),))
 STAGING = Work("stage", "host->pinned", nbytes=13 * GB)
 FETCH = Work("fetch", "pinned->gpu", nbytes=12 * GB)
 
 
 def test_copies_take_bandwidth_from_experts_on_the_host() -> None:
-    """Experts read 60 GB/s. Staging reads and writes 13, and the link reads 12, of 80 GB/s in all."""
-    together = 80 / (60 + 2 * 13 + 12)
+    """Experts read 57 GB/s. Staging reads and writes 13, and the link reads 12, of 80 GB/s in all."""
+    together = 80 / (57 + 2 * 13 + 12)
     assert speeds(EXPERTS_ON_HOST, STAGING, FETCH) == pytest.approx([together] * 3, rel=0.005)
     assert speeds(EXPERTS_ON_HOST, FETCH) == (1, 1)
 
@@ -223,6 +244,39 @@ def test_a_host_that_computes_contends_with_copies(machine: Machine, policy: str
 
 
 # -- prefill in chunks -----------------------------------------------------------------------------
+
+
+class Calls:
+    """Observer of the experts of each layer of the decode steps, and of those that start a call."""
+
+    def __init__(self) -> None:
+        self.experts: Counter[tuple[int, int]] = Counter()
+        self.starts: Counter[tuple[int, int]] = Counter()
+
+    def ended(self, task: Task) -> None:
+        if task.verb == "run_expert" and task.step > 0:
+            self.experts[task.step, task.layer] += 1
+            self.starts[task.step, task.layer] += not task.work.joins
+
+
+def calls_of(policy: str, **settings: Any) -> Calls:
+    """The calls of one request's decode steps on a T4, with two experts per token."""
+    layout, observer, chosen = (
+        weight_layout(find_shape("mixtral-8x7b")),
+        Calls(),
+        make_policy(policy, settings),
+    )
+    trial_run(plan_run(T4, layout, Batch((8,), 4, ((0,),)), chosen), chosen, observers=[observer])
+    assert set(observer.experts.values()) == {2}
+    return observer
+
+
+def test_the_experts_of_a_layer_start_in_one_call_where_their_weights_stay() -> None:
+    assert set(calls_of("layer_split", gpu_layers=0).starts.values()) == {1}
+
+
+def test_fetched_experts_start_one_by_one() -> None:
+    assert set(calls_of("lru_offload").starts.values()) == {2}
 
 
 class Projections:

@@ -230,7 +230,7 @@ def test_a_file_that_is_no_sweep_is_refused_in_one_line(
         ("--nodes 2", "nothing joins machine t4 to others"),
         ("--batch-size 1,x", "--batch-size: 'x' is not a whole number from 1 on"),
         ("--batch-size 70000", "--batch-size is 70,000: give 1 to 65,536"),
-        ("--dtype int8", "--dtype: 'int8' is not float32 or bfloat16"),
+        ("--dtype int8", "--dtype: 'int8' is not float32, bfloat16 or float16"),
         ("--set ahed=2", r"--set ahed: none of the policies has this setting: did you mean ahead\?"),
         ("--set ahead=x", "policy cgopipe: ahead is 'x': give a whole number"),
         ("--set ahead", "--set 'ahead': write KEY=VALUE, or KEY=VALUE,VALUE for an axis"),

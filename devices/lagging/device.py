@@ -33,11 +33,14 @@ class LaggingGpu:
         seed: of the order in which work of different streams runs.
         fails_at: the number of the piece of work that fails, from 1 on; 0 for none.
         capacity: bytes of its memory; None for as many as there are.
+        told_free: bytes that it says are free beside those that torch holds.
         clock: the host's clock in nanoseconds, which the GPU's drifts from.
 
     Attributes:
         streams: its queues.
         memory: its memory, with the bytes that are in use.
+        pinned: memory of the host that it copies from by itself.
+        operations: what is called on its tensors.
     """
 
     def __init__(
@@ -46,12 +49,15 @@ class LaggingGpu:
         seed: int = 0,
         fails_at: int = 0,
         capacity: int | None = None,
+        told_free: int = 2**40,
         clock: Callable[[], int] = perf_counter_ns,
     ) -> None:
         self.streams = Gpu(seed, fails_at, clock)
         self.memory = GpuMemory(self.streams, capacity)
         self._mode: Any = OnGpu()  # torch gives its contexts no types
-        _install(operate(self.streams, self.memory))
+        self.operations = operate(self.streams, self.memory)
+        self.pinned = self.operations.pinned
+        _install(self.operations, told_free)
 
     def __enter__(self) -> LaggingGpu:
         """Let the calling thread make tensors on it."""
@@ -107,7 +113,7 @@ def _on_gpu(verb: Verb) -> Verb:
     return run
 
 
-def _install(operations: Operations) -> None:
+def _install(operations: Operations, free: int) -> None:
     """Have torch find the imitated GPU by the type of its device, as it finds `torch.cuda`."""
     module = getattr(torch, DEVICE_TYPE, None)
     if module is None:
@@ -131,5 +137,10 @@ def _install(operations: Operations) -> None:
         device=device,
         current_stream=lambda _=None: gpu.current,
         synchronize=synchronize,
-        mem_get_info=lambda _=None: ((memory.capacity or 0) - memory.in_use(), memory.capacity or 0),
+        mem_get_info=lambda _=None: (free, free + memory.in_use()),
+        cudart=lambda: operations.pinned,
+        empty_cache=lambda: None,
+        reset_peak_memory_stats=memory.reset_peak,
+        max_memory_allocated=lambda _=None: memory.peak,
+        memory_reserved=lambda _=None: memory.in_use(),
     )

@@ -83,6 +83,10 @@ class GpuMemory:
         """Take memory back; without a lock, since the collector may call it anywhere."""
         self._freed.append((raw, stream))
 
+    def reset_peak(self) -> None:
+        """Have the peak begin anew, with what is in use."""
+        self.peak = self.in_use()
+
     def in_use(self) -> int:
         """Bytes that are in use now."""
         with self._gpu.lock:
@@ -97,10 +101,36 @@ class GpuMemory:
 
 
 class PinnedMemory:
-    """Page-locked memory of the host: which addresses are locked."""
+    """Page-locked memory of the host: which addresses are locked.
+
+    Attributes:
+        registered: bytes of the memory that was locked as it is, by its address.
+        most_registered: bytes that may be locked so; None for as many as there are.
+    """
 
     def __init__(self) -> None:
         self._locked: set[int] = set()
+        self.registered: dict[int, int] = {}
+        self.most_registered: int | None = None
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # CUDA's name
+        """Lock memory; returns 0, or the number of CUDA's error."""
+        most = self.most_registered
+        if address in self.registered:
+            return 712
+        if most is not None and sum(self.registered.values()) + nbytes > most:
+            return 2
+        self.registered[address] = nbytes
+        self._locked.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # CUDA's name
+        """Unlock memory; returns 0, or the number of CUDA's error."""
+        if address not in self.registered:
+            return 713
+        del self.registered[address]
+        self._locked.discard(address)
+        return 0
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A poisoned tensor in page-locked memory."""

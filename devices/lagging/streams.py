@@ -134,11 +134,15 @@ class Gpu:
         seed: of the order of work.
         fails_at: the number of the piece of work that fails, from 1 on; 0 for none.
         clock: the host's clock in nanoseconds, which the device's clock drifts from.
+
+    Attributes:
+        waits: how often the host has waited for the GPU.
     """
 
     def __init__(self, seed: int = 0, fails_at: int = 0, clock: Callable[[], int] = perf_counter_ns) -> None:
         self._clock = clock
         self.lock = threading.RLock()
+        self.waits = 0
         self.random = Random(seed)
         self._left = fails_at
         self._error: BaseException | None = None
@@ -190,6 +194,7 @@ class Gpu:
             RuntimeError: nothing may run.
         """
         with self.lock:
+            self.waits += 1
             self.raise_error()
             while not done():
                 ready = [stream for stream in self._streams if stream.is_ready()]

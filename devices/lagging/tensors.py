@@ -63,12 +63,21 @@ class OnGpu(TorchFunctionMode):
 
 
 class Operations:
-    """Runs Python at once and queues what computes."""
+    """Runs Python at once and queues what computes.
+
+    Attributes:
+        staged: number of copies between host and GPU for which torch takes memory of the GPU beside both tensors.
+        misaligned: number of products with weights that are at no multiple of 16 bytes.
+        most_to_host: bytes of the largest tensor that came to the host.
+    """
 
     def __init__(self, gpu: Gpu, memory: GpuMemory) -> None:
         self.gpu = gpu
         self.memory = memory
         self.pinned = PinnedMemory()
+        self.staged = 0
+        self.misaligned = 0
+        self.most_to_host = 0
 
     def call(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of torch, whatever its tensors are on."""
@@ -90,6 +99,7 @@ class Operations:
             if name == "numpy":
                 raise TypeError("can't convert a tensor of the GPU to numpy: copy it to the host first")
             if name in ANSWERS:
+                self.most_to_host = max(self.most_to_host, args[0].nbytes)
                 self.gpu.current.synchronize()
                 return func(*_reals(args), **_reals(kwargs))
             if name in SIZED_BY_VALUES:
@@ -119,6 +129,8 @@ class Operations:
     def _queue(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Work for the current stream; the shapes of its results come from tensors without values."""
         _require_one_device(name, args, kwargs)
+        if name == "linear" and isinstance(args[1], LaggingTensor):
+            self.misaligned += args[1].values_now.data_ptr() % 16 > 0
         blocks = {_storage(each.twin): each.block for each in _lagging((args, kwargs))}
         shapes = func(*_twins(args), **_on(_twins(kwargs), "meta"))
         fresh: list[torch.Tensor] = []
@@ -178,6 +190,10 @@ class Operations:
             return target.copy_(source)
         into = target.values_now if isinstance(target, LaggingTensor) else target
         what = source.values_now if isinstance(source, LaggingTensor) else source
+        if not to_gpu:
+            self.most_to_host = max(self.most_to_host, into.nbytes)
+        if to_gpu != from_gpu and not (into.is_contiguous() and what.is_contiguous()):
+            self.staged += 1
         if not from_gpu and not self.pinned.holds(source):
             what = source.clone()  # ordinary memory is read before the call returns
             at_once = self.gpu.random.random() < 0.5

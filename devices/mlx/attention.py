@@ -11,6 +11,7 @@ from moesched.models.config import ModelConfig
 from moesched.tasks import Task
 
 from . import kernels
+from .evaluations import Evaluations
 from .kernels import Array
 from .kv_cache import RequestsKV
 from .micro_batch import MlxBatch
@@ -23,6 +24,7 @@ class MlxAttention:
     Args:
         weights: the arrays that a view shows.
         kv: has room for every request.
+        evaluations: evaluates results.
     """
 
     def __init__(
@@ -32,12 +34,14 @@ class MlxAttention:
         weights: Callable[[Any], Weights],
         embedding_VD: Array,
         kv: RequestsKV,
+        evaluations: Evaluations,
     ) -> None:
         self._config = config
         self._batches = batches
         self._weights = weights
         self._embedding_VD = embedding_VD
         self._kv = kv
+        self._evaluations = evaluations
 
     def embed(self, task: Task) -> None:
         """Extend the cache by the new tokens and look up their embeddings."""
@@ -46,7 +50,7 @@ class MlxAttention:
         ids_T = mx.array([token for tokens in batch.new for token in tokens])
         batch.angles = kernels.rotary(batch.step.positions_T, self._config.head_dim, self._config.rope_theta)
         batch.hidden_TD = self._embedding_VD[ids_T]
-        mx.eval(batch.hidden_TD, *batch.angles)
+        self._evaluations.later(task, batch.hidden_TD, *batch.angles)
 
     def pre_attention(self, task: Task) -> None:
         """Project the hidden states to queries, keys and values."""
@@ -59,17 +63,18 @@ class MlxAttention:
             self._config,
             (dense["q_norm"][0], dense["k_norm"][0]) if self._config.qk_norm else None,
         )
-        mx.eval(*batch.qkv)
+        self._evaluations.later(task, *batch.qkv)
 
     def attention(self, task: Task) -> None:
         """Store keys and values in the cache, and attend over it."""
         batch = self._batches[task.micro_batch]
         q_THd, k_TKd, v_TKd = batch.qkv
         del batch.qkv
+        self._evaluations.close_others(task.micro_batch)
         cached = self._kv.append(task.layer, batch.step, k_TKd, v_TKd)
         views = self._kv.views(task.layer, batch.step)
         batch.attended_TX = kernels.attention(q_THd, views, self._config.sliding_window)
-        mx.eval(batch.attended_TX, *cached)
+        self._evaluations.later(task, batch.attended_TX, *cached)
 
     def project_output(self, task: Task) -> None:
         """Bring attention's output back to the hidden size and add it to the hidden states, which are not evaluated."""

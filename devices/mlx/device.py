@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -26,11 +27,12 @@ from ..shared.bad_weights import describe_first_bad_weight
 from ..shared.page_reader import PageReader
 from ..shared.token_ids import check_token_ids
 from ..shared.verbs import Verb
+from .evaluations import Evaluate, Evaluations
 from .machine import cache_limit, require_unified, wired_limit, with_metal
 from .next_tokens import Logits
 from .parts import parts_of
 from .thread import OneThread
-from .verbs import verbs_of
+from .verbs import DEFERRABLE, verbs_of
 from .weights import MlxWeights
 
 KEPT_BACK_BYTES = 64_000_000
@@ -40,12 +42,15 @@ KEPT_BACK_BYTES = 64_000_000
 class MlxDevice:
     """Runs batches of one model on MLX, one after the other: on Apple silicon with Metal, on Linux on the processor.
 
-    Files are read straight into the memory of MLX arrays. One thread builds and evaluates them, for all lanes; a task
-    ends when its results are evaluated. Beam search and observing activations exist only on the torch device.
+    Files are read straight into the memory of MLX arrays. One thread builds and evaluates them, for all lanes. Tasks of
+    few tokens whose weights stay end before their results are evaluated, with the next value that the host needs. Beam
+    search and observing activations exist only on the torch device.
 
     Args:
         keep_logits: store every step's logits (S, V) by micro-batch, in `logits`.
         direct: read past the page cache where the system allows it.
+        evaluate: "needed" evaluates where the host needs a value; "task" at the end of every task, so that each task's
+            time is its own in a trace.
     """
 
     gives_scores = True
@@ -57,9 +62,12 @@ class MlxDevice:
         *,
         keep_logits: bool = False,
         direct: bool = True,
+        evaluate: Evaluate = "needed",
     ) -> None:
         self.layout = layout
         self.logits: Logits = []
+        self._evaluate: Evaluate = evaluate
+        self._evaluations: Evaluations | None = None
         self._keep_logits = keep_logits
         self._reader = PageReader(checkpoint, layout, direct)
         self._weights = MlxWeights(self._reader, layout)
@@ -98,6 +106,11 @@ class MlxDevice:
         """Bytes read from the checkpoint's files so far."""
         return self._reader.bytes_read
 
+    @property
+    def evaluations(self) -> int:
+        """Evaluations in the current batch so far, each of which waits for the processor."""
+        return 0 if self._evaluations is None else self._evaluations.count
+
     def slot_bytes(self, page: Page) -> int:
         """Bytes that a page takes in a slot."""
         return self._reader.bytes_in_slot(page)
@@ -119,6 +132,7 @@ class MlxDevice:
         if plan.batch.beams > 1:
             raise BadInput("device mlx has no beam search: use --beams 1, or --device torch")
         check_token_ids(prompts, self.layout.config.vocabulary)
+        self._thread.drop_posted()
         self._thread.call(self._begin, plan, prompts, sampling)
 
     def execute(self, task: Task) -> Any:
@@ -126,6 +140,10 @@ class MlxDevice:
         verb = self._verbs[task.verb]
         if isinstance(task, (PageTransfer, Collective)):
             return verb(task)
+        if task.verb in DEFERRABLE and self._evaluations is not None and self._evaluations.defers(task):
+            return self._thread.post(
+                verb, copy(task)
+            )  # the engine takes the operands from a task that has ended
         return self._thread.call(verb, task)
 
     def stand_by(self) -> int:
@@ -138,7 +156,16 @@ class MlxDevice:
 
     async def aclose(self) -> None:
         """Free the arrays, restore the process's limits, and close the checkpoint's files."""
-        self._thread.call(self._let_go)
+
+        def let_go() -> None:
+            self._verbs = {}
+            self._weights.close()
+            self._wired_limit.give_back()
+            self._cache_limit.give_back()
+            mx.clear_cache()
+
+        self._thread.drop_posted()
+        self._thread.call(let_go)
         self._thread.close()
         self._reader.close()
 
@@ -149,6 +176,7 @@ class MlxDevice:
         self._wired_limit.set(plan.memory("accelerator").used)
         self._cache_limit.set(KEPT_BACK_BYTES)
         self._weights.begin(plan)
+        self._evaluations = Evaluations(plan, self._evaluate)
         parts = parts_of(
             plan,
             prompts,
@@ -158,12 +186,6 @@ class MlxDevice:
             transport=self._transport,
             logits=self.logits if self._keep_logits else None,
             first_bad=partial(describe_first_bad_weight, self._reader, self.layout),
+            evaluations=self._evaluations,
         )
         self._verbs = verbs_of(parts)
-
-    def _let_go(self) -> None:
-        self._verbs = {}
-        self._weights.close()
-        self._wired_limit.give_back()
-        self._cache_limit.give_back()
-        mx.clear_cache()

@@ -1,15 +1,17 @@
 """The kernels of a MoE transformer on MLX, as pure functions of arrays, which are lazy: the caller evaluates them.
 
-Shapes in names are those of `../torch/kernels.py`. A weight matrix (N, D) arrives as row blocks, top to bottom, and
-experts' matrices in stacks: one array for several experts, (E, N, D), or (E, D, N) where the files hold the transpose,
-whose blocks are then parts of D. Operations that decide accuracy are computed in float32.
+Shapes in names are those of `../torch/kernels.py`. A weight matrix (N, D) arrives as blocks (D, some of N) of its
+transpose, left to right, and experts' matrices in stacks: one array for several experts, (E, D, some of N), or
+(E, some of D, N) where the files hold the transpose. Operations that decide accuracy are computed in float32.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial, reduce
+from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -27,7 +29,7 @@ sorted. The rows of the whole micro-batch count, since Metal then chooses anothe
 
 
 class Stack(NamedTuple):
-    """The matrices of several experts, each part as blocks (E, N, D).
+    """The matrices of several experts, each part as blocks (E, D, some of N).
 
     transposed_down: whether the blocks of down are (E, some of D, N).
     """
@@ -36,6 +38,15 @@ class Stack(NamedTuple):
     up: Blocks
     down: Blocks
     transposed_down: bool
+
+
+def stack_of(parts: Mapping[str, Sequence[Array]], transposed_down: bool) -> Stack:
+    """A stack of blocks as the files hold them: (E, some of N, D), or (E, some of D, N) for down where transposed."""
+    turned = {
+        part: [block if part == "down" and transposed_down else block.swapaxes(-1, -2) for block in blocks]
+        for part, blocks in parts.items()
+    }
+    return Stack(**turned, transposed_down=transposed_down)
 
 
 class Rows(NamedTuple):
@@ -64,8 +75,8 @@ class KVView(NamedTuple):
 
 
 def linear(x_TD: Array, blocks: Blocks) -> Array:
-    """x times the transpose of the matrix that the blocks make: (T, N)."""
-    return _joined([x_TD @ block.T for block in blocks], axis=-1)
+    """x times the matrix that the blocks make: (T, N)."""
+    return _joined([x_TD @ block for block in blocks], axis=-1)
 
 
 def norm(x_TD: Array, weight_D: Array, eps: float, kind: NormKind = "rms") -> Array:
@@ -112,14 +123,20 @@ def project_qkv(
         x_TX = mx.clip(x_TX, -config.clip_qkv, config.clip_qkv)
     tokens = len(x_TX)
     queries, keys = config.heads * config.head_dim, (config.heads + config.kv_heads) * config.head_dim
-    q_TX, k_TX, v_TX = mx.split(x_TX, (queries, keys), axis=-1)
     if qk_norms is not None:
-        q_TX, k_TX = (
-            mx.fast.rms_norm(part.reshape(tokens, -1, len(weight)), weight, config.norm_eps)
-            for part, weight in zip((q_TX, k_TX), qk_norms, strict=True)
-        )
-    q_THd, k_TKd, v_TKd = (part.reshape(tokens, -1, config.head_dim) for part in (q_TX, k_TX, v_TX))
-    return apply_rotary(q_THd, cos_T1d, sin_T1d), apply_rotary(k_TKd, cos_T1d, sin_T1d), v_TKd
+        *parts, v_TX = mx.split(x_TX, (queries, keys), axis=-1)
+        normed = [
+            mx.fast.rms_norm(part.reshape(tokens, -1, len(weight)), weight, config.norm_eps).reshape(
+                tokens, -1
+            )
+            for part, weight in zip(parts, qk_norms, strict=True)
+        ]
+        qk_TX = mx.concatenate(normed, axis=-1)
+    else:
+        qk_TX, v_TX = mx.split(x_TX, (keys,), axis=-1)
+    qk_THd = apply_rotary(qk_TX.reshape(tokens, -1, config.head_dim), cos_T1d, sin_T1d)
+    q_THd, k_TKd = mx.split(qk_THd, (config.heads,), axis=1)
+    return q_THd, k_TKd, v_TX.reshape(tokens, -1, config.head_dim)
 
 
 def attention(q_THd: Array, views: Sequence[KVView], window: int | None = None) -> Array:
@@ -218,8 +235,11 @@ def experts_ffn(x_nD: Array, stack: Stack, rows: Rows) -> Array:
 
     rows: must have counts if `gathers` is false for the dtype.
     """
-    tiles = _gathered(rows) if gathers(x_nD.dtype) else _one_by_one(rows.counts or ())
-    return _joined([_ffn(x_nD[start:stop], stack, product) for start, stop, product in tiles], axis=0)
+    if gathers(x_nD.dtype):
+        return _joined(
+            [_ffn(x, stack, product).squeeze(1) for x, product in _gathered(x_nD[:, None], rows)], 0
+        )
+    return _joined([_ffn(x, stack, product) for x, product in _one_by_one(x_nD, rows.counts or ())], 0)
 
 
 def _ffn(x_nD: Array, stack: Stack, product: Product) -> Array:
@@ -232,40 +252,52 @@ def _ffn(x_nD: Array, stack: Stack, product: Product) -> Array:
 
 def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
     """The product with blocks of some inputs each, summed in float32 and rounded once."""
-    total_nD = mx.array(0.0)
-    start = 0
-    for block in blocks:
-        stop = start + block.shape[1]
-        total_nD = total_nD + product(x_nI[:, start:stop], [block.swapaxes(-1, -2)]).astype(mx.float32)
-        start = stop
-    return total_nD.astype(x_nI.dtype)
+    if len(blocks) == 1:
+        return product(x_nI, blocks)
+    ends = list(accumulate(block.shape[1] for block in blocks))
+    parts = mx.split(x_nI, ends[:-1], axis=-1)
+    products = (product(x, [block]).astype(mx.float32) for x, block in zip(parts, blocks, strict=True))
+    return reduce(add, products).astype(x_nI.dtype)
 
 
-def _gathered(rows: Rows) -> Iterator[tuple[int, int, Product]]:
+def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
     """Tiles of rows, each of any expert, and the product for them."""
     tile = EXPERTS_AT_ONCE * EXPERT_TILE
-    count = len(rows.indices_n)
+    count = len(x_n1D)
+    if count <= tile:
+        yield x_n1D, partial(_gather, rows.indices_n, rows.many)
+        return
     for start in range(0, count, tile):
         stop = min(start + tile, count)
-        yield start, stop, partial(_gather, rows.indices_n[start:stop], rows.many)
+        yield x_n1D[start:stop], partial(_gather, rows.indices_n[start:stop], rows.many)
 
 
-def _gather(indices_n: Array, many: bool, x_nD: Array, blocks: Blocks) -> Array:
+def _gather(indices_n: Array, many: bool, x_n1D: Array, blocks: Blocks) -> Array:
+    """The product of each row with its expert's matrix.
+
+    The rows' own indices are given where MLX would make them anew; for many rows it then could not tell that they are
+    in order.
+    """
+    own = None if many else _ascending(len(x_n1D))
     parts = [
-        mx.gather_mm(
-            x_nD[:, None], block.swapaxes(-1, -2), rhs_indices=indices_n, sorted_indices=many
-        ).squeeze(1)
+        mx.gather_mm(x_n1D, block, lhs_indices=own, rhs_indices=indices_n, sorted_indices=many)
         for block in blocks
     ]
     return _joined(parts, axis=-1)
 
 
-def _one_by_one(counts: Sequence[int]) -> Iterator[tuple[int, int, Product]]:
+@cache
+def _ascending(count: int) -> Array:
+    """0, 1, ... up to a count below `MANY_ROWS`."""
+    return mx.array([*range(count)], dtype=mx.uint32)
+
+
+def _one_by_one(x_nD: Array, counts: Sequence[int]) -> Iterator[tuple[Array, Product]]:
     """Tiles of rows of one expert each, and the product for them."""
     start = 0
     for index, count in enumerate(counts):
         for first in range(start, start + count, EXPERT_TILE):
-            yield first, min(first + EXPERT_TILE, start + count), partial(_multiply, index)
+            yield x_nD[first : min(first + EXPERT_TILE, start + count)], partial(_multiply, index)
         start += count
 
 
@@ -273,15 +305,12 @@ def _multiply(index: int, x_nD: Array, blocks: Blocks) -> Array:
     return linear(x_nD, [block[index] for block in blocks])
 
 
-def sum_experts(y_nD: Array, rows_Tk: Array, weights_Tk: Array) -> Array:
+def sum_experts(y_TkD: Array, weights_Tk: Array) -> Array:
     """The weighted sum of each token's experts: (T, D), float32, by ascending expert."""
-    y_TkD, weights_Tk1 = y_nD[rows_Tk].astype(mx.float32), weights_Tk[:, :, None]
-    total_TD = y_TkD[:, 0] * weights_Tk1[:, 0]
-    for choice in range(1, y_TkD.shape[1]):
-        total_TD = total_TD + y_TkD[:, choice] * weights_Tk1[:, choice]
-    return total_TD
+    weighted_TkD = y_TkD.astype(mx.float32) * weights_Tk[:, :, None]
+    return reduce(add, mx.split(weighted_TkD, weighted_TkD.shape[1], axis=1)).squeeze(1)
 
 
-def combine(y_nD: Array, rows_Tk: Array, weights_Tk: Array, residual_TD: Array) -> Array:
+def combine(y_TkD: Array, weights_Tk: Array, residual_TD: Array) -> Array:
     """The residual plus `sum_experts`, rounded once to the residual's dtype."""
-    return (sum_experts(y_nD, rows_Tk, weights_Tk) + residual_TD).astype(residual_TD.dtype)
+    return (sum_experts(y_TkD, weights_Tk) + residual_TD).astype(residual_TD.dtype)

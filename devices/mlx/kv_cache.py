@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from moesched.models.config import ModelConfig
 
@@ -20,7 +21,7 @@ class KVStep(NamedTuple):
     Attributes:
         past, new: number of tokens of each request before the step, and in it.
         positions_T: positions of the new tokens in their requests.
-        slots_T: slots of the new tokens in the cache.
+        slots_T: slots of the new tokens in the cache; a slice where they follow each other.
         last: index of each request's last token among the T.
     """
 
@@ -28,7 +29,7 @@ class KVStep(NamedTuple):
     past: tuple[int, ...]
     new: tuple[int, ...]
     positions_T: Array
-    slots_T: Array
+    slots_T: Array | slice
     last: tuple[int, ...]
 
 
@@ -54,8 +55,10 @@ class RequestsKV:
         for request, start, tokens in zip(requests, past, new, strict=True):
             self._length[request] = start + tokens
         last = tuple(int(end) - 1 for end in np.cumsum(new))
-        positions_T, slots_T = (mx.array(np.concatenate(each)) for each in (spans, slots))
-        return KVStep(tuple(requests), past, tuple(new), positions_T, slots_T, last)
+        positions_T = mx.array(np.concatenate(spans))
+        return KVStep(
+            tuple(requests), past, tuple(new), positions_T, _slice_or_array(np.concatenate(slots)), last
+        )
 
     def append(self, layer: int, step: KVStep, keys_TKd: Array, values_TKd: Array) -> list[Array]:
         """Store the new tokens' keys and values of one layer; returns the arrays to evaluate for that."""
@@ -92,3 +95,10 @@ class RequestsKV:
         slot = kv_heads * head_dim
         shape, strides = (len(firsts), length, kv_heads, head_dim), (distance * slot, slot, head_dim, 1)
         return mx.as_strided(array_NKd, shape, strides, firsts[0] * slot)
+
+
+def _slice_or_array(slots: npt.NDArray[np.int64]) -> Array | slice:
+    """The slots as a slice where they follow each other, which takes fewer kernels to write to."""
+    if np.all(np.diff(slots) == 1):
+        return slice(int(slots[0]), int(slots[-1]) + 1)
+    return mx.array(slots)

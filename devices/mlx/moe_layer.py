@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from moesched.models.config import ModelConfig
 from moesched.routing import ScoredTokens
@@ -14,7 +15,8 @@ from moesched.seams import RoutingObserver, TokenSpan
 from moesched.tasks import Task
 
 from . import kernels
-from .expert_rows import ExpertRows, rows_of_one
+from .evaluations import Evaluations
+from .expert_rows import ExpertRows, rows_of_one, zeros
 from .kernels import Array
 from .micro_batch import MlxBatch
 from .weights import Weights
@@ -41,6 +43,7 @@ class MlxMoELayer:
 
     Args:
         weights: the arrays that a view shows.
+        evaluations: evaluates results.
         observer: receives the chosen experts; None for no observer.
         first_request: number of requests in the batches before.
         scores: whether `route` and `preview_route` give router scores.
@@ -51,6 +54,7 @@ class MlxMoELayer:
         config: ModelConfig,
         batches: Sequence[MlxBatch],
         weights: Callable[[Any], Weights],
+        evaluations: Evaluations,
         observer: RoutingObserver | None,
         first_request: int,
         *,
@@ -60,6 +64,7 @@ class MlxMoELayer:
         self._scores = scores
         self._batches = batches
         self._weights = weights
+        self._evaluations = evaluations
         self._observer = observer
         self._first_request = first_request
 
@@ -74,25 +79,27 @@ class MlxMoELayer:
         together = all(other is stack for other, _ in experts.values())
         if not together or not kernels.gathers(batch.hidden_TD.dtype):
             routed = self.route(task)
-            counts = self.give_rows(batch, routed)
+            counts = self.give_rows(task, routed)
             self._tell(task, batch, routed)
             for expert in counts:
                 batch.rows.apply(expert, *experts[expert])
-            self.combine(task)
+            _finish(batch, batch.rows.outputs_nD())
+            self._evaluations.now(task.micro_batch, batch.hidden_TD)
             return counts
         routed = self.route(task)
         batch.rows = routed.rows()
         _finish(batch, batch.rows.apply_all(stack))
-        mx.eval(batch.hidden_TD, routed.experts_Tk)
+        self._evaluations.now(task.micro_batch, batch.hidden_TD, routed.experts_Tk)
         self._tell(task, batch, routed)
         return _with_rows(self._count(routed))
 
     def choose_experts(self, task: Task) -> Mapping[int, int]:
         """Norm and router; the rows of each expert that has any, with the router's scores where they are asked for."""
         batch, routed = self._batches[task.micro_batch], self.route(task)
-        counts = self.give_rows(batch, routed)
+        scores = self._scores_of(routed)
+        counts = self.give_rows(task, routed, *scores)
         self._tell(task, batch, routed)
-        return _with_scores(counts, routed)
+        return _with_scores(counts, scores)
 
     def route(self, task: Task) -> Routed:
         """Norm and router, which are not evaluated."""
@@ -106,43 +113,49 @@ class MlxMoELayer:
         chosen = kernels.choose_experts(logits_TE, config.top_k, config.weights_sum_to_one)
         return Routed(x_TD, *chosen, logits_TE if self._scores else None)
 
-    def give_rows(self, batch: MlxBatch, routed: Routed) -> dict[int, int]:
-        """Group the rows by expert; returns the number of rows of each."""
-        rows = batch.rows = routed.rows()
-        mx.eval(rows.x_nD, rows.weights_Tk, rows.experts_n, rows.rows_Tk, routed.experts_Tk)
+    def give_rows(self, task: Task, routed: Routed, *beside: Array) -> dict[int, int]:
+        """Group the rows by expert, and evaluate arrays beside that; returns the number of rows of each."""
+        rows = self._batches[task.micro_batch].rows = routed.rows()
+        self._evaluations.now(task.micro_batch, *rows.arrays(), routed.experts_Tk, *beside)
         rows.counts = self._count(routed)
         return _with_rows(rows.counts)
 
     def preview_route(self, task: Task) -> Mapping[int, int]:
         """Apply another layer's norm and router to the hidden state; returns the rows that each expert would have."""
         routed = self.route(task)
-        return _with_scores(_with_rows(self._count(routed)), routed)
+        scores = self._scores_of(routed)
+        self._evaluations.now(task.micro_batch, routed.experts_Tk, *scores)
+        return _with_scores(_with_rows(self._count(routed)), scores)
 
     def run_expert(self, task: Task) -> None:
         """Run one expert on its rows of one or several micro-batches, each as if it ran alone."""
         stack, index = self._weights(task.operands).experts[task.expert]
         for micro_batch, start, stop in task.expert_rows:
-            mx.eval(self._batches[micro_batch].rows.apply(task.expert, stack, index, range(start, stop)))
+            rows = self._batches[micro_batch].rows
+            y_nD = rows.apply(task.expert, stack, index, range(start, stop))
+            self._evaluations.later(task, y_nD, micro_batch=micro_batch)
 
     def warm_expert(self, task: Task) -> None:
         """Run one expert on a row of zeros, only to read its weights."""
         stack, index = self._weights(task.operands).experts[task.expert]
-        x_1D = mx.zeros_like(self._batches[task.micro_batch].rows.x_nD[:1])
-        mx.eval(kernels.experts_ffn(x_1D, stack, rows_of_one(1, index, many=False)))
+        x_nD = self._batches[task.micro_batch].rows.x_nD
+        x_1D = zeros(1, x_nD.shape[1], x_nD.dtype)
+        y_1D = kernels.experts_ffn(x_1D, stack, rows_of_one(1, index, many=False))
+        self._evaluations.later(task, y_1D)
 
-    def partial_sum(self, batch: MlxBatch) -> Array:
-        """The weighted sum (T, D), float32, of the outputs of the experts that ran here."""
+    def partial_sum(self, task: Task) -> npt.NDArray[np.float32]:
+        """The weighted sum (T, D), float32, of the outputs of the experts that ran here, on the host."""
+        batch = self._batches[task.micro_batch]
         rows = batch.rows
-        total_TD = kernels.sum_experts(rows.outputs_nD(), rows.rows_Tk, rows.weights_Tk)
-        mx.eval(total_TD)
+        total_TD = kernels.sum_experts(rows.by_token(rows.outputs_nD()), rows.weights_Tk)
         del batch.rows
-        return total_TD
+        return self._evaluations.on_host(task.micro_batch, total_TD)
 
     def combine(self, task: Task) -> None:
         """Add the weighted sum of the experts' outputs to the residual."""
         batch = self._batches[task.micro_batch]
         _finish(batch, batch.rows.outputs_nD())
-        mx.eval(batch.hidden_TD)
+        self._evaluations.later(task, batch.hidden_TD)
 
     def _tell(self, task: Task, batch: MlxBatch, routed: Routed) -> None:
         """Tell the observer which experts were chosen."""
@@ -155,6 +168,10 @@ class MlxMoELayer:
         ]
         self._observer.routed(task.layer, spans, np.array(routed.experts_Tk).astype(np.int64))
 
+    def _scores_of(self, routed: Routed) -> list[Array]:
+        """The router's scores, which are not evaluated; empty where none are asked for."""
+        return [] if routed.logits_TE is None else [kernels.scores(routed.logits_TE)]
+
     def _count(self, routed: Routed) -> list[int]:
         counts = np.bincount(np.array(routed.experts_Tk).ravel(), minlength=self._config.experts)
         return [int(count) for count in counts]
@@ -163,15 +180,15 @@ class MlxMoELayer:
 def _finish(batch: MlxBatch, y_nD: Array) -> None:
     """Add the weighted sum of the experts' outputs to the hidden states, and drop the layer's rows."""
     rows = batch.rows
-    batch.hidden_TD = kernels.combine(y_nD, rows.rows_Tk, rows.weights_Tk, batch.hidden_TD)
+    batch.hidden_TD = kernels.combine(rows.by_token(y_nD), rows.weights_Tk, batch.hidden_TD)
     del batch.rows
 
 
-def _with_scores(counts: Mapping[int, int], routed: Routed) -> Mapping[int, int]:
+def _with_scores(counts: Mapping[int, int], scores: Sequence[Array]) -> Mapping[int, int]:
     """The value of a router's task."""
-    if routed.logits_TE is None:
+    if not scores:
         return counts
-    return ScoredTokens(counts, np.array(kernels.scores(routed.logits_TE)).tolist())
+    return ScoredTokens(counts, np.array(scores[0]).tolist())
 
 
 def _with_rows(counts: Sequence[int]) -> dict[int, int]:

@@ -15,15 +15,16 @@ from moesched.requests.sampling import Sampling, sample, traced
 from moesched.tasks import Task
 
 from . import kernels
+from .evaluations import Evaluations
 from .kernels import Array
 from .micro_batch import MlxBatch
 
 
 class Head(NamedTuple):
-    """The LM head (V, D), and the norm before it."""
+    """The LM head's transpose (D, V), and the norm before it."""
 
     norm_D: Array
-    matrix_VD: Array
+    matrix_DV: Array
 
 
 Logits = list[tuple[tuple[int, ...], npt.NDArray[np.float32]]]
@@ -35,6 +36,7 @@ class MlxNextTokens:
 
     Args:
         first_request: number of requests in the batches before.
+        evaluations: evaluates the logits.
         logits: stores the logits of every step; None to drop them.
         first_bad: names the first weight that is not finite.
     """
@@ -48,6 +50,8 @@ class MlxNextTokens:
         first_request: int,
         logits: Logits | None,
         first_bad: Callable[[], str],
+        *,
+        evaluations: Evaluations,
     ) -> None:
         self._config = config
         self._batches = batches
@@ -56,6 +60,7 @@ class MlxNextTokens:
         self._first_request = first_request
         self._kept_logits = logits
         self._first_bad = first_bad
+        self._evaluations = evaluations
 
     def sample(self, task: Task) -> list[int]:
         """The next token of each request whose prompt has ended.
@@ -64,7 +69,7 @@ class MlxNextTokens:
             NotFinite: the logits are not finite; the message names the step and the first such weight.
         """
         batch = self._batches[task.micro_batch]
-        logits_SV = self._logits(batch)
+        logits_SV = self._evaluations.on_host(task.micro_batch, self._logits(batch))
         requests = [batch.requests[end] for end in batch.ends]
         if self._kept_logits is not None:
             self._kept_logits.append((tuple(requests), logits_SV))
@@ -79,9 +84,8 @@ class MlxNextTokens:
             whole.new[whole.requests.index(request)] = [token]
         return tokens
 
-    def _logits(self, batch: MlxBatch) -> npt.NDArray[np.float32]:
+    def _logits(self, batch: MlxBatch) -> Array:
         config = self._config
         last_SD = batch.hidden_TD[mx.array([batch.step.last[end] for end in batch.ends])]
         x_SD = kernels.norm(last_SD, self._head.norm_D, config.norm_eps, config.norm)
-        logits_SV = kernels.linear(x_SD, [self._head.matrix_VD]).astype(mx.float32)
-        return np.array(logits_SV)
+        return kernels.linear(x_SD, [self._head.matrix_DV]).astype(mx.float32)

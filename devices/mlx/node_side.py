@@ -15,6 +15,7 @@ import numpy as np
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
+from .evaluations import Evaluations
 from .memory import ARRAY_DTYPES
 from .micro_batch import MlxBatch
 from .moe_layer import MlxMoELayer, Routed
@@ -27,6 +28,7 @@ class MlxNodeSide:
     """Runs the kernels that exist only where several nodes share a model's experts.
 
     Args:
+        evaluations: evaluates results.
         project_output: runs before a layer's norm and router, where the node attends.
     """
 
@@ -35,17 +37,19 @@ class MlxNodeSide:
         plan: Plan,
         batches: Sequence[MlxBatch],
         moe: MlxMoELayer,
+        evaluations: Evaluations,
         project_output: Callable[[Task], None] | None,
     ) -> None:
         self._top_k = plan.layout.config.top_k
         self._dtype = ARRAY_DTYPES[plan.layout.dtype]
         self._batches = batches
         self._moe = moe
+        self._evaluations = evaluations
         self._project_output = project_output
 
     def partial_sum(self, task: Task) -> Array:
         """The weighted sum (T, D), float32, of the outputs of this node's own experts."""
-        return np.array(self._moe.partial_sum(self._batches[task.micro_batch]))
+        return self._moe.partial_sum(task)
 
     def on_host(self, tensor: Array) -> Array:
         """The array itself: it is in the host's memory."""
@@ -55,7 +59,7 @@ class MlxNodeSide:
         """Add the residual to the nodes' sum, and round once, as one machine does."""
         batch = self._batches[task.micro_batch]
         batch.hidden_TD = (mx.array(total_TD) + batch.hidden_TD).astype(self._dtype)
-        mx.eval(batch.hidden_TD)
+        self._evaluations.later(task, batch.hidden_TD)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
         """The rows of each expert, and the router's result for all tokens, as float32 on the host."""
@@ -63,12 +67,12 @@ class MlxNodeSide:
         self._project_output(task)
         routed = self._moe.route(task)
         parts = (routed.x_TD, routed.experts_Tk, routed.weights_Tk)
-        routed_TX = np.array(mx.concatenate([each.astype(mx.float32) for each in parts], axis=-1))
-        return self._moe.give_rows(self._batches[task.micro_batch], routed), routed_TX
+        routed_TX = mx.concatenate([each.astype(mx.float32) for each in parts], axis=-1)
+        return self._moe.give_rows(task, routed, routed_TX), np.array(routed_TX)
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
         """The rows of each expert, as the first node routed them."""
         width = routed_TX.shape[-1] - 2 * self._top_k
         x_TD, experts_Tk, weights_Tk = mx.split(mx.array(routed_TX), [width, width + self._top_k], axis=-1)
         routed = Routed(x_TD.astype(self._dtype), experts_Tk.astype(mx.uint32), weights_Tk)
-        return self._moe.give_rows(self._batches[task.micro_batch], routed)
+        return self._moe.give_rows(task, routed)

@@ -11,6 +11,7 @@ from moesched.steps.plan import Plan
 
 from ..shared.node_exchanges import NodeVerbs
 from .attention import MlxAttention
+from .evaluations import Evaluations
 from .kv_cache import RequestsKV
 from .memory import ARRAY_DTYPES
 from .micro_batch import batches_of
@@ -31,6 +32,7 @@ def parts_of(
     transport: Transport | None,
     logits: Logits | None,
     first_bad: Callable[[], str],
+    evaluations: Evaluations,
 ) -> Parts:
     """The parts of a batch, with memory for its KV cache; on the device's thread.
 
@@ -39,19 +41,26 @@ def parts_of(
         transport: to the other nodes; None on a single one.
         logits: stores the logits of every step; None to drop them.
         first_bad: names the first weight that is not finite.
+        evaluations: evaluates arrays.
     """
     config, first_request = plan.layout.config, plan.batch.first_request
     batches = batches_of(plan.batch.micro_batches, plan.chunks, prompts)
-    moe = MlxMoELayer(config, batches, weights.show, observer, first_request, scores=plan.declared.scores)
+    moe = MlxMoELayer(
+        config, batches, weights.show, evaluations, observer, first_request, scores=plan.declared.scores
+    )
     attention, tokens, node = None, None, None
     if plan.nodes.attends:
         embedding_VD = weights.globals["embedding"]
-        head = Head(weights.globals["final_norm"], weights.globals.get("lm_head", embedding_VD))
-        attention = MlxAttention(config, batches, weights.show, embedding_VD, _kv_cache(plan))
-        tokens = MlxNextTokens(config, batches, head, sampling, first_request, logits, first_bad)
+        head = Head(weights.globals["final_norm"], weights.globals.get("lm_head", embedding_VD).T)
+        attention = MlxAttention(config, batches, weights.show, embedding_VD, _kv_cache(plan), evaluations)
+        tokens = MlxNextTokens(
+            config, batches, head, sampling, first_request, logits, first_bad, evaluations=evaluations
+        )
     if plan.nodes.count > 1:
         assert transport is not None, "a device that is to be one of several nodes has to join them"
-        kernels = MlxNodeSide(plan, batches, moe, attention.project_output if attention else None)
+        kernels = MlxNodeSide(
+            plan, batches, moe, evaluations, attention.project_output if attention else None
+        )
         node = NodeVerbs(plan, transport, kernels, tokens.sample if tokens else None)
     return Parts(weights, attention, moe, tokens, node)
 

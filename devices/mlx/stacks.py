@@ -16,7 +16,7 @@ from moesched.models.published import StackedBy
 from moesched.models.tensors import expert_shapes, is_transposed
 
 from ..shared.page_reader import DTYPES
-from .kernels import Array, Blocks, Stack
+from .kernels import Array, Stack, stack_of
 from .memory import shared
 
 PARTS = ("gate", "up", "down")
@@ -67,7 +67,7 @@ class StackedLayer:
             array, self._tensors[index, part] = shared((config.experts, *shape), layout.dtype)
             arrays[part].append(array)
         self.arrays = [array for blocks in arrays.values() for array in blocks]
-        self._stack = Stack(**arrays, transposed_down=config.transposed_down)
+        self._stack = stack_of(arrays, config.transposed_down)
         self.missing = {page.id for page in layout.layer(layer) if page.expert >= 0}
 
     def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
@@ -106,7 +106,7 @@ class StackedExpert:
     def find(self, page: Page) -> tuple[Stack, int]:
         """The stack that has a page's expert, and its index there."""
         layer = self._array[page.layer]
-        parts: dict[str, Blocks] = {
+        parts: dict[str, list[Array]] = {
             part: [
                 layer[start:stop].reshape(1, *block.shape)
                 for block, (start, stop) in self._spans.items()
@@ -114,7 +114,7 @@ class StackedExpert:
             ]
             for part in PARTS
         }
-        return Stack(**parts, transposed_down=self._layout.config.transposed_down), 0
+        return stack_of(parts, self._layout.config.transposed_down), 0
 
 
 def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:

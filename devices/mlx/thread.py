@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class OneThread:
@@ -20,14 +23,15 @@ class OneThread:
         self._given, self._done = threading.Lock(), threading.Lock()
         self._given.acquire()
         self._done.acquire()
-        self._call: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+        self._call: Call | None = None
+        self._posted: deque[Call] = deque()
         self._value: Any = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def call(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run a call on the thread, and wait for it."""
+        """Run a call on the thread, after those that were posted, and wait for it; raises what one of them raises."""
         with self._turn:
             self._call = (work, arguments)
             self._given.release()
@@ -39,6 +43,14 @@ class OneThread:
         result: T = value
         return result
 
+    def post(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Have a call run before the next one that is waited for; neither its thread nor this one is woken for it."""
+        self._posted.append((work, arguments))
+
+    def drop_posted(self) -> None:
+        """Drop the posted calls of a batch that ended early."""
+        self._posted.clear()
+
     def close(self) -> None:
         """End the thread."""
         with self._turn:
@@ -46,14 +58,19 @@ class OneThread:
             self._thread.join()
 
     def _work(self) -> None:
+        posted = self._posted
         while True:
             self._given.acquire()
             if self._call is None:
                 return
-            work, arguments = self._call
             try:
+                while posted:
+                    work, arguments = posted.popleft()
+                    work(*arguments)
+                work, arguments = self._call
                 self._value = work(*arguments)
             except BaseException as error:
+                posted.clear()  # they build on what failed
                 self._error = error
             del work, arguments
             self._done.release()

@@ -11,6 +11,17 @@ from .moe_layer import MlxMoELayer
 from .next_tokens import MlxNextTokens
 from .weights import MlxWeights
 
+DEFERRABLE = {
+    "embed",
+    "pre_attention",
+    "attention",
+    "cpu_attention",
+    "run_expert",
+    "warm_expert",
+    "combine",
+}
+"""Verbs whose results the host does not need: they add to a micro-batch's state."""
+
 
 class Parts(NamedTuple):
     """The parts of a batch that run verbs.

@@ -22,7 +22,7 @@ from moesched.tasks import PageTransfer
 
 from ..shared.arena import aligned_bytes
 from ..shared.page_reader import PageReader
-from .kernels import Array, Stack
+from .kernels import Array, Stack, stack_of
 from .memory import Bytes, shared
 from .stacks import PARTS, Key, Stacked, open_stack, stacks_for, stored_blocks
 
@@ -138,13 +138,13 @@ class MlxWeights:
             if page.expert < 0:
                 for name, blocks in views.items():
                     arrays = [memory.show(block, self._layout.dtype) for block in blocks]
-                    dense.setdefault(name.split(".", 2)[2], []).extend(arrays)
+                    dense.setdefault(name.split(".", 2)[2], []).extend(array.T for array in arrays)
                 continue
             parts = single.setdefault(page.expert, {part: [] for part in PARTS})
             for part, block in stored_blocks(self._layout, views):
                 parts[part].append(memory.show(block, self._layout.dtype)[None])
         for expert, parts in single.items():
-            experts[expert] = (Stack(**parts, transposed_down=self._layout.config.transposed_down), 0)
+            experts[expert] = (stack_of(parts, self._layout.config.transposed_down), 0)
         return Weights(dense, experts)
 
     def _is_incomplete(self) -> bool:

@@ -16,6 +16,9 @@ from .arguments import Attend, Prompts
 from .compiled import library
 from .kernels import NativeKernels, Tensor, address, check
 
+DTYPES = (torch.float32, torch.bfloat16)
+"""Types of numbers that it attends in; elsewhere torch does it."""
+
 _LENGTHS, _BLOCKS = Attend.lengths.offset // 8, Attend.blocks.offset // 8
 
 

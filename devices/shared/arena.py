@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,23 +28,21 @@ def round_down(nbytes: int) -> int:
 class Arena:
     """`slots` slots of `slot_bytes` bytes each, rounded up to 4096, in one allocation that is backed at once.
 
-    device: the device of the memory. pinned: use page-locked host memory, which CUDA devices copy from directly; needs
-    CUDA.
+    allocate: gives a number of bytes as a uint8 tensor at a multiple of 4096; by default ordinary memory of the host.
     """
 
     def __init__(
-        self, slots: int, slot_bytes: int, *, device: torch.device | None = None, pinned: bool = False
+        self, slots: int, slot_bytes: int, allocate: Callable[[int], torch.Tensor] | None = None
     ) -> None:
-        self.on_cpu = device is None or device.type == "cpu"
         self.slots = slots
         self.slot_bytes = round_up(slot_bytes)
         self.nbytes = self.nbytes_for(slots, slot_bytes)
-        if pinned:
-            self._memory = _pinned_bytes(self.nbytes)
-        elif self.on_cpu:
-            self._memory = aligned_bytes(self.nbytes)
-        else:
-            self._memory = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        self._memory = (allocate or aligned_bytes)(self.nbytes)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is in the host's memory."""
+        return self._memory.is_cpu
 
     @staticmethod
     def nbytes_for(slots: int, slot_bytes: int) -> int:
@@ -71,17 +69,21 @@ def typed_view(slot: torch.Tensor, offset: int, shape: Sequence[int], dtype: tor
 
 
 def copy_placed_alike(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of its own, with the original's strides and offset within a cache line.
+    """A copy of its own with the original's strides; on the CPU also with its offset within a cache line.
 
     The last bits of a float32 product depend on that offset, and must be the same for resident and streamed weights. A
-    large copy is in huge pages, which products read a tenth to a quarter faster.
+    large copy is in huge pages, which products read a tenth to a quarter faster. On other devices all weights start at
+    multiples of a cache line.
     """
+    if device.type != "cpu":
+        memory = torch.empty(tensor.numel(), dtype=tensor.dtype, device=device)
+        return memory.as_strided(tensor.shape, tensor.stride(), 0).copy_(tensor)
     skip = tensor.data_ptr() % CACHE_LINE // tensor.itemsize
     items = skip + tensor.numel()
-    if device.type == "cpu" and tensor.nbytes >= HUGE_PAGE:
+    if tensor.nbytes >= HUGE_PAGE:
         memory = aligned_bytes(items * tensor.itemsize).view(tensor.dtype)
     else:
-        memory = torch.empty(items, dtype=tensor.dtype, device=device)
+        memory = torch.empty(items, dtype=tensor.dtype)
     return memory.as_strided(tensor.shape, tensor.stride(), skip).copy_(tensor)
 
 
@@ -95,9 +97,3 @@ def aligned_bytes(nbytes: int) -> torch.Tensor:
     # Writing to each page takes the memory now: the first touch during a read would be measured as the read.
     tensor.numpy()[:: mmap.PAGESIZE] = 0
     return tensor
-
-
-def _pinned_bytes(nbytes: int) -> torch.Tensor:
-    memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
-    skip = -memory.data_ptr() % ALIGNMENT
-    return memory[skip : skip + nbytes].zero_()

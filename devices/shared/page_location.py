@@ -55,6 +55,26 @@ class PageLocation(NamedTuple):
     bytes_to_read: int
 
 
+class Piece(NamedTuple):
+    """Bytes of a page that lie together where it was read to, and in the layout's order."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
+def pieces_of(page: Page, location: PageLocation) -> tuple[Piece, ...]:
+    """The copies that bring a page from where it was read to, to the layout's offsets; few, where gaps are equal."""
+    pieces: list[Piece] = []
+    for extent, placement in zip(page.extents, location.placements, strict=True):
+        last = pieces[-1] if pieces else None
+        if last and last.source - last.target == placement.offset - extent.offset:
+            pieces[-1] = last._replace(nbytes=extent.offset + extent.nbytes - last.target)
+        else:
+            pieces.append(Piece(placement.offset, extent.offset, extent.nbytes))
+    return tuple(pieces)
+
+
 def locate(
     page: Page, dtype: str, tensors: Mapping[str, StoredTensor], files: Mapping[Path, Blocks]
 ) -> PageLocation:

@@ -20,7 +20,7 @@ from moesched.system.memory_ahead import MemoryAhead
 
 from .arena import ALIGNMENT, aligned_bytes, round_down, round_up
 from .direct_file import DirectFile
-from .page_location import PageLocation, Run, byte_range, locate, row_bytes
+from .page_location import PageLocation, Run, byte_range, locate, pieces_of, row_bytes
 
 CHUNK_BYTES = 4 << 20  # of a converted read; a read straight into a slot is one call, the larger the faster
 PIECE_ITEMS = 1 << 15  # up to this many torch copies on the calling thread
@@ -94,18 +94,32 @@ class PageReader:
 
     def bytes_in_slot(self, page: Page) -> int:
         """The bytes that the page takes in a slot of its own."""
-        return round_up(self._locations[page.id].nbytes)
+        return round_up(max(self._locations[page.id].nbytes, page.nbytes))
 
-    def views(self, slot: torch.Tensor, page: Page) -> dict[str, list[torch.Tensor]]:
+    def copy(self, slot: torch.Tensor, page: Page, aligned: torch.Tensor) -> None:
+        """Copy a page from a slot, as `read` leaves it, to one with its tensors at the layout's offsets.
+
+        These are multiples of a cache line. Products on GPUs are slower with weights that are at no multiple of 16
+        bytes, as they may be in files.
+        """
+        for source, target, nbytes in pieces_of(page, self._locations[page.id]):
+            aligned[target : target + nbytes].copy_(slot[source : source + nbytes], non_blocking=True)
+
+    def views(
+        self, slot: torch.Tensor, page: Page, *, aligned: bool = False
+    ) -> dict[str, list[torch.Tensor]]:
         """The page's tensors over the slot's bytes, by canonical name: row blocks, top to bottom; no copy.
 
         Blocks of a matrix that the files hold transposed are (outputs, some of the inputs), left to right.
-        slot: uint8, on any device, with the bytes that `read` leaves.
+        slot: uint8, on any device, with the bytes that `read` leaves, or those that `copy` leaves if it is aligned.
         """
         items = slot.view(self.dtype)
         first, size = items.storage_offset(), self.dtype.itemsize
         blocks: dict[str, list[torch.Tensor]] = {}
-        for name, _, shape, offset in self._locations[page.id].placements:
+        for extent, (name, _, shape, placed) in zip(
+            page.extents, self._locations[page.id].placements, strict=True
+        ):
+            offset = extent.offset if aligned else placed
             strides = (shape[1], 1) if len(shape) == 2 else (1,)
             block = torch.as_strided(items, shape, strides, first + offset // size)
             blocks.setdefault(name, []).append(block.T if is_transposed(self._config, name) else block)

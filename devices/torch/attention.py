@@ -11,7 +11,7 @@ from moesched.models.config import ModelConfig
 from moesched.tasks import Task
 
 from ..native.arguments import LayerWeights
-from ..native.attention import AttentionCall, NativeAttention
+from ..native.attention import DTYPES, AttentionCall, NativeAttention
 from ..native.buffers import StepBuffers
 from ..products.linear import Tensor
 from ..products.team import use_cores
@@ -49,7 +49,10 @@ class Attention:
         self._products = compute.products
         self._native = compute.native
         threads = compute.products.kernel
-        self._native_attention = NativeAttention(threads, config.sliding_window) if threads else None
+        self._native_attention: NativeAttention | None = None
+        if threads and compute.dtype in DTYPES:
+            self._native_attention = NativeAttention(threads, config.sliding_window)
+        self._fused = compute.fused_attention
         self._use_cores_for = compute.use_cores_for
         self._rank = rank
         self._shapes: defaultdict[int, dict[int, StepBuffers]] = defaultdict(dict)
@@ -138,7 +141,7 @@ class Attention:
             return attended_TX
         seen = sum(state.step.past) + len(q_THd)
         self._use_cores_for(max(state.step.new), 2 * seen * self._config.kv_heads * self._config.head_dim)
-        return kernels.attention(q_THd, views, self._config.sliding_window)
+        return kernels.attention(q_THd, views, self._config.sliding_window, fused=self._fused)
 
     def project_output(self, task: Task) -> None:
         """Bring attention's output back to the hidden size and add the residual."""

@@ -39,6 +39,7 @@ class Compute:
         accelerator: where the accelerator's tensors are.
         dtype: of weights and hidden states.
         cores: their number.
+        fused_attention: whether the accelerator has a kernel for attention that holds no scores.
         use_cores_for: sets the number of cores for a product, given its rows and weights.
         products: multiplies by weights.
         native: runs whole tasks of few rows; None where torch does.
@@ -53,6 +54,7 @@ class Compute:
         self.accelerator = torch.device(accelerator)
         self.dtype = DTYPES[layout.dtype]
         self.cores = threads or usable_cores()
+        self.fused_attention = True
         self.use_cores_for = Cores(self.cores, self.dtype).use_for
         self.products = Products()
         self.team: Team | None = None

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from moesched.doctor.facts import CudaFacts
+from moesched.doctor.gpu_probes import FIRST_WITH_BFLOAT16, of_driver, of_kernels
 from moesched.errors import BadInput
 from moesched.machines import Link, Machine, Processor, Roles, Tier
 from moesched.machines.local import calibrated_gpu
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import WeightLayout
 from moesched.seams import Transport
-from moesched.units import format_bytes
 
 from .device import TorchDevice
+from .fused_attention import has_fused_attention, prefer_kernels_without_plans
+from .gpu_memory import let_segments_grow, usable_bytes, with_usable_memory
+from .inspection import cuda_facts
 
-ASSUMED_FLOPS = {"float32": 1e13, "bfloat16": 1e14}
+ASSUMED_FLOPS = {"float32": 1e13, "bfloat16": 1e14, "float16": 1e14}
+
 ASSUMED_GPU_BANDWIDTH = 5e11
 ASSUMED_LINK_BANDWIDTH = 1e10
 ASSUMED_PIN_BANDWIDTH = 1e10
-
-WORKSPACE_BYTES = 512_000_000
-"""Bytes of the GPU for workspaces of its libraries and what the allocator rounds up, beside a twentieth of all."""
 
 
 class CudaDevice(TorchDevice):
@@ -32,7 +35,12 @@ class CudaDevice(TorchDevice):
         self, checkpoint: Checkpoint, layout: WeightLayout, *, keep_logits: bool = False, direct: bool = True
     ) -> None:
         require_cuda()
+        let_segments_grow()
+        prefer_kernels_without_plans()
         super().__init__(checkpoint, layout, accelerator="cuda:0", keep_logits=keep_logits, direct=direct)
+        self._compute.fused_attention = has_fused_attention(
+            self._compute.dtype, layout.config.head_dim, torch.cuda.get_device_capability(0)
+        )
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
         """Work as one of several ranks, each on a GPU of its own, or as a node, on the first GPU of its machine.
@@ -40,36 +48,39 @@ class CudaDevice(TorchDevice):
         Raises:
             BadInput: there are fewer GPUs.
         """
-        cut = self.layout.config.ranks > 1
-        if cut and rank >= torch.cuda.device_count():
-            raise BadInput(
-                f"device cuda: torch sees {torch.cuda.device_count()} CUDA devices here: "
-                "lower --tensor-parallel"
-            )
+        ranks = self.layout.config.ranks
+        self._compute.accelerator = torch.device("cuda", gpu_of(rank, ranks, torch.cuda.device_count()))
         super().join(rank, transport, first)
-        if cut:
-            self._compute.accelerator = torch.device(f"cuda:{rank}")
+
+    @staticmethod
+    def chosen_dtype(own: str) -> str:
+        """The model's own number format, or float16 instead of bfloat16 where the GPU has none.
+
+        Raises:
+            BadInput: there is no CUDA device.
+        """
+        require_cuda()
+        return dtype_on(torch.cuda.get_device_capability(0), own)
 
     @staticmethod
     def machine(host: Machine) -> Machine:
         """This machine with its GPU: as it was calibrated, else with assumed rates, and the memory that is free."""
         require_cuda()
         gpu = torch.cuda.get_device_properties(0)
+        free = torch.cuda.mem_get_info(0)[0]
         calibrated = calibrated_gpu("cuda", gpu.name)
         if calibrated is not None:
-            return calibrated
+            return with_usable_memory(calibrated, free)
         memory = host.memories[host.host.memory]
         return Machine(
             name=f"{host.name} with {gpu.name}",
             description="rates of the GPU and its links are assumed; `moesched calibrate --device cuda` measures them",
             processors={
-                "gpu": Processor(memory="gpu", flops=ASSUMED_FLOPS),
-                "cpu": Processor(memory="host", flops=host.host.flops),
+                "gpu": Processor(memory="gpu", flops=assumed_flops((gpu.major, gpu.minor))),
+                "cpu": Processor(memory="host", flops=with_float16(host.host.flops)),
             },
             memories={
-                "gpu": Tier(
-                    capacity=usable_bytes(torch.cuda.mem_get_info(0)[0]), bandwidth=ASSUMED_GPU_BANDWIDTH
-                ),
+                "gpu": Tier(capacity=usable_bytes(free), bandwidth=ASSUMED_GPU_BANDWIDTH),
                 "host": memory,
                 "pinned": Tier(capacity=memory.nbytes // 4, bandwidth=memory.bandwidth),
             },
@@ -96,26 +107,51 @@ class CudaDevice(TorchDevice):
             )
 
 
-def usable_bytes(free: int) -> int:
-    """Return the bytes of a GPU that a plan may use. Workspaces and the allocator's rounding need the rest.
+def dtype_on(capability: tuple[int, int], own: str) -> str:
+    """The number format on a GPU of a compute capability for a model whose own one this is."""
+    return "float16" if own == "bfloat16" and capability < FIRST_WITH_BFLOAT16 else own
+
+
+def assumed_flops(capability: tuple[int, int]) -> dict[str, float]:
+    """Assumed FLOP/s of a GPU of a compute capability, in the number formats that it has."""
+    return {dtype: rate for dtype, rate in ASSUMED_FLOPS.items() if dtype_on(capability, dtype) == dtype}
+
+
+def with_float16(flops: Mapping[str, float]) -> dict[str, float]:
+    """A processor's FLOP/s, with those in float16, which it computes in float32."""
+    return {**({"float16": flops["float32"]} if "float32" in flops else {}), **flops}
+
+
+def gpu_of(rank: int, ranks: int, gpus: int) -> int:
+    """The number of a rank's GPU: its own where a model is cut over ranks, the first of its machine on a node.
+
+    Args:
+        ranks: number of ranks that the model is cut over; 1 where nodes share its experts.
+        gpus: number of GPUs that torch sees.
 
     Raises:
-        BadInput: too few are free.
+        BadInput: there are fewer.
     """
-    usable = free - free // 20 - WORKSPACE_BYTES
-    if usable <= 0:
-        raise BadInput(
-            f"device cuda: the GPU has {format_bytes(free)} free, less than its libraries need: end other programs "
-            "that use it"
-        )
-    return usable
+    number = rank if ranks > 1 else 0
+    if number >= gpus:
+        raise BadInput(f"device cuda: torch sees {gpus} CUDA devices here: lower --tensor-parallel")
+    return number
 
 
 def require_cuda() -> None:
-    """Check that there is a CUDA device.
+    """Check that torch can use the first CUDA device.
 
     Raises:
-        BadInput: there is none.
+        BadInput: it cannot; the message has the reason and the remedy.
     """
-    if not torch.cuda.is_available():
-        raise BadInput("device cuda: torch sees no CUDA device here: use --device torch")
+    reason = refusal(cuda_facts(most_gpus=1))
+    if reason is not None:
+        raise BadInput(f"device cuda: {reason}")
+
+
+def refusal(cuda: CudaFacts) -> str | None:
+    """The reason why torch cannot use the first CUDA device, with the remedy; None if it can."""
+    found = of_driver(cuda)
+    if not found.is_trouble:
+        found = of_kernels(cuda.gpus[0], cuda) or found
+    return f"{found.says}: {found.remedy}; or use --device torch" if found.is_trouble else None

@@ -25,7 +25,7 @@ from moesched.calibration.gpu_probe import (
 from moesched.system.memory import available_memory
 
 from ..shared.page_reader import DTYPES
-from .cuda_device import require_cuda
+from .cuda_device import dtype_on, require_cuda
 from .probe import TorchProbe
 
 Call = Callable[[], object]
@@ -52,6 +52,7 @@ class CudaProbe:
         gpu_name: as torch says it.
         gpu_bytes: size of the GPU's memory.
         host_bytes: size of the host's memory.
+        half: the number format of 16 bits that the GPU has.
     """
 
     def __init__(self, threads: int) -> None:
@@ -60,6 +61,7 @@ class CudaProbe:
         self.gpu_name: str = gpu.name
         self.gpu_bytes: int = gpu.total_memory
         self.host_bytes = available_memory()
+        self.half = dtype_on((gpu.major, gpu.minor), "bfloat16")
         self._device = torch.device("cuda:0")
         self._host = TorchProbe(threads)
 

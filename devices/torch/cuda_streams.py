@@ -61,7 +61,7 @@ class CudaStreams:
         with self._lock:
             for other in after:
                 issued = self._issued.get(other.id)
-                if issued is not None:  # otherwise it has ended
+                if issued is not None and other.lane is not task.lane:  # otherwise it has ended, or is ahead
                     stream.wait_event(issued.end)
             start, end, zero = self._event(), self._event(), self._clock.zero()
         with self._module.stream(stream):

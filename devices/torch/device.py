@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
@@ -23,6 +26,7 @@ from .compute import Compute
 from .copies import wait_for_copies
 from .cuda_streams import CudaStreams
 from .global_weights import GlobalWeights, read_global_weights
+from .gpu_memory import require_room
 from .next_tokens import Choice
 from .observers import DeviceObservers
 from .parts import parts_of
@@ -100,6 +104,16 @@ class TorchDevice:
                 "use --device emulated to imitate it, or --machine auto"
             )
 
+    @staticmethod
+    def chosen_dtype(own: str) -> str:
+        """The model's own number format: a processor computes in all of them."""
+        return own
+
+    @property
+    def accelerator(self) -> torch.device:
+        """Where the accelerator's tensors are."""
+        return self._compute.accelerator
+
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
         """Worker threads on the CPU; on CUDA the accelerator and its copies are streams."""
@@ -159,11 +173,16 @@ class TorchDevice:
 
         Raises:
             BadInput: a token id is outside the vocabulary.
+            OutOfMemory: the plan takes more of a GPU than it has.
         """
         config = self.layout.config
         check_token_ids(prompts, config.vocabulary)
-        self._verbs = {}
+        if self._verbs:
+            self._verbs = {}
+            gc.collect()  # torch keeps frames of first calls in cycles, and with them a KV cache
         self._store.let_go()
+        if not self._compute.on_cpu:
+            require_room(plan, self._compute.accelerator)
         self._store.reader.ahead = self.memory_ahead
         # Mean rows of an expert in a decode step of the largest micro-batch: the same for every policy.
         largest = max(map(len, plan.batch.micro_batches))
@@ -185,6 +204,12 @@ class TorchDevice:
         self._verbs = verbs_of(parts)
         # Streams do not wait for the default one, on which all this was filled.
         wait_for_copies(self._compute.accelerator)
+
+    def free_accelerator(self) -> None:
+        """Free what earlier batches left on the accelerator; the next one reads its weights anew."""
+        self._verbs = {}
+        gc.collect()
+        self._store.let_go(weights=True)
 
     def execute(self, task: Task) -> Any:
         """Run one task on the calling thread; on CUDA, its copies have ended on return."""

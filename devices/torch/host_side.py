@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -21,6 +21,7 @@ from .copies import HOST, copied, locked, wait_for_copies
 from .device_kv import device_kv_of
 from .home_pages import read_page
 from .kernels import KVView
+from .kv_step import KVStep
 from .micro_batch import MicroBatchState
 from .weights import WeightStore
 
@@ -61,6 +62,9 @@ class HostSide:
             if held is None:
                 self._read_into(target, page)
                 continue
+            if held.is_cpu and not target.is_cpu:
+                self._store.reader.copy(held, page, target)
+                continue
             nbytes = self._store.reader.bytes_in_slot(page)
             target[:nbytes].copy_(held[:nbytes], non_blocking=True)
 
@@ -69,23 +73,18 @@ class HostSide:
         if target.device.type == "cpu":
             self._store.reader.read(page, target)
         else:
-            held = read_page(self._store.reader, page)
-            target[: len(held)].copy_(held)
+            self._store.reader.copy(read_page(self._store.reader, page), page, target)
 
     def load_kv(self, task: Task) -> None:
         """Copy a micro-batch's cached keys and values, each sequence with room for its new token at the end."""
         state = self._states[task.micro_batch]
         cache, step = state.cached(task.layer)
-        views = cache.views(task.layer, step)
-        keys_memory, values_memory = self._kv_slots[task.operands].chunk(2)
-        loaded = []
-        for keys, values, new in views:
-            keys_there, keys_memory = _carved(keys_memory, keys)
-            values_there, values_memory = _carved(values_memory, values)
-            for there, here in ((keys_there, keys), (values_there, values)):
-                there[:, :-new].copy_(self._ready(here[:, :-new]), non_blocking=True)
-            loaded.append(KVView(keys_there, values_there, new))
-        self._loaded[task.operands] = loaded
+        halves = zip(
+            self._kv_slots[task.operands].chunk(2), cache.slots[cache.places[task.layer]], strict=True
+        )
+        keys, values = ([*_loaded(memory, cached, step)] for memory, cached in halves)
+        queries = (part.queries for part in step.parts)
+        self._loaded[task.operands] = list(map(KVView, keys, values, queries))
 
     def attention(self, task: Task) -> None:
         if task.layer not in self._cached_here.get(task.micro_batch, ()):
@@ -190,12 +189,28 @@ def _cached_on_host(plan: Plan) -> dict[int, frozenset[int]]:
     return wholes | chunks
 
 
-def _carved(memory: Tensor, like_SLKd: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys or values at the start of flat memory, and the memory behind them.
+def _loaded(memory: Tensor, cached_NKd: Tensor, step: KVStep) -> Iterator[Tensor]:
+    """Keys or values of a step's parts, (S, L, K, d), in flat memory, to which those before the step are copied.
+
+    Only whole pieces of both memories are copied: anything else takes memory of the GPU beside the plan's.
+    """
+    for part in step.parts:
+        there_SLKd, memory = _carved(memory, (part.sequences, part.length, *cached_NKd.shape[1:]))
+        for there_LKd, spans in zip(there_SLKd, step.past_slots(part), strict=True):
+            start = 0
+            for span in spans:
+                stop = start + len(span)
+                there_LKd[start:stop].copy_(cached_NKd[span.start : span.stop], non_blocking=True)
+                start = stop
+        yield there_SLKd
+
+
+def _carved(memory: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Keys or values of a shape (S, L, K, d) at the start of flat memory, and the memory behind them.
 
     Each sequence begins with a block of its own, as in the cache, for the same bits as from there.
     """
-    sequences, length, kv_heads, head_dim = like_SLKd.shape
+    sequences, length, kv_heads, head_dim = shape
     room = _room(length)
     count = sequences * room * kv_heads * head_dim
     return memory[:count].view(sequences, room, kv_heads, head_dim)[:, :length], memory[count:]
@@ -210,7 +225,7 @@ def _laid_out(tensor_TKd: Tensor, sequences: int) -> Tensor:
     """Keys or values of sequences of one length, (S, L, K, d), each from the start of a block on."""
     like_SLKd = tensor_TKd.reshape(sequences, -1, *tensor_TKd.shape[1:])
     memory = tensor_TKd.new_empty(sequences * _room(like_SLKd.shape[1]) * like_SLKd[0, 0].numel())
-    laid_out, _ = _carved(memory, like_SLKd)
+    laid_out, _ = _carved(memory, like_SLKd.shape)
     return laid_out.copy_(like_SLKd)
 
 

@@ -10,9 +10,14 @@ from pathlib import Path
 import torch
 
 from moesched.doctor.facts import Caching, CudaFacts, GpuFacts, KernelFacts
+from moesched.errors import OutOfMemory
 
 from ..native.compiled import instruction_sets, why_unusable
 from ..shared.direct_file import DirectFile
+from .locked_memory import locked_bytes
+
+LEAST_LOCKED = 1 << 20
+"""Bytes of the smallest piece of memory that is tried."""
 
 
 def caching_of(file: Path) -> Caching:
@@ -31,12 +36,16 @@ def kernel_facts() -> KernelFacts:
     return KernelFacts(sets=list(instruction_sets()), problem=why_unusable())
 
 
-def cuda_facts() -> CudaFacts:
-    """CUDA, its driver and the GPUs that torch can use."""
+def cuda_facts(most_gpus: int | None = None) -> CudaFacts:
+    """CUDA, its driver and the GPUs that torch can use.
+
+    most_gpus: number of GPUs that are looked at, since that takes memory of each; None for all.
+    """
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
-        gpus = [_gpu(number) for number in range(torch.cuda.device_count())] if usable else []
+        count = torch.cuda.device_count() if usable else 0
+        gpus = [_gpu(number) for number in range(count)[:most_gpus]]
         kernels_for = torch.cuda.get_arch_list() if usable else []
     return CudaFacts(
         torch=str(torch.__version__),
@@ -47,6 +56,18 @@ def cuda_facts() -> CudaFacts:
         problem="; ".join(" ".join(str(each.message).split()) for each in told),
         peak=torch.cuda.max_memory_reserved(0) if gpus else 0,
     )
+
+
+def lockable_bytes(wanted: int, device: str = "cuda:0") -> int:
+    """Bytes of the host's memory that CUDA locks for a GPU: those that are wanted, or the largest part by halves."""
+    while wanted >= LEAST_LOCKED:
+        try:
+            locked_bytes(wanted, torch.device(device))
+        except OutOfMemory:
+            wanted //= 2
+        else:
+            return wanted
+    return 0
 
 
 def _gpu(number: int) -> GpuFacts:

@@ -13,6 +13,8 @@ accuracy (norms, rotation, softmax, routing, the sum over experts) are computed 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from moesched.models.config import ModelConfig, NormKind
 from moesched.models.footprint import QUERY_TILE
 
 from ..products.linear import Blocks, Linear, Tensor, linear
+from .fused_attention import queries_in_a_piece
 
 
 class KVView(NamedTuple):
@@ -128,11 +131,14 @@ def _normalise_heads(
     return torch.cat((*normalised, x_TX[:, keys:]), dim=-1)
 
 
-def attention(q_THd: Tensor, views: Sequence[KVView], window: int | None = None) -> Tensor:
+def attention(
+    q_THd: Tensor, views: Sequence[KVView], window: int | None = None, *, fused: bool = True
+) -> Tensor:
     """Causal attention of each sequence over its own cache: (T, H * d).
 
     q_THd: the new tokens of the first view's sequences, one after the other, then those of the second view's.
     A query sees itself and all earlier tokens; with a window, that many tokens, itself included.
+    fused: whether torch has a kernel for it that holds no scores; otherwise they are few at a time.
 
     The last bits of float32 depend on strides, on the alignment of queries and keys to cache lines, and on the number
     of cores: keep these the same to get the same bits.
@@ -141,7 +147,8 @@ def attention(q_THd: Tensor, views: Sequence[KVView], window: int | None = None)
     start = 0
     for keys_SLKd, values_SLKd, queries in views:
         stop = start + keys_SLKd.shape[0] * queries
-        attend = _attend_one_query if queries == 1 else _attend_many_queries
+        many = partial(_attend_many_queries, fused=fused)
+        attend = _attend_one_query if queries == 1 else many
         parts.append(attend(q_THd[start:stop], keys_SLKd, values_SLKd, window))
         start = stop
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -157,32 +164,44 @@ def _attend_one_query(q_SHd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, win
     return out.reshape(sequences, -1)
 
 
-def _attend_many_queries(q_THd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, window: int | None) -> Tensor:
+def _attend_many_queries(
+    q_THd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, window: int | None, *, fused: bool
+) -> Tensor:
     queries = q_THd.chunk(keys_SLKd.shape[0])
-    parts = [_attend_sequence(*one, window) for one in zip(queries, keys_SLKd, values_SLKd, strict=True)]
+    parts = [
+        _attend_sequence(*one, window, fused) for one in zip(queries, keys_SLKd, values_SLKd, strict=True)
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _attend_sequence(q_THd: Tensor, keys_LKd: Tensor, values_LKd: Tensor, window: int | None) -> Tensor:
+def _attend_sequence(
+    q_THd: Tensor, keys_LKd: Tensor, values_LKd: Tensor, window: int | None, fused: bool
+) -> Tensor:
     tokens, heads, head_dim = q_THd.shape
     length, kv_heads, _ = keys_LKd.shape
     shared = heads // kv_heads
     q_KGTd = q_THd.view(tokens, kv_heads, shared, head_dim).permute(1, 2, 0, 3)
     keys = keys_LKd.transpose(0, 1)[:, None].expand(-1, shared, -1, -1)
     values = values_LKd.transpose(0, 1)[:, None].expand(-1, shared, -1, -1)
-    if tokens == length and (window is None or window >= length):
+    if not fused:
+        tile = queries_in_a_piece(shared, length)
+        each = zip(q_KGTd.split(1), keys.split(1), values.split(1), strict=True)
+        out_KGTd = torch.cat([_attend_tiles(*one, window, tile) for one in each])
+    elif tokens == length and (window is None or window >= length):
         out_KGTd = F.scaled_dot_product_attention(q_KGTd, keys, values, is_causal=True)
     else:
         out_KGTd = _attend_tiles(q_KGTd, keys, values, window)
     return out_KGTd.permute(2, 0, 1, 3).reshape(tokens, -1)
 
 
-def _attend_tiles(q_KGTd: Tensor, keys_KGLd: Tensor, values_KGLd: Tensor, window: int | None) -> Tensor:
+def _attend_tiles(
+    q_KGTd: Tensor, keys_KGLd: Tensor, values_KGLd: Tensor, window: int | None, tile: int = QUERY_TILE
+) -> Tensor:
     tokens, length = q_KGTd.shape[2], keys_KGLd.shape[2]
     past = length - tokens
     tiles = []
-    for start in range(0, tokens, QUERY_TILE):
-        stop = min(start + QUERY_TILE, tokens)
+    for start in range(0, tokens, tile):
+        stop = min(start + tile, tokens)
         first = 0 if window is None else max(0, past + start - window + 1)
         mask = _mask(past + start, past + stop, first, window, q_KGTd.device)
         seen = slice(first, past + stop)
@@ -239,11 +258,20 @@ def choose_experts(logits_TE: Tensor, top_k: int, sum_to_one: bool = True) -> tu
 
 
 def group_by_expert(experts_Tk: Tensor, experts: int) -> Grouping:
-    """Sort the (token, expert) pairs by expert; waits for the device, since the counts come to the host."""
-    flat = experts_Tk.view(-1)
-    order_n = flat.argsort(stable=True)
-    counts: list[int] = torch.bincount(flat, minlength=experts).tolist()
-    return Grouping(order_n // experts_Tk.shape[1], order_n.argsort().view_as(experts_Tk), counts)
+    """Sort the (token, expert) pairs by expert; waits for the device once, for the counts."""
+    sorted_n, order_n = experts_Tk.view(-1).sort(stable=True)
+    tokens_n, rows_Tk = order_n // experts_Tk.shape[1], order_n.argsort().view_as(experts_Tk)
+    return Grouping(tokens_n, rows_Tk, counts_of_sorted(sorted_n, experts))
+
+
+def counts_of_sorted(sorted_n: Tensor, experts: int) -> list[int]:
+    """The number of times that each expert occurs among ascending ones; waits for the device once.
+
+    `bincount` would wait for it twice more, to look at its input.
+    """
+    numbers_E = torch.arange(experts, device=sorted_n.device)
+    ends: list[int] = torch.searchsorted(sorted_n, numbers_E, right=True).tolist()
+    return [end - start for start, end in pairwise([0, *ends])]
 
 
 def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:

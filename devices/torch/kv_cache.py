@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,6 +26,10 @@ class BlockedKV:
     of copies, or take them as it grows. `append` and `views` may run concurrently with everything else, for steps that
     `extend` returned.
 
+    Args:
+        layers: those that it holds; all by default.
+        allocate: gives a number of bytes as a uint8 tensor; by default torch's own memory.
+
     Attributes:
         table: the blocks of each sequence; opens and closes sequences.
         places: the layers that it holds, and the place of each in the arena.
@@ -39,6 +44,7 @@ class BlockedKV:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         layers: Sequence[int] | None = None,
+        allocate: Callable[[int], Tensor] | None = None,
     ) -> None:
         if blocks < 1 or block_size < 1:
             raise BadInput(
@@ -48,7 +54,10 @@ class BlockedKV:
         self.places = {layer: place for place, layer in enumerate(held)}
         shape = (len(held), 2, blocks * block_size, config.kv_heads, config.head_dim)
         self.block_size = block_size
-        self.slots = torch.empty(shape, dtype=dtype, device=device)
+        if allocate is None:
+            self.slots = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            self.slots = allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         self.table = BlockTable(blocks, block_size)
         self._half_bytes = self.slots.nbytes // (2 * len(held))
 

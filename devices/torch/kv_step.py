@@ -34,6 +34,7 @@ class Gather(NamedTuple):
 
     queries: int
     length: int
+    sequences: int
     blocks: list[int]
     slots: Tensor | None = None
 
@@ -116,6 +117,18 @@ class KVStep:
                 parts[-1] = joined
         return [self._located(part) if isinstance(part, Gather) else part for part in parts]
 
+    def past_slots(self, part: Run | Gather) -> list[list[range]]:
+        """The slots of each sequence's tokens before the step, in their order, as few ranges."""
+        past = part.length - part.queries
+        if isinstance(part, Run):
+            firsts = (part.first_slot + number * part.distance for number in range(part.sequences))
+            return [[range(first, first + past)] for first in firsts]
+        each = len(part.blocks) // part.sequences
+        return [
+            _ranges(part.blocks[first : first + each], past, self._block_size)
+            for first in range(0, len(part.blocks), each)
+        ]
+
     def _spans(self) -> Iterator[range]:
         return (range(past, past + new) for past, new in zip(self.past, self.new, strict=True))
 
@@ -123,10 +136,23 @@ class KVStep:
         first = blocks[0] if blocks else 0
         if list(blocks) == list(range(first, first + len(blocks))):
             return Run(new, length, 1, first * self._block_size, 0)
-        return Gather(new, length, list(blocks))
+        return Gather(new, length, 1, list(blocks))
 
     def _located(self, part: Gather) -> Gather:
         return part._replace(slots=indices(slots_of(part.blocks, self._block_size), self._device))
+
+
+def _ranges(blocks: Sequence[int], tokens: int, block_size: int) -> list[range]:
+    """The slots of the first tokens in some blocks; neighbours are one range."""
+    ranges: list[range] = []
+    for number, block in enumerate(blocks):
+        first = block * block_size
+        stop = first + min(block_size, tokens - number * block_size)
+        if ranges and ranges[-1].stop == first:
+            ranges[-1] = range(ranges[-1].start, max(first, stop))
+        elif stop > first:
+            ranges.append(range(first, stop))
+    return ranges
 
 
 def slots_of(blocks: Sequence[int], block_size: int) -> list[int]:
@@ -141,7 +167,7 @@ def _join(part: Run | Gather, alone: Run | Gather) -> Run | Gather | None:
     if isinstance(part, Run) and isinstance(alone, Run):
         return _join_runs(part, alone)
     if isinstance(part, Gather) and isinstance(alone, Gather):
-        return part._replace(blocks=part.blocks + alone.blocks)
+        return part._replace(sequences=part.sequences + 1, blocks=part.blocks + alone.blocks)
     return None
 
 

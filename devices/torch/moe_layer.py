@@ -132,7 +132,7 @@ class MoELayer:
         state = self._states[task.micro_batch]
         self._use_cores_for(len(state.hidden_TD), self._config.hidden * self._config.experts)
         routed = self._route(state.hidden_TD, self._weights(task.operands))
-        counts = torch.bincount(routed.experts_Tk.view(-1), minlength=self._config.experts).tolist()
+        counts = kernels.counts_of_sorted(routed.experts_Tk.view(-1).sort().values, self._config.experts)
         return _with_scores({expert: count for expert, count in enumerate(counts) if count}, routed)
 
     def _route(self, hidden_TD: Tensor, weights: LayerWeights, into: Choices | None = None) -> Routed:

@@ -69,6 +69,7 @@ class NextTokens:
         self._beams = beams
         self._is_greedy = beams is None and choice.kept is None and choice.sampling.temperature == 0
         self._first_bad = first_bad
+        self._dtype = str(compute.dtype).removeprefix("torch.")
 
     def logits(self, state: MicroBatchState) -> Tensor:
         """The logits (S, V), float32, of the last tokens; each block of the LM head on a core of its own."""
@@ -95,7 +96,7 @@ class NextTokens:
         try:
             return self._draw(state, logits_SV)
         except NotFinite as error:
-            raise traced(error, task.step, self._first_bad(state)) from error
+            raise traced(error, task.step, self._first_bad(state), self._dtype) from error
 
     def _draw(self, state: MicroBatchState, logits_SV: Tensor) -> list[int] | list[Standing]:
         logits_SV = logits_SV.cpu()
@@ -115,6 +116,17 @@ class NextTokens:
         self._hand_on(state, tokens)
         return tokens
 
+    def _likeliest_there(self, logits_SV: Tensor) -> list[int]:
+        """The likeliest tokens, found on the accelerator, so that the logits stay there; -1 where one is not finite.
+
+        Of equals the first, as on the CPU.
+        """
+        largest_S1 = logits_SV.amax(dim=-1, keepdim=True)
+        numbers_V = torch.arange(logits_SV.shape[1], device=logits_SV.device)
+        first_S = numbers_V.where(logits_SV == largest_S1, logits_SV.shape[1]).amin(dim=-1)
+        tokens: list[int] = first_S.where(largest_S1[:, 0].isfinite(), -1).tolist()
+        return tokens
+
     def sample_next(self, task: Task) -> list[int] | list[Standing]:
         """Compute the logits, and `draw` the next tokens from them."""
         state = self._states[task.micro_batch]
@@ -128,7 +140,13 @@ class NextTokens:
 
     @torch.inference_mode()
     def _sample(self, task: Task, state: MicroBatchState) -> list[int] | list[Standing]:
-        return self.draw(task, self.logits(state))
+        logits_SV = self.logits(state)
+        if self._is_greedy and not logits_SV.is_cpu:
+            tokens = self._likeliest_there(logits_SV)
+            if -1 not in tokens:
+                self._hand_on(state, tokens)
+                return tokens
+        return self.draw(task, logits_SV)
 
     def _by_native(self, state: MicroBatchState) -> bool:
         native = self._native

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -15,6 +16,7 @@ from moesched.steps.roles import KV_ROLES
 from .compute import Compute
 from .copies import HOST
 from .kv_cache import BlockedKV
+from .locked_memory import locked_if_possible
 from .micro_batch import MicroBatchState
 
 
@@ -27,7 +29,7 @@ def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) ->
     for role in KV_ROLES if plan.nodes.attends else ():
         device = compute.accelerator if role == "accelerator" else HOST
         for layers, numbers in held_alike(plan.kv.roles, role).items():
-            _open_cache(plan, layers, [states[number] for number in numbers], compute.dtype, device)
+            _open_cache(plan, layers, [states[number] for number in numbers], compute, device)
     return states + _chunk_states(plan.chunks, states, prompts) if plan.batch.chunked else states
 
 
@@ -35,13 +37,23 @@ def _open_cache(
     plan: Plan,
     layers: Sequence[int],
     states: Sequence[MicroBatchState],
-    dtype: torch.dtype,
+    compute: Compute,
     device: torch.device,
 ) -> None:
-    """Open one KV cache of these layers for these micro-batches, with room for all of their tokens."""
+    """Open one KV cache of these layers for these micro-batches, with room for all tokens of requests and beams.
+
+    That of the host is locked for a GPU, which then copies from it without the host.
+    """
+    lock = device == HOST and not compute.on_cpu
     blocks = sum(plan.batch.tokens_at_end(state.requests) for state in states) // KV_BLOCK_TOKENS
     cache = BlockedKV(
-        plan.layout.config, blocks, block_size=KV_BLOCK_TOKENS, dtype=dtype, device=device, layers=layers
+        plan.layout.config,
+        blocks,
+        block_size=KV_BLOCK_TOKENS,
+        dtype=compute.dtype,
+        device=device,
+        layers=layers,
+        allocate=partial(locked_if_possible, device=compute.accelerator) if lock else None,
     )
     for state in states:
         state.caches += (cache,)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.seams import Progress, nobody_hears
@@ -22,6 +24,7 @@ from ..shared.arena import Arena, aligned_bytes
 from ..shared.page_reader import PageReader
 from .compute import Compute
 from .home_pages import HomePages
+from .locked_memory import locked_bytes
 from .mapped_pages import MappedPages
 from .resident_pages import ResidentPages, Weights
 
@@ -101,17 +104,18 @@ class WeightStore:
             self._arenas[pool] = self._arena(pool, plan)
             done += pool.nbytes
 
-    def let_go(self) -> None:
-        """Free the previous batch's memory, except weights that may stay."""
+    def let_go(self, *, weights: bool = False) -> None:
+        """Free the previous batch's memory; weights that may stay only if asked to."""
         self._resident.close()
         self._arenas = {}
         if self._mapped is not None:
             self._mapped.hide()
+        if weights:
+            self._resident.retain([])
 
     def close(self) -> None:
         """Free everything, and close the files."""
-        self.let_go()
-        self._resident.retain([])
+        self.let_go(weights=True)
         self.home.retain([])
         if self._reading is not None:
             self._reading.close()
@@ -181,10 +185,13 @@ class WeightStore:
         return unused[:count] if len(unused) > 1 else [aligned_bytes(size) for _ in range(count)]
 
     def _arena(self, pool: Pool, plan: Plan) -> Arena:
-        fast = pool.memory is plan.memory("accelerator")
-        if fast:
-            return Arena(len(pool.slots), pool.slot_bytes, device=self._compute.accelerator)
-        return Arena(len(pool.slots), pool.slot_bytes, pinned=not self._compute.on_cpu)
+        compute = self._compute
+        if compute.on_cpu:
+            return Arena(len(pool.slots), pool.slot_bytes)
+        if pool.memory is plan.memory("accelerator"):
+            zeros = partial(torch.zeros, dtype=torch.uint8, device=compute.accelerator)
+            return Arena(len(pool.slots), pool.slot_bytes, zeros)
+        return Arena(len(pool.slots), pool.slot_bytes, partial(locked_bytes, device=compute.accelerator))
 
     def _staying(self, page: Page, slot: Slot) -> Weights:
         if slot.memory == self._host:
@@ -194,4 +201,5 @@ class WeightStore:
     def _streamed(self, page: Page, slot: Slot) -> Weights:
         if self._mapped is not None:
             return self._mapped.views(page)
-        return self.reader.views(self.bytes(slot), page)
+        memory = self.bytes(slot)
+        return self.reader.views(memory, page, aligned=not memory.is_cpu)

@@ -56,7 +56,7 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
         steps: steps of each run, prefill included.
         serial: runs of each model, one task after the other.
         fresh: the same, with weights that were fetched just before.
-        together: runs of the largest model with each overlap of tasks.
+        together: runs with each overlap of tasks: with reads, those of every model; otherwise of the largest.
     """
 
     models: tuple[ModelConfig, ...]

@@ -32,7 +32,7 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         rounds: how often each operation is measured; the spread is that of the rounds.
-        dtypes: of products.
+        dtypes: of products; on a GPU without bfloat16, float16 instead.
         matrices: (outputs, inputs) of products, from an expert of a small model to one of a large model.
         rows: of products that are bound by compute; those of one row are bound by reading.
         host_rows: the same on the CPU.

@@ -13,6 +13,8 @@ from contextlib import closing
 from pathlib import Path
 from statistics import median
 
+from msgspec.structs import replace
+
 from moesched import plugins
 from moesched.calibration import gpu_rates
 from moesched.calibration.gpu_extent import LINKS, QUICK_GPU, THOROUGH_GPU, GpuExtent
@@ -62,7 +64,8 @@ def calibrate_gpu(
 
 
 def measured_machine(probe: GpuProbe, extent: GpuExtent, progress: Progress) -> Machine:
-    """Measure a machine with a GPU."""
+    """Measure a machine with a GPU, in the number formats that it has."""
+    extent = replace(extent, dtypes=(probe.half, "float32"))
     operations, pairs = list(extent.operations()), list(extent.pairs())
     steps = extent.rounds * (len(operations) + len(pairs))
     times: dict[Operation, list[float]] = {each: [] for each in operations}

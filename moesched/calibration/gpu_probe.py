@@ -55,11 +55,13 @@ class GpuProbe(Protocol):
         gpu_name: as its driver says it.
         gpu_bytes: size of the GPU's memory.
         host_bytes: size of the host's memory.
+        half: the number format of 16 bits that the GPU has: "bfloat16", or "float16" where it has none.
     """
 
     gpu_name: str
     gpu_bytes: int
     host_bytes: int
+    half: str
 
     def seconds(self, operation: Operation, *beside: Operation) -> float:
         """The time of an operation among repetitions of it, while other operations are repeated beside it."""

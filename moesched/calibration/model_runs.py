@@ -49,8 +49,10 @@ class ModelRuns:
                         yield partial(self._serial, source, turn)
                     if turn < runs.fresh:
                         yield partial(self._fresh, source, turn)
+                    if turn < runs.together:
+                        yield partial(self._together, source, Mode.STREAMING)
                 if turn < runs.together:
-                    for mode in (Mode.STREAMING, Mode.ATTENDING, Mode.SHARING):
+                    for mode in (Mode.ATTENDING, Mode.SHARING):
                         yield partial(self._together, Source(runs.models[-1], dtype, batch), mode)
 
     def _serial(self, source: Source, turn: int) -> Call:

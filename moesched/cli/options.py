@@ -195,8 +195,10 @@ Format = Annotated[
     ),
 ]
 DType = Annotated[
-    Literal["float32", "bfloat16"] | None,
-    Parameter(help="Number format to compute in. By default the model's own."),
+    Literal["float32", "bfloat16", "float16"] | None,
+    Parameter(
+        help="Number format to compute in. By default the model's own, and float16 on GPUs without bfloat16."
+    ),
 ]
 
 

@@ -97,7 +97,8 @@ def print_report(report: JobReport) -> None:
     from moesched.units import format_seconds
 
     measured = "measured" if report.measured else "predicted"
-    say(f"\n{report.policy} on {report.model} ({report.dtype}), {measured} on {report.place}")
+    instead = f" instead of {report.model_dtype}" if report.dtype == "float16" != report.model_dtype else ""
+    say(f"\n{report.policy} on {report.model} ({report.dtype}{instead}), {measured} on {report.place}")
     plan = report.plan
     sizes = (
         f"{plan.batch_size} requests, micro-batches of {plan.micro_batch_size}, {plan.new_tokens} new tokens"

@@ -54,7 +54,7 @@ class OtherAxes:
     micro_batch_size: Annotated[Texts, axis("N,...", "Requests that share a kernel.")] = ()
     prefill_chunk: Annotated[Texts, axis("N,...", "Most prompt tokens in one pass through a layer.")] = ()
     format: Annotated[Texts, axis("F,...", "Storage formats of the weights: bf16, q4_k_m and so on.")] = ()
-    dtype: Annotated[Texts, axis("D,...", "Number formats: float32, bfloat16.")] = ()
+    dtype: Annotated[Texts, axis("D,...", "Number formats: float32, bfloat16, float16.")] = ()
     tensor_parallel: Annotated[Texts, axis("N,...", "Numbers of accelerators that share the model.")] = ()
     nodes: Annotated[Texts, axis("N,...", "Numbers of machines that share the experts.")] = ()
     network: Annotated[Texts, axis("N,...", "Networks between them.")] = ()

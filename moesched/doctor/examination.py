@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from moesched import plugins
 from moesched.cluster.cluster_file import load_cluster
@@ -28,6 +29,7 @@ from moesched.doctor.host_facts import (
     processor_facts,
 )
 from moesched.doctor.host_probes import (
+    LOCKED_WANTED,
     probe_clock,
     probe_cores,
     probe_folders,
@@ -115,6 +117,9 @@ def gather_facts(device: str = "", model: Path | None = None, hosts: Path | None
     if model is not None:
         folders.append(model_facts(model, caching_of))
     kernels: KernelFacts = _loaded("kernel_facts")()
+    cuda = cuda_facts()
+    if cuda.gpus:
+        cuda = replace(cuda, lockable=_loaded("lockable_bytes")(LOCKED_WANTED))
     return Facts(
         device=device,
         processor=processor_facts(),
@@ -123,7 +128,7 @@ def gather_facts(device: str = "", model: Path | None = None, hosts: Path | None
         memory=memory_facts(),
         folders=folders,
         clock=clock_facts(),
-        cuda=cuda_facts(),
+        cuda=cuda,
         model_bytes=0 if model is None else bytes_of_model(model),
         metal=metal_facts() if device == "mlx" or sys.platform == "darwin" else None,
         cluster=None if cluster is None else cluster_facts(cluster),

@@ -51,7 +51,8 @@ class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
         physical: of the machine.
         limit: the most that processes here can have: `physical`, or less in a control group.
         available: free, or can be freed, within the limit.
-        locked: the most that a process may lock; None where there is no limit.
+        locked: the most that a process may lock by itself, which what CUDA locks does not count against; None where
+            there is no limit.
         address_space: the most that a process may map; None where there is no limit.
     """
 
@@ -117,6 +118,7 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
         problem: torch's reason for not using CUDA; empty where it gives none.
         gpus: the GPUs that torch can use.
         peak: the most bytes that this process had allocated on the first GPU.
+        lockable: bytes of the host's memory that CUDA locked when it was tried; None where it was not.
     """
 
     torch: str
@@ -126,6 +128,7 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
     gpus: list[GpuFacts]
     problem: str = ""
     peak: int = 0
+    lockable: int | None = None
 
 
 class MetalFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,8 @@ FULL_SHARE = 0.1
 """Share of a GPU's memory that others may fill: a desktop takes less."""
 WIRED_SHARE = 0.6
 """Least share of a Mac's memory that Metal should be allowed to wire; macOS allows two thirds to three quarters."""
+FIRST_WITH_BFLOAT16 = (8, 0)
+"""Compute capability from which on GPUs have bfloat16; earlier ones have float16 only, or imitate bfloat16 slowly."""
 LEAST_MACOS = 15
 """The first macOS with residency sets, which keep weights wired."""
 
@@ -20,64 +22,75 @@ LEAST_MACOS = 15
 def probe_cuda(facts: Facts) -> Iterator[Finding]:
     """Say whether torch can use the NVIDIA GPUs; nothing where there are none and none is asked for."""
     cuda = facts.cuda
-    if facts.device != "cuda" and not cuda.driver:
-        return
+    if facts.device == "cuda" or cuda.driver:
+        yield of_driver(cuda)
+        for gpu in cuda.gpus:
+            yield of_kernels(gpu, cuda) or _of_memory(gpu)
+
+
+def of_driver(cuda: CudaFacts) -> Finding:
+    """Say whether driver and torch fit each other, and torch sees a GPU."""
     if not cuda.driver:
-        yield Finding(
+        return Finding(
             about="CUDA",
             says="there is no NVIDIA driver",
-            remedy="install the driver (in a container: start it with --gpus all), or use --device cpu",
+            remedy="install the driver (in a container: start it with --gpus all)",
         )
-    elif not cuda.built_for:
-        yield Finding(
+    if not cuda.built_for:
+        return Finding(
             about="CUDA",
             says=f"torch {cuda.torch} was built without CUDA, and there is a driver for CUDA {cuda.driver}",
             remedy="install a build for CUDA: pip install torch --index-url https://download.pytorch.org/whl/cu…",
         )
-    elif _major(cuda.driver) < _major(cuda.built_for):
-        yield Finding(
+    if _major(cuda.driver) < _major(cuda.built_for):
+        return Finding(
             about="CUDA",
             says=f"the driver supports CUDA {cuda.driver}, and torch {cuda.torch} was built for {cuda.built_for}",
             remedy=f"update the NVIDIA driver, or install a torch that was built for CUDA {_major(cuda.driver)}",
         )
-    elif not cuda.gpus:
+    if not cuda.gpus:
         because = f": {cuda.problem}" if cuda.problem else ""
-        yield Finding(
+        return Finding(
             about="CUDA",
             says=f"torch sees no GPU{because}",
             remedy="check nvidia-smi, and unset CUDA_VISIBLE_DEVICES or name a GPU there",
         )
-    else:
-        yield Finding(
-            about="CUDA", says=f"driver for CUDA {cuda.driver}, torch {cuda.torch} for {cuda.built_for}"
-        )
-    for gpu in cuda.gpus:
-        yield from _of_gpu(gpu, cuda)
+    return Finding(
+        about="CUDA", says=f"driver for CUDA {cuda.driver}, torch {cuda.torch} for {cuda.built_for}"
+    )
 
 
-def _of_gpu(gpu: GpuFacts, cuda: CudaFacts) -> Iterator[Finding]:
+def of_kernels(gpu: GpuFacts, cuda: CudaFacts) -> Finding | None:
+    """Say whether torch has no kernels for a GPU; None where it has."""
+    major, minor = gpu.capability
+    if has_kernels(gpu.capability, cuda.kernels_for):
+        return None
+    return Finding(
+        about="GPU",
+        says=f"{gpu.name} has compute capability {major}.{minor}, and torch {cuda.torch} has kernels for "
+        f"{', '.join(cuda.kernels_for) or 'none'}",
+        remedy=f"install a torch with sm_{major}{minor}: an older one for old GPUs, a newer one for new GPUs",
+    )
+
+
+def _of_memory(gpu: GpuFacts) -> Finding:
     of_others = gpu.total - gpu.free - gpu.own
     major, minor = gpu.capability
-    if not has_kernels(gpu.capability, cuda.kernels_for):
-        yield Finding(
-            about="GPU",
-            says=f"{gpu.name} has compute capability {major}.{minor}, and torch {cuda.torch} has kernels for "
-            f"{', '.join(cuda.kernels_for) or 'none'}",
-            remedy=f"install a torch with sm_{major}{minor}: an older one for old GPUs, a newer one for new GPUs",
-        )
-    elif of_others > FULL_SHARE * gpu.total:
-        yield Finding(
+    if of_others > FULL_SHARE * gpu.total:
+        return Finding(
             about="GPU",
             says=f"{gpu.name} has {format_bytes(gpu.free)} of {format_bytes(gpu.total)} free: others fill "
             f"{format_bytes(of_others)}",
             remedy="end the processes that nvidia-smi lists, or choose another GPU with CUDA_VISIBLE_DEVICES",
         )
-    else:
-        yield Finding(
-            about="GPU",
-            says=f"{gpu.name}, compute capability {major}.{minor}, {format_bytes(gpu.free)} of "
-            f"{format_bytes(gpu.total)} free",
-        )
+    half = (
+        "" if gpu.capability >= FIRST_WITH_BFLOAT16 else ", no bfloat16: such models are computed in float16"
+    )
+    return Finding(
+        about="GPU",
+        says=f"{gpu.name}, compute capability {major}.{minor}{half}, {format_bytes(gpu.free)} of "
+        f"{format_bytes(gpu.total)} free",
+    )
 
 
 def has_kernels(capability: tuple[int, int], kernels_for: list[str]) -> bool:

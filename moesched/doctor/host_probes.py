@@ -14,7 +14,7 @@ LEAST_ADDRESS_SPACE = 8 * 10**9
 """Bytes that a process should be able to map: threads and libraries map much more than they use."""
 LEAST_FREE = 10**9
 """Bytes of the disk that calibrations, traces and reports can fill."""
-LEAST_LOCKED = 2**30
+LOCKED_WANTED = 2**30
 """Bytes of page-locked buffers that a run of a large model uses."""
 COARSEST_STEP = 10_000
 """Nanoseconds; short kernels take ten times as long."""
@@ -111,21 +111,23 @@ def probe_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def probe_locked_memory(facts: Facts) -> Iterator[Finding]:
-    """Say whether page-locked buffers fit the limit of locked memory; only a GPU reads from such buffers."""
-    locked = facts.memory.locked
-    if facts.device != "cuda" and not facts.cuda.gpus:
+    """Say whether CUDA locks as much of the host's memory as the buffers take that a GPU copies from.
+
+    `ulimit -l` says nothing about it: memory that CUDA locks does not count against that limit.
+    """
+    lockable = facts.cuda.lockable
+    if lockable is None:
         return
-    if locked is not None and locked < LEAST_LOCKED:
+    if lockable < LOCKED_WANTED:
         yield Finding(
             about="locked memory",
-            says=f"a process may lock {format_bytes(locked)}: pinned buffers may be refused",
-            remedy="raise the limit: ulimit -l unlimited, or memlock in /etc/security/limits.conf "
-            "(docker --ulimit memlock=-1)",
+            says=f"CUDA locks {format_bytes(lockable)} of the host's memory, and not {format_bytes(LOCKED_WANTED)}: "
+            "copies to the GPU are slow, or runs are refused",
+            remedy="give the container (docker --memory) or WSL (memory in .wslconfig) more memory, or end other "
+            "programs",
         )
     else:
-        yield Finding(
-            about="locked memory", says="no limit" if locked is None else f"up to {format_bytes(locked)}"
-        )
+        yield Finding(about="locked memory", says=f"CUDA locks {format_bytes(LOCKED_WANTED)} and more")
 
 
 def probe_folders(facts: Facts) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ class SettingOptions:
 
     Attributes:
         settings: the policy's own settings, by name; the others keep the policy's defaults.
-        dtype: "float32" or "bfloat16"; None for the model's own.
+        dtype: "float32", "bfloat16" or "float16"; None for the model's own, or float16 on a GPU without bfloat16.
     """
 
     settings: Mapping[str, Any] | None = None

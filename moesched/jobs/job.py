@@ -11,6 +11,7 @@ from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.inputs.budgets import within_process
 from moesched.inputs.defaults import MACHINE
+from moesched.inputs.dtype import dtype_for
 from moesched.inputs.lookup import find_policy
 from moesched.jobs.options import PlannedOptions
 from moesched.machines import Machine
@@ -35,6 +36,7 @@ class Job:
     Args:
         machine: the machine that the options name.
         nodes: number of such machines that share the experts.
+        device: the device that runs it; None in predictions.
 
     Raises:
         BadInput: an option cannot be used.
@@ -48,6 +50,7 @@ class Job:
         *,
         beams: int = 1,
         nodes: int = 1,
+        device: str | None = None,
     ) -> None:
         options.require_sensible()
         require_continuations(beams, config)
@@ -62,7 +65,7 @@ class Job:
         )
         self._process: Process | None = None
         self.splits_kv = splits_kv(cls, self.machine)
-        self.layout = weight_layout(cut, options.dtype)
+        self.layout = weight_layout(cut, dtype_for(cut.dtype, options.dtype, self.machine, device))
 
     def use_process(self, process: Process) -> None:
         """Plan for a process with these bytes beside its plans; call before `sizes` and `plan`.

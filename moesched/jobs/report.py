@@ -35,6 +35,8 @@ class JobReport(Report, frozen=True, kw_only=True):
     """A report with the job's budgets, tasks and batches.
 
     Attributes:
+        dtype: the number format that the model was computed in.
+        model_dtype: the model's own.
         budget_bytes: budget of each memory.
         kinds: tasks by verb and lane.
         bytes_read: bytes read from the checkpoint's files; None if not measured.
@@ -48,6 +50,7 @@ class JobReport(Report, frozen=True, kw_only=True):
     """
 
     dtype: str
+    model_dtype: str
     budget_bytes: dict[str, int]
     kinds: list[KindUse]
     bytes_read: int | None = None
@@ -142,6 +145,7 @@ def job_report(
     return JobReport(
         **fields,
         dtype=dtype,
+        model_dtype=plan.layout.config.dtype,
         budget_bytes={
             name: bytes_of_all_ranks(plan, memory, memory.capacity) for name, memory in plan.memories.items()
         },

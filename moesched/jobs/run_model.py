@@ -112,7 +112,7 @@ def _opened(
     with MemoryAhead() as ahead:
         ahead.begin(pieces_to_take(given, checkpoint.config, lengths, beams))
         found = find_machine(given.machine, given.device, foreign=given.foreign_machine)
-        job = Job(given, checkpoint.config, found, beams=beams)
+        job = Job(given, checkpoint.config, found, beams=beams, device=given.device)
         with open_devices(given.device, given.device_settings, checkpoint, job.layout) as devices:
             ahead.stop()
             if isinstance(devices.first, UsesMemoryAhead):

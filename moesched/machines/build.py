@@ -15,7 +15,7 @@ from moesched.machines.built_comments import (
     gpu_comment,
     times,
 )
-from moesched.machines.built_links import gpu_interconnect, gpu_links, pcie_of
+from moesched.machines.built_links import RING_COMMENT, gpu_interconnect, gpu_links, pcie_of
 from moesched.machines.host_memory import HostMemory, host_memory
 from moesched.machines.machine import AcceleratorGroup, Link, Machine, Processor, Roles, Tier
 from moesched.machines.part_names import find_chip, find_cpu, find_gpu
@@ -126,11 +126,13 @@ def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
         )
         comments["memories.disk"] = disk_comment(disk, parts.disk)
         comments["roles"] = 'Models that do not fit into the host need weights = "disk" (--weights disk).'
+    if count > 1:
+        comments["accelerator_group"] = RING_COMMENT
     machine = Machine(
         name=parts.name or f"{times(gpu.name, count)}, {times(cpu.name, sockets)}",
         description=f"{times(gpu.name, count)} on {slot}, {times(cpu.name, sockets)}, {host.words}",
         accelerator_group=AcceleratorGroup(
-            count=count, interconnect=gpu_interconnect(slot) if count > 1 else None
+            count=count, interconnect=gpu_interconnect(slot, count) if count > 1 else None
         ),
         processors={
             "gpu": Processor(

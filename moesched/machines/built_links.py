@@ -11,6 +11,12 @@ REACHED = 0.75
 """Share of the line rate that copies of pinned memory reach."""
 LATENCY = 10e-6
 MEMCPY_LATENCY = 2e-6
+RING_COMMENT = (
+    "An all-reduce is one kernel: NVIDIA/nccl, src/graph/tuning.cc, counts 6.6 us and 1 us for each round over PCIe "
+    "with small messages. Assumed: a round without peer access crosses PCIe twice."
+)
+CALL_LATENCY, CROSSING_LATENCY = 6.6e-6, 1e-6
+"""Of a ring in one kernel with small messages over PCIe: NVIDIA/nccl, src/graph/tuning.cc, baseLat and hwLat of LL."""
 
 
 def pcie_of(gpu: Gpu, cpu: Cpu, slot: str | None) -> Pcie:
@@ -48,9 +54,15 @@ def gpu_links(slot: Pcie, host_bandwidth: float) -> tuple[list[Link], dict[str, 
     return links, comments
 
 
-def gpu_interconnect(slot: Pcie) -> Interconnect:
-    """The connection between two GPUs without a bridge: up one slot and down another."""
-    return Interconnect(bandwidth=_rate(slot), latency=2 * LATENCY, paths=["host->gpu", "gpu->host"])
+def gpu_interconnect(slot: Pcie, count: int) -> Interconnect:
+    """The connection between any two of `count` GPUs without a bridge: up one slot and down another.
+
+    An all-reduce is one kernel of 2 * (count - 1) rounds, each of which crosses PCIe twice.
+    """
+    latency = CALL_LATENCY / (2 * (count - 1)) + 2 * CROSSING_LATENCY
+    return Interconnect(
+        bandwidth=_rate(slot), latency=float(f"{latency:.3g}"), paths=["host->gpu", "gpu->host"]
+    )
 
 
 def _rate(slot: Pcie) -> float:

@@ -37,6 +37,8 @@ class WorkTimes(NamedTuple):
 class KernelTimes:
     """Times of one processor in one dtype.
 
+    Kernels that convert blocks of weights run on a CPU's vectors, without its matrix units and 16-bit instructions.
+
     Args:
         peak: its stated FLOP/s.
         bandwidth: its memory's stated bytes per second.
@@ -49,7 +51,9 @@ class KernelTimes:
     ) -> None:
         self._class: DeviceClass = device_class(processor.device_class)
         self._processor = processor
+        self._is_team = "wake_seconds" in rates_of(processor)
         self._peak = peak
+        self._converting_peak = min(peak, processor.flops.get("float32", peak)) if self._is_team else peak
         self._bandwidth = bandwidth
         self._usable = usable
         self._rates = {
@@ -70,7 +74,8 @@ class KernelTimes:
             computes, reads = "prompts", "attention"
         elif work.parts:
             reads = "moves"
-        computing = flops / (self._peak * rates[computes] * work.kernel_rate)
+        peak = self._converting_peak if weighing and work.kernel_rate < 1 else self._peak
+        computing = flops / (peak * rates[computes] * work.kernel_rate)
         moving = max(work.nbytes / (self._bandwidth * rates[reads]), self._reading_experts(work))
         working = computing + moving if self._class.capped and weighing else max(computing, moving)
         holding = moving * min(1.0, rates[reads] / self._usable)
@@ -96,11 +101,14 @@ class KernelTimes:
     def _fixed(self, work: Work) -> float:
         """The time of starting the work and its kernels, and of what the host does with its result.
 
-        A GPU starts each kernel. A team of threads wakes once for a work, and meets after each of its kernels.
+        A GPU starts each kernel. A team of threads wakes once for a work, and meets after each of its kernels. A work
+        that joins an earlier call starts nothing. A file without a class of device states the time of each operation.
         """
         rates = self._rates
         if "launch_seconds" not in rates:
             return self._processor.launch_seconds
+        if work.joins:
+            return 0.0
         waiting = rates[WAITED_FOR[work.kind]] if work.kind in WAITED_FOR else 0.0
         each = rates["launch_seconds"]
         return rates.get("wake_seconds", 0.0) + each * sum(map(kernels, work.parts)) + waiting

@@ -68,7 +68,7 @@ def assumed_machine() -> Machine:
         platform.node() or "local",
         memory=available_memory(),
         disk=shutil.disk_usage(Path.cwd()).total,
-        flops={"float32": flops, "bfloat16": flops},
+        flops={"float32": flops, "bfloat16": flops, "float16": flops},
         memory_bandwidth=ASSUMED_MEMORY_BANDWIDTH,
         disk_bandwidth=ASSUMED_DISK_BANDWIDTH,
         description="not calibrated: its rates are assumed; `moesched calibrate` measures them",

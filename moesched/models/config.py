@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from moesched.models.formats import EXPERT_ROLES, FORMATS, Format, Role, role_of
 from moesched.models.layers import FeedForward, GroupedAttention, HeadNorm, Layer, Shape, representative
 
-DType = Literal["float32", "bfloat16"]
+DType = Literal["float32", "bfloat16", "float16"]
 NormKind = Literal["rms", "layer"]
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

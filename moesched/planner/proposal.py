@@ -12,6 +12,7 @@ import msgspec
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.inputs.budgets import assumed_process, within_process
 from moesched.inputs.defaults import MACHINE, WORKLOAD
+from moesched.inputs.dtype import dtype_for
 from moesched.inputs.lookup import find_machine, find_policy, find_shape
 from moesched.inputs.options import (
     CutKeywords,
@@ -160,7 +161,7 @@ def plan_model(
     chosen = load_workload(workload) if isinstance(workload, str) else workload
     new_tokens = chosen.new_tokens[0] if gen is None else gen
     require_objective(objective, new_tokens)
-    layout = weight_layout(config, given.dtype)
+    layout = weight_layout(config, dtype_for(config.dtype, given.dtype, described))
     best = plan_best(
         described,
         layout,

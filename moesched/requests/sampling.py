@@ -93,12 +93,17 @@ def require_finite(logits_SV: Logits, requests: Sequence[int], positions: Sequen
         raise NotFinite(f"the logits of request {requests[row]} at position {positions[row]} are not finite")
 
 
-def traced(error: NotFinite, step: int, first_bad: str) -> NotFinite:
-    """Add the step (0 is prefill) and the first tensor that is not finite to the error of bad logits."""
+def traced(error: NotFinite, step: int, first_bad: str, dtype: str = "") -> NotFinite:
+    """Add the step (0 is prefill) and the first tensor that is not finite to the error of bad logits.
+
+    dtype: that of the computation; numbers beyond 65,504 are not finite in float16.
+    """
     when = f"decode step {step}" if step else "prefill"
+    remedy = "copy the checkpoint again, or try --dtype float32"
+    if dtype == "float16":
+        remedy = "float16 ends at 65,504: use --dtype float32, or bfloat16 on hardware that has it"
     return NotFinite(
-        f"{when}: {error}, and the first bad tensor is {first_bad}: generation stops there; "
-        "copy the checkpoint again, or try --dtype float32"
+        f"{when}: {error}, and the first bad tensor is {first_bad}: generation stops there; {remedy}"
     )
 
 

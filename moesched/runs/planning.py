@@ -22,6 +22,10 @@ from moesched.units import format_bytes
 
 SMALLER = "raise --budget, or lower --batch-size or --max-new-tokens"
 """What a user may do where a plan does not fit."""
+KERNELS_AHEAD = 8
+"""Tasks that an accelerator's stream has in its queue: short kernels would otherwise wait for the host."""
+TRANSFERS_AHEAD = 2
+"""Tasks that a copy's stream has in its queue; more would undo the order of urgent and less urgent transfers."""
 
 
 def plan_run(
@@ -109,7 +113,12 @@ def make_lanes(plan: Plan, kinds: Mapping[str, LaneKind] | None = None) -> dict[
         names.append(INTERCONNECT)
     kinds = kinds or {}
     lanes = {
-        name: Lane(name, plan.discipline, domain="device" if kinds.get(name) == "stream" else None)
+        name: Lane(
+            name,
+            plan.discipline,
+            domain="device" if kinds.get(name) == "stream" else None,
+            depth=KERNELS_AHEAD if name in accelerators else TRANSFERS_AHEAD,
+        )
         for name in names
     }
     if plan.nodes.count > 1:

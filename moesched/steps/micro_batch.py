@@ -100,9 +100,10 @@ class RoutingState:
         owners: the node of each expert, as passed to `assign`.
         outputs: blocks for `combine`.
         on_host: outputs that are still on the host; None where the routed rows are not there.
+        called: the processors ("accelerator", "host") that experts which stay in their memories have begun to run on.
     """
 
-    __slots__ = ("decision", "left", "on_host", "outputs", "owners", "pending")
+    __slots__ = ("called", "decision", "left", "on_host", "outputs", "owners", "pending")
 
     def __init__(self) -> None:
         self.decision: Task | None = None
@@ -111,6 +112,7 @@ class RoutingState:
         self.owners: Mapping[int, int] | None = None
         self.outputs: list[Block] = []
         self.on_host: list[HostOutput] | None = None
+        self.called: set[str] = set()
 
 
 class MicroBatch:

@@ -49,18 +49,25 @@ class Works:
         self._stages = stages
         self._age = age
         self._sized_for: Kind | None = None
-        self._works: dict[tuple[str, str, int, int], Work] = {}
+        self._works: dict[tuple[str, str, int, int, bool], Work] = {}
         self._moves: dict[tuple[str, str, int, int], tuple[Lane, Work]] = {}
 
     def work(
-        self, kind: str, resource: str, tokens: int, amount: Callable[[int], Amount], layer_kind: int = 0
+        self,
+        kind: str,
+        resource: str,
+        tokens: int,
+        amount: Callable[[int], Amount],
+        layer_kind: int = 0,
+        *,
+        joins: bool = False,
     ) -> Work:
         """The work of one kind of operation on `tokens` rows, in one kind of layer."""
-        key = kind, resource, tokens, layer_kind
+        key = kind, resource, tokens, layer_kind, joins
         work = self._works.get(key)
         if work is None:
             flops, nbytes, parts, rate = amount(tokens)
-            work = self._works[key] = Work(kind, resource, flops, nbytes, tokens, parts, rate)
+            work = self._works[key] = Work(kind, resource, flops, nbytes, tokens, parts, rate, joins)
         return work
 
     def move(self, source: str, destination: str, nbytes: int, pieces: int = 1) -> tuple[Lane, Work]:

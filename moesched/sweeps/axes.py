@@ -26,14 +26,14 @@ Axes = dict[str, list[Any]]
 
 _Size = Annotated[int, Meta(ge=1, le=10**9)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
-_DType = Literal["float32", "bfloat16"]
+_DType = Literal["float32", "bfloat16", "float16"]
 _Setting = bool | int | float | str
 
 _MEANT = {
     _Size: "a whole number from 1 on",
     _Share: "a number from 0 to 1",
     _Setting: "a number, true or false, or text",
-    _DType: "float32 or bfloat16",
+    _DType: "float32, bfloat16 or float16",
     Price: "a number of dollars",
     int | str: "a number of bytes, or text such as 600MB",
     int: "a whole number",

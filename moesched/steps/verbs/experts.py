@@ -184,7 +184,9 @@ class ExpertVerbs(Verbs):
         else:
             normed = blocks.normed_host
             self._leave_on_host(routing, HostOutput(expert, range(tokens), output))
-        task = self._expert_task(RUN_EXPERT, batch.stage, view, at, layer, batch.index, expert, tokens)
+        task = self._expert_task(
+            RUN_EXPERT, batch.stage, view, at, layer, batch.index, expert, tokens, routing
+        )
         return self._enter(task, (normed, *view.reads), (output,))
 
     def warm_expert(self, layer: int, expert: int, micro_batch: int) -> Task:
@@ -198,7 +200,9 @@ class ExpertVerbs(Verbs):
         view = self._expert_view(stage, "accelerator", layer, expert, 0)
         warmed = Block(f"touched E{expert} mb{micro_batch}")
         batch.routing.outputs.append(warmed)
-        task = self._expert_task(WARM_EXPERT, stage, view, "accelerator", layer, batch.index, expert, 1)
+        task = self._expert_task(
+            WARM_EXPERT, stage, view, "accelerator", layer, batch.index, expert, 1, batch.routing
+        )
         return self._enter(task, (batch.blocks.normed, *view.reads), (warmed,))
 
     def combine(self, layer: int, micro_batch: int) -> Task:
@@ -215,6 +219,7 @@ class ExpertVerbs(Verbs):
         owners = routing.owners
         routing.pending = routing.decision = routing.owners = routing.on_host = None
         routing.outputs = []
+        routing.called.clear()
         return self._run(COMBINE, layer, batch, owners, reads + self._room(batch, leaves=True))
 
     def _run_rows(
@@ -242,7 +247,8 @@ class ExpertVerbs(Verbs):
                 reads.append(blocks.normed_host)
                 self._leave_on_host(routing, HostOutput(expert, share.rows, output))
         index = shares[0].batch.index if len(shares) == 1 else -1
-        task = self._expert_task(RUN_EXPERT, stage, view, at, layer, index, expert, tokens)
+        routing = shares[0].batch.routing
+        task = self._expert_task(RUN_EXPERT, stage, view, at, layer, index, expert, tokens, routing)
         task.ranges = ranges_of(shares)
         return task, (*reads, *view.reads), tuple(outputs)
 
@@ -328,13 +334,24 @@ class ExpertVerbs(Verbs):
         micro_batch: int,
         expert: int,
         tokens: int,
+        routing: RoutingState,
     ) -> Task:
-        """A task of an expert; resident weights may have another layout than fetched ones, and thus another cost."""
+        """A task of an expert; resident weights may have another layout than fetched ones, and thus another cost.
+
+        Programs hand all of a layer's experts whose weights stay in a processor's memory to it in one call, so that the
+        second and later ones join the first. Fetched experts start one by one, as they arrive.
+        """
         works = self._state.works
         kind, amount = f"expert at {at}", works.operations.fetched_expert
-        if view.slots[0].fixed and (at == "accelerator" or self._state.unified):
+        stays = view.slots[0].fixed
+        if stays and (at == "accelerator" or self._state.unified):
             kind, amount = f"resident expert at {at}", works.operations.resident_expert
-        work = works.work(kind, stage.processors[at], tokens, amount)
+        joins = stays and at in routing.called
+        if joins:
+            kind += ", joined"  # traces tell works apart by their kind, and this one costs less
+        work = works.work(kind, stage.processors[at], tokens, amount, joins=joins)
+        if stays:
+            routing.called.add(at)
         if at == "accelerator":
             return Kernel(stage.lane, work, verb.name, layer, micro_batch, expert, view, self.index)
         return HostKernel(stage.host, work, verb.name, layer, micro_batch, expert, view, self.index)

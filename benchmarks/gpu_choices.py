@@ -1,0 +1,148 @@
+"""The choices of the CUDA device that were made without a GPU, measured: is the safe way the fast one here?
+
+attention: torch's back ends on one query after the other, of lengths that grow by one, as in decode steps; a back end
+that plans anew for each length has a slow typical call, not only a slow first one. alignment: products with weights at
+a multiple of 16 bytes and 8 bytes behind one, as files have them. reads: direct reads into ordinary memory, into
+ordinary memory that CUDA locked, and into memory that CUDA allocated as page-locked.
+
+Needs a GPU to say something about one; elsewhere it tries itself on the processor. `--small` takes small sizes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import torch
+from _options import Benchmark, track
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from moesched.devices.shared.arena import ALIGNMENT, aligned_bytes
+from moesched.devices.shared.direct_file import DirectFile
+from moesched.devices.torch.locked_memory import locked_bytes
+from moesched.errors import MoeschedError
+
+BACK_ENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+LENGTHS = 32
+"""Number of lengths that attention is timed at, each one token longer than the one before."""
+REPEATS = 20
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the chosen parts, print them, write the JSON."""
+    options = BENCHMARK.parse(arguments)
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name(0) if device.type == "cuda" else "cpu"}
+    measures = {"attention": attention, "alignment": alignment, "reads": reads}
+    for part in track(options.only, "choices", still=True):
+        result[part] = measures[part](device, options.small)
+        print(part, result[part])
+    BENCHMARK.write(result)
+
+
+def attention(device: torch.device, small: bool) -> dict[str, Any]:
+    """Milliseconds of the first and of a typical call of each back end; the reason where it takes no such call."""
+    sequences, heads, head, start = (2, 4, 64, 32) if small else (64, 8, 128, 1000)
+    dtype = _half(device)
+    found: dict[str, Any] = {}
+    for name, back_end in BACK_ENDS.items():
+        times = []
+        try:
+            with sdpa_kernel(back_end), torch.inference_mode():
+                for length in range(start, start + LENGTHS):
+                    query = torch.zeros(sequences, heads, 4, head, dtype=dtype, device=device)
+                    keys = torch.zeros(sequences, heads, length, head, dtype=dtype, device=device)
+                    attend = partial(scaled_dot_product_attention, query, keys, keys)
+                    times.append(_milliseconds(attend, device))
+        except RuntimeError as error:
+            found[name] = str(error).splitlines()[0]
+            continue
+        found[name] = {"first": times[0], "typical": median(times[1:])}
+    return found
+
+
+def alignment(device: torch.device, small: bool) -> dict[str, Any]:
+    """Milliseconds of a product by rows, with weights at a multiple of 16 bytes, and 8 bytes behind one."""
+    outputs, inputs = (64, 64) if small else (14336, 4096)
+    dtype = _half(device)
+    raw = torch.zeros(outputs * inputs + 8, dtype=dtype, device=device)
+    found: dict[str, Any] = {}
+    for rows in (1, 16, 256):
+        x_TD = torch.zeros(rows, inputs, dtype=dtype, device=device)
+        for behind in (0, 8):
+            first = behind // dtype.itemsize
+            weight_ND = raw[first : first + outputs * inputs].view(outputs, inputs)
+            multiply = partial(linear, x_TD, weight_ND)
+            times = [_milliseconds(multiply, device) for _ in range(REPEATS)]
+            found[f"{rows} rows, {behind} bytes behind"] = median(times)
+    return found
+
+
+def reads(device: torch.device, small: bool) -> dict[str, Any]:
+    """GB/s of direct reads into each kind of memory; the reason where the system refuses it."""
+    nbytes = (1 if small else 256) << 20
+    kinds: dict[str, Callable[[], torch.Tensor]] = {"ordinary": lambda: aligned_bytes(nbytes)}
+    if device.type == "cuda":
+        kinds["locked by CUDA"] = lambda: locked_bytes(nbytes, device)
+        kinds["allocated by CUDA"] = lambda: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    found: dict[str, Any] = {}
+    with NamedTemporaryFile(dir=Path.cwd(), prefix="reads-") as file:
+        file.write(bytes(nbytes))
+        file.flush()
+        opened = DirectFile(Path(file.name))
+        for name, allocate in kinds.items():
+            memory = allocate()
+            if memory.data_ptr() % ALIGNMENT:
+                found[name] = "it starts at no multiple of 4096"
+                continue
+            began = time.perf_counter()
+            try:
+                opened.read(memory.numpy().data, 0, nbytes)
+            except MoeschedError as error:
+                found[name] = str(error)
+            else:
+                found[name] = round(nbytes / (time.perf_counter() - began) / 1e9, 2)
+        found["direct"] = opened.caching == "bypassed"
+        opened.close()
+    return found
+
+
+def _half(device: torch.device) -> torch.dtype:
+    """The number format of 16 bits that the device has."""
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    return torch.float16 if old else torch.bfloat16
+
+
+def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return round(1e3 * (time.perf_counter() - began), 4)
+
+
+BENCHMARK = Benchmark(
+    __doc__,
+    "gpu_choices",
+    measures=("devices/torch", "devices/shared"),
+    packages=("torch",),
+    parts=("attention", "alignment", "reads"),
+)
+BENCHMARK.parser.add_argument("--small", action="store_true", help="small sizes, to try the benchmark itself")
+
+
+if __name__ == "__main__":
+    main()

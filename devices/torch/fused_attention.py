@@ -1,0 +1,31 @@
+"""Which attention kernels a GPU has: fused ones need no memory for scores, torch's other way needs much."""
+
+from __future__ import annotations
+
+import torch
+
+FLASH_SINCE = (8, 0)
+"""Compute capability from which on flash attention runs, and bfloat16 in any fused kernel."""
+LARGEST_FLASH_HEAD = 256
+PIECE_BYTES = 64 << 20
+"""Most bytes of the scores of one call without a fused kernel, of which torch holds a few at once."""
+
+
+def has_fused_attention(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:
+    """Whether torch has a fused kernel for heads of this size on a GPU of this compute capability.
+
+    Flash attention takes numbers of 16 bits, and memory-efficient attention heads that are a multiple of 8.
+    """
+    if capability >= FLASH_SINCE and dtype != torch.float32:
+        return head_dim <= LARGEST_FLASH_HEAD or head_dim % 8 == 0
+    return dtype != torch.bfloat16 and head_dim % 8 == 0
+
+
+def prefer_kernels_without_plans() -> None:
+    """Have torch leave out cuDNN's attention, which may plan anew for each length of the KV cache."""
+    torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+
+
+def queries_in_a_piece(heads: int, length: int) -> int:
+    """The queries of some heads whose scores (heads, queries, length), float32, fit PIECE_BYTES; at least one."""
+    return max(1, PIECE_BYTES // (4 * heads * length))

@@ -1,0 +1,76 @@
+"""Memory of a GPU: the bytes that plans may use of it, and how torch's allocator takes them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from moesched.errors import BadInput, OutOfMemory
+from moesched.machines import Machine
+from moesched.steps.plan import Plan
+from moesched.units import format_bytes
+
+WORKSPACE_BYTES = 512_000_000
+"""Bytes of the GPU for workspaces of its libraries and what the allocator rounds up, beside a twentieth of all."""
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of the environment by which users set torch's allocator."""
+
+
+def usable_bytes(free: int) -> int:
+    """Return the bytes of a GPU that a plan may use. Workspaces and the allocator's rounding need the rest.
+
+    Raises:
+        BadInput: too few are free.
+    """
+    usable = free - free // 20 - WORKSPACE_BYTES
+    if usable <= 0:
+        raise BadInput(
+            f"device cuda: the GPU has {format_bytes(free)} free, less than its libraries need: end other programs "
+            "that use it, which nvidia-smi lists"
+        )
+    return usable
+
+
+def with_usable_memory(machine: Machine, free: int) -> Machine:
+    """The machine with no more memory of its accelerator than a plan may use now.
+
+    Args:
+        free: bytes of the GPU that are free.
+
+    Raises:
+        BadInput: too few are free.
+    """
+    name = machine.accelerator.memory
+    memory = machine.memories[name]
+    capacity = min(memory.nbytes, usable_bytes(free))
+    return replace(machine, memories={**machine.memories, name: replace(memory, capacity=capacity)})
+
+
+def require_room(plan: Plan, device: torch.device) -> None:
+    """Check that a GPU has what a plan takes of it; what torch holds there already is the plan's.
+
+    Raises:
+        OutOfMemory: it has less.
+    """
+    module: Any = torch.get_device_module(device)
+    free = module.mem_get_info(device)[0] + module.memory_reserved(device)
+    memory, usable = plan.memory("accelerator"), usable_bytes(free)
+    if memory.used > usable:
+        raise OutOfMemory(
+            f"out of memory: the plan takes {format_bytes(memory.used)} of the GPU, which has {format_bytes(usable)} "
+            f"beside what its libraries need: give --budget {memory.name}={usable}, or end other programs that use it"
+        )
+
+
+def let_segments_grow(environment: Mapping[str, str] = os.environ) -> None:
+    """Have torch's allocator extend its segments, which leaves no gaps that nothing fits into.
+
+    It is left as it is where the user has set it.
+    """
+    if not any(name in environment for name in ALLOCATOR_VARIABLES):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -1,0 +1,37 @@
+"""The number format that a model is computed in."""
+
+from __future__ import annotations
+
+from moesched import plugins
+from moesched.errors import BadInput
+from moesched.machines import Machine
+from moesched.seams import ChoosesDtype
+
+HALF = "float16"
+
+
+def dtype_for(own: str, given: str | None, machine: Machine, device: str | None = None) -> str:
+    """The number format of a run or a prediction.
+
+    Args:
+        own: the model's own.
+        given: the user's choice; None for none.
+        machine: one whose accelerator has a rate for float16 and none for bfloat16 computes 16-bit models in float16.
+        device: the device that runs the model; None in predictions.
+
+    Raises:
+        BadInput: the user chose float16, and the device does not compute in it.
+    """
+    if device is None:
+        return given or _on_machine(own, machine)
+    kind = plugins.find("devices", device)
+    if issubclass(kind, ChoosesDtype):
+        return given or kind.chosen_dtype(own)
+    if given == HALF:
+        raise BadInput(f"device {device} does not compute in {HALF}: give --dtype bfloat16 or float32")
+    return given or own
+
+
+def _on_machine(own: str, machine: Machine) -> str:
+    rates = machine.accelerator.flops
+    return HALF if own == "bfloat16" and own not in rates and HALF in rates else own

@@ -1,0 +1,132 @@
+"""GPUs: the one of each rank, and their memory, of which plans take what is free; lack of it is one clear line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import gpu_choices
+import msgspec
+import pytest
+import torch
+from _small_runs import TWO_MEMORIES, Generated, generate
+from gpu_offload import begin_peak, check
+
+from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
+from moesched.devices.torch.cuda_device import gpu_of
+from moesched.devices.torch.gpu_memory import (
+    WORKSPACE_BYTES,
+    let_segments_grow,
+    usable_bytes,
+    with_usable_memory,
+)
+from moesched.errors import BadInput, OutOfMemory
+from moesched.models.checkpoint import Checkpoint
+from moesched.plugins import make_policy
+from odd_models import MIXTRAL, PROMPTS, WIDE, layout_of, stored
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return stored(MIXTRAL, tmp_path_factory.mktemp("models"))
+
+
+def generated(checkpoint: Checkpoint, gpu: LaggingGpu) -> Generated:
+    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=gpu)
+    return generate(
+        device, make_policy("cgopipe"), TWO_MEMORIES, PROMPTS, new_tokens=4, micro_batch_size=2, weights=0.8
+    )
+
+
+@pytest.mark.parametrize(("rank", "ranks", "gpus", "own"), [(0, 1, 1, 0), (3, 1, 1, 0), (1, 2, 2, 1)])
+def test_ranks_have_gpus_of_their_own_and_nodes_the_first_of_their_machine(
+    rank: int, ranks: int, gpus: int, own: int
+) -> None:
+    assert gpu_of(rank, ranks, gpus) == own
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    with pytest.raises(BadInput, match="torch sees 2 CUDA devices here: lower --tensor-parallel"):
+        gpu_of(2, 4, 2)
+
+
+def test_a_plan_leaves_memory_to_the_libraries_of_the_gpu() -> None:
+    assert usable_bytes(24 * 10**9) == 24 * 10**9 - 1_200_000_000 - 512_000_000
+    with pytest.raises(BadInput, match="end other programs"):
+        usable_bytes(500_000_000)
+
+
+@pytest.mark.parametrize(("free", "left"), [(10**9, 438_000_000), (100 * 10**9, 10**9)])
+def test_a_calibrated_machine_has_no_more_memory_than_is_free_now(free: int, left: int) -> None:
+    found = with_usable_memory(TWO_MEMORIES, free)
+    assert found.memories["gpu"].nbytes == left
+    assert found.memories["host"] == TWO_MEMORIES.memories["host"]
+
+
+def test_a_plan_that_takes_more_than_the_gpu_has_is_refused_with_the_budget_that_fits(
+    checkpoint: Checkpoint,
+) -> None:
+    free = (WORKSPACE_BYTES + 100_000) * 20 // 19
+    with pytest.raises(OutOfMemory, match=r"takes .* KB of the GPU, .* give --budget gpu=\d+, or end other"):
+        generated(checkpoint, LaggingGpu(told_free=free))
+    assert generated(checkpoint, LaggingGpu(told_free=free + 10**6)).tokens
+
+
+def test_an_allocation_that_the_gpu_refuses_ends_the_run_in_one_line(checkpoint: Checkpoint) -> None:
+    with pytest.raises(OutOfMemory, match=r"out of memory .*the plan takes .*: lower --budget") as caught:
+        generated(checkpoint, LaggingGpu(capacity=300_000))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def allocator() -> Iterator[None]:
+    yield
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+def test_segments_of_the_allocator_grow_unless_the_user_has_set_it(allocator: None) -> None:
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    let_segments_grow({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"})
+    assert "expandable_segments:False" in torch._C._accelerator_getAllocatorSettings()
+    let_segments_grow({})
+    assert "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings()
+
+
+def test_a_peak_that_begins_anew_counts_nothing_that_the_case_before_left(checkpoint: Checkpoint) -> None:
+    gpu = LaggingGpu()
+    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=gpu)
+    generate(
+        device,
+        make_policy("resident"),
+        TWO_MEMORIES,
+        PROMPTS,
+        new_tokens=4,
+        micro_batch_size=2,
+        keep_open=True,
+    )
+    assert gpu.memory.in_use() > sum(page.nbytes for page in device.layout.pages)
+    begin_peak(device)
+    assert gpu.memory.peak < device.layout.globals_bytes + 4096
+
+
+def test_the_check_before_the_benchmark_streams_in_bfloat16() -> None:
+    config = msgspec.structs.replace(WIDE, hidden=128, intermediate=384, dtype="bfloat16")
+    found = check(TWO_MEMORIES, config, LaggingDevice, new_tokens=3)
+    assert found.pop("resident")["streamed_pages"] == 0
+    for each in found.values():
+        assert each["streamed_pages"] > 0
+        assert each["tokens_equal"] and each["largest_difference_of_logits"] == 0
+
+
+def test_choices_that_were_made_without_a_gpu_can_be_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    gpu_choices.main(["--small", "--out", str(tmp_path / "choices.json")])
+    found = json.loads((tmp_path / "choices.json").read_text())
+    assert found["attention"].keys() == {"flash", "efficient", "cudnn", "math"}
+    assert found["attention"]["math"]["typical"] > 0
+    assert found["alignment"].keys() >= {"1 rows, 0 bytes behind", "1 rows, 8 bytes behind"}
+    assert found["reads"]["ordinary"] > 0
+    assert [*tmp_path.iterdir()] == [tmp_path / "choices.json"]
