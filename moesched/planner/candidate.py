@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from msgspec.structs import replace
@@ -98,10 +98,16 @@ class Candidate:
         return found if found is not None and found.resident < 1 else None
 
     def _climb(self, start: PolicyChoice) -> Seen:
-        """Move from one schedule to a better one, until no neighbour's bound is better."""
-        tried = {_point(start)}
+        """Move from one schedule to a better one: in large steps first, then in small ones."""
         found = self._start(start)
-        ahead = self._around(found)
+        for around in (self._far, self._near):
+            found = self._uphill(found, around)
+        return found
+
+    def _uphill(self, found: Seen, around: Callable[[Seen], list[Point]]) -> Seen:
+        """Move on, until no neighbour's bound is better, or enough of them were tried."""
+        tried: set[Point] = set()
+        ahead = self._in_order(around(found))
         while ahead and len(tried) < MOST_PREVIEWS:
             choice = ahead.pop(0)
             if _point(choice) in tried or choice.throughput * NEAR < found.throughput:
@@ -111,8 +117,13 @@ class Candidate:
                 other = self.schedules.see(*_point(choice))
                 if other.rate > found.rate:
                     found = other
-                    ahead = self._around(found)
+                    ahead = self._in_order(around(found))
         return found
+
+    def _in_order(self, points: Sequence[Point]) -> list[PolicyChoice]:
+        """What of these fits, the highest bound first."""
+        choices = [choice for point in points if (choice := self._filled(point))]
+        return sorted(choices, key=lambda choice: choice.throughput, reverse=True)
 
     def _start(self, choice: PolicyChoice) -> Seen:
         """Simulate a choice; with smaller micro-batches if not even one fits: the search knows only average lengths."""
@@ -127,18 +138,25 @@ class Candidate:
                 resident = resident_of(share, count)
         return self.schedules.see(size, count, resident)
 
-    def _around(self, seen: Seen) -> list[PolicyChoice]:
-        """The sizes to try next, the highest bound first.
+    def _far(self, seen: Seen) -> list[Point]:
+        """Micro-batches of about twice and half the size, for as many requests."""
+        size = seen.micro_batch_size
+        others = {min(self._ladder, key=lambda each: abs(each - aim)) for aim in (2 * size, size / 2)}
+        return self._of_sizes(seen, sorted(others - {size}))
 
-        A fifth more or fewer micro-batches, or others as many requests, each with the same share of the KV cache on the
-        accelerator; and a tenth of the micro-batches more or fewer there.
+    def _near(self, seen: Seen) -> list[Point]:
+        """A fifth more or fewer micro-batches, or other sizes for as many requests; more or less of the KV cache there.
+
+        The share of the KV cache on the accelerator changes by a tenth of the micro-batches, or of a single one's
+        layers.
         """
-        size, requests = seen.micro_batch_size, seen.batch_size
-        count = -(-requests // size)
-        sizes = [(size, -(-count * 6 // 5)), (size, max(1, count * 5 // 6))]
-        sizes += [(other, -(-requests // other)) for other in self._neighbours(size)]
-        share = seen.kv_on_gpu if self.setting.splits_kv else 0.0
-        points = [Point(size, count, resident_of(share, count)) for size, count in sizes]
+        size, share = seen.micro_batch_size, self._share(seen)
+        count = -(-seen.batch_size // size)
+        points = [
+            Point(size, other, resident_of(share, other))
+            for other in (-(-count * 6 // 5), max(1, count * 5 // 6))
+        ]
+        points += self._of_sizes(seen, self._neighbours(size))
         if self.setting.splits_kv and self.setting.kv_on_gpu is None:
             parts = self.setting.layout.config.layers if count == 1 else count
             here, few = round(share * parts), -(-parts // 10)
@@ -146,8 +164,15 @@ class Candidate:
                 Point(size, count, resident_of(other / parts, count))
                 for other in (max(0, here - few), min(parts, here + few))
             ]
-        choices = [choice for point in points if (choice := self._filled(point))]
-        return sorted(choices, key=lambda choice: choice.throughput, reverse=True)
+        return points
+
+    def _of_sizes(self, seen: Seen, sizes: Sequence[int]) -> list[Point]:
+        """Micro-batches of these sizes for as many requests, with the same share of the KV cache on the accelerator."""
+        counts = [(size, -(-seen.batch_size // size)) for size in sizes]
+        return [Point(size, count, resident_of(self._share(seen), count)) for size, count in counts]
+
+    def _share(self, seen: Seen) -> float:
+        return seen.kv_on_gpu if self.setting.splits_kv else 0.0
 
     def _filled(self, point: Point) -> PolicyChoice | None:
         """That number of micro-batches, or the most that should fit, with as many weights kept as then fit."""
@@ -176,7 +201,7 @@ class Candidate:
 
     def _probe(self, size: int) -> TraitProbe:
         if size not in self._probes:
-            self._probes[size] = TraitProbe(self.setting, size)
+            self._probes[size] = TraitProbe(self.setting, size, joint=self.traits.joint)
         return self._probes[size]
 
     def _neighbours(self, size: int) -> list[int]:
