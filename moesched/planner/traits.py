@@ -30,6 +30,9 @@ from moesched.tasks import Work
 MANY = 5
 """From this number of micro-batches on, each further one costs the same bytes, as those within a layer share rooms."""
 
+LESSONS = 3
+"""Most plans, each with less memory than the one before, that tell how large a policy's buffer is at least."""
+
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """A policy's use of memories, for any batch.
@@ -109,21 +112,24 @@ class Lesson:
         resident_share = resident_bytes(roomy)
         fast = roomy.memory("accelerator")
         stages = len(roomy.stages)
-        short = unlimited | {fast.name: fast.used - resident_share // stages // 4}
-        try:
-            tight, _ = setting.plan(batch, short, on_host)
-        except BadInput:
-            tight = None
-        self._least = roomy if tight is None else tight
-        streamed = (weight_bytes(self._least) - resident_bytes(self._least)) / len(self._least.layers)
+        least, tight = roomy, False
+        left = 3 * resident_share // stages // 4
+        for _ in range(LESSONS):  # a ring has as many slots whether all or few of the pages pass through it
+            try:
+                short = unlimited | {fast.name: fast.used - resident_share // stages + left}
+                least, _ = setting.plan(batch, short, on_host)
+            except BadInput:
+                break
+            tight, left = True, round(_buffer(least) * weight_bytes(least) / len(least.layers))
+        self._least = least
         self._ffn_on_gpu = not roomy.declared.experts_on_host
         self.traits = Traits(
             attention_on_gpu=roomy.kv.on_gpu == 1 or roomy.kv.slots > 0,
             ffn_on_gpu=self._ffn_on_gpu,
             kv_on_gpu=roomy.kv.on_gpu == 1,
             keeps=resident_share / weight_bytes(roomy),
-            streams=resident_share == 0 or tight is not None,
-            buffer=_pool_bytes(self._least) / streamed if streamed else 0.0,
+            streams=resident_share == 0 or tight,
+            buffer=_buffer(least),
             fetch=self.fetch_seconds(setting.cost),
             stages=stages,
             joint=setting.nodes == 1 and runs_experts_jointly(setting),
@@ -279,6 +285,12 @@ def resident_bytes(plan: Plan) -> int:
 def weight_bytes(plan: Plan) -> int:
     """Bytes of all weights in slots."""
     return sum(map(plan.slot_bytes, plan.layout.pages))
+
+
+def _buffer(plan: Plan) -> float:
+    """Bytes of a plan's buffer for each byte of a layer that streams."""
+    streamed = (weight_bytes(plan) - resident_bytes(plan)) / len(plan.layers)
+    return _pool_bytes(plan) / streamed if streamed else 0.0
 
 
 def _pool_bytes(plan: Plan) -> int:
