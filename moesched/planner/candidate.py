@@ -20,6 +20,8 @@ FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 1
 ROUGH = (1, 4, 16, 48, 128, 256)
 """Sizes of the first look at a policy."""
 MOST_SHARES = 8
+SIMILAR = 1.05
+"""Factor between bounds that do not tell which schedule is better."""
 
 
 class Candidate:
@@ -53,7 +55,7 @@ class Candidate:
         self._first = sizes or (self._coarse if deep else ROUGH)
         self._climb = Climb(setting, self.traits, self.schedules, self._ladder, self._shape)
         shapes = self._shapes(setting, self._first)
-        self.choice = best(setting, self.traits, shapes) or least(setting, self.traits, shapes[0])
+        self.choice = self._best_of(setting, shapes) or least(setting, self.traits, shapes[0])
 
     def refine(self) -> None:
         """Choose among all coarse sizes, and the fine ones next to the best of these."""
@@ -61,7 +63,7 @@ class Candidate:
             size = self.choice.micro_batch_size
             near = [other for other in sizes if other in self._coarse or size / 2 < other < size * 2]
             shapes = self._shapes(self.setting, near)
-            self.choice = best(self.setting, self.traits, shapes, self.choice.throughput) or self.choice
+            self.choice = self._best_of(self.setting, shapes) or self.choice
 
     def first(self) -> Seen:
         """Simulate the schedule of the choice."""
@@ -78,7 +80,7 @@ class Candidate:
             for share in (0.0, 1.0):
                 setting = replace(self.setting, kv_on_gpu=share)
                 shapes = self._shapes(setting, list(self._probes))
-                edge = best(setting, self.traits, shapes, above=found.throughput / NEAR)
+                edge = self._best_of(setting, shapes, above=found.throughput / NEAR)
                 if edge is not None and point_of(edge) != point_of(self.choice):
                     found = max(found, self._climb.from_choice(edge), key=lambda seen: seen.rate)
             partly = self._most_layers(found.micro_batch_size)
@@ -110,6 +112,20 @@ class Candidate:
 
     def _shapes(self, setting: Setting, sizes: Sequence[int]) -> list[Shape]:
         return [self._probe(size).shape(setting.cost) for size in sizes if size in self._ladder]
+
+    def _best_of(self, setting: Setting, shapes: Sequence[Shape], above: float = 0.0) -> PolicyChoice | None:
+        """The highest bound; of bounds that are about as high, one of larger micro-batches, which are fewer tasks."""
+        found = best(setting, self.traits, shapes, above)
+        if found is None:
+            return None
+        similar = max(above, found.throughput / SIMILAR)
+        for shape in sorted(shapes, key=lambda shape: shape.size, reverse=True):
+            if shape.size <= found.micro_batch_size:
+                break
+            choice = best(setting, self.traits, [shape], similar)
+            if choice is not None:
+                return choice
+        return found
 
     def _shape(self, size: int) -> Shape:
         return self._probe(size).shape(self.setting.cost)
