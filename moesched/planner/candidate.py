@@ -17,7 +17,7 @@ from moesched.planner.traits import Lesson, Shape, TraitProbe, Traits
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 192, 224)
 """Requests of a micro-batch: all coarse sizes are tried, and the fine sizes next to the best coarse one."""
-ROUGH = (1, 4, 16, 48, 128, 256)
+ROUGH = (1, 16, 64, 256)
 """Sizes of the first look at a policy."""
 MOST_SHARES = 8
 SIMILAR = 1.05
