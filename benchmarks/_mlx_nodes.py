@@ -10,10 +10,9 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 import torch
+from _small_runs import ONE_MEMORY
 
 from moesched.devices.mlx.device import MlxDevice
-from moesched.machines import Machine
-from moesched.machines.local import unified_machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
@@ -66,7 +65,7 @@ def run_nodes(
     devices: list[MlxDevice] = []
     for node in range(NODES):
         device, made = MlxDevice(checkpoint, layout, **settings), make_policy(policy, {})
-        plan = plan_run(_node(), layout, batch, made, slot_bytes=device.slot_bytes, nodes=NODES, node=node)
+        plan = plan_run(ONE_MEMORY, layout, batch, made, slot_bytes=device.slot_bytes, nodes=NODES, node=node)
         ranks.append(Rank(plan, made, device))
         devices.append(device)
         device.join(node, transport, ranks[0].device)
@@ -80,17 +79,6 @@ def generate(model: Path, new_tokens: int, settings: dict[str, Any]) -> tuple[fl
     report, _ = run_nodes(model, new_tokens, settings)
     assert report.decode_tokens_per_second is not None
     return 1 / report.decode_tokens_per_second, report.tokens or []
-
-
-def _node() -> Machine:
-    return unified_machine(
-        "a node",
-        memory=10**9,
-        disk=10**10,
-        flops={"float32": 1e11},
-        memory_bandwidth=2e10,
-        disk_bandwidth=1e9,
-    )
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import gc
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from importlib.util import find_spec
 from itertools import product
 from operator import itemgetter
@@ -84,40 +85,43 @@ class Bench:
         self.lengths = load_workload("mtbench").lengths(MOST_REQUESTS)
         chance = random.Random(1)
         self.prompts = [[chance.randrange(config.vocabulary) for _ in range(n)] for n in self.lengths]
-        self.device = CudaDevice(random_checkpoint(config), self.layout)
 
-    def plan(self, machine: Machine, name: str, sizes: BatchSizes) -> tuple[Plan, Policy]:
+    def plan(
+        self, device: TorchDevice, machine: Machine, name: str, sizes: BatchSizes
+    ) -> tuple[Plan, Policy]:
         """A policy made anew, and its plan."""
         batch = batch_of(self.lengths, self.new_tokens, sizes)
         policy = _policy(name)
-        return plan_run(machine, self.layout, batch, policy, None, self.device.slot_bytes), policy
+        return plan_run(machine, self.layout, batch, policy, None, device.slot_bytes), policy
 
     def case(self, machine: Machine, name: str, left: float) -> dict[str, Any]:
-        """One policy under its best plan.
+        """One policy under its best plan, on a device of its own, so that the case before leaves no memory in use.
 
         Raises:
             BadInput: it does not fit, or takes longer than what is left.
         """
+        with closing(CudaDevice(random_checkpoint(self.config), self.layout)) as device:
+            return self._case(device, machine, name, left)
+
+    def _case(self, device: TorchDevice, machine: Machine, name: str, left: float) -> dict[str, Any]:
         best = plan_best(
             machine,
             self.layout,
             self.lengths,
             self.new_tokens,
             policies=(CLASSES[name],),
-            slot_bytes=self.device.slot_bytes,
+            slot_bytes=device.slot_bytes,
         )
         sizes = BatchSizes(best.seen.batch_size, best.seen.micro_batch_size)
-        plan, policy = self.plan(machine, name, sizes)
+        plan, policy = self.plan(device, machine, name, sizes)
         predicted = simulate(plan, policy)
         seconds = sum(predicted.step_seconds)
         if 1.5 * seconds > left:
             raise BadInput(f"it would take {seconds:.0f} s of the {left:.0f} s that are left")
-        plan, policy = self.plan(machine, name, sizes)
+        plan, policy = self.plan(device, machine, name, sizes)
         link = Link()
-        begin_peak(self.device)
-        report = run(
-            plan, policy, self.device, self.prompts[: sizes.batch_size], observers=[link], keep_open=True
-        )
+        begin_peak(torch.cuda)
+        report = run(plan, policy, device, self.prompts[: sizes.batch_size], observers=[link], keep_open=True)
         return {
             "policy": name,
             **compared(report, predicted),
@@ -128,12 +132,6 @@ class Bench:
                 "reserved": torch.cuda.max_memory_reserved(),
             },
         }
-
-    def close(self) -> None:
-        """Give the host's memory back."""
-        self.device.close()
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def _policy(name: str) -> Policy:
@@ -194,10 +192,12 @@ def check(
     return differences
 
 
-def begin_peak(device: TorchDevice) -> None:
-    """Have the peak of the GPU's memory begin anew, without what the case before left there."""
-    device.free_accelerator()
-    module: Any = torch.get_device_module(device.accelerator)
+def begin_peak(module: Any) -> None:
+    """Have the peak of the GPU's memory begin anew, without what closed devices left there.
+
+    module: that of the kind of GPU, such as torch.cuda.
+    """
+    gc.collect()
     module.empty_cache()
     module.reset_peak_memory_stats()
 
@@ -262,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except (MoeschedError, torch.cuda.OutOfMemoryError) as error:
             result["left_out"][case] = f"{type(error).__name__}: {error}"
         BENCHMARK.write(result)
-    bench.close()
+    begin_peak(torch.cuda)
     average = round(sum(bench.lengths) / len(bench.lengths))
     for cap in options.caps if ACCELERATE in options.only else ():
         case = f"{cap:g} GB, {ACCELERATE}"

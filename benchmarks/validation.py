@@ -106,7 +106,7 @@ def predicted_by(run: Run) -> JobReport:
 
 @cache
 def profile_of(model: str) -> RoutingProfile:
-    """How popular a model's experts are expected to be."""
+    """The popularity that a model's experts are expected to have."""
     return expected_profile(GENERATORS["popularity"](), SHAPES[model], 0, 10**6)
 
 

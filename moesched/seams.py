@@ -258,11 +258,12 @@ class ChecksMachine(Protocol):
 
 @runtime_checkable
 class ChoosesDtype(Protocol):
-    """A device class that computes in float16, too, and chooses it where its hardware has no bfloat16."""
+    """A device class that computes in float16, too; one whose hardware may lack bfloat16 chooses it there."""
 
     @staticmethod
     def chosen_dtype(own: str) -> str:
-        """The number format for a model whose own one this is, where the user names none."""
+        """The number format for a model whose own one this is, where the user names none; by default its own."""
+        return own
 
 
 @runtime_checkable

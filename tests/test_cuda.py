@@ -17,8 +17,8 @@ from moesched.devices.torch.locked_memory import locked_bytes
 from moesched.models.random_model import write_random_model
 from moesched.tasks import Kernel, Lane, Task, Work
 from odd_models import DBRX, MIXTRAL, PROMPTS, WIDE, stored
+from odd_runs import two_batches
 from policies_for_two_memories import POLICIES, STREAM_MOST
-from two_batches import two_batches
 
 pytestmark = pytest.mark.gpu
 

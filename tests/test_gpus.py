@@ -10,10 +10,10 @@ import gpu_choices
 import msgspec
 import pytest
 import torch
-from _small_runs import TWO_MEMORIES, Generated, generate
+from _small_runs import TWO_MEMORIES, Generated
 from gpu_offload import begin_peak, check
 
-from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
+from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.torch.cuda_device import gpu_of
 from moesched.devices.torch.gpu_memory import (
     WORKSPACE_BYTES,
@@ -23,8 +23,8 @@ from moesched.devices.torch.gpu_memory import (
 )
 from moesched.errors import BadInput, OutOfMemory
 from moesched.models.checkpoint import Checkpoint
-from moesched.plugins import make_policy
-from odd_models import MIXTRAL, PROMPTS, WIDE, layout_of, stored
+from odd_models import MIXTRAL, WIDE, layout_of, stored
+from odd_runs import generated
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +32,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return stored(MIXTRAL, tmp_path_factory.mktemp("models"))
 
 
-def generated(checkpoint: Checkpoint, gpu: LaggingGpu) -> Generated:
+def streamed(checkpoint: Checkpoint, gpu: LaggingGpu) -> Generated:
     device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=gpu)
-    return generate(
-        device, make_policy("cgopipe"), TWO_MEMORIES, PROMPTS, new_tokens=4, micro_batch_size=2, weights=0.8
-    )
+    return generated(device, "cgopipe", weights=0.8)
 
 
 @pytest.mark.parametrize(("rank", "ranks", "gpus", "own"), [(0, 1, 1, 0), (3, 1, 1, 0), (1, 2, 2, 1)])
@@ -69,13 +67,13 @@ def test_a_plan_that_takes_more_than_the_gpu_has_is_refused_with_the_budget_that
 ) -> None:
     free = (WORKSPACE_BYTES + 100_000) * 20 // 19
     with pytest.raises(OutOfMemory, match=r"takes .* KB of the GPU, .* give --budget gpu=\d+, or end other"):
-        generated(checkpoint, LaggingGpu(told_free=free))
-    assert generated(checkpoint, LaggingGpu(told_free=free + 10**6)).tokens
+        streamed(checkpoint, LaggingGpu(told_free=free))
+    assert streamed(checkpoint, LaggingGpu(told_free=free + 10**6)).tokens
 
 
 def test_an_allocation_that_the_gpu_refuses_ends_the_run_in_one_line(checkpoint: Checkpoint) -> None:
     with pytest.raises(OutOfMemory, match=r"out of memory .*the plan takes .*: lower --budget") as caught:
-        generated(checkpoint, LaggingGpu(capacity=300_000))
+        streamed(checkpoint, LaggingGpu(capacity=300_000))
     assert "\n" not in str(caught.value)
 
 
@@ -96,18 +94,11 @@ def test_segments_of_the_allocator_grow_unless_the_user_has_set_it(allocator: No
 def test_a_peak_that_begins_anew_counts_nothing_that_the_case_before_left(checkpoint: Checkpoint) -> None:
     gpu = LaggingGpu()
     device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=gpu)
-    generate(
-        device,
-        make_policy("resident"),
-        TWO_MEMORIES,
-        PROMPTS,
-        new_tokens=4,
-        micro_batch_size=2,
-        keep_open=True,
-    )
+    generated(device, "resident", keep_open=True)
     assert gpu.memory.in_use() > sum(page.nbytes for page in device.layout.pages)
-    begin_peak(device)
-    assert gpu.memory.peak < device.layout.globals_bytes + 4096
+    device.close()
+    begin_peak(torch.get_device_module(GPU_DEVICE))
+    assert gpu.memory.peak < 4096
 
 
 def test_the_check_before_the_benchmark_streams_in_bfloat16() -> None:

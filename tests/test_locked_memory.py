@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from _small_runs import TWO_MEMORIES, Generated, generate, same_bits
+from _small_runs import Generated, same_bits
 
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.torch.kv_cache import BlockedKV
@@ -15,8 +15,8 @@ from moesched.devices.torch.kv_step import KVStep
 from moesched.devices.torch.locked_memory import locked_bytes
 from moesched.errors import OutOfMemory
 from moesched.models.checkpoint import Checkpoint
-from moesched.plugins import make_policy
-from odd_models import MIXTRAL, PROMPTS, layout_of, stored
+from odd_models import MIXTRAL, layout_of, stored
+from odd_runs import generated
 
 
 @pytest.fixture
@@ -34,17 +34,8 @@ def device_on(gpu: LaggingGpu, checkpoint: Checkpoint) -> LaggingDevice:
     return LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=gpu)
 
 
-def generated(device: LaggingDevice, policy: str) -> Generated:
-    return generate(
-        device,
-        make_policy(policy),
-        TWO_MEMORIES,
-        PROMPTS,
-        new_tokens=4,
-        micro_batch_size=2,
-        weights=0.8,
-        keep_open=True,
-    )
+def streamed(device: LaggingDevice, policy: str) -> Generated:
+    return generated(device, policy, weights=0.8, keep_open=True)
 
 
 def caches_on_host() -> list[BlockedKV]:
@@ -69,13 +60,13 @@ def test_slots_and_the_hosts_kv_cache_are_locked_until_the_device_closes(
     gpu = LaggingGpu()
     of_other_tests = caches_on_host()
     device = device_on(gpu, checkpoint)
-    generated(device, policy)
+    streamed(device, policy)
     caches = [each for each in caches_on_host() if each not in of_other_tests]
     with gpu:
         assert caches and all(each.slots.is_pinned() for each in caches)
     caches.clear()
     locked = [*gpu.pinned.registered.values()]
-    generated(device, policy)
+    streamed(device, policy)
     assert locked and [*gpu.pinned.registered.values()] == locked
     device.close()
     gc.collect()
@@ -88,14 +79,14 @@ def test_slots_that_cannot_be_locked_end_the_run_in_one_line(checkpoint: Checkpo
     with pytest.raises(
         OutOfMemory, match=r"CUDA locks no .* of the host's memory \(error 2\): lower --budget"
     ):
-        generated(device_on(gpu, checkpoint), "cgopipe")
+        streamed(device_on(gpu, checkpoint), "cgopipe")
 
 
 def test_a_kv_cache_that_cannot_be_locked_stays_in_ordinary_memory(checkpoint: Checkpoint) -> None:
-    expected = generated(device_on(LaggingGpu(), checkpoint), "flexgen").logits_RSV
+    expected = streamed(device_on(LaggingGpu(), checkpoint), "flexgen").logits_RSV
     gpu = LaggingGpu()
     gpu.pinned.most_registered = 0
-    assert same_bits(generated(device_on(gpu, checkpoint), "flexgen").logits_RSV, expected)
+    assert same_bits(streamed(device_on(gpu, checkpoint), "flexgen").logits_RSV, expected)
 
 
 @pytest.mark.parametrize(

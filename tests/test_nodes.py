@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from _small_runs import ONE_MEMORY
 
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import TaskFailed
-from moesched.machines import Machine
-from moesched.machines.local import unified_machine
 from moesched.machines.networks import NETWORK
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
@@ -49,17 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def machine() -> Machine:
-    return unified_machine(
-        "a node",
-        memory=10**9,
-        disk=10**10,
-        flops={"float32": 1e11},
-        memory_bandwidth=2e10,
-        disk_bandwidth=1e9,
-    )
-
-
 def expected(directory: Path) -> list[list[int]]:
     """The reference's tokens, which must be far from any other ones to be compared."""
     tokens, logits = generate(Reference(directory), PROMPTS, NEW_TOKENS)
@@ -85,7 +73,7 @@ def run_nodes(
     for node in range(nodes):
         device = kind(checkpoint, layout, keep_logits=True)
         made = make_policy(policy, settings)
-        plan = plan_run(machine(), layout, batch, made, slot_bytes=device.slot_bytes, nodes=nodes, node=node)
+        plan = plan_run(ONE_MEMORY, layout, batch, made, slot_bytes=device.slot_bytes, nodes=nodes, node=node)
         ranks.append(Rank(plan, made, device))
         device.join(node, transport, ranks[0].device)
     first, *peers = ranks

@@ -7,22 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from _small_runs import ONE_MEMORY
 
 from moesched import plugins
 from moesched.devices.torch.device import TorchDevice
-from moesched.machines.local import unified_machine
 from moesched.seams import Exchange
 from moesched.testing import check_device, check_transport
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-ONE_MEMORY = unified_machine(
-    "one memory",
-    memory=10**9,
-    disk=10**10,
-    flops={"float32": 1e11, "bfloat16": 1e11},
-    memory_bandwidth=2e10,
-    disk_bandwidth=1e9,
-)
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,6 @@ LARGE_CLASSES: dict[str, str] = {
     "Task": "every field is read while a task is scheduled; a struct inside a struct would cost time per task",
     "PlainEngine": "the queue calls of lanes, policies and drivers act on one graph",
     "ModelConfig": "the shape of a model, as config.json lists it",
-    "TorchDevice": "the methods of the seam `Device`, and of the small protocols beside it",
     "Report": "the figures of a run, as `--json` prints them",
     "DeepSeekKeys": "the sizes of a family, as its config.json lists them",
     "Gemma4Keys": "the same",
@@ -139,7 +138,7 @@ def test_classes_have_at_most_15_attributes_and_15_methods_apart_from_those_list
     unlisted = [what for name, what in large.items() if name not in LARGE_CLASSES]
     assert not unlisted, listed(unlisted)
     assert not LARGE_CLASSES.keys() - large.keys(), "these are small enough now: take them off the list"
-    assert len(LARGE_CLASSES) <= 9
+    assert len(LARGE_CLASSES) <= 8
 
 
 def test_at_most_2_percent_of_docstrings_open_with_a_question_word() -> None:

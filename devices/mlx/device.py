@@ -141,9 +141,8 @@ class MlxDevice:
         if isinstance(task, (PageTransfer, Collective)):
             return verb(task)
         if task.verb in DEFERRABLE and self._evaluations is not None and self._evaluations.defers(task):
-            return self._thread.post(
-                verb, copy(task)
-            )  # the engine takes the operands from a task that has ended
+            # A copy, since the engine takes the operands from a task that has ended.
+            return self._thread.post(verb, copy(task))
         return self._thread.call(verb, task)
 
     def stand_by(self) -> int:

@@ -1,4 +1,4 @@
-"""When arrays are evaluated: where the host needs a value, or at the end of every task."""
+"""Evaluation of arrays: where the host needs a value, or at the end of every task."""
 
 from __future__ import annotations
 

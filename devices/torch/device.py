@@ -6,15 +6,20 @@ import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
 from moesched.machines import Machine, machine_names
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling
-from moesched.seams import ActivationObserver, Progress, RoutingObserver, Transport, nobody_hears
+from moesched.seams import (
+    ActivationObserver,
+    ChoosesDtype,
+    Progress,
+    RoutingObserver,
+    Transport,
+    nobody_hears,
+)
 from moesched.steps.plan import Plan
 from moesched.system.memory_ahead import MemoryAhead
 from moesched.tasks import HostKernel, Task
@@ -43,7 +48,7 @@ Lanes of other names are threads, whose copies have ended when they return.
 """
 
 
-class TorchDevice:
+class TorchDevice(ChoosesDtype):
     """Runs batches of one model on torch, one after the other.
 
     Weights are read from the checkpoint's files into slots of an arena, page by page; those that stay are rearranged
@@ -103,16 +108,6 @@ class TorchDevice:
                 f"machine {machine.name} describes other hardware than the processor that device torch runs on: "
                 "use --device emulated to imitate it, or --machine auto"
             )
-
-    @staticmethod
-    def chosen_dtype(own: str) -> str:
-        """The model's own number format: a processor computes in all of them."""
-        return own
-
-    @property
-    def accelerator(self) -> torch.device:
-        """Where the accelerator's tensors are."""
-        return self._compute.accelerator
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
@@ -204,12 +199,6 @@ class TorchDevice:
         self._verbs = verbs_of(parts)
         # Streams do not wait for the default one, on which all this was filled.
         wait_for_copies(self._compute.accelerator)
-
-    def free_accelerator(self) -> None:
-        """Free what earlier batches left on the accelerator; the next one reads its weights anew."""
-        self._verbs = {}
-        gc.collect()
-        self._store.let_go(weights=True)
 
     def execute(self, task: Task) -> Any:
         """Run one task on the calling thread; on CUDA, its copies have ended on return."""

@@ -1,4 +1,4 @@
-"""Which attention kernels a GPU has: fused ones need no memory for scores, torch's other way needs much."""
+"""Attention on GPUs: in fused kernels where there are some, else in pieces, since torch then keeps all scores."""
 
 from __future__ import annotations
 

@@ -104,18 +104,17 @@ class WeightStore:
             self._arenas[pool] = self._arena(pool, plan)
             done += pool.nbytes
 
-    def let_go(self, *, weights: bool = False) -> None:
-        """Free the previous batch's memory; weights that may stay only if asked to."""
+    def let_go(self) -> None:
+        """Free the previous batch's memory, except weights that may stay."""
         self._resident.close()
         self._arenas = {}
         if self._mapped is not None:
             self._mapped.hide()
-        if weights:
-            self._resident.retain([])
 
     def close(self) -> None:
         """Free everything, and close the files."""
-        self.let_go(weights=True)
+        self.let_go()
+        self._resident.retain([])
         self.home.retain([])
         if self._reading is not None:
             self._reading.close()

@@ -51,9 +51,9 @@ class KernelTimes:
     ) -> None:
         self._class: DeviceClass = device_class(processor.device_class)
         self._processor = processor
-        self._is_team = "wake_seconds" in rates_of(processor)
+        is_team = "wake_seconds" in rates_of(processor)
         self._peak = peak
-        self._converting_peak = min(peak, processor.flops.get("float32", peak)) if self._is_team else peak
+        self._converting_peak = min(peak, processor.flops.get("float32", peak)) if is_team else peak
         self._bandwidth = bandwidth
         self._usable = usable
         self._rates = {
