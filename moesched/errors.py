@@ -133,8 +133,12 @@ _REFUSALS = (
     "failed to map segment",
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
+    "insufficient memory",
+    "attempting to allocate",
+    "unable to allocate",
+    "resource limit",
 )
-"""Parts of messages by which torch, Python, CUDA and the dynamic linker tell that there is no memory."""
+"""Parts of messages by which torch, MLX, Python, CUDA, Metal and the dynamic linker tell that there is no memory."""
 
 
 def memory_refusal(error: BaseException | None) -> str | None:

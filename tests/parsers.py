@@ -33,6 +33,7 @@ from moesched.machines.networks import load_network
 from moesched.machines.toml_library import profile_text
 from moesched.machines.toml_text import machine_toml
 from moesched.models.checkpoint import open_checkpoint
+from moesched.models.headers import header_copy
 from moesched.models.published import published_config
 from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
@@ -134,6 +135,16 @@ def _read_config(file: Path) -> None:
 
 def _index(folder: Path) -> Path:
     return write_sharded(folder, published()) / "model.safetensors.index.json"
+
+
+def _header_copy(folder: Path) -> Path:
+    index = _index(folder)
+    shard = sorted(folder.rglob("*.safetensors"))[0]
+    data = shard.read_bytes()
+    copy = header_copy(index.parent / shard.name)
+    copy.write_bytes(data[: 8 + int.from_bytes(data[:8], "little")])
+    shard.unlink()
+    return copy
 
 
 def _tokenizer(folder: Path) -> Path:
@@ -252,6 +263,7 @@ PARSERS: dict[str, Parser] = {
     "config.json of dbrx": Parser(_config("dbrx"), _read_config),
     "generation_config.json": Parser(_generation, _read_config),
     "index of shards": Parser(_index, lambda file: open_checkpoint(file.parent)),
+    "header of an absent file": Parser(_header_copy, lambda file: open_checkpoint(file.parent, partial=True)),
     "safetensors": Parser(
         lambda folder: write(folder, published()) / "model.safetensors",
         lambda file: open_checkpoint(file.parent),

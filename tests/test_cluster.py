@@ -13,7 +13,7 @@ import moesched
 from cluster_fixtures import MIXTRAL, NEW_TOKENS, PROMPTS, first_node, run_seated
 from moesched.cluster.cluster_file import Cluster
 from moesched.cluster.cluster_jobs import run_local
-from moesched.cluster.messages import Quit, Welcome
+from moesched.cluster.messages import Failed, Quit, Welcome
 from moesched.cluster.node_jobs import NodeRun
 from moesched.devices.torch.device import TorchDevice
 from moesched.runs.listeners import Listener
@@ -161,3 +161,25 @@ def test_the_device_of_a_node_that_waits_for_something_to_do_stands_by(
     control.close()
     assert (code, node.last_words()) == (0, "")
     assert stood.exists()
+
+
+class BrokenStandby(TorchDevice):
+    """Cannot stand by."""
+
+    def stand_by(self) -> None:
+        raise OverflowError("7,927,234,560 items")
+
+
+def test_a_node_that_cannot_stand_by_tells_the_launcher_why(
+    seated: tuple[Path, Cluster], server: ForkServer, models: Path
+) -> None:
+    control, node, joined = first_node(seated, server, models)
+    run = NodeRun(policy="ep_naive", device="test_cluster:BrokenStandby")
+    control.say(joined.peer, Welcome(run=run, lost_after=PATIENCE_SECONDS, transport="zeromq"))
+    failures: list[str] = []
+    while not failures:
+        failures += [each.message.message for each in control.hear(0.01) if isinstance(each.message, Failed)]
+    code = node.wait(PATIENCE_SECONDS)
+    control.close()
+    assert failures == ["OverflowError: 7,927,234,560 items"]
+    assert code == 1

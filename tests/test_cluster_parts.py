@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +102,34 @@ def test_the_shortest_trip_tells_a_clocks_offset_best() -> None:
         meter.ask(number, sent)
         meter.answer(number, clock, back)
     assert meter.best == ClockOffset(offset=1020, error=10)
+
+
+def test_clocks_that_drift_for_ten_minutes_leave_every_exchange_in_its_order() -> None:
+    meter, draw, second = ClockMeter(), random.Random(1), 10**9
+
+    def clock_of_node(time: int) -> int:
+        return 7 * second + time + time * 50 // 10**6
+
+    for number in range(6000):
+        sent = number * second // 10
+        there, back = (draw.randrange(50_000, 400_000) for _ in "tb")
+        meter.ask(number, sent)
+        meter.answer(number, clock_of_node(sent + there), sent + there + back)
+    times = range(second, 599 * second, second)
+    work = 2_000_000
+    launchers = recording(0, *[(time, time + work) for time in times])
+    origin = clock_of_node(0)
+    of_node = [clock_of_node(time + work) - origin for time in times]
+    merged = merge_recordings(
+        {0: launchers, 1: recording(origin, *[(start, start + work) for start in of_node])},
+        {1: meter.ahead_at},
+    )
+    ranks = [each.lane.rank for each in merged.slices]
+    assert ranks == [0, 1] * len(times)
+    starts = {each.lane.rank: each.start for each in merged.slices}
+    assert abs(starts[1] - starts[0] - work) < 400_000
+    for one, after in itertools.pairwise(each for each in merged.slices if each.lane.rank == 1):
+        assert one.end <= after.start
 
 
 def test_answers_that_nobody_asked_for_are_ignored() -> None:
@@ -214,6 +243,7 @@ def test_the_join_of_this_protocol_and_its_refusal_are_understood_in_every_other
         "model": "abc",
         "process": 7,
         "epoch": -1,
+        "build": {},
     }
     assert msgspec.msgpack.decode(pack(Refused(reason="old"))) == {"type": "Refused", "reason": "old"}
 
@@ -229,7 +259,7 @@ def test_a_stranger_is_refused_and_told_so_and_the_launcher_stays() -> None:
     stranger = make_keys()
     control = Control("127.0.0.1", 0, LAUNCHER, {NODES[0].public: "mac-0"})
     seat = cluster(port=control.port).launcher
-    link = ControlLink(seat, stranger, on_stop=lambda _: None, on_gone=lambda: None)
+    link = ControlLink(seat, stranger, on_epoch=lambda _: None, on_gone=lambda: None)
     try:
         with pytest.raises(BadInput, match="does not know this node's key"):
             _join_while_heard(link, control)
@@ -242,7 +272,10 @@ def test_a_stranger_is_refused_and_told_so_and_the_launcher_stays() -> None:
 def test_a_launcher_with_another_key_is_found_out() -> None:
     impostor = Control("127.0.0.1", 0, make_keys(), {NODES[0].public: "mac-0"})
     link = ControlLink(
-        cluster(port=impostor.port).launcher, NODES[0], on_stop=lambda _: None, on_gone=lambda: None
+        cluster(port=impostor.port).launcher,
+        NODES[0],
+        on_epoch=lambda _: None,
+        on_gone=lambda: None,
     )
     try:
         with pytest.raises(BadInput, match="does not have the launcher's key from the cluster file"):
@@ -255,7 +288,10 @@ def test_a_launcher_with_another_key_is_found_out() -> None:
 def test_garbage_on_the_launchers_port_harms_nobody() -> None:
     control = Control("127.0.0.1", 0, LAUNCHER, {NODES[0].public: "mac-0"})
     link = ControlLink(
-        cluster(port=control.port).launcher, NODES[0], on_stop=lambda _: None, on_gone=lambda: None
+        cluster(port=control.port).launcher,
+        NODES[0],
+        on_epoch=lambda _: None,
+        on_gone=lambda: None,
     )
     try:
         draw = random.Random(0)
@@ -313,7 +349,7 @@ def recording(origin: int, *spans: tuple[int, int]) -> Recording:
 
 def test_recordings_of_several_nodes_stand_on_one_clock() -> None:
     merged = merge_recordings(
-        {0: recording(1000, (0, 10), (20, 30)), 1: recording(9005, (0, 10), (12, 40))}, {1: 8000}
+        {0: recording(1000, (0, 10), (20, 30)), 1: recording(9005, (0, 10), (12, 40))}, {1: lambda _: 8000}
     )
     assert [(each.lane.rank, each.start, each.end) for each in merged.slices] == [
         (0, 0, 10),

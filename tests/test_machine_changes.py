@@ -35,6 +35,7 @@ def test_links_of_a_lane_get_another_bandwidth_together() -> None:
         ("processor.gpu.flops=130TFLOP/s", lambda machine: machine.peak("gpu", "float32") == 130e12),
         ("processor.gpu=x2", lambda machine: machine.peak("gpu", "float32") == 16.2e12),
         ("processor.cpu.launch_seconds=1ms", lambda machine: machine.host.launch_seconds == 1e-3),
+        ("processor.gpu.handover_seconds=1ms", lambda machine: machine.accelerator.handover_seconds == 1e-3),
         ("processor.cpu.expert_bandwidth=50GB/s", lambda machine: machine.host.expert_bandwidth == 50e9),
     ],
 )

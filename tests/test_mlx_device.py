@@ -273,12 +273,12 @@ def test_a_limit_of_the_process_is_what_was_asked_for_and_then_what_it_was_befor
         limits.append(nbytes)
         return limits[-2]
 
-    limit = ProcessLimit(set_limit, most=1000)
+    limit = ProcessLimit(set_limit)
     limit.set(300)
     limit.set(4000)
     limit.give_back()
     limit.give_back()
-    assert limits == [5, 300, 1000, 5]
+    assert limits == [5, 300, 4000, 5]
 
 
 # ---------------------------------------------------------------- who watches, what is refused

@@ -56,7 +56,12 @@ class Rig:
         seated = cluster(host(0), port=control.port)
         welcome = Welcome(run=NodeRun(policy="ep_naive"), lost_after=PATIENCE_SECONDS, transport="zeromq")
         self.roster = Roster(seated, control, [self.process], Expected(version="1.0", model="abc"), welcome)
-        self.link = ControlLink(seated.launcher, NODES[0], on_stop=lambda _: None, on_gone=lambda: None)
+        self.link = ControlLink(
+            seated.launcher,
+            NODES[0],
+            on_epoch=lambda _: None,
+            on_gone=lambda: None,
+        )
         self.heard: list[Any] = []
         with ThreadPoolExecutor(1) as thread:
             joining = thread.submit(self.link.join, JOIN, PATIENCE_SECONDS)

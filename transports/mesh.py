@@ -78,9 +78,10 @@ class Mesh:
         """Messages that were received while a rank was looked for."""
         self._ready: deque[zmq.Socket[bytes]] = deque()
         self._poller = zmq.Poller()
-        self._ear = Ear(self._socket(None, lost_after_seconds), callers, self.read)
-        self._mouths = {peer: self._socket(peer, lost_after_seconds) for peer in range(rank)}
-        self._bind(listen or addresses[rank])  # by all ranks, so that each is told of a port in use
+        own = listen or addresses[rank]
+        self._ear = Ear(self._socket(own, None, lost_after_seconds), callers, self.read)
+        self._mouths = {peer: self._socket(addresses[peer], peer, lost_after_seconds) for peer in range(rank)}
+        self._bind(own)  # by all ranks, so that each is told of a port in use
         self._sources: dict[zmq.Socket[bytes], int | None] = {m: peer for peer, m in self._mouths.items()}
         """The sockets that ranks send to, each with the rank if it is the only one that may."""
         if callers:
@@ -202,7 +203,7 @@ class Mesh:
             self._kept.append(message)
         return peer in self._ear.names
 
-    def _socket(self, peer: int | None, lost_after_seconds: float) -> zmq.Socket[bytes]:
+    def _socket(self, address: str, peer: int | None, lost_after_seconds: float) -> zmq.Socket[bytes]:
         heartbeat = max(1, round(1000 * lost_after_seconds))
         socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER if peer is None else zmq.DEALER)
         for option, value in (
@@ -210,7 +211,7 @@ class Mesh:
             (zmq.RCVHWM, WAITING_FRAMES),
             (zmq.RCVTIMEO, SLICE_MILLISECONDS),
             (zmq.LINGER, 0),
-            (zmq.IPV6, 1),
+            (zmq.IPV6, int(is_ipv6(address))),
             (zmq.MAXMSGSIZE, self.max_bytes),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS),
             (zmq.HEARTBEAT_IVL, max(1, heartbeat // 5)),
@@ -237,6 +238,16 @@ class Mesh:
             raise BadInput(
                 f"rank {self._rank} cannot listen at {address}: {zmq.strerror(error.errno or 0)}"
             ) from None
+
+
+def is_ipv6(address: str) -> bool:
+    """Whether an address is a literal one of IPv6, such as `tcp://[::1]:7001`.
+
+    Names are resolved to IPv4: a Mac's name, such as `mac-0.local`, resolves first to an IPv6 address of one link,
+    which cannot be reached without the name of the network card.
+    """
+    host, _, _ = address.removeprefix("tcp://").rpartition(":")
+    return address.startswith("tcp://") and ":" in host
 
 
 def check_addresses(addresses: Sequence[str], rank: int, keys: Keys | None) -> None:

@@ -127,7 +127,8 @@ class MlxDevice:
         """Allocate all that the plan says, and store the prompts' token ids; resident weights are kept.
 
         Raises:
-            BadInput: a token id is outside the vocabulary, or a beam search is asked for.
+            BadInput: a token id is outside the vocabulary, a beam search is asked for, or the plan takes more memory
+                than this Mac keeps wired.
         """
         if plan.batch.beams > 1:
             raise BadInput("device mlx has no beam search: use --beams 1, or --device torch")
@@ -172,7 +173,7 @@ class MlxDevice:
 
     def _begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         self._verbs = {}  # this also frees everything of the batch before
-        self._wired_limit.set(plan.memory("accelerator").used)
+        self._wired_limit.hold(plan.memory("accelerator").used)
         self._cache_limit.set(KEPT_BACK_BYTES)
         self._weights.begin(plan)
         self._evaluations = Evaluations(plan, self._evaluate)

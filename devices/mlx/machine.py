@@ -9,9 +9,15 @@ from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.machines import Machine, Processor, machine_names
+from moesched.system.wired import raise_wired_limit
+from moesched.units import format_bytes
 
 ASSUMED_FLOPS = {"float32": 5e12, "bfloat16": 1e13}
 """FLOP/s of an Apple GPU, by dtype, where it was not calibrated."""
+
+
+LEAST_ROOM, ROOM_SHARE = 4_000_000_000, 0.05
+"""Bytes, and share of the plan's bytes, that the wired limit leaves for kernels beside the plan; the larger counts."""
 
 
 def with_metal(host: Machine) -> Machine:
@@ -63,17 +69,15 @@ class ProcessLimit:
 
     Args:
         set_limit: sets the limit in bytes, and returns the previous one.
-        most: the most that is set; None for no bound.
     """
 
-    def __init__(self, set_limit: Callable[[int], int], most: int | None = None) -> None:
+    def __init__(self, set_limit: Callable[[int], int]) -> None:
         self._set_limit = set_limit
-        self._most = most
         self._before: int | None = None
 
     def set(self, nbytes: int) -> None:
-        """Set the limit to `nbytes`, or to the most that is allowed."""
-        before = self._set_limit(nbytes if self._most is None else min(nbytes, self._most))
+        """Set the limit."""
+        before = self._set_limit(nbytes)
         if self._before is None:
             self._before = before
 
@@ -84,12 +88,51 @@ class ProcessLimit:
             self._before = None
 
 
-def wired_limit() -> ProcessLimit:
+class WiredLimit:
     """The limit of memory that Metal keeps wired, so that idle weights need not be wired again.
 
-    It stays below the system's recommendation, beyond which small machines stall. Without Metal it has no effect.
+    It leaves room beside the plan: with a limit of exactly the plan's bytes, any further array makes Metal drop another
+    one. It is never lowered between batches, which would drop weights that the next batch uses. Without Metal it has no
+    effect.
+
+    Args:
+        set_limit: sets the limit in bytes, and returns the previous one.
+        recommended: the most bytes that the system recommends to wire; None where there is no such bound.
     """
-    return ProcessLimit(mx.set_wired_limit, recommended_bytes())
+
+    def __init__(self, set_limit: Callable[[int], int], recommended: int | None) -> None:
+        self._limit = ProcessLimit(set_limit)
+        self._recommended = recommended
+        self._highest = 0
+
+    def hold(self, used: int) -> None:
+        """Keep a plan's bytes wired.
+
+        Raises:
+            BadInput: the system wires fewer bytes, so that weights would be paged out between their uses.
+        """
+        most = self._recommended
+        wanted = used + max(LEAST_ROOM, int(ROOM_SHARE * used))
+        if most is not None and used > most:
+            raise BadInput(
+                f"the plan takes {format_bytes(used)}, and this Mac keeps {format_bytes(most)} wired for its GPU: "
+                f"raise that with {raise_wired_limit(wanted)}, or give less with --budget, or memory in the cluster "
+                "file"
+            )
+        limit = wanted if most is None else min(wanted, most)
+        if limit > self._highest:
+            self._highest = limit
+            self._limit.set(limit)
+
+    def give_back(self) -> None:
+        """Restore the previous limit."""
+        self._limit.give_back()
+        self._highest = 0
+
+
+def wired_limit() -> WiredLimit:
+    """This process's wired limit."""
+    return WiredLimit(mx.set_wired_limit, recommended_bytes())
 
 
 def cache_limit() -> ProcessLimit:

@@ -92,7 +92,7 @@ class MlxWeights:
         """Touch every resident array; returns their number."""
         stacked = [array for stack in self._stacks.values() for array in stack.arrays]
         arrays = [*self.globals.values(), *(memory.array for memory in self._resident.values()), *stacked]
-        mx.eval([array.reshape(-1)[:1] + 0 for array in arrays])
+        mx.eval([one_item(array) + 0 for array in arrays])
         return len(arrays)
 
     def _allocate(self, pools: Iterable[Pool], resident: Iterable[Page]) -> None:
@@ -152,3 +152,8 @@ class MlxWeights:
 
     def _stage(self, nbytes: int) -> None:
         self._staging = aligned_bytes(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+
+
+def one_item(array: Array) -> Array:
+    """The first item of an array, which may have more items than a dimension can have."""
+    return array[(0,) * array.ndim]

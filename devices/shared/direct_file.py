@@ -6,31 +6,67 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from moesched.errors import BadInput, MoeschedError
 
 from .arena import ALIGNMENT, round_down
 
+MOST_AT_ONCE = 1 << 30
+"""Bytes of one read; macOS refuses reads of 2 GiB and more."""
+
+_F_NOCACHE: int | None = getattr(fcntl, "F_NOCACHE", None)
+
 Caching = Literal["bypassed", "dropped", "kept"]
+
+
+def _no_cache(descriptor: int) -> None:
+    assert _F_NOCACHE is not None, "only where the system has it"
+    fcntl.fcntl(descriptor, _F_NOCACHE, 1)
+
+
+def _drop(descriptor: int, offset: int, nbytes: int) -> None:
+    os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+class Ways(NamedTuple):
+    """The system's ways to read files, of which macOS has fewer than Linux.
+
+    Attributes:
+        preadv: reads into buffers from an offset on, as `os.preadv`.
+        direct: the flag that opens a file past the page cache; None on macOS.
+        no_cache: keeps what a descriptor reads out of the page cache, which still serves what it has; None on Linux.
+        drop: drops a range of a descriptor from the page cache; None on macOS.
+    """
+
+    preadv: Callable[..., int] = os.preadv
+    direct: int | None = getattr(os, "O_DIRECT", None)
+    no_cache: Callable[[int], object] | None = None if _F_NOCACHE is None else _no_cache
+    drop: Callable[[int, int, int], object] | None = _drop if hasattr(os, "posix_fadvise") else None
+
+
+HERE = Ways()
+"""Those of this system."""
 
 
 class DirectFile:
     """Positional reads of one file, from any thread; it is opened once.
 
     `caching` is the effect on the page cache: "bypassed" (O_DIRECT, or F_NOCACHE on macOS), "dropped" (the system
-    refuses to bypass it, so each read is dropped from it afterwards) or "kept" (direct=False).
+    refuses to bypass it, so each read is dropped from it afterwards) or "kept" (direct=False). `ways` are the system's.
 
     Raises:
         BadInput: the file cannot be opened.
     """
 
-    def __init__(self, path: Path, *, direct: bool = True) -> None:
+    def __init__(self, path: Path, *, direct: bool = True, ways: Ways = HERE) -> None:
         self.path = path
+        self._ways = ways
         try:
-            self._descriptor, self.caching = _open(path, direct)
+            self._descriptor, self.caching = _open(path, direct, ways)
             reads_cached = self.caching == "bypassed" and hasattr(os, "RWF_NOWAIT")
             self._buffered = os.open(path, os.O_RDONLY) if reads_cached else -1
         except OSError as error:
@@ -49,15 +85,15 @@ class DirectFile:
         done = self._read_cached(into, offset) if cached else 0
         try:
             while done < needed:
-                count = os.preadv(self._descriptor, [into[done:]], offset + done)
+                count = self._ways.preadv(self._descriptor, [into[done : done + MOST_AT_ONCE]], offset + done)
                 done += count
                 if count == 0 or (done < needed and done % ALIGNMENT):  # the file ends here
                     raise self._ended_early(offset, done, needed)
         except OSError as error:
             where = f"reading {needed} bytes of {self.path} at byte {offset + done}"
             raise MoeschedError(f"{where} failed: {error.strerror}; check the disk and the file") from error
-        if self.caching == "dropped":
-            os.posix_fadvise(self._descriptor, offset, len(into), os.POSIX_FADV_DONTNEED)
+        if self.caching == "dropped" and self._ways.drop is not None:
+            self._ways.drop(self._descriptor, offset, len(into))
         return done
 
     def _read_cached(self, into: memoryview, offset: int) -> int:
@@ -69,7 +105,11 @@ class DirectFile:
             OSError
         ):  # BlockingIOError where the cache has nothing, others where the system refuses
             while done < len(into):
-                count = round_down(os.preadv(self._buffered, [into[done:]], offset + done, os.RWF_NOWAIT))
+                count = round_down(
+                    os.preadv(
+                        self._buffered, [into[done : done + MOST_AT_ONCE]], offset + done, os.RWF_NOWAIT
+                    )
+                )
                 if not count:
                     break
                 done += count
@@ -95,24 +135,44 @@ class DirectFile:
         )
 
 
-def _open(path: Path, direct: bool) -> tuple[int, Caching]:
-    if direct and hasattr(os, "O_DIRECT"):
-        descriptor = _open_direct(path)
+class AbsentFile:
+    """A file of which only the header is known; a plan that reads it is refused before."""
+
+    caching: Caching = "bypassed"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
+        """Raise MoeschedError."""
+        raise MoeschedError(f"{self.path} is not here: copy the file to this machine")
+
+    def require(self, offset: int, needed: int) -> None:
+        """Raise MoeschedError."""
+        self.read(memoryview(b""), offset, needed)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _open(path: Path, direct: bool, ways: Ways) -> tuple[int, Caching]:
+    if direct and ways.direct is not None:
+        descriptor = _open_direct(path, ways.direct)
         if descriptor is not None:
             return descriptor, "bypassed"
     descriptor = os.open(path, os.O_RDONLY)
     if not direct:
         return descriptor, "kept"
-    if hasattr(fcntl, "F_NOCACHE"):
-        fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
+    if ways.no_cache is not None:
+        ways.no_cache(descriptor)
         return descriptor, "bypassed"
-    return descriptor, "dropped" if hasattr(os, "posix_fadvise") else "kept"
+    return descriptor, "kept" if ways.drop is None else "dropped"
 
 
-def _open_direct(path: Path) -> int | None:
+def _open_direct(path: Path, flag: int) -> int | None:
     """A descriptor that reads 4096-aligned blocks directly, or None where the file system refuses."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        descriptor = os.open(path, os.O_RDONLY | flag)
     except OSError as error:
         if error.errno == errno.EINVAL:
             return None

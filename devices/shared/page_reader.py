@@ -19,7 +19,7 @@ from moesched.system.logs import Log
 from moesched.system.memory_ahead import MemoryAhead
 
 from .arena import ALIGNMENT, aligned_bytes, round_down, round_up
-from .direct_file import DirectFile
+from .direct_file import AbsentFile, DirectFile
 from .page_location import PageLocation, Run, byte_range, locate, pieces_of, row_bytes
 
 CHUNK_BYTES = 4 << 20  # of a converted read; a read straight into a slot is one call, the larger the faster
@@ -62,7 +62,7 @@ class PageReader:
         opened: Callable[[Path], Blocks] = checkpoint.open or partial(DirectFile, direct=direct)
         try:
             for path in sorted({stored.file for stored in self._tensors.values()}):
-                self._files[path] = opened(path)
+                self._files[path] = AbsentFile(path) if path in checkpoint.absent else opened(path)
         except BaseException:
             self.close()
             raise

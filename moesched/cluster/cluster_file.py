@@ -20,7 +20,7 @@ key = "..."
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any
@@ -147,8 +147,12 @@ def parse_cluster(text: bytes, where: str) -> Cluster:
     return msgspec.structs.replace(cluster, hosts=sorted(cluster.hosts, key=lambda host: host.rank))
 
 
-def require_known_hosts(cluster: Cluster, where: str) -> None:
-    """Check that the system can resolve the address of each host.
+LookUp = Callable[[str, None, int], object]
+"""Resolves a host name for a family of addresses, or raises OSError, as `socket.getaddrinfo`."""
+
+
+def require_known_hosts(cluster: Cluster, where: str, look_up: LookUp = socket.getaddrinfo) -> None:
+    """Check that the system can resolve the address of each host: a name to an IPv4 address.
 
     Raises:
         BadInput: one cannot be resolved; the message names the key.
@@ -157,10 +161,11 @@ def require_known_hosts(cluster: Cluster, where: str) -> None:
     places += [(f"hosts[{number}]", host.address) for number, host in enumerate(cluster.hosts)]
     for key, address in places:
         try:
-            socket.getaddrinfo(address, None)
+            look_up(address, None, socket.AF_UNSPEC if ":" in address else socket.AF_INET)
         except (OSError, UnicodeError):
             raise BadInput(
-                f"{where}: {key}.address: {address!r} is an unknown host: correct it, or write its IP address"
+                f"{where}: {key}.address: {address!r} is an unknown host, or has no IPv4 address: correct it, or "
+                "write its IP address"
             ) from None
 
 

@@ -189,7 +189,7 @@ def _launch(
     require_outputs(*recorded_outputs(given), model=model, inputs=[cluster_file, given.machine])
     require_some(given.max_new_tokens, "--max-new-tokens")
     way_of(given.transport)  # before anything is started
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(model, partial=True)
     stop_tokens = checkpoint.config.stop_tokens
     tokenizer = find_tokenizer(checkpoint.directory)
     encoded = encode_prompts(prompts, tokenizer, checkpoint.config, given.max_new_tokens)

@@ -66,9 +66,7 @@ def write_recordings(
             by_rank.setdefault(rank, []).append(_decoded(rank, data, Recording))
         for batch in range(max(map(len, by_rank.values()))):
             recordings = {rank: found[batch] for rank, found in by_rank.items() if batch < len(found)}
-            merged = merge_recordings(
-                recordings, {rank: clock.offset for rank, clock in roster.clocks.items()}
-            )
+            merged = merge_recordings(recordings, roster.ahead)
             told = {
                 str(rank): Clock(ahead=clock.offset, error=clock.error)
                 for rank, clock in roster.clocks.items()

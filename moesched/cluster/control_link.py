@@ -14,6 +14,7 @@ from moesched.cluster.cluster_file import Seat
 from moesched.cluster.curve.keys import KeyPair
 from moesched.cluster.messages import (
     MOST_BYTES,
+    AllLoaded,
     JoinRequest,
     LauncherSays,
     NodeSays,
@@ -49,7 +50,8 @@ class ControlLink:
     """Exchanges messages with the launcher: call `join` first, then `next` to receive and `say` to send.
 
     Args:
-        on_stop: called at once, on the link's thread, when the launcher ends the current epoch.
+        on_epoch: called at once, on the link's thread, when all members have loaded their weights, and when the
+            launcher ends an epoch.
         on_gone: called likewise when the launcher is silent, ends the run, or goes on without this node.
     """
 
@@ -58,11 +60,11 @@ class ControlLink:
         seat: Seat,
         keys: KeyPair,
         *,
-        on_stop: Callable[[Stop], object],
+        on_epoch: Callable[[AllLoaded | Stop], object],
         on_gone: Callable[[], object],
     ) -> None:
         self._seat = seat
-        self._on_stop, self._on_gone = on_stop, on_gone
+        self._on_epoch, self._on_gone = on_epoch, on_gone
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -197,8 +199,11 @@ class ControlLink:
         if isinstance(message, Ping):
             self._send(Pong(number=message.number, clock=time.perf_counter_ns()))
             return
+        if isinstance(message, AllLoaded):
+            self._on_epoch(message)
+            return
         self._inbox.put(message)
         if isinstance(message, Stop):
-            self._on_stop(message)
+            self._on_epoch(message)
         elif isinstance(message, Quit | Refused):
             self._on_gone()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from moesched.errors import BadInput
 from moesched.system.decoding import decode_json
@@ -14,11 +15,15 @@ MOST_BYTES = 1_000_000
 MOST_DIGITS = 9
 
 _NAMES = (
-    ("RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("MLX_RANK", "MLX_HOSTFILE"),
+    ("RANK", ("WORLD_SIZE",)),
+    ("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
+    ("MLX_RANK", ("MLX_HOSTFILE", "MLX_IBV_DEVICES")),
 )
-"""Variables of the rank and of the number of processes."""
+"""Variables of the rank, each with those of which one tells the number of processes: `mlx.launch` sets the first for
+its ring, and the second for jaccl."""
+
+_LISTS = {"MLX_HOSTFILE": "a list of hosts", "MLX_IBV_DEVICES": "a list of each rank's devices"}
+"""Variables that name a JSON file with a list for each process, and what the file is."""
 
 
 def rank_given(environment: Mapping[str, str], nodes: int) -> int | None:
@@ -30,10 +35,10 @@ def rank_given(environment: Mapping[str, str], nodes: int) -> int | None:
     Raises:
         BadInput: a variable is missing or not a number, or the number of processes is not the number of nodes.
     """
-    for name, counter in _NAMES:
+    for name, counters in _NAMES:
         if name not in environment:
             continue
-        count = _count(counter, environment)
+        count = _count(counters, environment)
         rank = _number(name, environment[name])
         if count != nodes or rank >= count:
             raise BadInput(
@@ -44,17 +49,19 @@ def rank_given(environment: Mapping[str, str], nodes: int) -> int | None:
     return None
 
 
-def _count(name: str, environment: Mapping[str, str]) -> int:
-    if name not in environment:
+def _count(names: Sequence[str], environment: Mapping[str, str]) -> int:
+    name = next((each for each in names if each in environment), None)
+    if name is None:
         raise BadInput(
-            f"{name} is not in the environment beside the rank: start with torchrun, mpirun or mlx.launch"
+            f"{' or '.join(names)} is not in the environment beside the rank: start with torchrun, mpirun or "
+            "mlx.launch"
         )
-    if name != "MLX_HOSTFILE":
+    if name not in _LISTS:
         return _number(name, environment[name])
     file = Path(environment[name])
-    where = f"MLX_HOSTFILE names {file}, which is not a list of hosts"
-    data = read_input(file, "MLX_HOSTFILE", MOST_BYTES)
-    return len(decode_json(data, list[list[str]], where, "start with mlx.launch"))
+    where = f"{name} names {file}, which is not {_LISTS[name]}"
+    data = read_input(file, name, MOST_BYTES)
+    return len(decode_json(data, list[list[Any]], where, "start with mlx.launch"))
 
 
 def _number(name: str, text: str) -> int:

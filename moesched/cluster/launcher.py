@@ -13,9 +13,11 @@ from contextlib import suppress
 import msgspec
 
 from moesched.cluster.messages import (
+    AllLoaded,
     Begin,
     Done,
     Failed,
+    Loaded,
     Loading,
     Member,
     Order,
@@ -159,7 +161,7 @@ class Launch:
         )
         for node in members:
             node.prepared = node.done = None
-            node.loading = (0, 0)
+            node.loading, node.loaded = (0, 0), False
             self._roster.say(node, order)
         self._wait_for(lambda: all(node.prepared for node in members))
         plans = [node.prepared for node in members if node.prepared is not None]
@@ -274,6 +276,12 @@ class Launch:
                 self._events.loading(
                     *map(sum, zip(*(each.loading for each in self._roster.members), strict=True))
                 )
+            case Loaded():
+                node.loaded = True
+                if all(each.loaded for each in self._roster.members):
+                    # Not before: none waits in an exchange for one whose disk is slower.
+                    for each in self._roster.members:
+                        self._roster.say(each, AllLoaded(epoch=self.epoch, order=self._order))
             case Tokens():
                 self._take_tokens(node, message)
             case Piece():

@@ -13,6 +13,9 @@ from typing import IO, Protocol
 from moesched.cluster.cluster_file import Host
 from moesched.errors import BadInput
 from moesched.system.children import tied_child
+from moesched.system.logs import Log
+
+_log = Log(__name__)
 
 GRACE_SECONDS = 10.0
 """Time that a process has to end by itself after the run."""
@@ -144,7 +147,8 @@ def start_by_others(host: Host, arguments: Sequence[str]) -> Process:
 
 def node_arguments(cluster_file: Path, host: Host, model: Path) -> list[str]:
     """Arguments of `moesched` for a node."""
-    return ["node", host.model or str(model), "--cluster", str(cluster_file), "--rank", str(host.rank)]
+    file = str(cluster_file.absolute())  # ssh starts in the home folder
+    return ["node", host.model or str(model), "--cluster", file, "--rank", str(host.rank)]
 
 
 def share_cores(nodes: int) -> list[list[int]]:
@@ -156,16 +160,28 @@ def share_cores(nodes: int) -> list[list[int]]:
     return [[cores[(rank * each + place) % len(cores)] for place in range(each)] for rank in range(nodes)]
 
 
-def keep_to(cores: Sequence[int]) -> None:
+SetAffinity = Callable[[int, Sequence[int]], object]
+
+SET_AFFINITY: SetAffinity | None = getattr(os, "sched_setaffinity", None)
+"""This system's way to bind a process to cores; None on macOS."""
+
+
+def keep_to(cores: Sequence[int], set_affinity: SetAffinity | None = SET_AFFINITY) -> None:
     """Restrict this process, and the threads that it starts from now on, to some cores; an empty list means all.
+
+    Args:
+        set_affinity: the system's way to do that; without one, cores are ignored, which is logged.
 
     Raises:
         BadInput: one of them does not exist.
     """
-    if not cores or not hasattr(os, "sched_setaffinity"):
+    if not cores:
+        return
+    if set_affinity is None:
+        _log.warning("cores are ignored: this system does not bind processes to cores", cores=[*cores])
         return
     try:
-        os.sched_setaffinity(0, cores)
+        set_affinity(0, cores)
     except OSError as error:
         raise BadInput(
             f"cores {', '.join(map(str, cores))}: {error.strerror}: this process may use "

@@ -11,7 +11,7 @@ from moesched.errors import BadInput, MoeschedError
 from moesched.inputs.options import SizeOptions
 from moesched.system.decoding import DECODE_ERRORS, reason
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of these messages; nodes with another one are refused. `Join` and `Refused` are the same in all versions."""
 
 FailureKind = Literal["input", "lost", "stopped", "other"]
@@ -76,6 +76,7 @@ class JoinRequest(Message, frozen=True, kw_only=True, tag="Join", forbid_unknown
         model: the fingerprint of its folder (see `fingerprint.py`).
         epoch: the last epoch that it took part in; -1 for none.
         process: its process id.
+        build: its processor, system and libraries (see `build.py`).
     """
 
     protocol: int
@@ -84,6 +85,7 @@ class JoinRequest(Message, frozen=True, kw_only=True, tag="Join", forbid_unknown
     model: str
     process: int
     epoch: int = -1
+    build: dict[str, str] = {}
 
 
 class Pong(Numbered, frozen=True, kw_only=True):
@@ -120,6 +122,13 @@ class Loading(Numbered, frozen=True, kw_only=True):
     epoch: int
     done: int
     total: int
+
+
+class Loaded(Numbered, frozen=True, kw_only=True):
+    """The weights that stay are loaded, and the node is about to make its first exchange."""
+
+    epoch: int
+    order: int
 
 
 class Tokens(Numbered, frozen=True, kw_only=True):
@@ -250,6 +259,13 @@ class Begin(Numbered, frozen=True, kw_only=True):
     sizes: SizeOptions
 
 
+class AllLoaded(Numbered, frozen=True, kw_only=True):
+    """All members are about to make their first exchange: make it."""
+
+    epoch: int
+    order: int
+
+
 class Stop(Numbered, frozen=True, kw_only=True):
     """End an epoch: abandon the current step, keep the weights, and wait for an order of a later epoch."""
 
@@ -267,8 +283,8 @@ class Quit(Numbered, frozen=True, kw_only=True):
     interrupted: bool = False
 
 
-NodeSays = JoinRequest | Pong | Prepared | Loading | Tokens | Piece | Done | Failed
-LauncherSays = Welcome | Refused | Ping | Order | Begin | Stop | Quit
+NodeSays = JoinRequest | Pong | Prepared | Loading | Loaded | Tokens | Piece | Done | Failed
+LauncherSays = Welcome | Refused | Ping | Order | Begin | AllLoaded | Stop | Quit
 
 _of_nodes: msgspec.msgpack.Decoder[NodeSays] = msgspec.msgpack.Decoder(NodeSays)
 _of_launchers: msgspec.msgpack.Decoder[LauncherSays] = msgspec.msgpack.Decoder(LauncherSays)

@@ -19,18 +19,26 @@ T = TypeVar("T")
 
 
 class Metered:
-    """Wraps a transport.
+    """Wraps a transport, whose first exchange waits until all nodes have come to theirs.
+
+    An exchange has a time limit, and loading has none: disks differ.
+
+    Args:
+        on_loaded: called before the first exchange, which then waits for `begin`.
 
     Attributes:
         waited: seconds spent in exchanges so far.
         error: the first error of an exchange.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, on_loaded: Callable[[], object]) -> None:
         self.waited = 0.0
         self.error: TransportError | None = None
         self._transport = transport
         self._stopped = ""
+        self._on_loaded = on_loaded
+        self._told = False
+        self._begun = threading.Event()
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
         """The sum of all ranks' parts."""
@@ -44,6 +52,10 @@ class Metered:
         """All ranks' parts, on the root."""
         return self._measured(lambda: self._transport.gather(rank, exchange, part, root))
 
+    def begin(self) -> None:
+        """Let the first exchange be made. Callable from any thread."""
+        self._begun.set()
+
     def stop(self, reason: str) -> None:
         """Fail the current exchange and all later ones. Callable from any thread; returns at once.
 
@@ -53,6 +65,7 @@ class Metered:
         threading.Thread(
             target=anyio.run, args=(self._transport.aclose,), name="closing", daemon=True
         ).start()
+        self._begun.set()
 
     async def aclose(self) -> None:
         """Close the transport."""
@@ -61,6 +74,7 @@ class Metered:
     def _measured(self, exchange: Callable[[], T]) -> T:
         started = perf_counter()
         try:
+            self._wait_for_others()
             return exchange()
         except TransportError as error:
             stopped = self._stopped
@@ -68,3 +82,11 @@ class Metered:
             raise
         finally:
             self.waited += perf_counter() - started
+
+    def _wait_for_others(self) -> None:
+        if not self._told:
+            self._told = True
+            self._on_loaded()
+        self._begun.wait()
+        if self._stopped:
+            raise TransportError(self._stopped)

@@ -10,6 +10,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+from moesched.cluster.build import this_build
 from moesched.cluster.cluster_file import Cluster, Host, load_cluster
 from moesched.cluster.control_link import ControlLink
 from moesched.cluster.curve.keys import SECRET_NAME, KeyPair, default_folder, read_keys
@@ -17,6 +18,7 @@ from moesched.cluster.fingerprint import fingerprint
 from moesched.cluster.members import GRACE_SECONDS, keep_to
 from moesched.cluster.messages import (
     PROTOCOL,
+    AllLoaded,
     Begin,
     FailureKind,
     JoinRequest,
@@ -67,7 +69,7 @@ def run_node(
             "another --key"
         )
     keep_to(host.cores)
-    node = _Node(cluster, host, keys, open_checkpoint(model))
+    node = _Node(cluster, host, keys, open_checkpoint(model, partial=True))
     try:
         node.run(patience)
     finally:
@@ -80,7 +82,7 @@ class _Node:
     def __init__(self, cluster: Cluster, host: Host, keys: KeyPair, checkpoint: Checkpoint) -> None:
         self._host = host
         self._checkpoint = checkpoint
-        self._link = ControlLink(cluster.launcher, keys, on_stop=self._stop, on_gone=self._leave)
+        self._link = ControlLink(cluster.launcher, keys, on_epoch=self._turn, on_gone=self._leave)
         self._reports = NodeReports(self._link.say)
         self._exchanges = NodeExchanges(host, keys.secret)
         self._transport: Metered | None = None
@@ -94,6 +96,7 @@ class _Node:
             rank=self._host.rank,
             model=fingerprint(self._checkpoint),
             process=os.getpid(),
+            build=this_build(),
         )
         welcome = self._link.join(request, patience)
         try:
@@ -119,7 +122,7 @@ class _Node:
             message = self._link.next(STAND_BY_SECONDS)
             match message:
                 case None:
-                    job.stand_by()
+                    self._try(job.stand_by)
                 case Order():
                     self._reports.order = message
                     self._try(partial(self._prepare, job, message))
@@ -158,7 +161,12 @@ class _Node:
         assert order is not None, "a launcher begins only what it ordered"
         ask = self._ask(order, begin.sizes)
         self._transport = self._exchanges.open(
-            welcome.transport, begin, ask.node, port=self._port, lost_after=welcome.lost_after
+            welcome.transport,
+            begin,
+            ask.node,
+            port=self._port,
+            lost_after=welcome.lost_after,
+            on_loaded=self._reports.loaded,
         )
         try:
             self._reports.begin()
@@ -205,9 +213,12 @@ class _Node:
 
     # -- on the link's thread ----------------------------------------------------------------------
 
-    def _stop(self, stop: Stop) -> None:
-        """Abandon the current step by failing its exchanges."""
-        self._exchanges.stop(stop.epoch, stop.reason)
+    def _turn(self, said: AllLoaded | Stop) -> None:
+        """Make the first exchange of an epoch, or abandon the current step by failing its exchanges."""
+        if isinstance(said, AllLoaded):
+            self._exchanges.begin(said.epoch)
+        else:
+            self._exchanges.stop(said.epoch, said.reason)
 
     def _leave(self) -> None:
         """End this process after the run or the loss of the launcher, by force where it does not end in time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
 
 import anyio
 
@@ -27,7 +28,7 @@ class NodeExchanges:
         self._secret = secret
         self._lock = threading.Lock()
         self._transport: Metered | None = None
-        self._stopped = -1
+        self._stopped = self._epoch = -1
         self._reserved: socket.socket | None = None
 
     def reserve(self) -> int:
@@ -43,12 +44,22 @@ class NodeExchanges:
         port: int = self._reserved.getsockname()[1]
         return port
 
-    def open(self, transport: str, begin: Begin, node: int, *, port: int, lost_after: float) -> Metered:
+    def open(
+        self,
+        transport: str,
+        begin: Begin,
+        node: int,
+        *,
+        port: int,
+        lost_after: float,
+        on_loaded: Callable[[], object],
+    ) -> Metered:
         """A transport to the members of an epoch.
 
         Args:
             transport: its name.
             node: this node's place among the members.
+            on_loaded: called before the first exchange, which then waits for `begin`.
 
         Raises:
             BadInput: it cannot be opened here.
@@ -63,10 +74,11 @@ class NodeExchanges:
                 listen=f"tcp://{listening_at(self._host.address)}:{port}",
                 epoch=begin.epoch,
                 lost_after=lost_after,
-            )
+            ),
+            on_loaded,
         )
         with self._lock:
-            self._transport = opened
+            self._transport, self._epoch = opened, begin.epoch
             if self.is_stopped(begin.epoch):
                 opened.stop(LET_GO)
         return opened
@@ -81,6 +93,12 @@ class NodeExchanges:
     def is_stopped(self, epoch: int) -> bool:
         """Whether the launcher ended an epoch."""
         return epoch <= self._stopped
+
+    def begin(self, epoch: int) -> None:
+        """Let the first exchange of an epoch be made. Callable from any thread; returns at once."""
+        with self._lock:
+            if self._transport is not None and self._epoch == epoch:
+                self._transport.begin()
 
     def stop(self, epoch: int, reason: str) -> None:
         """Fail the exchanges of all epochs up to this one. Callable from any thread; returns at once."""

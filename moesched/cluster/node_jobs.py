@@ -24,6 +24,7 @@ from moesched.jobs.report import JobReport, job_report
 from moesched.jobs.trace_file import recorder_of
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import weight_layout
+from moesched.models.tensors import global_shapes
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes, batches_of
 from moesched.requests.sampling import Sampling
@@ -39,6 +40,9 @@ from moesched.steps.plan import Plan
 from moesched.system.signals import signals_held
 from moesched.tasks import Task
 from moesched.trace import Recording
+
+LONG_PROMPTS = 512
+"""Tokens of a micro-batch's prompts from which on two chunks take less time than one: by a quarter, as predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +148,7 @@ class NodeJob:
             except BadInput as error:
                 problem = error
             else:
+                self._require_files(plans[0])
                 return sizes, [sorted(held) for held in plans[0].nodes.placement]
         raise problem
 
@@ -168,6 +173,13 @@ class NodeJob:
         """Close the device."""
         with signals_held():
             anyio.run(self._device.aclose)
+
+    def _require_files(self, plan: Plan) -> None:
+        """Raise BadInput if a file is absent that this node reads."""
+        pages = plan.nodes.pages(self._layout)
+        self._checkpoint.require_files(extent.tensor for page in pages for extent in page.extents)
+        if plan.nodes.attends:
+            self._checkpoint.require_files(global_shapes(self._layout.config))
 
     def _run_batch(self, ask: Ask, batch: Batch) -> NodeBatch:
         plan, policy = self._plan(ask, batch)
@@ -241,13 +253,21 @@ class NodeJob:
         )
 
     def _candidates(self, ask: Ask) -> Iterator[SizeOptions]:
-        """Sizes to try, largest first: one micro-batch of all requests sends only one message per layer."""
+        """Sizes to try, largest first: one micro-batch of all requests sends only one message per layer and step.
+
+        Long prompts pass in two chunks, so that one is exchanged while the other is computed.
+        """
         fixed, count = ask.sizes, len(ask.prompts)
         fixed.require_sensible()
         for batch_size in _halves(count) if fixed.batch_size is None else [min(fixed.batch_size, count)]:
             size = fixed.micro_batch_size
             for micro_batch_size in _halves(batch_size) if size is None else [min(size, batch_size)]:
-                yield dataclasses.replace(fixed, batch_size=batch_size, micro_batch_size=micro_batch_size)
+                chunk = fixed.prefill_chunk
+                if chunk is None and micro_batch_size == batch_size and ask.nodes > 1:
+                    chunk = _half_of_long(sum(sorted(map(len, ask.prompts))[-batch_size:]))
+                yield dataclasses.replace(
+                    fixed, batch_size=batch_size, micro_batch_size=micro_batch_size, prefill_chunk=chunk
+                )
 
 
 class _Loading:
@@ -272,3 +292,8 @@ def _halves(count: int) -> Sequence[int]:
     while found[-1] > 1:
         found.append(-(-found[-1] // 2))
     return found
+
+
+def _half_of_long(tokens: int) -> int | None:
+    """Half of a long micro-batch's prompt tokens; None for a short one."""
+    return -(-tokens // 2) if tokens >= LONG_PROMPTS else None

@@ -14,6 +14,7 @@ from moesched.cluster.messages import (
     Done,
     Failed,
     FailureKind,
+    Loaded,
     Loading,
     NodeSays,
     Order,
@@ -58,6 +59,11 @@ class NodeReports:
         """Report the number of resident pages that are loaded."""
         if self.order is not None:
             self._say(Loading(epoch=self.order.epoch, done=done, total=total))
+
+    def loaded(self) -> None:
+        """Report that the weights that stay are loaded."""
+        order = self._current
+        self._say(Loaded(epoch=order.epoch, order=order.order))
 
     def tokens(self, fresh: dict[int, list[int]], ended: Sequence[int], waited: float) -> None:
         """Report new tokens by request.

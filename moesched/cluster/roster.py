@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter_ns
 
+from moesched.cluster.build import Build, differences, library_refusal
 from moesched.cluster.clocks import ClockMeter, ClockOffset
 from moesched.cluster.cluster_file import Cluster, Host
 from moesched.cluster.control import Control, Heard, Peer
@@ -17,6 +18,7 @@ from moesched.cluster.messages import (
     Failed,
     JoinRequest,
     LauncherSays,
+    Loaded,
     Loading,
     Piece,
     Ping,
@@ -37,7 +39,7 @@ LOADING_SECONDS = 60.0
 ENDING_SECONDS = 5.0
 """Time between the ends of a node's process and connection after which the node counts as lost anyway."""
 
-OfOrder = Prepared | Loading | Tokens | Piece | Done | Failed
+OfOrder = Prepared | Loading | Loaded | Tokens | Piece | Done | Failed
 """Messages of a node about an order."""
 
 
@@ -57,6 +59,8 @@ class Node:
         self.prepared: Prepared | None = None
         self.done: Done | None = None
         self.loading = (0, 0)
+        self.loaded = False
+        """Whether it waits for the others before its first exchange."""
         self.hung_up = False
         """Whether its connection ended."""
         self.ending_since: float | None = None
@@ -107,6 +111,8 @@ class Roster:
         self._welcome = welcome
         self._pings = 0
         self._next_ping = 0.0
+        self._builds: dict[int, Build] = {}
+        """By rank, of nodes that have joined."""
         self._early: list[tuple[Heard, JoinRequest]] = []
         """Requests of nodes that came back before their loss was noted."""
 
@@ -114,6 +120,11 @@ class Roster:
     def clocks(self) -> dict[int, ClockOffset]:
         """The measured clock offsets, by rank."""
         return {node.host.rank: node.clock.best for node in self.nodes if node.clock.best is not None}
+
+    @property
+    def ahead(self) -> dict[int, Callable[[int], int]]:
+        """By rank: nanoseconds by which a node's clock is ahead, given its time."""
+        return {node.host.rank: node.clock.ahead_at for node in self.nodes}
 
     @property
     def lost(self) -> dict[int, str]:
@@ -217,7 +228,7 @@ class Roster:
         return None
 
     def _let_in(self, heard: Heard, join: JoinRequest) -> None:
-        reason = refusal(join, heard.key, self._cluster, self._expected)
+        reason = refusal(join, heard.key, self._cluster, self._expected) or self._build_refusal(join)
         node = self.nodes[join.rank] if reason is None else None
         if node is not None and node.hung_up and (node.lost is None or node in self.members):
             self._early.append((heard, join))
@@ -238,8 +249,30 @@ class Roster:
             node.process, node.ready, node.lost = ByOthers(), False, None
             node.hung_up, node.ending_since = False, None
         node.peer, node.heard, node.answered = heard.peer, time.monotonic(), True
-        node.clock = ClockMeter()
+        node.clock, self._builds[join.rank] = ClockMeter(), join.build
+        self._warn_of_other_builds(node)
         self._control.say(heard.peer, self._welcome)
+
+    def _build_refusal(self, join: JoinRequest) -> str | None:
+        device = self._welcome.run.device
+        reasons = (
+            library_refusal(device, join.build, self._builds[other.host.rank], str(other.host))
+            for other in self.nodes
+            if other.host.rank != join.rank and other.peer is not None
+        )
+        return next(filter(None, reasons), None)
+
+    def _warn_of_other_builds(self, node: Node) -> None:
+        for other in self.nodes:
+            if other.peer is not None and (
+                found := differences(*(self._builds[each.host.rank] for each in (node, other)))
+            ):
+                _log.warning(
+                    "nodes differ: if they round differently, their tokens will differ and the run will end",
+                    nodes=[str(node.host), str(other.host)],
+                    differ=found,
+                )
+                return
 
     def _lose(self, node: Node, why: str) -> None:
         """Note that a node is lost, with its exit code and last words where they are known."""

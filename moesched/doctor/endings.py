@@ -27,6 +27,9 @@ INTERRUPTED_SECONDS = 5.0
 """Time that a run may take to end after Ctrl-C."""
 MAPPED = 6 * 10**9
 """Bytes that a run on the processor may map while its memory is to run out: three times as much is planned."""
+NOT_TRIED_ON_MLX = (
+    "is not tried on MLX: allocations pass its memory limit, and filling the machine would harm others"
+)
 NEW_TOKENS = 100_000
 KV_BYTES = 2 * TINY.layers * TINY.kv_heads * TINY.head_dim * 4
 """Bytes of the KV cache for each token."""
@@ -67,9 +70,7 @@ def check_lack_of_memory(model: Path, device: str, facts: Facts, scratch: Path) 
     On the processor it may map less than its KV cache takes; on a GPU the cache is larger than the GPU.
     """
     if facts.device == "mlx":
-        return Finding(
-            about="lack of memory", says="is not tried on MLX, which takes memory only as it is used"
-        )
+        return Finding(about="lack of memory", says=NOT_TRIED_ON_MLX)
     in_processor = facts.device == "cpu"
     wanted = 3 * MAPPED if in_processor else 2 * facts.cuda.gpus[0].total
     requests = 1 + wanted // (NEW_TOKENS * KV_BYTES)

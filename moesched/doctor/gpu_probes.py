@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from moesched.doctor.facts import CudaFacts, Facts, GpuFacts, MetalFacts
 from moesched.doctor.findings import Finding
+from moesched.system.wired import raise_wired_limit
 from moesched.units import format_bytes
 
 FULL_SHARE = 0.1
@@ -157,7 +158,7 @@ def _of_wired_limit(facts: Facts, metal: MetalFacts) -> Iterator[Finding]:
         yield Finding(
             about="wired limit",
             says=f"Metal may wire {format_bytes(limit)} of {format_bytes(total)}, and needs {format_bytes(wanted)}",
-            remedy=f"sudo sysctl iogpu.wired_limit_mb={-(-max(wanted, int(0.75 * total)) // 2**20)}",
+            remedy=raise_wired_limit(max(wanted, int(0.75 * total))),
         )
     else:
         yield Finding(about="wired limit", says=f"{format_bytes(limit)} of {format_bytes(total)}")

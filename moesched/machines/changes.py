@@ -17,7 +17,12 @@ from moesched.units import parse_bytes, parse_flops, parse_rate, parse_seconds
 PROPERTIES: dict[str, dict[str, Callable[[str], float]]] = {
     "link": {"bandwidth": parse_rate, "latency": parse_seconds},
     "memory": {"capacity": parse_bytes, "bandwidth": parse_rate},
-    "processor": {"flops": parse_flops, "launch_seconds": parse_seconds, "expert_bandwidth": parse_rate},
+    "processor": {
+        "flops": parse_flops,
+        "launch_seconds": parse_seconds,
+        "handover_seconds": parse_seconds,
+        "expert_bandwidth": parse_rate,
+    },
 }
 """The properties of a link, a memory and a processor; the first one is meant if none is named."""
 

@@ -14,9 +14,18 @@ from moesched.machines.toml_library import MOST_BYTES
 from moesched.system.cache import cache_folder
 from moesched.system.cores import usable_cores
 from moesched.system.input_file import is_file, read_input
+from moesched.system.macos import Ask, chip, output_of
 from moesched.system.memory import available_memory, total_memory
 
 ASSUMED_MEMORY_BANDWIDTH = 20e9
+APPLE_BANDWIDTHS = {
+    "Apple M1": 68e9, "Apple M1 Pro": 200e9, "Apple M1 Max": 400e9, "Apple M1 Ultra": 800e9,
+    "Apple M2": 100e9, "Apple M2 Pro": 200e9, "Apple M2 Max": 400e9, "Apple M2 Ultra": 800e9,
+    "Apple M3": 100e9, "Apple M3 Pro": 150e9, "Apple M3 Max": 300e9, "Apple M3 Ultra": 819e9,
+    "Apple M4": 120e9, "Apple M4 Pro": 273e9, "Apple M4 Max": 410e9,
+}  # fmt: skip
+"""Bytes per second of memory by Apple's data sheets; of the smaller variant where a chip has two."""
+CPUINFO = Path("/proc/cpuinfo")
 ASSUMED_DISK_BANDWIDTH = 1e9
 ASSUMED_FLOPS_PER_CORE = 50e9
 
@@ -69,7 +78,7 @@ def assumed_machine() -> Machine:
         memory=available_memory(),
         disk=shutil.disk_usage(Path.cwd()).total,
         flops={"float32": flops, "bfloat16": flops, "float16": flops},
-        memory_bandwidth=ASSUMED_MEMORY_BANDWIDTH,
+        memory_bandwidth=APPLE_BANDWIDTHS.get(processor_name(), ASSUMED_MEMORY_BANDWIDTH),
         disk_bandwidth=ASSUMED_DISK_BANDWIDTH,
         description="not calibrated: its rates are assumed; `moesched calibrate` measures them",
     )
@@ -114,14 +123,15 @@ def require_measured_here(machine: Machine) -> None:
 
 def this_processor() -> str:
     """The processor's name and the number of usable cores."""
-    return f"{_processor()}, {usable_cores()} cores"
+    return f"{processor_name()}, {usable_cores()} cores"
 
 
-def _processor() -> str:
+def processor_name(cpuinfo: Path = CPUINFO, ask: Ask = output_of) -> str:
+    """The processor's name."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in cpuinfo.read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:
         pass
-    return platform.processor() or platform.machine()
+    return chip(ask) or platform.processor() or platform.machine()

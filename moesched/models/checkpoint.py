@@ -81,6 +81,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
         open: opens the file of a tensor; None for files on disk.
         skipped: names of tensors in the files that the architecture declares as extra.
         identities: of each file, when it was opened.
+        absent: sizes in bytes of files that are not here, and whose tensors are known by a copy of their header.
     """
 
     config: ModelConfig
@@ -89,6 +90,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     open: Callable[[Path], Blocks] | None = None
     skipped: tuple[str, ...] = ()
     identities: dict[Path, FileIdentity] = {}
+    absent: dict[Path, int] = {}
 
     def change(self) -> str | None:
         """The first change of a file of weights since it was opened, in words; None if there is none.
@@ -100,17 +102,27 @@ class Checkpoint(msgspec.Struct, frozen=True):
                 return f"{path} {difference} since it was opened"
         return None
 
+    def require_files(self, tensors: Iterable[str]) -> None:
+        """Raise BadInput if a file is absent that has one of these tensors, by canonical name."""
+        for name in tensors:
+            file = self.tensors[name].file
+            if file in self.absent:
+                raise BadInput(f"{file} is not here, and {name} is in it: copy the file to this machine")
+
     def require_unchanged(self) -> None:
         """Raise BadInput if a file of weights has changed since it was opened."""
         if (change := self.change()) is not None:
             raise BadInput(f"{change}; restore it, or wait until it is complete, and run again")
 
 
-def open_checkpoint(directory: Path | str) -> Checkpoint:
+def open_checkpoint(directory: Path | str, *, partial: bool = False) -> Checkpoint:
     """Locate every tensor of the model in `directory`: one safetensors file, or several with an index.
 
     Files may hold several of the model's tensors as one (the experts of a layer; queries, keys and values); the
     StoredTensor of each is then its range of bytes. Only headers are read.
+
+    Args:
+        partial: whether files may be missing that have a copy of their header beside them.
 
     Raises:
         BadInput: a file is missing, truncated or not safetensors, or the tensors are not those of config.json: one is
@@ -120,7 +132,7 @@ def open_checkpoint(directory: Path | str) -> Checkpoint:
     directory = Path(directory)
     config = read_config(directory)
     require_runs(config)
-    shards = read_shards(directory)
+    shards = read_shards(directory, partial=partial)
     _require_counts(directory, config, shards.tensors)
     known = _Known(config)
     tensors: dict[str, StoredTensor] = {}
@@ -137,7 +149,9 @@ def open_checkpoint(directory: Path | str) -> Checkpoint:
         raise _missing(directory, config, tensors)
     if skipped:
         _log.info("tensors that the model has no use for are skipped", count=len(skipped), first=skipped[0])
-    return Checkpoint(config, directory, tensors, skipped=tuple(skipped), identities=shards.identities)
+    return Checkpoint(
+        config, directory, tensors, skipped=tuple(skipped), identities=shards.identities, absent=shards.absent
+    )
 
 
 # ---------------------------------------------------------------- names

@@ -71,13 +71,41 @@ def read_header(path: Path) -> Header:
     with open_input(path, "weights", remedy=f"{RESTORE}, as safetensors") as file:
         identity = FileIdentity.of(os.fstat(file.fileno()))
         text = _header_text(path, file, identity.size)
+    entries = _entries(path, text)
+    _require_layout(path, entries, 8 + len(text), identity.size)
+    return Header([Found(path, name, entry, 8 + len(text)) for name, entry in entries.items()], identity)
+
+
+def header_copy(path: Path) -> Path:
+    """The copy of a file's header beside it, by which the file's tensors are known where it is not."""
+    return path.with_name(f"{path.name}.header")
+
+
+def read_header_copy(path: Path) -> tuple[list[Found], int]:
+    """The tensors of a file that is not here, and its size in bytes, from the copy of its header.
+
+    Raises:
+        BadInput: the copy is missing, or not the whole header of a safetensors file and nothing else.
+    """
+    copy = header_copy(path)
+    with open_input(copy, "header", remedy=RESTORE) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        text = _header_text(copy, file, nbytes)
+    start = 8 + len(text)
+    if nbytes != start:
+        raise BadInput(f"{copy} has {nbytes - start:,} bytes after the header; {RESTORE}")
+    entries = _entries(copy, text)
+    size = start + max((entry.data_offsets[1] for entry in entries.values()), default=0)
+    _require_layout(copy, entries, start, size)
+    return [Found(path, name, entry, start) for name, entry in entries.items()], size
+
+
+def _entries(path: Path, text: bytes) -> dict[str, Entry]:
     where = f"{path} has no valid safetensors header"
     values = decode_unique(text, dict[str, object], where, RESTORE)
     values.pop("__metadata__", None)
     require_count(len(values), where)
-    entries = convert_value(values, dict[str, Entry], where, RESTORE)
-    _require_layout(path, entries, 8 + len(text), identity.size)
-    return Header([Found(path, name, entry, 8 + len(text)) for name, entry in entries.items()], identity)
+    return convert_value(values, dict[str, Entry], where, RESTORE)
 
 
 def require_count(tensors: int, where: str) -> None:

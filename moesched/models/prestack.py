@@ -13,7 +13,7 @@ from typing import NamedTuple
 from moesched.errors import BadInput
 from moesched.models.checkpoint import Checkpoint, StoredTensor, by_stored_name, open_checkpoint, parts_in
 from moesched.models.config import ITEM_BYTES
-from moesched.models.headers import RESTORE
+from moesched.models.headers import RESTORE, header_copy
 from moesched.models.layers import Shape
 from moesched.models.published import Published, StackedBy, known_tensors, stacked_tensors
 from moesched.models.random_model import Progress
@@ -76,7 +76,8 @@ def prestack_model(
     other way. Data is streamed, with 8 MiB in memory at a time.
 
     Args:
-        by: `expert` writes one array per expert, with its matrices of all layers, for nodes that hold whole experts;
+        by: `expert` writes one array per expert, with its matrices of all layers, for nodes that hold whole experts:
+            they need only their files, and the `.header` files of the others;
             `layer` writes one array per matrix of a layer, with all experts, for `gather_mm`.
         progress: called with the bytes written and the total.
 
@@ -98,6 +99,7 @@ def prestack_model(
         _copy_small_files(checkpoint.directory, folder)
         done = 0
         for name, arrays in files.items():
+            header_copy(folder / name).write_bytes(_header(arrays))
             for nbytes in _write(folder / name, arrays):
                 done += nbytes
                 if progress is not None:
@@ -205,5 +207,5 @@ def _read(piece: _Piece) -> Iterator[memoryview]:
 def _copy_small_files(source: Path, folder: Path) -> None:
     """Copy the configuration, the tokenizer and all other files except weights."""
     for path in source.iterdir():
-        if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX_NAME:
+        if path.is_file() and path.suffix not in (".safetensors", ".header") and path.name != INDEX_NAME:
             shutil.copy(path, folder)

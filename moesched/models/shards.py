@@ -9,36 +9,53 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.models.file_identity import FileIdentity
-from moesched.models.headers import LARGEST_JSON, RESTORE, Found, read_header, require_count
+from moesched.models.headers import (
+    LARGEST_JSON,
+    RESTORE,
+    Found,
+    header_copy,
+    read_header,
+    read_header_copy,
+    require_count,
+)
 from moesched.models.unique_json import decode_unique
-from moesched.system.input_file import read_input
+from moesched.system.input_file import is_file, read_input
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 
 class Shards(NamedTuple):
-    """All tensors in the files of a checkpoint, and the identity of each file when its header was read."""
+    """All tensors in the files of a checkpoint.
+
+    Attributes:
+        identities: of each file, when its header was read.
+        absent: sizes in bytes of files that are not here, by the copies of their headers.
+    """
 
     tensors: list[Found]
     identities: dict[Path, FileIdentity]
+    absent: dict[Path, int]
 
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def read_shards(directory: Path) -> Shards:
+def read_shards(directory: Path, *, partial: bool = False) -> Shards:
     """Read the headers of a checkpoint's files.
 
     An index must list the tensors of its files, no more and no fewer, and name files of the folder. These may be
     links to anywhere, as in the caches of model hubs.
 
+    Args:
+        partial: whether files may be missing that have a copy of their header beside them.
+
     Raises:
         BadInput: a file is missing or not a valid safetensors file, or the index does not fit the files.
     """
     single, index = directory / SINGLE_NAME, directory / INDEX_NAME
-    shards = Shards([], {})
+    shards = Shards([], {}, {})
     if single.is_file() or not index.is_file():
         shards.tensors.extend(_read_into(shards, single))
         return shards
@@ -47,7 +64,7 @@ def read_shards(directory: Path) -> Shards:
         by_shard.setdefault(shard, set()).add(name)
     for shard, listed in sorted(by_shard.items()):
         path = directory / shard
-        found = _read_into(shards, path)
+        found = _read_into(shards, path, partial=partial)
         if missing := listed.difference(tensor.name for tensor in found):
             raise BadInput(f"{path} lacks {min(missing)}, which {INDEX_NAME} puts there; {RESTORE}")
         for tensor in found:
@@ -57,8 +74,11 @@ def read_shards(directory: Path) -> Shards:
     return shards
 
 
-def _read_into(shards: Shards, path: Path) -> list[Found]:
-    """The tensors of a file, whose identity is noted."""
+def _read_into(shards: Shards, path: Path, *, partial: bool = False) -> list[Found]:
+    """The tensors of a file, whose identity or absence is noted."""
+    if partial and not is_file(path) and is_file(header_copy(path)):
+        found, shards.absent[path] = read_header_copy(path)
+        return found
     found, shards.identities[path] = read_header(path)
     return found
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moesched.errors import OutOfMemory
+from moesched.system.macos import Ask, free_memory, output_of
 
 ROOT = Path("/")
 
@@ -30,9 +31,9 @@ def total_memory(root: Path = ROOT) -> int:
     return min([_meminfo("MemTotal", root) or physical, *(group.limit for group in control_groups(root))])
 
 
-def available_memory(root: Path = ROOT) -> int:
+def available_memory(root: Path = ROOT, ask: Ask = output_of) -> int:
     """Bytes of memory that are free or can be freed, on the machine and in each control group."""
-    free = _meminfo("MemAvailable", root) or total_memory(root)
+    free = _meminfo("MemAvailable", root) or free_memory(ask) or total_memory(root)
     return min([free, *(max(0, group.limit - group.used) for group in control_groups(root))])
 
 

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
 from moesched.trace.recording import LaneName, Recording
 
 
-def merge_recordings(recordings: Mapping[int, Recording], ahead: Mapping[int, int]) -> Recording:
+def merge_recordings(
+    recordings: Mapping[int, Recording], ahead: Mapping[int, Callable[[int], int]]
+) -> Recording:
     """Merge recordings, each lane under its node's rank; time 0 is the earliest start.
 
     Args:
         recordings: recordings by rank, each of one engine; `origin` is the start of each on its node's clock.
-        ahead: nanoseconds by which each node's clock is ahead of the common one; 0 for those not listed.
+        ahead: nanoseconds by which each node's clock is ahead of the common one, given a time of its own; 0 for those
+            not listed.
     """
-    starts = {rank: each.origin - ahead.get(rank, 0) for rank, each in recordings.items()}
-    first = min(starts.values())
-    shifts = {rank: start - first for rank, start in starts.items()}
+    first = min(_common(each.origin, ahead.get(rank)) for rank, each in recordings.items())
+
+    def moved(rank: int, time: int) -> int:
+        return _common(recordings[rank].origin + time, ahead.get(rank)) - first
+
     found = sorted(
         (
-            (rank, index, each.end + shifts[rank])
+            (rank, index, moved(rank, each.end))
             for rank, recording in recordings.items()
             for index, each in enumerate(recording.slices)
         ),
@@ -33,7 +38,7 @@ def merge_recordings(recordings: Mapping[int, Recording], ahead: Mapping[int, in
         [],
         [],
         [
-            sample._replace(rank=rank, time=sample.time + shifts[rank])
+            sample._replace(rank=rank, time=moved(rank, sample.time))
             for rank, each in recordings.items()
             for sample in each.memory
         ],
@@ -42,7 +47,7 @@ def merge_recordings(recordings: Mapping[int, Recording], ahead: Mapping[int, in
         frozenset(LaneName(rank, lane.name) for rank, each in recordings.items() for lane in each.in_order),
         first,
         [
-            sample._replace(rank=rank, time=sample.time + shifts[rank])
+            sample._replace(rank=rank, time=moved(rank, sample.time))
             for rank, each in recordings.items()
             for sample in each.pools
         ],
@@ -51,9 +56,7 @@ def merge_recordings(recordings: Mapping[int, Recording], ahead: Mapping[int, in
         ],
         cancelled=sorted(
             (
-                replace(
-                    cancelled, lane=LaneName(rank, cancelled.lane.name), time=cancelled.time + shifts[rank]
-                )
+                replace(cancelled, lane=LaneName(rank, cancelled.lane.name), time=moved(rank, cancelled.time))
                 for rank, each in recordings.items()
                 for cancelled in each.cancelled
             ),
@@ -61,9 +64,13 @@ def merge_recordings(recordings: Mapping[int, Recording], ahead: Mapping[int, in
         ),
     )
     for rank, index, end in found:
-        recording = recordings[rank]
-        each = recording.slices[index]
+        each = recordings[rank].slices[index]
         lane = LaneName(rank, each.lane.name)
-        merged.slices.append(replace(each, lane=lane, start=each.start + shifts[rank], end=end))
-        merged.producers.append(tuple(positions[rank, producer] for producer in recording.producers[index]))
+        merged.slices.append(replace(each, lane=lane, start=moved(rank, each.start), end=end))
+        merged.producers.append(tuple(positions[rank, made] for made in recordings[rank].producers[index]))
     return merged
+
+
+def _common(time: int, ahead: Callable[[int], int] | None) -> int:
+    """A time of a node's clock on the common one."""
+    return time if ahead is None else time - ahead(time)

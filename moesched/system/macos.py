@@ -1,0 +1,36 @@
+"""What macOS tells by programs, where Linux has files: the processor's name, and the memory that is free."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+
+Ask = Callable[[Sequence[str]], str]
+"""Runs a program, and returns what it prints; empty where there is no such program."""
+
+FREE_PAGES = ("free", "speculative", "inactive")
+"""Pages that are free, or that the system frees when a process wants memory."""
+
+
+def output_of(command: Sequence[str]) -> str:
+    """What a program prints; empty where it is not there or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def chip(ask: Ask = output_of) -> str:
+    """The processor's name, such as "Apple M2 Ultra"; empty where it is not known."""
+    return ask(["sysctl", "-n", "machdep.cpu.brand_string"]).strip()
+
+
+def free_memory(ask: Ask = output_of) -> int | None:
+    """Bytes of memory that are free or can be freed; None where they are not known."""
+    said = ask(["vm_stat"])
+    size = re.search(r"page size of (\d+) bytes", said)
+    counts = [re.search(rf"^Pages {kind}:\s+(\d+)\.", said, re.MULTILINE) for kind in FREE_PAGES]
+    if size is None or not any(counts):
+        return None
+    return int(size[1]) * sum(int(count[1]) for count in counts if count)
