@@ -191,7 +191,7 @@ def batches(case: Case, first: int, count: int) -> Answer:
 
 def living(kind: type) -> int:
     """Objects of a class that are alive."""
-    return sum(isinstance(each, kind) for each in gc.get_objects())
+    return sum(type(each) is kind for each in gc.get_objects())
 
 
 def errors(case: Case, first: int, count: int) -> Answer:

@@ -178,7 +178,7 @@ def test_links_may_have_any_names(checkpoint: Checkpoint, expected: Generated) -
 @pytest.mark.parametrize("policy", ["cgopipe", "flexgen"])
 def test_batch_after_batch_takes_the_same_memory(checkpoint: Checkpoint, policy: str) -> None:
     def caches() -> int:
-        return sum(isinstance(each, BlockedKV) for each in gc.get_objects())
+        return sum(type(each) is BlockedKV for each in gc.get_objects())
 
     device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True)
     in_use, afterwards, before_allocating = [], [], []
