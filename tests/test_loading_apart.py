@@ -61,7 +61,7 @@ def test_all_nodes_are_told_to_exchange_once_the_slowest_has_loaded() -> None:
         (1, prepared(2)),
         (0, Loaded(epoch=0, order=0)),
         (1, Loaded(epoch=0, order=0)),
-        (0, Tokens(epoch=0, tokens={0: [7]})),
+        (0, Tokens(epoch=0, order=0, place=0, tokens={0: [7]})),
         (0, Done(epoch=0, order=0, digest="same")),
         (1, Done(epoch=0, order=0, digest="same")),
     )

@@ -118,7 +118,9 @@ def test_a_node_s_tokens_that_are_sent_again_are_dropped() -> None:
     node.curve_serverkey = LAUNCHER.public.encode()
     node.curve_publickey, node.curve_secretkey = NODES[0].public.encode(), NODES[0].secret.encode()
     node.connect(f"tcp://127.0.0.1:{control.port}")
-    first, second = (Tokens(epoch=0, tokens={0: [token]}, serial=token) for token in (1, 2))
+    first, second = (
+        Tokens(epoch=0, order=0, place=token, tokens={0: [token]}, serial=token) for token in (1, 2)
+    )
     last = Loading(epoch=0, done=1, total=1, serial=3)
     try:
         for message in (JOIN, first, first, second, first, second, last):

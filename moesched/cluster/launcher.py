@@ -93,6 +93,8 @@ class Launch:
         self._events = events
         self._order = -1
         self._begun = False
+        self._counted = 0
+        """Messages of tokens of the order that were counted."""
         self._held: dict[int, frozenset[int]] = {}
         """The experts of each node, by rank, in the latest placement."""
         self._gone: Node | None = None
@@ -149,7 +151,7 @@ class Launch:
 
     def _prepare(self, remainder: Remainder) -> None:
         members = self._roster.members
-        self._begun = False
+        self._begun, self._counted = False, 0
         order = Order(
             epoch=self.epoch,
             order=self._order,
@@ -294,7 +296,10 @@ class Launch:
                 self._failed(node, message)
 
     def _take_tokens(self, node: Node, message: Tokens) -> None:
-        if node is self._roster.members[0]:
+        # The nodes generate the same tokens. Those of the first that says them count: whichever is lost, the others' go
+        # on where its tokens ended, though each of them may be ahead of it or behind.
+        if (message.order, message.place) == (self._order, self._counted):
+            self._counted += 1
             fresh = self.log.add(message.tokens, message.ended)
             if fresh:
                 self._events.tokens(fresh)

@@ -11,7 +11,7 @@ from moesched.errors import BadInput, MoeschedError
 from moesched.inputs.options import SizeOptions
 from moesched.system.decoding import DECODE_ERRORS, reason
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of these messages; nodes with another one are refused. `Join` and `Refused` are the same in all versions."""
 
 FailureKind = Literal["input", "lost", "stopped", "other"]
@@ -135,6 +135,7 @@ class Tokens(Numbered, frozen=True, kw_only=True):
     """New tokens of some requests.
 
     Attributes:
+        place: number of such messages that the node sent before for the same order; those of all nodes are alike.
         tokens: by request.
         ended: requests that end with these tokens, even without a stop token.
         seconds: time since the previous tokens.
@@ -142,6 +143,8 @@ class Tokens(Numbered, frozen=True, kw_only=True):
     """
 
     epoch: int
+    order: int
+    place: int
     tokens: dict[int, list[int]]
     ended: list[int] = []
     seconds: float = 0.0

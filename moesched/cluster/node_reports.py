@@ -42,6 +42,7 @@ class NodeReports:
         self.order: Order | None = None
         self._say = say
         self._digest = sha256()
+        self._place = 0
         self._since = 0.0
         self._waited = 0.0
 
@@ -51,8 +52,8 @@ class NodeReports:
         self._say(Prepared(epoch=order.epoch, order=order.order, port=port, sizes=sizes, placement=placement))
 
     def begin(self) -> None:
-        """Start to measure time and to hash tokens."""
-        self._digest = sha256()
+        """Start to measure time, and to count and hash tokens."""
+        self._digest, self._place = sha256(), 0
         self._since, self._waited = perf_counter(), 0.0
 
     def loading(self, done: int, total: int) -> None:
@@ -77,12 +78,15 @@ class NodeReports:
         self._say(
             Tokens(
                 epoch=self._current.epoch,
+                order=self._current.order,
+                place=self._place,
                 tokens=fresh,
                 ended=list(ended),
                 seconds=now - self._since,
                 waited=waited - self._waited,
             )
         )
+        self._place += 1
         self._since, self._waited = now, waited
 
     def content(self, what: Content, content: msgspec.Struct) -> None:
