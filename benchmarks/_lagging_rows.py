@@ -337,6 +337,7 @@ QUESTIONS: dict[str, Callable[[Case, int, int], Answer]] = {
 def tell(sender: Connection, question: str, case: str, first: int, count: int) -> None:
     """Answer a question to another process; an error is an answer that has it as `failed`."""
     torch.set_num_threads(1)
+    gc.freeze()  # each batch begins with a collection of garbage
     try:
         found = QUESTIONS[question](NAMED[case], first, count)
     except Exception as error:

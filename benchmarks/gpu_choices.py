@@ -90,7 +90,7 @@ def launches(device: torch.device, small: bool) -> dict[str, Any]:
             one = keys[number : number + 1, :, :length]
             scaled_dot_product_attention(query[number : number + 1], one, one)
 
-    ways = {
+    ways: dict[str, Callable[[], object]] = {
         "a call for each length": each,
         "one call, padded": partial(scaled_dot_product_attention, query, keys, keys, attn_mask=mask_S11L),
     }

@@ -133,8 +133,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if found is not None:
                     done.add(unit, found)
         known = [(unit, done.answers[unit.name]) for unit in units if unit.name in done.answers]
-        row = {"processes": len(known), "of": len(units), **ROWS[question](known)}
-        rows[question] = {**row, "holds": row["holds"] and len(known) == len(units)}
+        rows[question] = {
+            "done": sum(unit.number for unit, _ in known),
+            "planned": sum(unit.number for unit in units),
+            **ROWS[question](known),
+        }
+        rows[question]["holds"] = rows[question]["good"] and len(known) == len(units)
         print(question, json.dumps(rows[question])[:2000], flush=True)
         BENCHMARK.write({"holds": all(row["holds"] for row in rows.values()), "rows": rows})
     return int(not all(rows[question]["holds"] for question in options.only))
@@ -210,21 +214,21 @@ def _bits(answers: Answers) -> dict[str, Any]:
         "over_budget": over,
         "trace_problems": traces,
         "failed": failed,
-        "holds": not (wrong or over or traces or failed),
+        "good": not (wrong or over or traces or failed),
     }
 
 
 def _deep(answers: Answers) -> dict[str, Any]:
     failed, over = _failed(answers), _all(answers, "over_budget")
     by_policy = {unit.case.policy: found for unit, found in answers if "failed" not in found}
-    holds = not failed and not over and all(found["bounded"] for found in by_policy.values())
-    return {"by_policy": by_policy, "failed": failed, "holds": holds}
+    good = not failed and not over and all(found["bounded"] for found in by_policy.values())
+    return {"by_policy": by_policy, "failed": failed, "good": good}
 
 
 def _batches(answers: Answers) -> dict[str, Any]:
     failed = _failed(answers)
     grown = {unit.name: found for unit, found in answers if "failed" not in found and not found["flat"]}
-    return {"grown": grown, "failed": failed, "holds": not failed and not grown}
+    return {"grown": grown, "failed": failed, "good": not failed and not grown}
 
 
 def _errors(answers: Answers) -> dict[str, Any]:
@@ -235,7 +239,7 @@ def _errors(answers: Answers) -> dict[str, Any]:
         "slowest_seconds": slowest,
         "problems": problems,
         "failed": failed,
-        "holds": not failed and not problems and slowest < 5,
+        "good": not failed and not problems and slowest < 5,
     }
 
 
@@ -247,7 +251,7 @@ def _ledger(answers: Answers) -> dict[str, Any]:
         if beyond
         else {}
     )
-    return {"most_beyond_plan": most, "over_budget": over, "failed": failed, "holds": not (failed or over)}
+    return {"most_beyond_plan": most, "over_budget": over, "failed": failed, "good": not (failed or over)}
 
 
 def _spans(answers: Answers) -> dict[str, Any]:
@@ -258,7 +262,7 @@ def _spans(answers: Answers) -> dict[str, Any]:
         "tasks": tasks,
         "problems": problems,
         "failed": failed,
-        "holds": not (failed or problems),
+        "good": not (failed or problems),
     }
 
 

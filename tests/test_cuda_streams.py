@@ -99,7 +99,8 @@ def test_what_a_task_of_a_thread_allocates_goes_to_nobody_before_the_accelerator
     streams = CudaStreams(GPU_DEVICE, ("a", "b"), execute)
     for number in range(20):
         streams.run(Kernel(NETWORK, Work("all_reduce", "gpu"), "all_reduce", id=2 * number))
-        streams.issue(Kernel(LANES[0], Work("add", "gpu"), "add", id=2 * number + 1), [])
+        last = streams.issue(Kernel(LANES[0], Work("add", "gpu"), "add", id=2 * number + 1), [])
+    last.wait()
     assert [total.item() for total in totals] == [2000 * number for number in range(20)]
 
 
