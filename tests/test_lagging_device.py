@@ -89,6 +89,10 @@ def expected(checkpoint: Checkpoint) -> Generated:
     return generated(device, "resident")
 
 
+def test_no_policy_is_left_out() -> None:
+    assert {case.policy for case in EACH} == {case.policy for case in CASES}
+
+
 @pytest.mark.parametrize(("seed", "case"), [*enumerate(EACH)], ids=str)
 def test_two_batches_of_every_policy_have_the_bits_of_the_cpu_and_keep_to_the_plan(
     models: dict[int, Models], seed: int, case: Case
