@@ -19,6 +19,8 @@ from moesched.machines.sustained import at_peak
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
+from moesched.planner import plan_best
+from moesched.planner.objectives import Objective
 from moesched.planner.trial_run import trial_run
 from moesched.plugins import make_policy
 from moesched.policies.flexgen import FlexGen
@@ -121,6 +123,20 @@ def test_peak_and_decode_time_have_no_step_where_the_budget_grows(policy: str) -
     saved = steps[0] - steps[-1]
     assert saved > 0
     assert all(-1e-9 <= before - after <= 0.2 * saved for before, after in pairwise(steps))
+
+
+@pytest.mark.parametrize("objective", ["latency", "interactive"])
+def test_the_plan_for_one_request_falls_off_no_cliff_where_the_budget_grows(objective: Objective) -> None:
+    layout = weight_layout(SHAPES["mixtral-0.8b"])
+    policies = ["twiddler_makespan", "cpu_ffn", "layer_split", "cgopipe"]
+    rates = [
+        plan_best(
+            T4, layout, [8_000], 12, objective=objective, policies=policies, budgets={"gpu": budget}
+        ).seen.rate
+        for budget in (800_000_000, 900_000_000, 950_000_000, 1_000_000_000, 1_100_000_000)
+    ]
+    assert all(0.97 * less <= more <= 1.15 * less for less, more in pairwise(rates))
+    assert rates[-1] > 1.05 * rates[0]
 
 
 def _fits(policy: str, budget: int) -> bool:

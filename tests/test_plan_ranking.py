@@ -205,6 +205,7 @@ def test_where_nothing_fits_the_ranking_says_what_is_missing(capsys: pytest.Capt
     assert {row["policy"] for row in printed["ranking"]} == set(plannable())
     assert told.err.count("\n") == 1
     assert re.search(r"would fit with [0-9.]+ GB more host$", told.err)
+    assert "--batch-size" not in told.err, "the planner chose the sizes"
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

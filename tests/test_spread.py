@@ -13,7 +13,7 @@ from moesched.machines import COST_FORMAT, CostPoint, Machine, load_machine, par
 from moesched.machines.cost import cost_model
 from moesched.machines.estimates import Estimate
 from moesched.machines.toml_text import machine_toml
-from moesched.planner.uncertainty import OMITTED_BESIDE_COSTS, Figures, uncertainty
+from moesched.planner.uncertainty import OMITTED, Figures, uncertainty
 from moesched.plugins import make_policy
 from moesched.runs.ranks import Rank
 from moesched.tasks import Work, WorkPart
@@ -70,7 +70,7 @@ def test_the_band_of_a_calibrated_machine_is_its_spread() -> None:
         return found.band["throughput_tokens_per_second"]
 
     narrow, wide = band(measured()), band(measured(few_rows=SLOW))
-    assert narrow == pytest.approx((100 / OMITTED_BESIDE_COSTS, 100, 100 * OMITTED_BESIDE_COSTS))
+    assert narrow == pytest.approx((100 / OMITTED, 100, 100 * OMITTED))
     assert wide[0] < narrow[0] and wide[2] > narrow[2]
 
 

@@ -170,7 +170,8 @@ def print_proposal(proposal: Proposal) -> None:
     print_table(["memory", "peak"], peaks, figures=1)
     say()
     useful = [[gain.resource, f"{gain.share:+.1%}"] for gain in proposal.gains if gain.share >= 0.0005]
-    print_table(["10 % more of", "throughput"], useful or [["any one resource", "+0 %"]], figures=1)
+    gained = "throughput" if proposal.objective == "throughput" else "speed"
+    print_table(["10 % more of", gained], useful or [["any one resource", "+0 %"]], figures=1)
     if len(proposal.ranking) > 1:
         say()
         print_ranking(proposal.ranking, proposal.objective)

@@ -42,7 +42,7 @@ def _row(ranked: Ranked) -> list[str]:
         format_seconds(ranked.first_token_seconds or 0.0),
         str(ranked.batch_size),
         str(ranked.micro_batch_size),
-        ranked.bound_by or "",
+        f"{ranked.bound_by}, {ranked.busy or 0.0:.0%}",
         gain.resource if gain is not None else "",
         f"{gain.share:+.1%}" if gain is not None else "",
     ]

@@ -8,7 +8,8 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
-from moesched.planner.schedules import Point, Schedules, Seen, resident_of
+from moesched.planner.climb import NEAR, Climb, point_of
+from moesched.planner.schedules import Schedules, Seen
 from moesched.planner.search import PolicyChoice, best, filled, least, most_of
 from moesched.planner.setting import Setting
 from moesched.planner.traits import Lesson, Shape, TraitProbe, Traits
@@ -16,12 +17,11 @@ from moesched.planner.traits import Lesson, Shape, TraitProbe, Traits
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 192, 224)
 """Requests of a micro-batch: all coarse sizes are tried, and the fine sizes next to the best coarse one."""
-ROUGH = (1, 4, 16, 48, 128, 256)
+ROUGH = (1, 16, 64, 256)
 """Sizes of the first look at a policy."""
 MOST_SHARES = 8
-MOST_PREVIEWS = 8
-NEAR = 1.1
-"""Factor by which a schedule may beat its bound, which assumes that all prompts have the average length."""
+SIMILAR = 1.05
+"""Factor between bounds that do not tell which schedule is better."""
 
 
 class Candidate:
@@ -50,10 +50,12 @@ class Candidate:
         self.schedules = Schedules(setting, deep=deep)
         self._probes: dict[int, TraitProbe] = {}
         self._coarse = sizes or sorted({*SIZES, *_even_shares(len(setting.lengths))})
-        self._ladder = sizes or sorted({*self._coarse, *FINER, *ROUGH})
+        ladder = sizes or sorted({*self._coarse, *FINER, *ROUGH})
+        self._ladder = [size for size in ladder if size <= len(setting.lengths)]
         self._first = sizes or (self._coarse if deep else ROUGH)
+        self._climb = Climb(setting, self.traits, self.schedules, self._ladder, self._shape)
         shapes = self._shapes(setting, self._first)
-        self.choice = best(setting, self.traits, shapes) or least(setting, self.traits, shapes[0])
+        self.choice = self._best_of(setting, shapes) or least(setting, self.traits, shapes[0])
 
     def refine(self) -> None:
         """Choose among all coarse sizes, and the fine ones next to the best of these."""
@@ -61,11 +63,11 @@ class Candidate:
             size = self.choice.micro_batch_size
             near = [other for other in sizes if other in self._coarse or size / 2 < other < size * 2]
             shapes = self._shapes(self.setting, near)
-            self.choice = best(self.setting, self.traits, shapes, self.choice.throughput) or self.choice
+            self.choice = self._best_of(self.setting, shapes) or self.choice
 
     def first(self) -> Seen:
         """Simulate the schedule of the choice."""
-        return self._start(self.choice)
+        return self._climb.start(self.choice)
 
     def look(self) -> Seen:
         """Find the best schedule near the choice; if the KV cache can be split, also near none and all of it.
@@ -73,92 +75,29 @@ class Candidate:
         The bound ignores that lanes overlap less well where micro-batches differ.
         """
         self.refine()
-        found = self._climb(self.choice)
+        found = self._climb.from_choice(self.choice)
         if self.setting.splits_kv and self.setting.kv_on_gpu is None:
             for share in (0.0, 1.0):
                 setting = replace(self.setting, kv_on_gpu=share)
                 shapes = self._shapes(setting, list(self._probes))
-                edge = best(setting, self.traits, shapes, above=found.throughput / NEAR)
-                if edge is not None and _point(edge) != _point(self.choice):
-                    found = max(found, self._climb(edge), key=lambda seen: seen.rate)
+                edge = self._best_of(setting, shapes, above=found.throughput / NEAR)
+                if edge is not None and point_of(edge) != point_of(self.choice):
+                    found = max(found, self._climb.from_choice(edge), key=lambda seen: seen.rate)
             partly = self._most_layers(found.micro_batch_size)
             if partly is not None:
                 with suppress(BadInput):  # the bound knows only about how much fits
-                    found = max(found, self._climb(partly), key=lambda seen: seen.rate)
+                    found = max(found, self._climb.from_choice(partly), key=lambda seen: seen.rate)
         return found
 
     def _most_layers(self, size: int) -> PolicyChoice | None:
         """One micro-batch with the KV cache of as many layers as fit on the accelerator; None if all or none do."""
         layers = self.setting.layout.config.layers
-        shape = self._probe(size).shape(self.setting.cost)
+        shape = self._shape(size)
         choices = (
             filled(self.setting, self.traits, shape, 1, here / layers) for here in range(layers, 0, -1)
         )
         found = next((choice for choice in choices if choice is not None), None)
         return found if found is not None and found.resident < 1 else None
-
-    def _climb(self, start: PolicyChoice) -> Seen:
-        """Move from one schedule to a better one, until no neighbour's bound is better."""
-        tried = {_point(start)}
-        found = self._start(start)
-        ahead = self._around(found)
-        while ahead and len(tried) < MOST_PREVIEWS:
-            choice = ahead.pop(0)
-            if _point(choice) in tried or choice.throughput * NEAR < found.throughput:
-                continue
-            tried.add(_point(choice))
-            with suppress(BadInput):
-                other = self.schedules.see(*_point(choice))
-                if other.rate > found.rate:
-                    found = other
-                    ahead = self._around(found)
-        return found
-
-    def _start(self, choice: PolicyChoice) -> Seen:
-        """Simulate a choice; with smaller micro-batches if not even one fits: the search knows only average lengths."""
-        size, count, resident = _point(choice)
-        smaller = [other for other in reversed(self._ladder) if other < size]
-        for other in smaller:
-            try:
-                return self.schedules.see(size, count, resident)
-            except BadInput:
-                share = resident / count
-                size, count = other, -(-choice.micro_batch_size * choice.micro_batches // other)
-                resident = resident_of(share, count)
-        return self.schedules.see(size, count, resident)
-
-    def _around(self, seen: Seen) -> list[PolicyChoice]:
-        """The sizes to try next, the highest bound first.
-
-        A fifth more or fewer micro-batches, or others as many requests, each with the same share of the KV cache on the
-        accelerator; and a tenth of the micro-batches more or fewer there.
-        """
-        size, requests = seen.micro_batch_size, seen.batch_size
-        count = -(-requests // size)
-        sizes = [(size, -(-count * 6 // 5)), (size, max(1, count * 5 // 6))]
-        sizes += [(other, -(-requests // other)) for other in self._neighbours(size)]
-        share = seen.kv_on_gpu if self.setting.splits_kv else 0.0
-        points = [Point(size, count, resident_of(share, count)) for size, count in sizes]
-        if self.setting.splits_kv and self.setting.kv_on_gpu is None:
-            parts = self.setting.layout.config.layers if count == 1 else count
-            here, few = round(share * parts), -(-parts // 10)
-            points += [
-                Point(size, count, resident_of(other / parts, count))
-                for other in (max(0, here - few), min(parts, here + few))
-            ]
-        choices = [choice for point in points if (choice := self._filled(point))]
-        return sorted(choices, key=lambda choice: choice.throughput, reverse=True)
-
-    def _filled(self, point: Point) -> PolicyChoice | None:
-        """That number of micro-batches, or the most that should fit, with as many weights kept as then fit."""
-        shape = self._probe(point.size).shape(self.setting.cost)
-        count, step = min(point.micro_batches, shape.most), 1
-        while count > 0:
-            choice = filled(self.setting, self.traits, shape, count, min(point.resident, count))
-            if choice is not None:
-                return choice
-            count, step = count - step, 2 * step
-        return None
 
     def bound_with(self, setting: Setting) -> float:
         """The bound with micro-batches of the chosen size on another machine, in tokens per second."""
@@ -172,20 +111,29 @@ class Candidate:
         return max(most_of(setting, traits, shape, share) for share in shares)
 
     def _shapes(self, setting: Setting, sizes: Sequence[int]) -> list[Shape]:
-        return [self._probe(size).shape(setting.cost) for size in sizes if size <= len(setting.lengths)]
+        return [self._probe(size).shape(setting.cost) for size in sizes if size in self._ladder]
+
+    def _best_of(self, setting: Setting, shapes: Sequence[Shape], above: float = 0.0) -> PolicyChoice | None:
+        """The highest bound; of bounds that are about as high, one of larger micro-batches, which are fewer tasks."""
+        found = best(setting, self.traits, shapes, above)
+        if found is None:
+            return None
+        similar = max(above, found.throughput / SIMILAR)
+        for shape in sorted(shapes, key=lambda shape: shape.size, reverse=True):
+            if shape.size <= found.micro_batch_size:
+                break
+            choice = best(setting, self.traits, [shape], similar)
+            if choice is not None:
+                return choice
+        return found
+
+    def _shape(self, size: int) -> Shape:
+        return self._probe(size).shape(self.setting.cost)
 
     def _probe(self, size: int) -> TraitProbe:
         if size not in self._probes:
-            self._probes[size] = TraitProbe(self.setting, size)
+            self._probes[size] = TraitProbe(self.setting, size, joint=self.traits.joint)
         return self._probes[size]
-
-    def _neighbours(self, size: int) -> list[int]:
-        place = self._ladder.index(size)
-        return [*self._ladder[place + 1 : place + 3], *self._ladder[max(0, place - 2) : place]]
-
-
-def _point(choice: PolicyChoice) -> Point:
-    return Point(choice.micro_batch_size, choice.micro_batches, choice.resident)
 
 
 def _even_shares(requests: int) -> set[int]:

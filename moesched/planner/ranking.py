@@ -12,6 +12,7 @@ from moesched.planner.missing import missing_bytes
 from moesched.planner.resources import Gain, gains
 from moesched.planner.schedules import Seen
 from moesched.planner.setting import Setting
+from moesched.runs.planning import SMALLER
 from moesched.system.source_lines import raising_line
 from moesched.units import format_bytes
 
@@ -24,6 +25,7 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
         decode_step_seconds: of a step in the middle of the generation.
         first_token_seconds: from the end of loading to a prompt's first token, on average over the batch.
         bound_by: the busiest lane in such a step.
+        busy: the share of such a step that it is busy.
         fits: whether it can be planned; figures are None otherwise.
         missing_bytes: the sum over the memories, for one request; 0 if that is not why it cannot be planned.
         missing: bytes that each memory lacks.
@@ -36,6 +38,7 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
     decode_step_seconds: float | None = None
     first_token_seconds: float | None = None
     bound_by: str | None = None
+    busy: float | None = None
     fits: bool
     missing_bytes: int = 0
     missing: dict[str, int] = {}
@@ -55,12 +58,14 @@ def ranked(candidate: Candidate, seen: Seen) -> Ranked:
     """The row of a policy that fits."""
     busy = seen.trial_run.utilization
     best = next(iter(gains(candidate, seen)), None)
+    lane = max(busy, key=busy.__getitem__)
     return Ranked(
         policy=candidate.name,
         throughput_tokens_per_second=seen.throughput,
         decode_step_seconds=seen.trial_run.step_seconds,
         first_token_seconds=seen.trial_run.first_token_seconds,
-        bound_by=max(busy, key=busy.__getitem__),
+        bound_by=lane,
+        busy=busy[lane],
         fits=True,
         batch_size=seen.batch_size,
         micro_batch_size=seen.micro_batch_size,
@@ -73,7 +78,9 @@ def misfit(name: str, setting: Setting | None, error: Exception) -> Ranked:
     missing: dict[str, int] = {}
     if setting is not None and isinstance(error, BadInput):
         missing = missing_bytes(setting)
-    why = str(error) if isinstance(error, BadInput) else f"{raising_line(error)}: {error!r}"
+    why = f"{raising_line(error)}: {error!r}"
+    if isinstance(error, BadInput):
+        why = str(error).removesuffix(f": {SMALLER}")  # the planner chose the sizes
     return Ranked(policy=name, fits=False, missing_bytes=sum(missing.values()), missing=missing, why=why)
 
 

@@ -229,11 +229,9 @@ def _needs_others(name: str) -> bool:
 
 
 def _nothing_fits(ranking: list[Ranked]) -> DoesNotFit:
-    """The error where no policy fits: the reasons, each once, with the first policy that it is for."""
-    reasons: dict[str, str] = {}
-    for row in ranking:
-        why = row.why or ""
-        reasons.setdefault(why.partition(" does not fit")[2].partition(": ")[2] or why, why)
+    """The error where no policy fits: what that policy lacks that lacks the least."""
     least = next((row for row in ranking if row.missing), None)
-    remedy = "" if least is None else f"; {least.policy} would fit with {least.lacks.removesuffix(' would')}"
-    return DoesNotFit("; ".join(reasons.values()) + remedy, ranking)
+    if least is None:
+        return DoesNotFit("; ".join(dict.fromkeys(row.why or "" for row in ranking)), ranking)
+    enough = least.lacks.removesuffix(" would")
+    return DoesNotFit(f"{least.why}; {least.policy} would fit with {enough}", ranking)

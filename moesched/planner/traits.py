@@ -17,6 +17,7 @@ from moesched.dispatch.kv_placement import evenly
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.planner.few_layers import probed
+from moesched.planner.joint_experts import runs_experts_jointly
 from moesched.planner.setting import UNLIMITED, Setting
 from moesched.runs.planning import make_lanes
 from moesched.seams import CostModel
@@ -28,6 +29,9 @@ from moesched.tasks import Work
 
 MANY = 5
 """From this number of micro-batches on, each further one costs the same bytes, as those within a layer share rooms."""
+
+LESSONS = 3
+"""Most plans, each with less memory than the one before, that tell how large a policy's buffer is at least."""
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +47,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
         fetch: seconds of the slowest link for all weights of a layer; 0 if the FFN is not on the GPU, since weights are
             then fetched in prefill only, which the bound may ignore.
         stages: number of accelerators in its pipeline.
+        joint: whether an expert runs once for all micro-batches, which then share the reading of its weights.
     """
 
     attention_on_gpu: bool
@@ -53,6 +58,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     buffer: float
     fetch: float
     stages: int = 1
+    joint: bool = False
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,23 +112,27 @@ class Lesson:
         resident_share = resident_bytes(roomy)
         fast = roomy.memory("accelerator")
         stages = len(roomy.stages)
-        short = unlimited | {fast.name: fast.used - resident_share // stages // 4}
-        try:
-            tight, _ = setting.plan(batch, short, on_host)
-        except BadInput:
-            tight = None
-        self._least = roomy if tight is None else tight
-        streamed = (weight_bytes(self._least) - resident_bytes(self._least)) / len(self._least.layers)
+        least, tight = roomy, False
+        left = 3 * resident_share // stages // 4
+        for _ in range(LESSONS):  # a ring has as many slots whether all or few of the pages pass through it
+            try:
+                short = unlimited | {fast.name: fast.used - resident_share // stages + left}
+                least, _ = setting.plan(batch, short, on_host)
+            except BadInput:
+                break
+            tight, left = True, round(_buffer(least) * weight_bytes(least) / len(least.layers))
+        self._least = least
         self._ffn_on_gpu = not roomy.declared.experts_on_host
         self.traits = Traits(
             attention_on_gpu=roomy.kv.on_gpu == 1 or roomy.kv.slots > 0,
             ffn_on_gpu=self._ffn_on_gpu,
             kv_on_gpu=roomy.kv.on_gpu == 1,
             keeps=resident_share / weight_bytes(roomy),
-            streams=resident_share == 0 or tight is not None,
-            buffer=_pool_bytes(self._least) / streamed if streamed else 0.0,
+            streams=resident_share == 0 or tight,
+            buffer=_buffer(least),
             fetch=self.fetch_seconds(setting.cost),
             stages=stages,
+            joint=setting.nodes == 1 and runs_experts_jointly(setting),
         )
 
     def fetch_seconds(self, cost: CostModel) -> float:
@@ -140,9 +150,12 @@ def learn(setting: Setting) -> Traits:
 
 
 class TraitProbe:
-    """Plans of a few micro-batches of `size` average requests, with no limit to memory."""
+    """Plans of a few micro-batches of `size` average requests, with no limit to memory.
 
-    def __init__(self, setting: Setting, size: int) -> None:
+    joint: whether an expert runs once for all micro-batches.
+    """
+
+    def __init__(self, setting: Setting, size: int, *, joint: bool = False) -> None:
         self._size = size
         self._most = -(-len(setting.lengths) // size)
         setting = replace(setting, lengths=(round(fmean(setting.lengths)),) * len(setting.lengths))
@@ -162,13 +175,14 @@ class TraitProbe:
         fewer = used_by(plan_of(count - 1, 0)) if count > 1 else dict.fromkeys(used, 0)
         each = {memory: used[memory] - fewer[memory] for memory in used}
         self._shared = {memory: used[memory] - count * each[memory] for memory in used}
-        self._each = _Needs(plan, 0, each)
+        together = self._most if joint else 1
+        self._each = _Needs(plan, 0, each, together)
         self._resident: _Needs | None = None
         if setting.splits_kv:
             plan = plan_of(count, 1)
             more = used_by(plan)
             here = {memory: each[memory] + more[memory] - used[memory] for memory in used}
-            self._resident = _Needs(plan, plan.kv.held_by("accelerator")[0], here)
+            self._resident = _Needs(plan, plan.kv.held_by("accelerator")[0], here, together)
 
     def shape(self, cost: CostModel) -> Shape:
         """The cost of micro-batches of this size."""
@@ -189,23 +203,25 @@ class _Needs:
     """The work of a plan's micro-batch on each lane in a layer, and its bytes by memory.
 
     Where layers differ, the work is that of all kinds, weighted by their shares of the layers.
+
+    together: micro-batches of which experts run on the tokens at once, so that each has a share of that work.
     """
 
-    def __init__(self, plan: Plan, number: int, nbytes: dict[str, int]) -> None:
+    def __init__(self, plan: Plan, number: int, nbytes: dict[str, int], together: int) -> None:
         self._nbytes = nbytes
+        self._together = together
         self._stages = len(plan.stages)
         lanes = make_lanes(plan)
         run_state = RunState(plan, Engine(lanes.values()), lanes)
         batch = run_state.micro_batches[number]
         self._shares = [count / len(plan.layers) for count in plan.layout.config.kinds.values()]
         run_state.size(0)
-        self._prefill = [
-            (share, works[verb])
-            for each in run_state.prefill_batches
-            if each.chunk is not None and each.chunk.micro_batch == number
-            for share, works in zip(self._shares, each.works_at[0], strict=True)
-            for verb in ("pre_attention", "attention", "post_attention")
-        ]
+        self._prefill: list[_Part] = []
+        for each in run_state.prefill_batches:
+            if each.chunk is not None and each.chunk.micro_batch == number:
+                for kind, (share, works) in enumerate(zip(self._shares, each.works_at[0], strict=True)):
+                    self._prefill += [(share, works[verb]) for verb in ("pre_attention", "attention")]
+                    self._prefill.append(self._ffn(run_state, works, kind))
         run_state.size(max(1, plan.batch.new_tokens // 2))
         self._accelerator: list[_Part] = []
         self._host: list[_Part] = []
@@ -215,7 +231,7 @@ class _Needs:
             if plan.declared.experts_on_host:
                 self._experts_there(plan, run_state, works, kind)
             else:
-                self._accelerator.append((share, works["post_attention"]))
+                self._accelerator.append(self._ffn(run_state, works, kind))
             if all(batch.kv.on_accelerator) or plan.kv.slots:
                 self._accelerator.append((share, works["attention"]))
                 self._link += [(share, works["load_kv"])] if "load_kv" in works else []
@@ -223,13 +239,22 @@ class _Needs:
                 self._host.append((share, works["cpu_attention"]))
                 self._link += [] if run_state.unified else [(share, works["load_hidden"])]
 
+    def _ffn(self, run_state: RunState, works: Mapping[str, Work], kind: int) -> _Part:
+        """The part of a layer after attention, on the accelerator."""
+        work, made = works["post_attention"], run_state.works
+        if self._together > 1:
+            tokens, amount = self._together * work.tokens, made.kinds[kind].post_attention
+            work = made.work("post_attention", work.resource, tokens, amount, kind)
+        return self._shares[kind] / self._together, work
+
     def _experts_there(self, plan: Plan, run_state: RunState, works: Mapping[str, Work], kind: int) -> None:
         """The experts of a layer on the host: their outputs come back."""
         share, made = self._shares[kind], run_state.works
         self._accelerator += [(share, works["route"]), (share, works["combine"])]
         operations, tokens = made.kinds[kind], works["route"].tokens
-        experts = made.work("experts", plan.machine.roles.host, tokens, operations.experts, kind)
-        self._host.append((share, experts))
+        all_tokens = self._together * tokens
+        experts = made.work("experts", plan.machine.roles.host, all_tokens, operations.experts, kind)
+        self._host.append((share / self._together, experts))
         if not run_state.unified:
             nbytes = tokens * operations.layer.feed_forward.top_k * operations.hidden_bytes
             host, accelerator = plan.memory("host").name, plan.memory("accelerator").name
@@ -260,6 +285,12 @@ def resident_bytes(plan: Plan) -> int:
 def weight_bytes(plan: Plan) -> int:
     """Bytes of all weights in slots."""
     return sum(map(plan.slot_bytes, plan.layout.pages))
+
+
+def _buffer(plan: Plan) -> float:
+    """Bytes of a plan's buffer for each byte of a layer that streams."""
+    streamed = (weight_bytes(plan) - resident_bytes(plan)) / len(plan.layers)
+    return _pool_bytes(plan) / streamed if streamed else 0.0
 
 
 def _pool_bytes(plan: Plan) -> int:

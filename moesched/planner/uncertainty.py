@@ -27,12 +27,13 @@ from moesched.steps.plan import devices_contend
 from moesched.tasks import Task, Work
 
 LEVELS: tuple[Level, ...] = ("low", "high")
-LEAST = 0.002
+LEAST = 0.02
 """Change of all tasks' time, as a share of the run, below which a rate is taken to change no figure."""
 OMITTED = 1.2
-"""Factor by which a machine that follows all its rates is still slower or faster than the model: assumed."""
-OMITTED_BESIDE_COSTS = 1.1
-"""The same for a machine with measured costs: about the errors of docs/fidelity.md."""
+"""Factor by which a machine that has all the rates, or the measured costs, is still slower or faster than predicted.
+
+It is about the largest error of docs/fidelity.md on a calibrated machine; for others it is assumed.
+"""
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -81,8 +82,7 @@ def uncertainty(make_ranks: Callable[[], Sequence[Rank]], expected: Figures) -> 
     }
     widths = {words: sum(effect[FIGURES[0]]) for words, effect in effects.items()}
     widest = max(widths, key=widths.__getitem__, default=None)
-    omits = log(OMITTED_BESIDE_COSTS if machine.cost_table else OMITTED)
-    omitted = (omits, omits)
+    omitted = (log(OMITTED), log(OMITTED))
     peak = None
     if not machine.cost_table:
         peak = _moved(expected, base, runs.figures(cost_model(at_peak(machine), dtype)))

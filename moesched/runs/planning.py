@@ -20,6 +20,8 @@ from moesched.system.source_lines import raising_line
 from moesched.tasks import Lane
 from moesched.units import format_bytes
 
+SMALLER = "raise --budget, or lower --batch-size or --max-new-tokens"
+"""What a user may do where a plan does not fit."""
 KERNELS_AHEAD = 8
 """Tasks that an accelerator's stream has in its queue: short kernels would otherwise wait for the host."""
 TRANSFERS_AHEAD = 2
@@ -67,14 +69,13 @@ def plan_run(
             policy.plan(plan)
         plan.check()
     except OverBudget as error:
-        remedy = "raise --budget, or lower --batch-size or --max-new-tokens"
         each = f", on each of {layout.config.ranks} accelerators" if layout.config.ranks > 1 else ""
         if nodes > 1:
             each = f", on node {node} of {nodes}"
         if process is not None and process.limit is not None:
             each += f", of what --budget process={format_bytes(process.limit)} leaves"
         place = f" ({line})" if (line := error.line or raising_line(error)) else ""
-        raise BadInput(f"policy {name} does not fit{place}: {error}{each}: {remedy}") from error
+        raise BadInput(f"policy {name} does not fit{place}: {error}{each}: {SMALLER}") from error
     return plan
 
 

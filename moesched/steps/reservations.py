@@ -156,6 +156,8 @@ class Reservations(ReadOnly):
         self._stages = stages
         self._slot_bytes = slot_bytes
         self._of_nodes: dict[NodeShare, int] = {}
+        self._tokens: dict[tuple[int, ...], int] = {}
+        self._cached: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         self._operations = operations
         self._chunks = chunks
         self.sizes = BatchBytes(batch, self._chunks, self._operations)
@@ -205,10 +207,21 @@ class Reservations(ReadOnly):
         return tuple(max(kind.held_bytes(each, batch.beams) for kind in kinds) for each in longest)
 
     def cache_bytes(self, micro_batches: Iterable[int], layers: Iterable[int]) -> int:
-        """Bytes of the KV caches of micro-batches in these layers, at their longest."""
-        batch = self._batch
-        requests = [request for number in micro_batches for request in batch.micro_batches[number]]
-        return self._operations.held_in(layers, batch.each_at_end(requests), batch.beams)
+        """Bytes of the KV caches of micro-batches in these layers, at their longest; kept, as weight bytes are."""
+        key = tuple(micro_batches), tuple(layers)
+        if key not in self._cached:
+            batch, (numbers, of_layers) = self._batch, key
+            requests = [request for number in numbers for request in batch.micro_batches[number]]
+            self._cached[key] = self._operations.held_in(of_layers, batch.each_at_end(requests), batch.beams)
+        return self._cached[key]
+
+    def _tokens_of(self, micro_batches: Iterable[int]) -> int:
+        """Tokens of the KV caches of micro-batches at their longest, likewise."""
+        key = tuple(micro_batches)
+        if key not in self._tokens:
+            batch = self._batch
+            self._tokens[key] = sum(batch.tokens_at_end(batch.micro_batches[number]) for number in key)
+        return self._tokens[key]
 
     def _all_weights(self, nodes: NodeShare) -> Iterator[Reservation]:
         """All weights that this node uses, where they come from the memory that the host computes from."""
@@ -240,8 +253,7 @@ class Reservations(ReadOnly):
             chosen = [number for numbers in groups.values() for number in numbers]
             if not chosen:
                 continue
-            tokens = sum(self._batch.tokens_at_end(self._batch.micro_batches[number]) for number in chosen)
-            tokens *= declared.nodes.attends
+            tokens = self._tokens_of(chosen) * declared.nodes.attends
             here = role == "accelerator"
             memories = self._accelerators if here else [self._host]
             layers = self._stages if here else [range(self._layout.config.layers)]

@@ -1,0 +1,53 @@
+"""Whether a policy runs an expert once on the tokens of several micro-batches, learned from a run of a few tasks."""
+
+from __future__ import annotations
+
+from moesched.engine import Engine
+from moesched.planner.setting import UNLIMITED, Setting
+from moesched.runs.decisions import simulated_decisions
+from moesched.runs.ranks import Rank
+from moesched.runs.virtual_run import VirtualRun
+from moesched.tasks import Task
+
+
+def runs_experts_jointly(setting: Setting) -> bool:
+    """Run two steps of two requests, whose tokens all choose the same experts, each in a micro-batch of its own.
+
+    Raises:
+        BadInput: the policy plans nothing for two micro-batches, whatever the budgets.
+    """
+    if len(setting.lengths) < 2:
+        return False
+    batch = setting.batch(2, 1)
+    plan, policy = setting.plan(batch, dict.fromkeys(setting.machine.memories, UNLIMITED))
+    seen = _JointTasks()
+    VirtualRun(
+        [Rank(plan, policy)],
+        decisions=simulated_decisions(plan, _FirstExperts(setting.layout.config.top_k)),
+        make_engine=Engine,
+        observers=[seen],
+        steps=min(2, batch.new_tokens),
+    ).run()
+    return seen.any
+
+
+class _FirstExperts:
+    """Routing of each token to the first experts."""
+
+    def __init__(self, top_k: int) -> None:
+        self._top_k = top_k
+
+    def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
+        """Count the tokens of each expert."""
+        return dict.fromkeys(range(self._top_k), tokens)
+
+
+class _JointTasks:
+    """Observer that notes whether an expert ran for several micro-batches at once."""
+
+    def __init__(self) -> None:
+        self.any = False
+
+    def ended(self, task: Task) -> None:
+        """Look at a task."""
+        self.any = self.any or (task.verb == "run_expert" and task.micro_batch < 0)
