@@ -1,19 +1,32 @@
-"""MLX's kernels on single elements: joined into one, as on Metal, they have the bits of those that run one by one."""
+"""MLX's small kernels: those on single elements are joined on Metal, with the same bits; routers are converted once."""
 
 # ruff: noqa: E402  # what needs MLX is imported after the check that it is there
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 mx = pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
 
+from _small_runs import ONE_MEMORY
+
 from moesched.devices.mlx import fused
+from moesched.devices.mlx.device import MlxDevice
 from moesched.devices.mlx.fused import Fused
+from moesched.devices.mlx.weights import MlxWeights
+from moesched.devices.shared.page_reader import PageReader
+from moesched.models.checkpoint import open_checkpoint
+from moesched.models.layout import weight_layout
+from moesched.plugins import make_policy
+from moesched.requests.batch import split_batch
+from moesched.runs.planning import plan_run
+from small_models import small_model
 
 needs_compiler = pytest.mark.skipif(
     not mx.metal.is_available() and shutil.which("g++") is None,
@@ -65,3 +78,32 @@ def kernels(folder: Path, array: Any) -> int:
     """The operations that an array still waits for."""
     mx.export_to_dot(str(folder / "graph.dot"), array)
     return len(re.findall(r'label ?="[A-Za-z]', (folder / "graph.dot").read_text()))
+
+
+def test_a_router_that_stays_is_converted_once_in_the_memory_that_the_plan_gives_it(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(small_model(tmp_path / "model"))
+    layout = weight_layout(checkpoint.config, "bfloat16")
+    device, reader = MlxDevice(checkpoint, layout), PageReader(checkpoint, layout)
+    plan = plan_run(
+        ONE_MEMORY, layout, split_batch([3], 2, 1), make_policy("resident", {}), slot_bytes=device.slot_bytes
+    )
+    weights = MlxWeights(reader, layout)
+    weights.begin(plan)
+    page = next(page for page in layout.pages if page.expert < 0)
+    (stored,) = (extent for extent in page.extents if extent.tensor.endswith(".router"))
+    assert device.slot_bytes(page) - reader.bytes_in_slot(page) == 2 * stored.nbytes
+
+    def router() -> Any:
+        view: Any = SimpleNamespace(bound=None, pages=(page,), slots=(SimpleNamespace(fixed=True),))
+        (shown,) = weights.show(view).dense["router"]
+        mx.eval(shown)
+        return shown
+
+    first = router()
+    assert first.dtype == mx.float32
+    taken = mx.get_active_memory()
+    again = router()
+    assert mx.array_equal(first, again)
+    assert mx.get_active_memory() <= taken
+    reader.close()
+    asyncio.run(device.aclose())
