@@ -40,6 +40,14 @@ def none_of(words: str, count: int, total: int) -> Claim:
     return Claim(words, f"{count:,} of {total:,}", "none", count == 0)
 
 
+def together(words: str, *claims: Claim) -> Claim:
+    """Several claims in one line."""
+    figures, bars = (
+        ", ".join(texts) for texts in zip(*[(each.figure, each.bar) for each in claims], strict=True)
+    )
+    return Claim(words, figures, bars, all(each.reached for each in claims))
+
+
 def times(ratio: float) -> str:
     """A ratio in words."""
     return f"{ratio:.2f}x"

@@ -71,6 +71,7 @@ TINY = msgspec.structs.replace(
 
 CHECKED = msgspec.structs.replace(TINY, head_dim=128, dtype="bfloat16")
 """A model of which several attention kernels take the heads."""
+CHECKED_SIZES = BatchSizes(12, 4)
 STREAMING = 0.8
 """Share of a small model's weights that policies get room for when they are checked."""
 
@@ -160,6 +161,7 @@ def check(
     config: ModelConfig = CHECKED,
     open_device: Callable[..., TorchDevice] = CudaDevice,
     new_tokens: int = 8,
+    sizes: BatchSizes = CHECKED_SIZES,
 ) -> dict[str, Any]:
     """A small model in two batches: every policy's tokens and logits against those of the run where all weights stay.
 
@@ -167,8 +169,9 @@ def check(
     """
     layout = weight_layout(config)
     chance = random.Random(2)
-    prompts = [[chance.randrange(config.vocabulary) for _ in range(chance.randint(3, 30))] for _ in range(12)]
-    batch = batch_of([len(prompt) for prompt in prompts], new_tokens, BatchSizes(12, 4))
+    lengths = [chance.randint(3, 30) for _ in range(sizes.batch_size)]
+    prompts = [[chance.randrange(config.vocabulary) for _ in range(length)] for length in lengths]
+    batch = batch_of(lengths, new_tokens, sizes)
     found: dict[str, tuple[Any, list[torch.Tensor]]] = {}
     differences: dict[str, Any] = {}
     for name in ("resident", *POLICIES):

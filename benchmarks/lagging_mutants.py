@@ -1,113 +1,108 @@
-"""Removes each wait, lifetime and copy of the CUDA path in turn; the tests of the lagging device have to fail.
+"""Removes each wait, event, lifetime and copy of the CUDA path in turn; the lagging device has to find it.
 
-Works in a copy of the tree. Each mutant takes as long as these tests, at most; the result names the test that found it.
+Works in a copy of the tree: first the tests of the lagging device run there, up to the first that fails; where none
+does, every case of the benchmark `lagging_device` runs, two batches each. The result names what found each. It is
+written after each one: a run that was cut off goes on with `--resume`.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
+from _lagging_mutants import MUTANTS, Mutant
 from _options import Benchmark, track
 from _results import ROOT
 
 TESTS = ["tests/test_cuda_streams.py", "tests/test_lagging_device.py"]
+SWEEP = ["benchmarks/_lagging_rows.py", "every", "resident, whole prompts", "0", "2"]
+SECONDS = 600
+"""Time after which tests or cases count as hanging, which finds a mutant too."""
 
-
-class Mutant(NamedTuple):
-    """A text in a file of devices/torch, and what replaces it."""
-
-    file: str
-    text: str
-    instead: str = "pass"
-
-
-MUTANTS = (
-    Mutant("cuda_streams.py", "stream.wait_event(issued.end)"),
-    Mutant("cuda_streams.py", "start.record()"),
-    Mutant("cuda_streams.py", "end.record()"),
-    Mutant("cuda_streams.py", "self.end.synchronize()"),
-    Mutant(
-        "cuda_streams.py",
-        "with self._module.stream(stream):\n            start",
-        "if True:\n            start",
-    ),
-    Mutant("cuda_streams.py", "del self._issued[issued.number]"),
-    Mutant(
-        "cuda_streams.py", "self._unused += [issued.start, issued.end]", "self._unused += [issued.start] * 2"
-    ),
-    Mutant("cuda_streams.py", "blocking=True", "blocking=False"),
-    Mutant("stream_clock.py", "event.synchronize()"),
-    Mutant("stream_clock.py", "> PERIOD:", "> 10**18:"),
-    Mutant("cuda_streams.py", "            stream.synchronize()\n", ""),
-    Mutant(
-        "device.py",
-        "        wait_for_copies(self._compute.accelerator)\n\n    def execute",
-        "\n    def execute",
-    ),
-    Mutant("host_side.py", "wait_for_copies(self._accelerator)  #", "pass  #"),
-    Mutant(
-        "host_side.py",
-        'if self._accelerator.type == "cpu":\n            del state.qkv',
-        "if True:\n            del state.qkv",
-    ),
-    Mutant(
-        "host_side.py", "if not task.step:\n            del state.qkv", "if True:\n            del state.qkv"
-    ),
-    Mutant("attention.py", 'if self._accelerator.type == "cpu" or not task.step:', "if True:"),
-    Mutant("copies.py", "_locked_like(tensor).copy_(tensor, non_blocking=True)", "_locked_like(tensor)"),
-    Mutant(
-        "copies.py",
-        "return locked(tensor).to(device, non_blocking=True)",
-        "return torch.empty_like(tensor, device=device)",
-    ),
-    Mutant("host_experts.py", "rows.y_nD[span].copy_(y_nD[span], non_blocking=True)"),
+BENCHMARK = Benchmark(
+    __doc__,
+    "lagging_mutants",
+    measures=("devices/torch", "devices/lagging", "benchmarks/_lagging_mutants.py", *TESTS),
+    packages=("torch",),
+    parts=MUTANTS,
+    by_machine=False,
+    keeps_parts=True,
+)
+BENCHMARK.parser.add_argument(
+    "--resume", action="store_true", help="keep what the result says of found mutants"
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the chosen mutants, print the test that found each, write the JSON."""
+    """Run the chosen mutants, print what found each, write the JSON."""
     options = BENCHMARK.parse(arguments)
-    found = {name: found_by(NAMED[name]) for name in track(options.only, "mutants")}
-    for name, by in found.items():
-        print(f"{name}: {by or 'NOT FOUND'}")
-    BENCHMARK.write({"mutants": len(found), "found": sum(map(bool, found.values())), "found_by": found})
+    found: dict[str, str] = {
+        name: by for name, by in BENCHMARK.stored().get("found_by", {}).items() if name in MUTANTS
+    }
+    for name in track(options.only, "mutants"):
+        if not (options.resume and found.get(name)):
+            found[name] = found_by(MUTANTS[name])
+            print(f"{name}: {found[name] or 'NOT FOUND'}", flush=True)
+            BENCHMARK.write(
+                {"mutants": len(found), "found": sum(map(bool, found.values())), "found_by": found}
+            )
 
 
 def found_by(mutant: Mutant) -> str:
-    """The first test that fails with a mutant; empty if none does."""
+    """The first test that fails with a mutant, or the first case; empty if there is none."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
-        leave_out = shutil.ignore_patterns(".git", ".venv", "out", "__pycache__")
+        leave_out = shutil.ignore_patterns(".git", ".venv", "out", "__pycache__", "results")
         shutil.copytree(ROOT, tree, symlinks=True, ignore=leave_out)
-        file = tree / "devices" / "torch" / mutant.file
+        file = tree / mutant.path
         before = file.read_text()
         if mutant.text not in before:
-            sys.exit(f"{mutant.file} has no {mutant.text!r}")
+            sys.exit(f"{mutant.path} has no {mutant.text!r}")
         file.write_text(before.replace(mutant.text, mutant.instead))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", "60"]
-        ran = subprocess.run([*command, *TESTS], cwd=tree, capture_output=True, text=True, check=False)
-    failures = (line for line in ran.stdout.splitlines() if line.startswith("FAILED"))
-    return next(failures, "").removeprefix("FAILED ").split(" - ")[0]
+        return _failing_test(tree) or _failing_case(tree)
 
 
-NAMED = {
-    f"{number} {mutant.file}: {' '.join(mutant.text.split())[:50]}": mutant
-    for number, mutant in enumerate(MUTANTS)
-}
-BENCHMARK = Benchmark(
-    __doc__,
-    "lagging_mutants",
-    measures=("devices/torch", "devices/lagging", *TESTS),
-    packages=("torch",),
-    parts=NAMED,
-    by_machine=False,
-)
+def _failing_test(tree: Path) -> str:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "--timeout",
+        "60",
+        *TESTS,
+    ]
+    try:
+        ran = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return "the tests hang"
+    failures = (line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR")))
+    named = next(failures, "").removeprefix("FAILED ").removeprefix("ERROR ").split(" - ")[0]
+    return named or ("the tests end early" if ran.returncode else "")
+
+
+def _failing_case(tree: Path) -> str:
+    try:
+        ran = subprocess.run(
+            [sys.executable, *SWEEP],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return "a case of the benchmark hangs"
+    return "" if not ran.returncode else (ran.stdout.splitlines() or ["a case of the benchmark"])[-1]
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, islice
 
 import pytest
 import torch
+from _lagging_spans import minutes_of_tasks
 
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
 from moesched.devices.torch.cuda_streams import CudaStreams
@@ -16,7 +19,11 @@ from moesched.tasks import Kernel, Lane, Task, Work
 LANES = [Lane("a"), Lane("b")]
 
 
-@pytest.fixture(params=range(5))
+class Value:
+    """The value of a task."""
+
+
+@pytest.fixture(params=range(3))
 def gpu(request: pytest.FixtureRequest) -> Iterator[LaggingGpu]:
     with LaggingGpu(seed=request.param) as gpu:
         yield gpu
@@ -62,6 +69,33 @@ def test_a_task_whose_times_were_read_is_forgotten_and_counts_as_ended(gpu: Lagg
     streams.issue(next(numbered), [first]).wait()
 
 
+def test_a_task_whose_times_were_read_leaves_nothing_but_its_events_for_the_next(gpu: LaggingGpu) -> None:
+    streams = CudaStreams(GPU_DEVICE, ("a", "b"), lambda task: Value())
+    values = []
+    for task in islice(tasks(), 100):
+        issued = streams.issue(task, [])
+        issued.wait()
+        issued.span()
+        values.append(weakref.ref(issued.value))
+    del issued
+    assert not any(value() for value in values)
+    assert gpu.streams.events_made < 10
+
+
+def test_tasks_that_failed_are_forgotten_when_the_next_run_begins(gpu: LaggingGpu) -> None:
+    def execute(task: Task) -> None:
+        raise RuntimeError("out of luck")
+
+    streams = CudaStreams(GPU_DEVICE, ("a", "b"), execute)
+    for task in islice(tasks(), 50):
+        with pytest.raises(RuntimeError, match="out of luck"):
+            streams.issue(task, [])
+    gpu.streams.synchronize(0)
+    streams.begin()
+    gc.collect()
+    assert len(gpu.streams.events) < 10
+
+
 def test_threads_that_wait_for_a_task_leave_their_core(gpu: LaggingGpu) -> None:
     issued = CudaStreams(GPU_DEVICE, ("a",), lambda task: None).issue(next(tasks()), [])
     assert issued.end.blocking  # type: ignore[attr-defined]  # torch's events do not tell
@@ -84,8 +118,23 @@ def test_times_of_ten_minutes_follow_a_clock_that_drifts() -> None:
             zero, event = times.zero(), module.Event(enable_timing=True)
             event.record(stream)
             event.synchronize()
-            found = times.nanoseconds(event, zero)
+            found = times.reckoned(times.on_device(event, zero))
             assert last <= found
             assert abs(found - now[0]) < 200_000
             last = found
         assert abs(last - now[0]) < 20_000
+
+
+def test_times_that_are_told_stay_in_the_order_of_the_device() -> None:
+    with LaggingGpu() as gpu:
+        module = torch.get_device_module(GPU_DEVICE)
+        times = StreamClock(lambda: module.Event(enable_timing=True), gpu.streams.new_stream())
+        assert times.told(5.0, 1000) == 1000
+        assert times.told(7.0, 900) == 1000, "later than what was told to be later"
+        assert times.told(3.0, 1100) == 1000
+        assert times.told(9.0, 1200) == 1200
+        assert times.told(8.0, 1100) == 1100
+
+
+def test_tasks_on_streams_and_on_the_host_have_times_that_fit_each_other() -> None:
+    assert minutes_of_tasks(seed=1, minutes=2).problems == []

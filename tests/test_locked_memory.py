@@ -39,7 +39,7 @@ def streamed(device: LaggingDevice, policy: str) -> Generated:
 
 
 def caches_on_host() -> list[BlockedKV]:
-    return [each for each in gc.get_objects() if isinstance(each, BlockedKV) and each.slots.is_cpu]
+    return [each for each in gc.get_objects() if type(each) is BlockedKV and each.slots.is_cpu]
 
 
 def test_it_takes_whole_pages_and_no_power_of_two_and_is_unlocked_with_its_last_view(gpu: LaggingGpu) -> None:

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from _small_runs import ONE_MEMORY
 
+from moesched.devices.shared.node_exchanges import NodeVerbs, exchange_of
 from moesched.devices.torch.device import TorchDevice
-from moesched.errors import TaskFailed
+from moesched.errors import TaskFailed, TransportError
 from moesched.machines.networks import NETWORK
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
@@ -21,7 +23,8 @@ from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
 from moesched.seams import Transport
-from moesched.tasks import Task
+from moesched.tasks import Collective, Lane, Task, Work
+from moesched.testing import Case
 from moesched.trace import About, Recorder, check_trace, write_trace
 from moesched.transports.inproc import InprocTransport
 from reference import Reference, generate
@@ -138,6 +141,31 @@ class FailsOnTheSecond(TorchDevice):
 def test_a_node_that_fails_ends_the_run_with_its_story(folder: Path) -> None:
     with pytest.raises(TaskFailed, match=r"run_expert .*failed on lane accelerator .*out of luck"):
         run_nodes(folder / "mixtral", "ep_router_aided", 2, FailsOnTheSecond)
+
+
+class WithoutParts:
+    """Kernels whose sums cannot be brought to the host, as on a GPU that is lost."""
+
+    def partial_sum(self, task: Task) -> None:
+        """Nothing."""
+
+    def on_host(self, tensor: None) -> Any:
+        raise RuntimeError("out of luck")
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "gather"])
+def test_the_others_do_not_wait_for_a_node_whose_part_cannot_be_made(verb: str) -> None:
+    policy = make_policy("ep_naive")
+    plan = Case(name="nodes", machine=ONE_MEMORY, nodes=2).plan(policy, 1)
+    transport = InprocTransport(2, timeout_seconds=10)
+    kernels: Any = WithoutParts()
+    verbs = NodeVerbs(plan, transport, kernels, None).verbs
+    task = Collective(Lane(NETWORK), Work(verb, NETWORK), verb, micro_batch=0, ticket=0)
+    verbs["partial_sum"](task)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        verbs[verb](task)
+    with pytest.raises(TransportError, match="rank 1 gave up: out of luck"):
+        transport.all_reduce(0, exchange_of(task), np.ones(2))
 
 
 def test_a_trace_shows_all_nodes_and_their_exchanges(folder: Path, tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_a_batch_frees_the_kv_caches_of_the_one_before(reference: Reference, mac
 
 def kv_caches() -> int:
     """The number of KV caches that exist."""
-    return sum(isinstance(each, BlockedKV) for each in gc.get_objects())
+    return sum(type(each) is BlockedKV for each in gc.get_objects())
 
 
 def test_a_model_that_does_not_fit_host_memory_is_refused(reference: Reference) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter_ns
 from types import ModuleType
@@ -14,6 +13,7 @@ import torch
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import WeightLayout
 from moesched.requests.sampling import Sampling
+from moesched.seams import Transport
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
@@ -27,20 +27,21 @@ GPU_DEVICE = torch.device(DEVICE_TYPE, 0)
 
 
 class LaggingGpu:
-    """An imitated GPU; torch finds the one that was made last.
+    """Imitated GPUs; torch finds those that were made last.
 
     Args:
         seed: of the order in which work of different streams runs.
         fails_at: the number of the piece of work that fails, from 1 on; 0 for none.
-        capacity: bytes of its memory; None for as many as there are.
-        told_free: bytes that it says are free beside those that torch holds.
-        clock: the host's clock in nanoseconds, which the GPU's drifts from.
+        capacity: bytes of each GPU's memory; None for as many as there are.
+        told_free: bytes that a GPU says are free beside those that torch holds.
+        clock: the host's clock in nanoseconds, which the GPUs' drift from.
+        count: number of GPUs.
 
     Attributes:
-        streams: its queues.
-        memory: its memory, with the bytes that are in use.
-        pinned: memory of the host that it copies from by itself.
-        operations: what is called on its tensors.
+        streams: their queues.
+        memories: their memories, with the bytes that are in use.
+        pinned: memory of the host that they copy from by themselves.
+        operations: what is called on their tensors.
     """
 
     def __init__(
@@ -51,13 +52,19 @@ class LaggingGpu:
         capacity: int | None = None,
         told_free: int = 2**40,
         clock: Callable[[], int] = perf_counter_ns,
+        count: int = 1,
     ) -> None:
         self.streams = Gpu(seed, fails_at, clock)
-        self.memory = GpuMemory(self.streams, capacity)
+        self.memories = [GpuMemory(self.streams, capacity) for _ in range(count)]
         self._mode: Any = OnGpu()  # torch gives its contexts no types
-        self.operations = operate(self.streams, self.memory)
+        self.operations = operate(self.streams, self.memories)
         self.pinned = self.operations.pinned
         _install(self.operations, told_free)
+
+    @property
+    def memory(self) -> GpuMemory:
+        """The memory of the first GPU."""
+        return self.memories[0]
 
     def __enter__(self) -> LaggingGpu:
         """Let the calling thread make tensors on it."""
@@ -69,10 +76,10 @@ class LaggingGpu:
 
 
 class LaggingDevice(TorchDevice):
-    """Runs tasks as the CUDA device does, on a GPU that is imitated: one in a process at a time.
+    """Runs tasks as the CUDA device does, on GPUs that are imitated: one set of them in a process at a time.
 
     Args:
-        gpu: by default one that runs work in the order of seed 0.
+        gpu: by default one that runs work in the order of seed 0; the ranks of a model that is cut share it.
     """
 
     def __init__(
@@ -99,6 +106,12 @@ class LaggingDevice(TorchDevice):
 
         self._compute.arranged = arranged_on_gpu  # type: ignore[method-assign]  # the seam is this method
 
+    def join(self, rank: int, transport: Transport, first: Any) -> None:
+        """Work as one of several: ranks have a GPU each, nodes share the first one."""
+        super().join(rank, transport, first)
+        if self.layout.config.ranks > 1:
+            self._compute.accelerator = torch.device(DEVICE_TYPE, rank)
+
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         with OnGpu():
             super().begin(plan, prompts, sampling)
@@ -119,28 +132,26 @@ def _install(operations: Operations, free: int) -> None:
     if module is None:
         module = ModuleType(f"torch.{DEVICE_TYPE}")
         torch._register_device_module(DEVICE_TYPE, module)
-    gpu, memory = operations.gpu, operations.memory
+    gpu = operations.gpu
 
-    @contextmanager
-    def device(_: torch.device) -> Iterator[None]:
-        yield
+    def number(device: torch.device | None) -> int:
+        return gpu.number if device is None or device.index is None else device.index
 
-    def synchronize(_: torch.device | None = None) -> None:
-        gpu.synchronize()
+    def memory(device: torch.device | None) -> GpuMemory:
+        return operations.memories[number(device)]
 
     vars(module).update(
         _is_in_bad_fork=lambda: False,
         manual_seed_all=lambda _: None,  # nothing here draws numbers
-        Stream=lambda _=None: gpu.new_stream(),
+        Stream=lambda device=None: gpu.new_stream(number(device)),
         Event=partial(LaggingEvent, gpu),
         stream=gpu.on,
-        device=device,
-        current_stream=lambda _=None: gpu.current,
-        synchronize=synchronize,
-        mem_get_info=lambda _=None: (free, free + memory.in_use()),
+        current_stream=lambda device=None: gpu.current_of(number(device)),
+        synchronize=lambda device=None: gpu.synchronize(number(device)),
+        mem_get_info=lambda device=None: (free, free + memory(device).in_use()),
         cudart=lambda: operations.pinned,
         empty_cache=lambda: None,
-        reset_peak_memory_stats=memory.reset_peak,
-        max_memory_allocated=lambda _=None: memory.peak,
-        memory_reserved=lambda _=None: memory.in_use(),
+        reset_peak_memory_stats=lambda device=None: memory(device).reset_peak(),
+        max_memory_allocated=lambda device=None: memory(device).most_taken,
+        memory_reserved=lambda device=None: memory(device).in_use(),
     )

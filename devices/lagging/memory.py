@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from .segments import POISON, ROUNDING, Piece, Segments
 from .streams import Gpu, LaggingStream
-
-ROUNDING = 512
-"""Bytes that sizes are rounded up to, as torch's allocator does."""
-
-POISON = 0xFF
-"""The byte in memory that was not written to: NaN in floats, -1 in integers."""
 
 
 class Block:
@@ -23,81 +18,91 @@ class Block:
 
     Attributes:
         raw: its bytes.
-        stream: the stream that allocated it, and whose next allocation of that size may get it.
+        stream: the stream that allocated it, and whose next allocation may get it.
     """
 
-    def __init__(self, memory: GpuMemory, raw: torch.Tensor, stream: LaggingStream) -> None:
-        self.raw = raw
+    def __init__(self, memory: GpuMemory, piece: Piece, nbytes: int, stream: LaggingStream) -> None:
+        self.raw = piece.bytes()
         self.stream = stream
+        self._piece = piece
+        self._nbytes = nbytes
         self._memory = memory
 
     def __del__(self) -> None:
-        self._memory.free(self.raw, self.stream)
+        self._memory.free(self._piece, self._nbytes)
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
         """A tensor in this memory with another one's type, shape, strides and offset."""
         items = self.raw.view(like.dtype)
-        return items.as_strided(like.size(), like.stride(), like.storage_offset())
+        return items.as_strided(like.size(), like.stride(), items.storage_offset() + like.storage_offset())
 
 
 class GpuMemory:
-    """Allocates memory of the GPU by stream, as torch does.
+    """Allocates memory of one GPU by stream, as torch does.
 
     Args:
         capacity: bytes; None for as many as there are.
 
     Attributes:
-        allocated, peak: bytes that are in use, and the most that were.
+        wanted, most_wanted: bytes of tensors that are in use, and the most that were.
+        taken, most_taken: the same in blocks, whose sizes are rounded up.
+        most_reserved: the most bytes of segments that blocks were cut from.
     """
 
     def __init__(self, gpu: Gpu, capacity: int | None = None) -> None:
         self.capacity = capacity
-        self.allocated = self.peak = 0
+        self.wanted = self.most_wanted = self.taken = self.most_taken = self.most_reserved = 0
         self._gpu = gpu
-        self._freed: deque[tuple[torch.Tensor, LaggingStream]] = deque()
-        self._unused: defaultdict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
+        self._segments = Segments()
+        self._freed: deque[tuple[Piece, int]] = deque()
 
-    def allocate(self, nbytes: int) -> Block:
-        """Memory for the current stream, poisoned as soon as that stream has come so far.
+    def allocate(self, nbytes: int, stream: LaggingStream) -> Block:
+        """Memory for a stream, poisoned as soon as that has come so far.
 
         Raises:
             torch.OutOfMemoryError: there is not enough.
         """
-        size = max(1, -(-nbytes // ROUNDING)) * ROUNDING
         with self._gpu.lock:
             self._take_back()
-            if self.capacity is not None and self.allocated + size > self.capacity:
-                raise torch.OutOfMemoryError(f"CUDA out of memory: {size} bytes more than {self.allocated}")
-            self.allocated += size
-            self.peak = max(self.peak, self.allocated)
-            stream = self._gpu.current
-            unused = self._unused[id(stream), size]
-            if unused:
-                raw = unused.pop()
-                stream.enqueue(lambda: raw.fill_(POISON))
-            else:
-                raw = torch.full((size,), POISON, dtype=torch.uint8)
-            return Block(self, raw, stream)
+            piece = self._segments.take(nbytes, stream, self.capacity)
+            if piece is None:
+                held = f"{self._segments.reserved} are reserved, {self.taken} in use"
+                raise torch.OutOfMemoryError(f"CUDA out of memory: {nbytes} bytes of {self.capacity}: {held}")
+            self.wanted += nbytes
+            self.taken += piece.nbytes
+            self.most_wanted = max(self.most_wanted, self.wanted)
+            self.most_taken = max(self.most_taken, self.taken)
+            self.most_reserved = max(self.most_reserved, self._segments.reserved)
+            block = Block(self, piece, nbytes, stream)
+            raw = block.raw
+            stream.enqueue(lambda: raw.fill_(POISON))
+            return block
 
-    def free(self, raw: torch.Tensor, stream: LaggingStream) -> None:
+    def free(self, piece: Piece, nbytes: int) -> None:
         """Take memory back; without a lock, since the collector may call it anywhere."""
-        self._freed.append((raw, stream))
+        self._freed.append((piece, nbytes))
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of all segments."""
+        return self._segments.reserved
 
     def reset_peak(self) -> None:
-        """Have the peak begin anew, with what is in use."""
-        self.peak = self.in_use()
+        """Have the most that was in use begin anew."""
+        self.most_taken = self.in_use()
 
     def in_use(self) -> int:
-        """Bytes that are in use now."""
+        """Bytes of blocks that are in use now."""
         with self._gpu.lock:
             self._take_back()
-            return self.allocated
+            return self.taken
 
     def _take_back(self) -> None:
         while self._freed:
-            raw, stream = self._freed.popleft()
-            self.allocated -= raw.nbytes
-            self._unused[id(stream), raw.nbytes].append(raw)
+            piece, nbytes = self._freed.popleft()
+            self.wanted -= nbytes
+            self.taken -= piece.nbytes
+            self._segments.give_back(piece)
 
 
 class PinnedMemory:

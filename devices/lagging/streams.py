@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ EAGERNESS = (0.0, 0.0, 0.1, 1.0)
 """Chances, one drawn for each stream, that a stream runs what it can when something is enqueued anywhere."""
 
 DRIFT = 50e-6
-"""Drift of the device's clock: its rate over the host's, minus one."""
+"""Drift of a GPU's clock: its rate over the host's, minus one, or one minus that."""
 
 
 class DeviceLost(RuntimeError):
@@ -37,11 +38,13 @@ class LaggingStream:
     """A queue of work that runs in its order, at some time.
 
     Attributes:
+        number: its GPU's.
         eagerness: the chance that it runs what it can when something is enqueued.
     """
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, number: int) -> None:
         self.queue: deque[Item] = deque()
+        self.number = number
         self.eagerness = gpu.random.choice(EAGERNESS)
         self._gpu = gpu
 
@@ -74,7 +77,7 @@ class LaggingStream:
         if head.work is not None:
             self._gpu.run(head.work)
         elif head.event is not None and not head.waits:
-            head.event.happen(head.version, self._gpu.nanoseconds())
+            head.event.happen(head.version, self._gpu.nanoseconds(self.number))
 
     def _put(self, item: Item) -> None:
         with self._gpu.lock:
@@ -96,18 +99,35 @@ class LaggingEvent:
         self.blocking = blocking
         self._timed = enable_timing
         self._nanoseconds = 0
+        self._number: int | None = None
         self._gpu = gpu
+        gpu.events.add(self)
+        gpu.events_made += 1
 
     def record(self, stream: LaggingStream | None = None) -> None:
-        """Have it happen on a stream, by default the current one."""
+        """Have it happen on a stream, by default the current one.
+
+        Raises:
+            RuntimeError: it was recorded on another GPU before.
+        """
         with self._gpu.lock:
+            stream = stream or self._gpu.current
+            if self._number not in (None, stream.number):
+                raise RuntimeError(f"event of GPU {self._number} recorded on GPU {stream.number}")
+            self._number = stream.number
             self.recorded += 1
-            (stream or self._gpu.current).record(self)
+            stream.record(self)
 
     def synchronize(self) -> None:
         """Return when it has happened."""
         version = self.recorded
         self._gpu.run_until(lambda: self.happened >= version)
+
+    def query(self) -> bool:
+        """Whether it has happened, as it was recorded last."""
+        with self._gpu.lock:
+            self._gpu.raise_error()
+            return self.happened >= self.recorded
 
     def happen(self, version: int, nanoseconds: int) -> None:
         """Note that it happened."""
@@ -117,9 +137,11 @@ class LaggingEvent:
         """Milliseconds until another event, in float32 as CUDA gives them.
 
         Raises:
-            RuntimeError: an event does not keep its time, or has not happened.
+            RuntimeError: an event does not keep its time, has not happened, or is another GPU's.
         """
         self._gpu.raise_error()
+        if self._number != end._number:
+            raise RuntimeError("both events must be on the same GPU")
         if not self._timed or not end._timed:
             raise RuntimeError("both events must be created with enable_timing")
         if self.happened < self.recorded or end.happened < end.recorded or not end.recorded:
@@ -128,7 +150,7 @@ class LaggingEvent:
 
 
 class Gpu:
-    """The streams of an imitated GPU. One lock guards all: queues, events and the work that runs.
+    """The streams of imitated GPUs. One lock guards all: queues, events and the work that runs.
 
     Args:
         seed: of the order of work.
@@ -136,7 +158,11 @@ class Gpu:
         clock: the host's clock in nanoseconds, which the device's clock drifts from.
 
     Attributes:
-        waits: how often the host has waited for the GPU.
+        ran: pieces of work that ran so far.
+        failed_at: when a piece failed, by the host's clock; None where none did.
+        events: those that somebody still has.
+        events_made: number of all that were made.
+        waits: how often the host has waited for a GPU.
     """
 
     def __init__(self, seed: int = 0, fails_at: int = 0, clock: Callable[[], int] = perf_counter_ns) -> None:
@@ -144,40 +170,77 @@ class Gpu:
         self.lock = threading.RLock()
         self.waits = 0
         self.random = Random(seed)
-        self._left = fails_at
+        self._fails_at = fails_at
+        self.ran = 0
+        self.failed_at: int | None = None
+        self.events_made = 0
+        self.events: weakref.WeakSet[LaggingEvent] = weakref.WeakSet()
         self._error: BaseException | None = None
         self._streams: list[LaggingStream] = []
         self._threads = threading.local()
-        self._default = self.new_stream()
+        self._defaults: dict[int, LaggingStream] = {}
+
+    @property
+    def number(self) -> int:
+        """The calling thread's current GPU."""
+        number: int = getattr(self._threads, "number", 0)
+        return number
 
     @property
     def current(self) -> LaggingStream:
-        """The calling thread's current stream."""
-        stream: LaggingStream = getattr(self._threads, "stream", self._default)
-        return stream
+        """The calling thread's current stream on its current GPU."""
+        return self.current_of(self.number)
+
+    def current_of(self, number: int) -> LaggingStream:
+        """The calling thread's current stream on a GPU: the default one, unless it chose another."""
+        chosen: LaggingStream | None = getattr(self._threads, f"stream {number}", None)
+        if chosen is not None:
+            return chosen
+        with self.lock:
+            if number not in self._defaults:
+                self._defaults[number] = self.new_stream(number)
+            return self._defaults[number]
 
     @contextmanager
-    def on(self, stream: LaggingStream) -> Iterator[None]:
-        """Make a stream the calling thread's current one."""
-        before, self._threads.stream = self.current, stream
+    def on_gpu(self, number: int) -> Iterator[None]:
+        """Make a GPU the calling thread's current one."""
+        before, self._threads.number = self.number, number
         try:
             yield
         finally:
-            self._threads.stream = before
+            self._threads.number = before
 
-    def new_stream(self) -> LaggingStream:
-        """A stream that waits for no other by itself."""
+    @contextmanager
+    def on(self, stream: LaggingStream) -> Iterator[None]:
+        """Make a stream the calling thread's current one, and its GPU."""
+        name = f"stream {stream.number}"
+        before = getattr(self._threads, name, None)
+        setattr(self._threads, name, stream)
+        try:
+            with self.on_gpu(stream.number):
+                yield
+        finally:
+            setattr(self._threads, name, before)
+
+    def new_stream(self, number: int = 0) -> LaggingStream:
+        """A stream of a GPU that waits for no other by itself."""
         with self.lock:
-            self._streams.append(LaggingStream(self))
+            self._streams.append(LaggingStream(self, number))
             return self._streams[-1]
 
-    def synchronize(self) -> None:
-        """Return when all queues are empty."""
-        self.run_until(lambda: not any(stream.queue for stream in self._streams))
+    def synchronize(self, number: int) -> None:
+        """Return when all queues of a GPU are empty."""
+        self.run_until(lambda: not any(each.queue for each in self._streams if each.number == number))
 
-    def nanoseconds(self) -> int:
-        """The device's clock."""
-        return int(self._clock() * (1 + DRIFT))
+    @property
+    def queued(self) -> int:
+        """Items in all queues."""
+        with self.lock:
+            return sum(len(stream.queue) for stream in self._streams)
+
+    def nanoseconds(self, number: int) -> int:
+        """The clock of a GPU; those of neighbours drift in opposite directions."""
+        return int(self._clock() * (1 + (-DRIFT if number % 2 else DRIFT)))
 
     def lag(self) -> None:
         """Run some of what may run, by each stream's eagerness."""
@@ -205,14 +268,15 @@ class Gpu:
 
     def run(self, work: Callable[[], object]) -> None:
         """Run one piece of work; its error is raised by later calls."""
-        self._left -= 1
+        self.ran += 1
         try:
-            if not self._left:
+            if self.ran == self._fails_at:
                 raise RuntimeError("device-side assert triggered")
             with torch.inference_mode():
                 work()
         except Exception as error:
-            self._error = error
+            self.failed_at = self._clock()
+            self._error = error.with_traceback(None)  # it would keep the frames of whoever waited
 
     def raise_error(self) -> None:
         """Raise the error of work that failed."""

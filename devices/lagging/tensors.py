@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from .memory import Block, GpuMemory, PinnedMemory
+from .shapes import Shapes
 from .streams import Gpu
 
 Call = Callable[..., Any]
@@ -18,7 +19,7 @@ DEVICE_TYPE = "privateuseone"
 """The name that torch has for devices of others."""
 
 _FACTS = (
-    "size stride dim numel nelement data_ptr is_contiguous storage_offset element_size untyped_storage __len__ "
+    "size stride dim numel nelement data_ptr is_contiguous element_size untyped_storage __len__ "
     "is_floating_point is_complex is_inference ndimension __repr__ __hash__ __format__"
 )
 FACTS = frozenset(_FACTS.split())
@@ -66,15 +67,21 @@ class Operations:
     """Runs Python at once and queues what computes.
 
     Attributes:
+        gpu, memories: the queues, and the memory of each GPU.
+        pinned: page-locked memory of the host.
+        blocked: copies that made their thread wait although they were to be asynchronous: the host's memory is not
+            page-locked.
         staged: number of copies between host and GPU for which torch takes memory of the GPU beside both tensors.
         misaligned: number of products with weights that are at no multiple of 16 bytes.
         most_to_host: bytes of the largest tensor that came to the host.
     """
 
-    def __init__(self, gpu: Gpu, memory: GpuMemory) -> None:
+    def __init__(self, gpu: Gpu, memories: Sequence[GpuMemory]) -> None:
         self.gpu = gpu
-        self.memory = memory
+        self.memories = memories
         self.pinned = PinnedMemory()
+        self.blocked = 0
+        self._shapes = Shapes()
         self.staged = 0
         self.misaligned = 0
         self.most_to_host = 0
@@ -82,30 +89,34 @@ class Operations:
     def call(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of torch, whatever its tensors are on."""
         with torch._C.DisableTorchFunction(), torch.inference_mode():
-            lagging = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, LaggingTensor)]
             name = getattr(func, "__name__", "")
             if name in ("to", "cpu", "copy_"):
                 return self._move(func, name, args, kwargs)
-            if not lagging:
-                return self._on_host(func, name, args, kwargs)
-            if name == "__get__":
+            if name == "__get__" and isinstance(args[0], LaggingTensor):
                 return self._attribute(func, args[0])
+            tensors = _tensors((args, kwargs))
+            first = next((each for each in tensors if isinstance(each, LaggingTensor)), None)
+            if first is None:
+                return self._on_host(func, name, args, kwargs)
+            if name == "storage_offset":  # of its block, not of the segment
+                return args[0].twin.storage_offset()
             if name in FACTS:
                 return func(*_reals(args), **kwargs)
             if name == "is_pinned":
                 return False
+            number = _one_device(name, tensors, first)
             if name == "__iter__":
-                return iter(self._queue(torch.Tensor.unbind, "unbind", (args[0], 0), {}))
+                return iter(self._queue(torch.Tensor.unbind, "unbind", (args[0], 0), {}, number))
             if name == "numpy":
                 raise TypeError("can't convert a tensor of the GPU to numpy: copy it to the host first")
             if name in ANSWERS:
                 self.most_to_host = max(self.most_to_host, args[0].nbytes)
-                self.gpu.current.synchronize()
+                self.gpu.current_of(number).synchronize()
                 return func(*_reals(args), **_reals(kwargs))
             if name in SIZED_BY_VALUES:
-                self.gpu.current.synchronize()
-                return self._new(func(*_reals(args), **_reals(kwargs)))
-            return self._queue(func, name, args, kwargs)
+                self.gpu.current_of(number).synchronize()
+                return self._new(func(*_reals(args), **_reals(kwargs)), number)
+            return self._queue(func, name, args, kwargs, number)
 
     def _on_host(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call without tensors of the GPU, which may make one."""
@@ -114,48 +125,57 @@ class Operations:
         if kwargs.get("pin_memory"):
             return self.pinned.empty(_size(args), kwargs.get("dtype") or torch.get_default_dtype())
         if is_gpu(kwargs.get("device")):
-            return self._queue(func, name, args, kwargs)
+            return self._queue(func, name, args, kwargs, self._number(torch.device(kwargs["device"])))
         return func(*args, **kwargs)
+
+    def _number(self, device: torch.device) -> int:
+        return self.gpu.number if device.index is None else device.index
 
     def _attribute(self, func: Any, tensor: LaggingTensor) -> Any:
         attribute = func.__self__.__name__
         if attribute == "device":
-            return torch.device(DEVICE_TYPE, 0)
+            return torch.device(DEVICE_TYPE, tensor.block.stream.number)
         if attribute == "is_cpu":
             return False
         value = func(tensor.values_now)
-        return self._shown(func(tensor.twin), tensor.block) if isinstance(value, torch.Tensor) else value
+        return _shown(func(tensor.twin), tensor.block) if isinstance(value, torch.Tensor) else value
 
-    def _queue(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Work for the current stream; the shapes of its results come from tensors without values."""
-        _require_one_device(name, args, kwargs)
+    def _queue(
+        self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int
+    ) -> Any:
+        """Work for the GPU's current stream; the shapes of its results come from tensors without values."""
         if name == "linear" and isinstance(args[1], LaggingTensor):
             self.misaligned += args[1].values_now.data_ptr() % 16 > 0
-        blocks = {_storage(each.twin): each.block for each in _lagging((args, kwargs))}
-        shapes = func(*_twins(args), **_on(_twins(kwargs), "meta"))
+        blocks = {
+            _storage(each.twin): each.block
+            for each in _tensors((args, kwargs))
+            if isinstance(each, LaggingTensor)
+        }
+        shapes = self._shapes.of(func, _twins(args), _on(_twins(kwargs), "meta"))
         fresh: list[torch.Tensor] = []
 
         def result(twin: Any) -> Any:
             if not isinstance(twin, torch.Tensor):
                 return twin
             if _storage(twin) in blocks:
-                return self._shown(twin, blocks[_storage(twin)])
-            made = self._new_like(twin)
+                return _shown(twin, blocks[_storage(twin)])
+            made = self._new_like(twin, number)
             fresh.append(made.values_now)
             return made
 
-        results = tree_map(result, shapes)
+        results = result(shapes) if isinstance(shapes, torch.Tensor) else tree_map(result, shapes)
         changes = _changes(name, kwargs)
         if (fresh and not _is_empty(name)) or changes:
             reals, real_kwargs = _reals(args), _on(_reals(kwargs), "cpu")
 
             def work() -> None:
-                values = tree_flatten(func(*reals, **real_kwargs))[0]
+                values = func(*reals, **real_kwargs)
                 if fresh:
-                    for target, value in zip(fresh, values, strict=True):
+                    given = [values] if isinstance(values, torch.Tensor) else tree_flatten(values)[0]
+                    for target, value in zip(fresh, given, strict=True):
                         target.copy_(value)
 
-            self.gpu.current.enqueue(work)
+            self.gpu.current_of(number).enqueue(work)
         return args[0] if changes and name != "__setitem__" else results
 
     def _move(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,57 +187,63 @@ class Operations:
         device, dtype, rest = (
             _destination(args[1:], kwargs) if name == "to" else (torch.device("cpu"), None, {})
         )
-        here = isinstance(tensor, LaggingTensor)
-        if device is None or is_gpu(device) == here:
-            if not here:
+        here = tensor.block.stream.number if isinstance(tensor, LaggingTensor) else None
+        there = self._number(device) if is_gpu(device) and device is not None else None
+        if device is None or here == there:
+            if here is None:
                 return func(*args, **kwargs)
             copy = {"copy": True} if rest.get("copy") else {}
-            return self._queue(torch.Tensor.to, "to", (tensor, dtype or tensor.values_now.dtype), copy)
+            return self._queue(torch.Tensor.to, "to", (tensor, dtype or tensor.values_now.dtype), copy, here)
         at_once = not rest.get("non_blocking")
-        like = tensor.twin if here else tensor.to("meta")
+        like = tensor.twin if isinstance(tensor, LaggingTensor) else tensor.to("meta")
         like = torch.empty(like.shape, dtype=dtype or like.dtype, device="meta")
-        if not here:
-            return self._copy(self._new_like(like), tensor, at_once=at_once)
+        if there is not None:
+            return self._copy(self._new_like(like, there), tensor, at_once=at_once)
         target = (
             self.pinned.empty(like.shape, like.dtype) if not at_once else torch.empty_like(like, device="cpu")
         )
         return self._copy(target, tensor, at_once=at_once)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, *, at_once: bool) -> torch.Tensor:
-        """A copy between any two memories, on the current stream where one of them is the GPU's."""
+        """A copy between any two memories, on the current stream of the GPU that one of them is of."""
         to_gpu, from_gpu = isinstance(target, LaggingTensor), isinstance(source, LaggingTensor)
         if not to_gpu and not from_gpu:
             return target.copy_(source)
         into = target.values_now if isinstance(target, LaggingTensor) else target
         what = source.values_now if isinstance(source, LaggingTensor) else source
+        there = next(each for each in (source, target) if isinstance(each, LaggingTensor))
+        stream = self.gpu.current_of(there.block.stream.number)
         if not to_gpu:
             self.most_to_host = max(self.most_to_host, into.nbytes)
         if to_gpu != from_gpu and not (into.is_contiguous() and what.is_contiguous()):
             self.staged += 1
         if not from_gpu and not self.pinned.holds(source):
+            self.blocked += not at_once
             what = source.clone()  # ordinary memory is read before the call returns
-            at_once = self.gpu.random.random() < 0.5
         elif not to_gpu and not self.pinned.holds(target):
+            self.blocked += not at_once
             at_once = True
-        self.gpu.current.enqueue(lambda: into.copy_(what))
-        if at_once:
-            self.gpu.current.synchronize()
+        stream.enqueue(lambda: into.copy_(what))
+        if at_once and to_gpu != from_gpu:
+            stream.synchronize()
         return target
 
-    def _new(self, value: torch.Tensor) -> LaggingTensor:
-        made = self._new_like(value.to("meta"))
+    def _new(self, value: torch.Tensor, number: int) -> LaggingTensor:
+        made = self._new_like(value.to("meta"), number)
         target = made.values_now
-        self.gpu.current.enqueue(lambda: target.copy_(value))
+        self.gpu.current_of(number).enqueue(lambda: target.copy_(value))
         return made
 
-    def _new_like(self, twin: torch.Tensor) -> LaggingTensor:
-        return self._shown(twin, self.memory.allocate(twin.untyped_storage().nbytes()))
+    def _new_like(self, twin: torch.Tensor, number: int) -> LaggingTensor:
+        stream = self.gpu.current_of(number)
+        return _shown(twin, self.memories[number].allocate(twin.untyped_storage().nbytes(), stream))
 
-    def _shown(self, twin: torch.Tensor, block: Block) -> LaggingTensor:
-        real = block.tensor(twin)
-        shown = real.as_subclass(LaggingTensor)
-        shown.block, shown.values_now, shown.twin = block, real, twin
-        return shown
+
+def _shown(twin: torch.Tensor, block: Block) -> LaggingTensor:
+    real = block.tensor(twin)
+    shown = real.as_subclass(LaggingTensor)
+    shown.block, shown.values_now, shown.twin = block, real, twin
+    return shown
 
 
 def is_gpu(device: Any) -> bool:
@@ -225,21 +251,37 @@ def is_gpu(device: Any) -> bool:
     return device is not None and torch.device(device).type == DEVICE_TYPE
 
 
-def _lagging(of: Any) -> Iterator[LaggingTensor]:
-    return (each for each in tree_flatten(of)[0] if isinstance(each, LaggingTensor))
+def _tensors(of: Any) -> list[torch.Tensor]:
+    """The tensors among the arguments of a call."""
+    found: list[torch.Tensor] = []
+    left = [of]
+    for each in left:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, tuple | list):
+            left += each
+        elif isinstance(each, dict):
+            left += each.values()
+    return found
 
 
 def _reals(of: Any) -> Any:
-    return tree_map(lambda each: each.values_now if isinstance(each, LaggingTensor) else each, of)
+    return _mapped(lambda each: each.values_now, of)
 
 
 def _twins(of: Any) -> Any:
-    def twin(each: Any) -> Any:
-        if isinstance(each, LaggingTensor):
-            return each.twin
-        return each
+    return _mapped(lambda each: each.twin, of)
 
-    return tree_map(twin, of)
+
+def _mapped(change: Callable[[LaggingTensor], torch.Tensor], of: Any) -> Any:
+    """Arguments of a call, with tensors of the GPU exchanged."""
+    if isinstance(of, LaggingTensor):
+        return change(of)
+    if isinstance(of, tuple | list):
+        return type(of)([_mapped(change, each) for each in of])
+    if isinstance(of, dict):
+        return {name: _mapped(change, each) for name, each in of.items()}
+    return of
 
 
 def _on(kwargs: dict[str, Any], device: str) -> dict[str, Any]:
@@ -265,14 +307,18 @@ def _changes(name: str, kwargs: dict[str, Any]) -> bool:
     return by_name or name == "__setitem__" or name.startswith("__i") or bool(kwargs.get("inplace"))
 
 
-def _require_one_device(name: str, args: Any, kwargs: Any) -> None:
-    """Refuse tensors of the host beside those of the GPU, except single numbers."""
-    each_one = tree_flatten((args, kwargs))[0]
-    if any(isinstance(each, LaggingTensor) for each in each_one) and any(
-        isinstance(each, torch.Tensor) and not isinstance(each, LaggingTensor) and each.dim()
-        for each in each_one
-    ):
-        raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+def _one_device(name: str, tensors: Sequence[torch.Tensor], first: LaggingTensor) -> int:
+    """The GPU of a call's tensors, of which one is known to be on a GPU.
+
+    Raises:
+        RuntimeError: they are on several, or beside tensors of the host that are more than single numbers.
+    """
+    number = first.block.stream.number
+    for each in tensors:
+        there = each.block.stream.number == number if isinstance(each, LaggingTensor) else not each.dim()
+        if not there:
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+    return number
 
 
 def _destination(
@@ -294,11 +340,11 @@ def _destination(
     return (None if device is None else torch.device(device)), dtype, rest
 
 
-def operate(gpu: Gpu, memory: GpuMemory) -> Operations:
-    """Make this the GPU that tensors of DEVICE_TYPE are on, from now on."""
+def operate(gpu: Gpu, memories: Sequence[GpuMemory]) -> Operations:
+    """Make these the GPUs that tensors of DEVICE_TYPE are on, from now on."""
     global _operations
-    _operations = Operations(gpu, memory)
+    _operations = Operations(gpu, memories)
     return _operations
 
 
-_operations = operate(_first := Gpu(), GpuMemory(_first))
+_operations = operate(_first := Gpu(), [GpuMemory(_first)])

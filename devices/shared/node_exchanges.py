@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from moesched.seams import Exchange, Transport
+from moesched.seams import Abandons, Exchange, Transport
 from moesched.steps.node_tasks import ROWS, SUM, TOKENS
 from moesched.steps.plan import Plan
 from moesched.tasks import Collective, Task
@@ -26,6 +27,17 @@ FIRST = 0
 def exchange_of(task: Collective) -> Exchange:
     """A collective as transports name it."""
     return Exchange(task.ticket, task.signature, task.step, task.layer)
+
+
+@contextmanager
+def making_part(transport: Transport, rank: int, task: Collective) -> Iterator[None]:
+    """Make a rank's part in an exchange; the others do not wait for one that fails, if the transport can say so."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(transport, Abandons):
+            transport.abandon(rank, exchange_of(task), str(error))
+        raise
 
 
 class NodeKernels(Protocol):
@@ -108,14 +120,18 @@ class NodeVerbs:
         tokens: list[int] = self._exchanged.pop((task.micro_batch, TOKENS)).tolist()
         return tokens
 
+    def _part(self, task: Collective, tensor: Any) -> Array:
+        with making_part(self._transport, self._nodes.index, task):
+            return self._kernels.on_host(tensor)
+
     def _all_reduce(self, task: Collective) -> None:
         key = task.micro_batch, SUM
-        part = self._kernels.on_host(self._exchanged[key])
+        part = self._part(task, self._exchanged[key])
         self._exchanged[key] = self._transport.all_reduce(self._nodes.index, exchange_of(task), part)
 
     def _gather(self, task: Collective) -> None:
         key = task.micro_batch, SUM
-        part = self._kernels.on_host(self._exchanged.pop(key))
+        part = self._part(task, self._exchanged.pop(key))
         parts = self._transport.gather(self._nodes.index, exchange_of(task), part, FIRST)
         if parts is not None:
             self._exchanged[key] = reduce(add, parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -25,9 +26,16 @@ class CudaStreams:
         device: such as "cuda:0"; torch's module of its type has the streams and events.
         lanes: the names of the lanes that are streams, the accelerator's first.
         execute: enqueues a task's kernels on the current stream; its value is the task's.
+        clock: the host's clock in nanoseconds, which spans are on.
     """
 
-    def __init__(self, device: torch.device, lanes: Iterable[str], execute: Callable[[Task], Any]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        lanes: Iterable[str],
+        execute: Callable[[Task], Any],
+        clock: Callable[[], int] = perf_counter_ns,
+    ) -> None:
         self._module: Any = torch.get_device_module(device)
         self._streams = {name: self._module.Stream(device) for name in lanes}
         self._execute = execute
@@ -35,14 +43,14 @@ class CudaStreams:
         self._unused: list[torch.cuda.Event] = []
         self._lock = threading.Lock()
         self._device = device
+        self._host_clock = clock
         self.begin()
 
     def begin(self) -> None:
-        """Wait for what an earlier run left, and forget it."""
-        with self._module.device(self._device):
-            self._module.synchronize(self._device)
-            self._issued.clear()
-            self._clock = StreamClock(self._timed_event, self._module.Stream(self._device))
+        """Forget those tasks of an earlier run that failed, and measure times anew; all have ended."""
+        self._issued.clear()
+        stream = self._module.Stream(self._device)
+        self._clock = StreamClock(self._timed_event, stream, self._host_clock)
 
     def run(self, task: Task) -> Any:
         """Run a task of a lane that is no stream, to its end.
@@ -63,24 +71,34 @@ class CudaStreams:
                 issued = self._issued.get(other.id)
                 if issued is not None and other.lane is not task.lane:  # otherwise it has ended, or is ahead
                     stream.wait_event(issued.end)
-            start, end, zero = self._event(), self._event(), self._clock.zero()
-        with self._module.stream(stream):
-            start.record()
-            value = self._execute(task)
-            end.record()
-        issued = CudaTask(self, task.id, start, end, zero, value)
-        with self._lock:
+            issued = CudaTask(self, task.id, self._event(), self._event(), self._clock.zero())
+            issued.issued_at = self._host_clock()
+            issued.start.record(stream)
             self._issued[task.id] = issued
+        with self._module.stream(stream):
+            issued.value = self._execute(task)
+            issued.end.record()
         return issued
 
     def span_of(self, issued: CudaTask) -> tuple[int, int]:
-        """When a task ran that has ended, on the clock of `time.perf_counter_ns`; its events are used again."""
+        """When a task ran that has ended, on the host's clock; its events are used again."""
         with self._lock:
-            clock = self._clock
-            span = clock.nanoseconds(issued.start, issued.zero), clock.nanoseconds(issued.end, issued.zero)
+            start, end = (self._time_of(event, issued.zero) for event in (issued.start, issued.end))
             del self._issued[issued.number]
             self._unused += [issued.start, issued.end]
-        return span
+        return start, end
+
+    def _time_of(self, event: torch.cuda.Event, zero: Zero) -> int:
+        """When an event happened: before now, and after all tasks were issued that had begun by then."""
+        device = self._clock.on_device(event, zero)
+        reckoned = self._clock.reckoned(device)
+        for other in reversed(self._issued.values()):
+            if other.issued_at <= reckoned:
+                break
+            if other.start.query() and self._clock.on_device(other.start, other.zero) <= device:
+                reckoned = other.issued_at
+                break
+        return self._clock.told(device, min(reckoned, self._host_clock()))
 
     def _timed_event(self) -> torch.cuda.Event:
         # Threads that wait leave their cores to attention on the CPU.
@@ -98,6 +116,8 @@ class CudaTask:
         number: the task's.
         start, end: events around it.
         zero: what their times are measured from.
+        issued_at: when it was issued, by the host's clock.
+        value: its result.
     """
 
     def __init__(
@@ -107,13 +127,13 @@ class CudaTask:
         start: torch.cuda.Event,
         end: torch.cuda.Event,
         zero: Zero,
-        value: Any,
     ) -> None:
-        self.value = value
+        self.value: Any = None
         self.number = number
         self.start = start
         self.end = end
         self.zero = zero
+        self.issued_at = 0
         self._streams = streams
 
     def wait(self) -> None:
@@ -121,5 +141,5 @@ class CudaTask:
         self.end.synchronize()
 
     def span(self) -> tuple[int, int]:
-        """When it ran, on the clock of `time.perf_counter_ns`; once only, after `wait`."""
+        """When it ran, on the host's clock; once only, after `wait`."""
         return self._streams.span_of(self)

@@ -12,7 +12,7 @@ from moesched.steps.rank_tasks import LOGITS
 from moesched.tasks import Collective, Task
 
 from ..products.linear import Tensor
-from ..shared.node_exchanges import exchange_of
+from ..shared.node_exchanges import exchange_of, making_part
 from .micro_batch import MicroBatchState
 
 
@@ -63,5 +63,7 @@ class RankSide:
 
     def _sum(self, task: Collective, part: Tensor) -> Tensor:
         """The sum over ranks in float32, through host memory."""
-        total = self._transport.all_reduce(self._rank, exchange_of(task), part.float().cpu().numpy())
+        with making_part(self._transport, self._rank, task):
+            mine = part.float().cpu().numpy()
+        total = self._transport.all_reduce(self._rank, exchange_of(task), mine)
         return torch.from_numpy(total).to(part.device, part.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -12,6 +12,14 @@ PERIOD = 1_000_000_000
 
 KEPT = 64
 """Number of such events that are remembered; those before were read long ago."""
+
+NARROW = 20_000
+"""Nanoseconds within which such an event should happen between two readings of the host's clock."""
+TRIES = 8
+"""How often one is recorded at most until it does; the host may be interrupted in between."""
+
+TOLD = 1024
+"""Number of times that are remembered, with which later ones have to agree."""
 
 
 class Zero(NamedTuple):
@@ -31,7 +39,7 @@ class Zero(NamedTuple):
 
 
 class StreamClock:
-    """Translates events of one device to the clock of `time.perf_counter_ns`; later events never get earlier times.
+    """Translates events of one device to the host's clock; later events never get earlier times.
 
     Not safe for several threads at once.
 
@@ -49,6 +57,7 @@ class StreamClock:
         self._clock = clock
         event, read = self._recorded()
         self._zeros = [Zero(event, 0.0, read, 1.0, read)]
+        self._told: list[tuple[float, int]] = []
 
     def zero(self) -> Zero:
         """The event to measure a task from that is issued now."""
@@ -56,13 +65,28 @@ class StreamClock:
             self._zeros = [*self._zeros[-KEPT + 1 :], self._following(self._zeros[-1])]
         return self._zeros[-1]
 
-    def nanoseconds(self, event: Any, zero: Zero) -> int:
-        """When an event happened that was recorded after `zero` was given."""
-        device: float = zero.device + zero.event.elapsed_time(event) * 1e6
+    def on_device(self, event: Any, zero: Zero) -> float:
+        """When an event happened that was recorded after `zero` was given, on the device's clock."""
+        passed: float = zero.event.elapsed_time(event)
+        return zero.device + passed * 1e6
+
+    def reckoned(self, device: float) -> int:
+        """A time of the device on the host's clock, as far as the rate is known."""
         zeros = self._zeros
         last = zeros[max(0, bisect_right(zeros, device, key=lambda each: each.device) - 1)]
-        nanoseconds: float = last.host + (device - last.device) * last.rate
-        return round(nanoseconds)
+        return round(last.host + (device - last.device) * last.rate)
+
+    def told(self, device: float, host: int) -> int:
+        """The time that is told for one of the device: in order with those told before, and near to `host`."""
+        told = self._told
+        place = bisect_left(told, (device, host))
+        if place:
+            host = max(host, told[place - 1][1])
+        if place < len(told):
+            host = min(host, told[place][1])
+        told.insert(place, (device, host))
+        del told[:-TOLD]
+        return host
 
     def _following(self, last: Zero) -> Zero:
         """The next zero, where the last one's times end; its rate makes up for what these were wrong by."""
@@ -74,8 +98,19 @@ class StreamClock:
 
     def _recorded(self) -> tuple[Any, int]:
         """An event, and the middle of the time in which it happened."""
+        width, event, middle = self._recorded_once()
+        for _ in range(TRIES - 1):
+            if width <= NARROW:
+                break
+            width, event, middle = min(
+                (width, event, middle), self._recorded_once(), key=lambda each: each[0]
+            )
+        return event, middle
+
+    def _recorded_once(self) -> tuple[int, Any, int]:
         event = self._new_event()
         before = self._clock()
         event.record(self._stream)
         event.synchronize()
-        return event, (before + self._clock()) // 2
+        after = self._clock()
+        return after - before, event, (before + after) // 2

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from ipaddress import ip_address
@@ -14,10 +17,10 @@ from msgspec.structs import replace
 
 from moesched.cluster.cluster_file import Cluster, Host
 from moesched.cluster.members import ssh_command
-from moesched.doctor.facts import ClusterFacts, PortFacts, PortState, SshFacts
+from moesched.doctor.facts import NO_ANSWER, ClusterFacts, PortFacts, PortState, SshFacts
 
 SECONDS = 8.0
-"""Time that an ssh connection, with the start of moesched, and that a port has to answer."""
+"""Time that an ssh connection has to answer, with the start of moesched."""
 PORT_SECONDS = 3.0
 NOT_FOUND = 127
 """Exit code of a shell that does not find a command."""
@@ -25,32 +28,26 @@ OF_SSH = 255
 """Exit code of ssh where it reaches no shell."""
 
 
-def cluster_facts(cluster: Cluster) -> ClusterFacts:
-    """Whether ssh starts moesched on each node, and the state of each port; all are asked at once."""
+def cluster_facts(cluster: Cluster, seconds: float = SECONDS) -> ClusterFacts:
+    """Whether ssh starts moesched on each node, and the state of each port; all are asked at once.
+
+    seconds: time that ssh has for it.
+    """
     ssh = shutil.which("ssh") is not None
     places = [("the launcher", cluster.launcher.address, cluster.launcher.port)]
     places += [(str(host), host.address, host.port) for host in cluster.hosts]
     with ThreadPoolExecutor(max_workers=32) as pool:
-        nodes = pool.map(_node, cluster.hosts) if ssh else ()
+        nodes = pool.map(lambda host: _node(host, seconds), cluster.hosts) if ssh else ()
         ports = pool.map(lambda place: _port(*place), [place for place in places if place[2]])
         return ClusterFacts(ssh=ssh, version=version("moesched"), nodes=list(nodes), ports=list(ports))
 
 
-def _node(host: Host) -> SshFacts:
+def _node(host: Host, seconds: float) -> SshFacts:
     destination = host.ssh or host.address
     facts = SshFacts(who=str(host), destination=destination, command=host.command)
-    try:
-        done = subprocess.run(
-            ssh_command(host, ["--version"]),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return replace(facts, problem=f"no answer within {SECONDS:.0f} s")
+    done = _done(ssh_command(host, ["--version"]), seconds)
+    if done is None:
+        return replace(facts, problem=f"{NO_ANSWER} within {seconds:g} s")
     said = done.stderr.strip().splitlines()[-1:] or ["it says nothing"]
     if done.returncode == OF_SSH:
         return replace(facts, problem=said[0])
@@ -58,8 +55,27 @@ def _node(host: Host) -> SshFacts:
         return facts
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        return replace(facts, problem=f"`{host.command} --version` fails there: {said[0]}")
+        return replace(facts, failure=said[0])
     return replace(facts, version=lines[-1])
+
+
+def _done(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str] | None:
+    """What a program answers; None where it does not in time. It is ended then, with what it started."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as program:
+        try:
+            out, err = program.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(program.pid, signal.SIGKILL)
+            return None
+    return subprocess.CompletedProcess(command, program.returncode, out, err)
 
 
 def _port(who: str, address: str, port: int) -> PortFacts:

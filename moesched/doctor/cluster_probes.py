@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moesched.doctor.facts import ClusterFacts, Facts, PortFacts, SshFacts
+from moesched.doctor.facts import NO_ANSWER, ClusterFacts, Facts, PortFacts, SshFacts
 from moesched.doctor.findings import Finding
 
 PROBLEMS = {
@@ -19,6 +19,37 @@ PROBLEMS = {
     "forbidden": ("may not be used by this user", "choose a port above 1023 in the cluster file"),
 }
 """For each state of a port that is in trouble, what it says and the remedy."""
+
+
+BY_HAND = "try by hand: ssh -o BatchMode=yes {to} true"
+SSH_PROBLEMS = (
+    (
+        ("permission denied", "authentication"),
+        "is not reached without a password",
+        "ssh-copy-id {to}, then " + BY_HAND,
+    ),
+    (
+        ("host key verification",),
+        "is not reached without a question about its key",
+        "run `ssh {to}` once and answer it; where the machine was set up anew: ssh-keygen -R its name",
+    ),
+    (
+        ("could not resolve", "name or service", "nodename nor servname"),
+        "has no address that is known here",
+        "correct `ssh` or `address` of the host in the cluster file, or let the name resolve, as in /etc/hosts",
+    ),
+    (
+        ("connection refused",),
+        "runs no ssh server",
+        "start one there: on a Mac, System Settings > General > Sharing > Remote Login",
+    ),
+    (
+        ("timed out", "no route", "unreachable", NO_ANSWER),
+        "does not answer ssh",
+        "switch the machine on, keep it awake, and open its port 22; " + BY_HAND,
+    ),
+)
+"""What is in ssh's own words, what that says of the node, and the remedy, with `to` for the destination."""
 
 
 def probe_cluster(facts: Facts) -> Iterator[Finding]:
@@ -42,10 +73,19 @@ def probe_cluster(facts: Facts) -> Iterator[Finding]:
 def _of_node(node: SshFacts, cluster: ClusterFacts) -> Finding:
     about = f"ssh {node.destination}"
     if node.problem:
+        told = node.problem.lower()
+        _, says, remedy = next(
+            (each for each in SSH_PROBLEMS if any(word.lower() in told for word in each[0])),
+            ((), "is not reached by ssh", BY_HAND),
+        )
+        return Finding(
+            about=about, says=f"{node.who} {says}: {node.problem}", remedy=remedy.format(to=node.destination)
+        )
+    if node.failure:
         return Finding(
             about=about,
-            says=f"{node.who} is not reached without a password: {node.problem}",
-            remedy=f"ssh-copy-id {node.destination}, then try: ssh -o BatchMode=yes {node.destination} true",
+            says=f"{node.who} cannot start moesched: {node.failure}",
+            remedy=f"try there: {node.command} --version, and install moesched anew, or correct `command` of the host",
         )
     if not node.version:
         return Finding(

@@ -12,6 +12,10 @@ PortState = Literal["free", "taken", "silent", "forbidden"]
 """Nothing listens there; something does; no answer, as behind a firewall; this user may not listen there."""
 
 
+NO_ANSWER = "no answer"
+"""The beginning of what is told of an ssh that was given up."""
+
+
 class ProcessorFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The processor.
 
@@ -171,6 +175,7 @@ class SshFacts(msgspec.Struct, frozen=True, kw_only=True):
         problem: ssh's reason for not reaching it; empty if it does.
         command: the command that starts moesched there.
         version: what the command prints as its version; empty if it is not found.
+        failure: what it says instead, where it fails; empty if it does not.
     """
 
     who: str
@@ -178,6 +183,7 @@ class SshFacts(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     problem: str = ""
     version: str = ""
+    failure: str = ""
 
 
 class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):

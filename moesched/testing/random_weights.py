@@ -15,7 +15,7 @@ from moesched.models.tensors import tensor_shapes
 
 STANDARD_DEVIATION = 0.02
 REPEATED_BYTES = (1 << 26) + (1 << 20)
-"""Random bytes, repeated endlessly. Pages have other sizes, so they begin at different offsets."""
+"""Random bytes at most, repeated endlessly. Pages have other sizes, so they begin at different offsets."""
 
 ALIGNMENT = 4096
 NORMS, MATRICES = Path("norms made in memory"), Path("matrices made in memory")
@@ -30,11 +30,11 @@ def random_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
         nbytes = math.prod(shape) * ITEM_BYTES[config.dtype]
         tensors[name] = StoredTensor(file, ends[file], shape, config.dtype, nbytes)
         ends[file] += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return Checkpoint(config, Path(), tensors, lambda path: _made(path, config.dtype, seed))
+    return Checkpoint(config, Path(), tensors, lambda path: _made(path, ends[path], config.dtype, seed))
 
 
-def _made(path: Path, dtype: str, seed: int) -> Blocks:
-    items = REPEATED_BYTES // ITEM_BYTES[dtype]
+def _made(path: Path, nbytes: int, dtype: str, seed: int) -> Blocks:
+    items = min(nbytes, REPEATED_BYTES) // ITEM_BYTES[dtype]
     if path == NORMS:
         return Repeated(path, _stored(np.ones(items, np.float32), dtype))
     random = np.random.default_rng(seed)

@@ -1,0 +1,272 @@
+"""The faults that are planted in the CUDA path: each wait, event, lifetime and copy of it, removed or weakened."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+TORCH = "devices/torch"
+
+
+class Mutant(NamedTuple):
+    """A text in a file, and what replaces it.
+
+    Attributes:
+        file: below devices/torch, or from the root if it has a folder.
+        lost: what is gone.
+    """
+
+    file: str
+    lost: str
+    text: str
+    instead: str = "pass"
+
+    @property
+    def path(self) -> str:
+        """The file, from the root."""
+        return self.file if "/" in self.file else f"{TORCH}/{self.file}"
+
+
+STREAMS = "cuda_streams.py"
+CLOCK = "stream_clock.py"
+HOST = "host_side.py"
+
+WAITS = (
+    Mutant(STREAMS, "wait for tasks on other streams", "stream.wait_event(issued.end)"),
+    Mutant(STREAMS, "wait for the end of a task", "self.end.synchronize()"),
+    Mutant(STREAMS, "wait for the copies of a thread's task", "            stream.synchronize()\n", ""),
+    Mutant(CLOCK, "wait for the event that times are measured from", "event.synchronize()"),
+    Mutant(
+        "copies.py",
+        "every wait for copies",
+        "torch.get_device_module(device).current_stream(device).synchronize()",
+    ),
+    Mutant(
+        "device.py",
+        "wait for what a batch begins with",
+        "        wait_for_copies(self._compute.accelerator)\n\n",
+        "\n",
+    ),
+    Mutant(
+        "device.py",
+        "waits of tasks on threads",
+        "return self._cuda.run(task)",
+        "return self._verbs[task.verb](task)",
+    ),
+    Mutant(
+        HOST,
+        "wait for keys and values before the host writes them",
+        "wait_for_copies(self._accelerator)  #",
+        "pass  #",
+    ),
+    Mutant(
+        "next_tokens.py", "wait for the logits", "logits_SV.cpu()", 'logits_SV.to("cpu", non_blocking=True)'
+    ),
+    Mutant(
+        "rank_side.py",
+        "wait for a rank's part",
+        "part.float().cpu()",
+        'part.float().to("cpu", non_blocking=True)',
+    ),
+    Mutant("node_side.py", "wait for a node's part", "tensor.cpu()", 'tensor.to("cpu", non_blocking=True)'),
+    Mutant(
+        "devices/shared/arena.py",
+        "wait for weights that stay",
+        "as_strided(tensor.shape, tensor.stride(), 0).copy_(tensor)",
+        "as_strided(tensor.shape, tensor.stride(), 0).copy_(tensor, non_blocking=True)",
+    ),
+    Mutant("moesched/drivers/lanes.py", "the lane's wait for a task", "issued.wait()"),
+)
+
+EVENTS = (
+    Mutant(STREAMS, "event at a task's start", "issued.start.record(stream)"),
+    Mutant(STREAMS, "event at a task's end", "issued.end.record()"),
+    Mutant(
+        STREAMS,
+        "stream of a task",
+        "with self._module.stream(stream):\n            issued",
+        "if True:\n            issued",
+    ),
+    Mutant(
+        STREAMS,
+        "stream of a thread's task",
+        "with self._module.stream(stream):\n            value",
+        "if True:\n            value",
+    ),
+    Mutant(STREAMS, "memory of issued tasks", "self._issued[task.id] = issued"),
+    Mutant(STREAMS, "end of that memory with a task", "del self._issued[issued.number]"),
+    Mutant(STREAMS, "end of that memory with a run", "self._issued.clear()"),
+    Mutant(STREAMS, "events of their own", "+= [issued.start, issued.end]", "+= [issued.start] * 2"),
+    Mutant(STREAMS, "second use of events", "self._unused += [issued.start, issued.end]"),
+    Mutant(STREAMS, "times of events", "enable_timing=True", "enable_timing=False"),
+    Mutant(STREAMS, "sleep of threads that wait", "blocking=True", "blocking=False"),
+    Mutant(STREAMS, "now, which no event is after", "min(reckoned, self._host_clock())", "reckoned"),
+    Mutant(STREAMS, "time at which a task was issued", "issued_at = self._host_clock()", "issued_at = 0"),
+    Mutant(STREAMS, "tasks that had begun by then", "reckoned = other.issued_at"),
+    Mutant(CLOCK, "event that times are measured from", "event.record(self._stream)"),
+    Mutant(CLOCK, "new event each second", "> PERIOD:", "> 10**18:"),
+    Mutant(CLOCK, "rate of the GPU's clock", "max(0.5, true_rate - (host - read) / PERIOD)", "1.0"),
+    Mutant(CLOCK, "second try where the host was interrupted", "if width <= NARROW:", "if True:"),
+    Mutant(CLOCK, "order after earlier times", "host = max(host, told[place - 1][1])"),
+    Mutant(CLOCK, "order before later times", "host = min(host, told[place][1])"),
+)
+
+LIFETIMES = (
+    Mutant(
+        "device.py",
+        "end of the last batch's state",
+        "            self._verbs = {}\n            gc.collect()",
+        "            gc.collect()",
+    ),
+    Mutant("device.py", "end of the last batch's cycles", "gc.collect()  # torch", "pass  # torch"),
+    Mutant("device.py", "end of the last batch's slots", "self._store.let_go()"),
+    Mutant(
+        "device.py",
+        "streams that stay from run to run",
+        "if self._cuda is None:\n            self",
+        "if True:\n            self",
+    ),
+    Mutant(
+        HOST,
+        "queries until they were copied",
+        'if self._accelerator.type == "cpu":\n            del state.qkv',
+        "if True:\n            del state.qkv",
+    ),
+    Mutant(
+        HOST,
+        "keys until attention used them",
+        "if not task.step:\n            del state.qkv",
+        "if True:\n            del state.qkv",
+    ),
+    Mutant(
+        "attention.py",
+        "attention's output until its stream drops it",
+        'if self._accelerator.type == "cpu" or not task.step:',
+        "if True:",
+    ),
+    Mutant("attention.py", "end of queries after attention", "        del state.qkv\n", ""),
+    Mutant(
+        "moe_layer.py",
+        "end of rows after their sum",
+        "kernels.combine(*operands)\n        del state.rows",
+        "kernels.combine(*operands)",
+    ),
+    Mutant("states.py", "locking of the KV cache", "if lock else None", "if False else None"),
+    Mutant(
+        "locked_memory.py",
+        "locking of slots",
+        "error = int(runtime.cudaHostRegister(address, items.nbytes, PORTABLE))",
+        "error = 0",
+    ),
+)
+
+COPIES = (
+    Mutant(
+        "copies.py",
+        "copy to the host",
+        "_locked_like(tensor).copy_(tensor, non_blocking=True)",
+        "_locked_like(tensor)",
+    ),
+    Mutant(
+        "copies.py",
+        "copy to the GPU",
+        "return locked(tensor).to(device, non_blocking=True)",
+        "return torch.empty_like(tensor, device=device)",
+    ),
+    Mutant(
+        "copies.py",
+        "copy into locked memory",
+        "else _locked_like(tensor).copy_(tensor)",
+        "else _locked_like(tensor)",
+    ),
+    Mutant("copies.py", "locked memory of copies to the GPU", "return locked(tensor).to", "return tensor.to"),
+    Mutant(
+        "copies.py",
+        "locked memory of copies to the host",
+        "dtype=tensor.dtype, pin_memory=True",
+        "dtype=tensor.dtype",
+    ),
+    Mutant(HOST, "copy of a page to the GPU", "self._store.reader.copy(held, page, target)"),
+    Mutant(
+        HOST,
+        "copy of a page from a file",
+        "self._store.reader.copy(read_page(self._store.reader, page), page, target)",
+    ),
+    Mutant(HOST, "copy of a page within the host", "target[:nbytes].copy_(held[:nbytes], non_blocking=True)"),
+    Mutant(
+        HOST,
+        "copy of cached keys and values",
+        "there_LKd[start:stop].copy_(cached_NKd[span.start : span.stop], non_blocking=True)",
+    ),
+    Mutant(HOST, "new keys behind loaded ones", "keys_SLKd[:, -new:] = k_TKd[start:end].reshape(shape)"),
+    Mutant(HOST, "new values behind loaded ones", "values_SLKd[:, -new:] = v_TKd[start:end].reshape(shape)"),
+    Mutant(
+        HOST, "copy of queries to the host", "copied(q_THd, HOST),", "torch.empty_like(q_THd, device=HOST),"
+    ),
+    Mutant(
+        HOST,
+        "copy of keys to the host",
+        "            copied(k_TKd, HOST),",
+        "            torch.empty_like(k_TKd, device=HOST),",
+    ),
+    Mutant(
+        HOST,
+        "copy of values to the host",
+        "            copied(v_TKd, HOST),",
+        "            torch.empty_like(v_TKd, device=HOST),",
+    ),
+    Mutant(
+        HOST,
+        "copy of keys and values for the cache",
+        "copied(k_TKd, HOST), copied(v_TKd, HOST)",
+        "torch.empty_like(k_TKd, device=HOST), copied(v_TKd, HOST)",
+    ),
+    Mutant(
+        HOST,
+        "copy of attention's output to the GPU",
+        "copied(self._attended.pop(task.micro_batch), self._accelerator)",
+        "torch.empty_like(self._attended.pop(task.micro_batch), device=self._accelerator)",
+    ),
+    Mutant(
+        "device_kv.py",
+        "keys of earlier chunks",
+        "half[first + past : first + past + new] = fresh_TKd[start:stop]",
+    ),
+    Mutant("kv_cache.py", "keys in the cache", "self.slots[place, 0].index_copy_(0, step.slots_T, keys_TKd)"),
+    Mutant(
+        "kv_cache.py", "values in the cache", "self.slots[place, 1].index_copy_(0, step.slots_T, values_TKd)"
+    ),
+    Mutant(
+        "kv_cache.py",
+        "blocks of beams",
+        "self.slots.index_copy_(2, targets, self.slots.index_select(2, sources))",
+    ),
+    Mutant(
+        "host_experts.py",
+        "copy of rows to the host",
+        "HostRows(moved(x_TD, HOST),",
+        "HostRows(torch.empty(x_TD.shape, dtype=x_TD.dtype),",
+    ),
+    Mutant(
+        "host_experts.py",
+        "copy of experts' outputs to the GPU",
+        "rows.y_nD[span].copy_(y_nD[span], non_blocking=True)",
+    ),
+    Mutant(
+        "rank_side.py",
+        "copy of a sum to the GPU",
+        "torch.from_numpy(total).to(part.device, part.dtype)",
+        "torch.empty_like(part)",
+    ),
+    Mutant(
+        "node_side.py",
+        "copy of a sum to a node",
+        "torch.from_numpy(array).to(self._accelerator)",
+        "torch.empty(array.shape, device=self._accelerator)",
+    ),
+)
+
+MUTANTS = {
+    f"{kind}: {mutant.lost}": mutant
+    for kind, mutants in (("wait", WAITS), ("event", EVENTS), ("lifetime", LIFETIMES), ("copy", COPIES))
+    for mutant in mutants
+}

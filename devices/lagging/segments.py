@@ -1,0 +1,124 @@
+"""Segments of a GPU's memory, and the blocks that are cut from them, with the sizes of torch's caching allocator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+ROUNDING = 512
+"""Bytes that the sizes of blocks are rounded up to."""
+SMALL = 1 << 20
+"""Bytes of the largest block that is cut from a small segment; a rest of a large one is cut off if it has more."""
+SMALL_SEGMENT, LARGE_SEGMENT = 2 << 20, 20 << 20
+"""Bytes of segments: blocks from half of a large one on get a segment of their own, in multiples of a small one."""
+
+POISON = 0xFF
+"""The byte in memory that was not written to: NaN in floats, -1 in integers."""
+
+
+class Piece:
+    """A part of a segment, free or in use.
+
+    Attributes:
+        pool: the stream whose blocks its segment has, and whether they are small.
+        before, behind: its neighbours in the segment.
+    """
+
+    __slots__ = ("before", "behind", "free", "memory", "nbytes", "pool", "start")
+
+    def __init__(self, memory: torch.Tensor, start: int, nbytes: int, pool: tuple[Any, bool]) -> None:
+        self.memory = memory
+        self.start = start
+        self.nbytes = nbytes
+        self.pool = pool
+        self.free = False
+        self.before: Piece | None = None
+        self.behind: Piece | None = None
+
+    def bytes(self) -> torch.Tensor:
+        """Its memory."""
+        return self.memory[self.start : self.start + self.nbytes]
+
+    def cut(self, nbytes: int) -> Piece:
+        """Shorten it to that many bytes; returns the rest."""
+        rest = Piece(self.memory, self.start + nbytes, self.nbytes - nbytes, self.pool)
+        rest.before, rest.behind, self.nbytes = self, self.behind, nbytes
+        if self.behind is not None:
+            self.behind.before = rest
+        self.behind = rest
+        return rest
+
+    def absorb(self) -> None:
+        """Take over the piece behind."""
+        gone = self.behind
+        assert gone is not None
+        self.nbytes += gone.nbytes
+        self.behind = gone.behind
+        if self.behind is not None:
+            self.behind.before = self
+
+
+class Segments:
+    """Cuts blocks from segments: the smallest free piece that fits, among equal ones the one that was freed last.
+
+    Attributes:
+        reserved: bytes of all segments.
+    """
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self._free: dict[tuple[Any, bool], list[Piece]] = {}
+
+    def take(self, nbytes: int, stream: Any, capacity: int | None) -> Piece | None:
+        """A block for a stream; None if the segments would have more bytes than `capacity`, unused ones freed."""
+        nbytes = max(1, -(-nbytes // ROUNDING)) * ROUNDING
+        pool = (stream, nbytes <= SMALL)
+        unused = self._free.setdefault(pool, [])
+        fitting = [piece for piece in unused if piece.nbytes >= nbytes]
+        if fitting:
+            piece = min(reversed(fitting), key=lambda each: each.nbytes)
+            unused.remove(piece)
+            piece.free = False
+        else:
+            size = _segment_bytes(nbytes)
+            if capacity is not None and self.reserved + size > capacity:
+                self._release_unused()
+                if self.reserved + size > capacity:
+                    return None
+            self.reserved += size
+            piece = Piece(torch.full((size,), POISON, dtype=torch.uint8), 0, size, pool)
+        if piece.nbytes - nbytes >= (ROUNDING if pool[1] else SMALL + 1):
+            self._put(piece.cut(nbytes))
+        return piece
+
+    def give_back(self, piece: Piece) -> None:
+        """Free a block, and join it with free neighbours."""
+        unused = self._free[piece.pool]
+        if piece.behind is not None and piece.behind.free:
+            unused.remove(piece.behind)
+            piece.absorb()
+        if piece.before is not None and piece.before.free:
+            unused.remove(piece.before)
+            piece = piece.before
+            piece.absorb()
+        self._put(piece)
+
+    def _put(self, piece: Piece) -> None:
+        piece.free = True
+        self._free[piece.pool].append(piece)
+
+    def _release_unused(self) -> None:
+        """Free the segments that have no block; torch waits for all streams before."""
+        for pool, pieces in self._free.items():
+            whole = [piece for piece in pieces if piece.before is None and piece.behind is None]
+            self.reserved -= sum(piece.nbytes for piece in whole)
+            self._free[pool] = [piece for piece in pieces if piece not in whole]
+
+
+def _segment_bytes(nbytes: int) -> int:
+    if nbytes <= SMALL:
+        return SMALL_SEGMENT
+    if nbytes < LARGE_SEGMENT // 2:
+        return LARGE_SEGMENT
+    return -(-nbytes // SMALL_SEGMENT) * SMALL_SEGMENT
