@@ -53,13 +53,21 @@ def best(
 ) -> PolicyChoice | None:
     """The best sizes among these shapes; None if none fits, or none reaches `above` tokens per second."""
     programme = _Programme(setting, traits, shapes)
-    found, rate = None, above
+    found, rate = None, max(above, _reached(setting, traits, shapes) * (1 - 2 * TOLERANCE))
     for _ in range(MOST_ROUNDS):
         choice = programme.solve(rate)
         if choice is None or choice.throughput <= rate * (1 + TOLERANCE):
             break
         found, rate = choice, choice.throughput
     return found
+
+
+def _reached(setting: Setting, traits: Traits, shapes: Sequence[Shape]) -> float:
+    """What some sizes reach, with none or all of the KV cache on the accelerator: a λ that saves rounds."""
+    if setting.kv_on_gpu is not None:
+        return 0.0
+    shares = (0.0, 1.0) if setting.splits_kv else (0.0,)
+    return max(most_of(setting, traits, shape, share) for shape in shapes for share in shares)
 
 
 def most_of(setting: Setting, traits: Traits, shape: Shape, resident: float) -> float:
