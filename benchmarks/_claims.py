@@ -282,11 +282,27 @@ def policy_checks(result: Result) -> Iterator[Claim]:
     )
 
 
+LAGGING_ROWS = {
+    "bits": "runs by seeds",
+    "batches": "batches with the same memory",
+    "errors": "errors that end a run",
+    "ledger": "plans that fit",
+    "spans": "times ten minutes of spans",
+    "deep": "runs of 32 layers and micro-batches",
+}
+
+
 def lagging_device(result: Result) -> Iterator[Claim]:
     """Every policy on imitated GPUs."""
-    rows = result["rows"]
-    words = f"rows of every policy on imitated GPUs that hold: {', '.join(rows)}"
-    yield all_of(words, sum(row["holds"] for row in rows.values()), len(rows))
+    rows = {LAGGING_ROWS[name]: row for name, row in result["rows"].items()}
+    words = f"every policy on imitated GPUs, without a fault: {', '.join(rows)}"
+    claims = [
+        Claim(
+            "", f"{row['done']:,}{'' if row['good'] else ' with faults'}", f"{row['planned']:,}", row["holds"]
+        )
+        for row in rows.values()
+    ]
+    yield together(words, *claims)
 
 
 def lagging_mutants(result: Result) -> Iterator[Claim]:

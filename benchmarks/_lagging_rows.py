@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -331,6 +332,17 @@ class _Stored:
 QUESTIONS: dict[str, Callable[[Case, int, int], Answer]] = {
     each.__name__: each for each in (bits, every, deep, batches, errors, ledger, spans)
 }
+
+
+def tell(sender: Connection, question: str, case: str, first: int, count: int) -> None:
+    """Answer a question to another process; an error is an answer that has it as `failed`."""
+    torch.set_num_threads(1)
+    gc.freeze()  # each batch begins with a collection of garbage
+    try:
+        found = QUESTIONS[question](NAMED[case], first, count)
+    except Exception as error:
+        found = {"failed": f"{type(error).__name__}: {error}"[:300]}
+    sender.send(found)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,7 +1,9 @@
 """The choices of the CUDA device that were made without a GPU, measured: is the safe way the fast one here?
 
 attention: torch's back ends on one query after the other, of lengths that grow by one, as in decode steps; a back end
-that plans anew for each length has a slow typical call, not only a slow first one. alignment: products with weights at
+that plans anew for each length has a slow typical call, not only a slow first one. launches: attention in a decode step
+of sequences whose lengths all differ, a call for each length as the device does it, and one call of all of them, padded
+and masked, which needs memory for the padding. alignment: products with weights at
 a multiple of 16 bytes and 8 bytes behind one, as files have them. reads: direct reads into ordinary memory, into
 ordinary memory that CUDA locked, and into memory that CUDA allocated as page-locked.
 
@@ -27,6 +29,7 @@ from moesched.devices.shared.arena import ALIGNMENT, aligned_bytes
 from moesched.devices.shared.direct_file import DirectFile
 from moesched.devices.torch.locked_memory import locked_bytes
 from moesched.errors import MoeschedError
+from moesched.system.cuda import FIRST_WITH_BFLOAT16
 
 BACK_ENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -44,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = BENCHMARK.parse(arguments)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(0) if device.type == "cuda" else "cpu"}
-    measures = {"attention": attention, "alignment": alignment, "reads": reads}
+    measures = {"attention": attention, "launches": launches, "alignment": alignment, "reads": reads}
     for part in track(options.only, "choices", still=True):
         result[part] = measures[part](device, options.small)
         print(part, result[part])
@@ -70,6 +73,31 @@ def attention(device: torch.device, small: bool) -> dict[str, Any]:
             continue
         found[name] = {"first": times[0], "typical": median(times[1:])}
     return found
+
+
+def launches(device: torch.device, small: bool) -> dict[str, Any]:
+    """Milliseconds of attention in a decode step, by the calls that it takes."""
+    sequences, heads, head, start = (2, 4, 64, 32) if small else (64, 8, 128, 1000)
+    dtype = _half(device)
+    query = torch.zeros(sequences, heads, 4, head, dtype=dtype, device=device)
+    longest = start + sequences
+    keys = torch.zeros(sequences, heads, longest, head, dtype=dtype, device=device)
+    lengths_S = torch.arange(start, longest, device=device)
+    mask_S11L = torch.arange(longest, device=device) < lengths_S[:, None, None, None]
+
+    def each() -> None:
+        for number, length in enumerate(range(start, longest)):
+            one = keys[number : number + 1, :, :length]
+            scaled_dot_product_attention(query[number : number + 1], one, one)
+
+    ways: dict[str, Callable[[], object]] = {
+        "a call for each length": each,
+        "one call, padded": partial(scaled_dot_product_attention, query, keys, keys, attn_mask=mask_S11L),
+    }
+    with torch.inference_mode():
+        return {
+            name: median(_milliseconds(way, device) for _ in range(REPEATS)) for name, way in ways.items()
+        }
 
 
 def alignment(device: torch.device, small: bool) -> dict[str, Any]:
@@ -120,7 +148,7 @@ def reads(device: torch.device, small: bool) -> dict[str, Any]:
 
 def _half(device: torch.device) -> torch.dtype:
     """The number format of 16 bits that the device has."""
-    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_WITH_BFLOAT16
     return torch.float16 if old else torch.bfloat16
 
 
@@ -139,7 +167,7 @@ BENCHMARK = Benchmark(
     "gpu_choices",
     measures=("devices/torch", "devices/shared"),
     packages=("torch",),
-    parts=("attention", "alignment", "reads"),
+    parts=("attention", "launches", "alignment", "reads"),
 )
 BENCHMARK.parser.add_argument("--small", action="store_true", help="small sizes, to try the benchmark itself")
 

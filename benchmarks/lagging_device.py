@@ -10,17 +10,21 @@ Parts are questions:
 - deep: does a run of 32 layers, 32 micro-batches and 16 steps end, and is little remembered?
 
 Each case is a process of its own, which is ended if it hangs. Cases that are done stay in a file below out/, so that a
-run that was cut off goes on where it was.
+run that was cut off goes on where it was. With `--minutes` a question ends early, and its row tells what was done: it
+holds only where that is all.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 from _options import EXECUTION, Benchmark, track
@@ -28,13 +32,16 @@ from _results import ROOT, source_hash
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from _lagging_rows import tell
 from _lagging_runs import CASES, Case
 
-PROGRAM = Path(__file__).parent / "_lagging_rows.py"
+PROCESSES = get_context("forkserver")
+"""Processes begin with torch loaded."""
+PROCESSES.set_forkserver_preload(["_lagging_rows"])
 WHOLE = "whole prompts"
 OTHER_WAYS = 10
 """Divisor of the seeds of prompts in chunks, beams, ranks and so on."""
-A_PROCESS = 40
+A_PROCESS = 20
 """Seeds that one process tries."""
 SECONDS = 1200
 """Time after which a process counts as hanging."""
@@ -57,6 +64,12 @@ BENCHMARK = Benchmark(
     keeps_parts=True,
 )
 BENCHMARK.parser.add_argument(
+    "--minutes",
+    type=float,
+    metavar="N",
+    help="begin no process of a question later than this (default: do all)",
+)
+BENCHMARK.parser.add_argument(
     "--processes", type=int, default=1, metavar="N", help="processes at a time (default: 1)"
 )
 
@@ -75,29 +88,34 @@ class Unit(NamedTuple):
         return f"{self.question}, {self.case.name}, {self.first}, {self.number}"
 
 
-def units_of(question: str, rounds: int) -> Iterator[Unit]:
-    """The processes that answer a question."""
+def units_of(question: str, rounds: int) -> list[Unit]:
+    """The processes that answer a question, in an order in which any number of the first ones has some of each kind."""
     whole = [case for case in CASES if case.way == WHOLE]
     few = max(1, rounds // OTHER_WAYS)
     if question == "bits":
-        for case in CASES:
-            seeds = rounds if case.way == WHOLE else few
-            for first in range(0, seeds, A_PROCESS):
-                yield Unit(question, case, first, min(A_PROCESS, seeds - first))
-    elif question == "errors":
+        return [
+            Unit(question, case, first, min(A_PROCESS, seeds - first))
+            for first in range(0, rounds, A_PROCESS)
+            for case in CASES
+            if (seeds := rounds if case.way == WHOLE else few) > first
+        ]
+    if question == "errors":
         wanted = max(1, rounds * 5 // 2)
-        for place, case in enumerate(CASES):
-            first, end = wanted * place // len(CASES), wanted * (place + 1) // len(CASES)
-            if end > first:
-                yield Unit(question, case, first, end - first)
-    elif question == "batches":
-        yield from (Unit(question, case, 1, 3) for case in CASES)
-    elif question == "ledger":
-        yield from (Unit(question, case, 0, max(1, rounds // 100)) for case in whole)
-    elif question == "spans":
-        yield Unit(question, whole[0], 0, max(1, rounds // 10))
-    else:
-        yield from (Unit(question, case, 1, 1) for case in whole)
+        bounds = [wanted * place // len(CASES) for place in range(len(CASES) + 1)]
+        units = [
+            Unit(question, case, first, end - first)
+            for case, first, end in zip(CASES, bounds, bounds[1:], strict=False)
+            if end > first
+        ]
+        Random(0).shuffle(units)
+        return units
+    if question == "batches":
+        return [Unit(question, case, 1, 3) for case in CASES]
+    if question == "ledger":
+        return [Unit(question, case, 0, max(1, rounds // 100)) for case in whole]
+    if question == "spans":
+        return [Unit(question, whole[0], 0, max(1, rounds // 10))]
+    return [Unit(question, case, 1, 1) for case in whole]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,19 +124,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done = Done(ROOT / "out" / f"{BENCHMARK.out.stem}.done.json")
     rows = BENCHMARK.stored().get("rows", {})
     for question in options.only:
-        units = list(units_of(question, options.rounds))
+        units = units_of(question, options.rounds)
+        until = time.monotonic() + (60 * options.minutes if options.minutes is not None else 1e9)
         missing = [unit for unit in units if unit.name not in done.answers]
         with ThreadPoolExecutor(options.processes) as pool:
-            answers = pool.map(answer, missing)
+            answers = pool.map(lambda unit, until=until: answer(unit, until), missing)
             for unit, found in zip(missing, track(answers, question), strict=False):
-                done.add(unit, found)
+                if found is not None:
+                    done.add(unit, found)
+        known = [(unit, done.answers[unit.name]) for unit in units if unit.name in done.answers]
         rows[question] = {
-            "cases": len(units),
-            **ROWS[question]([(unit, done.answers[unit.name]) for unit in units]),
+            "done": sum(unit.number for unit, _ in known),
+            "planned": sum(unit.number for unit in units),
+            **ROWS[question](known),
         }
+        rows[question]["holds"] = rows[question]["good"] and len(known) == len(units)
         print(question, json.dumps(rows[question])[:2000], flush=True)
-    BENCHMARK.write({"holds": all(row["holds"] for row in rows.values()), "rows": rows})
-    done.forget()
+        BENCHMARK.write({"holds": all(row["holds"] for row in rows.values()), "rows": rows})
     return int(not all(rows[question]["holds"] for question in options.only))
 
 
@@ -137,22 +159,28 @@ class Done:
         self._path.parent.mkdir(exist_ok=True)
         self._path.write_text(json.dumps({"hash": self._hash, "answers": self.answers}))
 
-    def forget(self) -> None:
-        """Remove the file."""
-        self._path.unlink(missing_ok=True)
 
-
-def answer(unit: Unit) -> dict[str, Any]:
-    """Run one process; its answer, or what went wrong as `failed`."""
-    command = [sys.executable, str(PROGRAM), unit.question, unit.case.name, str(unit.first), str(unit.number)]
+def answer(unit: Unit, until: float) -> dict[str, Any] | None:
+    """Run one process; its answer, or what went wrong as `failed`; None where it is too late to begin."""
+    if time.monotonic() > until:
+        return None
+    receiver, sender = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(
+        target=tell, args=(sender, unit.question, unit.case.name, unit.first, unit.number)
+    )
+    process.start()
+    sender.close()
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
+        if receiver.poll(SECONDS):
+            found: dict[str, Any] = receiver.recv()
+            return found
         return {"failed": f"hangs: no end within {SECONDS} s"}
-    if ran.returncode:
-        return {"failed": (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1][:300]}
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return found
+    except EOFError:
+        process.join()
+        return {"failed": f"exit code {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
 
 
 Answers = Sequence[tuple[Unit, dict[str, Any]]]
@@ -173,29 +201,34 @@ def _good(answers: Answers) -> Iterable[dict[str, Any]]:
 def _bits(answers: Answers) -> dict[str, Any]:
     wrong, over, traces = (_all(answers, key) for key in ("wrong", "over_budget", "trace_problems"))
     failed = _failed(answers)
+    seeds: Counter[str] = Counter()
+    for unit, found in answers:
+        seeds[unit.case.name] += found.get("seeds", 0)
     return {
-        "policies": len({unit.case.policy for unit, _ in answers}),
-        "seeds": sum(found["seeds"] for found in _good(answers)),
-        "seeds_of_a_policy": max(unit.first + unit.number for unit, _ in answers),
+        "seeds": seeds.total(),
+        "seeds_of_each_policy": min(seeds[case.name] for case in CASES if case.way == WHOLE),
+        "seeds_of_each_policy_in_each_other_way": min(
+            seeds[case.name] for case in CASES if case.way != WHOLE
+        ),
         "other_bits": wrong,
         "over_budget": over,
         "trace_problems": traces,
         "failed": failed,
-        "holds": not (wrong or over or traces or failed),
+        "good": not (wrong or over or traces or failed),
     }
 
 
 def _deep(answers: Answers) -> dict[str, Any]:
     failed, over = _failed(answers), _all(answers, "over_budget")
     by_policy = {unit.case.policy: found for unit, found in answers if "failed" not in found}
-    holds = not failed and not over and all(found["bounded"] for found in by_policy.values())
-    return {"by_policy": by_policy, "failed": failed, "holds": holds}
+    good = not failed and not over and all(found["bounded"] for found in by_policy.values())
+    return {"by_policy": by_policy, "failed": failed, "good": good}
 
 
 def _batches(answers: Answers) -> dict[str, Any]:
     failed = _failed(answers)
     grown = {unit.name: found for unit, found in answers if "failed" not in found and not found["flat"]}
-    return {"grown": grown, "failed": failed, "holds": not failed and not grown}
+    return {"grown": grown, "failed": failed, "good": not failed and not grown}
 
 
 def _errors(answers: Answers) -> dict[str, Any]:
@@ -206,7 +239,7 @@ def _errors(answers: Answers) -> dict[str, Any]:
         "slowest_seconds": slowest,
         "problems": problems,
         "failed": failed,
-        "holds": not failed and not problems and slowest < 5,
+        "good": not failed and not problems and slowest < 5,
     }
 
 
@@ -218,7 +251,7 @@ def _ledger(answers: Answers) -> dict[str, Any]:
         if beyond
         else {}
     )
-    return {"most_beyond_plan": most, "over_budget": over, "failed": failed, "holds": not (failed or over)}
+    return {"most_beyond_plan": most, "over_budget": over, "failed": failed, "good": not (failed or over)}
 
 
 def _spans(answers: Answers) -> dict[str, Any]:
@@ -229,7 +262,7 @@ def _spans(answers: Answers) -> dict[str, Any]:
         "tasks": tasks,
         "problems": problems,
         "failed": failed,
-        "holds": not (failed or problems),
+        "good": not (failed or problems),
     }
 
 

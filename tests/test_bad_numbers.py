@@ -6,12 +6,16 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import moesched
-from moesched.models.checkpoint import open_checkpoint
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.requests.batch import KV_BLOCK_TOKENS
 from moesched.trace import check_trace
+from odd_models import MIXTRAL, stored
+from scores import Scores
 from small_models import small_model
 
 EMULATED = ("--device", "emulated", "--device-set", "dilation=1", "--machine", "t4")
@@ -127,7 +131,8 @@ def test_whoever_only_watches_a_run_is_told(model: Path) -> None:
         moesched.sparsity_of(model, [[1, 2]])
 
 
-def test_a_second_run_that_is_good_is_told_as_it_is(model: Path) -> None:
+def first_bad(checkpoint: Checkpoint, prompt: list[int], *, fused: bool) -> str:
+    """The first bad tensor of a prefill step, searched in memory of its own."""
     from moesched.devices.shared.page_reader import PageReader
     from moesched.devices.torch.first_bad_tensor import FirstBadTensor
     from moesched.devices.torch.kernels import rotary
@@ -135,17 +140,28 @@ def test_a_second_run_that_is_good_is_told_as_it_is(model: Path) -> None:
     from moesched.devices.torch.micro_batch import MicroBatchState
     from moesched.models.layout import weight_layout
 
-    checkpoint = open_checkpoint(model)
     config = checkpoint.config
-    state = MicroBatchState([0], [[1, 2, 3]])
-    state.caches = (BlockedKV(config, 1),)
+    state = MicroBatchState([0], [prompt])
+    state.caches = (BlockedKV(config, -(-len(prompt) // KV_BLOCK_TOKENS)),)
     state.caches[0].table.open(0)
     state.extend()
     state.angles = rotary(state.step.positions_T, config.head_dim, config.rope_theta)
     layout = weight_layout(config)
     with PageReader(checkpoint, layout) as reader:
-        named = FirstBadTensor(reader, layout, torch.device("cpu")).name(state)
-    assert named.startswith("the logits alone")
+        return FirstBadTensor(reader, layout, torch.device("cpu"), fused=fused).name(state)
+
+
+def test_a_second_run_that_is_good_is_told_as_it_is(model: Path) -> None:
+    assert first_bad(open_checkpoint(model), [1, 2, 3], fused=True).startswith("the logits alone")
+
+
+def test_the_search_holds_few_scores_on_a_gpu_without_fused_attention(tmp_path: Path) -> None:
+    from moesched.devices.torch.fused_attention import PIECE_BYTES
+
+    config = msgspec.structs.replace(MIXTRAL, layers=1, sliding_window=None)
+    with Scores() as scores:
+        first_bad(stored(config, tmp_path), [1] * 2000, fused=False)
+    assert 0 < scores.most <= PIECE_BYTES < 4 * config.heads * 2000**2
 
 
 def test_beam_search_stops_as_well(command: Any, model: Path) -> None:

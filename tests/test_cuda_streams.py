@@ -17,6 +17,7 @@ from moesched.devices.torch.stream_clock import PERIOD, StreamClock
 from moesched.tasks import Kernel, Lane, Task, Work
 
 LANES = [Lane("a"), Lane("b")]
+NETWORK = Lane("network")
 
 
 class Value:
@@ -80,6 +81,27 @@ def test_a_task_whose_times_were_read_leaves_nothing_but_its_events_for_the_next
     del issued
     assert not any(value() for value in values)
     assert gpu.streams.events_made < 10
+
+
+def test_what_a_task_of_a_thread_allocates_goes_to_nobody_before_the_accelerator_used_it(
+    gpu: LaggingGpu,
+) -> None:
+    """Such as the sum of an exchange, which a task of the accelerator reads and drops while it is issued."""
+    sums: list[torch.Tensor] = []
+    totals: list[torch.Tensor] = []
+
+    def execute(task: Task) -> None:
+        if task.lane is NETWORK:
+            sums.append(torch.full((1000,), task.id, device=GPU_DEVICE))
+        else:
+            totals.append(sums.pop().sum())
+
+    streams = CudaStreams(GPU_DEVICE, ("a", "b"), execute)
+    for number in range(20):
+        streams.run(Kernel(NETWORK, Work("all_reduce", "gpu"), "all_reduce", id=2 * number))
+        last = streams.issue(Kernel(LANES[0], Work("add", "gpu"), "add", id=2 * number + 1), [])
+    last.wait()
+    assert [total.item() for total in totals] == [2000 * number for number in range(20)]
 
 
 def test_tasks_that_failed_are_forgotten_when_the_next_run_begins(gpu: LaggingGpu) -> None:

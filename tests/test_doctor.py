@@ -23,10 +23,8 @@ from moesched.doctor.facts import (
     ClockFacts,
     ClusterFacts,
     CoreFacts,
-    CudaFacts,
     Facts,
     FolderFacts,
-    GpuFacts,
     KernelFacts,
     MemoryFacts,
     MetalFacts,
@@ -35,9 +33,9 @@ from moesched.doctor.facts import (
     ProcessorFacts,
     SshFacts,
 )
-from moesched.doctor.gpu_probes import has_kernels
 from moesched.doctor.host_facts import cache_facts, clock_facts, model_facts
 from moesched.doctor.policy_runs import Logits, largest_difference
+from moesched.system.cuda import CudaFacts, GpuFacts, has_kernels
 
 GB = 10**9
 MODEL = Path(__file__).parents[1] / "examples" / "tiny-mixtral"

@@ -16,7 +16,7 @@ from commands import refused
 from moesched.devices.torch.cuda_device import assumed_flops, dtype_on, with_float16
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
-from moesched.inputs.dtype import dtype_for
+from moesched.inputs.dtype import dtype_for, dtype_of_nodes
 from moesched.machines import Machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
@@ -70,6 +70,14 @@ def test_the_device_chooses_and_a_prediction_follows_the_rates_of_the_machine() 
     assert dtype_for("bfloat16", "float32", old, OLD_GPU) == "float32"
     with pytest.raises(BadInput, match="device emulated does not compute in float16: give --dtype bfloat16"):
         dtype_for("bfloat16", "float16", old, "emulated")
+
+
+def test_nodes_whose_gpu_has_no_bfloat16_ask_for_a_format_of_all_nodes() -> None:
+    with pytest.raises(BadInput, match="has no bfloat16 here: give --dtype float16, which all nodes"):
+        dtype_of_nodes("bfloat16", None, TWO_MEMORIES, OLD_GPU)
+    assert dtype_of_nodes("bfloat16", "float16", TWO_MEMORIES, OLD_GPU) == "float16"
+    assert dtype_of_nodes("bfloat16", None, TWO_MEMORIES, "torch") == "bfloat16"
+    assert dtype_of_nodes("float32", None, TWO_MEMORIES, OLD_GPU) == "float32"
 
 
 def bfloat16_model(folder: Path) -> Path:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from moesched.devices.torch import kernels
 from moesched.devices.torch.fused_attention import (
@@ -17,6 +15,7 @@ from moesched.devices.torch.fused_attention import (
     queries_in_a_piece,
 )
 from moesched.devices.torch.kernels import KVView
+from scores import Scores
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -53,19 +52,6 @@ def test_attention_without_a_fused_kernel_is_the_same_in_pieces(past: int, windo
     view = KVView(numbers(2, length, 2, 24), numbers(2, length, 2, 24), tokens)
     whole, pieces = (kernels.attention(q_THd, [view], window, fused=fused) for fused in (True, False))
     torch.testing.assert_close(whole, pieces, rtol=1e-4, atol=1e-5)
-
-
-class Scores(TorchFunctionMode):
-    """Notes the bytes of the scores of each call of attention."""
-
-    def __init__(self) -> None:
-        self.most = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            q, keys = args[:2]
-            self.most = max(self.most, 4 * q.shape[:-1].numel() * keys.shape[-2])
-        return func(*args, **(kwargs or {}))
 
 
 def test_attention_without_a_fused_kernel_holds_few_scores_of_a_long_prompt() -> None:

@@ -119,6 +119,7 @@ def test_choices_that_were_made_without_a_gpu_can_be_measured(
     found = json.loads((tmp_path / "choices.json").read_text())
     assert found["attention"].keys() == {"flash", "efficient", "cudnn", "math"}
     assert found["attention"]["math"]["typical"] > 0
+    assert found["launches"].keys() == {"a call for each length", "one call, padded"}
     assert found["alignment"].keys() >= {"1 rows, 0 bytes behind", "1 rows, 8 bytes behind"}
     assert found["reads"]["ordinary"] > 0
     assert [*tmp_path.iterdir()] == [tmp_path / "choices.json"]

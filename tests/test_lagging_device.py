@@ -18,6 +18,7 @@ from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGp
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.kernels import group_by_expert
 from moesched.devices.torch.kv_cache import BlockedKV
+from moesched.devices.torch.micro_batch import MicroBatchState
 from moesched.models.checkpoint import Checkpoint
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
@@ -86,6 +87,10 @@ def checkpoint(folder: Path) -> Checkpoint:
 def expected(checkpoint: Checkpoint) -> Generated:
     device = TorchDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, kernel="torch")
     return generated(device, "resident")
+
+
+def test_no_policy_is_left_out() -> None:
+    assert {case.policy for case in EACH} == {case.policy for case in CASES}
 
 
 @pytest.mark.parametrize(("seed", "case"), [*enumerate(EACH)], ids=str)
@@ -175,6 +180,21 @@ def test_links_may_have_any_names(checkpoint: Checkpoint, expected: Generated) -
     assert same_bits(generated(device, "cgopipe", machine=machine).logits_RSV, expected.logits_RSV)
 
 
+def test_a_micro_batch_keeps_no_queries_and_no_rows_of_experts_after_a_step(checkpoint: Checkpoint) -> None:
+    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True)
+    generated(device, "resident", keep_open=True)
+    states = [each for each in gc.get_objects() if type(each) is MicroBatchState]
+    assert states
+    assert not any(vars(state).keys() & {"qkv", "rows"} for state in states)
+    device.close()
+
+
+def keep_caches_in_a_cycle() -> None:
+    """Do what torch does with frames of its first calls."""
+    cycle: list[object] = [each for each in gc.get_objects() if type(each) is BlockedKV]
+    cycle.append(cycle)
+
+
 @pytest.mark.parametrize("policy", ["cgopipe", "flexgen"])
 def test_batch_after_batch_takes_the_same_memory(checkpoint: Checkpoint, policy: str) -> None:
     def caches() -> int:
@@ -195,6 +215,7 @@ def test_batch_after_batch_takes_the_same_memory(checkpoint: Checkpoint, policy:
             generated(device, policy, keep_open=True)
             in_use.append(device.gpu.memory.in_use())
             afterwards.append(caches())
+            keep_caches_in_a_cycle()
     finally:
         gc.enable()
         device.close()

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from moesched.doctor.facts import CudaFacts
-from moesched.doctor.gpu_probes import FIRST_WITH_BFLOAT16, of_driver, of_kernels
 from moesched.errors import BadInput
 from moesched.machines import Link, Machine, Processor, Roles, Tier
 from moesched.machines.local import calibrated_gpu
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import WeightLayout
 from moesched.seams import Transport
+from moesched.system.cuda import FIRST_WITH_BFLOAT16, CudaFacts, trouble_of_driver, trouble_of_gpu
 
 from .device import TorchDevice
 from .fused_attention import has_fused_attention, prefer_kernels_without_plans
@@ -151,7 +150,5 @@ def require_cuda() -> None:
 
 def refusal(cuda: CudaFacts) -> str | None:
     """The reason why torch cannot use the first CUDA device, with the remedy; None if it can."""
-    found = of_driver(cuda)
-    if not found.is_trouble:
-        found = of_kernels(cuda.gpus[0], cuda) or found
-    return f"{found.says}: {found.remedy}; or use --device torch" if found.is_trouble else None
+    trouble = trouble_of_driver(cuda) or trouble_of_gpu(cuda.gpus[0], cuda)
+    return trouble and f"{trouble.says}: {trouble.remedy}; or use --device torch"

@@ -28,13 +28,17 @@ class FirstBadTensor:
 
     Args:
         accelerator: device of the step's tensors, which also computes them again.
+        fused: whether it has a kernel of attention that holds no scores.
     """
 
-    def __init__(self, reader: PageReader, layout: WeightLayout, accelerator: torch.device) -> None:
+    def __init__(
+        self, reader: PageReader, layout: WeightLayout, accelerator: torch.device, *, fused: bool
+    ) -> None:
         self._reader = reader
         self._layout = layout
         self._config: ModelConfig = layout.config
         self._accelerator = accelerator
+        self._fused = fused
 
     def name(self, state: MicroBatchState) -> str:
         """Describe the step's first tensor with a number that is not finite, and its layer.
@@ -71,7 +75,7 @@ class FirstBadTensor:
             for keys, values, new in views:
                 yield f"the cached keys of layer {layer}", keys[:, :-new]
                 yield f"the cached values of layer {layer}", values[:, :-new]
-            attended_TX = kernels.attention(q_THd, views, config.sliding_window)
+            attended_TX = kernels.attention(q_THd, views, config.sliding_window, fused=self._fused)
             yield f"attention's output in layer {layer}", attended_TX
             hidden_TD = kernels.output_projection(attended_TX, weights["o"], hidden_TD)
             yield f"the hidden states after attention in layer {layer}", hidden_TD

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from moesched.doctor.facts import Caching, CudaFacts, GpuFacts, KernelFacts
+from moesched.doctor.facts import Caching, KernelFacts
 from moesched.errors import OutOfMemory
+from moesched.system.cuda import CudaFacts, GpuFacts
 
 from ..native.compiled import instruction_sets, why_unusable
 from ..shared.direct_file import DirectFile

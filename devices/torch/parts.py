@@ -65,7 +65,9 @@ def parts_of(
     if plan.batch.beams > 1:
         beams = _beam_searches(plan, states, choice.sampling)
     if global_weights:
-        first_bad = FirstBadTensor(store.reader, plan.layout, compute.accelerator).name
+        first_bad = FirstBadTensor(
+            store.reader, plan.layout, compute.accelerator, fused=compute.fused_attention
+        ).name
         tokens = NextTokens(config, global_weights.head, states, compute, choice, beams, first_bad)
     if not plan.machine.unified:
         host = HostSide(plan, states, compute, store, attention)

@@ -16,7 +16,7 @@ from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.inputs.budgets import PROCESS, within_process
 from moesched.inputs.defaults import MACHINE
-from moesched.inputs.dtype import dtype_for
+from moesched.inputs.dtype import dtype_of_nodes
 from moesched.inputs.lookup import find_machine, find_policy
 from moesched.inputs.options import DeviceOptions, PolicyOptions, SizeOptions
 from moesched.jobs.batch_reports import reported
@@ -122,7 +122,7 @@ class NodeJob:
         whole, self._machine, budgets = cut_over_ranks(
             checkpoint.config, machine, budgets, 1, cls, here=run.machine == MACHINE
         )
-        dtype = dtype_for(whole.dtype, run.dtype or whole.dtype, machine, run.device)  # the same on all nodes
+        dtype = dtype_of_nodes(whole.dtype, run.dtype, machine, run.device)
         self._layout = weight_layout(whole, dtype)
         with signals_held():
             kind = plugins.find("devices", run.device)

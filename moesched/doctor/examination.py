@@ -16,7 +16,7 @@ from moesched import plugins
 from moesched.cluster.cluster_file import load_cluster
 from moesched.doctor.cluster_facts import cluster_facts
 from moesched.doctor.cluster_probes import probe_cluster
-from moesched.doctor.facts import CudaFacts, Facts, KernelFacts, MetalFacts
+from moesched.doctor.facts import Facts, KernelFacts, MetalFacts
 from moesched.doctor.findings import Finding
 from moesched.doctor.gpu_probes import probe_cuda, probe_metal
 from moesched.doctor.host_facts import (
@@ -40,6 +40,7 @@ from moesched.doctor.host_probes import (
 )
 from moesched.errors import BadInput
 from moesched.system.cache import cache_folder
+from moesched.system.cuda import CudaFacts
 from moesched.system.memory import require_address_space
 
 Probe = Callable[[Facts], Iterator[Finding]]

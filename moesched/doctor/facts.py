@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from moesched.system.cuda import CudaFacts
+
 Caching = Literal["bypassed", "dropped", "kept"]
 """The effect of a device's reads on the page cache; "bypassed" are direct reads."""
 PortState = Literal["free", "taken", "silent", "forbidden"]
@@ -94,45 +96,6 @@ class ClockFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     monotonic: bool
     step: int
-
-
-class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A CUDA GPU.
-
-    Attributes:
-        capability: compute capability, such as (8, 0).
-        own: bytes that this process has allocated.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    total: int
-    free: int
-    own: int = 0
-
-
-class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """CUDA.
-
-    Attributes:
-        torch: torch's version.
-        built_for: version of CUDA that torch was built for, such as "12.4"; empty for a build without CUDA.
-        driver: version of CUDA that the driver supports, such as "12.2"; empty without a driver.
-        kernels_for: architectures that torch has kernels for, such as "sm_80".
-        problem: torch's reason for not using CUDA; empty where it gives none.
-        gpus: the GPUs that torch can use.
-        peak: the most bytes that this process had allocated on the first GPU.
-        lockable: bytes of the host's memory that CUDA locked when it was tried; None where it was not.
-    """
-
-    torch: str
-    built_for: str
-    driver: str
-    kernels_for: list[str]
-    gpus: list[GpuFacts]
-    problem: str = ""
-    peak: int = 0
-    lockable: int | None = None
 
 
 class MetalFacts(msgspec.Struct, frozen=True, kw_only=True):

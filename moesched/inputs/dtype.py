@@ -32,6 +32,19 @@ def dtype_for(own: str, given: str | None, machine: Machine, device: str | None 
     return given or own
 
 
+def dtype_of_nodes(own: str, given: str | None, machine: Machine, device: str) -> str:
+    """The number format of a run over nodes, which is the same on all of them.
+
+    Raises:
+        BadInput: the user chose none, and this node's device does not compute in the model's own.
+    """
+    if given is None and dtype_for(own, None, machine, device) != own:
+        raise BadInput(
+            f"device {device} has no {own} here: give --dtype {HALF}, which all nodes then compute in"
+        )
+    return dtype_for(own, given or own, machine, device)
+
+
 def _on_machine(own: str, machine: Machine) -> str:
     rates = machine.accelerator.flops
     return HALF if own == "bfloat16" and own not in rates and HALF in rates else own

@@ -1,0 +1,117 @@
+"""CUDA as torch and the driver tell it, and the reasons for which torch cannot use it. Sizes are in bytes."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import msgspec
+
+FIRST_WITH_BFLOAT16 = (8, 0)
+"""Compute capability from which on GPUs have bfloat16; earlier ones have float16 only, or imitate bfloat16 slowly."""
+
+
+class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A CUDA GPU.
+
+    Attributes:
+        capability: compute capability, such as (8, 0).
+        own: bytes that this process has allocated.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    total: int
+    free: int
+    own: int = 0
+
+
+class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """CUDA.
+
+    Attributes:
+        torch: torch's version.
+        built_for: version of CUDA that torch was built for, such as "12.4"; empty for a build without CUDA.
+        driver: version of CUDA that the driver supports, such as "12.2"; empty without a driver.
+        kernels_for: architectures that torch has kernels for, such as "sm_80".
+        problem: torch's reason for not using CUDA; empty where it gives none.
+        gpus: the GPUs that torch can use.
+        peak: the most bytes that this process had allocated on the first GPU.
+        lockable: bytes of the host's memory that CUDA locked when it was tried; None where it was not.
+    """
+
+    torch: str
+    built_for: str
+    driver: str
+    kernels_for: list[str]
+    gpus: list[GpuFacts]
+    problem: str = ""
+    peak: int = 0
+    lockable: int | None = None
+
+
+class Trouble(NamedTuple):
+    """A reason for which something does not work, in a line, and what to do about it."""
+
+    says: str
+    remedy: str
+
+
+def trouble_of_driver(cuda: CudaFacts) -> Trouble | None:
+    """The reason why torch sees no GPU; None where it sees one, and the driver fits."""
+    if not cuda.driver:
+        return Trouble(
+            "there is no NVIDIA driver", "install the driver (in a container: start it with --gpus all)"
+        )
+    if not cuda.built_for:
+        return Trouble(
+            f"torch {cuda.torch} was built without CUDA, and there is a driver for CUDA {cuda.driver}",
+            "install a build for CUDA: pip install torch --index-url https://download.pytorch.org/whl/cu…",
+        )
+    if _major(cuda.driver) < _major(cuda.built_for):
+        return Trouble(
+            f"the driver supports CUDA {cuda.driver}, and torch {cuda.torch} was built for {cuda.built_for}",
+            f"update the NVIDIA driver, or install a torch that was built for CUDA {_major(cuda.driver)}",
+        )
+    if not cuda.gpus:
+        because = f": {cuda.problem}" if cuda.problem else ""
+        return Trouble(
+            f"torch sees no GPU{because}",
+            "check nvidia-smi, and unset CUDA_VISIBLE_DEVICES or name a GPU there",
+        )
+    return None
+
+
+def trouble_of_gpu(gpu: GpuFacts, cuda: CudaFacts) -> Trouble | None:
+    """The reason why torch cannot use a GPU that it sees; None where it can."""
+    major, minor = gpu.capability
+    if has_kernels(gpu.capability, cuda.kernels_for):
+        return None
+    return Trouble(
+        f"{gpu.name} has compute capability {major}.{minor}, and torch {cuda.torch} has kernels for "
+        f"{', '.join(cuda.kernels_for) or 'none'}",
+        f"install a torch with sm_{major}{minor}: an older one for old GPUs, a newer one for new GPUs",
+    )
+
+
+def has_kernels(capability: tuple[int, int], kernels_for: list[str]) -> bool:
+    """Whether kernels for these architectures run on a GPU.
+
+    Binaries ("sm_80") run on GPUs of the same major version and the same or a later minor one; those with a letter
+    ("sm_90a") only on exactly that one. Code that the driver compiles ("compute_80") runs on all later ones.
+    """
+    for each in kernels_for:
+        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", each)
+        if found is None:
+            continue
+        kind, of, letter = found[1], (int(found[2]), int(found[3])), found[4]
+        if of == capability or (kind == "compute" and not letter and of < capability):
+            return True
+        if letter != "a" and of[0] == capability[0] and of < capability:
+            return True
+    return False
+
+
+def _major(version: str) -> int:
+    found = re.match(r"\d+", version)
+    return int(found[0]) if found else 0
