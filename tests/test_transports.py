@@ -99,6 +99,16 @@ class Gathering:
         return gathered
 
 
+class CountedParts(dict[int, Any]):
+    """The parts of an all-gather, by rank; counts how often one was given."""
+
+    count = 0
+
+    def __setitem__(self, rank: int, part: Any) -> None:
+        self.count += 1
+        super().__setitem__(rank, part)
+
+
 def mx_over_a_fake(folder: Path) -> Make:
     transport = pytest.importorskip("moesched.transports.mx_distributed").MxDistributedTransport
 
@@ -194,6 +204,23 @@ def test_two_processes_meet_over_mlx_s_ring(tmp_path: Path) -> None:
     ]
     said = [rank.communicate(timeout=PATIENCE_SECONDS)[0].strip() for rank in ranks]
     assert said == ["[[200000000.0, 2.0, 1.0]] [(1, 1), (1, 2)]", "[[200000000.0, 2.0, 1.0]] None"]
+
+
+@pytest.mark.parametrize(("items", "gathers"), [(6144, 1), (8192, 1), (8193, 2)])
+def test_a_token_s_sum_takes_one_gather_and_a_larger_one_two(items: int, gathers: int) -> None:
+    transport = pytest.importorskip("moesched.transports.mx_distributed").MxDistributedTransport
+    meeting, parts = threading.Barrier(2), CountedParts()
+    ranks = [transport(distributed=Gathering(rank, 2, meeting, parts), backend="jaccl") for rank in range(2)]
+    given = np.arange(items, dtype=np.float32)
+    with ThreadPoolExecutor(2) as threads:
+        sums = [
+            threads.submit(transport.all_reduce, rank, Exchange(0, "a sum"), given * (rank + 1))
+            for rank, transport in enumerate(ranks)
+        ]
+        assert all(np.array_equal(each.result(PATIENCE_SECONDS), 3 * given) for each in sums)
+    assert parts.count == 2 * gathers
+    for each in ranks:
+        asyncio.run(each.aclose())
 
 
 def test_mx_without_its_launcher_says_how_to_start_it() -> None:

@@ -1,8 +1,8 @@
 """Collectives built on an all-gather of bytes, which every communication library has.
 
 Libraries may add in an order that differs between ranks. Here every rank gets all parts and adds them itself, in the
-order of the ranks. An exchange takes two all-gathers: one of headers, so that ranks in different exchanges get an
-error, and one of the arrays.
+order of the ranks. An exchange begins with an all-gather of headers, so that ranks in different exchanges get an error.
+It brings small arrays too; larger ones take a second all-gather.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from .sums import sum_in_order
 if TYPE_CHECKING:
     from moesched.seams import Array
 
-HEAD_BYTES = 4 + HEADER.size + TEXT_BYTES
+BESIDE_HEADER = 32 * 1024
+"""Largest array, in bytes, that is sent beside its header: larger than that of a token of DBRX, 24 KiB."""
+FIRST_BYTES = 4 + HEADER.size + TEXT_BYTES + BESIDE_HEADER
 SLICE_SECONDS = 0.05
 """Interval at which a waiting rank checks whether its transport was closed."""
 
@@ -99,18 +101,16 @@ class GatheringTransport(ABC):
         array = NOTHING if part is None else np.ascontiguousarray(part).reshape(part.shape)
         mine = Frame(
             Kind.WAITING, operation, rank, 0, self._sequence, exchange.ticket, exchange.step, exchange.layer, root,
-            array.shape, exchange.signature, array.reshape(-1)[:0],
+            array.shape, exchange.signature, array.reshape(-1)[: None if array.nbytes <= BESIDE_HEADER else 0],
         )  # fmt: skip
         self._sequence += 1
         try:
-            heads = [_read(data) for data in self._all_gather(_padded(pack(mine), HEAD_BYTES), until)]
+            heads = [_read(data) for data in self._all_gather(_padded(pack(mine), FIRST_BYTES), until)]
             _check_agreement(heads)
             sizes = [prod(head.shape) * head.values.itemsize for head in heads]
-            room = 4 + max(sizes)
-            if room == 4:
-                brought = [NOTHING for _ in heads]
-            else:
-                brought = self._all_gather(_padded(array.reshape(-1).view(np.uint8), room), until)
+            if max(sizes) <= BESIDE_HEADER:
+                return [np.array(head.values).reshape(head.shape) for head in heads]
+            brought = self._all_gather(_padded(array.reshape(-1).view(np.uint8), 4 + max(sizes)), until)
             return [
                 np.array(data[4 : 4 + size]).view(head.values.dtype).reshape(head.shape)
                 for data, size, head in zip(brought, sizes, heads, strict=True)

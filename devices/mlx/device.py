@@ -113,7 +113,7 @@ class MlxDevice:
 
     def slot_bytes(self, page: Page) -> int:
         """Bytes that a page takes in a slot."""
-        return self._reader.bytes_in_slot(page)
+        return self._weights.slot_bytes(page)
 
     def observe_routing(self, observer: RoutingObserver) -> None:
         """Report the routers' choices to the observer, from the next batch on."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial, reduce
+from functools import cache, partial
 from itertools import accumulate
-from operator import add
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from moesched.models.config import ModelConfig, NormKind
 from moesched.models.footprint import EXPERT_TILE, EXPERTS_AT_ONCE, QUERY_TILE
+
+from . import fused
 
 Array = mx.array
 Blocks = Sequence[Array]
@@ -105,7 +106,7 @@ def apply_rotary(x_THd: Array, cos_T1d: Array, sin_T1d: Array) -> Array:
     """Heads rotated by `rotary`'s angles; entries i and i + d/2 of a head make a pair."""
     first, second = mx.split(x_THd, 2, axis=-1)
     swapped = mx.concatenate([second, first], axis=-1)
-    return (x_THd * cos_T1d + swapped * sin_T1d).astype(x_THd.dtype)
+    return fused.turned(x_THd, swapped, cos_T1d, sin_T1d)
 
 
 def project_qkv(
@@ -120,7 +121,7 @@ def project_qkv(
     """Queries (T, H, d), keys and values (T, K, d) of tokens, normalised, clipped and rotated as the model requires."""
     x_TX = linear(norm(hidden_TD, norm_D, config.norm_eps, config.norm), qkv)
     if config.clip_qkv is not None:
-        x_TX = mx.clip(x_TX, -config.clip_qkv, config.clip_qkv)
+        x_TX = fused.clipped(x_TX, config.clip_qkv)
     tokens = len(x_TX)
     queries, keys = config.heads * config.head_dim, (config.heads + config.kv_heads) * config.head_dim
     if qk_norms is not None:
@@ -213,7 +214,7 @@ def choose_experts(logits_TE: Array, top_k: int, sum_to_one: bool = True) -> tup
     chosen_Tk = mx.take_along_axis(logits_TE, experts_Tk, axis=-1)
     if sum_to_one:
         return experts_Tk, mx.softmax(chosen_Tk, axis=-1)
-    return experts_Tk, mx.exp(chosen_Tk - mx.logsumexp(logits_TE, axis=-1, keepdims=True))
+    return experts_Tk, fused.probability(chosen_Tk, mx.logsumexp(logits_TE, axis=-1, keepdims=True))
 
 
 def sort_rows(experts_Tk: Array) -> tuple[Array, Array, Array]:
@@ -243,8 +244,7 @@ def experts_ffn(x_nD: Array, stack: Stack, rows: Rows) -> Array:
 
 
 def _ffn(x_nD: Array, stack: Stack, product: Product) -> Array:
-    gate = product(x_nD, stack.gate)
-    inner_nI = gate * mx.sigmoid(gate) * product(x_nD, stack.up)
+    inner_nI = fused.swiglu(product(x_nD, stack.gate), product(x_nD, stack.up))
     if not stack.transposed_down:
         return product(inner_nI, stack.down)
     return _sum_of_products(inner_nI, stack.down, product)
@@ -257,7 +257,7 @@ def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
     ends = list(accumulate(block.shape[1] for block in blocks))
     parts = mx.split(x_nI, ends[:-1], axis=-1)
     products = (product(x, [block]).astype(mx.float32) for x, block in zip(parts, blocks, strict=True))
-    return reduce(add, products).astype(x_nI.dtype)
+    return fused.added(*products).astype(x_nI.dtype)
 
 
 def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
@@ -307,10 +307,15 @@ def _multiply(index: int, x_nD: Array, blocks: Blocks) -> Array:
 
 def sum_experts(y_TkD: Array, weights_Tk: Array) -> Array:
     """The weighted sum of each token's experts: (T, D), float32, by ascending expert."""
-    weighted_TkD = y_TkD.astype(mx.float32) * weights_Tk[:, :, None]
-    return reduce(add, mx.split(weighted_TkD, weighted_TkD.shape[1], axis=1)).squeeze(1)
+    return fused.added(*_weighted(y_TkD, weights_Tk)).squeeze(1)
 
 
 def combine(y_TkD: Array, weights_Tk: Array, residual_TD: Array) -> Array:
     """The residual plus `sum_experts`, rounded once to the residual's dtype."""
-    return (sum_experts(y_TkD, weights_Tk) + residual_TD).astype(residual_TD.dtype)
+    return fused.added_to(residual_TD[:, None], *_weighted(y_TkD, weights_Tk)).squeeze(1)
+
+
+def _weighted(y_TkD: Array, weights_Tk: Array) -> list[Array]:
+    """Each token's experts times their weights, (T, 1, D), float32, by ascending expert."""
+    weighted_TkD = fused.weighted(y_TkD, weights_Tk[:, :, None])
+    return list(mx.split(weighted_TkD, weighted_TkD.shape[1], axis=1))

@@ -15,6 +15,7 @@ import numpy as np
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
+from . import fused
 from .evaluations import Evaluations
 from .memory import ARRAY_DTYPES
 from .micro_batch import MlxBatch
@@ -58,7 +59,7 @@ class MlxNodeSide:
     def combine(self, task: Task, total_TD: Array) -> None:
         """Add the residual to the nodes' sum, and round once, as one machine does."""
         batch = self._batches[task.micro_batch]
-        batch.hidden_TD = (mx.array(total_TD) + batch.hidden_TD).astype(self._dtype)
+        batch.hidden_TD = fused.added_to(batch.hidden_TD, mx.array(total_TD))
         self._evaluations.later(task, batch.hidden_TD)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:

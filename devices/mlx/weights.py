@@ -2,7 +2,8 @@
 
 Files are read straight into slots and single pages. A stack takes the bytes of its weights, and is filled through one
 more page, which is freed when all stacks are loaded. If a layer's experts are one stack, they are multiplied together,
-and the host need not know the routing; otherwise they are multiplied one after the other.
+and the host need not know the routing; otherwise they are multiplied one after the other. A router that stays is
+kept in float32 as well, in which it is used.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from moesched.tasks import PageTransfer
 from ..shared.arena import aligned_bytes
 from ..shared.page_reader import PageReader
 from .kernels import Array, Stack, stack_of
-from .memory import Bytes, shared
+from .memory import ARRAY_DTYPES, Bytes, shared
 from .stacks import PARTS, Key, Stacked, open_stack, stacks_for, stored_blocks
 
 
@@ -51,9 +52,19 @@ class MlxWeights:
         self._slots: dict[Pool, list[Bytes]] = {}
         self._resident: dict[int, Bytes] = {}
         self._read: set[int] = set()
+        self._routers: dict[int, list[Array]] = {}
+        """In float32, by the page that has them and stays."""
         self._stacks: dict[Key, Stacked] = {}
         self._key_of: dict[int, Key] = {}
         self._staging = torch.empty(0, dtype=torch.uint8)
+
+    def slot_bytes(self, page: Page) -> int:
+        """The bytes that a page takes in a slot, with its router in float32."""
+        copied = 0
+        if self._layout.dtype != "float32":
+            factor = mx.float32.size // ARRAY_DTYPES[self._layout.dtype].size
+            copied = sum(factor * extent.nbytes for extent in page.extents if _is_router(extent.tensor))
+        return self._reader.bytes_in_slot(page) + copied
 
     def begin(self, plan: Plan) -> None:
         """Allocate slots, and room for pages that stay; pages that stayed in the batch before and still do are kept."""
@@ -103,6 +114,7 @@ class MlxWeights:
         self._stacks = {key: stack for key, stack in self._stacks.items() if key in keys}
         self._resident = {number: memory for number, memory in self._resident.items() if number in singles}
         self._read &= self._resident.keys()
+        self._routers = {number: found for number, found in self._routers.items() if number in singles}
         self._stacks |= {key: open_stack(self._layout, key) for key in keys - self._stacks.keys()}
         self._resident |= {
             number: Bytes(self._reader.bytes_in_slot(pages[number]))
@@ -138,6 +150,10 @@ class MlxWeights:
             if page.expert < 0:
                 for name, blocks in views.items():
                     arrays = [memory.show(block, self._layout.dtype) for block in blocks]
+                    if slot.fixed and _is_router(name):
+                        # Made when the first step uses it.
+                        made = [array.astype(mx.float32) for array in arrays]
+                        arrays = self._routers.setdefault(page.id, made)
                     dense.setdefault(name.split(".", 2)[2], []).extend(array.T for array in arrays)
                 continue
             parts = single.setdefault(page.expert, {part: [] for part in PARTS})
@@ -152,6 +168,10 @@ class MlxWeights:
 
     def _stage(self, nbytes: int) -> None:
         self._staging = aligned_bytes(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+
+
+def _is_router(name: str) -> bool:
+    return name.endswith(".router")
 
 
 def one_item(array: Array) -> Array:

@@ -1,0 +1,75 @@
+"""Kernels on single elements, joined into one where there is Metal: a GPU takes longer to start most than to run them.
+
+MLX joins kernels on a processor too, but needs a C++ compiler there while it runs, so elsewhere they run one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from operator import add
+
+import mlx.core as mx
+
+Array = mx.array
+
+
+Kernel = Callable[..., Array]
+"""A function of arrays, each of whose results depends on the same element of its arguments only."""
+
+ONE_BY_ONE: list[Kernel] = []
+"""The functions of this module, each of whose operations is a kernel."""
+
+
+def joined(function: Kernel) -> Kernel:
+    """The function as one kernel, for arrays of any shapes."""
+    compiled: Kernel = mx.compile(function, shapeless=True)
+    return compiled
+
+
+def on_elements(function: Kernel) -> Kernel:
+    """The function as it runs fastest here."""
+    ONE_BY_ONE.append(function)
+    return joined(function) if mx.metal.is_available() else function
+
+
+@on_elements
+def swiglu(gate: Array, up: Array) -> Array:
+    """silu(gate) * up."""
+    return gate * mx.sigmoid(gate) * up
+
+
+@on_elements
+def turned(x: Array, swapped: Array, cos: Array, sin: Array) -> Array:
+    """Elements and those that they make a pair with, turned by their angles, in the elements' dtype."""
+    return (x * cos + swapped * sin).astype(x.dtype)
+
+
+@on_elements
+def clipped(x: Array, limit: float) -> Array:
+    """x between -limit and limit."""
+    return mx.clip(x, -limit, limit)
+
+
+@on_elements
+def weighted(x: Array, weights: Array) -> Array:
+    """x times weights, float32."""
+    return x.astype(mx.float32) * weights
+
+
+@on_elements
+def added(*parts: Array) -> Array:
+    """The sum of all parts in their order."""
+    return reduce(add, parts)
+
+
+@on_elements
+def added_to(residual: Array, *parts: Array) -> Array:
+    """The sum of all parts in their order, and the residual, rounded once to the residual's dtype."""
+    return (reduce(add, parts) + residual).astype(residual.dtype)
+
+
+@on_elements
+def probability(logits: Array, log_sum: Array) -> Array:
+    """The probabilities of logits, whose exponentials add up to a sum with this logarithm."""
+    return mx.exp(logits - log_sum)

@@ -1,0 +1,107 @@
+"""MLX's small kernels: those on single elements are joined on Metal, with the same bits; routers are converted once."""
+
+# ruff: noqa: E402  # what needs MLX is imported after the check that it is there
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
+
+from _small_runs import ONE_MEMORY
+
+from moesched.devices.mlx import fused
+from moesched.devices.mlx.device import MlxDevice
+from moesched.devices.mlx.fused import ONE_BY_ONE, Kernel
+from moesched.devices.mlx.weights import MlxWeights
+from moesched.devices.shared.page_reader import PageReader
+from moesched.models.checkpoint import open_checkpoint
+from moesched.models.layout import weight_layout
+from moesched.plugins import make_policy
+from moesched.requests.batch import split_batch
+from moesched.runs.planning import plan_run
+from small_models import small_model
+
+needs_compiler = pytest.mark.skipif(
+    not mx.metal.is_available() and shutil.which("g++") is None,
+    reason="MLX joins kernels on a processor with g++",
+)
+
+SHORTEST, LONGEST = 1, 70
+
+
+def drawn(*shape: int, dtype: Any = mx.float32) -> Any:
+    array = (3 * mx.random.normal(shape)).astype(dtype)
+    mx.eval(array)
+    return array
+
+
+def arguments(function: Kernel, tokens: int) -> tuple[Any, ...]:
+    """Those that a layer gives a function for a number of tokens."""
+    dtype = mx.bfloat16
+    heads, pair = (tokens, 6, 8), (tokens, 1, 8)
+    row, float32s = (tokens, 1, 9), [drawn(tokens, 1, 9) for _ in range(8)]
+    return {
+        "swiglu": (drawn(*row, dtype=dtype), drawn(*row, dtype=dtype)),
+        "turned": (drawn(*heads, dtype=dtype), drawn(*heads, dtype=dtype), drawn(*pair), drawn(*pair)),
+        "clipped": (drawn(*row, dtype=dtype), 0.5),
+        "weighted": (drawn(tokens, 4, 9, dtype=dtype), drawn(tokens, 4, 1)),
+        "added": (*float32s,),
+        "added_to": (drawn(*row, dtype=dtype), *float32s),
+        "probability": (drawn(tokens, 4), drawn(tokens, 1)),
+    }[function.__name__]
+
+
+@needs_compiler
+@pytest.mark.parametrize("function", ONE_BY_ONE, ids=lambda each: each.__name__)
+def test_a_joined_kernel_has_the_bits_of_the_operations_one_by_one_and_is_fewer_kernels(
+    tmp_path: Path, function: Kernel
+) -> None:
+    as_one = fused.joined(function)
+    for tokens in (SHORTEST, LONGEST, 5):  # one kernel for all shapes
+        given = arguments(function, tokens)
+        apart, joined = function(*given), as_one(*given)
+        assert kernels(tmp_path, joined) < kernels(tmp_path, apart)
+        assert apart.dtype == joined.dtype
+        assert mx.array_equal(apart, joined)
+
+
+def kernels(folder: Path, array: Any) -> int:
+    """The operations that an array still waits for."""
+    mx.export_to_dot(str(folder / "graph.dot"), array)
+    return len(re.findall(r'label ?="[A-Za-z]', (folder / "graph.dot").read_text()))
+
+
+def test_a_router_that_stays_is_converted_once_in_the_memory_that_the_plan_gives_it(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(small_model(tmp_path / "model"))
+    layout = weight_layout(checkpoint.config, "bfloat16")
+    device, reader = MlxDevice(checkpoint, layout), PageReader(checkpoint, layout)
+    plan = plan_run(
+        ONE_MEMORY, layout, split_batch([3], 2, 1), make_policy("resident", {}), slot_bytes=device.slot_bytes
+    )
+    weights = MlxWeights(reader, layout)
+    weights.begin(plan)
+    page = next(page for page in layout.pages if page.expert < 0)
+    (stored,) = (extent for extent in page.extents if extent.tensor.endswith(".router"))
+    assert device.slot_bytes(page) - reader.bytes_in_slot(page) == 2 * stored.nbytes
+
+    def router() -> Any:
+        view: Any = SimpleNamespace(bound=None, pages=(page,), slots=(SimpleNamespace(fixed=True),))
+        (shown,) = weights.show(view).dense["router"]
+        mx.eval(shown)
+        return shown
+
+    first = router()
+    assert first.dtype == mx.float32
+    taken = mx.get_active_memory()
+    again = router()
+    assert mx.array_equal(first, again)
+    assert mx.get_active_memory() <= taken
+    reader.close()
+    asyncio.run(device.aclose())
