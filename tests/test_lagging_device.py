@@ -210,7 +210,7 @@ def test_batch_after_batch_takes_the_same_memory(checkpoint: Checkpoint, policy:
     try:
         for _ in range(3):
             generated(device, policy, keep_open=True)
-            in_use.append(device.gpu.memory.in_use())
+            in_use.append((device.gpu.memory.in_use(), device.gpu.memory.reserved))
             afterwards.append(caches())
             keep_caches_in_a_cycle()
     finally:
