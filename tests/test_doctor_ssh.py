@@ -14,6 +14,7 @@ from clusters import cluster, host
 from moesched.doctor.cluster_facts import cluster_facts
 from moesched.doctor.cluster_probes import probe_cluster
 from moesched.doctor.findings import Finding
+from patience import wait_until
 from test_doctor import WELL
 
 Ssh = Callable[[str], Path]
@@ -102,6 +103,13 @@ def test_each_way_in_which_ssh_fails_is_named_with_its_remedy(ssh: Ssh, name: st
     assert "\n" not in trouble.says + trouble.remedy
 
 
+def has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def test_an_ssh_that_hangs_is_given_up_with_all_that_it_started(ssh: Ssh, tmp_path: Path) -> None:
     """Its own child, as of a ProxyCommand, keeps the output open."""
     ssh(f"sleep 60 & echo $! > {tmp_path}/child; wait")
@@ -109,7 +117,7 @@ def test_an_ssh_that_hangs_is_given_up_with_all_that_it_started(ssh: Ssh, tmp_pa
     assert "no answer within 1 s" in trouble.says
     assert "keep it awake" in trouble.remedy
     child = int((tmp_path / "child").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    wait_until(lambda: has_ended(child), "the end of what ssh started")
 
 
 def test_ssh_is_asked_for_the_version_without_a_password_and_what_a_login_prints_is_no_trouble(

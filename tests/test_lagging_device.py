@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -59,12 +58,10 @@ SHORT = Size(new_tokens=3)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _nothing_older_is_looked_through() -> Iterator[None]:
+def _nothing_older_is_looked_through() -> None:
     """Each batch begins with a collection of garbage, which takes long where a process has many objects."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import weakref
+import subprocess
+import sys
 from collections.abc import Generator
 from typing import Any
 
 import pytest
 
-from moesched.drivers.pricing import FULL, MANY, no_garbage_collection
+from moesched.drivers.pricing import no_garbage_collection
 from moesched.drivers.validation import CheckedEngine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import BadInput, PolicyError, TaskCancelled, TaskFailed
 from moesched.seams import Demand
 from moesched.tasks import DEMAND, IDLE, Block, Decision, Discipline, Kernel, Lane, PageTransfer, Task, Work
+
+GARBAGE = """
+import weakref
+from moesched.drivers.pricing import FULL, MANY, no_garbage_collection
+
+class Cycle:
+    def __init__(self):
+        self.own = self
+
+cycle = Cycle()
+gone = weakref.ref(cycle)
+with no_garbage_collection():
+    made = [[] for _ in range(2 * MANY)]
+del cycle, made
+for _ in range(FULL // MANY):
+    with no_garbage_collection():
+        made = [[] for _ in range(MANY + 1000)]
+    del made
+assert gone() is None
+"""
 
 
 class Seconds:
@@ -285,13 +306,5 @@ def test_a_pause_of_the_garbage_collector_for_few_objects_does_not_set_its_count
 
 
 def test_garbage_is_collected_although_many_objects_become_old_at_once() -> None:
-    class Cycle:
-        def __init__(self) -> None:
-            self.own = self
-
-    gone = weakref.ref(Cycle())
-    for _ in range(FULL // MANY):
-        with no_garbage_collection():
-            made: list[list[int]] = [[] for _ in range(MANY + 1000)]
-        del made
-    assert gone() is None
+    """In a process of its own, where nothing is frozen."""
+    subprocess.run([sys.executable, "-c", GARBAGE], check=True, timeout=60)

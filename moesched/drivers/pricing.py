@@ -27,6 +27,9 @@ FULL = 5_000_000
 
 _made_old = 0
 
+_frozen_by_others = False
+"""Whether others froze objects, which must stay so; found once, since counting them takes long."""
+
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
@@ -42,11 +45,17 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if was_on:
             made = gc.get_count()[0]
-            if made >= MANY and not gc.get_freeze_count():
+            if made >= MANY and not _others_froze():
                 gc.freeze()
                 gc.unfreeze()
                 _collect_in_time(made)
             gc.enable()
+
+
+def _others_froze() -> bool:
+    global _frozen_by_others
+    _frozen_by_others = _frozen_by_others or gc.get_freeze_count() > 0
+    return _frozen_by_others
 
 
 def _collect_in_time(made: int) -> None:
