@@ -105,7 +105,7 @@ def test_each_way_in_which_ssh_fails_is_named_with_its_remedy(ssh: Ssh, name: st
 
 def has_ended(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
 
