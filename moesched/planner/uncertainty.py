@@ -27,7 +27,7 @@ from moesched.steps.plan import devices_contend
 from moesched.tasks import Task, Work
 
 LEVELS: tuple[Level, ...] = ("low", "high")
-LEAST = 0.02
+LEAST = 0.002
 """Change of all tasks' time, as a share of the run, below which a rate is taken to change no figure."""
 OMITTED = 1.2
 """Factor by which a machine that has all the rates, or the measured costs, is still slower or faster than predicted.
