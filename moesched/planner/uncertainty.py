@@ -27,8 +27,10 @@ from moesched.steps.plan import devices_contend
 from moesched.tasks import Task, Work
 
 LEVELS: tuple[Level, ...] = ("low", "high")
-LEAST = 0.002
-"""Change of all tasks' time, as a share of the run, below which a rate is taken to change no figure."""
+LEAST = 0.02
+"""Change of all tasks' time, as a share of the prefill or of the decode steps, below which a rate changes no figure."""
+MOST_STEPS = 3
+"""Steps of a run that tells what a rate changes, the prefill included."""
 OMITTED = 1.2
 """Factor by which a machine that has all the rates, or the measured costs, is still slower or faster than predicted.
 
@@ -118,33 +120,50 @@ class _Runs:
             return self._base[0]
         meter = _WorkMeter()
         first, *peers = self._make_ranks()
-        seen = trial_run(first.plan, first.policy, cost, peers=peers, observers=[meter])
+        seen = trial_run(
+            first.plan, first.policy, cost, peers=peers, observers=[meter], most_steps=MOST_STEPS
+        )
         found = Figures(seen.tokens_per_second(self._batch), seen.step_seconds, seen.prefill_seconds)
         self._base = self._base or (found, meter)
         return found
 
 
 class _WorkMeter:
-    """Observer that keeps the works of a run, and how many tasks have each."""
+    """Observer that keeps the works of a run's prefill and of its decode steps, and how many tasks have each."""
 
     def __init__(self) -> None:
-        self._works: dict[int, tuple[Work, int]] = {}
-        self._end = 1
+        self._works: dict[bool, dict[int, tuple[Work, int]]] = {True: {}, False: {}}
+        self._spans: dict[bool, tuple[int, int]] = {}
 
     def ended(self, task: Task) -> None:
-        """Add a task."""
-        self._end = max(self._end, task.end)
-        _, count = self._works.get(id(task.work), (task.work, 0))
-        self._works[id(task.work)] = task.work, count + 1
+        """Add a task, unless it loads what stays."""
+        if task.step < 0:
+            return
+        decodes = task.step > 0
+        start, end = self._spans.get(decodes, (task.start, task.end))
+        self._spans[decodes] = min(start, task.start), max(end, task.end)
+        works = self._works[decodes]
+        _, count = works.get(id(task.work), (task.work, 0))
+        works[id(task.work)] = task.work, count + 1
 
     def change(self, cost: CostModel) -> float:
-        """By how much another cost model changes all tasks' time, as a share of the run."""
-        moved = sum(
+        """By how much another cost model changes all tasks' time, as a share of the prefill or of the decode steps."""
+        return max(
+            (
+                self._moved(decodes, cost) / max(1, end - start)
+                for decodes, (start, end) in self._spans.items()
+            ),
+            default=0.0,
+        )
+
+    def _moved(self, decodes: bool, cost: CostModel) -> float:
+        """Nanoseconds."""
+        moved: float = 1e9 * sum(
             count * abs(cost.work(work).seconds - work.demand.seconds)
-            for work, count in self._works.values()
+            for work, count in self._works[decodes].values()
             if work.demand is not None
         )
-        return float(moved * 1e9 / self._end)
+        return moved
 
 
 def _captured(rank: Rank) -> CapturedRun | None:
