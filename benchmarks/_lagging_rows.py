@@ -1,4 +1,4 @@
-"""What the benchmark of the lagging device asks of a policy, one function for each question.
+"""Questions of the lagging device's benchmark to a policy, one function each.
 
 As a program: `python _lagging_rows.py QUESTION CASE FIRST COUNT` prints the answer as JSON.
 """
@@ -47,9 +47,9 @@ SECONDS = 5.0
 LIBRARIES = 256_000_000
 """Bytes that cuBLAS and others take of a GPU."""
 STORY = r"failed on lane .* after waiting for "
-"""What an error's message has: where a task failed, and what it had waited for."""
+"""Words of an error's message: the place where a task failed, and the tasks that it waited for."""
 LOST = "gave up: CUDA error"
-"""What the message of a rank has that was left alone by one that failed."""
+"""Words of the message of a rank whose partner failed."""
 TRACED = 20
 """Every such seed's trace is checked."""
 
@@ -111,7 +111,7 @@ def _wrong(models: Models, case: Case, seed: int, count: int) -> str:
 
 
 def trace_problems(recorder: Recorder, machine: str) -> list[str]:
-    """What is wrong with the trace of a run."""
+    """Problems in the trace of a run."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         write_trace(file, recorder.recording(), About(driver="realtime", machine=machine))
@@ -196,7 +196,7 @@ def living(kind: type) -> int:
 
 
 def errors(case: Case, first: int, count: int) -> Answer:
-    """What came of errors at random pieces of work on random streams."""
+    """Run a case with errors at random pieces of work on random streams, and collect the problems."""
     way = WAYS[case.way]
     problems, slowest = [], 0.0
     with models_of() as models:
@@ -260,7 +260,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _left_over(gpu: LaggingGpu, threads: int) -> str:
-    """What a run left behind that has failed."""
+    """Count the threads, bytes and objects that a failed run left behind."""
     for _ in range(3):  # torch keeps tensors of a cycle over one collection
         gc.collect()
     left = {
@@ -273,7 +273,7 @@ def _left_over(gpu: LaggingGpu, threads: int) -> str:
 
 
 def ledger(case: Case, first: int, count: int) -> Answer:
-    """Whether batches run on a GPU whose free memory gives just their plan, and the bytes beyond the plan.
+    """Tell whether batches run on a GPU whose free memory gives just their plan, and the bytes beyond the plan.
 
     The allocator rounds up as torch's does, and the libraries have taken their part.
     """

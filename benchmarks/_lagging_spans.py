@@ -46,7 +46,7 @@ class Ran(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What came of it.
+    """Result: the number of tasks and the problems that were found.
 
     Attributes:
         worst: nanoseconds by which a task began too early, at most.

@@ -75,7 +75,7 @@ BENCHMARK.parser.add_argument(
 
 
 class Unit(NamedTuple):
-    """What one process does: `number` seeds of a case, or errors, or batches, from a number on."""
+    """Work of one process: `number` seeds, errors or batches of a case, starting at `first`."""
 
     question: str
     case: Case

@@ -110,7 +110,7 @@ def test_metal_s_lack_of_memory_is_known_as_such(text: str) -> None:
         ("tcp://mac-0.local:7001", False),
         ("tcp://192.168.2.1:7001", False),
         ("tcp://*:7001", False),
-        ("ipc:///tmp/a:b:1", False),
+        ("ipc://a:b:1", False),
         ("tcp://[fe80::1%en5]:7001", True),
         ("tcp://::1:7001", True),
     ],

@@ -60,7 +60,7 @@ def _node(host: Host, seconds: float) -> SshFacts:
 
 
 def _done(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str] | None:
-    """What a program answers; None where it does not in time. It is ended then, with what it started."""
+    """Run a program. If it takes too long, end it and the processes that it started, and return None."""
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

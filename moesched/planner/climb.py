@@ -63,7 +63,7 @@ class Climb:
         return found
 
     def _in_order(self, points: Sequence[Point]) -> list[PolicyChoice]:
-        """What of these fits, the highest bound first."""
+        """The choices that fit, the highest bound first."""
         choices = [choice for point in points if (choice := self._filled(point))]
         return sorted(choices, key=lambda choice: choice.throughput, reverse=True)
 

@@ -63,7 +63,7 @@ def best(
 
 
 def _reached(setting: Setting, traits: Traits, shapes: Sequence[Shape]) -> float:
-    """What some sizes reach, with none or all of the KV cache on the accelerator: a λ that saves rounds."""
+    """The best of a few sizes, with none or all of the KV cache on the accelerator: a λ that saves rounds."""
     if setting.kv_on_gpu is not None:
         return 0.0
     shares = (0.0, 1.0) if setting.splits_kv else (0.0,)
