@@ -139,7 +139,7 @@ class Remembered:
 
 
 def deep(case: Case, first: int, count: int) -> Answer:
-    """Whether a long run of many layers and micro-batches ends, and what is remembered early and late in it."""
+    """Run many layers and micro-batches, and compare the memory that is held early and late in the run."""
     with models_of(layers=DEEP_LAYERS) as models:
         gpu = LaggingGpu(seed=first)
         team = on_gpu(models, WAYS[case.way], gpu)
@@ -302,7 +302,7 @@ def ledger(case: Case, first: int, count: int) -> Answer:
 
 
 def spans(case: Case, first: int, count: int) -> Answer:
-    """Whether times of ten minutes fit each other, on clocks that drift."""
+    """Check that times of ten minutes fit each other, on clocks that drift."""
     found = [minutes_of_tasks(seed) for seed in range(first, first + count)]
     return {
         "seeds": count,

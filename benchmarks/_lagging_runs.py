@@ -135,7 +135,7 @@ class Ended(NamedTuple):
         )
 
     def has_bits_of(self, other: Ended) -> bool:
-        """Whether tokens and logits are the same to the bit."""
+        """Compare tokens and logits to the bit."""
         return (
             self.tokens == other.tokens
             and self.logits.keys() == other.logits.keys()

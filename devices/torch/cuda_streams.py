@@ -81,7 +81,7 @@ class CudaStreams:
         return issued
 
     def span_of(self, issued: CudaTask) -> tuple[int, int]:
-        """When a task ran that has ended, on the host's clock; its events are used again."""
+        """Start and end of a task that has ended, on the host's clock; its events are used again."""
         with self._lock:
             start, end = (self._time_of(event, issued.zero) for event in (issued.start, issued.end))
             del self._issued[issued.number]
@@ -89,7 +89,7 @@ class CudaStreams:
         return start, end
 
     def _time_of(self, event: torch.cuda.Event, zero: Zero) -> int:
-        """When an event happened: before now, and after all tasks were issued that had begun by then."""
+        """Time of an event: before now, and after all tasks were issued that had begun by then."""
         device = self._clock.on_device(event, zero)
         reckoned = self._clock.reckoned(device)
         for other in reversed(self._issued.values()):
@@ -141,5 +141,5 @@ class CudaTask:
         self.end.synchronize()
 
     def span(self) -> tuple[int, int]:
-        """When it ran, on the host's clock; once only, after `wait`."""
+        """Start and end on the host's clock; once only, after `wait`."""
         return self._streams.span_of(self)

@@ -16,7 +16,7 @@ KEPT = 64
 NARROW = 20_000
 """Nanoseconds within which such an event should happen between two readings of the host's clock."""
 TRIES = 8
-"""How often one is recorded at most until it does; the host may be interrupted in between."""
+"""Most recordings of one until it does; the host may be interrupted in between."""
 
 TOLD = 1024
 """Number of times that are remembered, with which later ones have to agree."""
@@ -66,7 +66,7 @@ class StreamClock:
         return self._zeros[-1]
 
     def on_device(self, event: Any, zero: Zero) -> float:
-        """When an event happened that was recorded after `zero` was given, on the device's clock."""
+        """Time of an event that was recorded after `zero` was given, on the device's clock."""
         passed: float = zero.event.elapsed_time(event)
         return zero.device + passed * 1e6
 

@@ -1,4 +1,4 @@
-"""What decides how a node rounds: its processor, its system, and the libraries that multiply.
+"""Build of a node, which decides how it rounds: its processor, its system, and the libraries that multiply.
 
 Nodes that round otherwise route otherwise, and generate different tokens.
 """
