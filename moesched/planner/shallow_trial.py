@@ -20,7 +20,7 @@ from moesched.requests.batch import Batch
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
 
-SHARE_DIFFERS = 0.04
+SHARE_DIFFERS = 0.05
 """Most that the share of resident weights, or of the KV cache, may differ from that of the whole model."""
 POOL_DIFFERS = 1.5
 """Factor by which a pool may be larger than in proportion to the layers."""

@@ -27,7 +27,7 @@ from moesched.steps.plan import devices_contend
 from moesched.tasks import Task, Work
 
 LEVELS: tuple[Level, ...] = ("low", "high")
-LEAST = 0.02
+LEAST = 0.05
 """Change of all tasks' time, as a share of the prefill or of the decode steps, below which a rate changes no figure."""
 MOST_STEPS = 3
 """Steps of a run that tells what a rate changes, the prefill included."""

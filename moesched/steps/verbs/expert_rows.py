@@ -54,11 +54,11 @@ def share_of(batch: MicroBatch, layer: int, expert: int, tokens: int, rows: rang
         PolicyError: the expert has no such rows.
         OutOfOrder: some of them have run already.
     """
-    about = f"E{expert} of L{layer} mb{batch.index}"
-    left = batch.routing.left.get(expert, (range(tokens),))
     if rows is None:
-        require_whole(batch.routing, about, expert)
-        return Share(batch, tokens, left[0])
+        require_whole(batch, layer, expert)
+        return Share(batch, tokens, range(tokens))
+    about = _about(batch, layer, expert)
+    left = batch.routing.left.get(expert, (range(tokens),))
     if not isinstance(rows, range) or rows.step != 1 or not rows:
         raise PolicyError(
             f"run_expert: rows is {rows!r}, no range of rows of {about}: give one such as range(0, {tokens})"
@@ -72,23 +72,26 @@ def share_of(batch: MicroBatch, layer: int, expert: int, tokens: int, rows: rang
     return Share(batch, tokens, rows)
 
 
-def require_whole(routing: RoutingState, about: str, expert: int) -> None:
+def require_whole(batch: MicroBatch, layer: int, expert: int) -> None:
     """Check that no rows of a pending expert have run.
 
     Raises:
         OutOfOrder: some have.
     """
-    if expert in routing.left:
-        left = routing.left[expert]
+    left = batch.routing.left.get(expert)
+    if left is not None:
         raise OutOfOrder(
-            f"run_expert: a part of {about} has run already: run what is left of it, {in_words(left)}, such as "
-            f"rows={left[0]}"
+            f"run_expert: a part of {_about(batch, layer, expert)} has run already: run what is left of it, "
+            f"{in_words(left)}, such as rows={left[0]}"
         )
 
 
 def take(share: Share, expert: int) -> None:
     """Note that a task has these rows."""
     routing, rows = share.batch.routing, share.rows
+    if len(rows) == share.tokens:
+        _end(routing, expert)
+        return
     left = tuple(
         part
         for each in routing.left.pop(expert, (range(share.tokens),))
@@ -100,7 +103,12 @@ def take(share: Share, expert: int) -> None:
     )
     if left:
         routing.left[expert] = left
-    elif routing.pending is not None:
+    else:
+        _end(routing, expert)
+
+
+def _end(routing: RoutingState, expert: int) -> None:
+    if routing.pending is not None:
         routing.pending.discard(expert)
 
 
@@ -117,6 +125,10 @@ def missing(routing: RoutingState) -> str:
         f"E{expert} ({in_words(routing.left[expert])})" if expert in routing.left else f"E{expert}"
         for expert in sorted(routing.pending or ())
     )
+
+
+def _about(batch: MicroBatch, layer: int, expert: int) -> str:
+    return f"E{expert} of L{layer} mb{batch.index}"
 
 
 def in_words(ranges: Iterable[range]) -> str:

@@ -173,8 +173,7 @@ class ExpertVerbs(Verbs):
         batch = self._at(RUN_EXPERT, layer, micro_batch)
         pending, tokens = self._pending(layer, expert, batch, at)
         routing, blocks = batch.routing, batch.blocks
-        if routing.left:
-            require_whole(routing, f"E{expert} of L{layer} mb{batch.index}", expert)
+        require_whole(batch, layer, expert)
         view = self._expert_view(batch.stage, at, layer, expert, tokens)
         pending.discard(expert)
         output = Block(f"output E{expert} mb{batch.index}")
