@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, get_args
 from _options import SIMULATION, Benchmark, track
 
 from moesched.errors import BadInput, DoesNotFit
+from moesched.inputs.defaults import WORKLOAD
 from moesched.inputs.lookup import find_shape
 from moesched.machines import Machine, load_machine
 from moesched.machines.changes import changed
@@ -31,6 +32,7 @@ from moesched.models.layout import WeightLayout, room_for, weight_layout
 from moesched.planner import Best, Setting, plan_best, plannable, splits_kv
 from moesched.planner.candidate import Candidate
 from moesched.planner.objectives import Objective, requests_for
+from moesched.planner.proposal import MOST_REQUESTS
 from moesched.planner.schedules import Seen, resident_of
 from moesched.plugins import find
 from moesched.requests.workloads import load_workload
@@ -46,14 +48,14 @@ DESKTOP = (
 """Changes that make an L4's machine a desktop with an RTX 3090 and two channels of DDR5-5000."""
 MACHINES = ("t4", "l4", "rtx6000", "24 GB desktop")
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
-NEW_TOKENS = 64
+NEW_TOKENS = load_workload(WORKLOAD).new_tokens[0]
+"""Those of `moesched plan` by default."""
 SIZES = (64, 128, 256)
 MOST_MICRO_BATCHES = 48
 PARTS = (1.0, 0.6)
 """Of the most micro-batches that fit."""
 SHARES = (0.0, 0.2, 1.0)
 SHARES_OF_ONE = (0.0, 0.2, 0.5, 1.0)
-MOST_REQUESTS = 8192
 NEAR = 1.15
 """Factor below the best of the grid up to which a schedule is simulated with all layers."""
 MOST_DEEP = 4
@@ -106,7 +108,7 @@ def write(case: Case, done: dict[str, Any]) -> None:
     }
     BENCHMARK.write(
         {
-            "workload": "mtbench",
+            "workload": WORKLOAD,
             "new_tokens": NEW_TOKENS,
             "cases": cases,
             "worst_regret": worst,
@@ -230,7 +232,7 @@ def _fits(setting: Setting, count: int, size: int, share: float) -> bool:
 
 
 def _lengths() -> list[int]:
-    return load_workload("mtbench").lengths(MOST_REQUESTS)
+    return load_workload(WORKLOAD).lengths(MOST_REQUESTS)
 
 
 if __name__ == "__main__":

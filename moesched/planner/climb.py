@@ -13,8 +13,8 @@ from moesched.planner.setting import Setting
 from moesched.planner.traits import Shape, Traits
 
 MOST_PREVIEWS = 8
-NEAR = 1.1
-"""Factor by which a schedule may beat its bound, which assumes that all prompts have the average length."""
+ALIKE = 1.02
+"""Factor by which the bound of a better schedule may be lower: most schedules lie below their bounds by as much."""
 
 
 class Climb:
@@ -47,25 +47,28 @@ class Climb:
         return found
 
     def _uphill(self, found: Seen, around: Callable[[Seen], list[Point]]) -> Seen:
-        """Move on, until no neighbour's bound is better, or enough of them were tried."""
+        """Move on, until no neighbour's bound is as high, or enough of them were tried."""
         tried: set[Point] = set()
-        ahead = self._in_order(around(found))
+        ahead = self._ahead(found, around(found))
         while ahead and len(tried) < MOST_PREVIEWS:
             choice = ahead.pop(0)
-            if point_of(choice) in tried or choice.throughput * NEAR < found.throughput:
+            if point_of(choice) in tried:
                 continue
             tried.add(point_of(choice))
             with suppress(BadInput):
                 other = self._schedules.see(*point_of(choice))
                 if other.rate > found.rate:
                     found = other
-                    ahead = self._in_order(around(found))
+                    ahead = self._ahead(found, around(found))
         return found
 
-    def _in_order(self, points: Sequence[Point]) -> list[PolicyChoice]:
-        """The choices that fit, the highest bound first."""
+    def _ahead(self, found: Seen, points: Sequence[Point]) -> list[PolicyChoice]:
+        """The choices that fit and may be better than a schedule, the highest bound first."""
+        here = self._filled(found.point)
+        least = (found.throughput if here is None else here.throughput) / ALIKE
         choices = [choice for point in points if (choice := self._filled(point))]
-        return sorted(choices, key=lambda choice: choice.throughput, reverse=True)
+        better = [choice for choice in choices if choice.throughput >= least]
+        return sorted(better, key=lambda choice: choice.throughput, reverse=True)
 
     def start(self, choice: PolicyChoice) -> Seen:
         """Simulate a choice; with smaller micro-batches if not even one fits: the search knows only average lengths."""

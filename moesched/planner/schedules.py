@@ -20,6 +20,17 @@ from moesched.seams import Policy
 from moesched.steps.plan import Plan
 
 
+class Point(NamedTuple):
+    """Sizes to try: µ, the number of micro-batches, and the number of those with their KV cache on the accelerator.
+
+    That number is whole, apart from a single micro-batch, whose cache is divided by layers.
+    """
+
+    size: int
+    micro_batches: int
+    resident: float
+
+
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes for a policy, and the predicted figures of its schedule.
 
@@ -41,16 +52,11 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     throughput: float
     rate: float
 
-
-class Point(NamedTuple):
-    """Sizes to try: µ, the number of micro-batches, and the number of those with their KV cache on the accelerator.
-
-    That number is whole, apart from a single micro-batch, whose cache is divided by layers.
-    """
-
-    size: int
-    micro_batches: int
-    resident: float
+    @property
+    def point(self) -> Point:
+        """Its sizes."""
+        count = -(-self.batch_size // self.micro_batch_size)
+        return Point(self.micro_batch_size, count, resident_of(self.kv_on_gpu, count))
 
 
 class Schedules:
@@ -112,18 +118,13 @@ class Schedules:
 
     def deepened(self, seen: Seen) -> Seen:
         """The same schedule with all layers simulated."""
-        size = seen.micro_batch_size
-        count = -(-seen.batch_size // size)
-        found = self.see(size, count, resident_of(seen.kv_on_gpu, count), deep=True)
-        return replace(found, few=seen.few)
+        return replace(self.see(*seen.point, deep=True), few=seen.few)
 
     def uncertainty(self, seen: Seen) -> Uncertainty:
         """The band of a schedule that was simulated, from runs of a few of its layers where those can stand for all."""
-        count = -(-seen.batch_size // seen.micro_batch_size)
-        resident = resident_of(seen.kv_on_gpu, count)
         run, few = seen.trial_run, seen.few
         return uncertainty(
-            lambda: [Rank(*(few.plan() if few else self._fitting(seen.micro_batch_size, count, resident)))],
+            lambda: [Rank(*(few.plan() if few else self._fitting(*seen.point)))],
             Figures(seen.throughput, run.step_seconds, run.prefill_seconds),
         )
 
