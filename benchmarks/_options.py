@@ -127,10 +127,10 @@ class Benchmark:
             "machine": this_machine(self._packages),
             "other_cores": {"before": round(self._before, 2), "during": round(self._load_so_far(), 2)},
         }
-        if self._partial and out is None and older:
-            parts = {part: older.get("parts", {}).get(part, _of(older, about)) for part in self.parts}
-            parts.update(dict.fromkeys(self._chosen, about))
-            about = {**_of(older, about), "parts": parts}
+        if self._partial and out is None:
+            whole = dict.fromkeys(self.parts, _of(older, about)) if older else {}
+            parts = {**older.get("parts", whole), **dict.fromkeys(self._chosen, about)}
+            about = {**about, **_of(older, about), "parts": _of(parts, self.parts)}
         if not self._measured:
             about, machine = _of(older, [*about, "parts"]), _of(older, machine)
         result = {**about, **machine, **figures}

@@ -89,6 +89,15 @@ def test_parts_measured_later_leave_the_age_of_the_others(tmp_path: Path) -> Non
     assert older_than_the_code(result)
 
 
+def test_a_first_result_of_some_parts_tells_of_no_others(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    for part in ("red", "blue"):
+        measured = benchmark(keeps_parts=True)
+        measured.parse(["--only", part, "--out", str(file)])
+        measured.write({})
+    assert list(json.loads(file.read_text())["parts"]) == ["red", "blue"]
+
+
 def test_a_result_is_of_the_code_of_today_once_each_of_its_parts_is(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     file.write_text('{"date": "2026-01-01"}')
