@@ -8,7 +8,7 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
-from moesched.planner.climb import Climb, point_of
+from moesched.planner.climb import NEAR, Climb, point_of
 from moesched.planner.schedules import Schedules, Seen
 from moesched.planner.search import PolicyChoice, best, filled, least, most_of
 from moesched.planner.setting import Setting
@@ -20,8 +20,6 @@ FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 1
 ROUGH = (1, 16, 64, 256)
 """Sizes of the first look at a policy."""
 MOST_SHARES = 8
-NEAR = 1.1
-"""Factor by which a schedule may beat its bound, which assumes that all prompts have the average length."""
 SIMILAR = 1.05
 """Factor between bounds that do not tell which schedule is better."""
 

@@ -13,8 +13,11 @@ from moesched.planner.setting import Setting
 from moesched.planner.traits import Shape, Traits
 
 MOST_PREVIEWS = 8
+NEAR = 1.1
+"""Factor by which a schedule may beat its bound, which assumes that all prompts have the average length."""
 ALIKE = 1.02
-"""Factor by which the bound of a better schedule may be lower: most schedules lie below their bounds by as much."""
+"""Factor by which the bound of a better schedule may be lower, for other sizes with the same part of the KV cache on
+the accelerator: they lie below their bounds by as much."""
 
 
 class Climb:
@@ -64,11 +67,15 @@ class Climb:
 
     def _ahead(self, found: Seen, points: Sequence[Point]) -> list[PolicyChoice]:
         """The choices that fit and may be better than a schedule, the highest bound first."""
-        here = self._filled(found.point)
-        least = (found.throughput if here is None else here.throughput) / ALIKE
         choices = [choice for point in points if (choice := self._filled(point))]
-        better = [choice for choice in choices if choice.throughput >= least]
-        return sorted(better, key=lambda choice: choice.throughput, reverse=True)
+        here = self._filled(found.point)
+        bound = found.throughput if here is None else here.throughput
+
+        def may_be_better(choice: PolicyChoice) -> bool:
+            alike = choice.resident == resident_of(self._share(found), choice.micro_batches)
+            return choice.throughput >= (bound / ALIKE if alike else found.throughput / NEAR)
+
+        return sorted(filter(may_be_better, choices), key=lambda choice: choice.throughput, reverse=True)
 
     def start(self, choice: PolicyChoice) -> Seen:
         """Simulate a choice; with smaller micro-batches if not even one fits: the search knows only average lengths."""
@@ -93,7 +100,7 @@ class Climb:
         """A fifth more or fewer micro-batches, or other sizes for as many requests; more or less of the KV cache there.
 
         The share of the KV cache on the accelerator changes by a tenth of the micro-batches, or of a single one's
-        layers.
+        layers; or that tenth is added, where the host's memory has no room for more.
         """
         size, share = seen.micro_batch_size, self._share(seen)
         count = -(-seen.batch_size // size)
@@ -109,6 +116,8 @@ class Climb:
                 Point(size, count, resident_of(other / parts, count))
                 for other in (max(0, here - few), min(parts, here + few))
             ]
+            if count > 1:
+                points.append(Point(size, count + few, here + few))
         return points
 
     def _of_sizes(self, seen: Seen, sizes: Sequence[int]) -> list[Point]:
