@@ -15,6 +15,7 @@ from _claims import CLAIMS
 from _page_tables import MEASURED, PAPERS, SECTIONS, measured, reproduction, simulated
 from _results import MACHINES, RESULTS, ROOT, machine_of, older_than_the_code, stored
 from _tables import filled, markdown
+from _tried_table import doctors, tried
 from _validation_tables import VALIDATION
 
 DOCS = ROOT / "docs"
@@ -41,6 +42,8 @@ def main() -> None:
 def pages() -> dict[Path, str]:
     """Every page as its results have it."""
     texts = {DOCS / "results.md": filled((DOCS / "results.md").read_text(), {"claims": claims()}.get)}
+    readme = ROOT / "README.md"
+    texts[readme] = filled(readme.read_text(), {"tried": tried(doctors())}.get)
     for name in MEASURED_PAGES:
         texts[DOCS / name] = filled((DOCS / name).read_text(), measured_table)
     for paper in SECTIONS:

@@ -11,6 +11,7 @@ import cluster_tokens
 import pytest
 from _options import Benchmark
 from _results import older_than_the_code, source_hash
+from _tried_table import doctors, tried
 
 from moesched import plugins
 
@@ -120,6 +121,23 @@ def test_a_result_that_is_only_summed_up_anew_keeps_its_machine_and_its_date(tmp
         "machine": {"processor": "another"},
         "figure": 2,
     }
+
+
+def test_what_a_doctor_found_on_a_gpu_is_a_line_of_what_has_run_where() -> None:
+    [(_, here), *_] = doctors()
+    gpu = {"name": "T4", "capability": [7, 5]}
+    facts = here["facts"] | {"device": "cuda", "cuda": here["facts"]["cuda"] | {"gpus": [gpu]}}
+    ill = [
+        {"about": about, "says": "", "remedy": "mend it"} for about in ("bits", "trace", "Ctrl-C", "driver")
+    ]
+    *_, sent, macs, hosts = tried(
+        [("a.json", here), ("b.json", here | {"facts": facts, "trial": ill})]
+    ).splitlines()
+    assert sent.startswith("| [T4](docs/doctor/b.json) | cuda |")
+    assert sent.endswith("| bits, trace, Ctrl-C and 1 more |")
+    assert [macs, hosts] == [
+        f"| {kind} |  |  | nothing yet |  |" for kind in ("Apple silicon", "several hosts")
+    ]
 
 
 @pytest.mark.parametrize("device", cluster_tokens.LOGGED.values())
