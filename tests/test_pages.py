@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from _claim import Claim, at_least, at_most, none_of
 from _pages import DOCS, OLDER, pages
@@ -10,9 +12,8 @@ from _tables import across, filled, markdown, plain, table_of
 PAGES = pages()
 
 
-@pytest.mark.parametrize("name", sorted(page.name for page in PAGES))
-def test_a_page_has_the_tables_of_its_results(name: str) -> None:
-    page = DOCS / name
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_has_the_tables_of_its_results(page: Path) -> None:
     assert page.read_text().replace(OLDER, "") == PAGES[page].replace(OLDER, "")
 
 
