@@ -53,8 +53,11 @@ OVER_NODES: list[tuple[str, dict[str, int]]] = [
 """Policies that share experts among nodes."""
 
 
-HOST_TOO_SMALL = {"cpu_ffn", "layer_split", "twiddler", "lru_offload"}
+HOST_TOO_SMALL = {"cpu_ffn", "layer_split", "twiddler", "twiddler_makespan", "lru_offload"}
 """Policies that keep more weights in the host's memory than the machine with a disk has room for."""
+
+BY_TIME = {"hybrimoe", "frequency_cache"}
+"""Policies that decide by times, which differ between ranks."""
 
 
 class Way(NamedTuple):
@@ -111,6 +114,7 @@ CASES = [
     for policy, settings in (POLICIES if how.nodes == 1 else OVER_NODES)
     if not (how.machine is THREE_TIERS and policy in HOST_TOO_SMALL)
     and not (how.kv_on_gpu is not None and policy not in BY_LAYERS)
+    and not (how.ranks > 1 and policy in BY_TIME)
 ]
 
 

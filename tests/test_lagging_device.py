@@ -13,6 +13,7 @@ from _lagging_runs import CASES, LOCKED, WAYS, Case, Models, Size, on_gpu, over_
 from _lagging_runs import expected as expected_of_cpu
 from _small_runs import TWO_MEMORIES, Generated, generate, same_bits
 
+from moesched import plugins
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.kernels import group_by_expert
@@ -43,6 +44,15 @@ WAY_OF = {
     "expert_cache": "weights on the disk",
     "prefetch_gate": "whole prompts",
     "twiddler": "beams after chunks",
+    "three_tiers": "weights on the disk",
+    "flexgen_synchronous": "whole prompts",
+    "flexgen_pipeline": "two ranks",
+    "twiddler_makespan": "prompts in chunks",
+    "hybrimoe": "beams",
+    "frequency_cache": "whole prompts",
+    "least_stale": "prompts in chunks",
+    "fate": "beams",
+    "moe_gen": "beams after chunks",
     "adversarial": "whole prompts",
     "RandomRows": "whole prompts",
     "ep_naive": "two nodes",
@@ -88,6 +98,7 @@ def expected(checkpoint: Checkpoint) -> Generated:
 
 def test_no_policy_is_left_out() -> None:
     assert {case.policy for case in EACH} == {case.policy for case in CASES}
+    assert {*plugins.shipped("policies")} <= {case.policy for case in CASES}
 
 
 @pytest.mark.parametrize(("seed", "case"), [*enumerate(EACH)], ids=str)
