@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-from _results import ROOT
+from _results import ROOT, stored
 from _tables import markdown
 
 DOCTORS = ROOT / "docs" / "doctor"
@@ -21,9 +19,9 @@ NOT_YET: dict[str, Callable[[dict[str, Any]], bool]] = {
 MOST_TROUBLES = 3
 
 
-def doctors(folder: Path = DOCTORS) -> list[tuple[str, dict[str, Any]]]:
+def doctors() -> list[tuple[str, dict[str, Any]]]:
     """The names and contents of the files that people sent."""
-    return [(file.name, json.loads(file.read_text())) for file in sorted(folder.glob("*.json"))]
+    return [(file.name, stored(file)) for file in sorted(DOCTORS.glob("*.json"))]
 
 
 def tried(files: Sequence[tuple[str, dict[str, Any]]]) -> str:

@@ -102,8 +102,7 @@ class Climb:
         The share of the KV cache on the accelerator changes by a tenth of the micro-batches, or of a single one's
         layers; or that tenth is added, where the host's memory has no room for more.
         """
-        size, share = seen.micro_batch_size, self._share(seen)
-        count = -(-seen.batch_size // size)
+        (size, count, _), share = seen.point, self._share(seen)
         points = [
             Point(size, other, resident_of(share, other))
             for other in (-(-count * 6 // 5), max(1, count * 5 // 6))
