@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moesched.engine import Engine
 from moesched.plugins import make_policy
 from moesched.runs.simulation import simulate
-from moesched.tasks import Block, Lane, PageTransfer, Work
-from moesched.trace import LastSteps, Recorder, check_trace, read_trace, summarize, write_trace
+from moesched.tasks import Block, Kernel, Lane, PageTransfer, Work
+from moesched.trace import About, LastSteps, Recorder, check_trace, read_trace, summarize, write_trace
 from runs import FORTY_PERCENT, Run, make_plan, virtual_run
 from traces import edges_by_id, task, timetable
 
@@ -77,3 +79,31 @@ def test_a_replayed_run_has_the_trace_of_one_that_was_not(policy: str, steps: in
     assert timetable(replayed) == timetable(built)
     assert edges_by_id(replayed) == edges_by_id(built)
     assert summarize(replayed).steps == summarize(built).steps
+
+
+@given(st.data())
+@settings(max_examples=50)
+def test_tasks_that_took_no_time_have_slices_that_follow_each_other(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """As those of a GPU, whose clock ticks every half a microsecond."""
+    engine = Engine([Lane("gpu"), Lane("copies"), Lane("host")])
+    recorder = Recorder()
+    recorder.watch(engine)
+    ran: list[Kernel] = []
+    for number in range(data.draw(st.integers(1, 12))):
+        lane = data.draw(st.sampled_from(engine.lanes))
+        needed = sorted(data.draw(st.sets(st.integers(0, number - 1), max_size=3))) if number else []
+        before = [each.end for each in ran if each.lane is lane or each.id in needed]
+        each = task(lane, "work")
+        each.id, each.deps = number, tuple(needed)
+        each.start = max(before, default=0) + data.draw(st.integers(0, 1))
+        each.end = each.start + data.draw(st.integers(0, 2))
+        ran.append(each)
+    for each in data.draw(st.permutations(ran)):
+        recorder.ended(each)
+    recording = recorder.recording()
+    write_trace(file := tmp_path_factory.mktemp("traces") / "trace.json", recording, About(driver="realtime"))
+    assert check_trace(file) == []
+    added = [each.end - ran[each.id].end for each in recording.slices]
+    assert max(added) <= sum(each.start == each.end for each in ran)

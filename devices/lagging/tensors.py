@@ -33,6 +33,9 @@ ANSWERS = frozenset(
 SIZED_BY_VALUES = frozenset(("bincount", "nonzero", "unique", "masked_select"))
 """Operations that wait for the stream, since the shape of their result depends on values."""
 
+_SHAPES = Shapes()
+"""Those of all calls in this process."""
+
 
 class LaggingTensor(torch.Tensor):
     """A tensor on the imitated GPU.
@@ -81,7 +84,6 @@ class Operations:
         self.memories = memories
         self.pinned = PinnedMemory()
         self.blocked = 0
-        self._shapes = Shapes()
         self.staged = 0
         self.misaligned = 0
         self.most_to_host = 0
@@ -151,7 +153,7 @@ class Operations:
             for each in _tensors((args, kwargs))
             if isinstance(each, LaggingTensor)
         }
-        shapes = self._shapes.of(func, _twins(args), _on(_twins(kwargs), "meta"))
+        shapes = _SHAPES.of(func, _twins(args), _on(_twins(kwargs), "meta"))
         fresh: list[torch.Tensor] = []
 
         def result(twin: Any) -> Any:

@@ -29,6 +29,7 @@ from moesched.tasks import (
 )
 from moesched.trace.access_records import accesses_of, log_accesses, title_of
 from moesched.trace.descriptions import Descriptions
+from moesched.trace.instants import lengthen
 from moesched.trace.recording import (
     Cancelled,
     LaneName,
@@ -203,16 +204,19 @@ def _record(tasks: Sequence[Task], ranks: Sequence[_Rank], origin: int, *, trimm
     replayed = [task for task in tasks if isinstance(task, Join)]
     if replayed:  # a replay has one rank, and its joins are among its tasks
         joins = [replayed]
-    tasks = sorted((task for task in tasks if not isinstance(task, Join)), key=_by_end)
+    tasks = sorted((task for task in tasks if not isinstance(task, Join)), key=_by_id)
+    tasks.sort(key=_by_end)
     lanes = {lane: LaneName(rank, lane.name) for rank, each in enumerate(ranks) for lane in each.lanes}
     numbers = _numbers(tasks, lanes, joins)
     descriptions = Descriptions()
+    producers = [numbers[lanes[task.lane].rank].of(task.deps) for task in tasks]
     slices = [_slice(task, lanes[task.lane], descriptions) for task in tasks]
+    lengthen(slices, producers)
     _note_policies(slices, ranks, numbers)
     recording = Recording(
         list(lanes.values()),
         slices,
-        [numbers[lanes[task.lane].rank].of(task.deps) for task in tasks],
+        producers,
         [],
         trimmed,
         sum(map(len, joins)),
@@ -232,7 +236,7 @@ def _slice(task: Task, lane: LaneName, descriptions: Descriptions) -> Slice:
         descriptions.of(task),
         task.step,
         task.start,
-        max(task.end, task.start + 1),  # viewers lose the arrows of a slice without length
+        task.end,
         STATE_NAMES[task.state],
         task.ticket if isinstance(task, Collective) else -1,
         descriptions.line_of(task),
