@@ -96,7 +96,7 @@ def test_tasks_that_took_no_time_have_slices_that_follow_each_other(
         needed = sorted(data.draw(st.sets(st.integers(0, number - 1), max_size=3))) if number else []
         before = [each.end for each in ran if each.lane is lane or each.id in needed]
         each = task(lane, "work")
-        each.id, each.deps = number, tuple(needed)
+        each.id, each.deps = number, needed
         each.start = max(before, default=0) + data.draw(st.integers(0, 1))
         each.end = each.start + data.draw(st.integers(0, 2))
         ran.append(each)
