@@ -61,6 +61,7 @@ BENCHMARK = Benchmark(
     parts=QUESTIONS,
     rounds=200,
     rounds_help="seeds of each policy, a tenth of them in each other way; errors are 2.5 times as many",
+    by_machine=False,
     keeps_parts=True,
 )
 BENCHMARK.parser.add_argument(
