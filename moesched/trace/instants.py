@@ -8,23 +8,27 @@ from moesched.trace.recording import LaneName, Slice
 
 
 def lengthen(slices: Sequence[Slice], producers: Sequence[Sequence[int]]) -> None:
-    """Make slices a nanosecond long or longer, and begin those later that began where such a one ended.
+    """Make slices without length a nanosecond long, and move back the slices that begin where these end.
 
-    A slice that begins before one ends that it should follow still does: that is the clock's fault, which checks find.
+    Slices that overlap, or that begin before the end of those they depend on, still do: checks have to find what a
+    clock did wrong.
 
     Args:
-        slices: those on one lane do not overlap.
+        slices: of all lanes, in any order.
         producers: of each slice, the indices of those that it depends on.
     """
     if all(each.start < each.end for each in slices):
         return
     ends = [each.end for each in slices]
     last: dict[LaneName, int] = {}
-    for place in sorted(
-        range(len(slices)), key=lambda place: (slices[place].start, slices[place].end, slices[place].id)
-    ):
+    for place in sorted(range(len(slices)), key=lambda place: _in_time(slices[place])):
         each = slices[place]
         before = [*producers[place], *([last[each.lane]] if each.lane in last else [])]
         each.start = max([each.start, *(slices[other].end for other in before if ends[other] <= each.start)])
         each.end = max(each.end, each.start + 1)
         last[each.lane] = place
+
+
+def _in_time(each: Slice) -> tuple[int, int, int]:
+    """The order of slices; without length, those that depend on others have higher numbers."""
+    return each.start, each.end, each.id

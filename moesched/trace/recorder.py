@@ -205,7 +205,7 @@ def _record(tasks: Sequence[Task], ranks: Sequence[_Rank], origin: int, *, trimm
     if replayed:  # a replay has one rank, and its joins are among its tasks
         joins = [replayed]
     tasks = sorted((task for task in tasks if not isinstance(task, Join)), key=_by_id)
-    tasks.sort(key=_by_end)
+    tasks.sort(key=_by_end)  # those that end together stay in program order
     lanes = {lane: LaneName(rank, lane.name) for rank, each in enumerate(ranks) for lane in each.lanes}
     numbers = _numbers(tasks, lanes, joins)
     descriptions = Descriptions()
