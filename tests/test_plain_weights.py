@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moesched.devices.products.bfloat16_support import has_bfloat16
+from moesched.devices.products.packed_weights import cores_keep_bits
 from moesched.devices.products.plain_weights import plain_linear
 from moesched.devices.products.team import one_core
 from moesched.system.cores import usable_cores
@@ -26,9 +28,19 @@ def test_a_product_in_bfloat16_is_right_to_its_last_bit_or_next_to_it(rows: int,
 
 
 @pytest.mark.skipif(usable_cores() == 1, reason="this machine has one core")
-@pytest.mark.parametrize("rows", [1, 3, 33, 128])
-def test_the_bits_do_not_depend_on_the_number_of_cores(rows: int) -> None:
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 33, 128])
+def test_the_bits_depend_on_the_number_of_cores_only_where_the_device_knows_it(rows: int) -> None:
     x_TD, weight_ND = matrix(rows, 600, 1), matrix(1000, 600, 2)
+    with one_core():
+        alone = plain_linear(x_TD, weight_ND)
+    known = not cores_keep_bits(torch.bfloat16, usable_cores())
+    assert known or torch.equal(plain_linear(x_TD, weight_ND), alone)
+
+
+@pytest.mark.skipif(has_bfloat16(), reason="this processor multiplies bfloat16 numbers")
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, 33, 128])
+def test_without_bfloat16_instructions_the_bits_do_not_depend_on_the_number_of_cores(rows: int) -> None:
+    x_TD, weight_ND = matrix(rows, 2048, 1), matrix(4096, 2048, 2)
     with one_core():
         alone = plain_linear(x_TD, weight_ND)
     assert torch.equal(plain_linear(x_TD, weight_ND), alone)

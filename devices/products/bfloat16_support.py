@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from functools import cache
 
 import torch
@@ -9,8 +10,14 @@ import torch
 
 @cache
 def has_bfloat16() -> bool:
-    """As oneDNN, which torch was built with, sees it."""
+    """Whether oneDNN, which torch was built with, has such instructions to use.
+
+    With AVX512 but without AVX512_BF16, it says yes and imitates them. Such products are slow for many rows, and their
+    bits depend on the number of cores.
+    """
     try:
+        if platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_avx512_bf16_supported():
+            return False
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):
         return False

@@ -90,7 +90,7 @@ def _products(outputs: int, inputs: int, transposed: bool) -> Iterator[Product]:
 
 
 def _same_on_cores(product: Product, inputs: int, cores: int) -> bool:
-    for tokens in (1, 5, 16, 128):
+    for tokens in (1, 2, 3, 5, 16, 33, 128):
         x_TD = _random(tokens, inputs)
         torch.set_num_threads(1)
         alone = product(x_TD)

@@ -1,7 +1,8 @@
 """Products with plain matrices, which may be transposed in memory.
 
 Without bfloat16 instructions, torch's own product was measured to take three times as long as one in float32 for 16
-rows, five times for 64, and 40 times for a transposed matrix. For one or two rows it is faster.
+rows, five times for 64, and 40 times for a transposed matrix. For one row it is faster. For two it may be, too, but
+with AVX512 its bits depend on the number of cores.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from .team import one_core
 
 PIECE = 256
 """Rows or columns of a matrix that are converted at a time: more would leave the cache."""
-FEW_ROWS = 2
-"""Up to here torch's product is faster, unless the matrix is transposed; at 4 rows it takes a third longer."""
 
 
 def plain_linear(x_TD: torch.Tensor, weight_ND: torch.Tensor) -> torch.Tensor:
@@ -27,7 +26,7 @@ def plain_linear(x_TD: torch.Tensor, weight_ND: torch.Tensor) -> torch.Tensor:
         lies_transposed = weight_ND.stride(0) == 1 and weight_ND.stride(1) != 1
         if lies_transposed:
             return _in_float32(x_TD, weight_ND, _add_columns)
-        if len(x_TD) > FEW_ROWS:
+        if len(x_TD) > 1:
             return _in_float32(x_TD, weight_ND, _set_rows)
     return in_tiles(F.linear, x_TD, weight_ND)
 
