@@ -107,7 +107,7 @@ EVENTS = (
     Mutant(CLOCK, "rate of the GPU's clock", "max(0.5, true_rate - (host - read) / PERIOD)", "1.0"),
     Mutant(CLOCK, "second try where the host was interrupted", "if width <= NARROW:", "if True:"),
     Mutant(CLOCK, "order after earlier times", "host = max(host, told[place - 1][1])"),
-    Mutant(CLOCK, "one time for near ones", "return alike[1]"),
+    Mutant(CLOCK, "one time for near ones", "return host_time"),
     Mutant(CLOCK, "order before later times", "host = min(host, told[place][1])"),
 )
 

@@ -20,6 +20,7 @@ TRIES = 8
 
 ALIKE = 100
 """Nanoseconds between times of the device whose order float32 does not tell: they count as one time."""
+
 TOLD = 1024
 """Number of times that are remembered, with which later ones have to agree."""
 
@@ -82,10 +83,9 @@ class StreamClock:
         """The time that is told for one of the device: in order with those told before, and near to `host`."""
         told = self._told
         place = bisect_left(told, (device,))
-        around = told[max(0, place - 1) : place + 1]
-        alike = min(around, key=lambda each: abs(each[0] - device), default=None)
-        if alike is not None and abs(alike[0] - device) < ALIKE:
-            return alike[1]
+        for time, host_time in told[max(0, place - 1) : place + 1]:
+            if abs(time - device) < ALIKE:
+                return host_time
         if place:
             host = max(host, told[place - 1][1])
         if place < len(told):
