@@ -12,32 +12,31 @@ import torch
 from moesched.models.config import ModelConfig
 from moesched.models.published import published_config
 
-BATCHES = (8, 16, 32, 64, 128, 256)
+BATCHES = (1024, 512, 256, 128, 64, 32, 16, 8)
 DECODE_STEPS = 3
 KEPT_FREE = 0.35
-"""Of the cap, for the KV cache and activations of the largest batch that is tried; the rest holds layers."""
+"""Of the cap, for the KV cache and activations of the largest batch that fits; the rest holds layers."""
 
 
-def generate(
-    config: ModelConfig, cap: int, prompt: int, new_tokens: int, until: float
-) -> list[dict[str, float]]:
-    """Batches of ever more prompts of one length, until memory or time runs out.
+def generate(config: ModelConfig, cap: int, prompt: int, new_tokens: int) -> dict[str, float]:
+    """The largest batch of prompts of one length that fits: a step's time hardly depends on its size.
 
-    A few decode steps are timed and stand for all. until: as `time.monotonic` tells it.
+    A few decode steps are timed and stand for all. cap: bytes of the GPU's memory.
+
+    Raises:
+        torch.cuda.OutOfMemoryError: none fits.
     """
+    torch.cuda.set_per_process_memory_fraction(
+        min(1.0, cap / torch.cuda.get_device_properties(0).total_memory)
+    )
     model = _dispatched(config, cap)
-    found: list[dict[str, float]] = []
     for batch in BATCHES:
-        if found and time.monotonic() + 2 * found[-1]["seconds_measured"] > until:
-            break
         try:
-            found.append(_timed(model, config, batch, prompt, new_tokens))
+            return _timed(model, config, batch, prompt, new_tokens)
         except torch.cuda.OutOfMemoryError:
-            break
-        finally:
             gc.collect()
             torch.cuda.empty_cache()
-    return found
+    raise torch.cuda.OutOfMemoryError(f"not even {BATCHES[-1]} prompts fit into {cap:,} bytes")
 
 
 def _dispatched(config: ModelConfig, cap: int) -> Any:
@@ -87,5 +86,4 @@ def _timed(model: Any, config: ModelConfig, batch: int, prompt: int, new_tokens:
         "prefill_seconds": prefill,
         "decode_step_seconds": median(steps),
         "throughput_tokens_per_second": batch * new_tokens / seconds,
-        "seconds_measured": time.perf_counter() - begun,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from _claim import Claim, Result, all_of, at_least, at_most, none_of, times, together
+from _claims_of_gpus import gpu_hour
 from _claims_of_devices import (
     attention_kernel,
     expert_kernel,
@@ -416,7 +417,7 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
     for each in (
         all_reduce, attention_kernel, bottlenecks, busy_tests, check_cost, cluster_tokens, command_times,
         damaged_policies, decision_time, dispatch, emulated, engine, engine_paired, exactness, expectation,
-        expert_kernel, explaining, fidelity, fuzz_inputs, fuzz_transport, host_time, html_report, kill_a_node,
+        expert_kernel, explaining, fidelity, fuzz_inputs, fuzz_transport, gpu_hour, host_time, html_report, kill_a_node,
         lagging_device, lagging_mutants, layer_estimate, leaks, makespan, mlx_evaluations, offload_disk, opening,
         packing, papers, peak_memory, peers,
         plan_search, policy_checks, prediction, preview_accuracy, random_runs, reproduce, same_behaviour,

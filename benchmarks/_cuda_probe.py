@@ -1,10 +1,12 @@
-"""A machine profile of a computer with a CUDA GPU, from what a few seconds of copies and products show."""
+"""Rates of a CUDA GPU and its host, and a machine profile of both, from a few seconds of copies and products."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -18,65 +20,99 @@ HOST_SIDE = 2048
 REPEATS = 5
 
 
+class Rates(NamedTuple):
+    """What copies and products reach alone: bytes per second, seconds of a small copy, and FLOP/s by number format."""
+
+    to_gpu: float
+    ordinary_to_gpu: float
+    to_host: float
+    to_pinned: float
+    latency: float
+    gpu_memory: float
+    host_memory: float
+    gpu_flops: dict[str, float]
+    host_flops: dict[str, float]
+
+
+def rates(device: str = "cuda", copied: int = COPIED, side: int = SIDE, host_side: int = HOST_SIDE) -> Rates:
+    """The rates of a device and its host.
+
+    device: "cuda"; with "cpu" the code can be tried. copied: bytes of each copy. side: of square matrices.
+    """
+    locked = torch.ones(copied, dtype=torch.uint8, pin_memory=device == "cuda")
+    there = torch.ones(copied, dtype=torch.uint8, device=device)
+    ordinary, again = torch.ones(copied, dtype=torch.uint8), torch.empty_like(there)
+
+    def rate(copy: Callable[[], object]) -> float:
+        return copied / _seconds(copy, device)
+
+    return Rates(
+        to_gpu=rate(lambda: there.copy_(locked, non_blocking=True)),
+        ordinary_to_gpu=rate(lambda: there.copy_(ordinary)),
+        to_host=rate(lambda: locked.copy_(there, non_blocking=True)),
+        to_pinned=rate(lambda: locked.copy_(ordinary)),
+        latency=_seconds(lambda: there[:SMALL].copy_(locked[:SMALL], non_blocking=True), device),
+        gpu_memory=2 * rate(lambda: again.copy_(there)),
+        host_memory=rate(ordinary.view(torch.float64).sum),
+        gpu_flops=_flops(device, side),
+        host_flops=_flops("cpu", host_side),
+    )
+
+
 def probe(cap: int, pinned: int) -> Machine:
     """This computer.
 
     cap: bytes of the GPU's memory that may be used. pinned: bytes of page-locked memory.
     """
     gpu = torch.cuda.get_device_properties(0)
-    locked = torch.ones(COPIED, dtype=torch.uint8, pin_memory=True)
-    there = torch.ones(COPIED, dtype=torch.uint8, device="cuda")
-    ordinary = torch.ones(COPIED, dtype=torch.uint8)
-    to_gpu = _rate(lambda: there.copy_(locked, non_blocking=True))
-    slow_to_gpu = _rate(lambda: there.copy_(ordinary))
-    to_host = _rate(lambda: locked.copy_(there, non_blocking=True))
-    to_pinned = _rate(lambda: locked.copy_(ordinary))
-    latency = _seconds(lambda: there[:SMALL].copy_(locked[:SMALL], non_blocking=True))
-    again = torch.empty_like(there)
-    fast = 2 * _rate(lambda: again.copy_(there))
-    slow = _rate(ordinary.view(torch.float64).sum)
-    memory = Tier(capacity=available_memory() - pinned, bandwidth=slow)
+    found = rates()
+    memory = Tier(capacity=available_memory() - pinned, bandwidth=found.host_memory)
     return Machine(
         name=gpu.name.lower().replace(" ", "-"),
         description="probed by copies and products",
         processors={
-            "gpu": Processor(memory="gpu", flops=_flops("cuda", SIDE), launch_seconds=latency),
-            "cpu": Processor(memory="host", flops=_flops("cpu", HOST_SIDE)),
+            "gpu": Processor(memory="gpu", flops=found.gpu_flops, launch_seconds=found.latency),
+            "cpu": Processor(memory="host", flops=found.host_flops),
         },
         memories={
-            "gpu": Tier(capacity=cap, bandwidth=fast),
+            "gpu": Tier(capacity=cap, bandwidth=found.gpu_memory),
             "host": memory,
-            "pinned": Tier(capacity=pinned, bandwidth=slow),
+            "pinned": Tier(capacity=pinned, bandwidth=found.host_memory),
         },
         links=[
-            Link(source="pinned", destination="gpu", bandwidth=to_gpu, latency=latency, path="host->gpu"),
-            Link(source="host", destination="gpu", bandwidth=slow_to_gpu, latency=latency),
-            Link(source="gpu", destination="host", bandwidth=to_host, latency=latency),
-            Link(source="host", destination="pinned", bandwidth=to_pinned),
+            Link(
+                source="pinned",
+                destination="gpu",
+                bandwidth=found.to_gpu,
+                latency=found.latency,
+                path="host->gpu",
+            ),
+            Link(
+                source="host", destination="gpu", bandwidth=found.ordinary_to_gpu, latency=found.latency
+            ),
+            Link(source="gpu", destination="host", bandwidth=found.to_host, latency=found.latency),
+            Link(source="host", destination="pinned", bandwidth=found.to_pinned),
         ],
         roles=Roles(accelerator="gpu", host="cpu", weights="host", pinned="pinned"),
     )
 
 
 def _flops(device: str, side: int) -> dict[str, float]:
-    rates = {}
+    reached = {}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-        rates[name] = 2 * side**3 / _seconds(lambda left=left, right=right: left @ right)  # type: ignore[misc]
-    return rates
+        reached[name] = 2 * side**3 / _seconds(partial(torch.matmul, left, right), device)
+    return reached
 
 
-def _rate(copy: Callable[[], object]) -> float:
-    return COPIED / _seconds(copy)
-
-
-def _seconds(work: Callable[[], object]) -> float:
+def _seconds(work: Callable[[], object], device: str) -> float:
     """Median seconds of one call, the GPU's work in it included."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times = []
     for _ in range(REPEATS + 1):
-        torch.cuda.synchronize()
+        wait()
         start = time.perf_counter()
         work()
-        torch.cuda.synchronize()
+        wait()
         times.append(time.perf_counter() - start)
     return median(times[1:])

@@ -77,6 +77,7 @@ class Benchmark:
         )
         self.parser.add_argument(
             "--only",
+            "--part",
             nargs="+",
             metavar="TEXT",
             help=f"only parts whose name contains one of these; parts: {', '.join(self.parts).replace('%', '%%')}",
@@ -135,7 +136,9 @@ class Benchmark:
             about, machine = _of(older, [*about, "parts"]), _of(older, machine)
         result = {**about, **machine, **figures}
         path = out or self.out
-        path.write_text(json.dumps(result, indent=2) + "\n")
+        begun = path.with_suffix(".part")
+        begun.write_text(json.dumps(result, indent=2) + "\n")
+        begun.replace(path)
         print(path, flush=True)
 
     def _is_chosen(self, part: str, wanted: Sequence[str] | None) -> bool:

@@ -10,6 +10,7 @@ Needs a GPU. `--small` takes a shape of a few MB instead, to try the benchmark i
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from itertools import product
@@ -20,12 +21,12 @@ import torch
 from _cuda_probe import probe
 from _dispatch_cases import POLICIES, Scenario, compared
 from _options import EXECUTION, Benchmark, track
-from gpu_offload import GB, PINNED, TINY, begin_peak, capped, layers_that_fit
+from _gpu_sizes import TINY
 
 from moesched import plugins
 from moesched.devices.torch.cuda_device import CudaDevice
 from moesched.errors import BadInput, MoeschedError
-from moesched.machines import Machine
+from moesched.machines import Machine, Tier
 from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
@@ -38,6 +39,12 @@ from moesched.steps.plan import Plan
 from moesched.system.memory import available_memory
 from moesched.testing.random_weights import random_checkpoint
 
+GB = 10**9
+PINNED = 8 * GB
+FOR_WEIGHTS = 0.75
+"""Of the host's free memory; the rest is for the KV cache and for Python."""
+FRAGMENTS = 0.05
+"""Of the cap, for what torch's allocator cannot use and cuBLAS takes."""
 SCENARIOS = (
     Scenario(64, 33),
     *(Scenario(prompt, 1) for prompt in (512, 1024, 2048, 4096)),
@@ -69,7 +76,7 @@ class Bench:
         seconds = sum(predicted.step_seconds)
         if 1.5 * seconds > left:
             raise BadInput(f"it would take {seconds:.0f} s of the {left:.0f} s that are left")
-        begin_peak(self.device)
+        begin_peak(torch.cuda)
         plan, policy = self.plan(machine, name, scenario)
         report = run(
             plan,
@@ -91,6 +98,28 @@ class Bench:
             },
             "tokens": report.tokens,
         }
+
+
+def begin_peak(module: Any) -> None:
+    """Have the peak of the GPU's memory begin anew, without what closed devices left there.
+
+    module: that of the kind of GPU, such as torch.cuda.
+    """
+    gc.collect()
+    module.empty_cache()
+    module.reset_peak_memory_stats()
+
+
+def layers_that_fit(config: ModelConfig) -> int:
+    """As many of the model's layers as the host's memory holds."""
+    layer = sum(page.nbytes for page in weight_layout(config, "bfloat16").layer(0))
+    return max(2, min(config.layers, int((available_memory() - PINNED) * FOR_WEIGHTS / layer)))
+
+
+def capped(machine: Machine, cap: int) -> Machine:
+    """The machine with less GPU memory."""
+    gpu = Tier(capacity=int(cap * (1 - FRAGMENTS)), bandwidth=machine.memories["gpu"].bandwidth)
+    return msgspec.structs.replace(machine, memories={**machine.memories, "gpu": gpu})
 
 
 BENCHMARK = Benchmark(

@@ -1,19 +1,17 @@
-"""The choices of the CUDA device that were made without a GPU, measured: is the safe way the fast one here?
+"""The choices of the CUDA device that were made before it ran on one, measured: is the safe way the fast one here?
 
 attention: torch's back ends on one query after the other, of lengths that grow by one, as in decode steps; a back end
 that plans anew for each length has a slow typical call, not only a slow first one. launches: attention in a decode step
 of sequences whose lengths all differ, a call for each length as the device does it, and one call of all of them, padded
-and masked, which needs memory for the padding. alignment: products with weights at
-a multiple of 16 bytes and 8 bytes behind one, as files have them. reads: direct reads into ordinary memory, into
-ordinary memory that CUDA locked, and into memory that CUDA allocated as page-locked.
-
-Needs a GPU to say something about one; elsewhere it tries itself on the processor. `--small` takes small sizes.
+and masked, which needs memory for the padding. alignment: products with weights at a multiple of 16 bytes and 8 bytes
+behind one, as files have them. reads: direct reads into ordinary memory, into ordinary memory that CUDA locked, and
+into memory that CUDA allocated as page-locked.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -21,7 +19,6 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
-from _options import Benchmark, track
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear, scaled_dot_product_attention
 
@@ -42,16 +39,18 @@ LENGTHS = 32
 REPEATS = 20
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure the chosen parts, print them, write the JSON."""
-    options = BENCHMARK.parse(arguments)
+def choices(small: bool, folder: Path) -> dict[str, Any]:
+    """All of them; milliseconds, and GB/s of reads.
+
+    small: whether to take small sizes. folder: of a file that is read, and removed.
+    """
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name(0) if device.type == "cuda" else "cpu"}
-    measures = {"attention": attention, "launches": launches, "alignment": alignment, "reads": reads}
-    for part in track(options.only, "choices", still=True):
-        result[part] = measures[part](device, options.small)
-        print(part, result[part])
-    BENCHMARK.write(result)
+    return {
+        "attention": attention(device, small),
+        "launches": launches(device, small),
+        "alignment": alignment(device, small),
+        "reads": reads(device, small, folder),
+    }
 
 
 def attention(device: torch.device, small: bool) -> dict[str, Any]:
@@ -117,7 +116,7 @@ def alignment(device: torch.device, small: bool) -> dict[str, Any]:
     return found
 
 
-def reads(device: torch.device, small: bool) -> dict[str, Any]:
+def reads(device: torch.device, small: bool, folder: Path) -> dict[str, Any]:
     """GB/s of direct reads into each kind of memory; the reason where the system refuses it."""
     nbytes = (1 if small else 256) << 20
     kinds: dict[str, Callable[[], torch.Tensor]] = {"ordinary": lambda: aligned_bytes(nbytes)}
@@ -125,7 +124,7 @@ def reads(device: torch.device, small: bool) -> dict[str, Any]:
         kinds["locked by CUDA"] = lambda: locked_bytes(nbytes, device)
         kinds["allocated by CUDA"] = lambda: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     found: dict[str, Any] = {}
-    with NamedTemporaryFile(dir=Path.cwd(), prefix="reads-") as file:
+    with NamedTemporaryFile(dir=folder, prefix="reads-") as file:
         file.write(bytes(nbytes))
         file.flush()
         opened = DirectFile(Path(file.name))
@@ -160,17 +159,3 @@ def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return round(1e3 * (time.perf_counter() - began), 4)
-
-
-BENCHMARK = Benchmark(
-    __doc__,
-    "gpu_choices",
-    measures=("devices/torch", "devices/shared"),
-    packages=("torch",),
-    parts=("attention", "launches", "alignment", "reads"),
-)
-BENCHMARK.parser.add_argument("--small", action="store_true", help="small sizes, to try the benchmark itself")
-
-
-if __name__ == "__main__":
-    main()

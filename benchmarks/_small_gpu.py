@@ -1,0 +1,21 @@
+"""The lagging device with a machine of its own, so that commands that run on a GPU can be tried on a CPU."""
+
+from __future__ import annotations
+
+from _small_runs import TWO_MEMORIES
+
+from moesched.devices.lagging.device import LaggingDevice
+from moesched.machines import Machine
+
+
+class SmallGpu(LaggingDevice):
+    """A GPU in name; its rates are made up."""
+
+    @staticmethod
+    def machine(host: Machine) -> Machine:
+        """The machine that `--machine auto` is."""
+        return TWO_MEMORIES
+
+    @staticmethod
+    def check_machine(machine: Machine) -> None:
+        """Take any machine."""
