@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from _claim import Claim, Result, all_of, at_least, at_most
@@ -19,6 +19,8 @@ PREDICTED = (
 )
 """The runs that are predicted."""
 LINK_BARS = {"": 0.90, ", staged": 0.70}
+OTHERS = ("llama.cpp", "Hugging Face")
+DECODE, PREFILL = "decode_tokens_per_second", "prefill_tokens_per_second"
 DECODE_BARS = {"1": 0.9, "16": 1.5, "64": 2.0}
 
 
@@ -29,6 +31,7 @@ def gpu_hour(result: Result) -> Iterator[Claim]:
     rows = result["rows"]
     yield from _streaming(rows)
     yield from _large(rows)
+    yield from _host_attention(rows)
     yield from _predictions(rows)
     yield from _beside(rows)
     yield from _share_of_bytes(result)
@@ -56,13 +59,16 @@ def _large(rows: dict[str, Any]) -> Iterator[Claim]:
     if other is not None:
         ratio = row["throughput_tokens_per_second"] / other["throughput_tokens_per_second"]
         yield at_least(f"{LARGE}: throughput over Accelerate at its best batch", ratio, 20, "{:.1f}x")
-    if row["host_attention_bytes_per_second"]:
-        rate = row["host_attention_bytes_per_second"] / 1e9
-        yield at_least(f"{LARGE}: attention on the host", rate, 40, "{:.0f} GB/s")
     if limit := rows.get("limits", {}).get("to_gpu"):
         yield at_least(
             f"{LARGE}: the link's rate over its limit", row["link_bytes_per_second"] / limit, 0.85, "{:.2f}"
         )
+
+
+def _host_attention(rows: dict[str, Any]) -> Iterator[Claim]:
+    rates = [row.get("host_attention_bytes_per_second") for row in rows.values()]
+    if measured := [rate for rate in rates if rate]:
+        yield at_least("runs on a GPU: attention on the host, least", min(measured) / 1e9, 40, "{:.0f} GB/s")
 
 
 def _predictions(rows: dict[str, Any]) -> Iterator[Claim]:
@@ -77,28 +83,20 @@ def _predictions(rows: dict[str, Any]) -> Iterator[Claim]:
 
 
 def _beside(rows: dict[str, Any]) -> Iterator[Claim]:
-    mine = {batch: rate for row in _named(rows, "beside, batch") for batch, rate in row["batches"].items()}
-    others = {
-        name: rows[f"beside, {name}"]["batches"]
-        for name in ("llama.cpp", "Hugging Face")
-        if f"beside, {name}" in rows
-    }
+    mine = {batch: rates for row in _named(rows, "prompts of 512") for batch, rates in row["batches"].items()}
     for batch, bar in DECODE_BARS.items():
-        who = [name for name in others if batch in others[name] and (batch != "1" or name == "llama.cpp")]
-        if batch in mine and who:
-            yield _over(f"decode at batch {batch}", "decode", mine[batch], batch, others, who, bar)
+        rivals = OTHERS[:1] if batch == "1" else OTHERS
+        yield from _over(f"decode at batch {batch}", rows, mine, rivals, batch, DECODE, bar)
     largest = max(mine, key=int, default="")
-    who = [name for name in others if largest in others[name]]
-    if largest and who:
-        yield _over(f"prompts of 512 at batch {largest}", "prefill", mine[largest], largest, others, who, 1.0)
+    yield from _over(f"prompts of 512 at batch {largest}", rows, mine, OTHERS, largest, PREFILL, 1.0)
     halves = [1 / row["decode_step_seconds"]["median"] for row in _named(rows, "half, ") if "policy" in row]
     if halves and "half, llama.cpp" in rows:
-        ratio = max(halves) / rows["half, llama.cpp"]["batches"]["1"]["decode_tokens_per_second"]
+        ratio = max(halves) / rows["half, llama.cpp"]["batches"]["1"][DECODE]
         yield at_least(f"{M4}, half of the experts on the host, over llama.cpp", ratio, 1.2, "{:.2f}x")
 
 
 def _share_of_bytes(result: Result) -> Iterator[Claim]:
-    row, limits = (result["rows"].get(name) for name in ("beside, batch 1", "limits"))
+    row, limits = (result["rows"].get(name) for name in ("prompts of 512, batch 1", "limits"))
     if row and limits:
         limit = result["models"]["model"]["bytes_of_a_step"]["1"] / limits["gpu_memory"]
         share = 100 * limit / row["decode_step_seconds"]["median"]
@@ -106,13 +104,20 @@ def _share_of_bytes(result: Result) -> Iterator[Claim]:
 
 
 def _over(
-    words: str, phase: str, mine: Any, batch: str, others: dict[str, Any], who: list[str], bar: float
-) -> Claim:
-    """Our rate over the best of the others."""
-    name = f"{phase}_tokens_per_second"
-    best = max(who, key=lambda each: others[each][batch][name])
-    ratio = mine[name] / others[best][batch][name]
-    return at_least(f"{M4}, resident: {words}, over {best}", ratio, bar, "{:.2f}x")
+    words: str,
+    rows: dict[str, Any],
+    mine: dict[str, Any],
+    rivals: Sequence[str],
+    batch: str,
+    rate: str,
+    bar: float,
+) -> Iterator[Claim]:
+    """Our rate over that of the best of the others, as far as both were measured."""
+    theirs = {name: rows.get(name, {}).get("batches", {}).get(batch, {}).get(rate) for name in rivals}
+    measured = {name: value for name, value in theirs.items() if value}
+    if measured and (own := mine.get(batch, {}).get(rate)):
+        best = max(measured, key=lambda name: measured[name])
+        yield at_least(f"{M4}, resident: {words}, over {best}", own / measured[best], bar, "{:.2f}x")
 
 
 def _named(rows: dict[str, Any], begin: str) -> list[Any]:

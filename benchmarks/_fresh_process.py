@@ -19,7 +19,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "moesched.cli.main", "moesched.jobs.run_model", "moesched.devices.lagging.device"]
+PRELOADED = [
+    "torch._dynamo",
+    "anyio._backends._asyncio",
+    "moesched.cli.main",
+    "moesched.jobs.run_model",
+    "moesched.devices.lagging.device",
+]
+"""Modules that take long to import, and start nothing."""
 LONGEST_REASON = 300
 GENTLE_SECONDS = 10.0
 

@@ -260,7 +260,10 @@ def _llama_cpp(bench: Bench, seconds: float, batches: Sequence[int], *options: s
 
 STREAMED = ("layer_streaming", "flexgen", "cgopipe")
 ON_THE_HOST = ("twiddler", "expert_cache", "layer_split")
-PARTS = ("limits", "choices", "calibration", "resident", "streaming", "staging", "beside", "half", "large")
+PARTS = (
+    *("limits", "choices", "calibration", "resident", "streaming", "staging", "prompts", "half"),
+    *("others", "large"),
+)
 """`limits` belongs to all others."""
 
 
@@ -279,15 +282,15 @@ def rows(sizes: Sizes) -> Iterator[Row]:
         yield Row(policy, "streaming", 20, partial(streamed, policy), **streams)
     yield Row("cgopipe, traced", "streaming", 20, partial(traced, "cgopipe"), **streams)
     for number, batch in enumerate(sizes.batches):
-        yield Row(f"beside, batch {batch}", "beside", 15, partial(beside, number), **stays)
-    yield Row("beside, Hugging Face", "beside", 40, by_hugging_face, packages=("transformers",), **stays)
+        yield Row(f"prompts of 512, batch {batch}", "prompts", 15, partial(beside, number), **stays)
+    yield Row("Hugging Face", "others", 40, by_hugging_face, packages=("transformers",), **stays)
     for policy in ON_THE_HOST:
         yield Row(f"half, {policy}", "half", 15, partial(half_on_the_host, policy), **streams)
     for policy in STREAMED:
         yield Row(f"{policy}, staged", "staging", 25, partial(staged, policy), **streams)
     in_llama = {**stays, "after": (MODEL, PROGRAM, GGUF), "on_gpus": True}
-    yield Row("beside, llama.cpp", "beside", 30, by_llama_cpp, **in_llama)
-    yield Row("half, llama.cpp", "half", 20, half_by_llama_cpp, **in_llama)
+    yield Row("llama.cpp", "others", 30, by_llama_cpp, **in_llama)
+    yield Row("half, llama.cpp", "others", 20, half_by_llama_cpp, **in_llama)
     yield from _large_rows(sizes)
 
 

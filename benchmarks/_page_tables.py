@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _gpu_tables as gpu_tables
 import _peer_tables as peer_tables
 from _attention_tables import attention
 from _expert_tables import limits, shares, times_torch
@@ -253,6 +254,9 @@ MEASURED: dict[str, tuple[str, Table] | tuple[str, Table, str]] = {
     "capped": ("peers", partial(peer_tables.rates, "capped"), "capped"),
     "expert": ("peers", peer_tables.expert, "expert"),
     "host-time": ("host_time", host_time),
+    "gpu-runs": ("gpu_hour", gpu_tables.runs),
+    "gpu-beside": ("gpu_hour", gpu_tables.beside),
+    "gpu-choices": ("gpu_hour", gpu_tables.choices),
     "missed-bars": ("peers", peer_tables.missed),
     "peers": ("peers", peer_tables.versions),
 }

@@ -20,6 +20,7 @@ MACHINES = {
     "zen3": "EPYC, Zen 3",
     "zen4": "EPYC, Zen 4",
     "zen5": "EPYC, Zen 5",
+    "h100": "NVIDIA H100",
 }
 """Titles of machines in tables, by the names in result files."""
 SOURCES = {".py", ".toml", ".csv", ".c", ".h", ".js", ".css", ".html"}

@@ -11,8 +11,9 @@ calibration  `moesched calibrate --device cuda` into a temporary folder, so that
 resident     All weights on the GPU: 64 requests at a time, and one.
 streaming    512 requests, the GPU limited to 8 GB, under three policies.
 staging      The same, page-locked memory limited to 2 GB.
-beside       All weights on the GPU, prompts of 512 tokens, beside Hugging Face if it is installed, and llama.cpp.
+prompts      All weights on the GPU, batches of 1, 16 and 64.
 half         One request, half of the experts on the host.
+others       The last two by Hugging Face if it is installed, and by llama.cpp if it is given.
 large        16 layers, the GPU limited to 24 GB, 2,048 requests, beside Accelerate if it is installed.
 
 The exit code is 1 if a bar is missed or a row fails. `--small` tries all of this with tiny models on an imitated GPU;
