@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from _claim import Claim, Result, all_of, at_least, at_most, none_of, times, together
-from _claims_of_gpus import gpu_hour
 from _claims_of_devices import (
     attention_kernel,
     expert_kernel,
@@ -17,6 +16,7 @@ from _claims_of_devices import (
     peak_memory,
     soak,
 )
+from _claims_of_gpus import gpu_hour
 from _peer_tables import bars
 
 

@@ -76,7 +76,9 @@ def _predictions(rows: dict[str, Any]) -> Iterator[Claim]:
     if not runs:
         return
     told = [run["expected"] for run in runs if run["expected"]]
-    right = [each for each in told if abs(each["over_measured"] - 1) <= 0.2 and each["inside_band"] is not False]
+    right = [
+        each for each in told if abs(each["over_measured"] - 1) <= 0.2 and each["inside_band"] is not False
+    ]
     yield all_of("runs on a GPU whose total is predicted within 20 % and in its band", len(right), len(runs))
     worst = max(run["first_over_median"] for run in runs)
     yield at_most("runs on a GPU: the first step over the median one, worst", worst, 1.3, "{:.1f}x")

@@ -87,9 +87,7 @@ def probe(cap: int, pinned: int) -> Machine:
                 latency=found.latency,
                 path="host->gpu",
             ),
-            Link(
-                source="host", destination="gpu", bandwidth=found.ordinary_to_gpu, latency=found.latency
-            ),
+            Link(source="host", destination="gpu", bandwidth=found.ordinary_to_gpu, latency=found.latency),
             Link(source="gpu", destination="host", bandwidth=found.to_host, latency=found.latency),
             Link(source="host", destination="pinned", bandwidth=found.to_pinned),
         ],

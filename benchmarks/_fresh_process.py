@@ -28,7 +28,7 @@ PRELOADED = [
 ]
 """Modules that take long to import, and start nothing."""
 LONGEST_REASON = 300
-GENTLE_SECONDS = 10.0
+GENTLE_SECONDS = 3.0
 
 
 class RowFailed(Exception):
@@ -49,7 +49,7 @@ class FreshProcess:
         self._said = tempfile.NamedTemporaryFile(prefix="moesched-row-")  # noqa: SIM115  # `close` closes it
         self._receiving, sending = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=_answer, args=(sending, self._said.name, function, arguments), daemon=True
+            target=_answer, args=(sending, Path(self._said.name), function, arguments), daemon=True
         )
         self._process.start()
         sending.close()
@@ -132,12 +132,10 @@ def last_line(text: str) -> str:
     return lines[-1][:LONGEST_REASON] if lines else "no message"
 
 
-def _answer(
-    sending: Connection, said: str, function: Callable[..., Any], arguments: Sequence[Any]
-) -> None:
+def _answer(sending: Connection, said: Path, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
     """Call a function and send its result, or the line of its error."""
     os.setpgid(0, 0)
-    with open(said, "w", buffering=1, errors="replace") as stream:
+    with said.open("w", buffering=1, errors="replace") as stream:
         sys.stdout = sys.stderr = stream
         for descriptor in (1, 2):  # native libraries write to these
             os.dup2(stream.fileno(), descriptor)

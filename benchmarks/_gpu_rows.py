@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from _accelerate import generate
 from _cuda_probe import rates
 from _fresh_process import command, in_fresh_process
@@ -17,14 +19,14 @@ from _gpu_choices import choices
 from _gpu_figures import of_run
 from _gpu_peers import hugging_face, llama_cpp
 from _gpu_sizes import Requests, Sizes, active_bytes, flops_of_a_token, weight_bytes
-from _preparations import LLAMA, Preparation, build_llama, write_gguf
+from _preparations import LLAMA, Preparation, build_llama, write_gguf, write_model
 
-from moesched.models.random_model import write_random_model
 from moesched.system.memory import available_memory
 
 Figures = dict[str, Any]
 GB = 10**9
-MODEL, LARGE, GGUF, PROGRAM = "model", "large model", "GGUF file", "llama.cpp"
+STARTING_SECONDS = 60.0
+MODEL, LARGE, PROGRAM = "model", "large model", "llama.cpp"
 LAYERS_ON_THE_HOST = 2
 """Of the four: llama.cpp's option for what our policies get by memory for half of the experts."""
 
@@ -81,6 +83,13 @@ class Bench(NamedTuple):
         )
         return of_run(report)
 
+    def make(self, seconds: float, call: Callable[..., Any], arguments: Sequence[Any], file: Path) -> float:
+        """Have a file or folder made, unless it is there; returns the seconds that are left."""
+        begun = time.monotonic()
+        if not file.exists():
+            in_fresh_process(call, *arguments, file, seconds=seconds)
+        return seconds - (time.monotonic() - begun)
+
     def _prompts(self, requests: Requests) -> Path:
         """A file of random prompts; the same each time."""
         file = self.places.work / f"prompts-{requests.count}-{requests.prompt}.jsonl"
@@ -131,25 +140,13 @@ class Row(NamedTuple):
 def preparations(bench: Bench, rows: Sequence[Row]) -> Mapping[str, Preparation]:
     """What the rows need, as far as it can be made."""
     sizes, places = bench.sizes, bench.places
-    known = {
-        MODEL: Preparation(_write, (sizes.model, places.of(MODEL))),
-        LARGE: Preparation(_write, (sizes.large, places.of(LARGE)), after=(MODEL,)),
-    }
+    known = {MODEL: Preparation(write_model, (sizes.model, places.of(MODEL)))}
     if places.llama_source is not None:
         known[PROGRAM] = Preparation(build_llama, (places.llama_source, places.of(PROGRAM).parent.parent))
     elif places.llama is not None:
         known[PROGRAM] = Preparation(Path.stat, (places.of(PROGRAM),))
-    if PROGRAM in known:
-        arguments = (places.of(MODEL), places.of(GGUF), places.llama_source)
-        known[GGUF] = Preparation(write_gguf, arguments, after=(MODEL,))
     needed = {name for row in rows for name in row.after}
     return {name: each for name, each in known.items() if name in needed}
-
-
-def _write(config: Any, folder: Path) -> None:
-    """Write a random model, unless it is there."""
-    if not folder.exists():
-        write_random_model(config, folder)
 
 
 # ---------------------------------------------------------------- how rows are measured
@@ -176,9 +173,7 @@ def calibration(bench: Bench, seconds: float) -> Figures:
 
 def streamed(policy: str, bench: Bench, seconds: float, *options: str, **budgets: int) -> Figures:
     """A policy whose weights stream through a smaller GPU."""
-    return bench.run(
-        seconds, MODEL, policy, bench.sizes.streamed, *options, gpu=bench.sizes.gpu, **budgets
-    )
+    return bench.run(seconds, MODEL, policy, bench.sizes.streamed, *options, gpu=bench.sizes.gpu, **budgets)
 
 
 def traced(policy: str, bench: Bench, seconds: float) -> Figures:
@@ -218,7 +213,8 @@ def half_on_the_host(policy: str, bench: Bench, seconds: float) -> Figures:
 
 def large(bench: Bench, seconds: float) -> Figures:
     """Many requests of a model that is far larger than the GPU's memory."""
-    return bench.run(seconds, LARGE, "cgopipe", bench.sizes.many, gpu=bench.sizes.large_gpu)
+    left = bench.make(seconds, write_model, (bench.sizes.large,), bench.places.of(LARGE))
+    return bench.run(left, LARGE, "cgopipe", bench.sizes.many, gpu=bench.sizes.large_gpu)
 
 
 def large_with_accelerate(bench: Bench, seconds: float) -> Figures:
@@ -251,8 +247,10 @@ def half_by_llama_cpp(bench: Bench, seconds: float) -> Figures:
 
 def _llama_cpp(bench: Bench, seconds: float, batches: Sequence[int], *options: str) -> Figures:
     sizes, places = bench.sizes, bench.places
-    arguments = places.of(PROGRAM), places.of(GGUF), batches, sizes.prompt, sizes.new_tokens
-    found: Figures = in_fresh_process(llama_cpp, *arguments, *options, seconds=seconds)
+    file = places.work / "model.gguf"
+    left = bench.make(seconds, write_gguf, (places.of(MODEL), places.llama_source), file)
+    arguments = places.of(PROGRAM), file, batches, sizes.prompt, sizes.new_tokens
+    found: Figures = in_fresh_process(llama_cpp, *arguments, *options, seconds=left)
     return found
 
 
@@ -273,9 +271,9 @@ def rows(sizes: Sizes) -> Iterator[Row]:
     with_model: dict[str, Any] = {"after": (MODEL,), "host_bytes": 1.1 * model}
     stays: dict[str, Any] = {**with_model, "gpu_bytes": 1.2 * model}
     streams: dict[str, Any] = {**with_model, "gpu_bytes": sizes.gpu}
-    yield Row("limits", "limits", 10, limits)
     yield Row("choices of the device", "choices", 15, choices_of_the_device)
-    yield Row("calibration", "calibration", 40, calibration, on_gpus=True)
+    yield Row("limits", "limits", 10, limits, **with_model)
+    yield Row("calibration", "calibration", 40, calibration, on_gpus=True, **with_model)
     yield Row("resident, batch 64", "resident", 12, partial(resident, "resident"), **stays)
     yield Row("resident, batch 1", "resident", 12, partial(resident, "single"), **stays)
     for policy in STREAMED:
@@ -288,7 +286,7 @@ def rows(sizes: Sizes) -> Iterator[Row]:
         yield Row(f"half, {policy}", "half", 15, partial(half_on_the_host, policy), **streams)
     for policy in STREAMED:
         yield Row(f"{policy}, staged", "staging", 25, partial(staged, policy), **streams)
-    in_llama = {**stays, "after": (MODEL, PROGRAM, GGUF), "on_gpus": True}
+    in_llama = {**stays, "after": (MODEL, PROGRAM), "on_gpus": True}
     yield Row("llama.cpp", "others", 30, by_llama_cpp, **in_llama)
     yield Row("half, llama.cpp", "others", 20, half_by_llama_cpp, **in_llama)
     yield from _large_rows(sizes)
@@ -299,9 +297,8 @@ def _large_rows(sizes: Sizes) -> Iterator[Row]:
     yield Row(
         "large, cgopipe",
         "large",
-        60,
+        100,
         large,
-        after=(MODEL, LARGE),
         host_bytes=1.4 * weights,
         gpu_bytes=sizes.large_gpu,
     )
@@ -329,3 +326,16 @@ def about_models(sizes: Sizes) -> Figures:
         }
         for name, config in (("model", sizes.model), ("large", sizes.large))
     }
+
+
+def about_gpu() -> Figures:
+    """The first GPU's name and memory; asked in a process of its own, as a context takes some of it."""
+    found: Figures = in_fresh_process(_first_gpu, seconds=STARTING_SECONDS)
+    return found
+
+
+def _first_gpu() -> Figures:
+    if not torch.cuda.is_available():
+        return {"name": "none", "bytes": 0}
+    about = torch.cuda.get_device_properties(0)
+    return {"name": about.name, "bytes": about.total_memory}

@@ -72,7 +72,9 @@ def choices(result: Result) -> str:
 
 def _choices(row: Result) -> Iterator[list[Any]]:
     for name, found in row.get("attention", {}).items():
-        told = found if isinstance(found, str) else f"{found['typical']} (the first call {found['first']:,.0f})"
+        told = (
+            found if isinstance(found, str) else f"{found['typical']} (the first call {found['first']:,.0f})"
+        )
         yield ["attention", name, told]
     for choice in ("launches", "alignment", "reads"):
         for name, value in row.get(choice, {}).items():

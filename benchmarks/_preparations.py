@@ -1,4 +1,4 @@
-"""What rows of gpu_hour.py need, made beside the rows that need nothing: models, a built llama.cpp, its model's file."""
+"""What rows of gpu_hour.py need: models, llama.cpp and its model's file; some of it is made beside the first rows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from _fresh_process import FreshProcess, RowFailed, last_line
+from peers import gguf_file
+
+from moesched.models.checkpoint import open_checkpoint
+from moesched.models.config import ModelConfig
+from moesched.models.random_model import write_random_model
+from moesched.system.cores import usable_cores
 
 LLAMA = "llama-batched-bench"
 PAUSE = 0.1
@@ -19,15 +25,10 @@ NICENESS = 10
 
 
 class Preparation(NamedTuple):
-    """A call that makes something.
-
-    Attributes:
-        after: names of those that have to be done first.
-    """
+    """A call that makes something."""
 
     call: Callable[..., Any]
     arguments: tuple[Any, ...]
-    after: tuple[str, ...] = ()
 
 
 class Preparations:
@@ -39,35 +40,27 @@ class Preparations:
 
     def __init__(self, wanted: Mapping[str, Preparation]) -> None:
         self.seconds: dict[str, float] = {}
-        self._waiting = dict(wanted)
-        self._running: dict[str, tuple[FreshProcess, float]] = {}
+        self._begun = time.monotonic()
+        self._running = {name: FreshProcess(each.call, *each.arguments) for name, each in wanted.items()}
         self._failed: dict[str, str] = {}
-        self.advance()
 
     def __enter__(self) -> Preparations:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process, _ in self._running.values():
+        for process in self._running.values():
             process.close(gently=True)
 
     def advance(self) -> None:
-        """Note those that have ended, and begin those that can."""
-        for name, (process, begun) in list(self._running.items()):
+        """Note those that have ended."""
+        for name, process in list(self._running.items()):
             if process.done():
                 del self._running[name]
                 try:
                     process.result(PAUSE)
-                    self.seconds[name] = time.monotonic() - begun
+                    self.seconds[name] = time.monotonic() - self._begun
                 except RowFailed as error:
                     self._failed[name] = str(error)
-        for name, each in list(self._waiting.items()):
-            if reason := self.failure(each.after):
-                self._failed[name] = reason
-                del self._waiting[name]
-            elif self.ready(each.after):
-                self._running[name] = FreshProcess(each.call, *each.arguments), time.monotonic()
-                del self._waiting[name]
 
     def wait(self) -> None:
         """Wait a moment for those that run."""
@@ -87,9 +80,15 @@ class Preparations:
         for name in names:
             if name in self._failed:
                 return f"{name}: {self._failed[name]}"
-            if not (name in self.seconds or name in self._running or name in self._waiting):
-                return f"{name}: it was not asked for"
+            if name not in self.seconds and name not in self._running:
+                return f"{name} was not asked for"
         return ""
+
+
+def write_model(config: ModelConfig, folder: Path) -> None:
+    """Write a random model, unless it is there."""
+    if not folder.exists():
+        write_random_model(config, folder)
 
 
 def build_llama(source: Path, folder: Path) -> None:
@@ -112,10 +111,11 @@ def build_llama(source: Path, folder: Path) -> None:
     }
     defined = [f"-D{name}={value}" for name, value in settings.items()]
     _succeed("cmake", "-G", "Ninja", "-S", str(source), "-B", str(folder), *defined)
-    _succeed("cmake", "--build", str(folder), "--target", LLAMA)
+    jobs = max(1, usable_cores() // 2)
+    _succeed("cmake", "--build", str(folder), "--target", LLAMA, "--parallel", str(jobs))
 
 
-def write_gguf(model: Path, file: Path, source: Path | None) -> None:
+def write_gguf(model: Path, source: Path | None, file: Path) -> None:
     """Write a model's weights as llama.cpp reads them.
 
     source: of llama.cpp, which has the module that writes such files; None where that is installed.
@@ -123,16 +123,14 @@ def write_gguf(model: Path, file: Path, source: Path | None) -> None:
     Raises:
         RowFailed: there is no such module.
     """
-    from peers import gguf_file
-
-    from moesched.models.checkpoint import open_checkpoint
-
     if source is not None:
         sys.path.insert(0, str(source / "gguf-py"))
+    begun = file.with_suffix(".part")
     try:
-        gguf_file.write_gguf(open_checkpoint(model), file)
+        gguf_file.write_gguf(open_checkpoint(model), begun)
     except ModuleNotFoundError as error:
         raise RowFailed(f"{error}: install gguf, or give --llama-source") from None
+    begun.rename(file)
 
 
 def _succeed(*command: str) -> None:

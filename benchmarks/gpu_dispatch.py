@@ -20,8 +20,8 @@ import msgspec
 import torch
 from _cuda_probe import probe
 from _dispatch_cases import POLICIES, Scenario, compared
-from _options import EXECUTION, Benchmark, track
 from _gpu_sizes import TINY
+from _options import EXECUTION, Benchmark, track
 
 from moesched import plugins
 from moesched.devices.torch.cuda_device import CudaDevice

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from _claims_of_gpus import gpu_hour
 from _fresh_process import RowFailed
-from _gpu_rows import PARTS, Bench, Places, Row, about_models, preparations, rows
+from _gpu_rows import PARTS, Bench, Places, Row, about_gpu, about_models, preparations, rows
 from _gpu_sizes import FULL, SMALL
 from _options import EXECUTION, Benchmark, progress
 from _preparations import Preparations
@@ -41,8 +41,8 @@ from _tables import markdown
 
 from moesched.system.cache import cache_folder
 
-LEAST_SECONDS = 1.0
-"""Kept for writing the result."""
+LEAST_SECONDS = 5.0
+"""Kept for the end: processes and models are removed."""
 FAILED = "failed: "
 
 BENCHMARK = Benchmark(
@@ -81,7 +81,6 @@ BENCHMARK.parser.add_argument("--llama", type=Path, metavar="DIR", help="folder 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what there is time for, print it, and write the JSON after each row; returns the exit code."""
     options = BENCHMARK.parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # processes and folders end, too
     if not options.small and not torch.cuda.is_available():
         print("torch sees no CUDA device here: nothing is measured")
         return 0
@@ -92,14 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         chosen = [row for row in rows(bench.sizes) if row.part in (PARTS[0], *options.only)]
         with Preparations(preparations(bench, chosen)) as made:
-            hour = Hour(bench, made, options.seconds - LEAST_SECONDS)
-            try:
-                hour.measure(chosen * options.rounds)
-            except KeyboardInterrupt:
-                hour.result["interrupted"] = True
-                hour.write()
-                return 128 + signal.SIGINT
-    return hour.summed_up()
+            return Hour(bench, made, options.seconds - LEAST_SECONDS).run(chosen * options.rounds)
 
 
 def parent_of(models: Path | None) -> Path:
@@ -124,7 +116,7 @@ class Hour:
         self._made = made
         self._began = time.monotonic()
         self._seconds = seconds
-        self._gpu = gpu()
+        self._gpu = about_gpu()
         self.result: dict[str, Any] = {
             "small": bench.sizes.small,
             "gpu": self._gpu,
@@ -133,7 +125,23 @@ class Hour:
             "left_out": {},
         }
 
-    def measure(self, waiting: list[Row]) -> None:
+    def run(self, waiting: list[Row]) -> int:
+        """Measure rows, and print the bars; returns the exit code. Ctrl-C ends it, and what was measured stays."""
+        try:
+            self._measure(waiting)
+        except KeyboardInterrupt:
+            self.result["interrupted"] = True
+            return 128 + signal.SIGINT
+        finally:
+            self._write()
+        claims = list(gpu_hour(self.result))
+        print(
+            markdown(["measure", "figure", "bar"], [[each.words, each.figure, each.bar] for each in claims])
+        )
+        failed = any(reason.startswith(FAILED) for reason in self.result["left_out"].values())
+        return int(failed or any(each.reached is False for each in claims))
+
+    def _measure(self, waiting: list[Row]) -> None:
         """Measure rows in order, but those whose preparations are done before those that have to wait."""
         while waiting:
             self._made.advance()
@@ -146,20 +154,12 @@ class Hour:
             else:
                 self.result["left_out"] |= {each.name: "no time was left" for each in waiting}
                 waiting.clear()
-        self.write()
 
-    def write(self) -> None:
+    def _write(self) -> None:
         """Write the result with the bars as far as they are known."""
         self.result["preparations"] = self._made.seconds
         self.result["bars"] = [claim._asdict() for claim in gpu_hour(self.result)]
         BENCHMARK.write(self.result)
-
-    def summed_up(self) -> int:
-        """Print the bars; returns the exit code."""
-        claims = list(gpu_hour(self.result))
-        print(markdown(["measure", "figure", "bar"], [[each.words, each.figure, each.bar] for each in claims]))
-        failed = any(reason.startswith(FAILED) for reason in self.result["left_out"].values())
-        return int(failed or any(each.reached is False for each in claims))
 
     def _left(self) -> float:
         return self._seconds - (time.monotonic() - self._began)
@@ -192,16 +192,9 @@ class Hour:
         else:
             took = round(time.monotonic() - begun, 2)
             self.result["rows"][row.name] = {"part": row.part, "took": took, "beside": beside, **figures}
-        self.write()
-
-
-def gpu() -> dict[str, Any]:
-    """The first GPU's name and memory; of a CPU, that there is none."""
-    if not torch.cuda.is_available():
-        return {"name": "none", "bytes": 0}
-    about = torch.cuda.get_device_properties(0)
-    return {"name": about.name, "bytes": about.total_memory}
+        self._write()
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # processes and folders end, too
     sys.exit(main())

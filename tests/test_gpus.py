@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
-import gpu_choices
-import msgspec
 import pytest
 import torch
 from _small_runs import TWO_MEMORIES, Generated
-from gpu_offload import begin_peak, check
+from gpu_dispatch import begin_peak
 
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.torch.cuda_device import gpu_of
@@ -23,8 +19,7 @@ from moesched.devices.torch.gpu_memory import (
 )
 from moesched.errors import BadInput, OutOfMemory
 from moesched.models.checkpoint import Checkpoint
-from moesched.requests.batching import BatchSizes
-from odd_models import MIXTRAL, WIDE, layout_of, stored
+from odd_models import MIXTRAL, layout_of, stored
 from odd_runs import generated
 
 
@@ -100,26 +95,3 @@ def test_a_peak_that_begins_anew_counts_nothing_that_the_case_before_left(checkp
     device.close()
     begin_peak(torch.get_device_module(GPU_DEVICE))
     assert gpu.memory.most_taken < 4096
-
-
-def test_the_check_before_the_benchmark_streams_in_bfloat16() -> None:
-    config = msgspec.structs.replace(WIDE, hidden=128, intermediate=384, dtype="bfloat16")
-    found = check(TWO_MEMORIES, config, LaggingDevice, new_tokens=2, sizes=BatchSizes(4, 2))
-    assert found.pop("resident")["streamed_pages"] == 0
-    for each in found.values():
-        assert each["streamed_pages"] > 0
-        assert each["tokens_equal"] and each["largest_difference_of_logits"] == 0
-
-
-def test_choices_that_were_made_without_a_gpu_can_be_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    gpu_choices.main(["--small", "--out", str(tmp_path / "choices.json")])
-    found = json.loads((tmp_path / "choices.json").read_text())
-    assert found["attention"].keys() == {"flash", "efficient", "cudnn", "math"}
-    assert found["attention"]["math"]["typical"] > 0
-    assert found["launches"].keys() == {"a call for each length", "one call, padded"}
-    assert found["alignment"].keys() >= {"1 rows, 0 bytes behind", "1 rows, 8 bytes behind"}
-    assert found["reads"]["ordinary"] > 0
-    assert [*tmp_path.iterdir()] == [tmp_path / "choices.json"]

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from _gpu_peers import hugging_face
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -197,3 +198,9 @@ def test_memory_stays_far_below_the_size_of_the_model(tmp_path: Path, form: str)
 def test_writing_a_model_does_not_import_torch() -> None:
     code = "import sys, moesched.models.random_model; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_hugging_face_decodes_a_random_model_at_some_rate_in_each_batch(tmp_path: Path) -> None:
+    found = hugging_face(write_random_model(TINY, tmp_path / "m"), "cpu", (1, 2), prompt=4, new_tokens=3)
+    assert found["batches"].keys() == {"1", "2"}
+    assert all(rate > 0 for rates in found["batches"].values() for rate in rates.values())
