@@ -60,7 +60,7 @@ def rates(device: str = "cuda", copied: int = COPIED, side: int = SIDE, host_sid
 
 
 def probe(cap: int, pinned: int) -> Machine:
-    """This computer.
+    """This computer, with weights that pass through pinned memory.
 
     cap: bytes of the GPU's memory that may be used. pinned: bytes of page-locked memory.
     """

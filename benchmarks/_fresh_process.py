@@ -1,7 +1,7 @@
 """Calls of functions in processes of their own: nothing is left of one for the next, and each ends when its time does.
 
-A new process is forked from one that has torch and moesched imported and nothing done with them, so it begins in a
-tenth of a second, without a CUDA context. It leads a group of its own, so that programs that it starts end with it.
+A new process is forked from one that has imported modules and done nothing with them, so it begins in a tenth of a
+second, without a CUDA context. It leads a group of its own, so that programs that it starts end with it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PRELOADED = [
-    "torch._dynamo",
-    "anyio._backends._asyncio",
-    "moesched.cli.main",
-    "moesched.jobs.run_model",
-    "moesched.devices.lagging.device",
-]
-"""Modules that take long to import, and start nothing."""
 LONGEST_REASON = 300
 GENTLE_SECONDS = 3.0
+
+
+def preload(*modules: str) -> None:
+    """Have modules imported once, by the process that all others are forked from.
+
+    It must not look for a GPU: the driver does not work in a process that is forked after that.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
 
 
 class RowFailed(Exception):
@@ -45,7 +45,6 @@ class FreshProcess:
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         self._said = tempfile.NamedTemporaryFile(prefix="moesched-row-")  # noqa: SIM115  # `close` closes it
         self._receiving, sending = context.Pipe(duplex=False)
         self._process = context.Process(

@@ -11,14 +11,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _fresh_process import RowFailed, last_line
+from _fresh_process import RowFailed, in_one_line, last_line
 
 EXPERTS = ("eager", "grouped_mm")
 """Settings of Hugging Face's experts; the faster one counts in each figure."""
 BATCH_TOKENS = 2048
 ALL_LAYERS = 99
-
-Rates = dict[str, dict[str, float]]
+CELLS = 256
+"""A sequence's KV cache is a multiple of so many tokens."""
 
 
 def hugging_face(
@@ -30,14 +30,22 @@ def hugging_face(
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
     loaded = loaded.to(device).eval()
-    found: Rates = {}
+    found: dict[str, dict[str, float]] = {}
+    failed: dict[str, str] = {}
     for batch in batches:
         tried = []
         for experts in EXPERTS:
-            loaded.set_experts_implementation(experts)
-            tried += [_timed(loaded, device, batch, prompt, new_tokens) for _ in range(2)][1:]
-        found[str(batch)] = {name: max(each[name] for each in tried) for name in tried[0]}
-    return {"versions": {name: version(name) for name in ("transformers", "torch")}, "batches": found}
+            try:
+                loaded.set_experts_implementation(experts)
+                tried += [_timed(loaded, device, batch, prompt, new_tokens) for _ in range(2)][1:]
+            except (AttributeError, RuntimeError, ValueError) as error:  # not in this version, or no memory
+                failed[f"batch {batch}, {experts}"] = in_one_line(error)
+        if tried:
+            found[str(batch)] = {name: max(each[name] for each in tried) for name in tried[0]}
+    if not found:
+        raise RowFailed(next(iter(failed.values())))
+    versions = {name: version(name) for name in ("transformers", "torch")}
+    return {"versions": versions, "batches": found, "failed": failed}
 
 
 def _timed(model: Any, device: str, batch: int, prompt: int, new_tokens: int) -> dict[str, float]:
@@ -69,7 +77,7 @@ def llama_cpp(
     Raises:
         RowFailed: it fails or prints no figures.
     """
-    tokens = max(batches) * (prompt + new_tokens)
+    tokens = max(batches) * -(-(prompt + new_tokens) // CELLS) * CELLS
     command = [
         *(str(program), "-m", str(model), "-ngl", str(ALL_LAYERS), "-c", str(tokens)),
         *("-b", str(BATCH_TOKENS), "-ub", str(BATCH_TOKENS)),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any, NamedTuple
 
 import torch
@@ -107,7 +108,7 @@ class Row(NamedTuple):
         measure: gets the bench and the seconds that are left.
         after: the preparations that it needs.
         packages: those that have to be installed.
-        host_bytes: of free memory; gpu_bytes: of the GPU's.
+        host_bytes: of free memory; gpu_bytes: of the GPU's; disk_bytes: for the large model, unless it is there.
         on_gpus: whether it cannot be tried on a CPU.
     """
 
@@ -119,6 +120,7 @@ class Row(NamedTuple):
     packages: tuple[str, ...] = ()
     host_bytes: float = 0
     gpu_bytes: float = 0
+    disk_bytes: float = 0
     on_gpus: bool = False
 
     def lacks(self, bench: Bench, gpu_bytes: float) -> str:
@@ -128,9 +130,11 @@ class Row(NamedTuple):
             return f"{missing[0]} is not installed"
         if bench.sizes.small:
             return "it needs a GPU" if self.on_gpus else ""
+        written = bench.places.of(LARGE).exists()
         for kind, needed, free in (
             ("the GPU", self.gpu_bytes, gpu_bytes),
-            ("the host", self.host_bytes, available_memory()),
+            ("the host's memory", self.host_bytes, available_memory()),
+            ("the disk", 0 if written else self.disk_bytes, disk_usage(bench.places.models).free),
         ):
             if needed > free:
                 return f"it takes {needed / GB:.0f} GB of {kind}, which has {free / GB:.0f}"
@@ -191,10 +195,9 @@ def resident(of: str, bench: Bench, seconds: float) -> Figures:
     return bench.run(seconds, MODEL, "resident", getattr(bench.sizes, of))
 
 
-def beside(number: int, bench: Bench, seconds: float) -> Figures:
+def beside(batch: int, bench: Bench, seconds: float) -> Figures:
     """All weights stay: two batches of a size, of which the second one's prompts are read by a warm GPU."""
     sizes = bench.sizes
-    batch = sizes.batches[min(number, len(sizes.batches) - 1)]
     requests = Requests(2 * batch, sizes.prompt, sizes.new_tokens, batch, batch)
     found = bench.run(seconds, MODEL, "resident", requests)
     rate = {
@@ -279,8 +282,8 @@ def rows(sizes: Sizes) -> Iterator[Row]:
     for policy in STREAMED:
         yield Row(policy, "streaming", 20, partial(streamed, policy), **streams)
     yield Row("cgopipe, traced", "streaming", 20, partial(traced, "cgopipe"), **streams)
-    for number, batch in enumerate(sizes.batches):
-        yield Row(f"prompts of 512, batch {batch}", "prompts", 15, partial(beside, number), **stays)
+    for batch in sizes.batches:
+        yield Row(f"prompts of 512, batch {batch}", "prompts", 15, partial(beside, batch), **stays)
     yield Row("Hugging Face", "others", 40, by_hugging_face, packages=("transformers",), **stays)
     for policy in ON_THE_HOST:
         yield Row(f"half, {policy}", "half", 15, partial(half_on_the_host, policy), **streams)
@@ -300,6 +303,7 @@ def _large_rows(sizes: Sizes) -> Iterator[Row]:
         100,
         large,
         host_bytes=1.4 * weights,
+        disk_bytes=weights,
         gpu_bytes=sizes.large_gpu,
     )
     yield Row(

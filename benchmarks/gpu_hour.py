@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from _claims_of_gpus import gpu_hour
-from _fresh_process import RowFailed
+from _fresh_process import RowFailed, preload
 from _gpu_rows import PARTS, Bench, Places, Row, about_gpu, about_models, preparations, rows
 from _gpu_sizes import FULL, SMALL
 from _options import EXECUTION, Benchmark, progress
@@ -44,6 +44,9 @@ from moesched.system.cache import cache_folder
 LEAST_SECONDS = 5.0
 """Kept for the end: processes and models are removed."""
 FAILED = "failed: "
+PRELOADED = ("moesched.cli.main", "moesched.jobs.run_model", "moesched.devices.torch.cuda_device")
+FOR_SMALL = ("torch._dynamo",)
+"""What the imitated GPU's tensors need; it takes a second to import, and on a real one might look for the GPU."""
 
 BENCHMARK = Benchmark(
     __doc__,
@@ -84,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.small and not torch.cuda.is_available():
         print("torch sees no CUDA device here: nothing is measured")
         return 0
+    preload(*PRELOADED, *(FOR_SMALL if options.small else ()))
     with TemporaryDirectory(prefix="gpu-hour-", dir=parent_of(options.model_dir)) as work:
         models = options.model_dir or Path(work)
         bench = Bench(
