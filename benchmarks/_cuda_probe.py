@@ -105,7 +105,11 @@ def _flops(device: str, side: int) -> dict[str, float]:
 
 def _seconds(work: Callable[[], object], device: str) -> float:
     """Median seconds of one call, the GPU's work in it included."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
     times = []
     for _ in range(REPEATS + 1):
         wait()

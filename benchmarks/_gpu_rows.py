@@ -93,9 +93,9 @@ class Bench(NamedTuple):
 
     def _prompts(self, requests: Requests) -> Path:
         """A file of random prompts; the same each time."""
-        file = self.places.work / f"prompts-{requests.count}-{requests.prompt}.jsonl"
+        file = self.places.work / f"prompts-{requests.total}-{requests.prompt}.jsonl"
         chance, vocabulary = random.Random(1), self.sizes.model.vocabulary
-        ids = ([chance.randrange(vocabulary) for _ in range(requests.prompt)] for _ in range(requests.count))
+        ids = ([chance.randrange(vocabulary) for _ in range(requests.prompt)] for _ in range(requests.total))
         file.write_text("".join(json.dumps({"prompt_ids": each}) + "\n" for each in ids))
         return file
 
@@ -190,9 +190,9 @@ def staged(policy: str, bench: Bench, seconds: float) -> Figures:
     return streamed(policy, bench, seconds, pinned=bench.sizes.pinned)
 
 
-def resident(of: str, bench: Bench, seconds: float) -> Figures:
+def resident(requests: Requests, bench: Bench, seconds: float) -> Figures:
     """All weights stay."""
-    return bench.run(seconds, MODEL, "resident", getattr(bench.sizes, of))
+    return bench.run(seconds, MODEL, "resident", requests)
 
 
 def beside(batch: int, bench: Bench, seconds: float) -> Figures:
@@ -261,11 +261,19 @@ def _llama_cpp(bench: Bench, seconds: float, batches: Sequence[int], *options: s
 
 STREAMED = ("layer_streaming", "flexgen", "cgopipe")
 ON_THE_HOST = ("twiddler", "expert_cache", "layer_split")
+ALWAYS = "limits"
 PARTS = (
-    *("limits", "choices", "calibration", "resident", "streaming", "staging", "prompts", "half"),
-    *("others", "large"),
+    ALWAYS,
+    "choices",
+    "calibration",
+    "resident",
+    "streaming",
+    "staging",
+    "prompts",
+    "half",
+    "others",
+    "large",
 )
-"""`limits` belongs to all others."""
 
 
 def rows(sizes: Sizes) -> Iterator[Row]:
@@ -275,10 +283,10 @@ def rows(sizes: Sizes) -> Iterator[Row]:
     stays: dict[str, Any] = {**with_model, "gpu_bytes": 1.2 * model}
     streams: dict[str, Any] = {**with_model, "gpu_bytes": sizes.gpu}
     yield Row("choices of the device", "choices", 15, choices_of_the_device)
-    yield Row("limits", "limits", 10, limits, **with_model)
+    yield Row("limits", ALWAYS, 10, limits, **with_model)
     yield Row("calibration", "calibration", 40, calibration, on_gpus=True, **with_model)
-    yield Row("resident, batch 64", "resident", 12, partial(resident, "resident"), **stays)
-    yield Row("resident, batch 1", "resident", 12, partial(resident, "single"), **stays)
+    yield Row("resident, batch 64", "resident", 12, partial(resident, sizes.resident), **stays)
+    yield Row("resident, batch 1", "resident", 12, partial(resident, sizes.single), **stays)
     for policy in STREAMED:
         yield Row(policy, "streaming", 20, partial(streamed, policy), **streams)
     yield Row("cgopipe, traced", "streaming", 20, partial(traced, "cgopipe"), **streams)

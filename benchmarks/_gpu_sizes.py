@@ -15,12 +15,12 @@ class Requests(NamedTuple):
     """Equal requests, in batches of successive micro-batches.
 
     Attributes:
-        count: of all requests; more than a batch holds run one batch after the other.
+        total: number of requests; more than a batch holds run one batch after the other.
         prompt: tokens of each prompt.
         new_tokens: tokens to generate for each.
     """
 
-    count: int
+    total: int
     prompt: int
     new_tokens: int
     batch: int

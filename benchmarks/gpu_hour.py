@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from _claims_of_gpus import gpu_hour
 from _fresh_process import RowFailed, preload
-from _gpu_rows import PARTS, Bench, Places, Row, about_gpu, about_models, preparations, rows
+from _gpu_rows import ALWAYS, PARTS, Bench, Places, Row, about_gpu, about_models, preparations, rows
 from _gpu_sizes import FULL, SMALL
 from _options import EXECUTION, Benchmark, progress
 from _preparations import Preparations
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bench = Bench(
             SMALL if options.small else FULL, Places(models, Path(work), options.llama_source, options.llama)
         )
-        chosen = [row for row in rows(bench.sizes) if row.part in (PARTS[0], *options.only)]
+        chosen = [row for row in rows(bench.sizes) if row.part in (ALWAYS, *options.only)]
         with Preparations(preparations(bench, chosen)) as made:
             return Hour(bench, made, options.seconds - LEAST_SECONDS).run(chosen * options.rounds)
 
