@@ -44,6 +44,7 @@ def of_run(report: Result) -> Result:
             name: {key: kind[key] for key in ("lane", "tasks", "seconds", "gigabytes_per_second")}
             for (name, _), kind in kinds.items()
         },
+        "weights_home": report.get("weights_home"),
         "expected": _expected(report),
         "no_expectation": report.get("no_expectation"),
     }

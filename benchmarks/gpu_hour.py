@@ -184,7 +184,7 @@ class Hour:
         """Measure a row, or say why not; then write."""
         if reason := self._reason_against(row):
             self.result["left_out"][row.name] = reason
-            progress.print(f"{row.name}: left out: {reason}")
+            progress.print(f"{row.name}: left out: {reason}", markup=False)
             return
         beside, begun = self._made.running(), time.monotonic()
         progress.print(f"{begun - self._began:.0f} s, {self._left():.0f} s left: {row.name}")
@@ -192,7 +192,7 @@ class Hour:
             figures = row.measure(self._bench, self._left())
         except RowFailed as error:
             self.result["left_out"][row.name] = f"{FAILED}{error}"
-            progress.print(f"{row.name}: {FAILED}{error}")
+            progress.print(f"{row.name}: {FAILED}{error}", markup=False)
         else:
             took = round(time.monotonic() - begun, 2)
             self.result["rows"][row.name] = {"part": row.part, "took": took, "beside": beside, **figures}
