@@ -94,7 +94,7 @@ def test_the_gpus_of_a_group_are_those_of_the_single_machine() -> None:
         one, many = load_machine(single), load_machine(group)
         assert many.accelerator == one.accelerator
         assert many.memories["gpu"] == one.memories["gpu"]
-        assert many.link("pinned", "gpu") == one.link("pinned", "gpu")
+        assert many.link("host", "gpu") == one.link("host", "gpu")
 
 
 def test_a_group_is_written_and_read_back() -> None:

@@ -8,6 +8,7 @@ from moesched.errors import BadInput
 from moesched.inputs.budgets import read_budgets
 from moesched.machines import Machine
 from moesched.machines.rank import rank_share
+from moesched.machines.staging import within_lock_limit
 from moesched.models.config import ModelConfig
 from moesched.models.tensor_parallel import cut_config
 from moesched.seams import Policy, is_pipelined
@@ -22,7 +23,7 @@ def cut_over_ranks(
     *,
     here: bool = False,
 ) -> tuple[ModelConfig, Machine, dict[str, int]]:
-    """Each accelerator's share of model, machine and budgets.
+    """Each accelerator's share of model, machine and budgets; a limit of page-locked memory changes the machine.
 
     A pipelined policy gets the whole model and machine, and assigns layers to accelerators itself.
 
@@ -32,9 +33,11 @@ def cut_over_ranks(
 
     Raises:
         BadInput: the model cannot be cut into that many shares, the machine has fewer accelerators, or `ranks` is given
-            for a pipelined policy, or a budget is more than the machine has.
+            for a pipelined policy, or a budget is more than the machine has, or limits page-locked memory where that
+            makes no sense.
     """
     given = read_budgets(budgets, machine, here=here)
+    machine = within_lock_limit(machine, given)
     if policy is not None and is_pipelined(policy):
         if ranks is not None:
             raise BadInput(

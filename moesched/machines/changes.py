@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
-from moesched.machines.machine import Machine
+from moesched.machines.machine import PINNED, Machine
 from moesched.machines.profiles import machine_from
 from moesched.units import parse_bytes, parse_flops, parse_rate, parse_seconds
 
@@ -64,7 +64,7 @@ def _changed(machine: Machine, change: str) -> Machine:
             "name a machine without measured costs, such as one of `moesched list machines`"
         )
     tables = msgspec.to_builtins(machine)
-    parts = _parts(tables, kind)
+    parts = _parts(tables, kind, f"{machine.host.memory}->{PINNED}")
     if name not in parts:
         raise BadInput(f"{change!r}: machine {machine.name} has no {kind} {name!r}, only {', '.join(parts)}")
     for part in parts[name]:
@@ -72,14 +72,19 @@ def _changed(machine: Machine, change: str) -> Machine:
     return machine_from(tables, change)
 
 
-def _parts(tables: dict[str, Any], kind: str) -> dict[str, list[dict[str, Any]]]:
-    """A machine's links, memories or processors by name; links that share a lane have one name."""
+def _parts(tables: dict[str, Any], kind: str, staging_lane: str) -> dict[str, list[dict[str, Any]]]:
+    """A machine's links, memories or processors by name; links that share a lane have one name.
+
+    staging_lane: the name of the link that a limit of page-locked memory adds.
+    """
     if kind != "link":
         named = tables["memories" if kind == "memory" else "processors"]
         return {name: [part] for name, part in named.items()}
     lanes: dict[str, list[dict[str, Any]]] = {}
     for link in tables["links"]:
         lanes.setdefault(link["path"] or f"{link['source']}->{link['destination']}", []).append(link)
+    if tables["staging"] is not None:
+        lanes[staging_lane] = [tables["staging"]]
     return lanes
 
 

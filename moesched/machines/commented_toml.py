@@ -32,6 +32,8 @@ def commented_toml(machine: Machine, comments: Mapping[str, str], heading: str =
         blocks.append(_table(f"memories.{name}", tier, left))
     for link in machine.links:
         blocks.append(_comment(left.pop(f"links.{link.lane}", "")) + "[[links]]\n" + "\n".join(_values(link)))
+    if machine.staging is not None:
+        blocks.append(_table("staging", machine.staging, left))
     blocks.append(_table("roles", machine.roles, left))
     return "\n\n".join(block for block in blocks if block) + "\n"
 

@@ -17,6 +17,9 @@ from moesched.units import parse_bytes
 
 MOST_ACCELERATORS = 1024
 
+PINNED = "pinned"
+"""The name of page-locked memory where it is limited, in machines and budgets."""
+
 INTERCONNECT = "interconnect"
 """The lane and the resource that carry all-reduces."""
 
@@ -93,8 +96,26 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.path or f"{self.source}->{self.destination}"
 
 
+class Staging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Copies within the host's memory into page-locked memory, which are needed where that is limited.
+
+    Attributes:
+        bandwidth: bytes per second.
+        latency: seconds per copy.
+        sustained: the share of its bandwidth that copies sustain; by default that of copies within the host's memory.
+    """
+
+    bandwidth: Rate
+    latency: Seconds = 0.0
+    sustained: Estimate | None = None
+
+
 class Roles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The processors in the roles of accelerator and host (possibly the same one), and the memory of all weights."""
+    """The processors in the roles of accelerator and host (possibly the same one), and the memory of all weights.
+
+    Attributes:
+        pinned: page-locked memory that copies to the accelerator pass through, where not all of the host's is locked.
+    """
 
     accelerator: str
     host: str
@@ -195,6 +216,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         network: the connection to other nodes of this kind.
         wired_memory: wiring of weights; None if the accelerator's driver never unwires them.
         price_usd: of the whole machine.
+        staging: copies into page-locked memory, for runs that limit it; None where that is not known.
     """
 
     name: str
@@ -212,6 +234,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     network: Network | None = None
     price_usd: Price | None = None
     wired_memory: WiredMemory | None = None
+    staging: Staging | None = None
 
     @property
     def accelerator(self) -> Processor:
@@ -227,6 +250,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def unified(self) -> bool:
         """Whether accelerator and host share one memory, so that nothing is copied between them."""
         return self.accelerator.memory == self.host.memory
+
+    @property
+    def page_locked(self) -> bool:
+        """Whether accelerators copy from and to all of the host's memory at the link's rate, without staging."""
+        return not self.unified and self.roles.pinned is None
 
     @property
     def weights_on_host(self) -> bool:

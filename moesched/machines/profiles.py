@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from moesched.errors import BadInput
-from moesched.machines.estimates import Estimate
-from moesched.machines.machine import BY_THEMSELVES, SORTS, Machine, Processor, Tier
+from moesched.machines.estimates import Estimate, estimate_problems
+from moesched.machines.machine import BY_THEMSELVES, PINNED, SORTS, Machine, Processor, Tier
 from moesched.machines.sustained import rate_problems
 from moesched.machines.toml_library import (
     MOST_RATE,
@@ -88,13 +88,14 @@ def _problems(machine: Machine) -> Iterator[str]:
         yield from _capacity_problems(f"memories.{name}.capacity", tier)
     yield from _link_problems(machine)
     yield from rate_problems(machine)
-    yield from _contention_problems(machine)
     roles = machine.roles
     yield from _unknown("roles.accelerator", roles.accelerator, machine.processors)
     yield from _unknown("roles.host", roles.host, machine.processors)
     yield from _unknown("roles.weights", roles.weights, machine.memories)
     if roles.pinned is not None:
         yield from _unknown("roles.pinned", roles.pinned, machine.memories)
+    yield from _contention_problems(machine)
+    yield from _staging_problems(machine)
     if machine.wired_memory is not None and not machine.unified:
         yield "wired_memory: accelerator and host have separate memories: omit it, or give them one memory"
     if machine.accelerator_group.count > 1 and machine.unified:
@@ -123,10 +124,24 @@ def _link_problems(machine: Machine) -> Iterator[str]:
 def _contention_problems(machine: Machine) -> Iterator[str]:
     known = {*SORTS, *BY_THEMSELVES}
     known |= {f"{link.source}->{link.destination}" for link in machine.links}
+    known |= {f"{machine.host.memory}->{PINNED}"} if machine.staging else set()
     for number, pair in enumerate(machine.contention):
         for sort in (pair.work, *pair.beside.split(" + ")):
             if sort not in known:
                 yield f"contention[{number}]: {sort!r} is not a kind of work: measure again with `moesched calibrate`"
+
+
+def _staging_problems(machine: Machine) -> Iterator[str]:
+    if machine.staging is None:
+        return
+    if machine.unified:
+        yield "staging: accelerator and host share a memory, so nothing is copied: omit it"
+    if machine.roles.pinned is not None:
+        yield "staging: the role pinned names a memory that pages always pass through: omit one of both"
+    if PINNED in machine.memories:
+        yield f"memories.{PINNED}: a limit of page-locked memory adds one of this name: rename it"
+    if machine.staging.sustained is not None:
+        yield from estimate_problems("staging.sustained", machine.staging.sustained)
 
 
 def _capacity_problems(key: str, tier: Tier) -> Iterator[str]:

@@ -109,7 +109,8 @@ def at_peak(machine: Machine) -> Machine:
         name: replace(processor, device_class="", rates={}) for name, processor in machine.processors.items()
     }
     links = [replace(link, sustained=None) for link in machine.links]
-    return replace(machine, processors=processors, links=links)
+    staging = machine.staging and replace(machine.staging, sustained=None)
+    return replace(machine, processors=processors, links=links, staging=staging)
 
 
 def usable_share(machine: Machine) -> float:

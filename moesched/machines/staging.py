@@ -1,0 +1,102 @@
+"""Staging: a machine whose system lets only a part of the host's memory be page-locked.
+
+A machine with an accelerator of its own memory is described with a page-locked host: accelerators copy from and to all
+of its memory by themselves, at the link's rate. Where page-locked memory is limited, pages pass through that part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from msgspec.structs import replace
+
+from moesched.errors import BadInput
+from moesched.machines.machine import PINNED, Contention, Link, Machine, Staging, Tier
+from moesched.machines.sustained import copies_of
+from moesched.units import format_bytes
+
+
+def within_lock_limit(machine: Machine, budgets: Mapping[str, int]) -> Machine:
+    """The machine as the budgets have it: staged where one limits page-locked memory, else as it is.
+
+    Raises:
+        BadInput: the limit makes no sense on this machine.
+    """
+    return staged(machine, budgets[PINNED]) if machine.page_locked and PINNED in budgets else machine
+
+
+def staged(machine: Machine, nbytes: int) -> Machine:
+    """The machine with `nbytes` of page-locked memory, a memory in the role `pinned`, through which pages pass.
+
+    Copies between the accelerator and the rest of the host's memory go in pieces through a ring in page-locked memory:
+    at the rate of the link or of copies within the host's memory, whichever is lower.
+
+    Raises:
+        BadInput: accelerator and host share a memory, memory is staged already, the machine does not say how fast its
+            host copies, or the limit is 0 or more than the host's memory.
+    """
+    if not machine.page_locked:
+        problem = "one memory for all" if machine.unified else f"{machine.roles.pinned} memory already"
+        raise BadInput(f"machine {machine.name} has {problem}: it cannot be staged")
+    host = machine.memories[machine.host.memory]
+    if not 0 < nbytes < host.nbytes:
+        raise BadInput(
+            f"--budget {PINNED}={format_bytes(nbytes)} limits page-locked memory of {format_bytes(host.nbytes)}: "
+            "give less than that and more than 0, or omit it where all of it may be locked"
+        )
+    if machine.staging is None:
+        raise BadInput(
+            f"--budget {PINNED}: machine {machine.name} does not say how fast its host copies into page-locked memory: "
+            "add [staging] with its bandwidth"
+        )
+    memories: dict[str, Tier] = {}
+    for name, tier in machine.memories.items():
+        memories[name] = tier
+        if name == machine.host.memory:
+            memories[PINNED] = Tier(capacity=nbytes, bandwidth=tier.bandwidth)
+    return replace(
+        machine,
+        memories=memories,
+        links=list(_links(machine, machine.staging)),
+        roles=replace(machine.roles, pinned=PINNED),
+        contention=[_renamed(pair, machine) for pair in machine.contention],
+        staging=None,
+    )
+
+
+def _links(machine: Machine, staging: Staging) -> Iterator[Link]:
+    """The links with those of page-locked memory, which has the links that the host's memory had."""
+    host, accelerator = machine.host.memory, machine.accelerator.memory
+    for link in machine.links:
+        if link.destination == host and link.source != accelerator:
+            yield replace(link, destination=PINNED, path=link.lane)
+        if (link.source, link.destination) == (host, accelerator):
+            yield replace(link, source=PINNED, path=link.lane)
+        yield (
+            _through_ring(machine, link, staging)
+            if {host, accelerator} == {link.source, link.destination}
+            else link
+        )
+    yield Link(
+        source=host,
+        destination=PINNED,
+        bandwidth=staging.bandwidth,
+        latency=staging.latency,
+        sustained=staging.sustained,
+    )
+
+
+def _through_ring(machine: Machine, link: Link, staging: Staging) -> Link:
+    """A link between accelerator and memory that is not page-locked."""
+    rates = copies_of(machine).rates
+    if link.bandwidth <= staging.bandwidth:
+        return replace(link, sustained=link.sustained or rates["pinned"])
+    return replace(link, bandwidth=staging.bandwidth, sustained=staging.sustained or rates["host_copies"])
+
+
+def _renamed(pair: Contention, machine: Machine) -> Contention:
+    """Measured contention of page-locked copies to the accelerator, which come from another memory now."""
+    host, accelerator = machine.host.memory, machine.accelerator.memory
+    names = {f"{host}->{accelerator}": f"{PINNED}->{accelerator}"}
+    beside = sorted(names.get(sort, sort) for sort in pair.beside.split(" + "))
+    return replace(pair, work=names.get(pair.work, pair.work), beside=" + ".join(beside))
