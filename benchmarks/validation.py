@@ -23,10 +23,14 @@ from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.machines.build import build_machine
 from moesched.machines.changes import changed
+from moesched.machines.staging import staged
 from moesched.models.shapes import SHAPES
 from moesched.requests.workloads import given_lengths
 from moesched.routing.popularity import GENERATORS, expected_profile
 from moesched.routing.profile import RoutingProfile, write_profile
+
+PINNED_SHARE = 4
+"""The host's memory over the part of it that is page-locked: assumed."""
 
 BENCHMARK = Benchmark(
     __doc__,
@@ -111,8 +115,10 @@ def profile_of(model: str) -> RoutingProfile:
 
 
 def machine_of(run: Run) -> Machine:
-    """The machine that is built from a run's parts."""
+    """The machine that is built from a run's parts; these programs page-lock a part of the host's memory, if any."""
     machine = build_machine(run.parts).machine
+    if machine.page_locked:
+        machine = staged(machine, machine.memories[machine.host.memory].nbytes // PINNED_SHARE, ring=False)
     return changed(machine, [f"{what}={value}" for what, value in run.capacity.items()])
 
 

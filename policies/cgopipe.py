@@ -1,7 +1,8 @@
 """CGOPipe: MoE-Lightning's CPU-GPU-I/O pipeline with paged weights (ASPLOS'25, Algorithm 1 and Appendix A.1).
 
 Attention runs on the CPU two micro-batches ahead of the GPU. The next layer's weights arrive page by page between the
-micro-batches' activations, first in pinned memory, then on the GPU.
+micro-batches' activations. Where little of the host's memory is page-locked, they pass through pinned memory, as in the
+paper.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ class CGOPipe:
         plan.limit_in_flight(2)
         split_kv(plan, self.kv_on_gpu)
         self.streamed, self.buffer = double_buffered(plan)
-        self.pinned = self._staging(plan) if plan.machine.roles.pinned else None
+        self.staging = self._staging(plan)
         counts = {len(plan.chunks), len(plan.micro_batches)}
         self.shares = {count: [shares(pages, count) for pages in self.streamed] for count in counts}
 
-    def _staging(self, plan: Plan) -> Pool:
+    def _staging(self, plan: Plan) -> Pool | None:
         """Pinned slots: as many as the buffer has, or as fit, but at least one for each streamed page of a layer."""
+        if not plan.machine.roles.pinned:
+            return None
         pages = [page for layer in self.streamed for page in layer]
         fit = plan.free("pinned") // max(map(plan.slot_bytes, pages), default=1)
         slots = max(max(map(len, self.streamed)), min(len(self.buffer.slots), fit))
@@ -91,12 +94,12 @@ class CGOPipe:
         return self.shares[len(step.micro_batches)][i % len(step.layers)][j]
 
     def _pin(self, step: Step, pages: list[Page]) -> None:
-        if pages and self.pinned:
-            step.copy_to_pinned(pages, self.pinned)
+        if pages and self.staging:
+            step.copy_to_pinned(pages, self.staging)
 
     def _fetch(self, step: Step, pages: list[Page]) -> None:
         if pages:
-            step.fetch(pages, self.buffer, source=self.pinned)
+            step.fetch(pages, self.buffer, source=self.staging)
 
 
 def shares(pages: list[Page], count: int) -> list[list[Page]]:

@@ -1,12 +1,13 @@
 """Three tiers: CGOPipe with weights that do not fit into host memory either, and come from the disk.
 
 Both offloading papers keep all weights in host memory. Here host memory keeps the pages that fit beside the KV cache.
-The others are read from the disk into the same pinned buffer, while earlier pages cross the link to the accelerator.
+The others are read from the disk into a buffer of the host, while earlier pages cross the link to the accelerator.
 """
 
 from __future__ import annotations
 
 from moesched.models.layout import Page
+from moesched.steps.memory import Pool
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
@@ -14,7 +15,7 @@ from .cgopipe import CGOPipe
 
 
 class ThreeTiers(CGOPipe):
-    """CGOPipe whose pages reach pinned memory from host memory or from the disk.
+    """CGOPipe whose pages come from host memory or from the disk.
 
     Settings:
         ahead: number of micro-batches that CPU attention runs ahead of the accelerator.
@@ -24,14 +25,18 @@ class ThreeTiers(CGOPipe):
     def plan(self, plan: Plan) -> None:
         super().plan(plan)
         self.held = plan.keep(self._held(plan), "host")
+        self.direct = plan.machine.page_locked
+
+    def _staging(self, plan: Plan) -> Pool | None:
+        """Pinned slots for all pages; where the host's memory is page-locked, slots there for a layer from the disk."""
+        if not plan.machine.page_locked or plan.machine.weights_on_host:
+            return super()._staging(plan)
+        pages = [page for layer in self.streamed for page in layer]
+        return plan.pool("host", "from disk", max(map(len, self.streamed)), pages)
 
     def _held(self, plan: Plan) -> list[Page]:
         """The streamed pages that the host keeps: as many as fit, evenly from all layers."""
-        if (
-            plan.machine.unified
-            or not plan.machine.roles.pinned
-            or plan.machine.roles.weights == plan.memory("host").name
-        ):
+        if plan.machine.unified or plan.machine.weights_on_host:
             return []
         left = plan.free("host")
         held = []
@@ -43,7 +48,17 @@ class ThreeTiers(CGOPipe):
         return held
 
     def _pin(self, step: Step, pages: list[Page]) -> None:
-        device_kv = [page for page in pages if page in self.held]
-        super()._pin(step, [page for page in pages if page not in device_kv])
-        if device_kv and self.pinned:
-            step.copy_to_pinned(device_kv, self.pinned, source=self.held)
+        held, from_disk = self._by_tier(pages)
+        super()._pin(step, from_disk)
+        if held and self.staging and not self.direct:
+            step.copy_to_pinned(held, self.staging, source=self.held)
+
+    def _fetch(self, step: Step, pages: list[Page]) -> None:
+        held, staged = self._by_tier(pages) if self.direct else ([], pages)
+        super()._fetch(step, staged)
+        if held:
+            step.fetch(held, self.buffer, source=self.held)
+
+    def _by_tier(self, pages: list[Page]) -> tuple[list[Page], list[Page]]:
+        """The pages that the host keeps, and those that come from the disk."""
+        return [page for page in pages if page in self.held], [page for page in pages if page not in self.held]

@@ -77,6 +77,14 @@ WeightsFrom = Annotated[
         help="Memory that all weights come from: of a machine with a GPU the host's by default, otherwise the disk.",
     ),
 ]
+PinnedSize = Annotated[
+    str | None,
+    Parameter(
+        metavar="BYTES",
+        help="Page-locked memory, if the system limits it; weights are then copied through it. By default all of the "
+        "host's memory can be page-locked.",
+    ),
+]
 
 
 def add_to(app: App) -> None:
@@ -93,6 +101,7 @@ def machine(
     disk: DiskRate = None,
     chip: ChipName = None,
     weights: WeightsFrom = None,
+    pinned: PinnedSize = None,
     name: Annotated[
         str | None, Parameter(metavar="NAME", help="The machine's name. By default that of its parts.")
     ] = None,
@@ -106,7 +115,9 @@ def machine(
     from moesched.machines.commented_toml import commented_toml
     from moesched.system.whole_file import require_writable, whole_file
 
-    parts = Parts(gpu=gpu, chip=chip, cpu=cpu, ram=ram, pcie=pcie, disk=disk, weights=weights, name=name)
+    parts = Parts(
+        gpu=gpu, chip=chip, cpu=cpu, ram=ram, pcie=pcie, disk=disk, weights=weights, pinned=pinned, name=name
+    )
     built = build_machine(parts)
     text = commented_toml(built.machine, built.comments, _heading(parts))
     if out is not None:

@@ -15,12 +15,20 @@ from moesched.machines.built_comments import (
     gpu_comment,
     times,
 )
-from moesched.machines.built_links import RING_COMMENT, gpu_interconnect, gpu_links, pcie_of
+from moesched.machines.built_links import (
+    RING_COMMENT,
+    STAGING_COMMENT,
+    gpu_interconnect,
+    gpu_links,
+    host_copies,
+    pcie_of,
+)
 from moesched.machines.host_memory import HostMemory, host_memory
 from moesched.machines.machine import AcceleratorGroup, Link, Machine, Processor, Roles, Tier
 from moesched.machines.part_names import find_chip, find_cpu, find_gpu
 from moesched.machines.part_notation import Disk, parse_disk, parse_ram
 from moesched.machines.parts import Chip, Cpu, Gpu, gpu_flops, library
+from moesched.machines.staging import staged
 from moesched.units import format_bytes, parse_bytes
 
 LAUNCH_SECONDS = 5e-6
@@ -28,7 +36,6 @@ APPLE_LAUNCH_SECONDS = 10e-6
 DISK_BYTES = 10**12
 DISK_BANDWIDTH = 3e9
 DISK_LATENCY = 1e-4
-PINNED_SHARE = 4
 DESKTOP_CHANNELS = 2
 GIB_PER_GB = 2**30 / 10**9
 """Owners may write GiB for the GB of a shop."""
@@ -49,6 +56,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
         pcie: the GPU's slot, such as "4x16"; by default the fastest that both GPU and CPU have.
         disk: as `parse_disk` takes it.
         weights: the memory that all weights come from: "host" or "disk"; by default the host's, if there is a GPU.
+        pinned: bytes of the host's memory that can be page-locked, where it is limited; by default all of it.
         name: the machine's name; by default that of its parts.
     """
 
@@ -59,6 +67,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     pcie: str | None = None
     disk: str | None = None
     weights: str | None = None
+    pinned: str | None = None
     name: str | None = None
 
 
@@ -103,26 +112,24 @@ def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
     disk = None if parts.disk is None else parse_disk(parts.disk)
     if parts.weights == "disk" and disk is None:
         raise BadInput("--weights disk needs a disk: add, for instance, --disk 7GB/s")
-    links, link_comments = gpu_links(slot, host.bandwidth)
+    links, link_comments = gpu_links(slot)
     memories = {
         "gpu": Tier(capacity=gpu.memory, bandwidth=gpu.bandwidth),
         "host": Tier(capacity=format_size(host.nbytes), bandwidth=host.bandwidth),
-        "pinned": Tier(capacity=format_size(host.nbytes // PINNED_SHARE), bandwidth=host.bandwidth),
     }
     comments = {
         "processors.gpu": gpu_comment(gpu, count),
         "memories.gpu": f"{gpu.name}: {gpu.memory} at {format_bytes(gpu.bandwidth)}/s; {gpu.source}.",
-        "memories.pinned": "Assumed: a quarter of the host's.",
+        "staging": STAGING_COMMENT,
         "accelerator_group": (
             "Assumed: a slot of its own for each GPU, and no bridge between them: up one slot and down another."
         ),
     }
     if disk is not None:
         memories["disk"] = _disk_tier(disk)
-        links += [_disk_link(disk, "pinned"), _disk_link(disk, "host"), _disk_link(disk, "gpu")]
+        links += [_disk_link(disk, "host"), _disk_link(disk, "gpu")]
         link_comments["links.disk"] = (
-            "The disk reads into host memory, pinned or not; what stays on the GPU is loaded by way of it. "
-            "Assumed: 100 us to begin."
+            "The disk reads into host memory; what stays on the GPU is loaded by way of it. Assumed: 100 us to begin."
         )
         comments["memories.disk"] = disk_comment(disk, parts.disk)
         comments["roles"] = 'Models that do not fit into the host need weights = "disk" (--weights disk).'
@@ -145,14 +152,21 @@ def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
         },
         memories=memories,
         links=links,
-        roles=Roles(accelerator="gpu", host="cpu", weights=parts.weights or "host", pinned="pinned"),
+        roles=Roles(accelerator="gpu", host="cpu", weights=parts.weights or "host"),
+        staging=host_copies(host.bandwidth),
     )
+    if parts.pinned is not None:
+        machine = staged(machine, parts.pinned)
+        comments["memories.pinned"] = (
+            f"--pinned {parts.pinned}, with the links that the host's memory would have."
+        )
+        link_comments["links.host->pinned"] = comments.pop("staging")
     return _built(machine, comments | link_comments, cpu, sockets, host)
 
 
 def _cpu_only(parts: Parts, cpu: Cpu, sockets: int) -> BuiltMachine:
     """A CPU that computes everything, and a disk that all weights come from."""
-    _refuse(parts, "a machine without --gpu", "pcie")
+    _refuse(parts, "a machine without --gpu", "pcie", "pinned")
     host = host_memory(cpu, sockets, parts.ram)
     disk, assumed = _unified_disk(parts)
     machine = Machine(
@@ -172,7 +186,7 @@ def _cpu_only(parts: Parts, cpu: Cpu, sockets: int) -> BuiltMachine:
 
 def _with_chip(parts: Parts, chip: Chip) -> BuiltMachine:
     """A chip whose CPU and GPU share one memory, and a disk that all weights come from."""
-    _refuse(parts, f"chip {chip.name}", "gpu", "cpu", "pcie")
+    _refuse(parts, f"chip {chip.name}", "gpu", "cpu", "pcie", "pinned")
     nbytes = _chip_bytes(parts.ram, chip)
     disk, assumed = _unified_disk(parts)
     apple = chip.device_class == "apple-gpu"

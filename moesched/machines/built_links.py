@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from moesched.machines.machine import Interconnect, Link
+from moesched.machines.machine import Interconnect, Link, Staging
 from moesched.machines.part_notation import LANE_BANDWIDTHS, Pcie, parse_pcie
 from moesched.machines.parts import Cpu, Gpu
 from moesched.units import format_bytes
 
 REACHED = 0.75
-"""Share of the line rate that copies of pinned memory reach."""
+"""Share of the line rate that copies of page-locked memory reach."""
 LATENCY = 10e-6
 MEMCPY_LATENCY = 2e-6
+STAGING_COMMENT = "Assumed: memcpy by several cores, which reads and writes: half of the host's bandwidth, and 2 us to begin."
 RING_COMMENT = (
     "An all-reduce is one kernel: NVIDIA/nccl, src/graph/tuning.cc, counts 6.6 us and 1 us for each round over PCIe "
     "with small messages. Assumed: a round without peer access crosses PCIe twice."
@@ -32,26 +33,26 @@ def pcie_of(gpu: Gpu, cpu: Cpu, slot: str | None) -> Pcie:
     return Pcie(min(card.generation, here.generation), min(card.lanes, here.lanes))
 
 
-def gpu_links(slot: Pcie, host_bandwidth: float) -> tuple[list[Link], dict[str, str]]:
-    """The links between GPU, host memory and pinned memory, with the sources of their figures."""
+def gpu_links(slot: Pcie) -> tuple[list[Link], dict[str, str]]:
+    """The links between GPU and host memory, with the sources of their figures."""
     rate = _rate(slot)
     links = [
-        Link(source="pinned", destination="gpu", path="host->gpu", bandwidth=rate, latency=LATENCY),
         Link(source="host", destination="gpu", bandwidth=rate, latency=LATENCY),
         Link(source="gpu", destination="host", bandwidth=rate, latency=LATENCY),
-        Link(source="host", destination="pinned", bandwidth=host_bandwidth / 2, latency=MEMCPY_LATENCY),
     ]
     comments = {
         "links.host->gpu": (
             f"{slot}: {format_bytes(slot.bandwidth)}/s in each direction, by PCI-SIG "
             f"({format_bytes(LANE_BANDWIDTHS[slot.generation])}/s per lane). "
-            "Assumed: copies of pinned memory reach three quarters of that, and take 10 us to begin."
-        ),
-        "links.host->pinned": (
-            "Assumed: memcpy by several cores, which reads and writes: half of the host's bandwidth, and 2 us to begin."
+            "Assumed: copies of page-locked memory reach three quarters of that, and take 10 us to begin."
         ),
     }
     return links, comments
+
+
+def host_copies(bandwidth: float) -> Staging:
+    """Copies into page-locked memory, by the bandwidth of the host's memory."""
+    return Staging(bandwidth=bandwidth / 2, latency=MEMCPY_LATENCY)
 
 
 def gpu_interconnect(slot: Pcie, count: int) -> Interconnect:

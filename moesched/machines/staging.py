@@ -13,7 +13,9 @@ from msgspec.structs import replace
 from moesched.errors import BadInput
 from moesched.machines.machine import PINNED, Contention, Link, Machine, Staging, Tier
 from moesched.machines.sustained import copies_of
-from moesched.units import format_bytes
+from moesched.units import format_bytes, parse_bytes
+
+RING = "in pieces through page-locked memory, at the rate of the slower hop"
 
 
 def within_lock_limit(machine: Machine, budgets: Mapping[str, int]) -> Machine:
@@ -25,11 +27,14 @@ def within_lock_limit(machine: Machine, budgets: Mapping[str, int]) -> Machine:
     return staged(machine, budgets[PINNED]) if machine.page_locked and PINNED in budgets else machine
 
 
-def staged(machine: Machine, nbytes: int) -> Machine:
-    """The machine with `nbytes` of page-locked memory, a memory in the role `pinned`, through which pages pass.
+def staged(machine: Machine, limit: int | str, *, ring: bool = True) -> Machine:
+    """The machine with little page-locked memory, in the role `pinned`, which pages pass through.
 
-    Copies between the accelerator and the rest of the host's memory go in pieces through a ring in page-locked memory:
-    at the rate of the link or of copies within the host's memory, whichever is lower.
+    Args:
+        limit: bytes of page-locked memory, as a number or text such as "16GB".
+        ring: whether copies between the accelerator and the rest of the host's memory go in pieces through a ring in
+            page-locked memory, as on device cuda: at the rate of the link or of copies within the host's memory,
+            whichever is lower. Otherwise they are pageable copies, which the driver stages on one thread.
 
     Raises:
         BadInput: accelerator and host share a memory, memory is staged already, the machine does not say how fast its
@@ -38,7 +43,7 @@ def staged(machine: Machine, nbytes: int) -> Machine:
     if not machine.page_locked:
         problem = "one memory for all" if machine.unified else f"{machine.roles.pinned} memory already"
         raise BadInput(f"machine {machine.name} has {problem}: it cannot be staged")
-    host = machine.memories[machine.host.memory]
+    host, nbytes = machine.memories[machine.host.memory], parse_bytes(limit)
     if not 0 < nbytes < host.nbytes:
         raise BadInput(
             f"--budget {PINNED}={format_bytes(nbytes)} limits page-locked memory of {format_bytes(host.nbytes)}: "
@@ -53,18 +58,18 @@ def staged(machine: Machine, nbytes: int) -> Machine:
     for name, tier in machine.memories.items():
         memories[name] = tier
         if name == machine.host.memory:
-            memories[PINNED] = Tier(capacity=nbytes, bandwidth=tier.bandwidth)
+            memories[PINNED] = Tier(capacity=limit, bandwidth=tier.bandwidth)
     return replace(
         machine,
         memories=memories,
-        links=list(_links(machine, machine.staging)),
+        links=list(_links(machine, machine.staging, ring)),
         roles=replace(machine.roles, pinned=PINNED),
         contention=[_renamed(pair, machine) for pair in machine.contention],
         staging=None,
     )
 
 
-def _links(machine: Machine, staging: Staging) -> Iterator[Link]:
+def _links(machine: Machine, staging: Staging, ring: bool) -> Iterator[Link]:
     """The links with those of page-locked memory, which has the links that the host's memory had."""
     host, accelerator = machine.host.memory, machine.accelerator.memory
     for link in machine.links:
@@ -72,11 +77,8 @@ def _links(machine: Machine, staging: Staging) -> Iterator[Link]:
             yield replace(link, destination=PINNED, path=link.lane)
         if (link.source, link.destination) == (host, accelerator):
             yield replace(link, source=PINNED, path=link.lane)
-        yield (
-            _through_ring(machine, link, staging)
-            if {host, accelerator} == {link.source, link.destination}
-            else link
-        )
+        direct = {host, accelerator} == {link.source, link.destination}
+        yield _through_ring(machine, link, staging) if direct and ring else link
     yield Link(
         source=host,
         destination=PINNED,
@@ -88,10 +90,9 @@ def _links(machine: Machine, staging: Staging) -> Iterator[Link]:
 
 def _through_ring(machine: Machine, link: Link, staging: Staging) -> Link:
     """A link between accelerator and memory that is not page-locked."""
-    rates = copies_of(machine).rates
-    if link.bandwidth <= staging.bandwidth:
-        return replace(link, sustained=link.sustained or rates["pinned"])
-    return replace(link, bandwidth=staging.bandwidth, sustained=staging.sustained or rates["host_copies"])
+    slower, kind = (link, "pinned") if link.bandwidth <= staging.bandwidth else (staging, "host_copies")
+    sustained = slower.sustained or copies_of(machine).rates[kind]
+    return replace(link, bandwidth=slower.bandwidth, sustained=replace(sustained, source=RING))
 
 
 def _renamed(pair: Contention, machine: Machine) -> Contention:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from moesched.inputs.lookup import find_shape
-from moesched.machines import load_machine
 from moesched.machines.cost import cost_model
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
@@ -28,9 +27,9 @@ def attention_section(paper: Paper, rates: Rates) -> Section:
     """Times of one layer by micro-batch and context."""
     where = paper.settings["S2"]
     layout = weight_layout(find_shape(where.model))
-    machine = machine_at(load_machine(where.machine), rates)
+    machine = machine_at(where.described(), rates)
     cost, operations = cost_model(machine, layout.dtype), Operations(layout.config, layout.dtype)
-    full = cost_model(at_peak(load_machine(where.machine)), layout.dtype)
+    full = cost_model(at_peak(where.described()), layout.dtype)
     link = f"{machine.host.memory}->{machine.accelerator.memory}"
     rows: list[dict[str, Value]] = []
     for size in MICRO_BATCHES:

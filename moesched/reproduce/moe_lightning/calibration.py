@@ -8,7 +8,7 @@ from math import exp, log
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
-from moesched.machines import Machine, load_machine
+from moesched.machines import Machine
 from moesched.planner.setting import Setting
 from moesched.reproduce.moe_lightning.paper import Column, Paper, Row
 from moesched.reproduce.moe_lightning.rates import Rates
@@ -76,7 +76,7 @@ def calibration_rows(paper: Paper, rates: Rates) -> list[dict[str, Value]]:
     for column in paper.cells:
         for row in column.rows:
             if row.fit:
-                machine = load_machine(paper.settings[column.setting].machine)
+                machine = paper.settings[column.setting].described()
                 share = getattr(rates, row.fit)
                 rows.append(
                     {

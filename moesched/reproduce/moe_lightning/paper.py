@@ -6,12 +6,20 @@ from importlib import resources
 
 import msgspec
 
+from moesched.machines import Machine, load_machine
+from moesched.machines.staging import staged
+
 
 class PaperSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model on a machine, by our names."""
+    """A model on a machine, by our names, with the bytes of its pinned memory."""
 
     model: str
     machine: str
+    pinned: str
+
+    def described(self) -> Machine:
+        """The machine's profile as the paper's systems use it: weights are staged, and other copies are pageable."""
+        return staged(load_machine(self.machine), self.pinned, ring=False)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from moesched.machines import load_machine
 from moesched.planner import plan_model
 from moesched.reproduce.moe_lightning.paper import Paper
 from moesched.reproduce.moe_lightning.rates import Rates, machine_at
@@ -47,7 +46,7 @@ def scaling(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> S
                     workload = given_lengths([workload.longest], new_tokens)
                 proposal = plan_model(
                     where.model,
-                    machine=machine_at(load_machine(where.machine), rates),
+                    machine=machine_at(where.described(), rates),
                     workload=workload,
                     gen=new_tokens,
                     policy=POLICIES[system],

@@ -9,7 +9,6 @@ import msgspec
 from moesched import plugins
 from moesched.errors import BadInput
 from moesched.inputs.lookup import find_shape
-from moesched.machines import load_machine
 from moesched.machines.cost import cost_model
 from moesched.models.layout import weight_layout
 from moesched.planner.setting import Setting
@@ -85,7 +84,7 @@ def setting_of(
 
     rates: shares of the rates that the machine's profile states; None for the profile's sustained rates.
     """
-    machine = load_machine(where.machine)
+    machine = where.described()
     layout = weight_layout(find_shape(where.model))
     if rates is not None:
         described = machine_at(machine, rates, attends_as_flexgen=system.attends_as_flexgen)
