@@ -35,6 +35,7 @@ from moesched import plugins
 from moesched.calibration.other_load import OtherLoad
 from moesched.errors import BadInput
 from moesched.machines import Machine, Tier, load_machine
+from moesched.machines.staging import staged
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
@@ -208,8 +209,8 @@ class Link:
 
 
 def t4_like(smaller: float) -> Machine:
-    """The shipped T4 with every capacity and rate divided; launches and latencies take as long as there."""
-    t4 = load_machine("t4")
+    """The shipped T4, staged, with every capacity and rate divided; launches and latencies take as long as there."""
+    t4 = staged(load_machine("t4"), "16GB", ring=False)
     replace = msgspec.structs.replace
     processors = {
         name: replace(each, flops={"float32": each.flops["bfloat16"] / smaller / 2})

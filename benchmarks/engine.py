@@ -27,6 +27,7 @@ from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.machines import load_machine
 from moesched.machines.cost import Roofline
+from moesched.machines.staging import staged
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
@@ -75,7 +76,7 @@ def planned(steps: int) -> tuple[Plan, Policy]:
     policy = InOrder(make_policy("cgopipe"))
     layout = weight_layout(SHAPES["mixtral-8x7b"], page_bytes=PAGE_BYTES)
     batch = split_batch([PROMPT_TOKENS] * (MICRO_BATCHES * MICRO_BATCH_SIZE), steps, MICRO_BATCH_SIZE)
-    plan = plan_run(load_machine("t4"), layout, batch, policy)
+    plan = plan_run(staged(load_machine("t4"), "16GB", ring=False), layout, batch, policy)
     return plan, policy.policy
 
 

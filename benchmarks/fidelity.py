@@ -41,6 +41,7 @@ from moesched.analysis.replayed_run import replay_recording, without_loading
 from moesched.errors import BadInput
 from moesched.machines import Machine, Tier, load_machine
 from moesched.machines.local import local_machine
+from moesched.machines.staging import staged
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import DType, ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
@@ -312,11 +313,11 @@ def ranking_bars(name: str, ranked: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 
 def slow_t4() -> Machine:
-    """The shipped T4 with rates that are to small models what a T4's are to large ones.
+    """The shipped T4, staged, with rates that are to small models what a T4's are to large ones.
 
     Its host is slower still, so that attention over a few tokens takes what attention over many takes there.
     """
-    t4 = load_machine("t4")
+    t4 = staged(load_machine("t4"), "16GB", ring=False)
 
     def slower(memory: str) -> float:
         return SLOWED * HOST_SLOWED if memory == "host" else SLOWED

@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 
 from _options import SIMULATION, Benchmark, track
 
-from moesched import simulate_model
+from moesched import load_machine, simulate_model
+from moesched.machines.staging import staged
 
 LRU = f"{Path(__file__).parent / '_lru_prefetching.py'}:LruPrefetching"
+PINNED = "16GB"
+"""Page-locked memory: the papers' systems stage weights, or copy them from pageable memory."""
 ROUTING: dict[str, Any] = {"routing": "zipf", "routing_settings": {"locality": 0.5}}
 
 
@@ -121,7 +124,7 @@ def figures(case: Case, policy: str, settings: Mapping[str, Any]) -> dict[str, A
     """Tokens per second, seconds to the first token, and the share of uses that found their page."""
     report = simulate_model(
         case.model,
-        machine=case.machine,
+        machine=staged(load_machine(case.machine), PINNED, ring=False),
         policy=policy,
         settings=dict(settings),
         workload="mtbench",

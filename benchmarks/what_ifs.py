@@ -17,6 +17,7 @@ from moesched.analysis.replayed_run import without_loading
 from moesched.analysis.what_if import what_if
 from moesched.machines import load_machine
 from moesched.machines.changes import changed
+from moesched.machines.staging import staged
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
@@ -50,6 +51,8 @@ def unset(*changes: str) -> dict[str, Settings]:
     return {change: {} for change in changes}
 
 
+PINNED = "16GB"
+"""Page-locked memory, so that weights pass through two links."""
 FIXED = {
     "layer_streaming": Case(
         "t4",
@@ -194,7 +197,7 @@ def recorded(
     settings: Settings | None = None,
 ) -> Recording:
     """A run of Mixtral 8x7B on the virtual clock."""
-    machine = changed(load_machine(case.machine), changes)
+    machine = changed(staged(load_machine(case.machine), PINNED, ring=False), changes)
     layout = weight_layout(SHAPES["mixtral-8x7b"])
     made = make_policy(policy, {**case.settings, **(settings or {})})
     batch = split_batch([PROMPT] * case.requests, NEW_TOKENS, max(1, case.requests // 4))

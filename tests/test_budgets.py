@@ -21,6 +21,7 @@ from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput, OutOfMemory, TaskFailed, memory_refusal, report_of
 from moesched.inputs.budgets import ASSUMED_RUNTIME, assumed_process, read_budgets, within_process
 from moesched.machines import Machine, load_machine
+from moesched.machines.staging import staged
 from moesched.plugins import make_policy
 from moesched.requests.sampling import Sampling
 from moesched.runs.out_of_memory import plan_bytes
@@ -152,7 +153,7 @@ def test_the_budget_of_the_process_leaves_the_host_what_its_own_bytes_do_not_tak
 def test_memories_of_an_emulated_machine_share_the_budget_of_the_process() -> None:
     process = Process(runtime=300 * MB)
     given = {"process": 1000 * MB, "gpu": 400 * MB, "pinned": 100 * MB}
-    budgets, _ = within_process(given, T4, process, 1)
+    budgets, _ = within_process(given, staged(T4, "1GB"), process, 1)
     assert budgets["host"] == 200 * MB - ALLOCATOR_BYTES
 
 
@@ -160,7 +161,8 @@ def test_memories_of_an_emulated_machine_share_the_budget_of_the_process() -> No
     ("machine", "process", "said"),
     [
         (UNIFIED, Process(runtime=500 * MB), "leaves nothing for weights.* 532 MB for Python.*: give more than 532 MB"),
-        (T4, Process(runtime=MB), r"leaves nothing .* and 16 GB for gpu and 16 GB for pinned: give more than"),
+        (T4, Process(runtime=MB), r"leaves nothing .* and 16 GB for gpu: give more than"),
+        (staged(T4, "2GB"), Process(runtime=MB), r"leaves nothing .* and 16 GB for gpu and 2 GB for pinned: give"),
         (T4, Process(runtime=MB, whole=False), "cannot be kept on machine t4, .*: give host instead"),
     ],
 )  # fmt: skip

@@ -32,6 +32,7 @@ from moesched.analysis.hrm import (
 )
 from moesched.errors import BadInput
 from moesched.machines import load_machine
+from moesched.machines.staging import staged
 from moesched.models.operations import Operations
 from moesched.models.shapes import SHAPES
 
@@ -167,11 +168,13 @@ def test_unified_memory_stands_above_the_disk_where_nothing_computes() -> None:
     assert hierarchy == Hierarchy(Level("unified", 54e12, 800e9), Level("disk", 0.0, 7.4e9), link=7.4e9)
 
 
-def test_four_gpus_have_four_times_the_rates_until_pinning_is_too_slow() -> None:
+def test_four_gpus_have_four_times_the_rates_until_staging_is_too_slow() -> None:
     one, two, four = (hierarchy_of(load_machine(name), "bfloat16") for name in ("t4", "t4x2", "t4x4"))
     assert four.upper == Level("gpu", 4 * one.upper.peak, 4 * one.upper.bandwidth)
     assert (one.link, two.link, four.link) == (12e9, 24e9, 48e9)
-    assert hierarchy_of(load_machine("l4x4"), "bfloat16").link == 50e9
+    l4x4 = load_machine("l4x4")
+    assert hierarchy_of(l4x4, "bfloat16").link == 96e9
+    assert hierarchy_of(staged(l4x4, "32GB"), "bfloat16").link == 50e9
 
 
 def test_a_machine_with_one_memory_has_no_hierarchy() -> None:

@@ -36,6 +36,7 @@ def test_links_of_a_lane_get_another_bandwidth_together() -> None:
         ("processor.gpu=x2", lambda machine: machine.peak("gpu", "float32") == 16.2e12),
         ("processor.cpu.launch_seconds=1ms", lambda machine: machine.host.launch_seconds == 1e-3),
         ("processor.gpu.handover_seconds=1ms", lambda machine: machine.accelerator.handover_seconds == 1e-3),
+        ("link.host->pinned=40GB/s", lambda machine: machine.staging.bandwidth == 40e9),
         ("processor.cpu.expert_bandwidth=50GB/s", lambda machine: machine.host.expert_bandwidth == 50e9),
     ],
 )
@@ -49,7 +50,7 @@ def test_each_property_can_be_changed_by_value_or_by_factor(change: str, value: 
         ("host->gpu=24GB/s", "changes no link, memory or processor: write, for instance, link"),
         ("link.host->gpu", "changes no link, memory or processor"),
         ("link.disk=24GB/s", r"machine t4 has no link 'disk', only host->gpu, gpu->host, host->pinned"),
-        ("memory.vram=24GB", "has no memory 'vram', only gpu, host, pinned"),
+        ("memory.vram=24GB", "has no memory 'vram', only gpu, host"),
         ("processor.gpu.clock=2GHz", "a processor has no 'clock', only flops"),
         ("link.host->gpu=fast", "'fast' is not a size in bytes"),
         ("link.host->gpu=0GB/s", "'0GB/s' is not a rate: write a number and a unit, such as 24GB/s"),

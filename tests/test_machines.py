@@ -110,7 +110,8 @@ def test_a_rate_that_a_processor_has_not_is_named() -> None:
         Roofline(machine, "bfloat16").work(Work("expert", "gpu", flops=1.0))
 
 
-LAST_LINK = '[[links]]\nsource = "host"\ndestination = "pinned"\n'
+LAST_LINK = '[[links]]\nsource = "gpu"\ndestination = "host"\n'
+SAME_LINK = '[[links]]\nsource = "host"\ndestination = "gpu"\n'
 
 BROKEN = [
     ("bandwidth = 320e9\n", "", r"memories\.gpu: .*`bandwidth`"),
@@ -122,13 +123,18 @@ BROKEN = [
     ('capacity = "16GB"', 'capacity = "16 apples"', r"memories\.gpu\.capacity: '16 apples' is not a size"),
     ('capacity = "16GB"', "capacity = -16", r"memories\.gpu\.capacity is -16: give a positive capacity"),
     ("float32 = 8.1e12", "float32 = -8.1e12", r"processors\.gpu\.flops\.float32 is -.*: give a rate from 1 on"),
-    ('memory = "gpu"', 'memory = "vram"', r"processors\.gpu\.memory: 'vram' is not described.* gpu, host, pinned"),
+    ('memory = "gpu"', 'memory = "vram"', r"processors\.gpu\.memory: 'vram' is not described.* gpu, host"),
     ("launch_seconds = 5e-6", "launch_seconds = -1", r"processors\.gpu\.launch_seconds: .*>= 0"),
-    ('source = "pinned"', 'source = "pined"', r"links\[0\]\.source: 'pined' is not described.* gpu, host, pinned"),
+    ('source = "host"', 'source = "hots"', r"links\[0\]\.source: 'hots' is not described.* gpu, host"),
     ('destination = "gpu"', 'destination = "tpu"', r"links\[0\]\.destination: 'tpu' is not described"),
     ("latency = 10e-6", "latency = -1", r"links\[0\]\.latency: .*>= 0"),
-    (LAST_LINK, LAST_LINK.replace("pinned", "gpu"), r"links\[3\]: a second link from 'host' to 'gpu'"),
-    (LAST_LINK, LAST_LINK.replace("pinned", "host"), r"links\[3\]: it joins 'host' to itself"),
+    (LAST_LINK, SAME_LINK, r"links\[1\]: a second link from 'host' to 'gpu'"),
+    (LAST_LINK, LAST_LINK.replace("gpu", "host"), r"links\[1\]: it joins 'host' to itself"),
+    ("[staging]", "[staging]\nsize = 3", r"staging: .*`size`"),
+    ("bandwidth = 20e9", "bandwidth = 0", r"staging\.bandwidth: .*>= 1"),
+    ("low = 0.45", "low = 0.7", r"staging\.sustained\.expected is 0.65: give a figure from low, 0.7"),
+    ("[roles]", '[roles]\npinned = "host"', r"staging: the role pinned names a memory .*: omit one of both"),
+    ("[staging]", "[memories.pinned]\ncapacity = 1\nbandwidth = 1\n[staging]", r"memories\.pinned: .*: rename it"),
     ('host = "cpu"', 'host = "cpus"', r"roles\.host: 'cpus' is not described: use one of gpu, cpu"),
     ('weights = "host"', 'weights = "tape"', r"roles\.weights: 'tape' is not described"),
     ('weights = "host"', "", r"roles: .*`weights`"),
@@ -175,10 +181,10 @@ def test_list_shows_sizes_and_link_rates(capfd: pytest.CaptureFixture[str]) -> N
     assert main(["list", "machines"]) == 0
     lines = {line.split()[0]: line for line in capfd.readouterr().out.splitlines()}
     assert "gpu 4 x 16 GB, host 416 GB" in lines["t4x4"]
-    assert "pinned->gpu 12 GB/s" in lines["t4x4"]
+    assert "host->gpu 12 GB/s" in lines["t4x4"]
     assert "unified 192 GB" in lines["m2-ultra"]
     assert main(["list", "machines", "--json"]) == 0
     entries = {entry["name"]: entry for entry in json.loads(capfd.readouterr().out)["machines"]}
     assert entries["t4x4"]["accelerators"] == 4
-    assert entries["l4"]["memories"] == {"gpu": 24 * 10**9, "host": 192 * 10**9, "pinned": 16 * 10**9}
-    assert entries["l4"]["links"]["pinned->gpu"] == 24e9
+    assert entries["l4"]["memories"] == {"gpu": 24 * 10**9, "host": 192 * 10**9}
+    assert entries["l4"]["links"]["host->gpu"] == 24e9

@@ -199,7 +199,7 @@ def test_a_desktop_has_the_rates_of_its_parts() -> None:
         "float16": 16 * 4.5e9 * 32,
         "bfloat16": 16 * 4.5e9 * 64,
     }
-    assert machine.link("pinned", "gpu").bandwidth == pytest.approx(0.75 * 16 * 1.969e9, rel=1e-3)
+    assert machine.link("host", "gpu").bandwidth == pytest.approx(0.75 * 16 * 1.969e9, rel=1e-3)
     assert machine.link("disk", "host").bandwidth == 7e9
     assert machine.roles.weights == "host"
 
@@ -235,7 +235,7 @@ def test_several_gpus_are_joined_by_their_slots() -> None:
     joined = machine.accelerator_group.interconnect
     assert machine.accelerator_group.count == 2
     assert joined is not None
-    assert joined.bandwidth == machine.link("pinned", "gpu").bandwidth
+    assert joined.bandwidth == machine.link("host", "gpu").bandwidth
 
 
 @pytest.mark.parametrize(("count", "microseconds"), [(2, 6.6 + 2 * 2), (4, 6.6 + 6 * 2)])

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 import moesched
 from moesched.errors import BadInput
-from moesched.machines import load_machine
 from moesched.machines.sustained import at_peak
 from moesched.planner.setting import UNLIMITED
 from moesched.reproduce import SECTIONS, Section, reproduce
@@ -101,7 +100,7 @@ def test_a_cell_that_no_rate_can_meet_is_refused() -> None:
 
 
 def test_rates_change_the_links_and_the_gpu_and_flexgens_host_only_where_flexgen_attends() -> None:
-    machine, rates = at_peak(load_machine("l4")), Rates(link=0.5, kernels=0.25, flexgen_attention=0.1)
+    machine, rates = at_peak(PAPER.settings["S2"].described()), Rates(link=0.5, kernels=0.25, flexgen_attention=0.1)
     ours = machine_at(machine, rates)
     assert ours.link("host", "gpu").bandwidth == 12e9
     assert ours.link("host", "pinned") == machine.link("host", "pinned")
@@ -236,7 +235,7 @@ def test_a_cell_on_two_gpus_is_computed_as_the_results_have_it() -> None:
     where = PAPER.settings["S6"]
     computed = moesched.simulate_model(
         where.model,
-        machine=machine_at(load_machine(where.machine), RATES),
+        machine=machine_at(where.described(), RATES),
         policy="cgopipe",
         workload=given_lengths([load_workload("mtbench").longest], 32),
         requests=found["batch_size"],

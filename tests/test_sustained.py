@@ -16,6 +16,7 @@ from moesched.inputs.lookup import find_shape
 from moesched.machines import Machine, load_machine, machine_names, parse_machine
 from moesched.machines.cost import Roofline
 from moesched.machines.estimates import Estimate
+from moesched.machines.staging import staged
 from moesched.machines.sustained import (
     at_peak,
     class_names,
@@ -34,6 +35,7 @@ from moesched.steps.plan import lanes_contend
 from moesched.tasks import Task, Work, WorkPart
 
 T4 = load_machine("t4")
+STAGED_T4 = staged(T4, "16GB")
 GB = 1_000_000_000
 GPU = device_class("power-limited-gpu").rates
 HOST = device_class("server-cpu").rates
@@ -165,10 +167,19 @@ def test_sampling_takes_what_the_host_does_between_steps() -> None:
 # -- copies ----------------------------------------------------------------------------------------
 
 
+def kinds(machine: Machine) -> dict[tuple[str, str], str]:
+    return {(link.source, link.destination): link_kind(machine, link) for link in machine.links}
+
+
 def test_copies_are_told_apart_by_the_memories_that_they_join() -> None:
     nvme = load_machine("t4-nvme")
-    kinds = {(link.source, link.destination): link_kind(nvme, link) for link in nvme.links}
-    assert kinds == {
+    assert kinds(nvme) == {
+        ("host", "gpu"): "pinned",
+        ("gpu", "host"): "pinned",
+        ("disk", "host"): "disk",
+        ("disk", "gpu"): "disk",
+    }
+    assert kinds(staged(nvme, "8GB")) == {
         ("pinned", "gpu"): "pinned",
         ("host", "gpu"): "pageable",
         ("gpu", "host"): "pageable",
@@ -180,9 +191,12 @@ def test_copies_are_told_apart_by_the_memories_that_they_join() -> None:
 
 
 def test_pageable_copies_are_slower_than_pinned_ones() -> None:
-    pinned, pageable = (sustained_share(T4, T4.link(source, "gpu"), {}) for source in ("pinned", "host"))
+    machine = staged(T4, "16GB", ring=False)
+    pinned, pageable = (
+        sustained_share(machine, machine.link(source, "gpu"), {}) for source in ("pinned", "host")
+    )
     assert pageable < pinned == 1
-    assert sustained_share(T4, T4.link("host", "gpu"), {"pageable": "low"}) < pageable
+    assert sustained_share(machine, machine.link("host", "gpu"), {"pageable": "low"}) < pageable
 
 
 def test_a_machine_without_classes_is_taken_at_its_word() -> None:
@@ -210,22 +224,24 @@ def speeds(*works: Work, machine: Machine = T4) -> tuple[float, ...]:
 EXPERTS_ON_HOST = Work("run_expert", "cpu", nbytes=57 * GB, parts=(WorkPart("expert", 57 * GB, 1),))
 STAGING = Work("stage", "host->pinned", nbytes=13 * GB)
 FETCH = Work("fetch", "pinned->gpu", nbytes=12 * GB)
+DIRECT_FETCH = Work("fetch", "host->gpu", nbytes=12 * GB)
 
 
 def test_copies_take_bandwidth_from_experts_on_the_host() -> None:
     """Experts read 57 GB/s. Staging reads and writes 13, and the link reads 12, of 80 GB/s in all."""
     together = 80 / (57 + 2 * 13 + 12)
-    assert speeds(EXPERTS_ON_HOST, STAGING, FETCH) == pytest.approx([together] * 3, rel=0.005)
-    assert speeds(EXPERTS_ON_HOST, FETCH) == (1, 1)
+    at_once = speeds(EXPERTS_ON_HOST, STAGING, FETCH, machine=STAGED_T4)
+    assert at_once == pytest.approx([together] * 3, rel=0.005)
+    assert speeds(EXPERTS_ON_HOST, DIRECT_FETCH) == (1, 1)
 
 
 def test_attention_on_the_host_leaves_room_for_copies() -> None:
     attention = Work("attention", "cpu", nbytes=35 * GB, parts=(WorkPart("step attention", GB),))
-    assert speeds(attention, STAGING, FETCH) == (1, 1, 1)
+    assert speeds(attention, STAGING, FETCH, machine=STAGED_T4) == (1, 1, 1)
 
 
 def test_pinned_memory_of_a_machine_without_classes_is_a_memory_of_its_own() -> None:
-    assert speeds(EXPERTS_ON_HOST, FETCH, machine=at_peak(T4)) == (1, 1)
+    assert speeds(EXPERTS_ON_HOST, FETCH, machine=at_peak(STAGED_T4)) == (1, 1)
 
 
 @pytest.mark.parametrize(

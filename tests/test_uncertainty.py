@@ -83,7 +83,7 @@ def test_a_run_that_waits_for_the_link_is_as_uncertain_as_the_link() -> None:
     low, expected, high = seen.band["decode_step_seconds"]
     assert high / expected == pytest.approx(exp((log(0.5 / 0.4) ** 2 + log(OMITTED) ** 2) ** 0.5), rel=0.01)
     assert expected / low == pytest.approx(exp((log(0.6 / 0.5) ** 2 + log(OMITTED) ** 2) ** 0.5), rel=0.01)
-    assert seen.widest_rate == "copies of pageable memory"
+    assert seen.widest_rate == "copies of pinned memory"
 
 
 def test_a_rate_that_nothing_waits_for_widens_nothing() -> None:

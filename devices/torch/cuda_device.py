@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moesched.errors import BadInput
-from moesched.machines import Link, Machine, Processor, Roles, Tier
+from moesched.machines import Link, Machine, Processor, Roles, Staging, Tier
 from moesched.machines.local import calibrated_gpu
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import WeightLayout
@@ -24,7 +24,7 @@ ASSUMED_FLOPS = {"float32": 1e13, "bfloat16": 1e14, "float16": 1e14}
 
 ASSUMED_GPU_BANDWIDTH = 5e11
 ASSUMED_LINK_BANDWIDTH = 1e10
-ASSUMED_PIN_BANDWIDTH = 1e10
+ASSUMED_STAGING_BANDWIDTH = 1e10
 
 
 class CudaDevice(TorchDevice):
@@ -81,15 +81,13 @@ class CudaDevice(TorchDevice):
             memories={
                 "gpu": Tier(capacity=usable_bytes(free), bandwidth=ASSUMED_GPU_BANDWIDTH),
                 "host": memory,
-                "pinned": Tier(capacity=memory.nbytes // 4, bandwidth=memory.bandwidth),
             },
             links=[
-                Link(source="pinned", destination="gpu", bandwidth=ASSUMED_LINK_BANDWIDTH, path="host->gpu"),
                 Link(source="host", destination="gpu", bandwidth=ASSUMED_LINK_BANDWIDTH),
                 Link(source="gpu", destination="host", bandwidth=ASSUMED_LINK_BANDWIDTH),
-                Link(source="host", destination="pinned", bandwidth=ASSUMED_PIN_BANDWIDTH),
             ],
-            roles=Roles(accelerator="gpu", host="cpu", weights="host", pinned="pinned"),
+            roles=Roles(accelerator="gpu", host="cpu", weights="host"),
+            staging=Staging(bandwidth=ASSUMED_STAGING_BANDWIDTH),
         )
 
     @staticmethod

@@ -144,6 +144,7 @@ def _machines() -> list[dict[str, Any]]:
             machine = find_machine(name)
             entry["accelerators"] = machine.accelerator_group.count
             entry["accelerator_memory"] = machine.accelerator.memory
+            entry["page_locked_memory"] = machine.host.memory if machine.page_locked else None
             entry["memories"] = {name: tier.nbytes for name, tier in machine.memories.items()}
             entry["links"] = {f"{link.source}->{link.destination}": link.bandwidth for link in machine.links}
         entries.append(entry)
@@ -158,7 +159,8 @@ def _machine_figures(entry: dict[str, Any]) -> list[str]:
     for name, nbytes in entry.get("memories", {}).items():
         several = entry["accelerators"] > 1 and name == entry["accelerator_memory"]
         times = f"{entry['accelerators']} x " if several else ""
-        memories.append(f"{name} {times}{format_bytes(nbytes)}")
+        locked = " page-locked" if name == entry["page_locked_memory"] else ""
+        memories.append(f"{name} {times}{format_bytes(nbytes)}{locked}")
     links = [f"{name} {format_bytes(rate)}/s" for name, rate in entry.get("links", {}).items()]
     return [", ".join(memories), ", ".join(links)]
 

@@ -14,7 +14,7 @@ from moesched.inputs.budgets import PROCESS
 from moesched.inputs.lookup import find_machine, find_policy, find_shape, find_workload
 from moesched.jobs.options import SimulationOptions
 from moesched.jobs.scenario import Scenario, joined
-from moesched.machines import Machine
+from moesched.machines import PINNED, Machine
 from moesched.machines.changes import changed
 from moesched.models.config import ModelConfig
 from moesched.requests.workloads import Workload
@@ -102,14 +102,15 @@ class Finder:
         ).hexdigest()[:_KEY_DIGITS]
 
     def require_budgets(self, names: Iterable[str]) -> None:
-        """Require that some machine has each memory.
+        """Require that some machine has each memory, or is staged by its budget.
 
         Raises:
             BadInput: none has it.
         """
-        known = {PROCESS: None} | {
-            name: None for each in self.found.machines.values() for name in each.memories
-        }
+        known = {PROCESS: None}
+        for machine in self.found.machines.values():
+            known |= dict.fromkeys(machine.memories)
+            known |= {PINNED: None} if machine.page_locked else {}
         for name in names:
             if name not in known:
                 raise BadInput(
