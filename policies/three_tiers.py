@@ -61,4 +61,6 @@ class ThreeTiers(CGOPipe):
 
     def _by_tier(self, pages: list[Page]) -> tuple[list[Page], list[Page]]:
         """The pages that the host keeps, and those that come from the disk."""
-        return [page for page in pages if page in self.held], [page for page in pages if page not in self.held]
+        return [page for page in pages if page in self.held], [
+            page for page in pages if page not in self.held
+        ]

@@ -23,6 +23,7 @@ from moesched.machines.machine import (
     Machine,
     Processor,
     Roles,
+    Staging,
     Tier,
     WiredMemory,
 )
@@ -107,6 +108,7 @@ STRUCTS = (
         AcceleratorGroup,
         Interconnect,
         WiredMemory,
+        Staging,
         CostPoint,
         Contention,
     ),
@@ -117,7 +119,16 @@ STRUCTS = (
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
 def test_every_key_of_a_machine_file_is_on_its_page(struct: type[msgspec.Struct]) -> None:
     page = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
-    tables = {"processors", "memories", "links", "roles", "accelerator_group", "network", "wired_memory"}
+    tables = {
+        "processors",
+        "memories",
+        "links",
+        "roles",
+        "accelerator_group",
+        "network",
+        "wired_memory",
+        "staging",
+    }
     missing = [name for name in struct.__struct_fields__ if name not in tables and f"`{name}`" not in page]
     assert missing == []
     assert all(re.search(rf"^`\[+{table}[\].]", page, re.MULTILINE) for table in tables)

@@ -100,7 +100,10 @@ def test_a_cell_that_no_rate_can_meet_is_refused() -> None:
 
 
 def test_rates_change_the_links_and_the_gpu_and_flexgens_host_only_where_flexgen_attends() -> None:
-    machine, rates = at_peak(PAPER.settings["S2"].described()), Rates(link=0.5, kernels=0.25, flexgen_attention=0.1)
+    machine, rates = (
+        at_peak(PAPER.settings["S2"].described()),
+        Rates(link=0.5, kernels=0.25, flexgen_attention=0.1),
+    )
     ours = machine_at(machine, rates)
     assert ours.link("host", "gpu").bandwidth == 12e9
     assert ours.link("host", "pinned") == machine.link("host", "pinned")

@@ -50,7 +50,14 @@ ALL = (
         },
         lanes=("accelerator", "host", "host->gpu", "gpu->host", "host->pinned"),
         milliseconds=700,
-        given=MIXTRAL | {"machine": "t4", "workload": "mtbench", "batch_size": 2048, "micro_batch_size": 256},
+        given=MIXTRAL
+        | {
+            "machine": "t4",
+            "budgets": {"pinned": "16GB"},
+            "workload": "mtbench",
+            "batch_size": 2048,
+            "micro_batch_size": 256,
+        },
     ),
     Picture(
         name="timelines-twiddler",

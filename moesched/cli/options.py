@@ -104,7 +104,8 @@ Budgets = Annotated[
         show_default=False,
         help="Limit on the bytes of weights, KV cache and buffers in a memory, such as host=600MB; "
         "repeatable. By default its whole size. Python and libraries need about 360 MB more; process=1GB "
-        "limits the resident memory of the whole process.",
+        "limits the resident memory of the whole process, and pinned=8GB the page-locked memory of a machine with a "
+        "GPU, through which weights are then copied.",
     ),
 ]
 BatchSize = Annotated[

@@ -115,7 +115,8 @@ class MachineOptions:
         machine: "auto" for this one, a name of `moesched list machines`, a TOML file, or a Machine.
         budgets: bytes of weights, KV cache and buffers by memory, as numbers or text such as "600MB"; by default the
             machine's capacity. A budget of a memory that accelerators share is for all of them. "process" instead of
-            the host's memory limits the process's resident bytes, with Python and libraries.
+            the host's memory limits the process's resident bytes, with Python and libraries. "pinned" limits the
+            page-locked memory of a machine with a GPU: pages then pass through it.
     """
 
     machine: Machine | str

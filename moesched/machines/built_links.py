@@ -11,7 +11,9 @@ REACHED = 0.75
 """Share of the line rate that copies of page-locked memory reach."""
 LATENCY = 10e-6
 MEMCPY_LATENCY = 2e-6
-STAGING_COMMENT = "Assumed: memcpy by several cores, which reads and writes: half of the bandwidth, 2 us to begin."
+STAGING_COMMENT = (
+    "Assumed: memcpy by several cores, which reads and writes: half of the bandwidth, 2 us to begin."
+)
 RING_COMMENT = (
     "An all-reduce is one kernel: NVIDIA/nccl, src/graph/tuning.cc, counts 6.6 us and 1 us for each round over PCIe "
     "with small messages. Assumed: a round without peer access crosses PCIe twice."

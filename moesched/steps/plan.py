@@ -134,7 +134,8 @@ class Plan(Declarations):
         if role == "pinned":
             if roles.pinned is None:
                 raise BadInput(
-                    f"machine {self.machine.name} has no pinned memory: check plan.machine.roles.pinned first"
+                    f"machine {self.machine.name} has no pinned memory, as {_without_staging(self.machine)}: "
+                    "fetch pages directly where plan.machine.roles.pinned is None"
                 )
             return self.memories[roles.pinned]
         processor = numbered(roles.accelerator, stage) if role == "accelerator" else roles.host
@@ -430,6 +431,11 @@ def host_contends(plan: Plan) -> bool:
         return False
     attends = any("host" in roles for roles in plan.declared.kv_roles) and not plan.declared.kv_buffers
     return attends or plan.declared.experts_on_host
+
+
+def _without_staging(machine: Machine) -> str:
+    """Why a machine has no pinned memory."""
+    return "accelerator and host share one" if machine.unified else "all of the host's is page-locked"
 
 
 def _memories(machine: Machine, written: Machine, budgets: Mapping[str, int]) -> dict[str, Memory]:

@@ -52,7 +52,7 @@ class PageVerbs(Verbs):
         return self._transfer("fetch", pages, pool, source, arrival, transfer_class)
 
     def copy_to_pinned(self, pages: Sequence[Page], pool: Pool, *, source: Pool | None = None) -> Task:
-        """Move pages into pinned memory, the first hop to the accelerator, from `source` or where the weights live."""
+        """Move pages into page-locked memory, the first hop to the accelerator, from `source` or where weights live."""
         return self._transfer("copy_to_pinned", pages, pool, source, FETCHED, PREFETCH)
 
     def promote(self, pages: Sequence[Page], pool: Pool) -> None:
