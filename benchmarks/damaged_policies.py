@@ -3,8 +3,8 @@
 One verb call is dropped, repeated or swapped; or the policy changes what it sees, calls verbs on another thread or of a
 step that is over, or raises SystemExit. Each shipped policy, damaged at a random call, runs on real threads with a
 small random model on the CPU (half of them on a machine with one memory, half with an accelerator's memory beside the
-host's) and on the virtual clock of the t4 profile on symbols. It must raise an error at the policy's own line or, where
-the damage does no harm (two calls that commute were swapped), end with exactly the right tokens.
+host's) and on the virtual clock of the t4 profile, staged, on symbols. It must raise an error at the policy's own line
+or, where the damage does no harm (two calls that commute were swapped), end with exactly the right tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from _within import Stuck, within
 
 from moesched.devices.torch.device import TorchDevice
 from moesched.machines import Machine, load_machine
+from moesched.machines.staging import staged
 from moesched.machines.sustained import at_peak
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
@@ -132,7 +133,7 @@ class Bench:
         weights = 1.2 if resident(policy) else 0.9
         case = Case(
             name="damaged",
-            machine=at_peak(load_machine("t4")),
+            machine=at_peak(staged(load_machine("t4"), "16GB")),
             layers=4,
             weights=weights,
             new_tokens=NEW_TOKENS,

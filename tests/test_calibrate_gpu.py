@@ -183,7 +183,7 @@ def test_copies_at_once_take_as_long_as_was_measured() -> None:
 
 
 def test_copies_of_a_profile_have_no_measured_slowness() -> None:
-    assert Roofline(load_machine("t4"), "bfloat16").work(Work("load", "pinned->gpu", nbytes=1e6)).slowed == ()
+    assert Roofline(load_machine("t4"), "bfloat16").work(Work("load", "host->gpu", nbytes=1e6)).slowed == ()
 
 
 def test_the_class_of_the_library_gives_the_rates_that_are_not_measured() -> None:

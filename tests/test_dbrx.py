@@ -247,7 +247,7 @@ def test_a_simulation_moves_every_layer_once_a_step() -> None:
         batch_size=4,
     )
     layers = 40 * (2 * 6144 * (6144 + 1024) + 2 * 6144 + 16 * 6144 + 16 * 3 * 6144 * 10752) * 2
-    assert report.lanes["host->gpu"].busy_seconds == pytest.approx(3 * layers / 6e9, rel=1e-3)
+    assert report.lanes["host->gpu"].busy_seconds == pytest.approx(3 * layers / 12e9, rel=1e-3)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -22,6 +22,7 @@ from moesched.dispatch import (
     LowestScore,
 )
 from moesched.errors import PolicyError
+from moesched.machines.staging import staged
 from moesched.models.layout import Page
 from moesched.seams import Eviction
 from moesched.steps.plan import Plan
@@ -158,7 +159,8 @@ def test_reads_of_dense_pages_and_copies_to_another_pool_are_uses() -> None:
         decode = prefill
 
     policy = Streams()
-    run_on_symbols(policy, CASE.plan(policy))
+    case = msgspec.structs.replace(CASE, machine=staged(CASE.machine, "16GB"))
+    run_on_symbols(policy, case.plan(policy))
     first = policy.dense[0].id
     uses = [use for use in policy.rule.uses if use[0] == first and use[1] < 2]
     # It comes; then attention and the router read it, for 2 micro-batches of 8 and 6 tokens, and of 2 tokens.

@@ -17,6 +17,7 @@ from moesched.dispatch.expert_latencies import ExpertLatencies
 from moesched.dispatch.expert_placement import order_of, popularity_of
 from moesched.errors import BadInput
 from moesched.machines import Machine, load_machine
+from moesched.machines.staging import staged
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
@@ -287,8 +288,9 @@ def test_the_accelerator_attends_for_one_micro_batch_while_the_cpu_runs_the_expe
 
 
 def test_where_the_host_has_little_room_for_a_cache_the_planner_has_the_ffn_on_the_cpu() -> None:
+    slow_link = staged(load_machine("t4"), "600MB", ring=False)
     proposal = plan_model(
-        "mixtral-0.8b", machine="t4", gen=16, budgets={"gpu": "600MB", "host": "1620MB", "pinned": "600MB"}
+        "mixtral-0.8b", machine=slow_link, gen=16, budgets={"gpu": "600MB", "host": "1620MB"}
     )
     assert proposal.plan.policy == "cpu_ffn"
     assert (proposal.plan.attention_on_gpu, proposal.plan.ffn_on_gpu) == (True, False)

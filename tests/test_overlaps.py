@@ -8,6 +8,7 @@ from typing import Protocol
 import pytest
 
 from moesched.machines import load_machine
+from moesched.machines.staging import staged
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
@@ -24,7 +25,7 @@ class Watched:
     def __init__(self, policy: Policy, requests: int, shape: str) -> None:
         layout = weight_layout(SHAPES[shape])
         batch = split_batch([32] * requests, 3, requests // 4)
-        plan = plan_run(load_machine("t4"), layout, batch, policy)
+        plan = plan_run(staged(load_machine("t4"), "16GB"), layout, batch, policy)
         self.ended = run_on_symbols(policy, plan)
         self.step = [task for task in self.ended.tasks if task.step == 1]
         samples = [max(task.end for task in self._all(step, "sample")) for step in (0, 1)]

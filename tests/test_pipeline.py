@@ -11,6 +11,7 @@ from moesched.errors import BadInput, PolicyError
 from moesched.machines import AcceleratorGroup, Interconnect, Machine, load_machine
 from moesched.machines.cost import Roofline
 from moesched.machines.group import written_out
+from moesched.machines.staging import staged
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.planner import plan_best
@@ -70,7 +71,7 @@ def test_there_are_no_more_stages_than_layers() -> None:
 
 
 def test_the_links_of_the_first_accelerator_are_written_out_for_the_others() -> None:
-    machine = written_out(TWO, 2)
+    machine = written_out(staged(TWO, "16GB"), 2)
     cost = Roofline(machine, "bfloat16")
     first, second, across = (
         cost.work(Work("copy", link, nbytes=1e9)) for link in ("pinned->gpu", "pinned->gpu 1", "gpu->gpu 1")

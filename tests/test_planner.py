@@ -56,7 +56,7 @@ def shares(draw: st.DrawFn, gpu: int, host: int) -> Share:
         host=draw(seconds),
         accelerator=draw(seconds),
         prefill=draw(seconds),
-        nbytes={"gpu": draw(st.integers(10**8, gpu)), "host": draw(st.integers(10**7, host)), "pinned": 0},
+        nbytes={"gpu": draw(st.integers(10**8, gpu)), "host": draw(st.integers(10**7, host))},
     )
 
 
@@ -66,7 +66,7 @@ def shapes(draw: st.DrawFn) -> list[Shape]:
         Shape(
             size=size,
             most=12,
-            shared={"gpu": draw(st.integers(10**9, 3 * 10**9)), "host": 10**10, "pinned": 0},
+            shared={"gpu": draw(st.integers(10**9, 3 * 10**9)), "host": 10**10},
             each=draw(shares(gpu=10**9, host=3 * 10**10)),
             resident=draw(st.none() | shares(gpu=3 * 10**9, host=10**9)),
         )

@@ -18,6 +18,7 @@ from moesched.drivers.validation import CheckedEngine, CheckedSharedEngine
 from moesched.errors import BadInput
 from moesched.machines import Machine, load_machine
 from moesched.machines.local import unified_machine
+from moesched.machines.staging import staged
 from moesched.machines.networks import load_network
 from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
@@ -124,7 +125,12 @@ def policy_cases() -> list[Case]:
             name="two layers, many micro-batches", machine=gpu, layers=2, micro_batch_size=1, prompts=(1,) * 5
         ),
         Case(name="uneven micro-batches", machine=unified, weights=0.8, micro_batch_size=3),
-        Case(name="experts of several pages", machine=gpu, weights=0.7, pages_per_expert=3),
+        Case(
+            name="experts of several pages, staged",
+            machine=staged(gpu, "16GB"),
+            weights=0.7,
+            pages_per_expert=3,
+        ),
         Case(name="odd layers, deep", machine=unified, layers=7, weights=0.5),
         Case(name="weights on the disk", machine=load_machine("t4-nvme"), weights=0.7),
         Case(name="one layer", machine=gpu, layers=1, weights=2.2),

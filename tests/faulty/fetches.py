@@ -42,10 +42,10 @@ class BringsNoPages(Streams):
 class BringsFromAPoolThatHasNothing(Streams):
     def plan(self, plan):
         super().plan(plan)
-        self.pinned = plan.pool("pinned", "staging", 4, plan.layout.pages)
+        self.empty = plan.pool("host", "staging", 4, plan.layout.pages)
 
     def bring(self, step, i):
-        step.fetch(step.pages(i), self.pool, source=self.pinned)  #! NotResident: fetch: page L0 dense #0 is not in pool
+        step.fetch(step.pages(i), self.pool, source=self.empty)  #! NotResident: fetch: page L0 dense #0 is not in pool
 
 
 class OverfillsItsPool(Streams):
