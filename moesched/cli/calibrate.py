@@ -84,7 +84,11 @@ def print_machine(machine: Machine) -> None:
         for name, processor in machine.processors.items()
         for dtype, rate in processor.flops.items()
     ]
-    rows += [["memory", name, f"{tier.bandwidth / 1e9:.3g} GB/s"] for name, tier in machine.memories.items()]
+    for name, tier in machine.memories.items():
+        locked = ", page-locked" if machine.page_locked and name == machine.host.memory else ""
+        rows.append(["memory", name, f"{tier.bandwidth / 1e9:.3g} GB/s{locked}"])
     lanes = {link.lane: link for link in machine.links}
     rows += [["link", lane, f"{link.bandwidth / 1e9:.3g} GB/s"] for lane, link in lanes.items()]
+    if machine.staging is not None:
+        rows.append(["staging", "host->pinned", f"{machine.staging.bandwidth / 1e9:.3g} GB/s"])
     print_table(["", machine.name, ""], rows)
