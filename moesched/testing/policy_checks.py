@@ -18,8 +18,8 @@ from moesched.drivers.validation import CheckedEngine, CheckedSharedEngine
 from moesched.errors import BadInput
 from moesched.machines import Machine, load_machine
 from moesched.machines.local import unified_machine
-from moesched.machines.staging import staged
 from moesched.machines.networks import load_network
+from moesched.machines.staging import staged
 from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.requests.batch import split_batch
