@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,13 +32,13 @@ from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.steps.plan import Plan
+from moesched.tasks import PageTransfer
 from moesched.testing import Case, run_on_symbols
 from policies_for_two_memories import POLICIES, STREAM_MOST
 from runs import FORTY_PERCENT, virtual_run
 
 T4, NVME = load_machine("t4"), load_machine("t4-nvme")
 WITH_GPU = [name for name in machine_names() if load_machine(name).page_locked]
-SLOWLY_LOADED = Staging(bandwidth=5e9)
 
 
 def ends(machine: Machine) -> set[tuple[str, str]]:
@@ -175,7 +176,7 @@ def test_cgopipe_stages_its_pages_only_where_page_locked_memory_is_limited() -> 
 
 @pytest.mark.parametrize("machine", [NVME, staged(NVME, "8GB")], ids=["page-locked", "staged"])
 def test_three_tiers_read_the_disk_only_for_what_the_host_does_not_hold(machine: Machine) -> None:
-    policy = make_policy("three_tiers")
+    policy: Any = make_policy("three_tiers")
     case = Case(name="tiers", machine=machine, layers=4, weights=0.7)
     layout = case.layout()
     largest = max(page.nbytes for page in layout.pages)
@@ -184,14 +185,13 @@ def test_three_tiers_read_the_disk_only_for_what_the_host_does_not_hold(machine:
     )
     plan = replace(case, machine=tight).plan(policy)
     ended = run_on_symbols(policy, plan)
-    held = set(policy.held.pages())  # type: ignore[attr-defined]  # of this policy
-    streamed = {page for layer in policy.streamed for page in layer}  # type: ignore[attr-defined]  # of this policy
-    read = {
-        page for task in ended.tasks if task.lane.name == "disk" and task.step >= 0 for page in task.pages
-    }
+    held = set(policy.held.pages())
+    streamed = {page for layer in policy.streamed for page in layer}
+    moves = [task for task in ended.tasks if isinstance(task, PageTransfer) and task.step >= 0]
+    read = {page for task in moves if task.lane.name == "disk" for page in task.pages}
     assert held
     assert read == streamed - held
-    copied = {page for task in ended.tasks if task.verb == "copy_to_pinned" for page in task.pages}
+    copied = {page for task in moves if task.verb == "copy_to_pinned" for page in task.pages}
     assert copied == (read if machine.page_locked else streamed)
 
 
