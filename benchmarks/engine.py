@@ -26,7 +26,7 @@ from moesched.drivers.lanes import LaneKind
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.machines import load_machine
-from moesched.machines.cost import Roofline
+from moesched.machines.roofline import Roofline
 from moesched.machines.staging import staged
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES

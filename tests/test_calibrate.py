@@ -36,7 +36,8 @@ from moesched.machines import (
     machine_names,
     parse_machine,
 )
-from moesched.machines.cost import Calibrated, cost_model
+from moesched.machines.calibrated import Calibrated
+from moesched.machines.cost import cost_model
 from moesched.machines.toml_text import machine_toml
 from moesched.models.config import DType
 from moesched.models.layout import weight_layout

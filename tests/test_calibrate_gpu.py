@@ -16,9 +16,9 @@ from moesched.calibration.gpu_machine import calibrate_gpu, cpu_class, gpu_class
 from moesched.errors import BadInput
 from moesched.inputs.dtype import dtype_for
 from moesched.machines import Machine, load_machine, parse_machine
-from moesched.machines.cost import Roofline
 from moesched.machines.estimates import Estimate
 from moesched.machines.local import calibrated_file, calibrated_gpu
+from moesched.machines.roofline import Roofline
 from moesched.machines.toml_text import machine_toml
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from moesched.drivers.sharing import fair_rates
 from moesched.errors import BadInput
 from moesched.machines import Contention, CostPoint, Link, Machine, Processor, Roles, Tier
-from moesched.machines.cost import Calibrated, Curve, Roofline, Surface, cost_model
+from moesched.machines.calibrated import Calibrated
+from moesched.machines.cost import cost_model
+from moesched.machines.roofline import Roofline
+from moesched.machines.surfaces import Curve, Surface
 from moesched.models.operations import Operations
 from moesched.models.shapes import SHAPES
 from moesched.models.tensor_sizes import ResidentShare

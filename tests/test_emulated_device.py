@@ -22,7 +22,7 @@ from moesched.devices.emulated.rehearsal import Rehearsed, rehearse
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
 from moesched.machines import Machine, parse_machine
-from moesched.machines.cost import Roofline
+from moesched.machines.roofline import Roofline
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy

@@ -21,7 +21,7 @@ from moesched.dispatch import LayerByLayer, Routed, users_of
 from moesched.errors import NotResident, OutOfOrder, PolicyError
 from moesched.jobs.sparsity import sparsity_of
 from moesched.machines import Machine, load_machine
-from moesched.machines.cost import Roofline
+from moesched.machines.roofline import Roofline
 from moesched.models.operations import Amount
 from moesched.runs.ranks import Rank
 from moesched.runs.virtual_run import VirtualRun

@@ -15,7 +15,7 @@ from moesched.devices.emulated.rehearsal import rehearse
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import NotResident, PolicyError
 from moesched.machines import Machine, load_machine
-from moesched.machines.cost import Roofline
+from moesched.machines.roofline import Roofline
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.footprint import host_rows_bytes
 from moesched.models.layout import weight_layout

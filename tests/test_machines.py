@@ -12,7 +12,7 @@ import pytest
 from moesched.cli.main import main
 from moesched.errors import BadInput
 from moesched.machines import load_machine, machine_names, parse_machine
-from moesched.machines.cost import Roofline
+from moesched.machines.roofline import Roofline
 from moesched.machines.toml_text import machine_toml
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES

@@ -11,8 +11,8 @@ import pytest
 
 from moesched.errors import BadInput
 from moesched.machines import load_machine, parse_machine
-from moesched.machines.cost import Roofline
 from moesched.machines.networks import NETWORK, Network, load_network, network_names
+from moesched.machines.roofline import Roofline
 from moesched.machines.sustained import at_peak
 from moesched.machines.toml_text import machine_toml
 from moesched.tasks import Work

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from moesched.errors import BadInput, PolicyError
 from moesched.machines import AcceleratorGroup, Interconnect, Machine, load_machine
-from moesched.machines.cost import Roofline
 from moesched.machines.group import written_out
+from moesched.machines.roofline import Roofline
 from moesched.machines.staging import staged
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES

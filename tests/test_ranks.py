@@ -18,7 +18,7 @@ from moesched.devices.shared.page_reader import PageReader
 from moesched.errors import BadInput, TaskFailed
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.machines import INTERCONNECT, Machine, parse_machine
-from moesched.machines.cost import Roofline
+from moesched.machines.roofline import Roofline
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page, WeightLayout, weight_layout

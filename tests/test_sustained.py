@@ -14,8 +14,8 @@ from moesched.drivers.sharing import fair_rates
 from moesched.errors import BadInput
 from moesched.inputs.lookup import find_shape
 from moesched.machines import Machine, load_machine, machine_names, parse_machine
-from moesched.machines.cost import Roofline
 from moesched.machines.estimates import Estimate
+from moesched.machines.roofline import Roofline
 from moesched.machines.staging import staged
 from moesched.machines.sustained import (
     at_peak,

@@ -19,8 +19,8 @@ from moesched.errors import BadInput, OutOfOrder
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.jobs.report import JobReport
 from moesched.machines import INTERCONNECT, AcceleratorGroup, CostPoint, Machine, load_machine
-from moesched.machines.cost import Roofline
 from moesched.machines.rank import rank_share
+from moesched.machines.roofline import Roofline
 from moesched.machines.staging import staged
 from moesched.machines.sustained import at_peak
 from moesched.models.config import ModelConfig

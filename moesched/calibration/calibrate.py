@@ -40,8 +40,8 @@ from moesched.calibration.task_times import point, rounded
 from moesched.calibration.timing import Step, undisturbed
 from moesched.errors import BadInput
 from moesched.machines import COST_FORMAT, Contention, CostPoint, Machine
-from moesched.machines.cost import Surface
 from moesched.machines.local import calibrated_file, this_processor, unified_machine
+from moesched.machines.surfaces import Surface
 from moesched.machines.toml_text import machine_toml
 from moesched.models.config import ITEM_BYTES
 from moesched.system.cache import cache_folder

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from moesched.calibration.operation_times import PRODUCT, RESIDENT_PRODUCT
 from moesched.calibration.task_times import point
 from moesched.machines import CostPoint
-from moesched.machines.cost import Surface
+from moesched.machines.surfaces import Surface
 from moesched.models.config import ITEM_BYTES, DType
 
 SOURCE: DType = "bfloat16"

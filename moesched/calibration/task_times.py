@@ -13,7 +13,7 @@ import numpy as np
 from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER
 from moesched.machines import CostPoint
-from moesched.machines.cost import DISPATCH, HOP, sort_of
+from moesched.machines.calibrated import DISPATCH, HOP, sort_of
 from moesched.models.config import DType, ModelConfig
 from moesched.seams import at_once
 from moesched.tasks import Task, Work, WorkPart

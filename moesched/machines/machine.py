@@ -174,13 +174,15 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The time of one operation, alone on the machine.
 
     Attributes:
-        operation: its name, as in `WorkPart.operation`.
+        operation: its name, as in `WorkPart.operation`; on a machine with a GPU "product", or "dispatch" and the kind
+            of a task, as in `Work.kind`.
         size: bytes of weights; bytes moved where there are no weights; FLOPs of a prompt's attention; bytes of a KV
             head in a decode step's attention.
-        seconds: its time.
+        seconds: its time; of the dispatch of a copy, the time beyond that of its link.
         dtype: of the weights and activations; empty if it does not matter.
         rows: rows that the weights are multiplied with; the number of reads or transfers of that size; the number of
-            KV heads of a decode step's attention.
+            KV heads of a decode step's attention; the number of calls that a task's dispatch makes.
+        resource: the processor or link that it was measured on; empty on a machine with one processor.
         scaled_from: the dtype whose measured time this one was scaled from; empty if it was measured.
     """
 
@@ -189,6 +191,7 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     seconds: Seconds
     dtype: str = ""
     rows: Amount = 1
+    resource: str = ""
     scaled_from: str = ""
 
 

@@ -141,11 +141,11 @@ def sustained_share(machine: Machine, link: Link, levels: Levels) -> float:
 def groups(machine: Machine) -> dict[str, str]:
     """The groups of rates that rise and fall together, and their names for people: of a class of device and a kind.
 
-    On a calibrated machine: the kinds of work whose spread was measured.
+    On a calibrated machine, the kinds of work whose spread was measured; with a GPU, its rates as well.
     """
-    if machine.cost_table:
-        return {sort: f"measured: {sort}" for sort in machine.spread}
-    found = {}
+    found = {sort: f"measured: {sort}" for sort in machine.spread}
+    if machine.cost_table and machine.unified:
+        return found
     for name, processor in machine.processors.items():
         for rate in rates_of(processor):
             found[group(name, processor, rate)] = f"{processor.device_class or name}: {WORDS[rate]}"

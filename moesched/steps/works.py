@@ -50,7 +50,7 @@ class Works:
         self._age = age
         self._sized_for: Kind | None = None
         self._works: dict[tuple[str, str, int, int, bool], Work] = {}
-        self._moves: dict[tuple[str, str, int, int], tuple[Lane, Work]] = {}
+        self._moves: dict[tuple[str, str, int, int, str], tuple[Lane, Work]] = {}
 
     def work(
         self,
@@ -70,15 +70,20 @@ class Works:
             work = self._works[key] = Work(kind, resource, flops, nbytes, tokens, parts, rate, joins)
         return work
 
-    def move(self, source: str, destination: str, nbytes: int, pieces: int = 1) -> tuple[Lane, Work]:
-        """The lane and the work of moving bytes between two memories, in `pieces` pieces of equal size."""
-        known = self._moves.get((source, destination, nbytes, pieces))
+    def move(
+        self, source: str, destination: str, nbytes: int, pieces: int = 1, *, kind: str = ""
+    ) -> tuple[Lane, Work]:
+        """The lane and the work of moving bytes between two memories, in `pieces` pieces of equal size.
+
+        kind: of the work; by default the link, as for pages.
+        """
+        known = self._moves.get((source, destination, nbytes, pieces, kind))
         if known is None:
             lane = self._lanes[self._plan.machine.link(source, destination).lane]
             link = f"{source}->{destination}"
             parts = (WorkPart(link, nbytes / pieces, pieces),)
-            known = lane, Work(link, link, nbytes=nbytes, parts=parts)
-            self._moves[source, destination, nbytes, pieces] = known
+            known = lane, Work(kind or link, link, nbytes=nbytes, parts=parts)
+            self._moves[source, destination, nbytes, pieces, kind] = known
         return known
 
     def price(self, work: Work) -> int:
@@ -132,11 +137,15 @@ class Works:
             works["reorder"] = self.work("reorder", cached_at, unshared, operations.copy_kv)
         if not plan.machine.unified:
             fast, slow = stage.memory, plan.memory("host").name
-            works["offload_qkv"] = self.move(fast, slow, tokens * operations.qkv_bytes)[1]
+            works["offload_qkv"] = self.move(fast, slow, tokens * operations.qkv_bytes, kind="offload_qkv")[1]
             new = tokens * operations.kv_bytes + sequences * operations.state_bytes
-            works["offload_kv"] = self.move(fast, slow, new)[1]
-            works["offload_routed"] = self.move(fast, slow, tokens * operations.hidden_bytes)[1]
-            works["load_hidden"] = self.move(slow, fast, tokens * operations.attention_bytes)[1]
+            works["offload_kv"] = self.move(fast, slow, new, kind="offload_kv")[1]
+            works["offload_routed"] = self.move(
+                fast, slow, tokens * operations.hidden_bytes, kind="offload_routed"
+            )[1]
+            works["load_hidden"] = self.move(
+                slow, fast, tokens * operations.attention_bytes, kind="load_hidden"
+            )[1]
         return works
 
     def _size_attention(self, batch: MicroBatch, index: int) -> None:
@@ -167,7 +176,9 @@ class Works:
                 works["cpu_attention"] = on_host
                 if loads:
                     cached = operations.held_bytes(length - 1 for length in lengths)
-                    works["load_kv"] = self.move(plan.memory("host").name, stage.memory, cached)[1]
+                    works["load_kv"] = self.move(
+                        plan.memory("host").name, stage.memory, cached, kind="load_kv"
+                    )[1]
 
 
 def _resident(plan: Plan) -> ResidentShare:

@@ -133,7 +133,8 @@ class ExpertVerbs(Verbs):
             return batch.last  # type: ignore[return-value]  # `route` was submitted
         works = self._state.works
         nbytes = sum(len(output.rows) for output in outputs) * works.operations.hidden_bytes
-        lane, work = works.move(self._state.plan.memory("host").name, batch.stage.memory, nbytes)
+        host = self._state.plan.memory("host").name
+        lane, work = works.move(host, batch.stage.memory, nbytes, kind="load_routed")
         ran = tuple(sorted(((each.expert, each.rows) for each in outputs), key=_expert_and_row))
         loaded = Block(f"outputs from the host mb{micro_batch}")
         routing.outputs.append(loaded)

@@ -1,0 +1,103 @@
+"""Costs of a machine with one processor, from its table of measured operations."""
+
+from __future__ import annotations
+
+from moesched.errors import BadInput
+from moesched.machines.kernel_times import ONLY_MOVING
+from moesched.machines.machine import (
+    ATTENTION,
+    ATTENTION_CALLS,
+    FEW_ROWS,
+    MANY_ROWS,
+    CostPoint,
+    Machine,
+)
+from moesched.machines.roofline import NO_LEVELS, Roofline, slowed_beside
+from moesched.machines.surfaces import Surface
+from moesched.machines.sustained import Levels
+from moesched.seams import Demand
+from moesched.tasks import Work, WorkPart
+
+DISPATCH, HOP = "dispatch", "hop"
+ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt")
+MOST_FEW_ROWS = 16
+"""Most rows of a product that is bound by reading its weights, and uses most of the memory bandwidth."""
+
+
+class Calibrated:
+    """Costs from a machine's table of measured operations: a work takes the sum of its parts.
+
+    Times are interpolated between measured sizes and rows. Concurrent work is slowed by the measured rates. Work
+    without parts uses the roofline.
+
+    Raises:
+        BadInput: the machine has no measured costs in this dtype.
+    """
+
+    def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:
+        self.machine = machine
+        self.dtype = dtype
+        self._roofline = Roofline(machine, dtype)
+        self._speeds = {sort: machine.spread[sort].at(level) for sort, level in levels.items()}
+        points: dict[str, list[CostPoint]] = {}
+        for point in machine.cost_table:
+            if point.dtype in ("", dtype):
+                points.setdefault(point.operation, []).append(point)
+        if not any(point.dtype == dtype for point in machine.cost_table):
+            raise BadInput(
+                f"machine {machine.name} was not measured in {dtype}: run `moesched calibrate`, "
+                "or choose another --dtype"
+            )
+        self._surfaces = {operation: Surface(measured) for operation, measured in points.items()}
+        self._slowed = slowed_beside(machine)
+
+    def work(self, work: Work) -> Demand:
+        """The sum of the parts' times, and the speed beside other work.
+
+        Raises:
+            BadInput: an operation was not measured, or the roofline does not cover the work.
+        """
+        if not work.parts:
+            return self._roofline.work(work)
+        seconds = lead = 0.0
+        for part in work.parts:
+            if part.operation == HOP:
+                lead += part.times * self.seconds(part)
+            else:
+                seconds += part.times * self.seconds(part)
+        if DISPATCH in self._surfaces:
+            lead += self.seconds(WorkPart(DISPATCH, 0))
+        sort = sort_of(work)
+        seconds /= self._speeds.get(sort, 1.0)
+        return Demand(lead + seconds, (), sort, tuple(self._slowed.get(sort, ())), lead)
+
+    def seconds(self, part: WorkPart) -> float:
+        """The time of one of a part's operations.
+
+        Raises:
+            BadInput: the operation was not measured.
+        """
+        surface = self._surfaces.get(part.operation)
+        if surface is None:
+            raise BadInput(
+                f"machine {self.machine.name} has no cost for {part.operation!r} in {self.dtype}: "
+                "run `moesched calibrate`"
+            )
+        return surface(part.size, part.rows)
+
+
+def sort_of(work: Work) -> str:
+    """The kind of a work with parts, which decides how it and other work slow each other."""
+    operation = work.parts[0].operation
+    if operation in ATTENTIONS:
+        calls = sum(part.times for part in work.parts if part.operation == "attention call")
+        return ATTENTION_CALLS if calls > 1 else ATTENTION
+    if operation == work.resource:
+        return operation
+    rows = max(work.parts, key=_weights).rows
+    return FEW_ROWS if rows <= MOST_FEW_ROWS else MANY_ROWS
+
+
+def _weights(part: WorkPart) -> float:
+    """Bytes of weights that a part reads."""
+    return 0.0 if part.operation in ONLY_MOVING else part.size * part.times

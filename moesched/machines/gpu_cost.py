@@ -1,0 +1,92 @@
+"""Costs of a machine with a GPU: measured products and dispatch times of tasks; measured rates give the rest.
+
+A GPU's task takes as long as its kernels run, or as long as the host takes to start them if that is longer. Other tasks
+first start, and then run.
+"""
+
+from __future__ import annotations
+
+from moesched.machines.calibrated import DISPATCH, sort_of
+from moesched.machines.kernel_times import EXPERTS, is_product
+from moesched.machines.machine import ATTENTION, ATTENTION_CALLS, CostPoint, Machine
+from moesched.machines.roofline import NO_LEVELS, Roofline, slowed_beside
+from moesched.machines.surfaces import Surface
+from moesched.machines.sustained import Levels
+from moesched.seams import Demand
+from moesched.tasks import Work
+
+PRODUCT = "product"
+CALLS = (*EXPERTS, "attention call", "attention prompt")
+"""Operations that are calls of their own, of which a task may have any number."""
+
+
+class GpuCosts:
+    """Costs from the table and the rates of a machine with a GPU. Concurrent work is slowed by the measured rates.
+
+    Args:
+        levels: rates that are not at their expected figure, by group; "product" and "dispatch" are those of the table.
+    """
+
+    def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:
+        self.machine = machine
+        self._rated = Roofline(machine, dtype, levels)
+        self._slowed = slowed_beside(machine)
+        self._speeds = {
+            operation: machine.spread[operation].at(levels.get(operation, "expected"))
+            for operation in (PRODUCT, DISPATCH)
+            if operation in machine.spread
+        }
+        points: dict[tuple[str, str], list[CostPoint]] = {}
+        for point in machine.cost_table:
+            if point.dtype in ("", dtype):
+                points.setdefault((point.resource, point.operation), []).append(point)
+        self._surfaces = {key: Surface(measured) for key, measured in points.items()}
+
+    def work(self, work: Work) -> Demand:
+        """Time alone, and the speed beside other work.
+
+        Raises:
+            BadInput: the machine has no such resource, or no rate for this dtype.
+        """
+        rated = self._rated.work(work)
+        running, starting = self._running(work, rated), self._starting(work, rated)
+        on_gpu = work.resource == self.machine.roles.accelerator
+        seconds = max(running, starting) if on_gpu else running + starting
+        sort = self._sort(work)
+        return rated._replace(
+            seconds=seconds, fixed=starting, shares=(), sort=sort, slowed=tuple(self._slowed.get(sort, ()))
+        )
+
+    def _running(self, work: Work, rated: Demand) -> float:
+        """Seconds of its kernels or of its copy. Beside products, what only moves activations takes no time."""
+        surface = self._surfaces.get((work.resource, PRODUCT))
+        products = [part for part in work.parts if is_product(part)]
+        if surface is None or not products:
+            return rated.seconds - rated.fixed
+        seconds = sum(part.times * surface(part.size, part.rows) for part in products)
+        return seconds / self._speeds.get(PRODUCT, 1.0)
+
+    def _starting(self, work: Work, rated: Demand) -> float:
+        """Seconds until all its kernels are started: as measured for tasks of its kind, else by the rates.
+
+        Of a copy, those beyond the time of its link, which may grow with its bytes.
+        """
+        surface = self._surfaces.get((work.resource, f"{DISPATCH} {work.kind}"))
+        if surface is None:
+            return rated.fixed
+        moved = 0.0 if work.resource in self.machine.processors else work.nbytes
+        return surface(moved, calls(work)) / self._speeds.get(DISPATCH, 1.0)
+
+    def _sort(self, work: Work) -> str:
+        """The kind of work that others are slowed by. Kernels on the GPU slow nothing outside it."""
+        if work.resource == self.machine.roles.accelerator:
+            return ""
+        if work.resource not in self.machine.processors:
+            return work.resource
+        sort = sort_of(work)
+        return ATTENTION if sort == ATTENTION_CALLS else sort
+
+
+def calls(work: Work) -> float:
+    """The calls that a task makes: one for each expert, prompt, or group of sequences of one length; else one."""
+    return sum(part.times for part in work.parts if part.operation in CALLS) or 1.0

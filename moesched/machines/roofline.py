@@ -1,0 +1,110 @@
+"""The roofline: the time of work at the rates that a machine's kernels and copies sustain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moesched.errors import BadInput
+from moesched.machines.kernel_times import KernelTimes
+from moesched.machines.machine import INTERCONNECT, Link, Machine, Processor
+from moesched.machines.networks import NETWORK
+from moesched.machines.sustained import Levels, copies_of, is_rated, sustained_share, usable_share
+from moesched.seams import Demand
+from moesched.tasks import Work
+
+NO_LEVELS: Levels = {}
+
+
+class Roofline:
+    """The rates that the machine's kernels and copies sustain, where work takes its slowest resource's time.
+
+    With rates as stated, this is the roofline (MoE-Lightning, Eqs. 7 and 8).
+
+    Args:
+        levels: rates that are not at their expected figure, by group.
+    """
+
+    def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:
+        self.machine = machine
+        self.dtype = dtype
+        self._levels = levels
+        self._kernels: dict[str, KernelTimes] = {}
+        self._slowed = slowed_beside(machine)
+
+    def work(self, work: Work) -> Demand:
+        """Time alone and shares of each resource.
+
+        Raises:
+            BadInput: the machine has no such resource, or no rate for this dtype.
+        """
+        processor = self.machine.processors.get(work.resource)
+        if processor is not None:
+            times = self._times(work.resource, processor)(work)
+            busy = ((work.resource, times.computing), (processor.memory, times.holding))
+            return _demand(times.working, times.fixed, busy)
+        for link in self.machine.links:
+            if work.resource == f"{link.source}->{link.destination}":
+                return self._copy(link, work.nbytes)
+        group = self.machine.accelerator_group
+        if work.resource == INTERCONNECT and group.interconnect is not None:
+            seconds = work.nbytes / (group.interconnect.bandwidth * self._share(INTERCONNECT))
+            rounds = 2 * (group.count - 1)  # a ring all-reduce sends the data round twice
+            lanes = [(name, seconds) for name in (INTERCONNECT, *group.interconnect.paths)]
+            return _demand(seconds, rounds * group.interconnect.latency, lanes)
+        network = self.machine.network
+        if work.resource == NETWORK and network is not None:
+            moving = work.nbytes / (network.bandwidth * self._share(NETWORK))
+            alone = _demand(moving, network.latency_seconds, ((NETWORK, moving),))
+            lead = self.machine.accelerator.handover_seconds
+            return alone._replace(seconds=lead + alone.seconds, lead=lead)
+        raise BadInput(
+            f"machine {self.machine.name} has no cost for {work.kind} on {work.resource!r}: "
+            "describe that resource in its profile"
+        )
+
+    def _times(self, name: str, processor: Processor) -> KernelTimes:
+        known = self._kernels.get(name)
+        if known is None:
+            peak = self.machine.peak(name, self.dtype)
+            bandwidth = self.machine.memories[processor.memory].bandwidth
+            usable = usable_share(self.machine)
+            known = KernelTimes(name, processor, peak, bandwidth, usable, self._levels)
+            self._kernels[name] = known
+        return known
+
+    def _copy(self, link: Link, nbytes: float) -> Demand:
+        seconds = nbytes / (link.bandwidth * sustained_share(self.machine, link, self._levels))
+        usable = usable_share(self.machine)
+        ends = tuple(
+            (self._modules(end), nbytes / (self.machine.memories[end].bandwidth * usable))
+            for end in (link.source, link.destination)
+        )
+        alone = _demand(seconds, link.latency, ((link.lane, seconds), *ends))
+        name = f"{link.source}->{link.destination}"
+        slowed = self._slowed.get(name)
+        return alone._replace(sort=name, slowed=tuple(slowed)) if slowed else alone
+
+    def _modules(self, memory: str) -> str:
+        """The memory that a memory is a part of: pinned memory is the host's, where rates are told from peaks."""
+        pinned = memory == self.machine.roles.pinned and is_rated(self.machine)
+        return self.machine.host.memory if pinned else memory
+
+    def _share(self, kind: str) -> float:
+        return copies_of(self.machine).rates[kind].at(self._levels.get(kind, "expected"))
+
+
+def slowed_beside(machine: Machine) -> dict[str, list[tuple[str, float]]]:
+    """The measured speeds of each kind of work beside others."""
+    found: dict[str, list[tuple[str, float]]] = {}
+    for pair in machine.contention:
+        found.setdefault(pair.work, []).append((pair.beside, pair.rate))
+    return found
+
+
+def _demand(working: float, fixed: float, busy: Iterable[tuple[str, float]]) -> Demand:
+    seconds = working + fixed
+    shares: dict[str, float] = {}
+    for resource, alone in busy:
+        if alone > 0:
+            shares[resource] = min(1.0, round(shares.get(resource, 0.0) + alone / seconds, 3))
+    return Demand(seconds, tuple(shares.items()), fixed=fixed)

@@ -1,0 +1,71 @@
+"""Times between measured points: over one figure, and over the size and the rows of an operation."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from statistics import median
+
+from moesched.machines.machine import CostPoint
+
+
+class Curve:
+    """Time through measured points (x, seconds), in any order: straight lines between them.
+
+    At one x, the median of several times counts. Below the first point, the first line continues down to half of the
+    first time. Above the last point, time grows at the average slope.
+
+    Args:
+        rising: whether a larger x never takes less time. Neighbours that fall, because of noise, then take their
+            median.
+    """
+
+    def __init__(self, points: Iterable[tuple[float, float]], *, rising: bool = True) -> None:
+        by_x: dict[float, list[float]] = {}
+        for x, seconds in points:
+            by_x.setdefault(x, []).append(seconds)
+        self._xs = sorted(by_x)
+        seconds_at = [median(by_x[x]) for x in self._xs]
+        self._seconds = _rising(seconds_at) if rising else seconds_at
+
+    def __call__(self, x: float) -> float:
+        xs, seconds = self._xs, self._seconds
+        if len(xs) == 1:
+            return seconds[0]
+        if x >= xs[-1]:
+            return seconds[-1] + (x - xs[-1]) * max(0.0, seconds[-1] - seconds[0]) / (xs[-1] - xs[0])
+        right = max(1, bisect_right(xs, x))
+        left = right - 1
+        at = seconds[left] + (x - xs[left]) * (seconds[right] - seconds[left]) / (xs[right] - xs[left])
+        return max(at, seconds[0] / 2)
+
+
+class Surface:
+    """Time of one operation by its size and rows: a curve over rows at each size, and a curve over sizes through those.
+
+    More rows never take less time. Larger weights may, since a device uses more cores from some size on.
+    """
+
+    def __init__(self, points: Iterable[CostPoint]) -> None:
+        by_size: dict[float, list[tuple[float, float]]] = {}
+        for point in points:
+            by_size.setdefault(point.size, []).append((point.rows, point.seconds))
+        self._curves = {size: Curve(measured) for size, measured in by_size.items()}
+
+    def __call__(self, size: float, rows: float) -> float:
+        through = ((each, curve(rows)) for each, curve in self._curves.items())
+        return Curve(through, rising=False)(size)
+
+
+def _rising(values: Iterable[float]) -> list[float]:
+    """The closest rising numbers: neighbours that fall become their median (isotonic regression).
+
+    A mean would let one outlier raise all its neighbours.
+    """
+    pools: list[list[float]] = []
+    for value in values:
+        pools.append([value])
+        while len(pools) > 1 and median(pools[-2]) >= median(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return [median(pool) for pool in pools for _ in pool]
