@@ -257,6 +257,19 @@ class ChecksMachine(Protocol):
 
 
 @runtime_checkable
+class IsCalibrated(Protocol):
+    """A device class whose speed `moesched calibrate` measures, so that its runs are predicted."""
+
+    @staticmethod
+    def processors() -> str:
+        """The processors that it runs on here, as `Machine.measured_on` names those of a calibration.
+
+        Raises:
+            BadInput: the hardware is not there.
+        """
+
+
+@runtime_checkable
 class ChoosesDtype(Protocol):
     """A device class that computes in float16, too; one whose hardware may lack bfloat16 chooses it there."""
 

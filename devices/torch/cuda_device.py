@@ -10,6 +10,8 @@ import torch
 from moesched.errors import BadInput
 from moesched.machines import Link, Machine, Processor, Roles, Staging, Tier
 from moesched.machines.local import calibrated_gpu
+from moesched.machines import Link, Machine, Processor, Roles, Tier
+from moesched.machines.local import calibrated_gpu, processor_with
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import WeightLayout
 from moesched.seams import Transport
@@ -89,6 +91,16 @@ class CudaDevice(TorchDevice):
             roles=Roles(accelerator="gpu", host="cpu", weights="host"),
             staging=Staging(bandwidth=ASSUMED_STAGING_BANDWIDTH),
         )
+
+    @staticmethod
+    def processors() -> str:
+        """This machine's processor and its first GPU.
+
+        Raises:
+            BadInput: there is no CUDA device.
+        """
+        require_cuda()
+        return processor_with(torch.cuda.get_device_name(0))
 
     @staticmethod
     def check_machine(machine: Machine) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
 from moesched.machines import Machine, machine_names
+from moesched.machines.local import this_processor
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling
@@ -95,6 +96,11 @@ class TorchDevice(ChoosesDtype):
         self._transport: Transport | None = None
         self._verbs: dict[str, Verb] = {}
         self._cuda: CudaStreams | None = None
+
+    @staticmethod
+    def processors() -> str:
+        """This machine's processor and the number of its cores."""
+        return this_processor()
 
     @staticmethod
     def check_machine(machine: Machine) -> None:

@@ -159,7 +159,7 @@ class Calibration:
             measured_on=this_processor(),
             cost_format=COST_FORMAT,
             cost_table=measured + scaled,
-            contention=_contention(self._operations.rates | self._models.rates),
+            contention=contention_of(self._operations.rates | self._models.rates),
             spread=spread({DISK: self._operations.speeds(READ)} | self._models.tasks.speeds()),
         )
 
@@ -178,7 +178,8 @@ class Calibration:
         )
 
 
-def _contention(rates: Mapping[tuple[str, str], Sequence[float]]) -> list[Contention]:
+def contention_of(rates: Mapping[tuple[str, str], Sequence[float]]) -> list[Contention]:
+    """Measured speeds as they stand in a machine file: medians, by work and what ran beside it."""
     return [
         Contention(work=sort, beside=other, rate=rounded(median(found)))
         for (sort, other), found in sorted(rates.items())

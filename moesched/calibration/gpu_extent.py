@@ -7,6 +7,7 @@ from itertools import product
 
 import msgspec
 
+from moesched.calibration.extent import small_model
 from moesched.calibration.gpu_probe import (
     CPU,
     GPU,
@@ -19,12 +20,23 @@ from moesched.calibration.gpu_probe import (
     Product,
     Stream,
 )
+from moesched.models.config import ModelConfig
 
-LINKS = ((PINNED, GPU), (HOST, GPU), (GPU, HOST), (HOST, PINNED))
-"""Copies that policies make: to and from the GPU, and into pinned memory. A copy to the host is page-locked."""
+STAGING = (HOST, PINNED)
+LINKS = ((HOST, GPU), (GPU, HOST), STAGING)
+"""Copies that policies make: from and to the GPU, and into staging slots where little may be page-locked."""
 
-AT_ONCE = (((PINNED, GPU), (GPU, HOST)), ((PINNED, GPU), (HOST, PINNED)), ((GPU, HOST), (HOST, PINNED)))
+AT_ONCE = (((HOST, GPU), (GPU, HOST)), ((HOST, GPU), STAGING), ((GPU, HOST), STAGING))
 """Pairs of links whose copies run at once."""
+
+
+FULL = "float32"
+"""The number format whose products are measured for their rate only."""
+
+MODEL = small_model(
+    "calibration-gpu", hidden=1024, intermediate=3584, heads=16, head_dim=128, vocabulary=8192
+)
+"""Kernels that are shorter than their dispatch, on a layer of 180 MB whose fetch outlasts attention on the host."""
 
 
 class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,28 +46,51 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
         rounds: how often each operation is measured; the spread is that of the rounds.
         dtypes: of products; on a GPU without bfloat16, float16 instead.
         matrices: (outputs, inputs) of products, from an expert of a small model to one of a large model.
-        rows: of products that are bound by compute; those of one row are bound by reading.
+        rows: of products on the GPU; in float32 only the fewest and the most.
         host_rows: the same on the CPU.
-        small, large: bytes of copies, whose times give latency and bandwidth.
+        small, large: bytes of copies, whose times give latency and bandwidth; the large ones are of a page's size.
         stream: bytes of a pass over memory.
         kernels: launches in a row.
+        model: whose tasks are timed.
+        groups: the prompt lengths of its micro-batches, of one sequence and of many, and of many long ones: all run
+            twice, with their KV cache on the GPU and on the host.
+        steps: of its runs, prefill included.
     """
 
     rounds: int = 5
-    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    dtypes: tuple[str, ...] = ("bfloat16", FULL)
     matrices: tuple[tuple[int, int], ...] = ((1536, 2048), (2048, 4096), (4096, 4096), (14336, 4096))
-    rows: tuple[int, ...] = (512, 2048)
-    host_rows: tuple[int, ...] = (256,)
+    rows: tuple[int, ...] = (1, 8, 16, 64, 512, 4096)
+    host_rows: tuple[int, ...] = (1, 8, 16, 64, 256)
     small: int = 64 << 10
     large: int = 64 << 20
     stream: int = 512 << 20
     kernels: int = 200
+    model: ModelConfig = MODEL
+    groups: tuple[tuple[int, ...], ...] = ((16,), (16,) * 64, (512,) * 64)
+    steps: int = 8
+
+    @property
+    def micro_batches(self) -> tuple[tuple[int, ...], ...]:
+        """The prompt lengths of all micro-batches."""
+        return self.groups * 2
+
+    @property
+    def on_host(self) -> range:
+        """The micro-batches whose KV cache is on the host."""
+        return range(len(self.groups), 2 * len(self.groups))
+
+    @property
+    def measurements(self) -> int:
+        """Measurements in all: operations and pairs in each round, and runs of the model."""
+        each = len([*self.operations(), *self.pairs()])
+        return self.rounds * (each + 2) + 1
 
     def operations(self) -> Iterator[Operation]:
         """Every operation, alone."""
         for dtype, (outputs, inputs) in product(self.dtypes, self.matrices):
             for processor, rows in ((GPU, self.rows), (CPU, self.host_rows)):
-                for each in (1, *rows):
+                for each in (rows[0], rows[-1]) if dtype == FULL else rows:
                     yield Product(processor, dtype, outputs, inputs, each)
         yield Stream(GPU, self.stream)
         yield Stream(HOST, self.stream)
@@ -73,4 +108,4 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 THOROUGH_GPU = GpuExtent()
-QUICK_GPU = GpuExtent(rounds=3, matrices=((2048, 4096), (14336, 4096)), rows=(2048,))
+QUICK_GPU = GpuExtent(rounds=3, matrices=((2048, 4096), (14336, 4096)))

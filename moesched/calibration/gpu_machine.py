@@ -1,14 +1,14 @@
-"""Calibration of a machine with a GPU: measures its rates and writes a machine file with them.
+"""Calibration of a machine with a GPU: measures its rates and its tasks, and writes a machine file.
 
-Unlike a calibration of the CPU alone it writes no table of costs, but rates with their measured spread, from which
-work of any size is predicted: products, weights, copies alone and at once, launches, waits of the host. Rates that
-are not measured are those of its class of device.
+Products go into the cost table, and so do the dispatch times of tasks, from runs of a small model. Copies, attention
+on the host and launches are rates with their measured spread. Rates that are not measured are those of its class of
+device.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from statistics import median
@@ -17,22 +17,31 @@ from msgspec.structs import replace
 
 from moesched import plugins
 from moesched.calibration import gpu_rates
-from moesched.calibration.gpu_extent import LINKS, QUICK_GPU, THOROUGH_GPU, GpuExtent
-from moesched.calibration.gpu_probe import CPU, GPU, HOST, PINNED, Copy, GpuProbe, Operation
+from moesched.calibration.calibrate import contention_of
+from moesched.calibration.gpu_exercise import GpuExercise
+from moesched.calibration.gpu_extent import FULL, LINKS, QUICK_GPU, STAGING, THOROUGH_GPU, GpuExtent
+from moesched.calibration.gpu_probe import CPU, GPU, HOST, Copy, GpuProbe, Operation
+from moesched.calibration.gpu_tasks import GpuTasks
+from moesched.calibration.spread import spread
+from moesched.calibration.task_times import Source
 from moesched.errors import BadInput
-from moesched.machines import Contention, Link, Machine, Processor, Roles, Tier
+from moesched.machines import COST_FORMAT, Contention, Link, Machine, Processor, Roles, Tier
+from moesched.machines.calibrated import DISPATCH
 from moesched.machines.estimates import Estimate
-from moesched.machines.local import calibrated_file
+from moesched.machines.gpu_cost import PRODUCT, GpuCosts
+from moesched.machines.local import calibrated_file, processor_with
+from moesched.machines.machine import Staging
 from moesched.machines.part_names import find_gpu
 from moesched.machines.toml_text import machine_toml
 from moesched.system.cache import cache_folder
 from moesched.system.cores import usable_cores
+from moesched.system.scratch import scratch_folder
 from moesched.system.whole_file import require_writable, whole_file
+from moesched.tasks import Task
 
 Progress = Callable[[int, int], object]
 
 PROBE = "moesched.devices.torch.cuda_probe:CudaProbe"
-PINNED_SHARE = 4
 HBM_BANDWIDTH = 1.2e12
 SERVER_BANDWIDTH = 120e9
 """Memory bandwidths from which on a GPU that the library does not know, and a CPU, count as those of servers."""
@@ -56,7 +65,11 @@ def calibrate_gpu(
     file = calibrated_file(device) if out is None else out
     require_writable(file, "machine file")
     extent = THOROUGH_GPU if thorough else QUICK_GPU
-    with closing(plugins.load(PROBE, "the probe")(usable_cores())) as probe:
+    make_probe = plugins.load(PROBE, "the probe")
+    with (
+        scratch_folder(inside=cache_folder()) as folder,
+        closing(make_probe(usable_cores(), folder)) as probe,
+    ):
         machine = measured_machine(probe, extent, progress or (lambda done, total: None))
     with whole_file(file, "machine file") as written:
         written.write(machine_toml(machine).encode())
@@ -64,22 +77,36 @@ def calibrate_gpu(
 
 
 def measured_machine(probe: GpuProbe, extent: GpuExtent, progress: Progress) -> Machine:
-    """Measure a machine with a GPU, in the number formats that it has."""
-    extent = replace(extent, dtypes=(probe.half, "float32"))
+    """Measure a machine with a GPU, in the number formats that it has.
+
+    Raises:
+        BadInput: something was not measured; the message says what, and the remedy.
+    """
+    extent = replace(extent, dtypes=(probe.half, FULL))
+    done, steps = 0, extent.measurements
+
+    def tell() -> None:
+        nonlocal done
+        done += 1
+        progress(done, steps)
+
+    rated = _rated(probe, extent, tell)
+    return _with_tasks(rated, probe, extent, tell)
+
+
+def _rated(probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Machine:
+    """The machine with its rates and its products, from operations that are timed alone and in pairs."""
     operations, pairs = list(extent.operations()), list(extent.pairs())
-    steps = extent.rounds * (len(operations) + len(pairs))
     times: dict[Operation, list[float]] = {each: [] for each in operations}
     together: dict[tuple[Copy, Copy], list[float]] = {each: [] for each in pairs}
-    done = 0
-    for _ in range(
-        extent.rounds
-    ):  # everything in turn, as clocks drift: the spread then covers the whole time
+    # Everything in turn, as clocks drift: the spread then covers the whole time.
+    for _ in range(extent.rounds):
         for operation in operations:
             times[operation].append(probe.seconds(operation))
-            progress(done := done + 1, steps)
+            tell()
         for pair in pairs:
             together[pair].append(probe.seconds(*pair))
-            progress(done := done + 1, steps)
+            tell()
     contention = [
         Contention(
             work=f"{copy.source}->{copy.destination}",
@@ -89,6 +116,40 @@ def measured_machine(probe: GpuProbe, extent: GpuExtent, progress: Progress) -> 
         for (copy, other), found in together.items()
     ]
     return _machine(probe, extent, times, contention)
+
+
+def _with_tasks(rated: Machine, probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Machine:
+    """The machine with the dispatch times of tasks, attention on the host, and their speeds beside copies."""
+    source, found = Source(extent.model, probe.half, 0), GpuTasks()
+
+    def run(*, beside: bool) -> list[Task]:
+        policy = GpuExercise(extent.on_host, beside=beside)
+        tasks = probe.tasks(extent.model, policy, extent.micro_batches, extent.steps, rated)
+        tell()
+        return tasks
+
+    run(beside=False)  # the first run of a process loads kernels
+    for _ in range(extent.rounds):
+        found.add(source, run(beside=False))
+        found.add_beside(source, run(beside=True))
+    attending = _with_attention(rated, found.host_attention())
+    points = found.points(GpuCosts(attending, probe.half).running)
+    return replace(
+        attending,
+        cost_table=[*rated.cost_table, *points],
+        contention=[*rated.contention, *contention_of(found.rates)],
+        spread=attending.spread | spread({DISPATCH: found.speeds()}),
+    )
+
+
+def _with_attention(machine: Machine, rates: Sequence[float]) -> Machine:
+    """The machine with the measured rate of attention on the host; with that of its class where none was measured."""
+    if not rates:
+        return machine
+    bandwidth = machine.memories[HOST].bandwidth
+    attention = gpu_rates.estimate([rate / bandwidth for rate in rates])
+    cpu = replace(machine.host, rates=machine.host.rates | {"attention": attention})
+    return replace(machine, processors=machine.processors | {CPU: cpu})
 
 
 def _machine(
@@ -102,9 +163,13 @@ def _machine(
         "host_seconds": gpu_rates.host_seconds(times, launch.expected),
     }
     cpu_rates = {"weights": gpu_rates.weights(times, CPU, 0.0, host_bandwidth)}
+    staging = gpu_rates.link(times, *STAGING)
+    gpu_rates.require_cold(staging.bandwidth, host_bandwidth)
     return Machine(
         name=f"{platform.node() or 'local'} with {probe.gpu_name}",
         description=f"calibrated: {probe.gpu_name}, {usable_cores()} cores, {extent.rounds} rounds",
+        measured_on=processor_with(probe.gpu_name),
+        cost_format=COST_FORMAT,
         processors={
             GPU: _processor(times, extent, GPU, gpu_class(probe.gpu_name, gpu_bandwidth), gpu_rates_found),
             CPU: _processor(times, extent, CPU, cpu_class(host_bandwidth), cpu_rates),
@@ -112,11 +177,15 @@ def _machine(
         memories={
             GPU: Tier(capacity=probe.gpu_bytes, bandwidth=gpu_bandwidth),
             HOST: Tier(capacity=probe.host_bytes, bandwidth=host_bandwidth),
-            PINNED: Tier(capacity=probe.host_bytes // PINNED_SHARE, bandwidth=host_bandwidth),
         },
-        links=[_link(times, source, destination) for source, destination in LINKS],
-        roles=Roles(accelerator=GPU, host=CPU, weights=HOST, pinned=PINNED),
+        links=[_link(times, *ends) for ends in LINKS if ends != STAGING],
+        staging=Staging(
+            bandwidth=staging.bandwidth.best, latency=staging.latency, sustained=staging.bandwidth.share
+        ),
+        roles=Roles(accelerator=GPU, host=CPU, weights=HOST),
+        cost_table=gpu_rates.table(times, probe.half),
         contention=contention,
+        spread=spread({PRODUCT: gpu_rates.product_speeds(times, probe.half)}),
     )
 
 
@@ -147,7 +216,6 @@ def _link(times: gpu_rates.Times, source: str, destination: str) -> Link:
         destination=destination,
         bandwidth=rate.bandwidth.best,
         latency=rate.latency,
-        path="host->gpu" if (source, destination) == (PINNED, GPU) else "",
         sustained=rate.bandwidth.share,
     )
 

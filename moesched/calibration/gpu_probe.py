@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
+
+from moesched.machines import Machine
+from moesched.models.config import ModelConfig
+from moesched.seams import Policy
+from moesched.tasks import Task
 
 GPU, CPU = "gpu", "cpu"
 HOST, PINNED = "host", "pinned"
@@ -26,7 +32,10 @@ class Stream(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy from one memory to another: the GPU's, pinned memory, or the host's pageable memory."""
+    """A copy of a page, as the device makes it: between the GPU and page-locked memory of the host, or within that.
+
+    A copy from the host's memory to pinned memory is one into a staging slot, on the device's threads.
+    """
 
     source: str
     destination: str
@@ -65,6 +74,21 @@ class GpuProbe(Protocol):
 
     def seconds(self, operation: Operation, *beside: Operation) -> float:
         """The time of an operation among repetitions of it, while other operations are repeated beside it."""
+
+    def tasks(
+        self,
+        model: ModelConfig,
+        policy: Policy,
+        groups: Sequence[Sequence[int]],
+        steps: int,
+        machine: Machine,
+    ) -> list[Task]:
+        """Run a small random model on the GPU, and return its tasks in the order of their ends.
+
+        Args:
+            groups: the prompt lengths of each micro-batch.
+            steps: prefill included.
+        """
 
     def close(self) -> None:
         """Free memory, and end threads."""

@@ -7,10 +7,14 @@ from itertools import starmap
 from statistics import median
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from moesched.calibration.gpu_probe import Answer, Copy, Launches, Operation, Product, Stream
-from moesched.calibration.task_times import LEAST_SECONDS, rounded
+from moesched.calibration.task_times import LEAST_SECONDS, point, rounded
 from moesched.errors import BadInput
+from moesched.machines import CostPoint
 from moesched.machines.estimates import Estimate
+from moesched.machines.gpu_cost import PRODUCT
 from moesched.models.config import ITEM_BYTES
 
 MEASURED = "measured by `moesched calibrate`"
@@ -35,15 +39,15 @@ class LinkRate(NamedTuple):
 
 
 def products(times: Times, processor: str, dtype: str) -> SharedRate:
-    """FLOP/s of products of many rows.
+    """FLOP/s of products of the most rows.
 
     Raises:
         BadInput: none was measured.
     """
+    found = list(_products(times, processor, dtype))
+    most = max((each.rows for each, _ in found), default=0)
     rates = [
-        2.0 * each.outputs * each.inputs * each.rows / seconds
-        for each, seconds in _products(times, processor, dtype)
-        if each.rows > 1
+        2.0 * each.outputs * each.inputs * each.rows / seconds for each, seconds in found if each.rows == most
     ]
     return shared(rates, f"products in {dtype} on the {processor}")
 
@@ -112,6 +116,47 @@ def link(times: Times, source: str, destination: str) -> LinkRate:
     bandwidth = shared(rates, f"copies from {source} to {destination}")
     latency = max(0.0, median(short) - small / median(rates))
     return LinkRate(bandwidth, rounded(latency))
+
+
+def require_cold(copies: SharedRate, memory: float) -> None:
+    """Refuse copies within a memory that were faster than it can read and write as many bytes.
+
+    Args:
+        memory: the memory's bytes per second.
+
+    Raises:
+        BadInput: they were; caches held what was copied.
+    """
+    if copies.best > memory / 2:
+        raise BadInput(
+            f"copies within the host's memory came to {copies.best / 1e9:.3g} GB/s, more than half of its "
+            f"{memory / 1e9:.3g} GB/s, though a copy reads and writes: caches held the bytes, and nothing is written; "
+            "end other programs and calibrate again"
+        )
+
+
+def table(times: Times, dtype: str) -> list[CostPoint]:
+    """The products in a dtype, as points of a cost table: medians over the rounds."""
+    return [
+        replace(
+            point(
+                PRODUCT,
+                dtype,
+                each.rows,
+                each.outputs * each.inputs * ITEM_BYTES[each.dtype],
+                median(rounds),
+            ),
+            resource=each.processor,
+        )
+        for each, rounds in times.items()
+        if isinstance(each, Product) and each.dtype == dtype
+    ]
+
+
+def product_speeds(times: Times, dtype: str) -> list[float]:
+    """Speeds of products in each round, relative to the median of the rounds: the median over all products."""
+    products = [rounds for each, rounds in times.items() if isinstance(each, Product) and each.dtype == dtype]
+    return [median(median(rounds) / rounds[turn] for rounds in products) for turn in range(len(products[0]))]
 
 
 def speed_beside(alone: Sequence[float], together: Sequence[float]) -> float:

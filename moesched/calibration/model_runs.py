@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,17 +13,20 @@ from moesched.calibration.extent import Extent
 from moesched.calibration.operation_times import DISK
 from moesched.calibration.task_times import Source, TaskTimes
 from moesched.calibration.timing import Call, Step
-from moesched.machines import ATTENTION, ATTENTION_CALLS, FEW_ROWS, MANY_ROWS
+from moesched.machines import ATTENTION, ATTENTION_CALLS, FEW_ROWS, MANY_ROWS, Machine
 from moesched.machines.local import assumed_machine
-from moesched.models.checkpoint import open_checkpoint
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import DType
-from moesched.models.layout import weight_layout
+from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.requests.batch import Batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
+from moesched.seams import Device, Policy
 from moesched.system.signals import signals_held
 from moesched.tasks import Task
+
+MakeDevice = Callable[[Checkpoint, WeightLayout], Device]
 
 
 class ModelRuns:
@@ -83,7 +86,13 @@ class ModelRuns:
 
 
 def run_exercise(
-    checkpoint: Path, dtype: DType, policy: Exercise, groups: Sequence[Sequence[int]], steps: int
+    checkpoint: Path,
+    dtype: DType,
+    policy: Policy,
+    groups: Sequence[Sequence[int]],
+    steps: int,
+    make_device: MakeDevice | None = None,
+    machine: Machine | None = None,
 ) -> list[Task]:
     """Run a model on this machine and return its tasks in the order of their ends.
 
@@ -92,6 +101,8 @@ def run_exercise(
     Args:
         groups: the prompt lengths of each micro-batch.
         steps: prefill included.
+        make_device: of a checkpoint and its layout; by default the device torch.
+        machine: what the device runs on; by default this machine without a GPU.
 
     Raises:
         KeyboardInterrupt: Ctrl-C ended the run before all tasks were done.
@@ -100,7 +111,7 @@ def run_exercise(
         gc.collect()  # frees the previous run's weights
     opened = open_checkpoint(checkpoint)
     layout = weight_layout(opened.config, dtype)
-    device = plugins.find("devices", "torch")(opened, layout)
+    device = (make_device or plugins.find("devices", "torch"))(opened, layout)
     lengths = tuple(length for group in groups for length in group)
     numbers = iter(range(len(lengths)))
     batch = Batch(lengths, steps, tuple(tuple(next(numbers) for _ in group) for group in groups))
@@ -109,7 +120,7 @@ def run_exercise(
         for request, length in enumerate(lengths)
     ]
     finished = FinishedTasks()
-    plan = plan_run(assumed_machine(), layout, batch, policy, slot_bytes=device.slot_bytes)
+    plan = plan_run(machine or assumed_machine(), layout, batch, policy, slot_bytes=device.slot_bytes)
     if run(plan, policy, device, prompts, observers=[finished]).interrupted:
         raise KeyboardInterrupt
     return finished.tasks

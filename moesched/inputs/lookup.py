@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -13,13 +13,13 @@ from moesched.inputs.defaults import NEW_TOKENS
 from moesched.inputs.prompts import Prompt, encode_prompts, read_prompts
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.machines import Machine, load_machine
-from moesched.machines.local import calibrated_file, local_machine, require_measured_here
+from moesched.machines.local import calibrated_file, local_machine, require_measured_on, this_processor
 from moesched.models.architectures import ARCHITECTURES
 from moesched.models.config import ModelConfig
 from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
 from moesched.requests.workloads import Workload, given_lengths, load_workload
-from moesched.seams import ChecksMachine, DescribesMachine, Policy
+from moesched.seams import ChecksMachine, DescribesMachine, Device, IsCalibrated, Policy
 from moesched.system.input_file import is_folder
 
 
@@ -72,16 +72,24 @@ def find_machine(machine: Machine | str, device: str | None = None, *, foreign: 
     if machine == "auto":
         here = local_machine()
         if not foreign:
-            require_measured_here(here)
-        if kind is not None and issubclass(kind, DescribesMachine):
-            return kind.machine(here)
-        return here
+            require_measured_on(here, this_processor)
+        if kind is None or not issubclass(kind, DescribesMachine):
+            return here
+        found = kind.machine(here)
+        if not foreign:
+            require_measured_on(found, processors_of(kind))
+        return found
     found = machine if isinstance(machine, Machine) else load_machine(machine)
     if kind is not None and issubclass(kind, ChecksMachine):
         kind.check_machine(found)
     if device and not foreign:
-        require_measured_here(found)
+        require_measured_on(found, processors_of(kind))
     return found
+
+
+def processors_of(kind: type[Device] | None) -> Callable[[], str]:
+    """Names the processors that a class of device runs on: its own, or this machine's."""
+    return kind.processors if kind is not None and issubclass(kind, IsCalibrated) else this_processor
 
 
 def machine_file(machine: Machine | str) -> Path | None:

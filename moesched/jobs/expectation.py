@@ -12,11 +12,11 @@ from time import perf_counter
 
 from msgspec.structs import replace
 
+from moesched import plugins
 from moesched.inputs.defaults import DEVICE, MACHINE, PREVIEW_ACCURACY
 from moesched.jobs.job import Job
 from moesched.jobs.options import RunOptions
 from moesched.jobs.report import JobReport, at_the_tokens_of, job_report
-from moesched.machines.local import this_processor
 from moesched.requests.batch import Batch
 from moesched.routing.observed import ObservedRouting
 from moesched.routing.router_forecast import RouterForecast
@@ -26,6 +26,7 @@ from moesched.runs.listeners import KindMeter
 from moesched.runs.outcome import LaneUse, PreviewUse, make_report
 from moesched.runs.ranks import Devices, Rank
 from moesched.runs.virtual_run import VirtualRun
+from moesched.seams import IsCalibrated
 from moesched.system.cores import usable_cores
 from moesched.system.signals import hold_signals, release_signals
 from moesched.tasks import Task
@@ -111,14 +112,16 @@ def obstacle(given: RunOptions, job: Job, devices: Devices) -> str | None:
     machine = job.machine
     if len(devices.all) > 1:
         return SEVERAL
-    if given.device != DEVICE:
-        return f"a calibration measures device {DEVICE}, and this run used {given.device}"
+    device = plugins.find("devices", given.device)
+    if not issubclass(device, IsCalibrated):
+        return f"a calibration measures devices torch and cuda, and this run used {given.device}"
     if not machine.cost_table:
         if given.machine == MACHINE:
-            return "this machine is not calibrated: run `moesched calibrate`, which takes half a minute"
+            command = "moesched calibrate" + ("" if given.device == DEVICE else f" --device {given.device}")
+            return f"this machine is not calibrated: run `{command}`, which takes half a minute"
         return f"machine {machine.name} has no measured costs: calibrate this machine, and omit --machine"
-    if machine.measured_on != this_processor():
-        return f"{machine.name} was measured on {machine.measured_on}, and this is {this_processor()}"
+    if machine.measured_on != (here := device.processors()):
+        return f"{machine.name} was measured on {machine.measured_on}, and this is {here}"
     settings = dict(given.device_settings or {})
     if settings.get("threads") == usable_cores():
         del settings["threads"]

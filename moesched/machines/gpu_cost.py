@@ -49,7 +49,7 @@ class GpuCosts:
             BadInput: the machine has no such resource, or no rate for this dtype.
         """
         rated = self._rated.work(work)
-        running, starting = self._running(work, rated), self._starting(work, rated)
+        running, starting = self.running(work), self._starting(work, rated)
         on_gpu = work.resource == self.machine.roles.accelerator
         seconds = max(running, starting) if on_gpu else running + starting
         sort = self._sort(work)
@@ -57,11 +57,16 @@ class GpuCosts:
             seconds=seconds, fixed=starting, shares=(), sort=sort, slowed=tuple(self._slowed.get(sort, ()))
         )
 
-    def _running(self, work: Work, rated: Demand) -> float:
-        """Seconds of its kernels or of its copy. Beside products, what only moves activations takes no time."""
+    def running(self, work: Work) -> float:
+        """Seconds of its kernels or of its copy. Beside products, what only moves activations takes no time.
+
+        Raises:
+            BadInput: as `work`.
+        """
         surface = self._surfaces.get((work.resource, PRODUCT))
         products = [part for part in work.parts if is_product(part)]
         if surface is None or not products:
+            rated = self._rated.work(work)
             return rated.seconds - rated.fixed
         seconds = sum(part.times * surface(part.size, part.rows) for part in products)
         return seconds / self._speeds.get(PRODUCT, 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -108,15 +109,18 @@ def unified_machine(
     )
 
 
-def require_measured_here(machine: Machine) -> None:
-    """Refuse a machine whose costs were measured on another kind of processor than this one.
+def require_measured_on(machine: Machine, processors: Callable[[], str]) -> None:
+    """Refuse a machine whose costs were measured on other processors than these.
+
+    Args:
+        processors: asked only where the costs were measured.
 
     Raises:
-        BadInput: the costs were measured on another kind of processor.
+        BadInput: the costs were measured on others.
     """
-    if machine.measured_on and machine.measured_on != this_processor():
+    if machine.measured_on and machine.measured_on != (here := processors()):
         raise BadInput(
-            f"machine {machine.name} was measured on {machine.measured_on}, and this is {this_processor()}: "
+            f"machine {machine.name} was measured on {machine.measured_on}, and this is {here}: "
             "run `moesched calibrate`, or give --foreign-machine to use its costs anyway"
         )
 
@@ -124,6 +128,11 @@ def require_measured_here(machine: Machine) -> None:
 def this_processor() -> str:
     """The processor's name and the number of usable cores."""
     return f"{processor_name()}, {usable_cores()} cores"
+
+
+def processor_with(gpu: str) -> str:
+    """The same, with the name of the GPU beside it."""
+    return f"{this_processor()}, {gpu}"
 
 
 def processor_name(cpuinfo: Path = CPUINFO, ask: Ask = output_of) -> str:

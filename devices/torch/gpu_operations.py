@@ -1,0 +1,214 @@
+"""Operations of an accelerator and its host, as the device does them, to be timed alone and beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import cycle
+from threading import Event, Thread
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from moesched.calibration.gpu_probe import (
+    GPU,
+    HOST,
+    PINNED,
+    Answer,
+    Copy,
+    Launches,
+    Operation,
+    Product,
+    Stream,
+)
+
+from ..products.linear import linear
+from ..shared.page_reader import DTYPES
+from .locked_memory import locked_bytes
+from .probe import TorchProbe
+
+Call = Callable[[], object]
+
+SECONDS = 0.02
+"""Time that an operation is repeated for."""
+LEAST, MOST = 3, 200
+"""Fewest and most repetitions."""
+LONGER = 3
+"""How much longer operations beside it are repeated."""
+COLD_BYTES = 512 << 20
+"""Bytes of matrices or of buffers that take turns, more than any cache holds."""
+MOST_BUFFERS = 64
+
+
+class GpuOperations:
+    """Operations on an accelerator, on streams of their own, and on the CPU.
+
+    Kernels and page-locked copies are timed by events on their stream, all else by the host's clock.
+
+    Args:
+        device: the accelerator.
+        threads: of kernels and copies on the host.
+        seconds: time that an operation is repeated for.
+        cold: bytes of matrices or of buffers that take turns.
+    """
+
+    def __init__(
+        self, device: torch.device, threads: int, *, seconds: float = SECONDS, cold: int = COLD_BYTES
+    ) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._host = TorchProbe(threads)
+        self._seconds = seconds
+        self._cold = cold
+
+    def close(self) -> None:
+        """Free the accelerator's memory, and end the host's threads."""
+        self._host.close()
+        self._module.empty_cache()
+
+    def seconds(self, operation: Operation, *beside: Operation) -> float:
+        """The time of an operation among repetitions of it, while others are repeated beside it."""
+        with torch.inference_mode(), ExitStack() as running:
+            call, others = self._call(operation), [(other, self._call(other)) for other in beside]
+            running.callback(self._module.synchronize)
+            times = self._repetitions(call, self._seconds)
+            longer = [self._repetitions(other, LONGER * self._seconds) for _, other in others]
+            for (kind, other), count in zip(others, longer, strict=True):
+                if is_enqueued(kind):
+                    self._enqueue(other, count)
+                else:
+                    running.enter_context(_in_a_thread(other))
+            if is_enqueued(operation):
+                return self._enqueued(call, times)
+            return self._timed(call, times, alone=not beside)
+
+    def _enqueue(self, call: Call, times: int) -> None:
+        """Begin a call again and again on a stream of its own."""
+        with self._module.stream(self._module.Stream(self._device)):
+            for _ in range(times):
+                call()
+
+    def _enqueued(self, call: Call, times: int) -> float:
+        """The time of an enqueued call among others on one stream, by events around them."""
+        start, end = self._module.Event(enable_timing=True), self._module.Event(enable_timing=True)
+        with self._module.stream(self._module.Stream(self._device)):
+            start.record()
+            for _ in range(times):
+                call()
+            end.record()
+            end.synchronize()
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1e3 / times
+
+    def _timed(self, call: Call, times: int, *, alone: bool = True) -> float:
+        """The time of a call by the host's clock.
+
+        alone: whether to wait until the accelerator is idle, before and after; otherwise it goes on with what runs
+            beside.
+        """
+        if alone:
+            self._module.synchronize()
+        start = perf_counter()
+        for _ in range(times):
+            call()
+        if alone:
+            self._module.synchronize()
+        return (perf_counter() - start) / times
+
+    def _repetitions(self, call: Call, seconds: float) -> int:
+        """The number of calls that take about that long, within limits."""
+        self._timed(call, 1)  # may prepare its kernel
+        return min(MOST, max(LEAST, round(seconds / max(self._timed(call, 1), 1e-9))))
+
+    def _call(self, operation: Operation) -> Call:
+        """Make data for an operation, and return what begins it on the current stream."""
+        match operation:
+            case Product():
+                return self._product(operation)
+            case Stream():
+                return self._stream(operation)
+            case Copy():
+                return self._copy(operation)
+            case Launches():
+                one = torch.ones(1, device=self._device)
+                return lambda: [one.add_(1.0) for _ in range(operation.kernels)]
+            case Answer():
+                some = torch.ones(operation.nbytes // 4, device=self._device)
+                return lambda: some.add_(1.0).tolist()
+
+    def _product(self, product: Product) -> Call:
+        if product.processor != GPU:
+            of_rows = self._host.product(product.dtype, product.outputs, product.inputs, packed=False)
+            return of_rows(product.rows)
+        dtype = DTYPES[product.dtype]
+        shape = product.outputs, product.inputs
+        matrices = cycle(
+            [
+                torch.full(shape, 0.01, dtype=dtype, device=self._device)
+                for _ in range(self._buffers(product.outputs * product.inputs * dtype.itemsize))
+            ]
+        )
+        x_TD = torch.full((product.rows, product.inputs), 0.01, dtype=dtype, device=self._device)
+        return lambda: linear(x_TD, [next(matrices)])
+
+    def _stream(self, stream: Stream) -> Call:
+        if stream.memory == HOST:
+            return self._host.stream(stream.nbytes)
+        numbers = torch.ones(stream.nbytes // 4, device=self._device)
+        return lambda: numbers.sum()
+
+    def _copy(self, copy: Copy) -> Call:
+        sources, targets = (cycle(self._rooms(memory, copy)) for memory in (copy.source, copy.destination))
+        if is_enqueued(copy):
+            return lambda: next(targets).copy_(next(sources), non_blocking=True)
+        return lambda: self._copy_within_host(next(targets), next(sources))
+
+    def _copy_within_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a page into a staging slot."""
+        target.copy_(source)
+
+    def _rooms(self, memory: str, copy: Copy) -> list[torch.Tensor]:
+        """Buffers in a memory that take turns. Those of the host that the accelerator copies are page-locked."""
+        count, ends = self._buffers(copy.nbytes), (copy.source, copy.destination)
+        if memory == GPU:
+            return [
+                torch.ones(copy.nbytes, dtype=torch.uint8, device=self._device) for _ in range(count)
+            ]
+        if memory == PINNED or GPU in ends:
+            return list(locked_bytes(count * copy.nbytes, self._device).split(copy.nbytes))
+        return [torch.ones(copy.nbytes, dtype=torch.uint8) for _ in range(count)]
+
+    def _buffers(self, nbytes: int) -> int:
+        return max(2, min(MOST_BUFFERS, self._cold // nbytes))
+
+
+def is_enqueued(operation: Operation) -> bool:
+    """Whether the host only begins an operation, which then runs on a stream."""
+    match operation:
+        case Product():
+            return operation.processor == GPU
+        case Stream():
+            return operation.memory == GPU
+        case Copy():
+            return GPU in (operation.source, operation.destination)
+    return False
+
+
+@contextmanager
+def _in_a_thread(call: Call) -> Iterator[None]:
+    """Repeat a call of the host in a thread of its own."""
+    ended = Event()
+
+    def repeat() -> None:
+        with torch.inference_mode():
+            while not ended.is_set():
+                call()
+
+    thread = Thread(target=repeat, name="beside")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,79 @@
+"""The policy that a small model is run under beside a GPU, so that every kind of task is timed.
+
+The first layer's weights stay on the GPU, the second one's are fetched in each step. Micro-batches whose KV cache is on
+the host are attended to there in even steps, and on the GPU in odd ones, in which experts run one by one, every other
+one on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER
+from moesched.dispatch.kv_placement import attend, attend_on_accelerator
+from moesched.steps.plan import Plan
+from moesched.steps.step import Step
+
+
+class GpuExercise:
+    """The policy of one run.
+
+    Args:
+        on_host: micro-batches whose KV cache is on the host.
+        beside: whether the fetch of a step runs beside all other tasks, instead of before them.
+    """
+
+    def __init__(self, on_host: Collection[int], *, beside: bool) -> None:
+        self.on_host = frozenset(on_host)
+        self.beside = beside
+
+    def plan(self, plan: Plan) -> None:
+        plan.place_kv("accelerator", set(plan.micro_batches) - self.on_host)
+        plan.place_kv("host", self.on_host)
+        plan.reserve_kv_buffers(1)
+        plan.run_experts_on_host(resident=True)
+        plan.keep(plan.layout.layer(RESIDENT_LAYER))
+        pages = plan.layout.layer(FETCHED_LAYER)
+        self.buffer = plan.pool("accelerator", "fetched", len(pages), pages)
+
+    async def prefill(self, step: Step) -> None:
+        await self._run(step, one_by_one=False)
+
+    async def decode(self, step: Step) -> None:
+        await self._run(step, one_by_one=step.index % 2 == 1)
+
+    async def _run(self, step: Step, *, one_by_one: bool) -> None:
+        fetched = step.fetch(step.pages(FETCHED_LAYER), self.buffer)
+        if not self.beside:
+            await fetched
+        for j in step.micro_batches:
+            step.embed(j)
+        for i in step.layers:
+            for j in step.micro_batches:
+                step.pre_attention(i, j)
+                if one_by_one:
+                    self._attend_on_gpu(step, i, j)
+                    await self._experts(step, i, j)
+                else:
+                    attend(step, i, j)
+                    step.post_attention(i, j)
+        step.evict(step.pages(FETCHED_LAYER), self.buffer)
+        for j in step.micro_batches:
+            last = step.sample(j)
+        await last
+
+    def _attend_on_gpu(self, step: Step, i: int, j: int) -> None:
+        if j in self.on_host:
+            step.load_kv(i, j)
+        attend_on_accelerator(step, i, j)
+
+    async def _experts(self, step: Step, i: int, j: int) -> None:
+        routed = await step.route(i, j)
+        at_host = list(routed)[1::2]
+        if at_host:
+            step.offload_routed(i, j)
+        for expert in routed:
+            step.run_expert(i, expert, j, at="host" if expert in at_host else "accelerator")
+        if at_host:
+            step.load_routed(i, j)
+        step.combine(i, j)

@@ -1,0 +1,134 @@
+"""Times of the tasks of a small model beside a GPU: their dispatch, host attention, and speeds beside copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from moesched.calibration.gpu_probe import CPU, GPU
+from moesched.calibration.task_times import LEAST_SECONDS, Source, TaskTimes, point
+from moesched.machines import FEW_ROWS, MANY_ROWS, CostPoint
+from moesched.machines.calibrated import ATTENTIONS, DISPATCH
+from moesched.machines.gpu_cost import calls
+from moesched.machines.machine import ATTENTION
+from moesched.tasks import Task, Work
+
+ON_HOST = (ATTENTION, FEW_ROWS, MANY_ROWS)
+
+
+class Alike(NamedTuple):
+    """Tasks of one run that should take equally long."""
+
+    resource: str
+    kind: str
+    micro_batch: int
+    prefill: bool
+    calls: float
+
+
+class GpuTasks:
+    """Tasks of several runs.
+
+    Attributes:
+        rates: speeds of host and copies beside each other, by (sort, sorts of the others).
+    """
+
+    def __init__(self) -> None:
+        self.rates: dict[tuple[str, str], list[float]] = {}
+        self._runs: list[dict[Alike, list[Task]]] = []
+        self._alone = TaskTimes()
+
+    def add(self, source: Source, tasks: Sequence[Task]) -> None:
+        """Add a run in which copies of pages ran by themselves."""
+        alike: dict[Alike, list[Task]] = {}
+        for task in filter(_tells_of_dispatch, tasks):
+            work = task.work
+            key = Alike(work.resource, work.kind, task.micro_batch, task.step == 0, calls(work))
+            alike.setdefault(key, []).append(task)
+        self._runs.append(alike)
+        self._alone.add(source, _off_gpu(tasks))
+
+    def add_beside(self, source: Source, tasks: Sequence[Task]) -> None:
+        """Add a run in which copies of pages ran beside all else."""
+        for (sort, beside), rate in self._alone.rates(source, _off_gpu(tasks)).items():
+            if {sort, *beside.split(" + ")} & set(ON_HOST):
+                self.rates.setdefault((sort, beside), []).append(rate)
+
+    def host_attention(self) -> list[float]:
+        """Bytes of the KV cache per second, by run: from micro-batches of equally many sequences, short and long.
+
+        A run counts if the longer ones took longer.
+        """
+        rates = []
+        for alike in self._runs:
+            by_rows: dict[int, list[tuple[float, float]]] = {}
+            for key, tasks in alike.items():
+                if key.resource == CPU and key.kind == "cpu_attention":
+                    times = median(map(_bytes, tasks)), median(map(_seconds, tasks))
+                    by_rows.setdefault(tasks[0].work.tokens, []).append(times)
+            (short, before), *_, (long, after) = sorted(max(by_rows.values(), key=len))
+            if after > before:
+                rates.append((long - short) / (after - before))
+        return rates
+
+    def points(self, running: Callable[[Work], float]) -> list[CostPoint]:
+        """Dispatch times, as points of the cost table: medians over the tasks of a run, and over the runs.
+
+        Args:
+            running: seconds that a work of the host or of a link takes once it has started.
+        """
+        found: dict[Alike, list[tuple[float, float]]] = {}
+        for alike in self._runs:
+            for key, tasks in alike.items():
+                moved = 0.0 if key.resource in (GPU, CPU) else median(map(_bytes, tasks))
+                seconds = median(_dispatch(task, running) for task in tasks)
+                found.setdefault(key, []).append((moved, seconds))
+        return sorted(
+            (_point(key, *map(median, zip(*times, strict=True))) for key, times in found.items()),
+            key=lambda each: (each.resource, each.operation, each.size, each.rows),
+        )
+
+    def speeds(self) -> list[float]:
+        """Speeds of dispatch on the GPU in each run: the median over all kinds, relative to the median of the runs."""
+        times = [
+            {key: median(map(_seconds, tasks)) for key, tasks in alike.items() if key.resource == GPU}
+            for alike in self._runs
+        ]
+        usual = {key: median(run[key] for run in times if key in run) for run in times for key in run}
+        return [median(usual[key] / seconds for key, seconds in run.items()) for run in times]
+
+
+def _tells_of_dispatch(task: Task) -> bool:
+    """Whether a task takes little longer than to start it: no fetch, and of a prefill's kernels attention only."""
+    if task.verb in ("fetch", "load"):
+        return False
+    copies = task.work.resource not in (GPU, CPU)
+    return task.step > 0 or copies or task.work.parts[0].operation in ATTENTIONS
+
+
+def _dispatch(task: Task, running: Callable[[Work], float]) -> float:
+    """Seconds that a task took to start. On the GPU, kernels run while the next ones are started."""
+    if task.work.resource == GPU:
+        return _seconds(task)
+    return max(0.0, _seconds(task) - running(task.work))
+
+
+def _point(key: Alike, moved: float, seconds: float) -> CostPoint:
+    measured = point(f"{DISPATCH} {key.kind}", "", key.calls, moved, max(LEAST_SECONDS, seconds))
+    return replace(measured, resource=key.resource)
+
+
+def _off_gpu(tasks: Iterable[Task]) -> list[Task]:
+    """The tasks of the host and of links. Kernels on the GPU slow nothing outside it."""
+    return [task for task in tasks if task.work.resource != GPU]
+
+
+def _bytes(task: Task) -> float:
+    return task.work.nbytes
+
+
+def _seconds(task: Task) -> float:
+    return (task.end - task.start) / 1e9
