@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 import msgspec
+from msgspec.structs import replace
 
+from moesched.calibration.exercise import FinishedTasks
 from moesched.calibration.gpu_probe import GPU, HOST, Answer, Copy, Launches, Operation, Product, Stream
-from moesched.models.config import ITEM_BYTES
+from moesched.machines import Contention, CostPoint, Machine
+from moesched.machines.estimates import Estimate
+from moesched.models.config import ITEM_BYTES, ModelConfig
+from moesched.models.layout import weight_layout
+from moesched.requests.batch import Batch
+from moesched.runs.planning import plan_run
+from moesched.runs.simulation import simulate
+from moesched.seams import Policy
+from moesched.tasks import Task
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +32,9 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         launch: seconds from one kernel to the next.
         answer: seconds that the host waits for a result.
         beside: the speed of a copy beside another one.
+        dispatch: seconds that a task of a kind takes to start, and seconds more for each call, by resource and kind.
+        attention: the share of its memory's bandwidth that attention on the host reads with.
+        attention_beside: its speed beside copies to the GPU.
         noise: how far a time may be off, as a share of it.
     """
 
@@ -31,6 +45,9 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     launch: float
     answer: float
     beside: float
+    dispatch: dict[tuple[str, str], tuple[float, float]] = {}
+    attention: float = 0.5
+    attention_beside: float = 1.0
     noise: float = 0.0
 
 
@@ -43,15 +60,23 @@ DESKTOP = Rates(
     },
     streams={"gpu": 850e9, "host": 62e9},
     reading={"gpu": 0.8, "cpu": 0.7},
-    links={
-        ("pinned", "gpu"): (24e9, 9e-6),
-        ("host", "gpu"): (11e9, 20e-6),
-        ("gpu", "host"): (22e9, 8e-6),
-        ("host", "pinned"): (14e9, 1e-6),
-    },
+    links={("host", "gpu"): (24e9, 9e-6), ("gpu", "host"): (22e9, 8e-6), ("host", "pinned"): (14e9, 1e-6)},
     launch=4e-6,
     answer=15e-6,
     beside=0.75,
+    dispatch={
+        ("gpu", "embed"): (60e-6, 0.0),
+        ("gpu", "pre_attention"): (250e-6, 0.0),
+        ("gpu", "attention"): (150e-6, 30e-6),
+        ("gpu", "post_attention"): (400e-6, 220e-6),
+        ("gpu", "sample"): (300e-6, 0.0),
+        ("cpu", "cpu_attention"): (200e-6, 0.0),
+        ("gpu->host", "offload_qkv"): (70e-6, 0.0),
+        ("gpu->host", "offload_kv"): (900e-6, 0.0),
+        ("host->gpu", "load_hidden"): (50e-6, 0.0),
+    },
+    attention=0.6,
+    attention_beside=0.8,
 )
 """A desktop with a GPU of 24 GB."""
 
@@ -70,11 +95,49 @@ class KnownGpu:
         self._random = Random(7)
 
     def seconds(self, operation: Operation, *beside: Operation) -> float:
-        alone = self._alone(operation) * (1 + self._rates.noise * self._random.uniform(-1, 1))
+        alone = self._alone(operation) * self._noise()
         return alone / self._rates.beside if beside else alone
+
+    def tasks(
+        self,
+        model: ModelConfig,
+        policy: Policy,
+        groups: Sequence[Sequence[int]],
+        steps: int,
+        machine: Machine,
+    ) -> list[Task]:
+        lengths = tuple(length for group in groups for length in group)
+        numbers = iter(range(len(lengths)))
+        batch = Batch(lengths, steps, tuple(tuple(next(numbers) for _ in group) for group in groups))
+        finished = FinishedTasks()
+        plan = plan_run(self.truth(machine, self._noise()), weight_layout(model, self.half), batch, policy)
+        simulate(plan, policy, observers=[finished])
+        return finished.tasks
+
+    def truth(self, measured: Machine, slower: float = 1.0) -> Machine:
+        """A machine with measured products and copies, as its tasks are known to be, or slower by a factor."""
+        rates = self._rates
+        starts = [
+            CostPoint(operation=f"dispatch {kind}", resource=resource, size=0, rows=calls, seconds=seconds)
+            for (resource, kind), (first, each) in rates.dispatch.items()
+            for calls, seconds in ((0, slower * first), (1000, slower * (first + 1000 * each)))
+        ]
+        reading = rates.attention / slower
+        share = Estimate(low=reading, expected=reading, high=reading)
+        cpu = replace(measured.host, rates=measured.host.rates | {"attention": share})
+        beside = Contention(work="attention", beside="host->gpu", rate=rates.attention_beside)
+        return replace(
+            measured,
+            processors=measured.processors | {"cpu": cpu},
+            cost_table=[*measured.cost_table, *starts],
+            contention=[*measured.contention, beside],
+        )
 
     def close(self) -> None:
         self.closed = True
+
+    def _noise(self) -> float:
+        return 1 + self._rates.noise * self._random.uniform(-1, 1)
 
     def _alone(self, operation: Operation) -> float:
         rates = self._rates

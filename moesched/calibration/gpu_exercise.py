@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER
-from moesched.dispatch.kv_placement import attend, attend_on_accelerator
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
+from moesched.tasks import Task
 
 
 class GpuExercise:
@@ -20,7 +20,7 @@ class GpuExercise:
 
     Args:
         on_host: micro-batches whose KV cache is on the host.
-        beside: whether the fetch of a step runs beside all other tasks, instead of before them.
+        beside: whether copies run beside other tasks: a step's fetch, and those of other micro-batches.
     """
 
     def __init__(self, on_host: Collection[int], *, beside: bool) -> None:
@@ -51,21 +51,30 @@ class GpuExercise:
         for i in step.layers:
             for j in step.micro_batches:
                 step.pre_attention(i, j)
+                attended = self._attend(step, i, j, on_gpu=one_by_one)
+                if not self.beside:
+                    await attended
                 if one_by_one:
-                    self._attend_on_gpu(step, i, j)
                     await self._experts(step, i, j)
                 else:
-                    attend(step, i, j)
                     step.post_attention(i, j)
         step.evict(step.pages(FETCHED_LAYER), self.buffer)
         for j in step.micro_batches:
             last = step.sample(j)
         await last
 
-    def _attend_on_gpu(self, step: Step, i: int, j: int) -> None:
-        if j in self.on_host:
+    def _attend(self, step: Step, i: int, j: int, *, on_gpu: bool) -> Task:
+        """Attend to a micro-batch, and save its new keys and values where its KV cache is."""
+        if step.kv_on_accelerator(j, i):
+            return step.attention(i, j)
+        if step.kind == "decode" and not on_gpu:
+            step.offload_qkv(i, j)
+            step.cpu_attention(i, j)
+            return step.load_hidden(i, j)
+        if step.kind == "decode":
             step.load_kv(i, j)
-        attend_on_accelerator(step, i, j)
+        step.attention(i, j)
+        return step.offload_kv(i, j)
 
     async def _experts(self, step: Step, i: int, j: int) -> None:
         routed = await step.route(i, j)

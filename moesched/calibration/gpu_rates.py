@@ -130,7 +130,7 @@ def require_cold(copies: SharedRate, memory: float) -> None:
     if copies.best > memory / 2:
         raise BadInput(
             f"copies within the host's memory came to {copies.best / 1e9:.3g} GB/s, more than half of its "
-            f"{memory / 1e9:.3g} GB/s, though a copy reads and writes: caches held the bytes, and nothing is written; "
+            f"{memory / 1e9:.3g} GB/s, though a copy reads and writes: caches held the bytes: "
             "end other programs and calibrate again"
         )
 

@@ -77,6 +77,8 @@ class GpuTasks:
     def points(self, running: Callable[[Work], float]) -> list[CostPoint]:
         """Dispatch times, as points of the cost table: medians over the tasks of a run, and over the runs.
 
+        Of tasks that differ only in what they wait for beside their dispatch, the fastest count.
+
         Args:
             running: seconds that a work of the host or of a link takes once it has started.
         """
@@ -86,10 +88,12 @@ class GpuTasks:
                 moved = 0.0 if key.resource in (GPU, CPU) else median(map(_bytes, tasks))
                 seconds = median(_dispatch(task, running) for task in tasks)
                 found.setdefault(key, []).append((moved, seconds))
-        return sorted(
-            (_point(key, *map(median, zip(*times, strict=True))) for key, times in found.items()),
-            key=lambda each: (each.resource, each.operation, each.size, each.rows),
-        )
+        fastest: dict[CostPoint, CostPoint] = {}
+        for key, times in found.items():
+            each = _point(key, *map(median, zip(*times, strict=True)))
+            same = replace(each, seconds=0.0)
+            fastest[same] = min(each, fastest.get(same, each), key=lambda point: point.seconds)
+        return [fastest[key] for key in sorted(fastest, key=_order)]
 
     def speeds(self) -> list[float]:
         """Speeds of dispatch on the GPU in each run: the median over all kinds, relative to the median of the runs."""
@@ -119,6 +123,10 @@ def _dispatch(task: Task, running: Callable[[Work], float]) -> float:
 def _point(key: Alike, moved: float, seconds: float) -> CostPoint:
     measured = point(f"{DISPATCH} {key.kind}", "", key.calls, moved, max(LEAST_SECONDS, seconds))
     return replace(measured, resource=key.resource)
+
+
+def _order(point: CostPoint) -> tuple[str, str, float, float]:
+    return point.resource, point.operation, point.size, point.rows
 
 
 def _off_gpu(tasks: Iterable[Task]) -> list[Task]:

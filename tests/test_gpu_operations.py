@@ -1,0 +1,99 @@
+"""What a calibration of a GPU times, by the device's own code: on an imitated GPU, whose times mean nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from moesched.calibration.extent import small_model
+from moesched.calibration.gpu_exercise import GpuExercise
+from moesched.calibration.gpu_extent import GpuExtent
+from moesched.calibration.gpu_probe import GPU, Copy, Operation, Product, Stream
+from moesched.calibration.gpu_tasks import GpuTasks
+from moesched.calibration.model_runs import run_exercise
+from moesched.calibration.task_times import Source
+from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
+from moesched.devices.torch.gpu_operations import GpuOperations, is_enqueued
+from moesched.machines import load_machine
+from moesched.machines.gpu_cost import GpuCosts
+from moesched.models.random_model import write_random_model
+
+TINY = GpuExtent(
+    rounds=1,
+    matrices=((32, 64),),
+    rows=(1, 8),
+    host_rows=(1, 8),
+    small=1 << 12,
+    large=1 << 14,
+    stream=1 << 16,
+    kernels=3,
+    model=small_model("tiny", hidden=64, intermediate=64, heads=4, head_dim=16, vocabulary=128),
+    groups=((4,), (4,) * 3),
+    steps=3,
+)
+KINDS = {
+    "gpu": {"embed", "pre_attention", "attention", "post_attention", "route", "combine", "sample"},
+    "cpu": {"cpu_attention", "expert at host"},
+    "gpu->host": {"offload_qkv", "offload_kv", "offload_routed"},
+    "host->gpu": {"load_hidden", "load_kv", "load_routed"},
+}
+
+
+@pytest.fixture
+def operations() -> Iterator[GpuOperations]:
+    with LaggingGpu():
+        found = GpuOperations(GPU_DEVICE, 1, seconds=1e-4, cold=1 << 15)
+        yield found
+        found.close()
+
+
+def test_every_operation_and_every_pair_takes_some_time(operations: GpuOperations) -> None:
+    alone = {each: operations.seconds(each) for each in TINY.operations()}
+    together = {pair: operations.seconds(*pair) for pair in TINY.pairs()}
+    assert min([*alone.values(), *together.values()]) > 0
+    assert {each.processor for each in alone if isinstance(each, Product)} == {"gpu", "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("operation", "enqueued"),
+    [
+        (Copy("host", GPU, 1), True),
+        (Copy(GPU, "host", 1), True),
+        (Copy("host", "pinned", 1), False),
+        (Stream(GPU, 1), True),
+        (Stream("host", 1), False),
+        (Product("cpu", "float32", 1, 1, 1), False),
+    ],
+)
+def test_the_gpu_does_its_kernels_and_page_locked_copies_by_itself(
+    operation: Operation, enqueued: bool
+) -> None:
+    assert is_enqueued(operation) is enqueued
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_random_model(TINY.model, folder)
+    return folder
+
+
+def test_the_small_model_has_tasks_of_every_kind(checkpoint: Path) -> None:
+    machine = replace(load_machine("h100"), cost_table=[])
+    found, source = GpuTasks(), Source(TINY.model, "bfloat16", 0)
+    for beside in (False, True):
+        policy = GpuExercise(TINY.on_host, beside=beside)
+        add = found.add_beside if beside else found.add
+        tasks = run_exercise(
+            checkpoint, "bfloat16", policy, TINY.micro_batches, TINY.steps, LaggingDevice, machine
+        )
+        add(source, tasks)
+    points = found.points(GpuCosts(machine, "bfloat16").running)
+    for resource, kinds in KINDS.items():
+        measured = {point.operation for point in points if point.resource == resource}
+        assert {f"dispatch {kind}" for kind in kinds} <= measured
+    assert {point.rows for point in points if point.operation == "dispatch post_attention"} == {2.0, 4.625}
+    assert all(point.seconds > 0 for point in points)
