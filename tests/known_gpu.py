@@ -12,7 +12,7 @@ from moesched.calibration.exercise import FinishedTasks
 from moesched.calibration.gpu_probe import GPU, HOST, Answer, Copy, Launches, Operation, Product, Stream
 from moesched.machines import Contention, CostPoint, Machine
 from moesched.machines.estimates import Estimate
-from moesched.models.config import ITEM_BYTES, ModelConfig
+from moesched.models.config import ITEM_BYTES, DType, ModelConfig
 from moesched.models.layout import weight_layout
 from moesched.requests.batch import Batch
 from moesched.runs.planning import plan_run
@@ -87,7 +87,7 @@ class KnownGpu:
     gpu_name = "NVIDIA GeForce RTX 3090"
     gpu_bytes = 24 * 10**9
     host_bytes = 64 * 10**9
-    half = "bfloat16"
+    half: DType = "bfloat16"
 
     def __init__(self, rates: Rates = DESKTOP) -> None:
         self.closed = False

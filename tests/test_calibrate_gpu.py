@@ -23,6 +23,7 @@ from moesched.machines.roofline import Roofline
 from moesched.machines.staging import staged
 from moesched.machines.surfaces import Surface
 from moesched.machines.toml_text import machine_toml
+from moesched.models.config import DType
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
@@ -57,7 +58,7 @@ def near(figure: float, tolerance: float = 0.005) -> Any:
 class OldGpu(KnownGpu):
     """A GPU without bfloat16, as fast in float16."""
 
-    half = "float16"
+    half: DType = "float16"
 
 
 def test_a_gpu_without_bfloat16_is_measured_in_float16_and_models_are_computed_in_it() -> None:

@@ -11,10 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 import moesched
+from moesched.devices.lagging.device import LaggingDevice
 from moesched.errors import BadInput
 from moesched.jobs.expectation import extrapolated
-from moesched.machines import COST_FORMAT, CostPoint, Machine
-from moesched.machines.local import assumed_machine, calibrated_file, this_processor
+from moesched.machines import COST_FORMAT, CostPoint, Machine, load_machine
+from moesched.machines.local import assumed_machine, calibrated_file, processor_with, this_processor
 from moesched.machines.toml_text import machine_toml
 from moesched.system.cores import usable_cores
 from moesched.system.signals import Stopped
@@ -125,6 +126,43 @@ def test_only_runs_that_ask_for_it_are_predicted(model: Path) -> None:
     assert (report.expected, report.no_expectation) == (None, None)
 
 
+class LaggingHere(LaggingDevice):
+    """The lagging device, for which a machine file with a GPU is one of this machine."""
+
+    @staticmethod
+    def check_machine(machine: Machine) -> None:
+        pass
+
+
+GPU_RUN = {"device": f"{__name__}:LaggingHere", "policy": "cgopipe", "dtype": "bfloat16"}
+
+
+def calibrated_gpu(**changes: Any) -> Machine:
+    """A machine with a GPU as if it had been measured, whose tasks take 3 ms to start."""
+    starts = [
+        CostPoint(operation=f"dispatch {kind}", resource="gpu", size=0, seconds=0.003)
+        for kind in ("embed", "pre_attention", "attention", "post_attention", "sample")
+    ]
+    measured = {"measured_on": this_processor(), "cost_format": COST_FORMAT, "cost_table": starts}
+    return replace(load_machine("h100"), **(measured | changes))
+
+
+def test_a_run_on_a_gpu_is_predicted_from_a_calibration_with_one(model: Path) -> None:
+    report = run(model, machine=calibrated_gpu(), **GPU_RUN)
+    assert report.no_expectation is None
+    kinds = {kind.kind: kind for kind in report.expected.kinds}
+    assert kinds["pre_attention"].seconds == pytest.approx(0.003 * kinds["pre_attention"].tasks)
+    assert report.expected.lanes.keys() == report.lanes.keys()
+
+
+def test_a_run_on_another_gpu_than_the_calibrated_one_is_not_predicted(model: Path) -> None:
+    elsewhere = calibrated_gpu(measured_on=processor_with("NVIDIA T4"))
+    report = run(model, machine=elsewhere, foreign_machine=True, **GPU_RUN)
+    assert f"was measured on {this_processor()}, NVIDIA T4, and this is {this_processor()}" in str(
+        report.no_expectation
+    )
+
+
 # -- long runs
 
 
@@ -155,7 +193,7 @@ def test_an_extrapolated_time_is_never_negative() -> None:
             {"machine": calibrated(only="route")},
             r"cannot be predicted: machine .* has no cost for 'disk->host'",
         ),
-        ({"device": "emulated", "machine": "t4"}, "device torch, and this run used emulated$"),
+        ({"device": "emulated", "machine": "t4"}, "devices torch and cuda, and this run used emulated$"),
     ],
 )
 def test_a_run_that_cannot_be_predicted_says_why(model: Path, changes: Any, reason: str) -> None:

@@ -37,7 +37,7 @@ STEP_OF_64 = (0.0237, 0.0234, 0.0249, 0.0249, 0.0246, 0.0252, 0.0241, 0.0215)
 def predicted(
     policy: str, requests: int, machine: Machine = H100, *, band: bool = False, **options: Any
 ) -> JobReport:
-    workload = Workload(name="77 tokens", prompt_tokens=[77] * requests, new_tokens=(NEW_TOKENS,))
+    workload = Workload(name="77 tokens", prompt_tokens=(77,) * requests, new_tokens=(NEW_TOKENS,))
     given = SimulationOptions(
         policy=policy, machine=machine, batch_size=requests, micro_batch_size=64, **options
     )

@@ -1,4 +1,4 @@
-"""What `moesched calibrate --device cuda` times: the first CUDA device, its host, and tasks of a small model on both."""
+"""What `moesched calibrate --device cuda` times: the first CUDA device, its host, and a small model on both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from moesched.calibration.model_runs import run_exercise
 from moesched.machines import Machine
-from moesched.models.config import ModelConfig
+from moesched.models.config import DType, ModelConfig
 from moesched.models.random_model import write_random_model
 from moesched.seams import Policy
 from moesched.system.memory import available_memory
@@ -41,11 +41,17 @@ class CudaProbe(GpuOperations):
         self.gpu_name: str = gpu.name
         self.gpu_bytes: int = gpu.total_memory
         self.host_bytes = available_memory()
-        self.half = dtype_on((gpu.major, gpu.minor), "bfloat16")
+        own = dtype_on((gpu.major, gpu.minor), "bfloat16")
+        self.half: DType = "bfloat16" if own == "bfloat16" else "float16"
         self._folder = folder
 
     def tasks(
-        self, model: ModelConfig, policy: Policy, groups: Sequence[Sequence[int]], steps: int, machine: Machine
+        self,
+        model: ModelConfig,
+        policy: Policy,
+        groups: Sequence[Sequence[int]],
+        steps: int,
+        machine: Machine,
     ) -> list[Task]:
         """Run a small random model on the GPU, and return its tasks in the order of their ends."""
         checkpoint = self._folder / model.name

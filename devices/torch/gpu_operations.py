@@ -172,9 +172,7 @@ class GpuOperations:
         """Buffers in a memory that take turns. Those of the host that the accelerator copies are page-locked."""
         count, ends = self._buffers(copy.nbytes), (copy.source, copy.destination)
         if memory == GPU:
-            return [
-                torch.ones(copy.nbytes, dtype=torch.uint8, device=self._device) for _ in range(count)
-            ]
+            return [torch.ones(copy.nbytes, dtype=torch.uint8, device=self._device) for _ in range(count)]
         if memory == PINNED or GPU in ends:
             return list(locked_bytes(count * copy.nbytes, self._device).split(copy.nbytes))
         return [torch.ones(copy.nbytes, dtype=torch.uint8) for _ in range(count)]

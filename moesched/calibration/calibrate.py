@@ -14,7 +14,7 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -78,18 +78,29 @@ def calibrate(
 def calibrate_into(file: Path, extent: Extent, progress: Progress | None = None) -> Machine:
     """Measure this machine to any extent and write its file."""
     require_writable(file, "machine file")
-    # The system's folder for temporary files may lie in memory, and this measures the disk.
+    with folder_to_measure_in() as folder, closing(Calibration(folder, extent)) as calibration:
+        machine = calibration.run(progress or (lambda done, total: None))
+    with whole_file(file, "machine file") as written:
+        written.write(machine_toml(machine).encode())
+    return machine
+
+
+@contextmanager
+def folder_to_measure_in() -> Iterator[Path]:
+    """Yield a new folder on the disk of the cache, for files that are removed in the end.
+
+    The system's folder for temporary files may lie in memory.
+
+    Raises:
+        BadInput: the folder or its files cannot be written.
+    """
     with scratch_folder(inside=cache_folder()) as folder:
         try:
-            with closing(Calibration(folder, extent)) as calibration:
-                machine = calibration.run(progress or (lambda done, total: None))
+            yield folder
         except OSError as error:
             raise BadInput(
                 f"cannot calibrate in {folder}: {error.strerror}: set MOESCHED_CACHE to a folder on another disk"
             ) from error
-    with whole_file(file, "machine file") as written:
-        written.write(machine_toml(machine).encode())
-    return machine
 
 
 class Calibration:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from moesched import plugins
 from moesched.calibration import gpu_rates
-from moesched.calibration.calibrate import contention_of
+from moesched.calibration.calibrate import contention_of, folder_to_measure_in
 from moesched.calibration.gpu_exercise import GpuExercise
 from moesched.calibration.gpu_extent import FULL, LINKS, QUICK_GPU, STAGING, THOROUGH_GPU, GpuExtent
 from moesched.calibration.gpu_probe import CPU, GPU, HOST, Copy, GpuProbe, Operation
@@ -35,7 +35,6 @@ from moesched.machines.part_names import find_gpu
 from moesched.machines.toml_text import machine_toml
 from moesched.system.cache import cache_folder
 from moesched.system.cores import usable_cores
-from moesched.system.scratch import scratch_folder
 from moesched.system.whole_file import require_writable, whole_file
 from moesched.tasks import Task
 
@@ -67,7 +66,7 @@ def calibrate_gpu(
     extent = THOROUGH_GPU if thorough else QUICK_GPU
     make_probe = plugins.load(PROBE, "the probe")
     with (
-        scratch_folder(inside=cache_folder()) as folder,
+        folder_to_measure_in() as folder,
         closing(make_probe(usable_cores(), folder)) as probe,
     ):
         machine = measured_machine(probe, extent, progress or (lambda done, total: None))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from moesched.machines import Machine
-from moesched.models.config import ModelConfig
+from moesched.models.config import DType, ModelConfig
 from moesched.seams import Policy
 from moesched.tasks import Task
 
@@ -70,7 +70,7 @@ class GpuProbe(Protocol):
     gpu_name: str
     gpu_bytes: int
     host_bytes: int
-    half: str
+    half: DType
 
     def seconds(self, operation: Operation, *beside: Operation) -> float:
         """The time of an operation among repetitions of it, while other operations are repeated beside it."""

@@ -69,7 +69,8 @@ class GpuTasks:
                 if key.resource == CPU and key.kind == "cpu_attention":
                     times = median(map(_bytes, tasks)), median(map(_seconds, tasks))
                     by_rows.setdefault(tasks[0].work.tokens, []).append(times)
-            (short, before), *_, (long, after) = sorted(max(by_rows.values(), key=len))
+            most = max(by_rows.values(), key=lambda times: len(times))
+            (short, before), *_, (long, after) = sorted(most)
             if after > before:
                 rates.append((long - short) / (after - before))
         return rates

@@ -19,8 +19,8 @@ HELP = options.paragraphs(
     "it measures costs in bfloat16 and scales those in float32 from them. With --thorough it measures both, "
     "takes three to four minutes, and is more exact. Close other programs if you can. Ctrl-C keeps the old "
     "file.",
-    "With --device cuda it measures the GPU and its host instead: products, streams of weights, copies in each "
-    "direction alone and at once, launches, and waits of the host.",
+    "With --device cuda it measures the GPU and its host instead: products by their rows, copies of pages alone and "
+    "at once, how long each kind of task takes to start, and attention on the host beside copies.",
 )
 
 EPILOGUE = """Examples:

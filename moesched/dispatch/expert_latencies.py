@@ -46,8 +46,8 @@ class ExpertLatencies:
             self.transfer = self._fetch.seconds
         self._row = plan.operations.hidden_bytes
         host = plan.memory("host").name
-        self._to_host = self._line(destination, host)
-        self._from_host = self._line(host, destination)
+        self._to_host = self._line(destination, host, "offload_routed")
+        self._from_host = self._line(host, destination, "load_routed")
         self._side_by_side: dict[int, tuple[float, float]] = {}
 
     def moving(self, pages: Sequence[Page], source: Role | None = None, to: Role = "accelerator") -> float:
@@ -86,17 +86,22 @@ class ExpertLatencies:
 
     def _computed(self, processor: str, tokens: int) -> Demand:
         flops, nbytes, parts, rate = self._amount(tokens)
-        return self._cost.work(Work("expert", processor, flops, nbytes, tokens, parts, rate))
+        at = "host" if processor == self._roles.host else "accelerator"
+        return self._cost.work(Work(f"expert at {at}", processor, flops, nbytes, tokens, parts, rate))
 
-    def _line(self, source: str, destination: str) -> tuple[float, float]:
+    def _line(self, source: str, destination: str, kind: str) -> tuple[float, float]:
         """Fixed seconds of a copy, and seconds per row: a linear fit, quick to evaluate for any number of rows."""
         if source == destination:
             return 0.0, 0.0
-        one, many = (self._moved(source, destination, rows * self._row).seconds for rows in (1, MANY_ROWS))
+        one, many = (
+            self._moved(source, destination, rows * self._row, kind=kind).seconds for rows in (1, MANY_ROWS)
+        )
         each = max(0.0, many - one) / (MANY_ROWS - 1)
         return one - each, each
 
-    def _moved(self, source: str, destination: str, nbytes: int, pieces: int = 1) -> Demand:
+    def _moved(
+        self, source: str, destination: str, nbytes: int, pieces: int = 1, *, kind: str = ""
+    ) -> Demand:
         link = f"{source}->{destination}"
         parts = (WorkPart(link, nbytes / pieces, pieces),)
-        return self._cost.work(Work(link, link, nbytes=nbytes, parts=parts))
+        return self._cost.work(Work(kind or link, link, nbytes=nbytes, parts=parts))
