@@ -254,6 +254,14 @@ def test_a_file_of_another_gpu_does_not_count() -> None:
     assert calibrated_gpu("cuda", KnownGpu.gpu_name) is None
 
 
+def test_a_file_of_a_version_without_a_cost_table_does_not_count() -> None:
+    calibrated_file("cuda").write_text(machine_toml(replace(desktop(), cost_table=[])))
+    try:
+        assert calibrated_gpu("cuda", KnownGpu.gpu_name) is None
+    finally:
+        calibrated_file("cuda").unlink()
+
+
 @pytest.mark.skipif(has_gpu(), reason="there is a CUDA device")
 def test_without_a_gpu_one_line_says_so(command: Any, tmp_path: Path) -> None:
     refused(

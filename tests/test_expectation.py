@@ -126,6 +126,15 @@ def test_only_runs_that_ask_for_it_are_predicted(model: Path) -> None:
     assert (report.expected, report.no_expectation) == (None, None)
 
 
+@pytest.mark.parametrize("batch_size", [3, 1])
+def test_an_expectation_has_a_band_around_its_figures(model: Path, batch_size: int) -> None:
+    expected = run(model, batch_size=batch_size, micro_batch_size=1).expected
+    low, middle, high = expected.band["throughput_tokens_per_second"]
+    assert low < middle < high
+    assert middle == pytest.approx(expected.throughput_tokens_per_second)
+    assert expected.band["prefill_seconds"][1] == pytest.approx(expected.prefill_seconds)
+
+
 class LaggingHere(LaggingDevice):
     """The lagging device, for which a machine file with a GPU is one of this machine."""
 
@@ -134,7 +143,7 @@ class LaggingHere(LaggingDevice):
         pass
 
 
-GPU_RUN = {"device": f"{__name__}:LaggingHere", "policy": "cgopipe", "dtype": "bfloat16"}
+GPU_RUN = {"device": f"{__name__}:LaggingHere", "policy": "resident", "dtype": "bfloat16"}
 
 
 def calibrated_gpu(**changes: Any) -> Machine:
@@ -248,7 +257,7 @@ def test_run_prints_what_was_expected_beside_what_it_measured(
         format_seconds(seconds)
         for seconds in (expected["prefill_seconds"], expected["lanes"]["accelerator"]["busy_seconds"])
     )
-    assert rows["prefill"].endswith(f" {prefill}")
+    assert f" {prefill} (" in rows["prefill"]
     assert re.search(rf" {busy} +[\d.]+ %$", rows["accelerator"])
     assert rows["lane"].split() == ["busy", "expected", "in", "use"]
 

@@ -9,8 +9,6 @@ import torch
 
 from moesched.errors import BadInput
 from moesched.machines import Link, Machine, Processor, Roles, Staging, Tier
-from moesched.machines.local import calibrated_gpu
-from moesched.machines import Link, Machine, Processor, Roles, Tier
 from moesched.machines.local import calibrated_gpu, processor_with
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import WeightLayout

@@ -1,7 +1,8 @@
 """The expectation of a run: its own plans and expert choices on the virtual clock, at the costs of a calibration.
 
 Batches are predicted after they ran, so that a prediction disturbs no timing. Of a run, it knows the number of steps,
-the experts that the routers chose and how often previews of the router were right, but no times.
+the experts that the routers chose and how often previews of the router were right, but no times. The width of the band
+is that of the first batch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 
 from moesched import plugins
 from moesched.inputs.defaults import DEVICE, MACHINE, PREVIEW_ACCURACY
+from moesched.jobs.bands import with_band
 from moesched.jobs.job import Job
 from moesched.jobs.options import RunOptions
 from moesched.jobs.report import JobReport, at_the_tokens_of, job_report
@@ -87,7 +89,7 @@ class Expectation:
 
     def _predict(self, report: JobReport) -> JobReport:
         started = perf_counter()
-        plan, policy = self._job.plan(self._batch, self._devices.slot_bytes)
+        plan, policy, _ = self._ranks()[0]
         config, steps = plan.layout.config, len(report.step_seconds)
         simulated = min(steps, self._most_steps, max(LEAST_STEPS, steps * MOST_TASKS // report.tasks))
         forecast = RouterForecast(self._routing, config.experts, _accuracy(report.previews))
@@ -104,7 +106,12 @@ class Expectation:
         expected = job_report(made, plan, kinds, policy=report.policy, dtype=report.dtype)
         if simulated < steps:
             expected = _prolonged(expected, busy.seconds, steps)
-        return at_the_tokens_of(expected, report)
+        expected = at_the_tokens_of(expected, report)
+        return expected if self._batch.first_request else with_band(expected, self._ranks)
+
+    def _ranks(self) -> list[Rank]:
+        """The run's plan and policy, made anew."""
+        return [Rank(*self._job.plan(self._batch, self._devices.slot_bytes))]
 
 
 def obstacle(given: RunOptions, job: Job, devices: Devices) -> str | None:

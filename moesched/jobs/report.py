@@ -203,15 +203,22 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         text += [""] * (requests - len(text))
     failure = next((report.failure for report in reports if report.failure), None)
     counts = [count for report in reports for count in _token_counts(report)]
-    decoding = sum(sum(report.step_seconds[1:]) for report in reports)
+    steps = [seconds for report in reports for seconds in report.step_seconds[1:]]
+    decoding = sum(steps)
     running = sum(sum(report.step_seconds) for report in reports)
+    figures = {
+        "throughput_tokens_per_second": _rate(sum(counts), running),
+        "decode_step_seconds": decoding / max(1, len(steps)),
+        "prefill_seconds": sum(report.prefill_seconds for report in reports),
+    }
     return msgspec.structs.replace(
         first,
+        band=first.band and {name: _around(figures[name], *edges) for name, edges in first.band.items()},
         load_seconds=sum(report.load_seconds for report in reports),
-        prefill_seconds=sum(report.prefill_seconds for report in reports),
+        prefill_seconds=figures["prefill_seconds"],
         first_token_seconds=_mean_of_requests(reports),
         decode_tokens_per_second=_rate(sum(max(0, count - 1) for count in counts), decoding),
-        throughput_tokens_per_second=_rate(sum(counts), running),
+        throughput_tokens_per_second=figures["throughput_tokens_per_second"],
         step_seconds=[seconds for report in reports for seconds in report.step_seconds],
         peak_bytes={name: max(report.peak_bytes[name] for report in reports) for name in first.peak_bytes},
         process_bytes=largest([each.process_bytes for each in reports if each.process_bytes]),
@@ -259,6 +266,12 @@ def _merge_expectations(reports: Sequence[JobReport], *, requests: int, batches:
     if len(expected) < len(reports):
         return None
     return merge_reports(expected, requests=requests, batches=batches)
+
+
+def _around(figure: float, low: float, middle: float, high: float) -> tuple[float, float, float]:
+    """A band, moved from its middle to another figure."""
+    share = figure / middle if middle else 1.0
+    return low * share, figure, high * share
 
 
 def _mean_of_requests(reports: Sequence[JobReport]) -> float | None:

@@ -39,9 +39,11 @@ def calibrated_file(device: str = "") -> Path:
 def calibrated_gpu(device: str, gpu: str) -> Machine | None:
     """This machine with its GPU, as `moesched calibrate --device` measured it; None where it was not measured.
 
+    A file without a cost table is of an earlier version, which measured other copies, and does not count.
+
     Args:
         device: such as "cuda".
-        gpu: the GPU's name; a file of another GPU does not count.
+        gpu: the GPU's name; a file of another GPU does not count either.
 
     Raises:
         BadInput: the file is broken.
@@ -50,7 +52,7 @@ def calibrated_gpu(device: str, gpu: str) -> Machine | None:
     if not is_file(file):
         return None
     machine = parse_machine(read_input(file, "machine", MOST_BYTES), str(file))
-    return machine if gpu in machine.description else None
+    return machine if machine.cost_table and gpu in machine.description else None
 
 
 def local_machine() -> Machine:
