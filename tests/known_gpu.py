@@ -34,7 +34,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         beside: the speed of a copy beside another one.
         dispatch: seconds that a task of a kind takes to start, and seconds more for each call, by resource and kind.
         attention: the share of its memory's bandwidth that attention on the host reads with.
-        attention_beside: its speed beside copies to the GPU.
+        attention_beside: its speed beside copies to the GPU, and beside copies into staging slots.
         noise: how far a time may be off, as a share of it.
     """
 
@@ -47,7 +47,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     beside: float
     dispatch: dict[tuple[str, str], tuple[float, float]] = {}
     attention: float = 0.5
-    attention_beside: float = 1.0
+    attention_beside: tuple[float, float] = (1.0, 1.0)
     noise: float = 0.0
 
 
@@ -76,7 +76,7 @@ DESKTOP = Rates(
         ("host->gpu", "load_hidden"): (50e-6, 0.0),
     },
     attention=0.6,
-    attention_beside=0.8,
+    attention_beside=(0.8, 0.5),
 )
 """A desktop with a GPU of 24 GB."""
 
@@ -125,12 +125,16 @@ class KnownGpu:
         reading = rates.attention / slower
         share = Estimate(low=reading, expected=reading, high=reading)
         cpu = replace(measured.host, rates=measured.host.rates | {"attention": share})
-        beside = Contention(work="attention", beside="host->gpu", rate=rates.attention_beside)
+        link = f"{measured.roles.pinned or HOST}->{GPU}"
+        beside = [
+            Contention(work="attention", beside=each, rate=rate)
+            for each, rate in zip((link, "host->pinned"), rates.attention_beside, strict=True)
+        ]
         return replace(
             measured,
             processors=measured.processors | {"cpu": cpu},
             cost_table=[*measured.cost_table, *starts],
-            contention=[*measured.contention, beside],
+            contention=[*measured.contention, *beside],
         )
 
     def close(self) -> None:

@@ -2,14 +2,15 @@
 
 The first layer's weights stay on the GPU, the second one's are fetched in each step. Micro-batches whose KV cache is on
 the host are attended to there in even steps, and on the GPU in odd ones, in which experts run one by one, every other
-one on the host.
+one on the host. Where page-locked memory is limited, fetched pages are staged in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER
+from moesched.models.layout import Page
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.tasks import Task
@@ -35,6 +36,9 @@ class GpuExercise:
         plan.keep(plan.layout.layer(RESIDENT_LAYER))
         pages = plan.layout.layer(FETCHED_LAYER)
         self.buffer = plan.pool("accelerator", "fetched", len(pages), pages)
+        self.staging = (
+            plan.pool("pinned", "staging", len(pages), pages) if plan.machine.roles.pinned else None
+        )
 
     async def prefill(self, step: Step) -> None:
         await self._run(step, one_by_one=False)
@@ -43,7 +47,7 @@ class GpuExercise:
         await self._run(step, one_by_one=step.index % 2 == 1)
 
     async def _run(self, step: Step, *, one_by_one: bool) -> None:
-        fetched = step.fetch(step.pages(FETCHED_LAYER), self.buffer)
+        fetched = self._fetch(step, step.pages(FETCHED_LAYER))
         if not self.beside:
             await fetched
         for j in step.micro_batches:
@@ -58,10 +62,20 @@ class GpuExercise:
                     await self._experts(step, i, j)
                 else:
                     step.post_attention(i, j)
-        step.evict(step.pages(FETCHED_LAYER), self.buffer)
+        self._evict(step, step.pages(FETCHED_LAYER))
         for j in step.micro_batches:
             last = step.sample(j)
         await last
+
+    def _fetch(self, step: Step, pages: Sequence[Page]) -> Task:
+        if self.staging is not None:
+            step.copy_to_pinned(pages, self.staging)
+        return step.fetch(pages, self.buffer, source=self.staging)
+
+    def _evict(self, step: Step, pages: Sequence[Page]) -> None:
+        step.evict(pages, self.buffer)
+        if self.staging is not None:
+            step.evict(pages, self.staging)
 
     def _attend(self, step: Step, i: int, j: int, *, on_gpu: bool) -> Task:
         """Attend to a micro-batch, and save its new keys and values where its KV cache is."""

@@ -55,6 +55,7 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
         groups: the prompt lengths of its micro-batches, of one sequence and of many, and of many long ones: all run
             twice, with their KV cache on the GPU and on the host.
         steps: of its runs, prefill included.
+        staging: bytes of page-locked memory in runs whose pages are staged.
     """
 
     rounds: int = 5
@@ -69,6 +70,7 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig = MODEL
     groups: tuple[tuple[int, ...], ...] = ((16,), (16,) * 64, (512,) * 64)
     steps: int = 8
+    staging: int = 512 << 20
 
     @property
     def micro_batches(self) -> tuple[tuple[int, ...], ...]:
@@ -84,7 +86,7 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
     def measurements(self) -> int:
         """Measurements in all: operations and pairs in each round, and runs of the model."""
         each = len([*self.operations(), *self.pairs()])
-        return self.rounds * (each + 2) + 1
+        return self.rounds * (each + 3) + 1
 
     def operations(self) -> Iterator[Operation]:
         """Every operation, alone."""

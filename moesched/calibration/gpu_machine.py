@@ -32,6 +32,7 @@ from moesched.machines.gpu_cost import PRODUCT, GpuCosts
 from moesched.machines.local import calibrated_file, processor_with
 from moesched.machines.machine import Staging
 from moesched.machines.part_names import find_gpu
+from moesched.machines.staging import staged
 from moesched.machines.toml_text import machine_toml
 from moesched.system.cache import cache_folder
 from moesched.system.cores import usable_cores
@@ -121,16 +122,17 @@ def _with_tasks(rated: Machine, probe: GpuProbe, extent: GpuExtent, tell: Callab
     """The machine with the dispatch times of tasks, attention on the host, and their speeds beside copies."""
     source, found = Source(extent.model, probe.half, 0), GpuTasks()
 
-    def run(*, beside: bool) -> list[Task]:
+    def run(machine: Machine, *, beside: bool) -> list[Task]:
         policy = GpuExercise(extent.on_host, beside=beside)
-        tasks = probe.tasks(extent.model, policy, extent.micro_batches, extent.steps, rated)
+        tasks = probe.tasks(extent.model, policy, extent.micro_batches, extent.steps, machine)
         tell()
         return tasks
 
-    run(beside=False)  # the first run of a process loads kernels
+    run(rated, beside=False)  # the first run of a process loads kernels
     for _ in range(extent.rounds):
-        found.add(source, run(beside=False))
-        found.add_beside(source, run(beside=True))
+        found.add(source, run(rated, beside=False))
+        found.add_beside(source, run(rated, beside=True))
+        found.add_beside(source, run(staged(rated, extent.staging), beside=True))
     attending = _with_attention(rated, found.host_attention())
     points = found.points(GpuCosts(attending, probe.half).running)
     return replace(

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from moesched.calibration.gpu_probe import CPU, GPU
+from moesched.calibration.gpu_probe import CPU, GPU, HOST, PINNED
 from moesched.calibration.task_times import LEAST_SECONDS, Source, TaskTimes, point
 from moesched.machines import FEW_ROWS, MANY_ROWS, CostPoint
 from moesched.machines.calibrated import ATTENTIONS, DISPATCH
 from moesched.machines.gpu_cost import calls
 from moesched.machines.machine import ATTENTION
+from moesched.seams import at_once
 from moesched.tasks import Task, Work
 
 ON_HOST = (ATTENTION, FEW_ROWS, MANY_ROWS)
@@ -49,13 +50,15 @@ class GpuTasks:
             key = Alike(work.resource, work.kind, task.micro_batch, task.step == 0, calls(work))
             alike.setdefault(key, []).append(task)
         self._runs.append(alike)
-        self._alone.add(source, _off_gpu(tasks))
+        self._alone.add(source, [task for task in tasks if task.work.resource == CPU or task.verb == "fetch"])
 
     def add_beside(self, source: Source, tasks: Sequence[Task]) -> None:
-        """Add a run in which copies of pages ran beside all else."""
+        """Add a run in which copies of pages ran beside all else, from page-locked memory or through staging slots."""
         for (sort, beside), rate in self._alone.rates(source, _off_gpu(tasks)).items():
-            if {sort, *beside.split(" + ")} & set(ON_HOST):
-                self.rates.setdefault((sort, beside), []).append(rate)
+            sorts = beside.split(" + ")
+            if {sort, *sorts} & set(ON_HOST):
+                pair = _page_locked(sort), at_once(map(_page_locked, sorts))
+                self.rates.setdefault(pair, []).append(rate)
 
     def host_attention(self) -> list[float]:
         """Bytes of the KV cache per second, by run: from micro-batches of equally many sequences, short and long.
@@ -128,6 +131,11 @@ def _point(key: Alike, moved: float, seconds: float) -> CostPoint:
 
 def _order(point: CostPoint) -> tuple[str, str, float, float]:
     return point.resource, point.operation, point.size, point.rows
+
+
+def _page_locked(sort: str) -> str:
+    """The name of a kind of work on a machine whose pages are not staged."""
+    return f"{HOST}->{GPU}" if sort == f"{PINNED}->{GPU}" else sort
 
 
 def _off_gpu(tasks: Iterable[Task]) -> list[Task]:
