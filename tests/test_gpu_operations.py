@@ -19,6 +19,7 @@ from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGp
 from moesched.devices.torch.gpu_operations import GpuOperations, is_enqueued
 from moesched.machines import load_machine
 from moesched.machines.gpu_cost import GpuCosts
+from moesched.machines.staging import staged
 from moesched.models.random_model import write_random_model
 
 TINY = GpuExtent(
@@ -84,11 +85,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_small_model_has_tasks_of_every_kind(checkpoint: Path) -> None:
     machine = replace(load_machine("h100"), cost_table=[])
     found, source = GpuTasks(), Source(TINY.model, "bfloat16", 0)
-    for beside in (False, True):
-        policy = GpuExercise(TINY.on_host, beside=beside)
-        add = found.add_beside if beside else found.add
+    for add, here in ((found.add, machine), (found.add_beside, staged(machine, 1 << 20))):
+        policy = GpuExercise(TINY.on_host, beside=here is not machine)
         tasks = run_exercise(
-            checkpoint, "bfloat16", policy, TINY.micro_batches, TINY.steps, LaggingDevice, machine
+            checkpoint, "bfloat16", policy, TINY.micro_batches, TINY.steps, LaggingDevice, here
         )
         add(source, tasks)
     points = found.points(GpuCosts(machine, "bfloat16").running)
