@@ -99,6 +99,11 @@ def test_a_calibration_of_another_machine_is_refused_for_a_run_unless_one_insist
     assert cost_model(find_machine(str(file)), "bfloat16")
 
 
+def test_a_calibration_of_another_machine_is_imitated() -> None:
+    elsewhere = msgspec.structs.replace(load_machine("t4"), measured_on="Abacus 1, 3 cores, T4")
+    assert find_machine(elsewhere, "emulated") == elsewhere
+
+
 def test_this_machines_own_calibration_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MOESCHED_CACHE", str(tmp_path))
     (tmp_path / "machine.toml").write_text(machine_toml(measured_on(this_processor())))

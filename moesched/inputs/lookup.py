@@ -19,7 +19,7 @@ from moesched.models.config import ModelConfig
 from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
 from moesched.requests.workloads import Workload, given_lengths, load_workload
-from moesched.seams import ChecksMachine, DescribesMachine, Device, IsCalibrated, Policy
+from moesched.seams import ChecksMachine, DescribesMachine, Device, Emulates, IsCalibrated, Policy
 from moesched.system.input_file import is_folder
 
 
@@ -70,26 +70,24 @@ def find_machine(machine: Machine | str, device: str | None = None, *, foreign: 
     """
     kind = plugins.find("devices", device) if device else None
     if machine == "auto":
-        here = local_machine()
+        found = local_machine()
         if not foreign:
-            require_measured_on(here, this_processor)
-        if kind is None or not issubclass(kind, DescribesMachine):
-            return here
-        found = kind.machine(here)
-        if not foreign:
-            require_measured_on(found, processors_of(kind))
-        return found
-    found = machine if isinstance(machine, Machine) else load_machine(machine)
-    if kind is not None and issubclass(kind, ChecksMachine):
-        kind.check_machine(found)
-    if device and not foreign:
-        require_measured_on(found, processors_of(kind))
+            require_measured_on(found, this_processor)
+        if kind is not None and issubclass(kind, DescribesMachine):
+            found = kind.machine(found)
+    else:
+        found = machine if isinstance(machine, Machine) else load_machine(machine)
+        if kind is not None and issubclass(kind, ChecksMachine):
+            kind.check_machine(found)
+    imitates = kind is not None and issubclass(kind, Emulates)
+    if kind is not None and not imitates and not foreign:
+        require_measured_on(found, _processors_of(kind))
     return found
 
 
-def processors_of(kind: type[Device] | None) -> Callable[[], str]:
+def _processors_of(kind: type[Device]) -> Callable[[], str]:
     """Names the processors that a class of device runs on: its own, or this machine's."""
-    return kind.processors if kind is not None and issubclass(kind, IsCalibrated) else this_processor
+    return kind.processors if issubclass(kind, IsCalibrated) else this_processor
 
 
 def machine_file(machine: Machine | str) -> Path | None:
