@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+import moesched
 from commands import refused
 from conftest import has_gpu
 from known_gpu import DESKTOP, KnownGpu, Rates
@@ -31,6 +32,7 @@ from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
 from moesched.tasks import Work
+from small_models import small_model
 
 FEWER = {"groups": ((16,), (16,) * 8, (512,) * 8), "steps": 5}
 """Runs of the small model that are quick to simulate."""
@@ -279,3 +281,18 @@ def test_a_cuda_device_is_measured(tmp_path: Path) -> None:
     assert machine.accelerator.flops["bfloat16"] > machine.host.flops["bfloat16"]
     assert machine.memories["gpu"].bandwidth > machine.link("host", "gpu").bandwidth
     assert machine.link("host", "gpu").bandwidth > 1e9
+    assert {point.rows for point in machine.cost_table if point.operation == "product"} >= {1, 4096}
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_calibrated_cuda_device_has_an_expectation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOESCHED_CACHE", str(tmp_path))
+    calibrate_gpu("cuda")
+    model = small_model(tmp_path / "small")
+    report = moesched.run_model(
+        model, [[1, 2, 3]], policy="resident", device="cuda", max_new_tokens=4, expect=True
+    )
+    assert report.no_expectation is None
+    assert report.expected is not None

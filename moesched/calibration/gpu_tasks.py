@@ -30,6 +30,13 @@ class Alike(NamedTuple):
     calls: float
 
 
+class Timed(NamedTuple):
+    """A task's work and the time that it took."""
+
+    work: Work
+    seconds: float
+
+
 class GpuTasks:
     """Tasks of several runs.
 
@@ -39,16 +46,16 @@ class GpuTasks:
 
     def __init__(self) -> None:
         self.rates: dict[tuple[str, str], list[float]] = {}
-        self._runs: list[dict[Alike, list[Task]]] = []
+        self._runs: list[dict[Alike, list[Timed]]] = []
         self._alone = TaskTimes()
 
     def add(self, source: Source, tasks: Sequence[Task]) -> None:
         """Add a run in which copies of pages ran by themselves."""
-        alike: dict[Alike, list[Task]] = {}
+        alike: dict[Alike, list[Timed]] = {}
         for task in filter(_tells_of_dispatch, tasks):
             work = task.work
             key = Alike(work.resource, work.kind, task.micro_batch, task.step == 0, calls(work))
-            alike.setdefault(key, []).append(task)
+            alike.setdefault(key, []).append(Timed(work, (task.end - task.start) / 1e9))
         self._runs.append(alike)
         self._alone.add(source, [task for task in tasks if task.work.resource == CPU or task.verb == "fetch"])
 
@@ -68,10 +75,10 @@ class GpuTasks:
         rates = []
         for alike in self._runs:
             by_rows: dict[int, list[tuple[float, float]]] = {}
-            for key, tasks in alike.items():
+            for key, timed in alike.items():
                 if key.resource == CPU and key.kind == "cpu_attention":
-                    times = median(map(_bytes, tasks)), median(map(_seconds, tasks))
-                    by_rows.setdefault(tasks[0].work.tokens, []).append(times)
+                    times = _median_bytes(timed), median(each.seconds for each in timed)
+                    by_rows.setdefault(timed[0].work.tokens, []).append(times)
             most = max(by_rows.values(), key=lambda times: len(times))
             (short, before), *_, (long, after) = sorted(most)
             if after > before:
@@ -88,9 +95,9 @@ class GpuTasks:
         """
         found: dict[Alike, list[tuple[float, float]]] = {}
         for alike in self._runs:
-            for key, tasks in alike.items():
-                moved = 0.0 if key.resource in (GPU, CPU) else median(map(_bytes, tasks))
-                seconds = median(_dispatch(task, running) for task in tasks)
+            for key, timed in alike.items():
+                moved = 0.0 if key.resource in (GPU, CPU) else _median_bytes(timed)
+                seconds = median(_dispatch(each, running) for each in timed)
                 found.setdefault(key, []).append((moved, seconds))
         fastest: dict[CostPoint, CostPoint] = {}
         for key, times in found.items():
@@ -102,7 +109,11 @@ class GpuTasks:
     def speeds(self) -> list[float]:
         """Speeds of dispatch on the GPU in each run: the median over all kinds, relative to the median of the runs."""
         times = [
-            {key: median(map(_seconds, tasks)) for key, tasks in alike.items() if key.resource == GPU}
+            {
+                key: median(each.seconds for each in timed)
+                for key, timed in alike.items()
+                if key.resource == GPU
+            }
             for alike in self._runs
         ]
         usual = {key: median(run[key] for run in times if key in run) for run in times for key in run}
@@ -117,11 +128,10 @@ def _tells_of_dispatch(task: Task) -> bool:
     return task.step > 0 or copies or task.work.parts[0].operation in ATTENTIONS
 
 
-def _dispatch(task: Task, running: Callable[[Work], float]) -> float:
+def _dispatch(timed: Timed, running: Callable[[Work], float]) -> float:
     """Seconds that a task took to start. On the GPU, kernels run while the next ones are started."""
-    if task.work.resource == GPU:
-        return _seconds(task)
-    return max(0.0, _seconds(task) - running(task.work))
+    work, seconds = timed
+    return seconds if work.resource == GPU else max(0.0, seconds - running(work))
 
 
 def _point(key: Alike, moved: float, seconds: float) -> CostPoint:
@@ -143,9 +153,5 @@ def _off_gpu(tasks: Iterable[Task]) -> list[Task]:
     return [task for task in tasks if task.work.resource != GPU]
 
 
-def _bytes(task: Task) -> float:
-    return task.work.nbytes
-
-
-def _seconds(task: Task) -> float:
-    return (task.end - task.start) / 1e9
+def _median_bytes(timed: Iterable[Timed]) -> float:
+    return median(each.work.nbytes for each in timed)
