@@ -122,7 +122,7 @@ class GpuTasks:
 
 def _tells_of_dispatch(task: Task) -> bool:
     """Whether a task takes little longer than to start it: no fetch, and of a prefill's kernels attention only."""
-    if task.verb in ("fetch", "load"):
+    if task.verb == "fetch":
         return False
     copies = task.work.resource not in (GPU, CPU)
     return task.step > 0 or copies or task.work.parts[0].operation in ATTENTIONS

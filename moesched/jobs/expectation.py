@@ -19,6 +19,7 @@ from moesched.jobs.bands import with_band
 from moesched.jobs.job import Job
 from moesched.jobs.options import RunOptions
 from moesched.jobs.report import JobReport, at_the_tokens_of, job_report
+from moesched.planner.uncertainty import MOST_STEPS
 from moesched.requests.batch import Batch
 from moesched.routing.observed import ObservedRouting
 from moesched.routing.router_forecast import RouterForecast
@@ -35,6 +36,9 @@ from moesched.tasks import Task
 
 MOST_TASKS = 40_000
 """Limit of the tasks that are simulated, which takes less than a second; the steps beyond are extrapolated."""
+
+MOST_TASKS_OF_A_BAND = 10_000
+"""Limit of the tasks of one run for a band, which takes about twenty of them; longer ones get none."""
 
 LEAST_STEPS = 8
 LEAST_TASKS_OF_A_LAYER = 3
@@ -107,7 +111,8 @@ class Expectation:
         if simulated < steps:
             expected = _prolonged(expected, busy.seconds, steps)
         expected = at_the_tokens_of(expected, report)
-        return expected if self._batch.first_request else with_band(expected, self._ranks)
+        is_long = report.tasks * MOST_STEPS > MOST_TASKS_OF_A_BAND * steps
+        return expected if is_long or self._batch.first_request else with_band(expected, self._ranks)
 
     def _ranks(self) -> list[Rank]:
         """The run's plan and policy, made anew."""
