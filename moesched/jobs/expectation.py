@@ -43,6 +43,9 @@ MOST_TASKS_OF_A_BAND = 10_000
 LEAST_STEPS = 8
 LEAST_TASKS_OF_A_LAYER = 3
 
+CALIBRATED = (DEVICE, "cuda")
+"""The devices that `moesched calibrate` measures."""
+
 SEVERAL = "a calibration measures one device, and this run used several"
 
 
@@ -125,8 +128,8 @@ def obstacle(given: RunOptions, job: Job, devices: Devices) -> str | None:
     if len(devices.all) > 1:
         return SEVERAL
     device = plugins.find("devices", given.device)
-    if not issubclass(device, IsCalibrated):
-        return f"a calibration measures devices torch and cuda, and this run used {given.device}"
+    if not issubclass(device, IsCalibrated) or not (machine.cost_table or given.device in CALIBRATED):
+        return f"a calibration measures devices {' and '.join(CALIBRATED)}, and this run used {given.device}"
     if not machine.cost_table:
         if given.machine == MACHINE:
             command = "moesched calibrate" + ("" if given.device == DEVICE else f" --device {given.device}")
