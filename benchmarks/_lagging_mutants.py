@@ -1,4 +1,4 @@
-"""The faults that are planted in the CUDA path: each wait, event, lifetime and copy of it, removed or weakened."""
+"""The faults that are planted in the CUDA path: each wait, event, lifetime, copy and buffer, removed or weakened."""
 
 from __future__ import annotations
 
@@ -51,12 +51,6 @@ WAITS = (
         "waits of tasks on threads",
         "return self._cuda.run(task)",
         "return self._verbs[task.verb](task)",
-    ),
-    Mutant(
-        HOST,
-        "wait for keys and values before the host writes them",
-        "wait_for_copies(self._accelerator)  #",
-        "pass  #",
     ),
     Mutant(
         "next_tokens.py", "wait for the logits", "logits_SV.cpu()", 'logits_SV.to("cpu", non_blocking=True)'
@@ -161,31 +155,6 @@ LIFETIMES = (
 )
 
 COPIES = (
-    Mutant(
-        "copies.py",
-        "copy to the host",
-        "_locked_like(tensor).copy_(tensor, non_blocking=True)",
-        "_locked_like(tensor)",
-    ),
-    Mutant(
-        "copies.py",
-        "copy to the GPU",
-        "return locked(tensor).to(device, non_blocking=True)",
-        "return torch.empty_like(tensor, device=device)",
-    ),
-    Mutant(
-        "copies.py",
-        "copy into locked memory",
-        "else _locked_like(tensor).copy_(tensor)",
-        "else _locked_like(tensor)",
-    ),
-    Mutant("copies.py", "locked memory of copies to the GPU", "return locked(tensor).to", "return tensor.to"),
-    Mutant(
-        "copies.py",
-        "locked memory of copies to the host",
-        "dtype=tensor.dtype, pin_memory=True",
-        "dtype=tensor.dtype",
-    ),
     Mutant(HOST, "copy of a page to the GPU", "self._store.reader.copy(held, page, target)"),
     Mutant(
         HOST,
@@ -201,33 +170,6 @@ COPIES = (
     Mutant(HOST, "new keys behind loaded ones", "keys_SLKd[:, -new:] = k_TKd[start:end].reshape(shape)"),
     Mutant(HOST, "new values behind loaded ones", "values_SLKd[:, -new:] = v_TKd[start:end].reshape(shape)"),
     Mutant(
-        HOST, "copy of queries to the host", "copied(q_THd, HOST),", "torch.empty_like(q_THd, device=HOST),"
-    ),
-    Mutant(
-        HOST,
-        "copy of keys to the host",
-        "            copied(k_TKd, HOST),",
-        "            torch.empty_like(k_TKd, device=HOST),",
-    ),
-    Mutant(
-        HOST,
-        "copy of values to the host",
-        "            copied(v_TKd, HOST),",
-        "            torch.empty_like(v_TKd, device=HOST),",
-    ),
-    Mutant(
-        HOST,
-        "copy of keys and values for the cache",
-        "copied(k_TKd, HOST), copied(v_TKd, HOST)",
-        "torch.empty_like(k_TKd, device=HOST), copied(v_TKd, HOST)",
-    ),
-    Mutant(
-        HOST,
-        "copy of attention's output to the GPU",
-        "copied(self._attended.pop(task.micro_batch), self._accelerator)",
-        "torch.empty_like(self._attended.pop(task.micro_batch), device=self._accelerator)",
-    ),
-    Mutant(
         "device_kv.py",
         "keys of earlier chunks",
         "half[first + past : first + past + new] = fresh_TKd[start:stop]",
@@ -240,12 +182,6 @@ COPIES = (
         "kv_cache.py",
         "blocks of beams",
         "self.slots.index_copy_(2, targets, self.slots.index_select(2, sources))",
-    ),
-    Mutant(
-        "host_experts.py",
-        "copy of rows to the host",
-        "HostRows(moved(x_TD, HOST),",
-        "HostRows(torch.empty(x_TD.shape, dtype=x_TD.dtype),",
     ),
     Mutant(
         "host_experts.py",
@@ -266,8 +202,98 @@ COPIES = (
     ),
 )
 
+RING = "copies.py"
+ROWS = "exchange_rows.py"
+
+BUFFERS = (
+    Mutant(RING, "wait for the copies from a half of the ring", "self._other_copied.synchronize()"),
+    Mutant(RING, "event behind the copies from a half", "self._other_copied.record()"),
+    Mutant(RING, "turns of the halves", "self._halves.rotate()"),
+    Mutant(RING, "places of numbers in a half", "self._filled += len(numbers)"),
+    Mutant(
+        RING,
+        "locking of the ring",
+        'locked_if_possible(nbytes, self._device, "memory for indices")',
+        "torch.zeros(nbytes, dtype=torch.uint8)",
+    ),
+    Mutant(
+        RING,
+        "copy of numbers to the GPU",
+        "there[start : start + len(piece)].copy_(self._held(piece), non_blocking=True)",
+    ),
+    Mutant(
+        "kv_offload.py",
+        "wait for keys and values before they are written",
+        "wait_for_copies(self._accelerator)",
+    ),
+    Mutant("kv_offload.py", "second buffer of keys and values", "number % 2", "0"),
+    Mutant(
+        "kv_offload.py", "copy of keys and values", "buffer[: len(piece)].copy_(piece, non_blocking=True)"
+    ),
+    Mutant(
+        "kv_offload.py", "keys and values of a piece of their own", "new_TKd[start : start", "new_TKd[0 : 0"
+    ),
+    Mutant("kv_cache.py", "keys and values on the host", "half.index_copy_(0, slots_T, new_TKd)"),
+    Mutant(
+        ROWS,
+        "locking of exchanged rows",
+        'memory = locked_if_possible(nbytes, compute.accelerator, "memory for exchanged rows")',
+        "memory = aligned_bytes(max(1, nbytes))",
+    ),
+    Mutant(
+        ROWS,
+        "locking of prompts' rows",
+        "pin_memory=self._locks",
+        "pin_memory=False",
+    ),
+    Mutant(
+        ROWS,
+        "rows that stay from step to step",
+        "if own is not None and len(own.attended_TX) == tokens:",
+        "if False:",
+    ),
+    Mutant(
+        ROWS,
+        "rows of experts that stay from step to step",
+        "if own is not None and len(own.x_TD) == tokens:",
+        "if False:",
+    ),
+    Mutant(
+        ROWS,
+        "rows of a micro-batch's own",
+        "own = self._attention.get(micro_batch)",
+        "own = self._attention.get(0)",
+    ),
+    Mutant(
+        ROWS,
+        "rows of experts of a micro-batch's own",
+        "own = self._routed.get(micro_batch)",
+        "own = self._routed.get(0)",
+    ),
+    Mutant(HOST, "copy of queries, keys and values", "on_host.copy_(there, non_blocking=True)"),
+    Mutant(HOST, "native attention on the host", "call(step.in_blocks)"),
+    Mutant(
+        HOST,
+        "copy of attention's output to the GPU",
+        "attended_TX.to(self._accelerator, non_blocking=True, copy=True)",
+        "torch.empty_like(attended_TX, device=self._accelerator)",
+    ),
+    Mutant("host_experts.py", "copy of rows to the host", "on_host.x_TD.copy_(x_TD, non_blocking=True)"),
+    Mutant(
+        "host_experts.py",
+        "copy of the rows' tokens",
+        "on_host.tokens_n.copy_(rows.grouping.tokens_n, non_blocking=True)",
+    ),
+)
+
 MUTANTS = {
     f"{kind}: {mutant.lost}": mutant
-    for kind, mutants in (("wait", WAITS), ("event", EVENTS), ("lifetime", LIFETIMES), ("copy", COPIES))
+    for kind, mutants in (
+        ("wait", WAITS),
+        ("event", EVENTS),
+        ("lifetime", LIFETIMES),
+        ("copy", COPIES),
+        ("buffer", BUFFERS),
+    )
     for mutant in mutants
 }

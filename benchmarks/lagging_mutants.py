@@ -1,4 +1,4 @@
-"""Removes each wait, event, lifetime and copy of the CUDA path in turn; the lagging device has to find it.
+"""Removes each wait, event, lifetime, copy and buffer of the CUDA path in turn; the lagging device has to find it.
 
 Works in a copy of the tree: first the tests of the lagging device run there, up to the first that fails; where none
 does, every case of the benchmark `lagging_device` runs, two batches each. The result names what found each. It is
@@ -19,7 +19,7 @@ from _lagging_mutants import MUTANTS, Mutant
 from _options import Benchmark, track
 from _results import ROOT
 
-TESTS = ["tests/test_cuda_streams.py", "tests/test_lagging_device.py"]
+TESTS = ["tests/test_cuda_streams.py", "tests/test_exchange_rows.py", "tests/test_lagging_device.py"]
 SWEEP = ["benchmarks/_lagging_rows.py", "every", "resident, whole prompts", "0", "2"]
 SECONDS = 600
 """Time after which tests or cases count as hanging, which finds a mutant too."""

@@ -68,11 +68,11 @@ class Reference:
         config = self.config
         step = cache.extend(sequences, [len(new) for new in tokens])
         ids_T = torch.tensor([token for new in tokens for token in new])
-        angles = kernels.rotary(step.positions_T, config.head_dim, config.rope_theta)
+        angles = kernels.rotary(torch.tensor(step.positions), config.head_dim, config.rope_theta)
         hidden_TD = kernels.embed(ids_T, self.weights["embedding"])
         for layer in range(config.layers):
             hidden_TD = self.layer(layer, hidden_TD, cache, step, angles)
-        last_SD = hidden_TD[step.last_S]
+        last_SD = hidden_TD[step.last]
         head = self.blocks["embedding" if config.tied_embeddings else "lm_head"]
         return kernels.lm_head(last_SD, self.weights["final_norm"], head, config.norm_eps, config.norm)
 

@@ -145,7 +145,7 @@ def first_bad(checkpoint: Checkpoint, prompt: list[int], *, fused: bool) -> str:
     state.caches = (BlockedKV(config, -(-len(prompt) // KV_BLOCK_TOKENS)),)
     state.caches[0].table.open(0)
     state.extend()
-    state.angles = rotary(state.step.positions_T, config.head_dim, config.rope_theta)
+    state.angles = rotary(torch.tensor(state.step.positions), config.head_dim, config.rope_theta)
     layout = weight_layout(config)
     with PageReader(checkpoint, layout) as reader:
         return FirstBadTensor(reader, layout, torch.device("cpu"), fused=fused).name(state)

@@ -45,6 +45,8 @@ from small_models import small_model
         (("--prompt-ids", "1", "--budget", "host=1GB", "--budget", "host=2GB"), "--budget gives host twice"),
         (("--prompt-ids", "1", "--machine", "t5"), "no machine 't5': name a TOML file or one of .*t4"),
         (("--prompt-ids", "1", "--device", "abacus"), "unknown device 'abacus': choose cuda, .*torch"),
+        (("--prompt-ids", "1", "--threads", "0"), "threads is 0: give 1 to"),
+        (("--prompt-ids", "1", "--threads", "5000"), "threads is 5000: give 1 to"),
         (("--prompt-ids", "1", "--set", "ahead"), "--set 'ahead': write KEY=VALUE"),
         (("--prompt-ids", "1", "--set", "ahead=1", "--set", "ahead=2"), "--set gives ahead twice"),
         (

@@ -1,14 +1,29 @@
-"""The number of cores respects the CPU quota of a container."""
+"""The number of cores respects the CPU quota of a container, and threads beside a GPU divide them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
-from moesched.system.cores import affinity, cpu_quota, usable_cores
+from moesched.cli.output import print_report
+from moesched.devices.torch.cuda_device import CudaDevice
+from moesched.errors import BadInput
+from moesched.jobs.simulate_model import simulate_model
+from moesched.models.checkpoint import open_checkpoint
+from moesched.models.layout import weight_layout
+from moesched.system.cores import (
+    CorePlan,
+    affinity,
+    cpu_quota,
+    divided_cores,
+    require_threads,
+    usable_cores,
+)
 
 UNLIMITED = 2**31
+TINY = Path(__file__).parents[1] / "examples" / "tiny-mixtral"
 
 
 def quota(folder: Path, own: str, files: dict[str, str]) -> int:
@@ -50,3 +65,45 @@ def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
 
 def test_no_more_cores_are_usable_than_the_process_may_run_on() -> None:
     assert 1 <= usable_cores() <= len(affinity())
+
+
+@pytest.mark.parametrize(
+    ("cores", "kernels", "copies", "issuing"),
+    [
+        (1, 1, 1, 1),
+        (2, 1, 1, 1),
+        (4, 3, 2, 1),
+        (8, 6, 4, 2),
+        (16, 12, 8, 4),
+        (32, 28, 16, 4),
+        (64, 60, 16, 4),
+    ],
+)
+def test_cores_beside_a_gpu_are_divided(cores: int, kernels: int, copies: int, issuing: int) -> None:
+    assert divided_cores(cores) == CorePlan(kernels, copies, issuing)
+
+
+def test_threads_that_are_given_are_those_of_attention_and_experts() -> None:
+    assert divided_cores(16, threads=9) == CorePlan(kernels=9, copies=8, issuing=4)
+
+
+@pytest.mark.parametrize("threads", [0, -1, usable_cores() + 1])
+def test_a_number_of_threads_that_cannot_be_is_refused_in_one_line(threads: int) -> None:
+    checkpoint = open_checkpoint(TINY)
+    message = f"^threads is {threads}: give 1 to {usable_cores()}, the number of cores"
+    with pytest.raises(BadInput, match=message):
+        require_threads(threads)
+    with pytest.raises(BadInput, match=message):
+        CudaDevice(checkpoint, weight_layout(checkpoint.config, "bfloat16"), threads=threads)
+
+
+def test_a_report_says_how_the_cores_were_divided(capsys: pytest.CaptureFixture[str]) -> None:
+    predicted = simulate_model(TINY, machine="t4", policy="resident", workload=[[1, 2, 3]], gen=2)
+    report = structs.replace(predicted, measured=True, cores=divided_cores(16)._asdict())
+    print_report(report)
+    assert (
+        "threads on the host: 12 for attention and experts, 8 for copies of weights; "
+        "4 cores left to issuing and waiting\n" in capsys.readouterr().out
+    )
+    assert report.as_dict()["cores"] == {"kernels": 12, "copies": 8, "issuing": 4}
+    assert "cores" not in predicted.as_dict()

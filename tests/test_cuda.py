@@ -10,13 +10,16 @@ import torch
 from _small_runs import Generated
 
 import moesched
-from moesched.devices.torch.copies import copied, wait_for_copies
+from moesched.devices.torch.compute import Compute
+from moesched.devices.torch.copies import NumberRing, wait_for_copies
 from moesched.devices.torch.cuda_device import CudaDevice
 from moesched.devices.torch.cuda_streams import CudaStreams
+from moesched.devices.torch.kv_cache import BlockedKV
+from moesched.devices.torch.kv_offload import KVOffload
 from moesched.devices.torch.locked_memory import locked_bytes
 from moesched.models.random_model import write_random_model
 from moesched.tasks import Kernel, Lane, Task, Work
-from odd_models import DBRX, MIXTRAL, PROMPTS, WIDE, stored
+from odd_models import DBRX, MIXTRAL, PROMPTS, WIDE, layout_of, stored
 from odd_runs import two_batches
 from policies_for_two_memories import POLICIES, STREAM_MOST
 
@@ -67,15 +70,28 @@ def test_a_policy_that_streams_gives_the_bits_of_the_run_where_all_weights_stay(
         assert computes_on_the_cpu or found.logits_RSV.equal(resident.logits_RSV)
 
 
-def test_a_page_locked_copy_is_there_when_the_stream_has_come_so_far() -> None:
-    cuda, host = torch.device("cuda:0"), torch.device("cpu")
-    numbers = torch.arange(1 << 20).view(1024, 1024)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        back = copied(copied(numbers, cuda)[:, 1::2], host)
-        assert back.is_pinned()
-        wait_for_copies(cuda)
-    assert back.equal(numbers[:, 1::2])
+def test_numbers_pass_the_ring_to_the_gpu_again_and_again() -> None:
+    device = torch.device("cuda:0")
+    ring = NumberRing(device, numbers=64)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        there = [ring.indices(range(start, start + 40)) for start in range(200)]
+        wait_for_copies(device)
+    assert all(each.tolist() == [*range(start, start + 40)] for start, each in enumerate(there))
+
+
+def test_new_keys_and_values_come_to_the_hosts_cache_in_pieces() -> None:
+    config, device = MIXTRAL, torch.device("cuda:0")
+    compute = Compute("cuda:0", layout_of(config, "float32"), "torch", pin=False, threads=None)
+    cache = BlockedKV(config, 40, block_size=16)
+    cache.table.open(0)
+    step = cache.extend([0], [600])
+    keys_TKd = torch.randn(600, config.kv_heads, config.head_dim)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        there = keys_TKd.to(device), -keys_TKd.to(device)
+        KVOffload(config, 600, compute, piece_bytes=4096).write(cache, 1, step, *there)
+    keys, values = cache.slots[1, :, step.slots_T]
+    assert keys.equal(keys_TKd) and values.equal(-keys_TKd)
+    compute.close()
 
 
 def test_memory_that_cuda_locked_is_page_locked_for_torch() -> None:

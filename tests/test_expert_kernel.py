@@ -222,6 +222,27 @@ def test_pinned_helpers_stay_on_a_core_each_and_the_caller_on_none() -> None:
 
 
 @needs_kernel
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or usable_cores() < 2, reason="needs Linux and two cores"
+)
+def test_helpers_stay_off_the_cores_that_are_left_to_others() -> None:
+    tasks = Path("/proc/self/task")
+    before = set(tasks.iterdir())
+    with closing(NativeKernels(8, threads=3, left=1)):
+        helpers = set(tasks.iterdir()) - before
+        allowed = [os.sched_getaffinity(int(helper.name)) for helper in helpers]
+        assert allowed == [set(affinity()[1:])] * 2
+
+
+@needs_kernel
+def test_helpers_may_run_anywhere_where_all_cores_are_to_be_left() -> None:
+    with closing(NativeKernels(8, threads=2, left=len(affinity()))) as kernel:
+        assert kernel.linear(torch.ones(1, 64).bfloat16(), [torch.ones(2, 64).bfloat16()]).tolist() == [
+            [64, 64]
+        ]
+
+
+@needs_kernel
 def test_a_run_says_with_the_kernel_about_what_it_says_with_torch() -> None:
     checkpoint = open_checkpoint(TINY)
     layout = weight_layout(checkpoint.config, "bfloat16")

@@ -28,7 +28,7 @@ def fill(cache: BlockedKV, sequences: list[int], new: list[int]) -> None:
     step = cache.extend(sequences, new)
     owners = [sequence for sequence, tokens in zip(sequences, new, strict=True) for _ in range(tokens)]
     for layer in range(2):
-        marks = torch.tensor(owners) * 1000.0 + step.positions_T + layer / 2
+        marks = torch.tensor(owners) * 1000.0 + torch.tensor(step.positions) + layer / 2
         keys = marks[:, None, None].expand(-1, 3, 4)
         cache.append(layer, step, keys, keys + 100)
 
@@ -97,7 +97,7 @@ def test_views_follow_the_order_of_the_step_whatever_the_lengths() -> None:
     found = [keys[0, 0, 0].item() // 1000 for view in cache.views(0, step) for keys in view.keys_SLKd]
     assert found == [4, 0, 2, 1, 3]
     assert step.past == (2, 3, 7, 7, 2)
-    assert step.positions_T.tolist() == [2, 3, 7, 7, 2]
+    assert step.positions == [2, 3, 7, 7, 2]
 
 
 def test_the_last_token_of_each_sequence_is_known() -> None:
@@ -105,8 +105,8 @@ def test_the_last_token_of_each_sequence_is_known() -> None:
     cache.table.open(0)
     cache.table.open(1)
     step = cache.extend([1, 0], [3, 2])
-    assert step.last_S.tolist() == [2, 4]
-    assert step.positions_T.tolist() == [0, 1, 2, 0, 1]
+    assert step.last == [2, 4]
+    assert step.positions == [0, 1, 2, 0, 1]
 
 
 def test_when_blocks_run_out_the_error_says_so_and_nothing_changes() -> None:

@@ -6,10 +6,10 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-import torch
 from _small_runs import Generated, same_bits
 
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
+from moesched.devices.torch.copies import host_indices
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.devices.torch.kv_step import KVStep
 from moesched.devices.torch.locked_memory import locked_bytes
@@ -65,9 +65,9 @@ def test_slots_and_the_hosts_kv_cache_are_locked_until_the_device_closes(
     with gpu:
         assert caches and all(each.slots.is_pinned() for each in caches)
     caches.clear()
-    locked = [*gpu.pinned.registered.values()]
+    locked = sorted(gpu.pinned.registered.values())
     streamed(device, policy)
-    assert locked and [*gpu.pinned.registered.values()] == locked
+    assert locked and sorted(gpu.pinned.registered.values()) == locked
     device.close()
     gc.collect()
     assert not gpu.pinned.registered
@@ -102,6 +102,6 @@ def test_a_kv_cache_that_cannot_be_locked_stays_in_ordinary_memory(checkpoint: C
 def test_the_tokens_before_a_step_are_few_ranges_of_slots(
     blocks: list[int], past: int, slots: list[range]
 ) -> None:
-    step = KVStep((0,), (past,), (1,), [blocks], 4, torch.device("cpu"))
+    step = KVStep((0,), (past,), (1,), [blocks], 4, host_indices)
     (part,) = step.parts
     assert [each for each in step.past_slots(part)[0] if each] == slots

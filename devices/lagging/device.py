@@ -80,6 +80,7 @@ class LaggingDevice(TorchDevice):
 
     Args:
         gpu: by default one that runs work in the order of seed 0; the ranks of a model that is cut share it.
+        kernel: on the host, as for `TorchDevice`.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class LaggingDevice(TorchDevice):
         *,
         keep_logits: bool = False,
         gpu: LaggingGpu | None = None,
+        kernel: str = "torch",
     ) -> None:
         self.gpu = gpu or LaggingGpu()
         super().__init__(
@@ -96,7 +98,7 @@ class LaggingDevice(TorchDevice):
             layout,
             accelerator=str(GPU_DEVICE),
             keep_logits=keep_logits,
-            kernel="torch",
+            kernel=kernel,
         )
         arranged = self._compute.arranged
 

@@ -111,12 +111,14 @@ class PinnedMemory:
     Attributes:
         registered: bytes of the memory that was locked as it is, by its address.
         most_registered: bytes that may be locked so; None for as many as there are.
+        allocations: how often memory was locked or allocated as page-locked.
     """
 
     def __init__(self) -> None:
         self._locked: set[int] = set()
         self.registered: dict[int, int] = {}
         self.most_registered: int | None = None
+        self.allocations = 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # CUDA's name
         """Lock memory; returns 0, or the number of CUDA's error."""
@@ -125,6 +127,7 @@ class PinnedMemory:
             return 712
         if most is not None and sum(self.registered.values()) + nbytes > most:
             return 2
+        self.allocations += 1
         self.registered[address] = nbytes
         self._locked.add(address)
         return 0
@@ -139,6 +142,7 @@ class PinnedMemory:
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A poisoned tensor in page-locked memory."""
+        self.allocations += 1
         items = max(1, int(np.prod(size)))
         memory = np.full(items * dtype.itemsize + ROUNDING, POISON, np.uint8)
         weakref.finalize(memory, self._locked.discard, memory.ctypes.data)

@@ -64,6 +64,15 @@ class Attend(ctypes.Structure):
     )
 
 
+class NewRows(ctypes.Structure):
+    """As in kv_rows.c."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("tokens", "row_bytes")),
+        *((name, _POINTER) for name in ("slots", "keys", "values", "new_keys", "new_values")),
+    )
+
+
 class Prompts(ctypes.Structure):
     """As in prompt_attention.c."""
 

@@ -16,12 +16,15 @@ from zlib import crc32
 from moesched.errors import BadInput
 
 AUTO, TORCH = "auto", "torch"
-VERSION = 4
+VERSION = 5
 """Of the functions' signatures, as the library returns it."""
 
 _CALLS = tuple(
     f"moesched_{name}"
-    for name in ("embed", "attention_inputs", "attend", "attend_prompts", "route", "moe_layer", "logits")
+    for name in (
+        *("embed", "attention_inputs", "attend", "attend_prompts"),
+        *("store", "route", "moe_layer", "logits"),
+    )
 )
 """Functions that take the threads and a pointer to their arguments."""
 
@@ -75,7 +78,7 @@ def _declare(library: Library) -> None:
     pointer, number, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
     library.moesched_instruction_sets.restype = text
     library.moesched_new_team.restype = pointer
-    library.moesched_new_team.argtypes = [text, ctypes.c_int, pointer]
+    library.moesched_new_team.argtypes = [text, ctypes.c_int, pointer, ctypes.c_int, ctypes.c_int]
     library.moesched_free_team.restype = None
     library.moesched_free_team.argtypes = [pointer]
     shape: list[Any] = [pointer, number, number, number, pointer, number]

@@ -31,6 +31,7 @@ class NativeKernels:
         threads: number of threads, the caller included.
         pin: pin each helper to a core of its own. The caller is never pinned: threads that torch later starts from it
             would stay on the same core.
+        left: number of cores that no helper runs on, where the system allows that.
     """
 
     def __init__(
@@ -39,13 +40,17 @@ class NativeKernels:
         instruction_set: str | None = None,
         threads: int | None = None,
         pin: bool = False,
+        left: int = 0,
     ) -> None:
         self._library = library()
         self.instruction_set = instruction_set or instruction_sets()[0]
         self.most_rows = most_rows
         helpers = (usable_cores() if threads is None else threads) - 1
-        cores = (ctypes.c_int * helpers)(*affinity()[1 : helpers + 1]) if pin else None
-        self._team = self._library.moesched_new_team(self.instruction_set.encode(), helpers, cores)
+        left = max(left, 1) if pin else left
+        cores = affinity()[left:] if left else []
+        self._team = self._library.moesched_new_team(
+            self.instruction_set.encode(), helpers, (ctypes.c_int * len(cores))(*cores), len(cores), pin
+        )
         if not self._team:
             raise MemoryError("no memory for the threads of the CPU kernels")
 

@@ -215,9 +215,21 @@ API void moesched_free_team(Team *team) {
     free(team);
 }
 
+/* Keeps a thread on some cores, where the system allows that. */
+static void keep_on(pthread_t thread, const int *cores, int count) {
+#if defined(__linux__)
+    cpu_set_t allowed;
+    CPU_ZERO(&allowed);
+    for (int i = 0; i < count; i++) CPU_SET(cores[i], &allowed);
+    pthread_setaffinity_np(thread, sizeof allowed, &allowed);
+#else
+    (void)thread, (void)cores, (void)count;
+#endif
+}
+
 /* A team of the caller and `helpers` threads; NULL if there is no such instruction set, or no memory.
- * cores: the core that each helper is pinned to, or NULL. */
-API Team *moesched_new_team(const char *instruction_set, int helpers, const int *cores) {
+ * cores: the `count` cores that the helpers may run on; any where it is 0. If `pinned`, each has one of them while they last. */
+API Team *moesched_new_team(const char *instruction_set, int helpers, const int *cores, int count, int pinned) {
     const int set = set_named(instruction_set);
     Team *team = set < 0 ? NULL : calloc(1, sizeof *team);
     if (!team) return NULL;
@@ -228,15 +240,10 @@ API Team *moesched_new_team(const char *instruction_set, int helpers, const int 
     pthread_cond_init(&team->wake, NULL);
     team->threads = calloc((size_t)helpers + 1, sizeof *team->threads);
     while (team->threads && team->helpers < helpers) {
-        if (pthread_create(&team->threads[team->helpers], NULL, help, team)) break; /* fewer will do */
-#if defined(__linux__)
-        if (cores) {
-            cpu_set_t one;
-            CPU_ZERO(&one);
-            CPU_SET(cores[team->helpers], &one);
-            pthread_setaffinity_np(team->threads[team->helpers], sizeof one, &one);
-        }
-#endif
+        pthread_t *thread = &team->threads[team->helpers];
+        if (pthread_create(thread, NULL, help, team)) break; /* fewer will do */
+        if (!pinned && count) keep_on(*thread, cores, count);
+        if (pinned && team->helpers < count) keep_on(*thread, cores + team->helpers, 1);
         team->helpers++;
     }
     return team;

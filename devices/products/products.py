@@ -69,8 +69,11 @@ def rows_for_kernel(kernel: str, dtype: str, shape: Shape, packed: bool) -> int:
     return most_rows(instruction_sets()[0] if kernel == AUTO else kernel, shape, packed)
 
 
-def make_kernel(kernel: str, rows: int, cores: int, pin: bool = False) -> NativeKernels | None:
-    """The kernels, with their threads, for products of up to `rows` rows; None where torch does everything."""
+def make_kernel(kernel: str, rows: int, cores: int, pin: bool = False, left: int = 0) -> NativeKernels | None:
+    """The kernels, with their threads, for products of up to `rows` rows; None where torch does everything.
+
+    cores, pin, left: as for `NativeKernels`.
+    """
     if kernel == TORCH or not instruction_sets():
         return None
-    return NativeKernels(rows, None if kernel == AUTO else kernel, cores, pin)
+    return NativeKernels(rows, None if kernel == AUTO else kernel, cores, pin, left)

@@ -17,7 +17,6 @@ from ..products.linear import Tensor
 from ..products.team import use_cores
 from . import kernels
 from .compute import Compute
-from .copies import indices, moved
 from .kernels import KVView
 from .micro_batch import MicroBatchState
 from .weights import WeightsOf
@@ -43,6 +42,7 @@ class Attention:
     ) -> None:
         self._config = config
         self._accelerator = compute.accelerator
+        self._indices = compute.indices
         self._states = states
         self._weights = weights
         self._embedding_VD = embedding_VD
@@ -76,9 +76,9 @@ class Attention:
     def _embed(self, state: MicroBatchState, ids: Sequence[int]) -> None:
         use_cores(1)
         config = self._config
-        positions_T = moved(state.step.positions_T, self._accelerator)
+        positions_T = self._indices(state.step.positions)
         state.angles = kernels.rotary(positions_T, config.head_dim, config.rope_theta)
-        state.hidden_TD = kernels.embed(indices(ids, self._accelerator), self._embedding_VD)
+        state.hidden_TD = kernels.embed(self._indices(ids), self._embedding_VD)
 
     def pre_attention(self, task: Task) -> None:
         """Project the hidden states to queries, keys and values."""

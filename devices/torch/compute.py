@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from moesched.models.layout import WeightLayout
-from moesched.system.cores import usable_cores
+from moesched.system.cores import CorePlan, divided_cores, usable_cores
 
 from ..native.compiled import check_choice
 from ..native.layers import NativeLayers
@@ -20,6 +20,7 @@ from ..products.row_tiles import CODE_BYTES
 from ..products.team import Team
 from ..shared.arena import copy_placed_alike
 from ..shared.page_reader import DTYPES
+from .copies import Indices, NumberRing, host_indices
 from .cores import Cores
 
 COMPUTED_IN_FLOAT32 = ".router"
@@ -38,10 +39,11 @@ class Compute:
     Attributes:
         accelerator: where the accelerator's tensors are.
         dtype: of weights and hidden states.
-        cores: their number.
+        core_plan: the division of the cores; on the CPU alone, kernels have all.
         fused_attention: whether the accelerator has a kernel for attention that holds no scores.
         use_cores_for: sets the number of cores for a product, given its rows and weights.
         products: multiplies by weights.
+        indices: makes an int64 tensor on the accelerator of numbers.
         native: runs whole tasks of few rows; None where torch does.
         team: divides experts and blocks of the LM head among the cores; None where products run one after the other,
             each on all cores.
@@ -53,26 +55,34 @@ class Compute:
         transposed = layout.config.transposed_down
         self.accelerator = torch.device(accelerator)
         self.dtype = DTYPES[layout.dtype]
-        self.cores = threads or usable_cores()
+        cores = usable_cores()
+        self.core_plan = CorePlan(threads or cores, 0, 0) if self.on_cpu else divided_cores(cores, threads)
         self.fused_attention = True
         self.use_cores_for = Cores(self.cores, self.dtype).use_for
         self.products = Products()
+        self.indices: Indices = host_indices
         self.team: Team | None = None
         self.native: NativeLayers | None = None
         self._config = layout.config
         check_choice(kernel)
         expert = Shape(layout.config.intermediate, layout.config.hidden)
         self._kernel_rows = partial(rows_for_kernel, kernel, layout.dtype, expert)
-        self._make_kernel = partial(make_kernel, kernel, cores=self.cores, pin=pin)
+        self._make_kernel = partial(
+            make_kernel, kernel, cores=self.cores, pin=pin, left=self.core_plan.issuing
+        )
         self._packs = self.on_cpu and layout.dtype == "bfloat16" and packing_pays(transposed)
         self._shares = self.on_cpu and self.cores > 1 and cores_keep_bits(self.dtype, self.cores, transposed)
-        self._threads_before = torch.get_num_threads()
-        self._started = False
+        self._threads_before: int | None = None
 
     @property
     def on_cpu(self) -> bool:
         """Whether the accelerator is the CPU."""
         return self.accelerator.type == "cpu"
+
+    @property
+    def cores(self) -> int:
+        """The number of cores for kernels on the CPU."""
+        return self.core_plan.kernels
 
     @property
     def own_bytes(self) -> int:
@@ -81,9 +91,11 @@ class Compute:
 
     def start(self, rows_an_expert: float) -> None:
         """Start kernel and threads, given the rows of an expert in a decode step; later calls do nothing."""
-        if self._started:
+        if self._threads_before is not None:
             return
-        self._started = True
+        self._threads_before = torch.get_num_threads()
+        if not self.on_cpu:
+            self.indices = NumberRing(self.accelerator).indices
         if self._packs and rows_an_expert <= self._kernel_rows(packed=True):
             self._packs = False  # only torch multiplies by packed weights
         rows = 0 if self._packs else self._kernel_rows(packed=False)
@@ -110,6 +122,8 @@ class Compute:
         """End the threads, and restore torch's number of cores."""
         self.products.close()
         self.native = None
+        self.indices = host_indices
         if self.team is not None:
             self.team.close()
-        torch.set_num_threads(self._threads_before)
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)

@@ -1,49 +1,86 @@
-"""Asynchronous copies between the host and an accelerator, through page-locked memory.
+"""Copies between the host and an accelerator, and a ring of page-locked memory for numbers that go there.
 
-A copy from or to ordinary memory blocks its thread until the stream has reached it. Page-locked memory comes from
-torch's own cache, which reuses a piece only after the copies that use it.
+A copy from or to ordinary memory blocks its thread until the stream has reached it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+
+from .locked_memory import locked_if_possible
 
 Tensor = torch.Tensor
 
 HOST = torch.device("cpu")
 
+Indices = Callable[[Sequence[int]], Tensor]
+"""Makes an int64 tensor of numbers, on some device."""
 
-def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Numbers of the host as an int64 tensor on the device."""
-    return moved(torch.tensor(numbers, dtype=torch.int64), device)
+host_indices: Indices = partial(torch.tensor, dtype=torch.int64)
+"""On the host."""
 
-
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor itself if it is on the device already, otherwise an asynchronous copy on the current stream."""
-    return tensor if tensor.device == device else copied(tensor, device)
-
-
-def copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device; between host and accelerator, an asynchronous one on the current stream."""
-    if device.type == tensor.device.type:
-        return tensor.to(device, copy=True)
-    if device.type == "cpu":
-        return _locked_like(tensor).copy_(tensor, non_blocking=True)
-    return locked(tensor).to(device, non_blocking=True)
+MOST_NUMBERS = 1 << 17
+"""Numbers in a half of the ring: those of many decode steps."""
 
 
-def locked(tensor: Tensor) -> Tensor:
-    """The host's tensor in page-locked memory; itself if it is there already."""
-    return tensor if tensor.is_pinned() else _locked_like(tensor).copy_(tensor)
+class NumberRing:
+    """Takes numbers to an accelerator through page-locked memory of two halves, which take turns.
+
+    A half is filled again only after the copies from it have ended. All copies are on one stream at a time.
+
+    It is allocated by its first use.
+
+    Args:
+        numbers: size of a half.
+    """
+
+    def __init__(self, device: torch.device, numbers: int = MOST_NUMBERS) -> None:
+        self._module: Any = torch.get_device_module(device)
+        self._device = device
+        self._most = numbers
+        self._halves: deque[Tensor] = deque()
+        """The one that is being filled, and the other."""
+        self._filled = 0
+        self._other_copied: Any = None
+        """The event behind the copies from the other half; None while there are none."""
+
+    def indices(self, numbers: Sequence[int]) -> Tensor:
+        """The numbers as an int64 tensor on the accelerator, by asynchronous copies on the current stream."""
+        there = torch.empty(len(numbers), dtype=torch.int64, device=self._device)
+        for start in range(0, len(numbers), self._most):
+            piece = numbers[start : start + self._most]
+            there[start : start + len(piece)].copy_(self._held(piece), non_blocking=True)
+        return there
+
+    def _held(self, numbers: Sequence[int]) -> Tensor:
+        """The numbers in page-locked memory."""
+        if not self._halves:
+            nbytes = 2 * self._most * torch.int64.itemsize
+            memory = locked_if_possible(nbytes, self._device, "memory for indices")
+            self._halves.extend(memory.view(torch.int64).split(self._most))
+        if self._filled + len(numbers) > self._most:
+            self._turn()
+        held: Tensor = self._halves[0][self._filled : self._filled + len(numbers)]
+        held.numpy()[:] = numbers
+        self._filled += len(numbers)
+        return held
+
+    def _turn(self) -> None:
+        """Go on in the other half, once the copies from it have ended."""
+        if self._other_copied is not None:
+            self._other_copied.synchronize()
+        self._other_copied = self._module.Event(blocking=True)
+        self._other_copied.record()
+        self._halves.rotate()
+        self._filled = 0
 
 
 def wait_for_copies(device: torch.device) -> None:
     """Block until the device's current stream has finished all its work; does nothing on the CPU."""
     if device.type != "cpu":
         torch.get_device_module(device).current_stream(device).synchronize()
-
-
-def _locked_like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

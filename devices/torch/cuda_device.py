@@ -13,6 +13,7 @@ from moesched.machines.local import calibrated_gpu, processor_with
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import WeightLayout
 from moesched.seams import Transport
+from moesched.system.cores import require_threads
 from moesched.system.cuda import FIRST_WITH_BFLOAT16, CudaFacts, trouble_of_driver, trouble_of_gpu
 
 from .device import TorchDevice
@@ -28,15 +29,30 @@ ASSUMED_STAGING_BANDWIDTH = 1e10
 
 
 class CudaDevice(TorchDevice):
-    """Kernels on the GPU, weights and CPU attention in host memory, copies on streams of their own."""
+    """Kernels on the GPU, weights and CPU attention in host memory, copies on streams of their own.
+
+    Args:
+        threads: of attention and experts on the host; by default one for each core that threads which issue and wait do
+            not need (`divided_cores`).
+    """
 
     def __init__(
-        self, checkpoint: Checkpoint, layout: WeightLayout, *, keep_logits: bool = False, direct: bool = True
+        self,
+        checkpoint: Checkpoint,
+        layout: WeightLayout,
+        *,
+        keep_logits: bool = False,
+        direct: bool = True,
+        threads: int | None = None,
     ) -> None:
+        if threads is not None:
+            require_threads(threads)
         require_cuda()
         let_segments_grow()
         prefer_kernels_without_plans()
-        super().__init__(checkpoint, layout, accelerator="cuda:0", keep_logits=keep_logits, direct=direct)
+        super().__init__(
+            checkpoint, layout, accelerator="cuda:0", keep_logits=keep_logits, direct=direct, threads=threads
+        )
         self._compute.fused_attention = has_fused_attention(
             self._compute.dtype, layout.config.head_dim, torch.cuda.get_device_capability(0)
         )

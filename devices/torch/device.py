@@ -89,6 +89,7 @@ class TorchDevice(ChoosesDtype):
         if threads is not None and not 1 <= threads <= MOST_THREADS:
             raise BadInput(f"threads is {threads}: give 1 to {MOST_THREADS}")
         self._compute = Compute(accelerator, layout, kernel, pin, threads)
+        self.core_plan = None if self._compute.on_cpu else self._compute.core_plan
         self._store = WeightStore(checkpoint, layout, self._compute, direct=direct)
         self._global_weights: GlobalWeights | None = None
         self._observers = DeviceObservers()

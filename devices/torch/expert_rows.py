@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 
 from ..products.linear import Tensor
+from .exchange_rows import RoutedRows
 from .expert_parts import Part
 from .kernels import Grouping
 
@@ -14,20 +16,18 @@ from .kernels import Grouping
 class HostRows:
     """The rows that experts on the host read, and their outputs.
 
-    x_TD: hidden states. tokens_n: each row's token.
+    Attributes:
+        y_nD: the output rows.
     """
 
-    def __init__(self, x_TD: Tensor, tokens_n: Tensor) -> None:
-        self._x_TD = x_TD
-        self._tokens_n = tokens_n
-        self._rows: tuple[Tensor, Tensor] | None = None
+    def __init__(self, exchanged: RoutedRows) -> None:
+        self._exchanged = exchanged
+        self.y_nD = exchanged.y_nD
 
-    def rows(self, *, pinned: bool) -> tuple[Tensor, Tensor]:
-        """The experts' input rows x_nD and output rows y_nD; the first call allocates both."""
-        if self._rows is None:
-            x_nD = self._x_TD.index_select(0, self._tokens_n)
-            self._rows = x_nD, torch.empty(x_nD.shape, dtype=x_nD.dtype, pin_memory=pinned)
-        return self._rows
+    @cached_property
+    def x_nD(self) -> Tensor:
+        """The input rows; the first expert gathers them."""
+        return self._exchanged.x_TD.index_select(0, self._exchanged.tokens_n)
 
 
 class ExpertRows:

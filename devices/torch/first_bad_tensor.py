@@ -14,7 +14,6 @@ from ..shared.arena import aligned_bytes
 from ..shared.bad_weights import describe_first_bad_weight, first_bad
 from ..shared.page_reader import PageReader
 from . import kernels
-from .copies import indices, moved
 from .kernels import KVView
 from .micro_batch import MicroBatchState
 from .resident_pages import Weights
@@ -60,7 +59,7 @@ class FirstBadTensor:
         """The tensors of a step in the order in which they are computed; a layer's weights come before them."""
         config = self._config
         embedding = self._global("embedding")
-        ids_T = indices([token for tokens in state.new for token in tokens], self._accelerator)
+        ids_T = torch.tensor([token for tokens in state.new for token in tokens]).to(self._accelerator)
         hidden_TD = kernels.embed(ids_T, embedding)
         yield "weight embedding", hidden_TD
         for layer in range(config.layers):
@@ -102,7 +101,7 @@ class FirstBadTensor:
         head_name = "embedding" if config.tied_embeddings else "lm_head"
         head = self._global(head_name)
         yield f"weight {head_name}", head
-        last_SD = hidden_TD[moved(state.step.last_S, self._accelerator)]
+        last_SD = hidden_TD[torch.tensor(state.step.last).to(self._accelerator)]
         yield "the logits", kernels.lm_head(last_SD, final_norm, [head], config.norm_eps, config.norm)
 
     def _route(self, x_TD: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
@@ -136,7 +135,7 @@ class FirstBadTensor:
             memory = aligned_bytes(self._reader.bytes_in_slot(page))
             self._reader.read(page, memory)
             for name, blocks in self._reader.views(memory, page).items():
-                weights.setdefault(name, []).extend(moved(block, self._accelerator) for block in blocks)
+                weights.setdefault(name, []).extend(block.to(self._accelerator) for block in blocks)
         return weights
 
     def _global(self, name: str) -> Tensor:

@@ -8,7 +8,7 @@ from moesched.models.config import ModelConfig
 from moesched.tasks import HostKernel, Task
 
 from .compute import Compute
-from .copies import HOST, moved
+from .exchange_rows import ExchangeRows
 from .expert_parts import apply_to_each
 from .expert_rows import HostRows
 from .micro_batch import MicroBatchState
@@ -25,6 +25,7 @@ class HostExperts:
 
     Args:
         weights: the tensors that a view shows.
+        exchanged: memory for the rows.
         there: runs the experts of the accelerator.
         device_observers: notified of an expert before it runs.
     """
@@ -35,11 +36,12 @@ class HostExperts:
         states: Sequence[MicroBatchState],
         weights: WeightsOf,
         compute: Compute,
+        exchanged: ExchangeRows,
         there: MoELayer,
         device_observers: DeviceObservers,
     ) -> None:
         self._expert_weights = config.hidden * config.intermediate
-        self._pinned = not compute.on_cpu
+        self._exchanged = exchanged
         self._states = states
         self._weights = weights
         self._use_cores_for = compute.use_cores_for
@@ -51,7 +53,10 @@ class HostExperts:
         """Copy each token's hidden state once, from the row of its first expert, and the grouping of rows by expert."""
         rows = self._states[task.micro_batch].rows
         x_TD = rows.x_nD.index_select(0, rows.grouping.rows_Tk[:, 0])
-        rows.on_host = HostRows(moved(x_TD, HOST), moved(rows.grouping.tokens_n, HOST))
+        on_host = self._exchanged.routed(task.micro_batch, len(x_TD))
+        on_host.x_TD.copy_(x_TD, non_blocking=True)
+        on_host.tokens_n.copy_(rows.grouping.tokens_n, non_blocking=True)
+        rows.on_host = HostRows(on_host)
 
     def run_expert(self, task: Task) -> None:
         if not isinstance(task, HostKernel):
@@ -61,8 +66,8 @@ class HostExperts:
         for micro_batch, start, stop in task.expert_rows:
             rows = self._states[micro_batch].rows
             assert rows.on_host is not None, "the step saw to it that the rows are there"
-            x_nD, y_nD = rows.on_host.rows(pinned=self._pinned)
-            parts.append(rows.part(task.expert, start, stop)._replace(x_nD=x_nD, y_nD=y_nD))
+            part = rows.part(task.expert, start, stop)
+            parts.append(part._replace(x_nD=rows.on_host.x_nD, y_nD=rows.on_host.y_nD))
         self._device_observers.applied(task.layer, parts, task.expert, weights)
         apply_to_each(parts, task.expert, weights, self._products, self._use_cores_for_expert)
 
@@ -73,7 +78,7 @@ class HostExperts:
         """Copy the output rows that were computed here; adjacent ranges are one copy."""
         rows = self._states[task.micro_batch].rows
         assert rows.on_host is not None, "the step saw to it that an expert ran here"
-        _, y_nD = rows.on_host.rows(pinned=self._pinned)
+        y_nD = rows.on_host.y_nD
         for span in _joined([rows.of(expert)[ran.start : ran.stop] for expert, ran in task.operands]):
             rows.y_nD[span].copy_(y_nD[span], non_blocking=True)
         rows.on_host = None

@@ -17,10 +17,11 @@ from ..native.attention import CachedLayer, SequencesInBlocks, one_after_the_oth
 from ..products.linear import Tensor
 from .attention import Attention
 from .compute import Compute
-from .copies import HOST, copied, locked, wait_for_copies
 from .device_kv import device_kv_of
+from .exchange_rows import AttentionRows, ExchangeRows
 from .home_pages import read_page
 from .kernels import KVView
+from .kv_offload import KVOffload
 from .kv_step import KVStep
 from .micro_batch import MicroBatchState
 from .weights import WeightStore
@@ -31,6 +32,7 @@ class HostSide:
 
     Args:
         attention: of micro-batches whose KV cache is on the accelerator; attends over views of any other.
+        exchanged: memory for the rows of attention on the host.
     """
 
     def __init__(
@@ -40,15 +42,20 @@ class HostSide:
         compute: Compute,
         store: WeightStore,
         attention: Attention,
+        exchanged: ExchangeRows,
     ) -> None:
         self._accelerator = compute.accelerator
         self._store = store
         self._kv_slots = [_kv_slot(plan, compute) for _ in range(plan.kv.slots)]
         self._loaded: dict[int, list[KVView]] = {}
-        self._offloaded_qkv: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        self._attended: dict[int, Tensor] = {}
+        self._exchanged = exchanged
+        self._rows: dict[int, AttentionRows] = {}
+        """Of micro-batches from `offload_qkv` to `load_hidden`."""
         self._states = states
         self._cached_here = _cached_on_host(plan)
+        self._kv_offload: KVOffload | None = None
+        if self._cached_here and not compute.on_cpu:
+            self._kv_offload = KVOffload(plan.layout.config, _most_tokens(plan), compute)
         self._device_kv = device_kv_of(plan, states, compute)
         self._there = attention
         self._attend = attention.attend
@@ -138,43 +145,58 @@ class HostSide:
 
     def offload_qkv(self, task: Task) -> None:
         state = self._states[task.micro_batch]
-        q_THd, k_TKd, v_TKd = state.qkv
-        self._offloaded_qkv[task.micro_batch] = (
-            copied(q_THd, HOST),
-            copied(k_TKd, HOST),
-            copied(v_TKd, HOST),
-        )
+        rows = self._exchanged.attention(task.micro_batch, len(state.hidden_TD))
+        self._rows[task.micro_batch] = rows
+        for on_host, there in zip(rows.qkv, state.qkv, strict=True):
+            on_host.copy_(there, non_blocking=True)
         if self._accelerator.type == "cpu":
             del state.qkv  # on CUDA the copy may not have happened yet
 
     def cpu_attention(self, task: Task) -> None:
-        state = self._states[task.micro_batch]
-        attended_TX = self._there.attend_cached(task, state, *self._offloaded_qkv.pop(task.micro_batch))
-        self._attended[task.micro_batch] = self._ready(attended_TX)
+        """Attend on the host; in decode by a native call from and to the memory of the copies."""
+        state, rows = self._states[task.micro_batch], self._rows[task.micro_batch]
+        native = self._there.native_for(task, state, rows.qkv[0])
+        if native is None:
+            self._attend_by_torch(task, state, rows)
+            return
+        cache, step = state.cached(task.layer)
+        call = rows.calls.get(task.layer)
+        if call is None:
+            call = native.prepared(*rows.qkv, cache.layer(task.layer), rows.attended_TX)
+            rows.calls[task.layer] = call
+        call(step.in_blocks)
+
+    @torch.inference_mode()
+    def _attend_by_torch(self, task: Task, state: MicroBatchState, rows: AttentionRows) -> None:
+        rows.attended_TX.copy_(self._there.attend_cached(task, state, *rows.qkv))
 
     def load_hidden(self, task: Task) -> None:
+        attended_TX = self._rows.pop(task.micro_batch).attended_TX
         state = self._states[task.micro_batch]
-        state.attended_TX = copied(self._attended.pop(task.micro_batch), self._accelerator)
+        state.attended_TX = attended_TX.to(self._accelerator, non_blocking=True, copy=True)
 
     def offload_kv(self, task: Task) -> None:
         state = self._states[task.micro_batch]
         _, k_TKd, v_TKd = state.qkv
-        keys, values = copied(k_TKd, HOST), copied(v_TKd, HOST)
-        wait_for_copies(self._accelerator)  # the host writes them to the cache itself
         cache, step = state.cached(task.layer)
-        cache.append(task.layer, step, keys, values)
+        if self._kv_offload is None:
+            cache.append(task.layer, step, k_TKd, v_TKd)
+        else:
+            self._kv_offload.write(cache, task.layer, step, k_TKd, v_TKd)
         if not task.step:
             del state.qkv  # in decode attention may still need them
-
-    def _ready(self, tensor: Tensor) -> Tensor:
-        """The host's tensor in memory that the accelerator can copy from asynchronously."""
-        return tensor if self._accelerator.type == "cpu" else locked(tensor)
 
 
 def _kv_slot(plan: Plan, compute: Compute) -> Tensor:
     """Allocate a buffer for keys and values that are loaded from the host's KV cache."""
     elements = plan.kv.slot_bytes // compute.dtype.itemsize
     return torch.empty(elements, dtype=compute.dtype, device=compute.accelerator)
+
+
+def _most_tokens(plan: Plan) -> int:
+    """Tokens of the largest step of a micro-batch."""
+    prefill = [sum(chunk.tokens) for chunk in plan.chunks.values()]
+    return max(*prefill, *map(plan.batch.sequences, plan.batch.micro_batches))
 
 
 def _cached_on_host(plan: Plan) -> dict[int, frozenset[int]]:

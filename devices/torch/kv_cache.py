@@ -11,8 +11,11 @@ from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 
 from ..native.attention import CachedLayer
+from ..native.kernels import NativeKernels
+from ..native.kv_rows import store
+from ..products.team import use_cores
 from .block_table import BlockTable
-from .copies import indices
+from .copies import Indices, host_indices
 from .kernels import KVView
 from .kv_step import Gather, KVStep, Run, slots_of
 
@@ -28,7 +31,9 @@ class BlockedKV:
 
     Args:
         layers: those that it holds; all by default.
+        indices: makes tensors of numbers on the device; by default on the host.
         allocate: gives a number of bytes as a uint8 tensor; by default torch's own memory.
+        kernels: write what comes to a cache on the host; torch by default.
 
     Attributes:
         table: the blocks of each sequence; opens and closes sequences.
@@ -44,7 +49,9 @@ class BlockedKV:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         layers: Sequence[int] | None = None,
+        indices: Indices = host_indices,
         allocate: Callable[[int], Tensor] | None = None,
+        kernels: NativeKernels | None = None,
     ) -> None:
         if blocks < 1 or block_size < 1:
             raise BadInput(
@@ -59,6 +66,8 @@ class BlockedKV:
         else:
             self.slots = allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         self.table = BlockTable(blocks, block_size)
+        self._indices = indices
+        self._kernels = kernels
         self._half_bytes = self.slots.nbytes // (2 * len(held))
 
     @property
@@ -75,7 +84,7 @@ class BlockedKV:
         extended = self.table.grow(sequences, new)
         past = [held.length - tokens for held, tokens in zip(extended, new, strict=True)]
         blocks = [held.blocks[: self.table.blocks_for(held.length)] for held in extended]
-        return KVStep(sequences, past, new, blocks, self.block_size, self.slots.device)
+        return KVStep(sequences, past, new, blocks, self.block_size, self._indices)
 
     def reorder(self, sequences: Sequence[int], parents: Sequence[int], heirs: Sequence[int]) -> None:
         """Replace sequences by others that continue them: heirs[i] continues sequences[parents[i]].
@@ -86,8 +95,7 @@ class BlockedKV:
         copies = self.table.reorder(sequences, parents, heirs)
         if copies:
             sources, targets = (
-                indices(slots_of(blocks, self.block_size), self.slots.device)
-                for blocks in zip(*copies, strict=True)
+                self._indices(slots_of(blocks, self.block_size)) for blocks in zip(*copies, strict=True)
             )
             self.slots.index_copy_(2, targets, self.slots.index_select(2, sources))
 
@@ -96,6 +104,16 @@ class BlockedKV:
         place = self.places[layer]
         self.slots[place, 0].index_copy_(0, step.slots_T, keys_TKd)
         self.slots[place, 1].index_copy_(0, step.slots_T, values_TKd)
+
+    def store(self, layer: int, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor, start: int = 0) -> None:
+        """Store keys and values of one layer, contiguous and on the host, of the step's new tokens from `start` on."""
+        if self._kernels is not None:
+            store(self._kernels, keys_TKd, values_TKd, self.layer(layer), step.slots, start)
+            return
+        use_cores(1)
+        slots_T = step.slots_T[start : start + len(keys_TKd)]
+        for half, new_TKd in zip(self.slots[self.places[layer]], (keys_TKd, values_TKd), strict=True):
+            half.index_copy_(0, slots_T, new_TKd)
 
     def views(self, layer: int, step: KVStep) -> list[KVView]:
         """The cached keys and values of the step's sequences, in the step's order, new tokens included.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..native.attention import SequencesInBlocks
-from .copies import indices
+from .copies import Indices
 
 Tensor = torch.Tensor
 
@@ -46,6 +46,7 @@ class KVStep:
         past, new: tokens of each sequence before the step, and in it.
         one_each: whether each sequence has one new token.
         in_blocks: all tokens' blocks.
+        slots: the new tokens' slots in the arena.
     """
 
     def __init__(
@@ -55,14 +56,14 @@ class KVStep:
         new: Sequence[int],
         blocks: Sequence[Sequence[int]],
         block_size: int,
-        device: torch.device,
+        indices: Indices,
     ) -> None:
         self.sequences = tuple(sequences)
         self.past = tuple(past)
         self.new = tuple(new)
         self.one_each = self.new.count(1) == len(self.new)
         self._block_size = block_size
-        self._device = device
+        self._indices = indices
         self._blocks = blocks
 
     @cached_property
@@ -84,25 +85,18 @@ class KVStep:
         return [stop - 1 for stop in accumulate(self.new)]
 
     @cached_property
-    def positions_T(self) -> Tensor:
-        """`positions` on the cache's device."""
-        return indices(self.positions, self._device)
-
-    @cached_property
-    def last_S(self) -> Tensor:
-        """`last` on the cache's device."""
-        return indices(self.last, self._device)
+    def slots(self) -> array[int]:
+        """As above."""
+        slots = array("q")
+        for blocks, span in zip(self._blocks, self._spans(), strict=True):
+            for part in _ranges(blocks, span, self._block_size):
+                slots.extend(part)
+        return slots
 
     @cached_property
     def slots_T(self) -> Tensor:
-        """The new tokens' slots in the arena."""
-        size = self._block_size
-        slots = [
-            blocks[position // size] * size + position % size
-            for blocks, span in zip(self._blocks, self._spans(), strict=True)
-            for position in span
-        ]
-        return indices(slots, self._device)
+        """`slots` on the cache's device."""
+        return self._indices(self.slots)
 
     @cached_property
     def parts(self) -> list[Run | Gather]:
@@ -125,7 +119,7 @@ class KVStep:
             return [[range(first, first + past)] for first in firsts]
         each = len(part.blocks) // part.sequences
         return [
-            _ranges(part.blocks[first : first + each], past, self._block_size)
+            _ranges(part.blocks[first : first + each], range(past), self._block_size)
             for first in range(0, len(part.blocks), each)
         ]
 
@@ -139,17 +133,18 @@ class KVStep:
         return Gather(new, length, 1, list(blocks))
 
     def _located(self, part: Gather) -> Gather:
-        return part._replace(slots=indices(slots_of(part.blocks, self._block_size), self._device))
+        return part._replace(slots=self._indices(slots_of(part.blocks, self._block_size)))
 
 
-def _ranges(blocks: Sequence[int], tokens: int, block_size: int) -> list[range]:
-    """The slots of the first tokens in some blocks; neighbours are one range."""
+def _ranges(blocks: Sequence[int], tokens: range, block_size: int) -> list[range]:
+    """The slots of some of a sequence's tokens, whose blocks these are; neighbours are one range."""
     ranges: list[range] = []
-    for number, block in enumerate(blocks):
-        first = block * block_size
-        stop = first + min(block_size, tokens - number * block_size)
+    for number in range(tokens.start // block_size, -(-tokens.stop // block_size)):
+        shift = (blocks[number] - number) * block_size
+        first = max(tokens.start, number * block_size) + shift
+        stop = min(tokens.stop, (number + 1) * block_size) + shift
         if ranges and ranges[-1].stop == first:
-            ranges[-1] = range(ranges[-1].start, max(first, stop))
+            ranges[-1] = range(ranges[-1].start, stop)
         elif stop > first:
             ranges.append(range(first, stop))
     return ranges

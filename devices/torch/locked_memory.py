@@ -50,14 +50,15 @@ def locked_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(items)[:nbytes]
 
 
-def locked_if_possible(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Bytes as `locked_bytes` gives them, or ordinary ones, whose copies are slow, where no more are locked."""
+def locked_if_possible(nbytes: int, device: torch.device, what: str) -> torch.Tensor:
+    """Bytes as `locked_bytes` gives them, or ordinary ones, whose copies are slow, where no more are locked.
+
+    what: what they are for, for the warning.
+    """
     try:
         return locked_bytes(nbytes, device)
     except OutOfMemory as error:
-        _log.warning(
-            "the KV cache of the host is not page-locked: its copies to the GPU are slow", reason=str(error)
-        )
+        _log.warning(f"{what} is not page-locked: its copies are slow", reason=str(error))
         return torch.zeros(nbytes, dtype=torch.uint8)
 
 

@@ -19,7 +19,6 @@ from ..products.linear import Tensor, linear
 from . import kernels
 from .beams import BeamSearches
 from .compute import Compute
-from .copies import indices
 from .global_weights import Head
 from .micro_batch import MicroBatchState
 
@@ -58,7 +57,7 @@ class NextTokens:
     ) -> None:
         self._config = config
         self._head = head
-        self._accelerator = compute.accelerator
+        self._indices = compute.indices
         self._states = states
         self._use_cores_for = compute.use_cores_for
         self._team = compute.team
@@ -76,7 +75,7 @@ class NextTokens:
         config, head = self._config, self._head
         if self._native and self._by_native(state):
             return self._native.logits(state.hidden_TD, state.last, self._native_head)[0]
-        last_SD = state.hidden_TD.index_select(0, indices(state.last, self._accelerator))
+        last_SD = state.hidden_TD.index_select(0, self._indices(state.last))
         x_SD = kernels.norm(last_SD, head.norm_D, config.norm_eps, config.norm)
         if self._team is None or len(x_SD) <= self._products.most_rows:
             self._use_cores_for(len(x_SD), config.vocabulary // config.ranks * config.hidden)

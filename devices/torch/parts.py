@@ -15,6 +15,7 @@ from ..shared.node_exchanges import NodeVerbs
 from .attention import Attention
 from .beams import BeamSearches
 from .compute import Compute
+from .exchange_rows import ExchangeRows
 from .first_bad_tensor import FirstBadTensor
 from .global_weights import GlobalWeights
 from .host_experts import HostExperts
@@ -70,8 +71,9 @@ def parts_of(
         ).name
         tokens = NextTokens(config, global_weights.head, states, compute, choice, beams, first_bad)
     if not plan.machine.unified:
-        host = HostSide(plan, states, compute, store, attention)
-        host_experts = HostExperts(config, states, store.weights, compute, moe, observers)
+        exchanged = ExchangeRows(plan, compute)
+        host = HostSide(plan, states, compute, store, attention, exchanged)
+        host_experts = HostExperts(config, states, store.weights, compute, exchanged, moe, observers)
     if tokens and transport and config.ranks > 1:
         rank_side = RankSide(rank, transport, config.vocabulary, states, tokens.logits, tokens.draw)
     if plan.nodes.count > 1:

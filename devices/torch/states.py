@@ -14,7 +14,7 @@ from moesched.steps.reservations import held_alike
 from moesched.steps.roles import KV_ROLES
 
 from .compute import Compute
-from .copies import HOST
+from .copies import HOST, host_indices
 from .kv_cache import BlockedKV
 from .locked_memory import locked_if_possible
 from .micro_batch import MicroBatchState
@@ -42,7 +42,7 @@ def _open_cache(
 ) -> None:
     """Open one KV cache of these layers for these micro-batches, with room for all tokens of requests and beams.
 
-    That of the host is locked for a GPU, which then copies from it without the host.
+    That of the host is locked for a GPU, which then copies from it without the host; native calls write to it.
     """
     lock = device == HOST and not compute.on_cpu
     blocks = sum(plan.batch.tokens_at_end(state.requests) for state in states) // KV_BLOCK_TOKENS
@@ -53,7 +53,13 @@ def _open_cache(
         dtype=compute.dtype,
         device=device,
         layers=layers,
-        allocate=partial(locked_if_possible, device=compute.accelerator) if lock else None,
+        indices=compute.indices if device == compute.accelerator else host_indices,
+        allocate=(
+            partial(locked_if_possible, device=compute.accelerator, what="the KV cache of the host")
+            if lock
+            else None
+        ),
+        kernels=compute.products.kernel if lock else None,
     )
     for state in states:
         state.caches += (cache,)

@@ -52,6 +52,8 @@ def verbs_of(parts: Parts) -> dict[str, Verb]:
     native: list[Verb] = [attention.embed, attention.pre_attention, attention.attention, moe.post_attention]
     if tokens:
         native.append(tokens.sample_next)
+    if parts.host:
+        native.append(parts.host.cpu_attention)
     return {name: verb if verb in native else _inferring(verb) for name, verb in _table(parts).items()}
 
 

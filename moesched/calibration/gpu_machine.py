@@ -35,7 +35,7 @@ from moesched.machines.part_names import find_gpu
 from moesched.machines.staging import staged
 from moesched.machines.toml_text import machine_toml
 from moesched.system.cache import cache_folder
-from moesched.system.cores import usable_cores
+from moesched.system.cores import divided_cores, usable_cores
 from moesched.system.whole_file import require_writable, whole_file
 from moesched.tasks import Task
 
@@ -68,7 +68,7 @@ def calibrate_gpu(
     make_probe = plugins.load(PROBE, "the probe")
     with (
         folder_to_measure_in() as folder,
-        closing(make_probe(usable_cores(), folder)) as probe,
+        closing(make_probe(divided_cores(usable_cores()).kernels, folder)) as probe,
     ):
         machine = measured_machine(probe, extent, progress or (lambda done, total: None))
     with whole_file(file, "machine file") as written:

@@ -132,7 +132,8 @@ class DeviceArguments:
         int | None,
         Parameter(
             metavar="N",
-            help="Threads of the kernels on the CPU. By default one for each core that this process may use.",
+            help="Threads of the kernels on the CPU, at most one for each core that this process may use. By default "
+            "as many, or with device cuda those that issuing and waiting threads do not need.",
         ),
     ] = None
     machine: Annotated[
@@ -210,8 +211,12 @@ class GenerationArguments(
         }
 
     def _device_settings(self) -> tuple[str, ...]:
-        threads = () if self.threads is None else (f"threads={self.threads}",)
-        return (*self.device_settings, *threads)
+        from moesched.system.cores import require_threads
+
+        if self.threads is None:
+            return self.device_settings
+        require_threads(self.threads)
+        return (*self.device_settings, f"threads={self.threads}")
 
     def _sampling(self) -> Sampling:
         from moesched.requests.sampling import Sampling

@@ -112,7 +112,10 @@ def print_report(report: JobReport) -> None:
     placed = (
         f"{plan.resident_pages} resident pages, {plan.streamed_pages} streamed; {_kv_cache(plan.kv_on_gpu)}"
     )
-    say(f"{sizes}; {placed}\n")
+    say(f"{sizes}; {placed}")
+    if report.cores is not None:
+        say(_cores(report.cores))
+    say()
     wall = "wall" if report.emulation is None else "wall, not dilated"
     rates = _rates(report) | {wall: format_seconds(report.wall_seconds)}
     expected = report.expected
@@ -179,6 +182,15 @@ def _rates(report: JobReport) -> dict[str, str]:
     if report.simulated_seconds is not None:
         rates["simulated"] = format_seconds(report.simulated_seconds)
     return rates
+
+
+def _cores(cores: Mapping[str, int]) -> str:
+    """The division of the host's cores in words."""
+    kernels, copies, issuing = (cores[name] for name in ("kernels", "copies", "issuing"))
+    return (
+        f"threads on the host: {kernels} for attention and experts, {copies} for copies of weights; "
+        f"{issuing} core{'s' * (issuing > 1)} left to issuing and waiting"
+    )
 
 
 def _print_lanes(lanes: Mapping[str, LaneUse], expected: Mapping[str, LaneUse] | None) -> None:

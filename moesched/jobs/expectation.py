@@ -30,7 +30,7 @@ from moesched.runs.outcome import LaneUse, PreviewUse, make_report
 from moesched.runs.ranks import Devices, Rank
 from moesched.runs.virtual_run import VirtualRun
 from moesched.seams import IsCalibrated
-from moesched.system.cores import usable_cores
+from moesched.system.cores import divided_cores, usable_cores
 from moesched.system.signals import hold_signals, release_signals
 from moesched.tasks import Task
 
@@ -138,7 +138,8 @@ def obstacle(given: RunOptions, job: Job, devices: Devices) -> str | None:
     if machine.measured_on != (here := device.processors()):
         return f"{machine.name} was measured on {machine.measured_on}, and this is {here}"
     settings = dict(given.device_settings or {})
-    if settings.get("threads") == usable_cores():
+    cores = usable_cores()
+    if settings.get("threads") == (divided_cores(cores).kernels if devices.core_plan else cores):
         del settings["threads"]
     if settings:
         changed = ", ".join(f"{name}={value}" for name, value in settings.items())

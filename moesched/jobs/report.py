@@ -27,6 +27,7 @@ from moesched.runs.outcome import (
 from moesched.runs.process_bytes import ProcessBytes, largest
 from moesched.steps.plan import Plan
 from moesched.steps.preview_accuracy import Compared
+from moesched.system.cores import CorePlan
 from moesched.system.whole_file import write_json
 from moesched.trace.summary import KindUse
 
@@ -39,6 +40,7 @@ class JobReport(Report, frozen=True, kw_only=True):
         model_dtype: the model's own.
         budget_bytes: budget of each memory.
         kinds: tasks by verb and lane.
+        cores: the division of the host's cores beside a GPU, with the names of `CorePlan`; None without a GPU.
         bytes_read: bytes read from the checkpoint's files; None if not measured.
         batches: number of successive batches.
         padded: whether prompts were padded to the longest.
@@ -53,6 +55,7 @@ class JobReport(Report, frozen=True, kw_only=True):
     model_dtype: str
     budget_bytes: dict[str, int]
     kinds: list[KindUse]
+    cores: dict[str, int] | None = None
     bytes_read: int | None = None
     batches: int = 1
     padded: bool = False
@@ -79,7 +82,16 @@ class JobReport(Report, frozen=True, kw_only=True):
         """Convert to JSON values: measured runs have tokens and text, predicted ones the simulated time."""
         content: dict[str, Any] = msgspec.to_builtins(self)
         of_predictions = ("simulated_seconds", "padded", "band", "at_peak", "widest_rate")
-        of_runs = ("tokens", "scores", "text", "bytes_read", "emulation", "expected", "no_expectation")
+        of_runs = (
+            "tokens",
+            "scores",
+            "text",
+            "cores",
+            "bytes_read",
+            "emulation",
+            "expected",
+            "no_expectation",
+        )
         foreign = of_predictions if self.measured else of_runs
         for name in foreign:
             del content[name]
@@ -129,6 +141,7 @@ def job_report(
     policy: str,
     dtype: str,
     text: list[str] | None = None,
+    cores: CorePlan | None = None,
     bytes_read: int | None = None,
     change: str | None = None,
 ) -> JobReport:
@@ -150,6 +163,7 @@ def job_report(
             name: bytes_of_all_ranks(plan, memory, memory.capacity) for name, memory in plan.memories.items()
         },
         kinds=kinds.kinds(),
+        cores=None if cores is None else cores._asdict(),
         bytes_read=bytes_read,
     )
 

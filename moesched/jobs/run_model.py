@@ -181,6 +181,7 @@ def _run_batch(
         policy=job.options.policy,
         dtype=job.layout.dtype,
         text=texts.texts,
+        cores=devices.core_plan,
         bytes_read=None if read is None or read_before is None else read - read_before,
         change=checkpoint.change(),
     )

@@ -19,6 +19,7 @@ from moesched.seams import CountsReads, Device, Emulates, HasOwnBytes, JoinsRank
 from moesched.settings import check_settings
 from moesched.steps.plan import Plan
 from moesched.steps.process import Process
+from moesched.system.cores import CorePlan, DividesCores
 from moesched.system.memory import peak_resident_bytes, resident_bytes
 from moesched.system.signals import signals_held
 from moesched.tasks import Lane, Task
@@ -53,6 +54,11 @@ class Devices(NamedTuple):
     def first(self) -> Device:
         """Rank 0's device."""
         return self.all[0]
+
+    @property
+    def core_plan(self) -> CorePlan | None:
+        """The division of the host's cores by the first device, if any."""
+        return self.first.core_plan if isinstance(self.first, DividesCores) else None
 
     @property
     def bytes_read(self) -> int | None:

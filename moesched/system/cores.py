@@ -1,4 +1,4 @@
-"""The cores that this process may use: those of its affinity, within the CPU quota of its control group."""
+"""The cores that this process may use: those of its affinity, within the CPU quota of its group; and their division."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from moesched.errors import BadInput
+
+MOST_ISSUING = 4
+"""Cores for threads that issue tasks and wait: one for each of the three streams of a GPU, one for the driver."""
+MOST_COPYING = 16
+"""Threads that copy weights; memory is the limit with fewer."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
@@ -22,6 +30,51 @@ def affinity() -> list[int]:
 def usable_cores() -> int:
     """The number of cores: no more than the quota gives the time of, since further threads would only wait."""
     return min(len(affinity()), cpu_quota())
+
+
+class CorePlan(NamedTuple):
+    """Threads on the host by what they do.
+
+    Attributes:
+        kernels: of attention and experts.
+        copies: of copies of weights into page-locked memory. They use the cores of the kernels, too.
+        issuing: cores that both leave to threads that issue tasks to a GPU and wait for it.
+    """
+
+    kernels: int
+    copies: int
+    issuing: int
+
+
+@runtime_checkable
+class DividesCores(Protocol):
+    """A device that divides the host's cores; None where its kernels have them all."""
+
+    core_plan: CorePlan | None
+
+
+def divided_cores(cores: int, threads: int | None = None) -> CorePlan:
+    """Divide the cores beside a GPU.
+
+    Args:
+        threads: of attention and experts; by default all cores but those for issuing.
+    """
+    issuing = min(MOST_ISSUING, max(1, cores // 4))
+    kernels = threads or max(1, cores - issuing)
+    return CorePlan(kernels, copies=min(MOST_COPYING, max(1, cores // 2)), issuing=issuing)
+
+
+def require_threads(threads: int) -> None:
+    """Check a number of threads that a user gives.
+
+    Raises:
+        BadInput: it is less than 1, or more than there are cores.
+    """
+    cores = usable_cores()
+    if not 1 <= threads <= cores:
+        raise BadInput(
+            f"threads is {threads}: give 1 to {cores}, the number of cores that this process may use"
+        )
 
 
 @cache

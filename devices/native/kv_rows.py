@@ -1,0 +1,38 @@
+"""Writing new tokens' keys and values to a KV cache in blocks, as one native call.
+
+Shapes in names as in `devices/torch/kernels.py`.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from .arguments import NewRows
+from .attention import CachedLayer
+from .compiled import library
+from .kernels import NativeKernels, Tensor, address
+
+
+def store(
+    kernels: NativeKernels,
+    k_TKd: Tensor,
+    v_TKd: Tensor,
+    cached: CachedLayer,
+    slots: array[int],
+    start: int = 0,
+) -> None:
+    """Write keys and values of T tokens, contiguous and on the CPU, to their slots in a layer's cache.
+
+    Args:
+        slots: of the tokens, behind `start` others.
+    """
+    arguments = NewRows(
+        tokens=len(k_TKd),
+        row_bytes=k_TKd[0].nbytes,
+        slots=address(slots) + start * slots.itemsize,
+        keys=cached.keys,
+        values=cached.values,
+        new_keys=k_TKd.data_ptr(),
+        new_values=v_TKd.data_ptr(),
+    )
+    kernels.call(library().moesched_store, arguments)

@@ -1,0 +1,135 @@
+"""The host's memory for rows that micro-batches exchange with the accelerator: page-locked beside a GPU.
+
+Each micro-batch has memory of its own for its decode steps, allocated once. A verb writes there again only in the next
+layer, and its task waits for all that read the rows of this one. Prompts have many more rows, once: their memory comes
+from torch and is given back with the layer.
+
+Shapes in names as in `kernels.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from moesched.models.config import ModelConfig
+from moesched.steps.plan import Plan
+
+from ..native.attention import AttentionCall
+from ..products.linear import Tensor
+from ..shared.arena import CACHE_LINE, aligned_bytes, typed_view
+from .compute import Compute
+from .locked_memory import locked_if_possible
+
+
+class Shape(NamedTuple):
+    """Size and type of a tensor."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes, up to the next cache line: the last bits of a product may depend on where a line begins."""
+        nbytes = math.prod(self.size) * self.dtype.itemsize
+        return -(-nbytes // CACHE_LINE) * CACHE_LINE
+
+
+class AttentionRows:
+    """Rows of a micro-batch for attention on the host.
+
+    Attributes:
+        qkv: queries (T, H, d), keys and values (T, K, d).
+        attended_TX: attention's output (T, H * d).
+        calls: native calls from the former to the latter, by layer.
+    """
+
+    def __init__(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, attended_TX: Tensor) -> None:
+        self.qkv = q_THd, k_TKd, v_TKd
+        self.attended_TX = attended_TX
+        self.calls: dict[int, AttentionCall] = {}
+
+
+class RoutedRows(NamedTuple):
+    """Rows of a micro-batch for experts on the host.
+
+    x_TD: hidden states. tokens_n: the token of each row. y_nD: the experts' outputs.
+    """
+
+    x_TD: Tensor
+    tokens_n: Tensor
+    y_nD: Tensor
+
+
+class ExchangeRows:
+    """Gives each micro-batch the memory for its rows."""
+
+    def __init__(self, plan: Plan, compute: Compute) -> None:
+        config, batch = plan.layout.config, plan.batch
+        self._locks = not compute.on_cpu
+        self._shapes = _Shapes(config, compute.dtype)
+        rows = {number: batch.sequences(requests) for number, requests in enumerate(batch.micro_batches)}
+        attended = plan.kv.held_by("host")
+        routed = rows if plan.declared.experts_on_host else ()
+        shapes = [
+            *(self._shapes.attention(rows[number]) for number in attended),
+            *(self._shapes.routed(rows[number]) for number in routed),
+        ]
+        nbytes = sum(shape.nbytes for each in shapes for shape in each)
+        if self._locks:
+            memory = locked_if_possible(nbytes, compute.accelerator, "memory for exchanged rows")
+        else:
+            memory = aligned_bytes(max(1, nbytes))
+        tensors = _cut(memory, [shape for each in shapes for shape in each])
+        self._attention = {number: AttentionRows(*(next(tensors) for _ in range(4))) for number in attended}
+        self._routed = {number: RoutedRows(*(next(tensors) for _ in range(3))) for number in routed}
+
+    def attention(self, micro_batch: int, tokens: int) -> AttentionRows:
+        """Rows for attention of that many tokens of a micro-batch."""
+        own = self._attention.get(micro_batch)
+        if own is not None and len(own.attended_TX) == tokens:
+            return own
+        return AttentionRows(*map(self._allocate, self._shapes.attention(tokens)))
+
+    def routed(self, micro_batch: int, tokens: int) -> RoutedRows:
+        """Rows for the experts of that many tokens of a micro-batch."""
+        own = self._routed.get(micro_batch)
+        if own is not None and len(own.x_TD) == tokens:
+            return own
+        return RoutedRows(*map(self._allocate, self._shapes.routed(tokens)))
+
+    def _allocate(self, shape: Shape) -> Tensor:
+        return torch.empty(shape.size, dtype=shape.dtype, pin_memory=self._locks)
+
+
+class _Shapes:
+    """Shapes of the rows of some tokens."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._config = config
+        self._dtype = dtype
+
+    def attention(self, tokens: int) -> Sequence[Shape]:
+        config, dtype = self._config, self._dtype
+        queries, keys = (tokens, config.heads, config.head_dim), (tokens, config.kv_heads, config.head_dim)
+        attended = tokens, config.heads * config.head_dim
+        return [Shape(size, dtype) for size in (queries, keys, keys, attended)]
+
+    def routed(self, tokens: int) -> Sequence[Shape]:
+        config, rows = self._config, tokens * self._config.top_k
+        return [
+            Shape((tokens, config.hidden), self._dtype),
+            Shape((rows,), torch.int64),
+            Shape((rows, config.hidden), self._dtype),
+        ]
+
+
+def _cut(memory: Tensor, shapes: Iterable[Shape]) -> Iterator[Tensor]:
+    """Tensors of these shapes in some memory, one after the other."""
+    start = 0
+    for shape in shapes:
+        yield typed_view(memory, start, shape.size, shape.dtype)
+        start += shape.nbytes

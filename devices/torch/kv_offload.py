@@ -1,0 +1,58 @@
+"""New keys and values on their way from the accelerator to the host's KV cache."""
+
+from __future__ import annotations
+
+import torch
+
+from moesched.models.config import ModelConfig
+
+from ..products.linear import Tensor
+from .compute import Compute
+from .copies import wait_for_copies
+from .kv_cache import BlockedKV
+from .kv_step import KVStep
+from .locked_memory import locked_if_possible
+
+PIECE_BYTES = 8 << 20
+"""Bytes of keys and values that are copied at a time."""
+
+
+class KVOffload:
+    """Copies keys and values through two page-locked buffers: one is copied to while the other is written to the cache.
+
+    One task at a time may use it.
+
+    Args:
+        tokens: most tokens of a step.
+        piece_bytes: size of each buffer.
+    """
+
+    def __init__(
+        self, config: ModelConfig, tokens: int, compute: Compute, piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        self._accelerator = compute.accelerator
+        row = config.kv_heads * config.head_dim
+        self._tokens = max(1, min(tokens, piece_bytes // (2 * row * compute.dtype.itemsize)))
+        shape = 2, 2, self._tokens, config.kv_heads, config.head_dim
+        nbytes = torch.Size(shape).numel() * compute.dtype.itemsize
+        memory = locked_if_possible(nbytes, self._accelerator, "memory for new keys and values")
+        self._buffers = memory.view(compute.dtype).view(shape)
+
+    def write(self, cache: BlockedKV, layer: int, step: KVStep, k_TKd: Tensor, v_TKd: Tensor) -> None:
+        """Write all new tokens' keys and values of a layer to the cache; returns when they are there."""
+        starts = range(0, len(k_TKd), self._tokens)
+        for number, start in enumerate(starts):
+            if number == 0:
+                self._copy(number, start, k_TKd, v_TKd)
+            wait_for_copies(self._accelerator)
+            if number + 1 < len(starts):
+                self._copy(number + 1, starts[number + 1], k_TKd, v_TKd)
+            stop = min(start + self._tokens, len(k_TKd))
+            keys, values = self._buffers[number % 2, :, : stop - start]
+            cache.store(layer, step, keys, values, start)
+
+    def _copy(self, number: int, start: int, k_TKd: Tensor, v_TKd: Tensor) -> None:
+        """Begin to copy a piece."""
+        for buffer, new_TKd in zip(self._buffers[number % 2], (k_TKd, v_TKd), strict=True):
+            piece = new_TKd[start : start + self._tokens]
+            buffer[: len(piece)].copy_(piece, non_blocking=True)
