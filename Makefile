@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Without the one that installs other programs: bench-peers runs it.
 BENCHMARKS = $(filter-out benchmarks/against_peers.py,$(wildcard benchmarks/[!_]*.py))
 
-.PHONY: help run test lint types format bench bench-peers docs docs-serve fuzz pages clean distclean
+.PHONY: help run test lint types sizes format bench bench-peers docs docs-serve fuzz pages clean distclean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r command does; do printf '  %-16s %s\n' "$$command" "$$does"; done
@@ -35,6 +35,9 @@ lint: $(TOOLS) ## check style, format, and the order of packages
 
 types: $(TOOLS) ## check types with mypy, strict
 	$(BIN)/mypy --num-workers 2
+
+sizes: $(INSTALLED) ## print the largest files, functions and classes
+	$(BIN)/python tools/sizes.py
 
 format: $(TOOLS) ## let ruff rewrite the sources
 	$(BIN)/ruff check --fix .

@@ -18,7 +18,7 @@ EXPERTS = ("eager", "grouped_mm")
 BATCH_TOKENS = 2048
 ALL_LAYERS = 99
 CELLS = 256
-"""A sequence's KV cache is a multiple of so many tokens."""
+"""A sequence's KV cache is a multiple of that many tokens."""
 
 
 def hugging_face(

@@ -1,4 +1,4 @@
-"""The code keeps its shape: short functions, short files, small classes, packages a reader can hold in mind."""
+"""The code keeps its shape: few packages, plain docstrings, and seams instead of probes. `make sizes` prints sizes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,6 @@ FRAMEWORK = ROOT / "moesched"
 FOLDERS = ("moesched", "devices", "transports", "policies")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-LARGE_CLASSES: dict[str, str] = {
-    "Task": "every field is read while a task is scheduled; a struct inside a struct would cost time per task",
-    "PlainEngine": "the queue calls of lanes, policies and drivers act on one graph",
-    "ModelConfig": "the shape of a model, as config.json lists it",
-    "Report": "the figures of a run, as `--json` prints them",
-    "DeepSeekKeys": "the sizes of a family, as its config.json lists them",
-    "Gemma4Keys": "the same",
-    "Glm4MoeKeys": "the same",
-    "Qwen3NextKeys": "the same",
-}
-"""Classes with more than 15 attributes or methods, and the reason for each."""
 
 PROBES = {
     "moesched/runs/policy_errors.py": "reads local variables of a traceback's frames, which can be anything",
@@ -54,43 +42,6 @@ def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
     return ((path, node) for path, node in all_nodes() if isinstance(node, kinds))
 
 
-def functions() -> Iterator[tuple[str, Function]]:
-    for path, node in nodes(ast.FunctionDef, ast.AsyncFunctionDef):
-        assert isinstance(node, Function)
-        yield f"{path}:{node.lineno} {node.name}", node
-
-
-def length(function: Function) -> int:
-    return (function.end_lineno or function.lineno) - function.lineno + 1
-
-
-def parameters(function: Function) -> int:
-    listed = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
-    return len([each for each in listed if each.arg not in ("self", "cls")])
-
-
-def methods(kind: ast.ClassDef) -> set[str]:
-    return {node.name for node in kind.body if isinstance(node, Function)}
-
-
-def attributes(kind: ast.ClassDef) -> set[str]:
-    """Fields that the class declares, and attributes that its methods assign to `self`."""
-    fields = {
-        node.target.id
-        for node in kind.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
-    assigned = {
-        node.attr
-        for node in ast.walk(kind)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    }
-    return fields | assigned
-
-
 def docstrings() -> list[tuple[str, str]]:
     """The docstring of every module, class and function, with its place."""
     documented = nodes(ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -106,39 +57,11 @@ def listed(offenders: Iterable[str]) -> str:
     return "\n" + "\n".join(offenders)
 
 
-def test_no_function_is_longer_than_60_lines() -> None:
-    long = [f"{length(node)} lines: {place}" for place, node in functions() if length(node) > 60]
-    assert not long, listed(long)
-
-
-def test_no_file_is_longer_than_450_lines() -> None:
-    lengths = {path: (ROOT / path).read_text(encoding="utf-8").count("\n") for path in sources()}
-    long = [f"{lines} lines: {path}" for path, lines in lengths.items() if lines > 450]
-    assert not long, listed(long)
-
-
-def test_no_function_takes_more_than_ten_parameters() -> None:
-    wide = [f"{parameters(node)} parameters: {place}" for place, node in functions() if parameters(node) > 10]
-    assert not wide, listed(wide)
-
-
 def test_the_top_of_moesched_holds_at_most_8_modules_and_22_packages() -> None:
     modules = {path.stem for path in FRAMEWORK.glob("*.py")} - {"__init__", "__main__"}
     packages = {path.parent.name for path in FRAMEWORK.glob("*/__init__.py") if not path.parent.is_symlink()}
     assert len(modules) <= 8, sorted(modules)
     assert len(packages) <= 22, sorted(packages)
-
-
-def test_classes_have_at_most_15_attributes_and_15_methods_apart_from_those_listed() -> None:
-    large = {
-        node.name: f"{len(attributes(node))} attributes, {len(methods(node))} methods: {path}:{node.lineno} {node.name}"
-        for path, node in nodes(ast.ClassDef)
-        if isinstance(node, ast.ClassDef) and (len(attributes(node)) > 15 or len(methods(node)) > 15)
-    }
-    unlisted = [what for name, what in large.items() if name not in LARGE_CLASSES]
-    assert not unlisted, listed(unlisted)
-    assert not LARGE_CLASSES.keys() - large.keys(), "these are small enough now: take them off the list"
-    assert len(LARGE_CLASSES) <= 8
 
 
 def test_at_most_2_percent_of_docstrings_open_with_a_question_word() -> None:
