@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -57,9 +58,13 @@ class CudaStreams:
 
         What it allocates belongs to the first lane's stream, the accelerator's, as do the tasks that drop it.
         """
+        return self.complete(partial(self._execute, task))
+
+    def complete(self, work: Callable[[], Any]) -> Any:
+        """Run work on the first lane's stream, to its end."""
         stream = next(iter(self._streams.values()))
         with self._module.stream(stream):
-            value = self._execute(task)
+            value = work()
             stream.synchronize()
         return value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from moesched.drivers.lanes import LaneKind, Streams
@@ -27,7 +28,7 @@ from moesched.tasks import HostKernel, Task
 
 from ..products.linear import Tensor
 from ..shared.token_ids import check_token_ids
-from ..shared.verbs import Verb
+from ..shared.verbs import Verb, after
 from .compute import Compute
 from .copies import wait_for_copies
 from .cuda_streams import CudaStreams
@@ -38,6 +39,7 @@ from .observers import DeviceObservers
 from .parts import parts_of
 from .states import states_of
 from .verbs import verbs_of
+from .warm_up import WarmUp, WarmUps, memory_for_kv, shapes_of, stand_in
 from .weights import WeightStore
 
 MOST_THREADS = 1024
@@ -97,6 +99,8 @@ class TorchDevice(ChoosesDtype):
         self._transport: Transport | None = None
         self._verbs: dict[str, Verb] = {}
         self._cuda: CudaStreams | None = None
+        self._warm_ups = WarmUps()
+        self.warm_up_seconds = self._warm_ups.seconds
 
     @staticmethod
     def processors() -> str:
@@ -179,6 +183,7 @@ class TorchDevice(ChoosesDtype):
         """
         config = self.layout.config
         check_token_ids(prompts, config.vocabulary)
+        self._warm_ups.forget()
         if self._verbs:
             self._verbs = {}
             gc.collect()  # torch keeps frames of first calls in cycles, and with them a KV cache
@@ -192,9 +197,10 @@ class TorchDevice(ChoosesDtype):
         if plan.nodes.attends and self._global_weights is None:
             self._global_weights = read_global_weights(config, self._store.reader, self._compute, self._rank)
         self._store.begin(plan, self.tell)
+        states = states_of(plan, prompts, self._compute)
         parts = parts_of(
             plan,
-            states_of(plan, prompts, self._compute),
+            states,
             Choice(sampling, plan.batch.first_request, self.logits if self._keep_logits else None),
             self._compute,
             self._store,
@@ -204,8 +210,17 @@ class TorchDevice(ChoosesDtype):
             transport=self._transport,
         )
         self._verbs = verbs_of(parts)
+        kv = memory_for_kv(states, parts.host)
+        shapes = shapes_of(plan, kv)
+        is_cold = self._cuda is not None and self._warm_ups.is_new(shapes)
+        weights = stand_in(self.layout, self._store, self._compute.accelerator) if is_cold else None
         # Streams do not wait for the default one, on which all this was filled.
         wait_for_copies(self._compute.accelerator)
+        if self._cuda and weights:
+            warm_up = WarmUp(config, self._compute, weights, self._global_weights, self._rank, kv)
+            work = partial(self._cuda.complete, partial(warm_up.run, shapes))
+            ended = self._warm_ups.start(work, self._store.resident)
+            self._verbs["load"] = after(ended, self._verbs["load"])
 
     def execute(self, task: Task) -> Any:
         """Run one task on the calling thread; on CUDA, its copies have ended on return."""
@@ -219,6 +234,7 @@ class TorchDevice(ChoosesDtype):
 
     def close(self) -> None:
         """Close the device where nothing can be awaited."""
+        self._warm_ups.end()
         self._verbs = {}
         self._global_weights = None
         self._store.close()

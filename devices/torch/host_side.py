@@ -33,6 +33,9 @@ class HostSide:
     Args:
         attention: of micro-batches whose KV cache is on the accelerator; attends over views of any other.
         exchanged: memory for the rows of attention on the host.
+
+    Attributes:
+        kv_slots: buffers of the accelerator that one layer's keys and values of a micro-batch are loaded to.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class HostSide:
     ) -> None:
         self._accelerator = compute.accelerator
         self._store = store
-        self._kv_slots = [_kv_slot(plan, compute) for _ in range(plan.kv.slots)]
+        self.kv_slots = [_kv_slot(plan, compute) for _ in range(plan.kv.slots)]
         self._loaded: dict[int, list[KVView]] = {}
         self._exchanged = exchanged
         self._rows: dict[int, AttentionRows] = {}
@@ -87,7 +90,7 @@ class HostSide:
         state = self._states[task.micro_batch]
         cache, step = state.cached(task.layer)
         halves = zip(
-            self._kv_slots[task.operands].chunk(2), cache.slots[cache.places[task.layer]], strict=True
+            self.kv_slots[task.operands].chunk(2), cache.slots[cache.places[task.layer]], strict=True
         )
         keys, values = ([*_loaded(memory, cached, step)] for memory, cached in halves)
         queries = (part.queries for part in step.parts)
@@ -107,7 +110,7 @@ class HostSide:
         q_THd, k_TKd, v_TKd = state.qkv
         native = self._there.native_for(task, state, q_THd)
         if native:
-            keys, values = (half.data_ptr() for half in self._kv_slots[task.operands].chunk(2))
+            keys, values = (half.data_ptr() for half in self.kv_slots[task.operands].chunk(2))
             lengths, blocks = state.cached(task.layer)[1].in_blocks
             loaded = CachedLayer(keys, values, KV_BLOCK_TOKENS)
             in_blocks = SequencesInBlocks(lengths, one_after_the_other(len(blocks)))

@@ -298,3 +298,12 @@ def lm_head(
 ) -> Tensor:
     """The logits (T, V), float32, that follow the given tokens: the last ones of their sequences."""
     return linear(norm(hidden_TD, norm_D, eps, norm_kind), head).float()
+
+
+def likeliest(logits_SV: Tensor) -> list[int]:
+    """The likeliest tokens, found where the logits are; -1 where one is not finite. Of equals the first."""
+    largest_S1 = logits_SV.amax(dim=-1, keepdim=True)
+    numbers_V = torch.arange(logits_SV.shape[1], device=logits_SV.device)
+    first_S = numbers_V.where(logits_SV == largest_S1, logits_SV.shape[1]).amin(dim=-1)
+    tokens: list[int] = first_S.where(largest_S1[:, 0].isfinite(), -1).tolist()
+    return tokens

@@ -115,17 +115,6 @@ class NextTokens:
         self._hand_on(state, tokens)
         return tokens
 
-    def _likeliest_there(self, logits_SV: Tensor) -> list[int]:
-        """The likeliest tokens, found on the accelerator, so that the logits stay there; -1 where one is not finite.
-
-        Of equals the first, as on the CPU.
-        """
-        largest_S1 = logits_SV.amax(dim=-1, keepdim=True)
-        numbers_V = torch.arange(logits_SV.shape[1], device=logits_SV.device)
-        first_S = numbers_V.where(logits_SV == largest_S1, logits_SV.shape[1]).amin(dim=-1)
-        tokens: list[int] = first_S.where(largest_S1[:, 0].isfinite(), -1).tolist()
-        return tokens
-
     def sample_next(self, task: Task) -> list[int] | list[Standing]:
         """Compute the logits, and `draw` the next tokens from them."""
         state = self._states[task.micro_batch]
@@ -141,7 +130,7 @@ class NextTokens:
     def _sample(self, task: Task, state: MicroBatchState) -> list[int] | list[Standing]:
         logits_SV = self.logits(state)
         if self._is_greedy and not logits_SV.is_cpu:
-            tokens = self._likeliest_there(logits_SV)
+            tokens = kernels.likeliest(logits_SV)
             if -1 not in tokens:
                 self._hand_on(state, tokens)
                 return tokens

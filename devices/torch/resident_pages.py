@@ -21,12 +21,16 @@ READERS = 2
 
 
 class ResidentPages:
-    """Reads pages one after the other, on threads of its own."""
+    """Reads pages one after the other, on threads of its own.
+
+    Attributes:
+        awaited: number of pages that are still to be loaded.
+    """
 
     def __init__(self, reader: PageReader) -> None:
         self._reader = reader
         self._arrange: Arrange | None = None
-        self._awaited = 0
+        self.awaited = 0
         self._pages: dict[int, Weights] = {}
         self._free: deque[torch.Tensor] = deque()
         self._busy: deque[tuple[int, Future[Weights]]] = deque()
@@ -48,7 +52,7 @@ class ResidentPages:
             staging: buffers that pages to be rearranged are read into; with n buffers, n - 1 pages are rearranged at a
                 time.
         """
-        self._awaited = count
+        self.awaited = count
         self._arrange = arrange
         self._free = deque(staging)
         self._threads = ThreadPoolExecutor(max(1, len(staging) - 1) if arrange else READERS, "loading")
@@ -65,8 +69,8 @@ class ResidentPages:
             staging = self._free_staging()
             self._reader.read(page, staging, cached=True)
             self._busy.append((page.id, self._threads.submit(self._rearranged, page, staging, self._arrange)))
-        self._awaited -= 1
-        if not self._awaited:
+        self.awaited -= 1
+        if not self.awaited:
             while self._busy:
                 self._settle_oldest()
             self._reader.ahead.give_back()
@@ -74,6 +78,7 @@ class ResidentPages:
 
     def close(self) -> None:
         """Free the staging memory and the threads; pages in transfer are lost."""
+        self.awaited = 0
         self._threads.shutdown(cancel_futures=True)
         self._free.clear()
         self._busy.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,8 @@ class WeightStore:
 
     Attributes:
         reader: of the checkpoint's files.
+        resident: the pages that stay where kernels read them.
+        arenas: the memory of each pool's slots.
         home: the pages that host memory keeps, where the accelerator has a memory of its own.
     """
 
@@ -64,8 +66,8 @@ class WeightStore:
         self._compute = compute
         self._mapping = compute.on_cpu and not direct and MappedPages.possible(self.reader)
         self._mapped: MappedPages | None = None
-        self._resident = ResidentPages(self.reader)
-        self._arenas: dict[Pool, Arena] = {}
+        self.resident = ResidentPages(self.reader)
+        self.arenas: dict[Pool, Arena] = {}
         self._host = ""
         self._reading: Team | None = None
 
@@ -77,7 +79,7 @@ class WeightStore:
     def begin(self, plan: Plan, tell: Progress = nobody_hears) -> None:
         """Allocate memory by a batch's plan, for the pages that `load` and `fetch` bring in."""
         fast = plan.memory("accelerator")
-        missing = self._resident.retain(
+        missing = self.resident.retain(
             page for pool in plan.weights.resident if pool.memory is fast for page in pool.pages()
         )
         if self._mapping and self._mapped is None and plan.machine.unified:
@@ -88,7 +90,7 @@ class WeightStore:
         if compute.arranges or not missing:
             self.reader.ahead.give_back()
         if missing:
-            self._resident.expect(
+            self.resident.expect(
                 missing,
                 compute.arranged if compute.arranges else None,
                 self._staging(missing, plan.weights.load_buffers) if compute.arranges else (),
@@ -101,20 +103,20 @@ class WeightStore:
         total, done = sum(pool.nbytes for pool in plan.weights.pools), 0
         for pool in plan.weights.pools:
             tell("allocating memory", done, total)
-            self._arenas[pool] = self._arena(pool, plan)
+            self.arenas[pool] = self._arena(pool, plan)
             done += pool.nbytes
 
     def let_go(self) -> None:
         """Free the previous batch's memory, except weights that may stay."""
-        self._resident.close()
-        self._arenas = {}
+        self.resident.close()
+        self.arenas = {}
         if self._mapped is not None:
             self._mapped.hide()
 
     def close(self) -> None:
         """Free everything, and close the files."""
         self.let_go()
-        self._resident.retain([])
+        self.resident.retain([])
         self.home.retain([])
         if self._reading is not None:
             self._reading.close()
@@ -126,7 +128,7 @@ class WeightStore:
         """Bring in pages that stay."""
         for page, slot in zip(task.pages, task.slots, strict=True):
             if slot.memory != self._host or self.home.get(page) is None:
-                self._resident.load(page)
+                self.resident.load(page)
 
     def fetch(self, task: PageTransfer) -> None:
         """Bring pages into slots."""
@@ -142,12 +144,10 @@ class WeightStore:
     def weights(self, view: View[Any]) -> LayerWeights:
         """The tensors that a view shows, by their names within the layer."""
         if view.bound is None:
-            merged = LayerWeights()
-            for page, slot in zip(view.pages, view.slots, strict=True):
-                tensors = self._staying(page, slot) if slot.fixed else self._streamed(page, slot)
-                for name, blocks in tensors.items():
-                    merged.setdefault(name.split(".", 2)[2], []).extend(blocks)
-            view.bound = merged
+            view.bound = merged_tensors(
+                self._staying(page, slot) if slot.fixed else self._streamed(page, slot)
+                for page, slot in zip(view.pages, view.slots, strict=True)
+            )
         bound: LayerWeights = view.bound
         return bound
 
@@ -156,7 +156,7 @@ class WeightStore:
         if slot.fixed:
             assert slot.page is not None
             return self.home[slot.page]
-        return self._arenas[slot.pool].slot(slot.index)
+        return self.arenas[slot.pool].slot(slot.index)
 
     def _map_files(self) -> MappedPages | None:
         """The pages in the page cache; None where others may write to the files, which then are copied from it."""
@@ -177,7 +177,7 @@ class WeightStore:
         size = self.reader.slot_bytes
         unused = [
             arena.slot(index)
-            for arena in self._arenas.values()
+            for arena in self.arenas.values()
             if arena.slot_bytes >= size and arena.on_cpu
             for index in range(len(arena))
         ]
@@ -195,10 +195,19 @@ class WeightStore:
     def _staying(self, page: Page, slot: Slot) -> Weights:
         if slot.memory == self._host:
             return self.reader.views(self.home[page], page)
-        return self._resident[page]
+        return self.resident[page]
 
     def _streamed(self, page: Page, slot: Slot) -> Weights:
         if self._mapped is not None:
             return self._mapped.views(page)
         memory = self.bytes(slot)
         return self.reader.views(memory, page, aligned=not memory.is_cpu)
+
+
+def merged_tensors(pages: Iterable[Weights]) -> LayerWeights:
+    """The tensors of some pages of a layer, by their names within the layer."""
+    merged = LayerWeights()
+    for tensors in pages:
+        for name, blocks in tensors.items():
+            merged.setdefault(name.split(".", 2)[2], []).extend(blocks)
+    return merged

@@ -1,0 +1,258 @@
+"""Warm-up of a GPU: the kernels of a plan run once on scratch data, so that its first step is like its second.
+
+CUDA loads a kernel when it is first launched, cuBLAS takes a workspace for each stream, and torch's allocator maps
+memory as it grows. Together that takes more than half a second, which would count as prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from moesched.models.config import ModelConfig
+from moesched.models.footprint import EXPERT_TILE
+from moesched.models.layout import WeightLayout
+from moesched.requests.batch import KV_BLOCK_TOKENS, cached_tokens
+from moesched.requests.sampling import Sampling
+from moesched.steps.plan import Plan
+from moesched.tasks import Kernel, Lane, PageTransfer, Work
+
+from ..native.arguments import LayerWeights
+from ..products.linear import Tensor
+from . import kernels
+from .attention import Attention
+from .compute import Compute
+from .copies import HOST
+from .expert_parts import expert_weights
+from .global_weights import GlobalWeights
+from .host_side import HostSide
+from .kv_cache import BlockedKV
+from .micro_batch import MicroBatchState
+from .moe_layer import MoELayer
+from .next_tokens import Choice, NextTokens
+from .observers import DeviceObservers
+from .resident_pages import ResidentPages
+from .weights import WeightStore, merged_tensors
+
+MOST_TOKENS = 4096
+"""Tokens of a micro-batch from which on larger ones take the same kernels."""
+
+_PREFILL, _DECODE = (
+    Kernel(Lane("accelerator"), Work("warm_up", "gpu"), "warm_up", layer=0, micro_batch=0, step=step)
+    for step in range(2)
+)
+
+
+class Shapes(NamedTuple):
+    """Sizes of a plan's largest micro-batches, in which all sequences have one length.
+
+    Attributes:
+        prompts, length: the sequences of prefill, and the tokens of each.
+        sequences, cached: those of decoding, and the cached tokens that each attends to; 0 where only the host attends.
+        workspace: bytes that the plan has for kernels.
+    """
+
+    prompts: int
+    length: int
+    sequences: int
+    cached: int
+    workspace: int
+
+
+def shapes_of(plan: Plan, kv: Tensor | None) -> Shapes:
+    """The shapes of a plan, within `kv`: memory of the accelerator for keys and values; None without any."""
+    chunks = plan.chunks.values()
+    tokens = min(MOST_TOKENS, max(sum(chunk.tokens) for chunk in chunks))
+    length = min(tokens, max(max(chunk.tokens) for chunk in chunks))
+    sequences = max(map(plan.batch.sequences, plan.batch.micro_batches))
+    blocks = 0 if kv is None else _blocks_in(kv, plan.layout.config) // sequences
+    cached = max(0, min(max(plan.batch.prompts), blocks * KV_BLOCK_TOKENS - 1))
+    return Shapes(tokens // length, length, sequences, cached, plan.reservations.sizes.workspace)
+
+
+def memory_for_kv(states: Sequence[MicroBatchState], host: HostSide | None) -> Tensor | None:
+    """The largest memory of the accelerator for keys and values, of KV caches and slots; None without any."""
+    caches = [cache.slots for state in states for cache in state.caches]
+    there = (memory for memory in (*caches, *(host.kv_slots if host else ())) if not memory.is_cpu)
+    return max(there, key=torch.Tensor.numel, default=None)
+
+
+class WarmUp:
+    """Runs each kernel of a layer, and those of sampling, at a plan's shapes. Nothing of the results is used.
+
+    Args:
+        weights: the tensors of a layer, in memory with any contents.
+        global_weights: None on a node that does not attend, which has experts only.
+        kv: memory of the accelerator for keys and values, whose contents nothing needs yet; None without any.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        compute: Compute,
+        weights: LayerWeights,
+        global_weights: GlobalWeights | None,
+        rank: int,
+        kv: Tensor | None,
+    ) -> None:
+        self._config = config
+        self._compute = compute
+        self._weights = weights
+        self._kv = kv
+        self._states: list[MicroBatchState] = []
+        self._tokens: NextTokens | None = None
+        if global_weights is not None:
+            states, embedding_VD, head = self._states, global_weights.embedding_VD, global_weights.head
+            self._attention = Attention(config, states, self._shown, embedding_VD, compute, rank)
+            self._moe = MoELayer(
+                config, states, self._shown, self._attention, compute, DeviceObservers(), first_request=0
+            )
+            kept_nowhere = Choice(Sampling(), first_request=0, kept=None)
+            self._tokens = NextTokens(config, head, states, compute, kept_nowhere, None, lambda _: "")
+
+    @torch.inference_mode()
+    def run(self, shapes: Shapes) -> None:
+        """Have the allocator map the workspace, and run all kernels once, on the current stream."""
+        torch.empty(shapes.workspace, dtype=torch.uint8, device=self._compute.accelerator)
+        if self._tokens is not None:
+            self._prefill(shapes.prompts, shapes.length, self._tokens)
+            self._decode(shapes.sequences, shapes.cached, self._tokens)
+        self._expert(max(shapes.prompts * shapes.length, shapes.sequences))
+
+    def _prefill(self, sequences: int, length: int, tokens: NextTokens) -> None:
+        state = self._state(sequences, length, length, self._compute.accelerator)
+        self._attention.embed(_PREFILL)
+        self._attention.pre_attention(_PREFILL)
+        self._attention.attention(_PREFILL)
+        self._moe.post_attention(_PREFILL)
+        kernels.likeliest(tokens.logits(state))
+
+    def _decode(self, sequences: int, cached: int, tokens: NextTokens) -> None:
+        device = self._compute.accelerator if cached else HOST
+        state = self._state(sequences, cached, cached + 1, device)
+        state.extend()
+        state.new = [[0]] * sequences
+        self._attention.embed(_DECODE)
+        self._attention.pre_attention(_DECODE)
+        if cached:
+            self._attention.attention(_DECODE)
+        else:
+            state.attended_TX = state.qkv[0].flatten(1)
+        self._moe.post_attention(_DECODE)
+        kernels.likeliest(tokens.logits(state))
+
+    def _state(self, sequences: int, new: int, room: int, device: torch.device) -> MicroBatchState:
+        """A micro-batch of sequences with new tokens each, and a KV cache of one layer with room for their tokens."""
+        state = MicroBatchState(range(sequences), [[0] * new] * sequences)
+        blocks = sequences * cached_tokens(room) // KV_BLOCK_TOKENS
+        borrowed = device != HOST and self._kv is not None and _blocks_in(self._kv, self._config) >= blocks
+        cache = BlockedKV(
+            self._config,
+            blocks,
+            block_size=KV_BLOCK_TOKENS,
+            dtype=self._compute.dtype,
+            device=device,
+            layers=[0],
+            allocate=self._of_kv if borrowed else None,
+        )
+        for sequence in state.sequences:
+            cache.table.open(sequence, room)
+        state.caches = (cache,)
+        self._states[:] = [state]
+        return state
+
+    def _expert(self, most: int) -> None:
+        """An expert on 1, 2, 4, ... rows: how many it gets is the router's choice."""
+        compute, most = self._compute, min(most, EXPERT_TILE)
+        x_nD = torch.zeros((most, self._config.hidden), dtype=compute.dtype, device=compute.accelerator)
+        matrices = expert_weights(self._weights, 0)
+        for power in range(most.bit_length()):
+            compute.products.expert(x_nD[: 1 << power], *matrices)
+
+    def _of_kv(self, nbytes: int) -> Tensor:
+        assert self._kv is not None
+        return self._kv.view(-1).view(torch.uint8)[:nbytes]
+
+    def _shown(self, view: object) -> LayerWeights:
+        return self._weights
+
+
+def _blocks_in(kv: Tensor, config: ModelConfig) -> int:
+    """The blocks of one layer that memory for keys and values holds."""
+    return kv.numel() // (2 * KV_BLOCK_TOKENS * config.kv_heads * config.head_dim)
+
+
+class WarmUps:
+    """The warm-ups of a GPU: one for each batch whose shapes are new, while pages that stay are loaded.
+
+    Each has a thread that ends with it: torch then hands the cuBLAS handle of that thread to the next that multiplies.
+
+    Args:
+        on_thread: called on that thread first.
+    """
+
+    def __init__(self, on_thread: Callable[[], object] | None = None) -> None:
+        self._on_thread = on_thread
+        self._known: set[Shapes] = set()
+        self._thread: ThreadPoolExecutor | None = None
+        self._seconds: Future[float] | None = None
+
+    def is_new(self, shapes: Shapes) -> bool:
+        """Whether nothing has run at these shapes yet; from now on it has."""
+        before = len(self._known)
+        self._known.add(shapes)
+        return len(self._known) > before
+
+    def start(self, work: Callable[[], object], loading: ResidentPages) -> Callable[[PageTransfer], None]:
+        """Begin a warm-up; the one before has ended.
+
+        Returns what ends it before a transfer of the last pages that stay, which take the memory that it borrowed.
+        Where none are to be loaded, it has ended already.
+        """
+        self._thread = ThreadPoolExecutor(1, "warm-up", self._on_thread)
+        self._seconds = self._thread.submit(_timed, work)
+        if not loading.awaited:
+            self.seconds()
+
+        def end_before_the_last(load: PageTransfer) -> None:
+            if loading.awaited <= len(load.pages):
+                self.seconds()
+
+        return end_before_the_last
+
+    def end(self) -> None:
+        """Block until the warm-up has ended, if there is one, and freed its memory."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def seconds(self) -> float | None:
+        """The seconds that the warm-up took, when it has ended; None without one. Raises its error."""
+        self.end()
+        return self._seconds.result() if self._seconds else None
+
+    def forget(self) -> None:
+        """End the warm-up of the batch before."""
+        self.end()
+        self._seconds = None
+
+
+def stand_in(layout: WeightLayout, store: WeightStore, device: torch.device) -> LayerWeights | None:
+    """The tensors of a layer, all in memory for one page that is yet to come; None if none is."""
+    size = store.reader.slot_bytes
+    arenas = (arena for arena in store.arenas.values() if not arena.on_cpu and len(arena))
+    slot = next((arena.slot(0) for arena in arenas if arena.slot_bytes >= size), None)
+    if slot is None and store.resident.awaited:
+        slot = torch.zeros(size, dtype=torch.uint8, device=device)
+    if slot is None:
+        return None
+    return merged_tensors(store.reader.views(slot, page, aligned=True) for page in layout.layer(0))
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = perf_counter()
+    work()
+    return perf_counter() - started
