@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..products.team import use_cores
+
 EAGERNESS = (0.0, 0.0, 0.1, 1.0)
 """Chances, one drawn for each stream, that a stream runs what it can when something is enqueued anywhere."""
 
@@ -272,6 +274,7 @@ class Gpu:
         try:
             if self.ran == self._fails_at:
                 raise RuntimeError("device-side assert triggered")
+            use_cores(1)  # bits may depend on their number, and any thread may run this
             with torch.inference_mode():
                 work()
         except Exception as error:
