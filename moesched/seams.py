@@ -311,6 +311,14 @@ class TellsProgress(Protocol):
 
 
 @runtime_checkable
+class WarmsUp(Protocol):
+    """A device that runs its kernels once before the first step, while pages that stay are loaded."""
+
+    def warm_up_seconds(self) -> float | None:
+        """Seconds that this took in the last batch; None where nothing was to be warmed up. Called after a batch."""
+
+
+@runtime_checkable
 class CountsReads(Protocol):
     """A device that counts the bytes that it reads from the checkpoint's files."""
 

@@ -66,7 +66,7 @@ def test_a_policy_that_streams_gives_the_bits_of_the_run_where_all_weights_stay(
     for found in batches(tmp_path / "streaming", dtype, policy, settings, 0.8):
         assert found.streamed_pages > 0
         assert found.tokens == resident.tokens
-        computes_on_the_cpu = policy in ("cgopipe", "flexgen_cpu", "layer_split")
+        computes_on_the_cpu = policy in ("cgopipe", "flexgen_cpu", "layer_split", "three_tiers")
         assert computes_on_the_cpu or found.logits_RSV.equal(resident.logits_RSV)
 
 
@@ -113,6 +113,7 @@ def test_events_are_used_again_and_edges_hold_all_the_same() -> None:
         before = [task]
         if number % 64 == 0:
             issued.wait()
-            assert issued.span()[0] <= issued.span()[1]
+            start, end = issued.span()
+            assert start <= end
     torch.cuda.synchronize()
     assert total.item() == 12_000

@@ -19,7 +19,6 @@ from moesched.tasks import Task
 
 from ..shared.verbs import Verb
 from ..torch.device import TorchDevice
-from ..torch.warm_up import WarmUps
 from .memory import GpuMemory
 from .streams import Gpu, LaggingEvent
 from .tensors import DEVICE_TYPE, OnGpu, Operations, operate
@@ -107,7 +106,7 @@ class LaggingDevice(TorchDevice):
             with OnGpu():  # on a thread of its own
                 return arranged(name, tensor)
 
-        self._warm_ups = WarmUps(OnGpu().__enter__)
+        self._warm_ups.on_thread = lambda: OnGpu().__enter__()
         self._compute.arranged = arranged_on_gpu  # type: ignore[method-assign]  # the seam is this method
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:

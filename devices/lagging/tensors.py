@@ -77,6 +77,7 @@ class Operations:
         staged: number of copies between host and GPU for which torch takes memory of the GPU beside both tensors.
         misaligned: number of products with weights that are at no multiple of 16 bytes.
         most_to_host: bytes of the largest tensor that came to the host.
+        called: names of the functions that were called on tensors of the GPU.
     """
 
     def __init__(self, gpu: Gpu, memories: Sequence[GpuMemory]) -> None:
@@ -87,6 +88,7 @@ class Operations:
         self.staged = 0
         self.misaligned = 0
         self.most_to_host = 0
+        self.called: set[str] = set()
 
     def call(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of torch, whatever its tensors are on."""
@@ -146,6 +148,7 @@ class Operations:
         self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int
     ) -> Any:
         """Work for the GPU's current stream; the shapes of its results come from tensors without values."""
+        self.called.add(name)
         if name == "linear" and isinstance(args[1], LaggingTensor):
             self.misaligned += args[1].values_now.data_ptr() % 16 > 0
         blocks = {

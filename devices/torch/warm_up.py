@@ -191,12 +191,12 @@ class WarmUps:
 
     Each has a thread that ends with it: torch then hands the cuBLAS handle of that thread to the next that multiplies.
 
-    Args:
+    Attributes:
         on_thread: called on that thread first.
     """
 
-    def __init__(self, on_thread: Callable[[], object] | None = None) -> None:
-        self._on_thread = on_thread
+    def __init__(self) -> None:
+        self.on_thread: Callable[[], object] | None = None
         self._known: set[Shapes] = set()
         self._thread: ThreadPoolExecutor | None = None
         self._seconds: Future[float] | None = None
@@ -213,14 +213,14 @@ class WarmUps:
         Returns what ends it before a transfer of the last pages that stay, which take the memory that it borrowed.
         Where none are to be loaded, it has ended already.
         """
-        self._thread = ThreadPoolExecutor(1, "warm-up", self._on_thread)
+        self._thread = ThreadPoolExecutor(1, "warm-up", self.on_thread)
         self._seconds = self._thread.submit(_timed, work)
         if not loading.awaited:
-            self.seconds()
+            self._wait()
 
         def end_before_the_last(load: PageTransfer) -> None:
             if loading.awaited <= len(load.pages):
-                self.seconds()
+                self._wait()
 
         return end_before_the_last
 
@@ -229,10 +229,16 @@ class WarmUps:
         if self._thread is not None:
             self._thread.shutdown()
 
-    def seconds(self) -> float | None:
-        """The seconds that the warm-up took, when it has ended; None without one. Raises its error."""
+    def _wait(self) -> None:
+        """End the warm-up, and raise its error."""
         self.end()
-        return self._seconds.result() if self._seconds else None
+        if self._seconds is not None:
+            self._seconds.result()
+
+    def seconds(self) -> float | None:
+        """The seconds that the warm-up took, when it has ended; None where there was none, or it failed."""
+        self.end()
+        return None if self._seconds is None or self._seconds.exception() else self._seconds.result()
 
     def forget(self) -> None:
         """End the warm-up of the batch before."""

@@ -174,6 +174,7 @@ def _rates(report: JobReport) -> dict[str, str]:
         "throughput": f"{report.throughput_tokens_per_second:.1f} tokens/s"
         + in_band(report.band, "throughput_tokens_per_second", "{:.4g}".format),
         "load": format_seconds(report.load_seconds),
+        **({"warm-up": format_seconds(report.warm_up_seconds)} if report.warm_up_seconds else {}),
         "prefill": format_seconds(report.prefill_seconds)
         + in_band(report.band, "prefill_seconds", format_seconds),
     }

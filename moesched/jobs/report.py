@@ -91,6 +91,7 @@ class JobReport(Report, frozen=True, kw_only=True):
             "emulation",
             "expected",
             "no_expectation",
+            "warm_up_seconds",
         )
         foreign = of_predictions if self.measured else of_runs
         for name in foreign:
@@ -229,6 +230,7 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         first,
         band=first.band and {name: _around(figures[name], *edges) for name, edges in first.band.items()},
         load_seconds=sum(report.load_seconds for report in reports),
+        warm_up_seconds=_sum_of_known([report.warm_up_seconds for report in reports]),
         prefill_seconds=figures["prefill_seconds"],
         first_token_seconds=_mean_of_requests(reports),
         decode_tokens_per_second=_rate(sum(max(0, count - 1) for count in counts), decoding),
@@ -294,6 +296,11 @@ def _mean_of_requests(reports: Sequence[JobReport]) -> float | None:
     requests = sum(each.plan.batch_size for each in known)
     total = sum((each.first_token_seconds or 0.0) * each.plan.batch_size for each in known)
     return total / requests if requests else None
+
+
+def _sum_of_known(numbers: Sequence[float | None]) -> float | None:
+    known = [each for each in numbers if each is not None]
+    return sum(known) if known else None
 
 
 def _token_counts(report: JobReport) -> list[int]:

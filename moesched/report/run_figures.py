@@ -15,6 +15,7 @@ SHOWN_KINDS = 12
 RATES = {"decode_tokens_per_second": "decode", "throughput_tokens_per_second": "throughput"}
 TIMES = {
     "load_seconds": "load",
+    "warm_up_seconds": "warm-up",
     "prefill_seconds": "prefill",
     "first_token_seconds": "first token, on average",
 }

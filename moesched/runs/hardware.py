@@ -21,7 +21,7 @@ from moesched.runs.generation import TokenHandling
 from moesched.runs.out_of_memory import memory_refusals
 from moesched.runs.outcome import Report, make_report
 from moesched.runs.ranks import OnDevices, Rank
-from moesched.seams import Device, Emulates, GivesScores, KeepsTime, Observer, Policy
+from moesched.seams import Device, Emulates, GivesScores, KeepsTime, Observer, Policy, WarmsUp
 from moesched.steps.plan import Plan
 from moesched.system.logs import Log
 from moesched.system.signals import Stopped, stopped_by
@@ -81,6 +81,7 @@ def run(
         interrupted=ending.interrupted or hardware.interrupted,
         failure=ending.failure,
         emulation=device.emulation() if isinstance(device, Emulates) else None,
+        warm_up_seconds=device.warm_up_seconds() if isinstance(device, WarmsUp) else None,
         peers=[each.plan for each in peers],
     )
     if not _is_told(ending.error, one_of_several=plan.nodes.count > 1 and not peers):

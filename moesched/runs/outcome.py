@@ -160,6 +160,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         nodes: number of machines that shared the model's experts. Lanes and tasks are those of the first; each memory's
             peak is the highest of all nodes.
         scores: of each request's best beam; None without beam search.
+        warm_up_seconds: time that the device ran its kernels for before the first step, beside or before loading; None
+            where it did not.
         first_token_seconds: mean time from the end of loading to a request's first token; None without tokens. At
             `prefill_seconds`, all requests have their first token.
         failure: reason for an early end of the generation; None for a complete one.
@@ -182,6 +184,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     lanes: dict[str, LaneUse]
     tasks: int
     wall_seconds: float
+    warm_up_seconds: float | None = None
     first_token_seconds: float | None = None
     simulated_seconds: float | None = None
     tokens: list[list[int]] | None = None
@@ -207,6 +210,7 @@ def make_report(
     interrupted: bool = False,
     failure: str | None = None,
     emulation: Emulation | None = None,
+    warm_up_seconds: float | None = None,
     peers: Sequence[Plan] = (),
 ) -> Report:
     """The report of a run of `plan` with this `outcome`; other ranks or nodes have plans of their own."""
@@ -223,6 +227,7 @@ def make_report(
         model=plan.layout.config.name,
         plan=_plan_report(plan),
         load_seconds=loaded,
+        warm_up_seconds=warm_up_seconds,
         prefill_seconds=first - loaded,
         first_token_seconds=fmean(outcome.first_tokens.values()) / 1e9 - loaded
         if outcome.first_tokens
