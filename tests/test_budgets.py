@@ -211,7 +211,8 @@ def test_no_process_is_predicted_where_an_accelerator_has_a_driver_of_its_own() 
 
 
 def test_a_run_stays_below_the_budget_of_its_process() -> None:
-    limit = 450 * MB
+    # Beside libraries whose pages in memory vary with what else runs here; those for CUDA take 2 GB.
+    limit = (600 if torch.version.cuda is None else 4_000) * MB
     command = [sys.executable, "-m", "moesched", "run", str(MODEL), "--policy", "cgopipe", "--prompt", "a b"]
     command += ["--max-new-tokens", "4", "--budget", f"process={limit}", "--json"]
     command += ["--device-set", "kernel=torch"]  # the first run on a machine times the other kernels

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from commands import refused
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
 from moesched.devices.torch.cuda_device import refusal
-from moesched.devices.torch.inspection import lockable_bytes
+from moesched.devices.torch.inspection import library_bytes, lockable_bytes
 from moesched.doctor.cluster_facts import port_state
 from moesched.doctor.endings import judge_peak
 from moesched.doctor.examination import examine
@@ -183,6 +183,12 @@ def test_what_cuda_locks_is_found_by_halves() -> None:
         imitated.pinned.most_registered = 0
         assert lockable_bytes(8 << 20, str(GPU_DEVICE)) == 0
         assert not imitated.pinned.registered
+
+
+def test_what_libraries_take_of_a_gpu_is_measured_and_given_back() -> None:
+    with LaggingGpu() as imitated:
+        assert library_bytes(str(GPU_DEVICE)) > 1 << 20
+        assert imitated.memory.in_use() == 0
 
 
 def test_what_nobody_asked_for_is_no_trouble() -> None:

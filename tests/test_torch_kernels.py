@@ -272,7 +272,7 @@ def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
 
 
 def test_packed_weights_give_the_same_bits_as_row_blocks_of_plain_ones() -> None:
-    if not packing_pays():
+    if not packing_pays(cores=torch.get_num_threads()):
         pytest.skip("this processor gains nothing from packed bfloat16 weights")
     torch.manual_seed(12)
     for outputs, inputs in ((96, 64), (50, 33), (1024, 3584)):

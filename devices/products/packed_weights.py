@@ -14,8 +14,12 @@ from .row_tiles import in_tiles
 # oneDNN rearranges a plain matrix in every product; with few tokens that costs more than the product.
 
 
+TRIED = ((256, 192), (96, 4096), (33, 40), (1024, 3584))
+"""Outputs and inputs of the matrices whose bits are tried; of the last one several cores share a row's sum, if ever."""
+
+
 @cache
-def packing_pays(transposed: bool = False) -> bool:
+def packing_pays(transposed: bool = False, cores: int = 1) -> bool:
     """Whether this processor gains from packed bfloat16 weights, and gets the same bits from them.
 
     The bits are tested, since one policy may keep weights packed that another one streams, and results must not depend
@@ -23,19 +27,27 @@ def packing_pays(transposed: bool = False) -> bool:
 
     Args:
         transposed: also for matrices that lie transposed in memory.
+        cores: the most that a product runs on; the bits are tried on one and on all of them.
     """
     if not has_bfloat16():
         return False
+    same_bits = [_same_bits, *([_same_bits_transposed] if transposed else [])]
+    before = torch.get_num_threads()
     try:
-        same_bits = [_same_bits, *([_same_bits_transposed] if transposed else [])]
-        return all(same(*shape) for same in same_bits for shape in ((256, 192), (96, 4096), (33, 40)))
+        for count in {1, cores}:
+            torch.set_num_threads(count)
+            if not all(same(*shape) for same in same_bits for shape in TRIED):
+                return False
     except (AttributeError, RuntimeError):
         return False
+    finally:
+        torch.set_num_threads(before)
+    return True
 
 
 def _same_bits(outputs: int, inputs: int) -> bool:
     weight_ND = _random(outputs, inputs)
-    packed, blocks = pack(weight_ND), (weight_ND[: outputs // 2], weight_ND[outputs // 2 :])
+    packed, blocks = pack(weight_ND), weight_ND.split(-(-outputs // 3))
     for tokens in (1, 2, 5, 16, 33):
         x_TD = _random(tokens, inputs)
         plain = torch.cat([plain_linear(x_TD, block) for block in blocks], dim=-1)
@@ -70,7 +82,7 @@ def cores_keep_bits(dtype: torch.dtype, cores: int, transposed: bool = False) ->
         return all(
             _same_on_cores(product, inputs, cores)
             for outputs, inputs in ((1024, 512), (33, 40))
-            for product in _products(outputs, inputs, transposed)
+            for product in _products(outputs, inputs, transposed, cores)
         )
     finally:
         torch.set_num_threads(before)
@@ -79,13 +91,13 @@ def cores_keep_bits(dtype: torch.dtype, cores: int, transposed: bool = False) ->
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _products(outputs: int, inputs: int, transposed: bool) -> Iterator[Product]:
+def _products(outputs: int, inputs: int, transposed: bool, cores: int) -> Iterator[Product]:
     """Each way in which a matrix is multiplied."""
     weight_ND = _random(outputs, inputs)
     yield partial(plain_linear, weight_ND=weight_ND)
     if transposed:
         yield partial(plain_linear, weight_ND=_random(inputs, outputs).T)
-    if packing_pays(transposed):
+    if packing_pays(transposed, cores):
         yield partial(packed_linear, packed=pack(weight_ND))
 
 

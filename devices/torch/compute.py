@@ -70,7 +70,7 @@ class Compute:
         self._make_kernel = partial(
             make_kernel, kernel, cores=self.cores, pin=pin, left=self.core_plan.issuing
         )
-        self._packs = self.on_cpu and layout.dtype == "bfloat16" and packing_pays(transposed)
+        self._packs = self.on_cpu and layout.dtype == "bfloat16" and packing_pays(transposed, self.cores)
         self._shares = self.on_cpu and self.cores > 1 and cores_keep_bits(self.dtype, self.cores, transposed)
         self._threads_before: int | None = None
 

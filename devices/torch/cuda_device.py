@@ -67,6 +67,12 @@ class CudaDevice(TorchDevice):
         self._compute.accelerator = torch.device("cuda", gpu_of(rank, ranks, torch.cuda.device_count()))
         super().join(rank, transport, first)
 
+    def close(self) -> None:
+        """Close the device, and give back what libraries and the allocator keep of the GPU."""
+        super().close()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
     @staticmethod
     def chosen_dtype(own: str) -> str:
         """The model's own number format, or float16 instead of bfloat16 where the GPU has none.

@@ -6,6 +6,7 @@ import ctypes
 import warnings
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,8 @@ from ..native.compiled import instruction_sets, why_unusable
 from ..shared.direct_file import DirectFile
 from .locked_memory import locked_bytes
 
+SMALLEST_LARGE = (1 << 20) + 1
+"""Bytes from which on torch's allocator takes a tensor from a large segment."""
 LEAST_LOCKED = 1 << 20
 """Bytes of the smallest piece of memory that is tried."""
 
@@ -69,6 +72,22 @@ def lockable_bytes(wanted: int, device: str = "cuda:0") -> int:
         else:
             return wanted
     return 0
+
+
+def library_bytes(device: str = "cuda:0") -> int:
+    """Bytes of a GPU that a first product on a stream of its own takes: cuBLAS's workspace, and the least segments."""
+    place = torch.device(device)
+    module: Any = torch.get_device_module(place)
+    before: int = module.memory_reserved(place)
+    with module.stream(module.Stream(place)):
+        square = torch.ones((256, 256), device=place)
+        large = torch.empty(SMALLEST_LARGE, dtype=torch.uint8, device=place)
+        product = square @ square
+        module.synchronize(place)
+        taken: int = module.memory_reserved(place) - before
+        del square, large, product
+    module.empty_cache()
+    return taken
 
 
 def _gpu(number: int) -> GpuFacts:

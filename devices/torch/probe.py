@@ -43,10 +43,11 @@ class TorchProbe:
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
+        self._packing_pays = packing_pays(cores=threads)
         self._readers = Team(READS_IN_FLIGHT)
         self._files: dict[Path, DirectFile] = {}
         forget()
-        rows = rows_for_kernel(AUTO, "bfloat16", PRODUCT, packing_pays())
+        rows = rows_for_kernel(AUTO, "bfloat16", PRODUCT, self._packing_pays)
         self._products = Products(make_kernel(AUTO, rows, threads))
 
     def close(self) -> None:
@@ -62,7 +63,7 @@ class TorchProbe:
 
     def packs(self, dtype: str) -> bool:
         """Whether the device packs resident weights of this dtype."""
-        return dtype == "bfloat16" and packing_pays()
+        return dtype == "bfloat16" and self._packing_pays
 
     def product(self, dtype: str, outputs: int, inputs: int, *, packed: bool) -> Callable[[int], Call]:
         """Products of any number of rows by cold matrices of (outputs, inputs).

@@ -142,6 +142,12 @@ def cuda_facts() -> CudaFacts:
     return facts
 
 
+def library_bytes() -> int:
+    """Bytes of the first GPU that libraries take for a stream, beside all plans."""
+    nbytes: int = _loaded("library_bytes")()
+    return nbytes
+
+
 def metal_facts() -> MetalFacts:
     """MLX, as it sees this machine now; where it cannot be loaded, the reason."""
     try:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from moesched.doctor.endings import check_interrupt, check_lack_of_memory, check_ledger, judge_peak
-from moesched.doctor.examination import cuda_facts, metal_facts
+from moesched.doctor.examination import cuda_facts, library_bytes, metal_facts
 from moesched.doctor.facts import Facts
 from moesched.doctor.findings import Finding
 from moesched.doctor.policy_runs import PolicyRuns, judge_runs, run_policies
@@ -17,6 +17,8 @@ from moesched.system.scratch import scratch_folder
 
 Progress = Callable[[float, float, str], object]
 
+GPU_STREAMS = 3
+"""Streams of a run on a GPU: kernels, and a copy in each direction."""
 CPU = "torch"
 """The device that all others are compared with."""
 
@@ -33,10 +35,11 @@ def try_device(device: str, facts: Facts, progress: Progress) -> list[Finding]:
     name = CPU if device == "cpu" else device
     with scratch_folder() as folder:
         model = write_tiny_model(folder / "model")
+        libraries = GPU_STREAMS * library_bytes() if device == "cuda" else 0
         found = run_policies(model, name, folder, progress)
         expected = _expected(model, name, found)
         findings = list(judge_runs(found, one_processor=device != "cuda", expected=expected))
-        findings += _peaks(device, found)
+        findings += _peaks(device, found, libraries)
         progress(0, 3, "the memory of a run")
         findings.append(check_ledger(model, name))
         progress(1, 3, "a run without memory")
@@ -73,8 +76,8 @@ def _expected(model: Path, device: str, found: PolicyRuns) -> list[list[int]]:
     return report.tokens or []
 
 
-def _peaks(device: str, found: PolicyRuns) -> list[Finding]:
-    """Say whether the GPU's memory stayed within what the ledger of the largest run says."""
+def _peaks(device: str, found: PolicyRuns, libraries: int) -> list[Finding]:
+    """Say whether the GPU's memory stayed within what the ledger of the largest run says, and what libraries take."""
     if device == "cuda":
         memory, peak = "gpu", cuda_facts().peak
     elif device == "mlx":
@@ -82,4 +85,5 @@ def _peaks(device: str, found: PolicyRuns) -> list[Finding]:
     else:
         return []
     planned = max((run.report.peak_bytes.get(memory, 0) for run in found.runs.values()), default=0)
-    return [judge_peak("memory of the GPU" if device == "cuda" else "memory of MLX", planned, peak)]
+    about = "memory of the GPU" if device == "cuda" else "memory of MLX"
+    return [judge_peak(about, planned + libraries, peak)]
