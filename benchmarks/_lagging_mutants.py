@@ -43,8 +43,14 @@ WAITS = (
     Mutant(
         "device.py",
         "wait for what a batch begins with",
-        "        wait_for_copies(self._compute.accelerator)\n\n",
-        "\n",
+        "        wait_for_copies(self._compute.accelerator)\n",
+        "",
+    ),
+    Mutant(
+        "warm_up.py",
+        "wait for the warm-up before the last pages",
+        "if loading.awaited <= len(load.pages):",
+        "if False:",
     ),
     Mutant(
         "device.py",

@@ -123,7 +123,16 @@ class TaskCancelled(MoeschedError):
     """A task never ran, because a task that it depends on failed or was cancelled."""
 
 
+GPU_REFUSALS = (
+    "cuda out of memory",
+    "cuda error: out of memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+)
+"""Parts of messages by which torch and CUDA's libraries tell that a GPU has no memory."""
+
 _REFUSALS = (
+    *GPU_REFUSALS,
     "not enough memory",
     "out of memory",
     "can't allocate memory",
@@ -131,8 +140,6 @@ _REFUSALS = (
     "can't start new thread",
     "could not create a primitive",
     "failed to map segment",
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
     "insufficient memory",
     "attempting to allocate",
     "unable to allocate",

@@ -240,7 +240,7 @@ def caused_by_itself() -> BaseException:
         (MemoryError(), "cannot allocate memory"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "cannot allocate memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "can't allocate memory"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "out of memory"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "cuda out of memory"),
         (RuntimeError("can't start new thread"), "can't start new thread"),
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "failed to map segment"),
         (chained(TaskFailed("load L0 failed"), MemoryError()), "cannot allocate memory"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
-from _small_runs import TWO_MEMORIES, Generated
+from _small_runs import TWO_MEMORIES, Generated, generate
 from gpu_dispatch import begin_peak
 
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
@@ -19,7 +21,9 @@ from moesched.devices.torch.gpu_memory import (
 )
 from moesched.errors import BadInput, OutOfMemory
 from moesched.models.checkpoint import Checkpoint
-from odd_models import MIXTRAL, layout_of, stored
+from moesched.plugins import make_policy
+from moesched.tasks import Task
+from odd_models import MIXTRAL, PROMPTS, layout_of, stored
 from odd_runs import generated
 
 
@@ -68,9 +72,52 @@ def test_a_plan_that_takes_more_than_the_gpu_has_is_refused_with_the_budget_that
 
 
 def test_an_allocation_that_the_gpu_refuses_ends_the_run_in_one_line(checkpoint: Checkpoint) -> None:
-    with pytest.raises(OutOfMemory, match=r"out of memory .*the plan takes .*: lower --budget") as caught:
+    with pytest.raises(OutOfMemory, match=r"out of memory .*the plan takes .*: lower --budget gpu") as caught:
         streamed(checkpoint, LaggingGpu(capacity=300_000))
     assert "\n" not in str(caught.value)
+
+
+@dataclass
+class FillsUp:
+    """An observer at which other programs take what is free of a GPU when a task has run.
+
+    Attributes:
+        after: the task's verb.
+    """
+
+    gpu: LaggingGpu
+    after: str
+
+    def ended(self, task: Task) -> None:
+        if task.verb == self.after:
+            self.gpu.memory.capacity = 1
+
+
+def filled_up(checkpoint: Checkpoint, after: str) -> Generated:
+    """The result of a run during which other programs fill the GPU."""
+    gpu = LaggingGpu(seed=1)
+    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=gpu)
+    policy, observers = make_policy("cgopipe"), [FillsUp(gpu, after)]
+    return generate(
+        device,
+        policy,
+        TWO_MEMORIES,
+        PROMPTS,
+        new_tokens=4,
+        micro_batch_size=2,
+        weights=0.8,
+        observers=observers,
+    )
+
+
+@pytest.mark.parametrize("after", ["load", "sample"])
+def test_a_gpu_that_other_programs_fill_during_a_run_ends_it_in_one_line(
+    checkpoint: Checkpoint, after: str
+) -> None:
+    said = r"out of memory \(cuda out of memory\): the plan takes .* of gpu: lower --budget gpu=.*nvidia-smi lists"
+    with pytest.raises(OutOfMemory) as caught:
+        filled_up(checkpoint, after)
+    assert re.fullmatch(said, str(caught.value))
 
 
 @pytest.fixture

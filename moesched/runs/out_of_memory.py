@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moesched.errors import OutOfMemory, memory_refusal
+from moesched.errors import GPU_REFUSALS, OutOfMemory, memory_refusal
 from moesched.steps.plan import Plan
 from moesched.steps.reservations import Content
 from moesched.units import format_bytes
@@ -36,6 +36,12 @@ def plan_bytes(plan: Plan) -> dict[Content, int]:
 
 
 def _message(plan: Plan, reason: str) -> str:
+    if reason in GPU_REFUSALS:
+        gpu = plan.memory("accelerator")
+        return (
+            f"out of memory ({reason}): the plan takes {format_bytes(gpu.used)} of {gpu.name}: lower --budget "
+            f"{gpu.name}=… or --batch-size, or end other programs that use the GPU, which nvidia-smi lists"
+        )
     parts = plan_bytes(plan)
     listed = ", ".join(f"{content} {format_bytes(nbytes)}" for content, nbytes in parts.items())
     process = plan.reservations.process
