@@ -315,21 +315,36 @@ ROOMY_TIERS = msgspec.structs.replace(
 )
 
 
-@pytest.fixture(scope="module", params=[(MIXTRAL, "float32"), (DBRX, "bfloat16")], ids=name_of)
+MODELS = [(MIXTRAL, "float32"), (DBRX, "bfloat16")]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=name_of)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference.of(request.param, tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize(("policy", "settings"), POLICIES)
+WAYS = {
+    "one memory": (TorchDevice, ONE_MEMORY, 1.4),
+    "two memories": (TorchDevice, TWO_MEMORIES, 0.8),
+    "two memories, a slow CPU": (TorchDevice, SLOW_CPU, 0.8),
+    "two memories, streams": (Streamed, SLOW_CPU, 0.8),
+    "three tiers": (TorchDevice, ROOMY_TIERS, 0.8),
+}
+
+
+def with_models() -> Iterator[Any]:
+    """Every policy in every way, with one of the models in turn, so that each policy and each way meets both."""
+    for number, (title, way) in enumerate(WAYS.items()):
+        for place, (policy, settings) in enumerate(POLICIES):
+            model = MODELS[(number + place) % len(MODELS)]
+            name = "-".join([name_of(model), title, policy, *map(str, settings.values())])
+            yield pytest.param(model, *way, policy, settings, id=name)
+
+
 @pytest.mark.parametrize(
-    ("kind", "machine", "weights"),
-    [
-        pytest.param(TorchDevice, ONE_MEMORY, 1.4, id="one memory"),
-        pytest.param(TorchDevice, TWO_MEMORIES, 0.8, id="two memories"),
-        pytest.param(TorchDevice, SLOW_CPU, 0.8, id="two memories, a slow CPU"),
-        pytest.param(Streamed, SLOW_CPU, 0.8, id="two memories, streams"),
-        pytest.param(TorchDevice, ROOMY_TIERS, 0.8, id="three tiers"),
-    ],
+    ("reference", "kind", "machine", "weights", "policy", "settings"),
+    [*with_models()],
+    indirect=["reference"],
 )
 def test_logits_are_those_of_resident_to_the_bit(
     reference: Reference,
@@ -348,7 +363,12 @@ def test_logits_are_those_of_resident_to_the_bit(
     assert same_bits(got.logits_RSV, reference.expected.logits_RSV)
 
 
-@pytest.mark.parametrize(("policy", "settings"), POLICIES)
+@pytest.mark.parametrize(
+    ("reference", "policy", "settings"),
+    [(MODELS[number % 2], *each) for number, each in enumerate(POLICIES)],
+    ids=str,
+    indirect=["reference"],
+)
 def test_the_emulated_device_gives_the_same_logits(
     reference: Reference, policy: str, settings: dict[str, Any]
 ) -> None:

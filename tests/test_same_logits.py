@@ -42,22 +42,29 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def with_adversaries() -> Iterator[Any]:
-    """Every kind of device and machine with every policy, and with two adversaries that no other has."""
+    """Every kind of device and machine with every policy, and with two adversaries that no other has.
+
+    Each has one of the models, so that each policy meets all of them, and each kind of device does.
+    """
     seeds = itertools.count()
-    for title, kind, machine in (
-        ("one memory", TorchDevice, ONE_MEMORY),
-        ("two memories", TorchDevice, TWO_MEMORIES),
-        ("two memories, streams", Streamed, TWO_MEMORIES),
-        ("three tiers", TorchDevice, THREE_TIERS),
+    for number, (title, kind, machine) in enumerate(
+        (
+            ("one memory", TorchDevice, ONE_MEMORY),
+            ("two memories", TorchDevice, TWO_MEMORIES),
+            ("two memories, streams", Streamed, TWO_MEMORIES),
+            ("three tiers", TorchDevice, THREE_TIERS),
+        )
     ):
         adversaries = [("adversarial", {"seed": next(seeds)}) for _ in range(2)]
-        for policy, settings in [*POLICIES, *adversaries]:
-            yield pytest.param(
-                kind, machine, policy, settings, id="-".join([title, policy, *map(str, settings.values())])
-            )
+        for place, (policy, settings) in enumerate([*POLICIES, *adversaries]):
+            model = MODELS[(number + place) % len(MODELS)]
+            name = "-".join([name_of(model), title, policy, *map(str, settings.values())])
+            yield pytest.param(model, kind, machine, policy, settings, id=name)
 
 
-@pytest.mark.parametrize(("kind", "machine", "policy", "settings"), [*with_adversaries()])
+@pytest.mark.parametrize(
+    ("reference", "kind", "machine", "policy", "settings"), [*with_adversaries()], indirect=["reference"]
+)
 def test_every_policy_gives_the_same_logits(
     reference: Reference,
     kind: type[TorchDevice],
