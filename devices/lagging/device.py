@@ -106,7 +106,7 @@ class LaggingDevice(TorchDevice):
             with OnGpu():  # on a thread of its own
                 return arranged(name, tensor)
 
-        self._warm_ups.on_thread = lambda: OnGpu().__enter__()
+        self._warm_ups.on_thread = _stay_on_gpu
         self._compute.arranged = arranged_on_gpu  # type: ignore[method-assign]  # the seam is this method
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
@@ -119,6 +119,12 @@ class LaggingDevice(TorchDevice):
         with OnGpu():
             super().begin(plan, prompts, sampling)
         self._verbs = {name: _on_gpu(verb) for name, verb in self._verbs.items()}
+
+
+def _stay_on_gpu() -> None:
+    """Let the calling thread make tensors on the GPU until it ends."""
+    mode: Any = OnGpu()  # torch gives its contexts no types
+    mode.__enter__()
 
 
 def _on_gpu(verb: Verb) -> Verb:

@@ -11,7 +11,7 @@ Verb = Callable[[Any], Any]
 """Runs a task of one verb, and returns its value."""
 
 
-def after(first: Callable[[Task], None], then: Verb) -> Verb:
+def after(first: Callable[[Any], object], then: Verb) -> Verb:
     """A verb that runs `first`, then `then`, and returns the value of `then`."""
 
     def both(task: Task) -> Any:

@@ -169,9 +169,9 @@ class WarmUp:
         """An expert on 1, 2, 4, ... rows: how many it gets is the router's choice."""
         compute, most = self._compute, min(most, EXPERT_TILE)
         x_nD = torch.zeros((most, self._config.hidden), dtype=compute.dtype, device=compute.accelerator)
-        matrices = expert_weights(self._weights, 0)
+        gate, up, down = expert_weights(self._weights, 0)
         for power in range(most.bit_length()):
-            compute.products.expert(x_nD[: 1 << power], *matrices)
+            compute.products.expert(x_nD[: 1 << power], gate, up, down)
 
     def _of_kv(self, nbytes: int) -> Tensor:
         assert self._kv is not None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -30,6 +31,8 @@ from moesched.steps.preview_accuracy import Compared
 from moesched.system.cores import CorePlan
 from moesched.system.whole_file import write_json
 from moesched.trace.summary import KindUse
+
+Value = TypeVar("Value")
 
 
 class JobReport(Report, frozen=True, kw_only=True):
@@ -207,15 +210,9 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
     first = reports[0]
     if batches == 1:
         return first
-    tokens = None if first.tokens is None else [each for report in reports for each in report.tokens or []]
-    text = None if first.text is None else [each for report in reports for each in report.text or []]
-    if tokens is not None:
-        tokens += [[] for _ in range(requests - len(tokens))]
-    scores = None if first.scores is None else [each for report in reports for each in report.scores or []]
-    if scores is not None:
-        scores += [-math.inf] * (requests - len(scores))
-    if text is not None:
-        text += [""] * (requests - len(text))
+    tokens = _of_all_requests([report.tokens for report in reports], [], requests)
+    scores = _of_all_requests([report.scores for report in reports], -math.inf, requests)
+    text = _of_all_requests([report.text for report in reports], "", requests)
     failure = next((report.failure for report in reports if report.failure), None)
     counts = [count for report in reports for count in _token_counts(report)]
     steps = [seconds for report in reports for seconds in report.step_seconds[1:]]
@@ -296,6 +293,16 @@ def _mean_of_requests(reports: Sequence[JobReport]) -> float | None:
     requests = sum(each.plan.batch_size for each in known)
     total = sum((each.first_token_seconds or 0.0) * each.plan.batch_size for each in known)
     return total / requests if requests else None
+
+
+def _of_all_requests(
+    batches: Sequence[list[Value] | None], missing: Value, requests: int
+) -> list[Value] | None:
+    """The values of all batches' requests, `missing` for those that never ran; None where the first batch has none."""
+    if batches[0] is None:
+        return None
+    known = [value for values in batches for value in values or []]
+    return known + [copy(missing) for _ in range(requests - len(known))]
 
 
 def _sum_of_known(numbers: Sequence[float | None]) -> float | None:

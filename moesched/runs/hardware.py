@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 
 import anyio
+from msgspec.structs import replace
 
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.validation import new_shared_engine
@@ -81,9 +82,10 @@ def run(
         interrupted=ending.interrupted or hardware.interrupted,
         failure=ending.failure,
         emulation=device.emulation() if isinstance(device, Emulates) else None,
-        warm_up_seconds=device.warm_up_seconds() if isinstance(device, WarmsUp) else None,
         peers=[each.plan for each in peers],
     )
+    if isinstance(device, WarmsUp):
+        report = replace(report, warm_up_seconds=device.warm_up_seconds())
     if not _is_told(ending.error, one_of_several=plan.nodes.count > 1 and not peers):
         ending.raise_error(report)
     return report

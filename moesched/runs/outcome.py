@@ -210,7 +210,6 @@ def make_report(
     interrupted: bool = False,
     failure: str | None = None,
     emulation: Emulation | None = None,
-    warm_up_seconds: float | None = None,
     peers: Sequence[Plan] = (),
 ) -> Report:
     """The report of a run of `plan` with this `outcome`; other ranks or nodes have plans of their own."""
@@ -227,7 +226,6 @@ def make_report(
         model=plan.layout.config.name,
         plan=_plan_report(plan),
         load_seconds=loaded,
-        warm_up_seconds=warm_up_seconds,
         prefill_seconds=first - loaded,
         first_token_seconds=fmean(outcome.first_tokens.values()) / 1e9 - loaded
         if outcome.first_tokens
