@@ -26,7 +26,7 @@ from ..products.linear import Tensor
 from . import kernels
 from .attention import Attention
 from .compute import Compute
-from .copies import HOST
+from .copies import HOST, host_indices
 from .expert_parts import expert_weights
 from .global_weights import GlobalWeights
 from .host_side import HostSide
@@ -157,6 +157,7 @@ class WarmUp:
             dtype=self._compute.dtype,
             device=device,
             layers=[0],
+            indices=host_indices if device == HOST else self._compute.indices,
             allocate=self._of_kv if borrowed else None,
         )
         for sequence in state.sequences:
