@@ -19,7 +19,14 @@ from _lagging_mutants import MUTANTS, Mutant
 from _options import Benchmark, track
 from _results import ROOT
 
-TESTS = ["tests/test_cuda_streams.py", "tests/test_exchange_rows.py", "tests/test_lagging_device.py"]
+TESTS = [
+    "tests/test_staging_ring.py",
+    "tests/test_home_pages.py",
+    "tests/test_locked_memory.py",
+    "tests/test_cuda_streams.py",
+    "tests/test_exchange_rows.py",
+    "tests/test_lagging_device.py",
+]
 SWEEP = ["benchmarks/_lagging_rows.py", "every", "resident, whole prompts", "0", "2"]
 SECONDS = 600
 """Time after which tests or cases count as hanging, which finds a mutant too."""

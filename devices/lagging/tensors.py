@@ -9,7 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from .memory import Block, GpuMemory, PinnedMemory
+from .memory import Block, GpuMemory
+from .pinned import PinnedMemory
 from .shapes import Shapes
 from .streams import Gpu
 
@@ -82,7 +83,7 @@ class Operations:
     def __init__(self, gpu: Gpu, memories: Sequence[GpuMemory]) -> None:
         self.gpu = gpu
         self.memories = memories
-        self.pinned = PinnedMemory()
+        self.pinned = PinnedMemory(gpu)
         self.blocked = 0
         self.staged = 0
         self.misaligned = 0
@@ -211,24 +212,30 @@ class Operations:
         to_gpu, from_gpu = isinstance(target, LaggingTensor), isinstance(source, LaggingTensor)
         if not to_gpu and not from_gpu:
             return target.copy_(source)
-        into = target.values_now if isinstance(target, LaggingTensor) else target
-        what = source.values_now if isinstance(source, LaggingTensor) else source
         there = next(each for each in (source, target) if isinstance(each, LaggingTensor))
         stream = self.gpu.current_of(there.block.stream.number)
         if not to_gpu:
-            self.most_to_host = max(self.most_to_host, into.nbytes)
-        if to_gpu != from_gpu and not (into.is_contiguous() and what.is_contiguous()):
+            self.most_to_host = max(self.most_to_host, target.nbytes)
+        if to_gpu != from_gpu and not (target.is_contiguous() and source.is_contiguous()):
             self.staged += 1
         if not from_gpu and not self.pinned.holds(source):
             self.blocked += not at_once
-            what = source.clone()  # ordinary memory is read before the call returns
+            source = source.clone()  # ordinary memory is read before the call returns
         elif not to_gpu and not self.pinned.holds(target):
             self.blocked += not at_once
             at_once = True
-        stream.enqueue(lambda: into.copy_(what))
+        into, what = self._at_its_time(target), self._at_its_time(source)
+        stream.enqueue(lambda: into().copy_(what()))
         if at_once and to_gpu != from_gpu:
             stream.synchronize()
         return target
+
+    def _at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """A side of a copy, as the stream finds it."""
+        if isinstance(tensor, LaggingTensor):
+            values = tensor.values_now
+            return lambda: values
+        return self.pinned.at_its_time(tensor) if self.pinned.holds(tensor) else lambda: tensor
 
     def _new(self, value: torch.Tensor, number: int) -> LaggingTensor:
         made = self._new_like(value.to("meta"), number)

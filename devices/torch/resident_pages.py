@@ -45,13 +45,12 @@ class ResidentPages:
 
         Args:
             arrange: returns the copy that is kept of a tensor, by its name; None keeps pages where they are read to.
-            staging: buffers that pages to be rearranged are read into; with n buffers, n - 1 pages are rearranged at a
-                time.
+            staging: buffers that pages to be rearranged are read into, by a thread for each.
         """
         self._awaited = count
         self._arrange = arrange
         self._free = deque(staging)
-        self._threads = ThreadPoolExecutor(max(1, len(staging) - 1) if arrange else READERS, "loading")
+        self._threads = ThreadPoolExecutor(len(staging) if arrange else READERS, "loading")
 
     def load(self, page: Page) -> None:
         """Load a page that is not here yet; on return it may still be on its way, unless it is the last one."""
@@ -63,7 +62,6 @@ class ResidentPages:
             self._busy.append((page.id, self._threads.submit(self._read_in_place, page)))
         else:
             staging = self._free_staging()
-            self._reader.read(page, staging, cached=True)
             self._busy.append((page.id, self._threads.submit(self._rearranged, page, staging, self._arrange)))
         self._awaited -= 1
         if not self._awaited:
@@ -98,6 +96,7 @@ class ResidentPages:
 
     def _rearranged(self, page: Page, staging: torch.Tensor, arrange: Arrange) -> Weights:
         use_cores(1)
+        self._reader.read(page, staging, cached=True)
         with torch.inference_mode():
             weights = {
                 name: [arrange(name, block) for block in blocks]

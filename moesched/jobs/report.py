@@ -91,6 +91,7 @@ class JobReport(Report, frozen=True, kw_only=True):
             "emulation",
             "expected",
             "no_expectation",
+            "weights_home",
         )
         foreign = of_predictions if self.measured else of_runs
         for name in foreign:

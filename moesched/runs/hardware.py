@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 
 import anyio
+from msgspec.structs import replace
 
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.validation import new_shared_engine
@@ -21,7 +22,7 @@ from moesched.runs.generation import TokenHandling
 from moesched.runs.out_of_memory import memory_refusals
 from moesched.runs.outcome import Report, make_report
 from moesched.runs.ranks import OnDevices, Rank
-from moesched.seams import Device, Emulates, GivesScores, KeepsTime, Observer, Policy
+from moesched.seams import Device, Emulates, GivesScores, KeepsTime, Observer, Policy, ReportsHome
 from moesched.steps.plan import Plan
 from moesched.system.logs import Log
 from moesched.system.signals import Stopped, stopped_by
@@ -83,6 +84,8 @@ def run(
         emulation=device.emulation() if isinstance(device, Emulates) else None,
         peers=[each.plan for each in peers],
     )
+    if isinstance(device, ReportsHome):
+        report = replace(report, weights_home=device.weights_home)
     if not _is_told(ending.error, one_of_several=plan.nodes.count > 1 and not peers):
         ending.raise_error(report)
     return report
