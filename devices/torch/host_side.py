@@ -79,7 +79,7 @@ class HostSide:
         """A page in a slot of a pool, or at home; None where it is not there."""
         if source is None or source.fixed:
             return self._store.home.get(page)
-        return HeldPage.whole(self._store.bytes(source), locked=self._accelerator != HOST)
+        return HeldPage.whole(self._store.bytes(source), locked=self._accelerator.type != "cpu")
 
     def load_kv(self, task: Task) -> None:
         """Copy a micro-batch's cached keys and values, each sequence with room for its new token at the end."""
