@@ -102,8 +102,22 @@ def device_on(gpu: LaggingGpu, checkpoint: Checkpoint, *, map_files: bool = True
     )
 
 
-def streamed(device: LaggingDevice, policy: str, machine: Machine = PAGE_LOCKED) -> Generated:
-    return generated(device, policy, machine=machine, weights=0.8, keep_open=True)
+def streamed(
+    device: LaggingDevice, policy: str, machine: Machine = PAGE_LOCKED, *observers: Observer
+) -> Generated:
+    return generated(device, policy, machine=machine, weights=0.8, observers=observers, keep_open=True)
+
+
+class Allocations:
+    """The numbers of allocations of page-locked memory that were seen after the second step."""
+
+    def __init__(self, gpu: LaggingGpu) -> None:
+        self.seen: set[int] = set()
+        self._gpu = gpu
+
+    def ended(self, task: Task) -> None:
+        if task.step > 1:
+            self.seen.add(self._gpu.pinned.allocations)
 
 
 def bytes_in(held: HeldPage | None, nbytes: int) -> bytes:
@@ -124,7 +138,8 @@ def test_each_way_gives_the_bits_of_the_cpu_and_no_copy_blocks(
     device = device_on(gpu, open_checkpoint(model), map_files=way == MAPPED)
     machine, read = TWO_MEMORIES if way == ORDINARY else PAGE_LOCKED, set()
     for _ in range(2):
-        found = streamed(device, policy, machine)
+        found = streamed(device, policy, machine, allocations := Allocations(gpu))
+        assert len(allocations.seen) == 1
         read.add(device.bytes_read)
         assert found.logits_RSV.equal(expected.logits_RSV)
         assert device.weights_home is not None
