@@ -66,10 +66,10 @@ WAITS = (
     ),
     Mutant("node_side.py", "wait for a node's part", "tensor.cpu()", 'tensor.to("cpu", non_blocking=True)'),
     Mutant(
-        "devices/shared/arena.py",
+        "adjacent_pages.py",
         "wait for weights that stay",
-        "as_strided(tensor.shape, tensor.stride(), 0).copy_(tensor)",
-        "as_strided(tensor.shape, tensor.stride(), 0).copy_(tensor, non_blocking=True)",
+        "block.copy_(original)",
+        "block.copy_(original, non_blocking=True)",
     ),
     Mutant("moesched/drivers/lanes.py", "the lane's wait for a task", "issued.wait()"),
 )

@@ -104,13 +104,6 @@ class LaggingDevice(TorchDevice):
             kernel=kernel,
             map_files=map_files,
         )
-        arranged = self._compute.arranged
-
-        def arranged_on_gpu(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            with OnGpu():  # on a thread of its own
-                return arranged(name, tensor)
-
-        self._compute.arranged = arranged_on_gpu  # type: ignore[method-assign]  # the seam is this method
 
     @staticmethod
     def check_machine(machine: Machine) -> None:

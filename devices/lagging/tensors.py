@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ DEVICE_TYPE = "privateuseone"
 """The name that torch has for devices of others."""
 
 _FACTS = (
-    "size stride dim numel nelement data_ptr is_contiguous element_size untyped_storage __len__ "
+    "size stride dim numel nelement data_ptr is_contiguous element_size __len__ "
     "is_floating_point is_complex is_inference ndimension __repr__ __hash__ __format__"
 )
 FACTS = frozenset(_FACTS.split())
@@ -76,6 +77,7 @@ class Operations:
         blocked: copies that made their thread wait although they were to be asynchronous: the host's memory is not
             page-locked.
         staged: number of copies between host and GPU for which torch takes memory of the GPU beside both tensors.
+        calls: number of operations that were queued, by name.
         misaligned: number of products with weights that are at no multiple of 16 bytes.
         most_to_host: bytes of the largest tensor that came to the host.
     """
@@ -86,6 +88,7 @@ class Operations:
         self.pinned = PinnedMemory(gpu)
         self.blocked = 0
         self.staged = 0
+        self.calls: Counter[str] = Counter()
         self.misaligned = 0
         self.most_to_host = 0
 
@@ -101,8 +104,8 @@ class Operations:
             first = next((each for each in tensors if isinstance(each, LaggingTensor)), None)
             if first is None:
                 return self._on_host(func, name, args, kwargs)
-            if name == "storage_offset":  # of its block, not of the segment
-                return args[0].twin.storage_offset()
+            if name in ("storage_offset", "untyped_storage"):  # of its block, not of the segment
+                return func(args[0].twin)
             if name in FACTS:
                 return func(*_reals(args), **kwargs)
             if name == "is_pinned":
@@ -147,6 +150,7 @@ class Operations:
         self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int
     ) -> Any:
         """Work for the GPU's current stream; the shapes of its results come from tensors without values."""
+        self.calls[name] += 1
         if name == "linear" and isinstance(args[1], LaggingTensor):
             self.misaligned += args[1].values_now.data_ptr() % 16 > 0
         blocks = {

@@ -10,9 +10,9 @@ from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.steps.memory import Slot
 
+from ..products.linear import Weights
 from ..shared.page_reader import DTYPES, PageReader
 from .mapped_file import DONT_NEED, POPULATE_READ, MappedFile, system_takes
-from .resident_pages import Weights
 
 REMEDY = "run with --device-set direct=true"
 """A way for users who have to write to a file meanwhile."""

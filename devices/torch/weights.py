@@ -18,7 +18,7 @@ from moesched.system.logs import Log
 from moesched.tasks import PageTransfer
 
 from ..native.arguments import LayerWeights
-from ..products.linear import Tensor
+from ..products.linear import Tensor, Weights, joined
 from ..products.team import Team
 from ..shared.arena import Arena, aligned_bytes
 from ..shared.page_reader import PageReader
@@ -27,7 +27,7 @@ from .home_pages import HomePages
 from .locked_memory import locked_bytes, locked_if_possible
 from .mapped_pages import MappedPages
 from .page_copies import PageCopies
-from .resident_pages import ResidentPages, Weights
+from .resident_pages import ResidentPages
 
 MOST_ARRANGING = 3
 """Number of threads that rearrange resident pages while others are read. More do not help: memory is the limit."""
@@ -77,7 +77,7 @@ class WeightStore:
         self._compute = compute
         self._mapping = compute.on_cpu and not direct and MappedPages.possible(self.reader)
         self._mapped: MappedPages | None = None
-        self._resident = ResidentPages(self.reader)
+        self._resident = ResidentPages(self.reader, compute)
         self._arenas: dict[Pool, Arena] = {}
         self._host = ""
         self._reading: Team | None = None
@@ -92,7 +92,7 @@ class WeightStore:
         """Allocate memory by a batch's plan, for the pages that `load` and `fetch` bring in."""
         fast = plan.memory("accelerator")
         missing = self._resident.retain(
-            page for pool in plan.weights.resident if pool.memory is fast for page in pool.pages()
+            [page for pool in plan.weights.resident if pool.memory is fast for page in pool.pages()]
         )
         if self._mapping and self._mapped is None and plan.machine.unified:
             self._mapped = self._map_files()
@@ -104,7 +104,6 @@ class WeightStore:
         if missing:
             self._resident.expect(
                 missing,
-                compute.arranged if compute.arranges else None,
                 self._staging(missing, plan.weights.load_buffers) if compute.arranges else (),
             )
         self._host = "" if plan.machine.unified else plan.memory("host").name
@@ -164,6 +163,10 @@ class WeightStore:
                 tensors = self._staying(page, slot) if slot.fixed else self._streamed(page, slot)
                 for name, blocks in tensors.items():
                     merged.setdefault(name.split(".", 2)[2], []).extend(blocks)
+            if "q" in merged:
+                merged["qkv"] = [*merged.pop("q"), *merged.pop("k"), *merged.pop("v")]
+            if not self._compute.on_cpu:
+                merged |= {name: joined(blocks) for name, blocks in merged.items()}
             view.bound = merged
         bound: LayerWeights = view.bound
         return bound
