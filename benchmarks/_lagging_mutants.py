@@ -29,6 +29,9 @@ class Mutant(NamedTuple):
 STREAMS = "cuda_streams.py"
 CLOCK = "stream_clock.py"
 HOST = "host_side.py"
+STAGING = "staging_ring.py"
+FILES = "registered_files.py"
+MAPPED = "mapped_home.py"
 
 WAITS = (
     Mutant(STREAMS, "wait for tasks on other streams", "stream.wait_event(issued.end)"),
@@ -69,10 +72,10 @@ WAITS = (
     ),
     Mutant("node_side.py", "wait for a node's part", "tensor.cpu()", 'tensor.to("cpu", non_blocking=True)'),
     Mutant(
-        "devices/shared/arena.py",
+        "adjacent_pages.py",
         "wait for weights that stay",
-        "as_strided(tensor.shape, tensor.stride(), 0).copy_(tensor)",
-        "as_strided(tensor.shape, tensor.stride(), 0).copy_(tensor, non_blocking=True)",
+        "block.copy_(original)",
+        "block.copy_(original, non_blocking=True)",
     ),
     Mutant("moesched/drivers/lanes.py", "the lane's wait for a task", "issued.wait()"),
 )
@@ -155,19 +158,24 @@ LIFETIMES = (
     Mutant(
         "locked_memory.py",
         "locking of slots",
-        "error = int(runtime.cudaHostRegister(address, items.nbytes, PORTABLE))",
+        "error = int(runtime.cudaHostRegister(address, nbytes, flags))",
         "error = 0",
     ),
 )
 
 COPIES = (
-    Mutant(HOST, "copy of a page to the GPU", "self._store.reader.copy(held, page, target)"),
+    Mutant(
+        "page_copies.py",
+        "copy of a page to the GPU",
+        "slot[offset : offset + len(piece)].copy_(piece, non_blocking=True)",
+    ),
     Mutant(
         HOST,
         "copy of a page from a file",
-        "self._store.reader.copy(read_page(self._store.reader, page), page, target)",
+        "read_page(store.reader, page)",
+        "store.reader.new_memory(store.reader.bytes_in_slot(page))",
     ),
-    Mutant(HOST, "copy of a page within the host", "target[:nbytes].copy_(held[:nbytes], non_blocking=True)"),
+    Mutant(HOST, "copy of a page within the host", "store.copies.to_host(held, target)"),
     Mutant(
         HOST,
         "copy of cached keys and values",
@@ -292,6 +300,86 @@ BUFFERS = (
     ),
 )
 
+HOMES = (
+    Mutant(STAGING, "wait for the copy from a slot", "copied.synchronize()"),
+    Mutant(STAGING, "event after the copy from a slot", "copied.record()"),
+    Mutant(STAGING, "next slot of the ring", "self._filled += 1"),
+    Mutant(STAGING, "one thread at a time in the ring", "with self._lock:", "if True:"),
+    Mutant(
+        STAGING,
+        "copy into the ring",
+        "self._team.copy([(slot[at - first :][: len(each)], each) for each, at in group])",
+    ),
+    Mutant(STAGING, "copy from the ring", "target[first:end].copy_(slot[: end - first], non_blocking=True)"),
+    Mutant(
+        STAGING,
+        "copy from the ring that blocks no thread",
+        "target[first:end].copy_(slot[: end - first], non_blocking=True)",
+        "target[first:end].copy_(slot[: end - first])",
+    ),
+    Mutant(
+        "page_copies.py",
+        "ring for memory that is not locked",
+        "self.ring is not None and not held.locked",
+        "False",
+    ),
+    Mutant("page_copies.py", "direct copy from locked memory", "and not held.locked", ""),
+    Mutant(
+        "device.py",
+        "wait for what a failed run left, before a batch",
+        "wait_for_device(self._compute.accelerator)  # a",
+        "pass  # a",
+    ),
+    Mutant(
+        "device.py",
+        "wait for what a failed run left, before the end",
+        "wait_for_device(self._compute.accelerator)\n        self._verbs",
+        "self._verbs",
+    ),
+    Mutant("locked_memory.py", "end of a registration", "runtime.cudaHostUnregister(address)"),
+    Mutant("locked_memory.py", "error of CUDA that locks no memory", 'raise NotLocked(f"error {error}")'),
+    Mutant(FILES, "flag for memory that is only read", "PORTABLE | READ_ONLY", "PORTABLE"),
+    Mutant(FILES, "start of a registration", ".bytes.data_ptr() + span.start", ".bytes.data_ptr()"),
+    Mutant(FILES, "last block of a registration", "span.end - span.start", "span.end - span.start - BLOCK"),
+    Mutant(FILES, "one span for neighbours", "start <= spans[-1].end", "False"),
+    Mutant(
+        FILES,
+        "whole blocks at the end of a span",
+        "-(-(offset + nbytes) // BLOCK) * BLOCK",
+        "offset + nbytes",
+    ),
+    Mutant(FILES, "end of registrations that are not needed", "self._registered.pop(span)()"),
+    Mutant(FILES, "end of a lease", "self._files.pop(path).close()", "self._files.pop(path)"),
+    Mutant(
+        FILES, "reading of what the cache lacks", "self._files[path].advise(start, nbytes, POPULATE_READ)"
+    ),
+    Mutant(MAPPED, "question for the lease", "self._files[path].require()"),
+    Mutant(MAPPED, "check of a file's length", "run.file.require(run.offset, run.needed)"),
+    Mutant(
+        MAPPED,
+        "end of registrations after a refusal",
+        "            self._files.close()\n            raise",
+        "            raise",
+    ),
+    Mutant(
+        MAPPED,
+        "offset of a part in its file",
+        "[run.offset : run.offset + run.nbytes]",
+        "[run.offset + 4096 : run.offset + run.nbytes + 4096]",
+    ),
+    Mutant(MAPPED, "place of a part in its page", "Part(run.at,", "Part(0,"),
+    Mutant("home_pages.py", "end of the way before", "self._free_all_but(way)"),
+    Mutant("home_pages.py", "limit of locked memory", "limit is not None and way", "False and way"),
+    Mutant(
+        "home_pages.py",
+        "locked memory for weights that the host computes with",
+        "plan.declared.experts_on_host",
+        "False",
+    ),
+    Mutant("home_pages.py", "memory of a refusal", "self._refused[name] = str(refusal)"),
+    Mutant("held_pages.py", "pages that stay", "if page.id in here}", "if False}"),
+)
+
 MUTANTS = {
     f"{kind}: {mutant.lost}": mutant
     for kind, mutants in (
@@ -300,6 +388,7 @@ MUTANTS = {
         ("lifetime", LIFETIMES),
         ("copy", COPIES),
         ("buffer", BUFFERS),
+        ("home", HOMES),
     )
     for mutant in mutants
 }

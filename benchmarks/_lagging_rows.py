@@ -61,12 +61,14 @@ def bits(case: Case, first: int, count: int) -> Answer:
         wrong: list[int] = []
         over: list[str] = []
         traces: list[str] = []
+        faults: list[str] = []
         for seed in range(first, first + count):
             gpu = LaggingGpu(seed=seed, count=WAYS[case.way].ranks)
             team = on_gpu(models, WAYS[case.way], gpu)
             recorder = Recorder() if seed % TRACED == 0 else None
             ended = team.run(case.policy, case.settings, recorder=recorder)
             team.close()
+            faults += gpu.pinned.faults
             if not ended.has_bits_of(wanted):
                 wrong.append(seed)
             over += over_budget(ended, gpu, WAYS[case.way].nodes)
@@ -74,7 +76,13 @@ def bits(case: Case, first: int, count: int) -> Answer:
                 over.append("all weights are kept")
             if recorder is not None:
                 traces += trace_problems(recorder, ended.plans[0].machine.name)
-    return {"seeds": count, "wrong": wrong, "over_budget": over, "trace_problems": traces[:10]}
+    return {
+        "seeds": count,
+        "wrong": wrong,
+        "over_budget": over,
+        "trace_problems": traces[:10],
+        "faults": faults[:10],
+    }
 
 
 def every(_: Case, first: int, count: int) -> Answer:
@@ -105,6 +113,9 @@ def _wrong(models: Models, case: Case, seed: int, count: int) -> str:
         if over := [*over_budget(ended, gpu, way.nodes)]:
             return over[0]
     team.close()
+    gc.collect()
+    if gpu.pinned.faults or gpu.pinned.registered:
+        return next(iter(gpu.pinned.faults), "memory stays registered")
     if case.policy in LOCKED and gpu.operations.blocked:
         return f"{gpu.operations.blocked} copies block their thread"
     return ""
@@ -268,6 +279,8 @@ def _left_over(gpu: LaggingGpu, threads: int) -> str:
         "bytes": sum(memory.in_use() for memory in gpu.memories),
         "caches": living(BlockedKV),
         "states": living(MicroBatchState),
+        "registrations": len(gpu.pinned.registered),
+        "faults of locked memory": len(gpu.pinned.faults),
     }
     return ", ".join(f"{count} {what}" for what, count in left.items() if count)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from _small_runs import THREE_TIERS, TWO_MEMORIES, fast_memory, same_bits
+from _small_runs import PAGE_LOCKED, THREE_TIERS, TWO_MEMORIES, fast_memory, same_bits
 from msgspec.structs import replace
 
 from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
@@ -67,6 +67,7 @@ class Way(NamedTuple):
         chunk: tokens of a chunk of prefill; None for whole prompts.
         prompts: by default several, in micro-batches of two.
         kv_on_gpu: share of a KV cache's layers that is on the GPU; None for what a policy chooses.
+        map_files: whether the GPU may copy weights from the page cache.
     """
 
     machine: Machine = TWO_MEMORIES
@@ -76,6 +77,7 @@ class Way(NamedTuple):
     nodes: int = 1
     prompts: Sequence[Sequence[int]] = PROMPTS
     kv_on_gpu: float | None = None
+    map_files: bool = True
 
 
 WAYS = {
@@ -84,6 +86,8 @@ WAYS = {
     "beams": Way(beams=3),
     "beams after chunks": Way(beams=2, chunk=4),
     "weights on the disk": Way(machine=THREE_TIERS),
+    "weights in mapped files": Way(machine=PAGE_LOCKED),
+    "weights in registered memory": Way(machine=PAGE_LOCKED, map_files=False),
     "a KV cache by layers": Way(prompts=[list(range(1, 40))], kv_on_gpu=1 / 3),
     "two ranks": Way(ranks=2),
     "two nodes": Way(nodes=2),
@@ -252,7 +256,11 @@ class Team:
 def on_gpu(models: Models, way: Way, gpu: LaggingGpu) -> Team:
     """The devices on imitated GPUs."""
     return Team(
-        models, way, lambda checkpoint, layout: LaggingDevice(checkpoint, layout, keep_logits=True, gpu=gpu)
+        models,
+        way,
+        lambda checkpoint, layout: LaggingDevice(
+            checkpoint, layout, keep_logits=True, map_files=way.map_files, gpu=gpu
+        ),
     )
 
 

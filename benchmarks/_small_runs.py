@@ -55,6 +55,21 @@ bandwidth = 2e9
 TWO_MEMORIES = parse_machine(_TWO.encode(), "the machine with two memories")
 
 
+def _page_locked(machine: Machine) -> Machine:
+    """The machine where all of the host's memory may be page-locked: copies to the GPU need no staging."""
+    links = [link for link in machine.links if "pinned" not in (link.source, link.destination)]
+    return msgspec.structs.replace(
+        machine,
+        name="page-locked memory",
+        memories={name: memory for name, memory in machine.memories.items() if name != "pinned"},
+        links=links,
+        roles=msgspec.structs.replace(machine.roles, pinned=None),
+    )
+
+
+PAGE_LOCKED = _page_locked(TWO_MEMORIES)
+
+
 def _with_disk(machine: Machine) -> Machine:
     """Weights come from the files; the host has room for the KV cache and for some of them."""
     disk = Tier(capacity=10**9, bandwidth=1e9)

@@ -200,7 +200,9 @@ def _good(answers: Answers) -> Iterable[dict[str, Any]]:
 
 
 def _bits(answers: Answers) -> dict[str, Any]:
-    wrong, over, traces = (_all(answers, key) for key in ("wrong", "over_budget", "trace_problems"))
+    wrong, over, traces, faults = (
+        _all(answers, key) for key in ("wrong", "over_budget", "trace_problems", "faults")
+    )
     failed = _failed(answers)
     seeds: Counter[str] = Counter()
     for unit, found in answers:
@@ -214,8 +216,9 @@ def _bits(answers: Answers) -> dict[str, Any]:
         "other_bits": wrong,
         "over_budget": over,
         "trace_problems": traces,
+        "faults_of_locked_memory": faults,
         "failed": failed,
-        "good": not (wrong or over or traces or failed),
+        "good": not (wrong or over or traces or faults or failed),
     }
 
 

@@ -20,6 +20,9 @@ from _options import Benchmark, track
 from _results import ROOT
 
 TESTS = [
+    "tests/test_staging_ring.py",
+    "tests/test_home_pages.py",
+    "tests/test_locked_memory.py",
     "tests/test_cuda_streams.py",
     "tests/test_warm_up.py",
     "tests/test_exchange_rows.py",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moesched.models.checkpoint import Checkpoint
     from moesched.models.layout import Page, WeightLayout
     from moesched.requests.sampling import Sampling
-    from moesched.runs.outcome import Emulation
+    from moesched.runs.outcome import Emulation, WeightsHome
     from moesched.steps.plan import Plan
     from moesched.steps.step import Step
     from moesched.tasks import Task, Work
@@ -325,6 +325,15 @@ class CountsReads(Protocol):
     @property
     def bytes_read(self) -> int:
         """Bytes read so far, over all batches."""
+
+
+@runtime_checkable
+class ReportsHome(Protocol):
+    """A device that knows several ways to keep weights in the host's memory."""
+
+    @property
+    def weights_home(self) -> WeightsHome | None:
+        """The way of the last batch; None where no weights were there for a GPU."""
 
 
 @runtime_checkable

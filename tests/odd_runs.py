@@ -10,6 +10,7 @@ from moesched.devices.torch.device import TorchDevice
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.plugins import make_policy
+from moesched.seams import Observer
 from odd_models import PROMPTS, layout_of
 
 
@@ -20,6 +21,7 @@ def generated(
     *,
     machine: Machine = TWO_MEMORIES,
     weights: float = 2.0,
+    observers: Sequence[Observer] = (),
     keep_open: bool = False,
 ) -> Generated:
     """The result of one batch.
@@ -34,6 +36,7 @@ def generated(
         new_tokens=4,
         micro_batch_size=2,
         weights=weights,
+        observers=observers,
         keep_open=keep_open,
     )
 

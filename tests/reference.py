@@ -93,9 +93,8 @@ class Reference:
     def attention_weights(self, prefix: str) -> dict[str, list[Tensor]]:
         """The row blocks of a layer's projections, and its norms."""
         norms = ("attention_norm", "q_norm", "k_norm") if self.config.qk_norm else ("attention_norm",)
-        return {name: list(self.blocks[prefix + name]) for name in "qkv"} | {
-            name: [self.weights[prefix + name]] for name in norms
-        }
+        qkv = [block for name in "qkv" for block in self.blocks[prefix + name]]
+        return {"qkv": qkv, **{name: [self.weights[prefix + name]] for name in norms}}
 
     def experts(self, layer: int, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
         """Route, run each chosen expert on its rows, combine."""

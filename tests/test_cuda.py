@@ -10,6 +10,7 @@ import torch
 from _small_runs import Generated
 
 import moesched
+from moesched.devices.native.copy_team import CopyTeam
 from moesched.devices.torch.compute import Compute
 from moesched.devices.torch.copies import NumberRing, wait_for_copies
 from moesched.devices.torch.cuda_device import CudaDevice
@@ -17,11 +18,15 @@ from moesched.devices.torch.cuda_streams import CudaStreams
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.devices.torch.kv_offload import KVOffload
 from moesched.devices.torch.locked_memory import locked_bytes
+from moesched.devices.torch.registered_files import RegisteredFiles, spans_of
+from moesched.devices.torch.staging_ring import StagingRing
 from moesched.models.random_model import write_random_model
+from moesched.seams import nobody_hears
 from moesched.tasks import Kernel, Lane, Task, Work
 from odd_models import DBRX, MIXTRAL, PROMPTS, WIDE, layout_of, stored
 from odd_runs import two_batches
 from policies_for_two_memories import POLICIES, STREAM_MOST
+from test_mapped_pages import linux
 
 pytestmark = pytest.mark.gpu
 
@@ -99,6 +104,30 @@ def test_memory_that_cuda_locked_is_page_locked_for_torch() -> None:
     assert memory.is_pinned() and memory[4096:].is_pinned()
     there = memory.fill_(7).to("cuda", non_blocking=True)
     assert there.sum().item() == 7 * (3 << 20)
+
+
+@linux
+def test_the_gpu_copies_from_a_file_in_the_page_cache(tmp_path: Path) -> None:
+    (file := tmp_path / "file").write_bytes(bytes([1, 2]) * (3 << 20))
+    files, spans = RegisteredFiles(2, torch.device("cuda:0")), spans_of([(file, 0, 6 << 20)])
+    files.keep(spans)
+    files.register(spans, nobody_hears)
+    memory = files[file].bytes
+    assert memory.is_pinned() and memory[4096:].is_pinned()
+    assert memory[1 << 20 :].to("cuda", non_blocking=True).sum().item() == 3 * (5 << 19)
+    torch.cuda.synchronize()
+    files.close()
+    assert not memory.is_pinned()
+
+
+def test_the_gpu_gets_what_went_through_the_staging_ring() -> None:
+    team = CopyTeam(4)
+    ring = StagingRing(1 << 20, team, torch.device("cuda:0"))
+    numbers = torch.arange(40 << 20, dtype=torch.int32).view(torch.uint8)
+    target = torch.empty_like(numbers, device="cuda")
+    ring.copy([(numbers, 0)], target)
+    assert target.cpu().equal(numbers)
+    team.close()
 
 
 def test_events_are_used_again_and_edges_hold_all_the_same() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from commands import refused
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
 from moesched.devices.torch.cuda_device import refusal
-from moesched.devices.torch.inspection import library_bytes, lockable_bytes
+from moesched.devices.torch.inspection import library_bytes, lockable_bytes, mapping_refusal
 from moesched.doctor.cluster_facts import port_state
 from moesched.doctor.endings import judge_peak
 from moesched.doctor.examination import examine
@@ -33,9 +34,10 @@ from moesched.doctor.facts import (
     ProcessorFacts,
     SshFacts,
 )
-from moesched.doctor.host_facts import cache_facts, clock_facts, model_facts
+from moesched.doctor.host_facts import cache_facts, clock_facts, mapping_of, model_facts
 from moesched.doctor.policy_runs import Logits, largest_difference
 from moesched.system.cuda import CudaFacts, GpuFacts, has_kernels
+from test_mapped_pages import linux
 
 GB = 10**9
 MODEL = Path(__file__).parents[1] / "examples" / "tiny-mixtral"
@@ -100,6 +102,13 @@ PLANTED: dict[str, tuple[Facts, str, str]] = {
         cache(role="model", path="/model", problem="a.safetensors: Permission denied"),
         "a.safetensors: Permission denied",
         "chmod -R u+rX /model",
+    ),
+    "files that CUDA does not register": (
+        cuda(
+            mapping="CUDA registers no 4.1 KB of m/a.safetensors (error 801): put the model on a local disk"
+        ),
+        "weights are loaded into memory before they go to the GPU: CUDA registers no 4.1 KB of m/a.safetensors",
+        "put the model on a local disk",
     ),
     "low locked memory": (cuda(lockable=2**26), "CUDA locks 67.1 MB of the host's memory", ".wslconfig"),
     "a small address space": (memory(address_space=4 * GB), "may map 4 GB", "ulimit -v unlimited"),
@@ -189,6 +198,23 @@ def test_what_libraries_take_of_a_gpu_is_measured_and_given_back() -> None:
     with LaggingGpu() as imitated:
         assert library_bytes(str(GPU_DEVICE)) > 1 << 20
         assert imitated.memory.in_use() == 0
+
+
+@linux
+def test_a_file_that_cuda_does_not_register_is_named_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(5000))
+    refusal_of = partial(mapping_refusal, device=str(GPU_DEVICE))
+    with LaggingGpu() as imitated:
+        assert mapping_of(tmp_path, refusal_of) == ""
+        imitated.pinned.refuses_files = 801
+        refusal = mapping_of(tmp_path, refusal_of)
+        assert refusal is not None
+        assert f"of {tmp_path / 'model.safetensors'} (error 801): put the model on a local disk" in refusal
+        (tmp_path / "model.safetensors").unlink()
+        assert "doctor-" in str(mapping_of(tmp_path, refusal_of))
+        assert [*tmp_path.iterdir()] == []
+        assert not imitated.pinned.registered
+        assert imitated.pinned.faults == []
 
 
 def test_what_nobody_asked_for_is_no_trouble() -> None:

@@ -38,24 +38,24 @@ WAY_OF = {
     "fastdecode": "beams after chunks",
     "flexgen": "a KV cache by layers",
     "flexgen_cpu": "beams",
-    "expert_streaming": "prompts in chunks",
-    "cpu_ffn": "whole prompts",
+    "expert_streaming": "weights in mapped files",
+    "cpu_ffn": "weights in registered memory",
     "layer_split": "prompts in chunks",
     "lru_offload": "beams",
     "expert_cache": "weights on the disk",
-    "prefetch_gate": "whole prompts",
+    "prefetch_gate": "weights in mapped files",
     "twiddler": "beams after chunks",
     "three_tiers": "weights on the disk",
-    "flexgen_synchronous": "whole prompts",
+    "flexgen_synchronous": "weights in registered memory",
     "flexgen_pipeline": "two ranks",
     "twiddler_makespan": "prompts in chunks",
     "hybrimoe": "beams",
-    "frequency_cache": "whole prompts",
+    "frequency_cache": "weights in mapped files",
     "least_stale": "prompts in chunks",
     "fate": "beams",
     "moe_gen": "beams after chunks",
-    "adversarial": "whole prompts",
-    "RandomRows": "whole prompts",
+    "adversarial": "weights in mapped files",
+    "RandomRows": "weights in registered memory",
     "ep_naive": "two nodes",
     "ep_busy_full, centralised": "two nodes",
     "ep_router_aided": "two nodes",
@@ -129,6 +129,7 @@ def test_two_batches_of_every_policy_have_the_bits_of_the_cpu_and_keep_to_the_pl
         assert ended.has_bits_of(wanted(layers, case))
         assert [*over_budget(ended, gpu, way.nodes)] == []
     team.close()
+    assert gpu.pinned.faults == []
     assert ended.streamed_pages or case.policy not in STREAM_MOST
     if case.policy in LOCKED:
         assert gpu.operations.blocked == 0, "copies through page-locked memory make no thread wait"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
 from moesched.devices.lagging.segments import LARGE_SEGMENT, ROUNDING, SMALL_SEGMENT
 from moesched.devices.lagging.tensors import DEVICE_TYPE
+from moesched.devices.shared.arena import aligned_bytes
 
 MB = 1 << 20
 SECOND = torch.device(DEVICE_TYPE, 1)
@@ -83,3 +86,61 @@ def test_nothing_from_one_gpu_is_used_on_another() -> None:
             first.elapsed_time(second)
         with pytest.raises(RuntimeError, match="recorded on GPU 1"):
             first.record(module.Stream(SECOND))
+
+
+@pytest.fixture
+def gpu() -> Iterator[LaggingGpu]:
+    with LaggingGpu(seed=1) as gpu:
+        yield gpu
+
+
+def registered(gpu: LaggingGpu, nbytes: int = 2 * 4096) -> torch.Tensor:
+    memory = aligned_bytes(nbytes)
+    assert gpu.pinned.cudaHostRegister(memory.data_ptr(), nbytes, 1) == 0
+    return memory
+
+
+def test_memory_is_registered_once_and_unregistered_once(gpu: LaggingGpu) -> None:
+    memory = registered(gpu)
+    assert gpu.pinned.cudaHostRegister(memory.data_ptr() + 4096, 4096, 1) == 712
+    assert gpu.pinned.cudaHostUnregister(memory.data_ptr()) == 0
+    assert gpu.pinned.faults == []
+    assert gpu.pinned.cudaHostUnregister(memory.data_ptr()) == 713
+    assert len(gpu.pinned.faults) == 1
+
+
+def test_a_tensor_is_locked_if_all_of_it_is_registered_and_a_part_of_it_is_refused(gpu: LaggingGpu) -> None:
+    memory = aligned_bytes(4 * 4096)
+    assert gpu.pinned.cudaHostRegister(memory.data_ptr() + 4096, 4096, 1) == 0
+    assert memory[4096 : 2 * 4096].is_pinned()
+    assert not memory[:4096].is_pinned()
+    with pytest.raises(RuntimeError, match="a part of a copy is in page-locked memory"):
+        memory_of(8192).copy_(memory[4096 : 3 * 4096], non_blocking=True)
+
+
+def test_locked_memory_is_read_when_the_stream_comes_to_it_and_other_memory_at_once(gpu: LaggingGpu) -> None:
+    locked, ordinary = registered(gpu), aligned_bytes(8192)
+    with gpu.streams.on(stream := gpu.streams.new_stream()):
+        stream.eagerness = 0.0
+        late, early = memory_of(8192), memory_of(8192)
+        late.copy_(locked, non_blocking=True)
+        early.copy_(ordinary, non_blocking=True)
+        locked.fill_(1)
+        ordinary.fill_(1)
+        assert (late.cpu() == 1).all()
+        assert (early.cpu() == 0).all()
+    assert gpu.operations.blocked == 1
+
+
+def test_memory_that_is_unregistered_before_its_copy_is_a_fault_and_an_error_of_the_gpu(
+    gpu: LaggingGpu,
+) -> None:
+    memory = registered(gpu)
+    with gpu.streams.on(stream := gpu.streams.new_stream()):
+        stream.eagerness = 0.0
+        target = memory_of(8192)
+        target.copy_(memory, non_blocking=True)
+        gpu.pinned.cudaHostUnregister(memory.data_ptr())
+        assert len(gpu.pinned.faults) == 1
+        with pytest.raises(RuntimeError, match="is locked no longer"):
+            target.cpu()

@@ -77,7 +77,7 @@ def test_slots_that_cannot_be_locked_end_the_run_in_one_line(checkpoint: Checkpo
     gpu = LaggingGpu()
     gpu.pinned.most_registered = 4096
     with pytest.raises(
-        OutOfMemory, match=r"CUDA locks no .* of the host's memory \(error 2\): lower --budget"
+        OutOfMemory, match=r"CUDA locks no .* of the host's memory \(error 2\): end other programs"
     ):
         streamed(device_on(gpu, checkpoint), "cgopipe")
 

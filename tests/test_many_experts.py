@@ -170,7 +170,7 @@ def test_heads_are_normalised_as_many_together_as_the_weight_is_long(together: i
     config = msgspec.structs.replace(SMALL["olmoe"], heads=3, kv_heads=1, norm_eps=1e-6, qk_norm="head")
     weights = {
         "attention_norm": [torch.ones(12)],
-        **{name: [part] for name, part in zip("qkv", qkv.split((24, 8, 8)), strict=True)},
+        "qkv": list(qkv.split((24, 8, 8))),
         "q_norm": [norms[0]],
         "k_norm": [norms[1]],
     }

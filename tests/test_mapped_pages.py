@@ -15,7 +15,8 @@ import torch
 from moesched.devices.shared.page_reader import PageReader
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.file_lease import FileLease
-from moesched.devices.torch.mapped_pages import POPULATE_READ, MappedPages, system_takes
+from moesched.devices.torch.mapped_file import POPULATE_READ, system_takes
+from moesched.devices.torch.mapped_pages import MappedPages
 from moesched.errors import MoeschedError
 from moesched.machines.local import local_machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
@@ -35,7 +36,7 @@ def gives_leases() -> bool:
         file = Path(folder) / "file"
         file.touch()
         try:
-            FileLease(file).close()
+            FileLease(file, "wait").close()
         except OSError:
             return False
     return True

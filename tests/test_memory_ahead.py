@@ -14,6 +14,7 @@ import pytest
 
 from moesched import run_model
 from moesched.devices.shared.page_reader import PageReader
+from moesched.devices.torch.compute import Compute
 from moesched.devices.torch.resident_pages import ResidentPages
 from moesched.inputs.options import options_from
 from moesched.inputs.prompts import Prompt
@@ -169,7 +170,7 @@ def test_what_no_page_used_is_given_back_after_the_last_one(model: Path, ahead: 
     layout = weight_layout(checkpoint.config, "float32")
     with PageReader(checkpoint, layout) as reader:
         reader.ahead = taken(ahead, 8 * SIZE)
-        pages = ResidentPages(reader)
+        pages = ResidentPages(reader, Compute("cpu", layout, "torch", pin=False, threads=1))
         pages.expect(pages.retain(layout.pages))
         for page in layout.pages[:-1]:
             pages.load(page)

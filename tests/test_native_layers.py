@@ -49,9 +49,7 @@ def weights_of(config: ModelConfig) -> LayerWeights:
     shapes = {
         "attention_norm": (config.hidden,),
         "ffn_norm": (config.hidden,),
-        "q": (queries, config.hidden),
-        "k": (keys, config.hidden),
-        "v": (keys, config.hidden),
+        "qkv": (queries + 2 * keys, config.hidden),
         "q_norm": (normed[0],),
         "k_norm": (normed[1],),
         "o": (config.hidden, queries),

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from moesched.devices.shared.arena import ALIGNMENT, CACHE_LINE, Arena
 from moesched.devices.shared.direct_file import DirectFile
-from moesched.devices.shared.page_reader import PageReader
+from moesched.devices.shared.page_reader import PageReader, Part
 from moesched.errors import BadInput, MoeschedError
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import Page, room_for, weight_layout
@@ -210,7 +210,8 @@ def test_a_page_is_copied_to_offsets_that_are_multiples_of_a_cache_line(
         for page in layout.pages:
             reader.read(page, arena.slot(0))
             off += sum(each.offset % CACHE_LINE > 0 for each in reader.location(page).placements)
-            reader.copy(arena.slot(0), page, arena.slot(1))
+            for piece, offset in reader.pieces(page, [Part(0, arena.slot(0))]):
+                arena.slot(1)[offset : offset + len(piece)] = piece
             views = reader.views(arena.slot(1), page, aligned=True)
             for extent in page.extents:
                 block = views[extent.tensor].pop(0)

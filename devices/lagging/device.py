@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import WeightLayout
 from moesched.requests.sampling import Sampling
@@ -18,6 +19,7 @@ from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
 from ..shared.verbs import Verb
+from ..torch.cuda_device import CudaDevice
 from ..torch.device import TorchDevice
 from .memory import GpuMemory
 from .streams import Gpu, LaggingEvent
@@ -40,7 +42,7 @@ class LaggingGpu:
     Attributes:
         streams: their queues.
         memories: their memories, with the bytes that are in use.
-        pinned: memory of the host that they copy from by themselves.
+        pinned: memory of the host that they copy from by themselves, how much there may be, and faults in its use.
         operations: what is called on their tensors.
     """
 
@@ -89,6 +91,7 @@ class LaggingDevice(TorchDevice):
         layout: WeightLayout,
         *,
         keep_logits: bool = False,
+        map_files: bool = True,
         gpu: LaggingGpu | None = None,
         kernel: str = "torch",
     ) -> None:
@@ -99,15 +102,18 @@ class LaggingDevice(TorchDevice):
             accelerator=str(GPU_DEVICE),
             keep_logits=keep_logits,
             kernel=kernel,
+            map_files=map_files,
         )
-        arranged = self._compute.arranged
-
-        def arranged_on_gpu(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            with OnGpu():  # on a thread of its own
-                return arranged(name, tensor)
-
         self._warm_ups.on_thread = _stay_on_gpu
-        self._compute.arranged = arranged_on_gpu  # type: ignore[method-assign]  # the seam is this method
+
+    @staticmethod
+    def check_machine(machine: Machine) -> None:
+        """Check that a machine has a GPU with a memory of its own.
+
+        Raises:
+            BadInput: it has none.
+        """
+        CudaDevice.check_machine(machine)
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
         """Work as one of several: ranks have a GPU each, nodes share the first one."""

@@ -1,15 +1,12 @@
-"""Imitated memory: blocks of the GPU, of which freed ones are handed on at once, and page-locked memory of the host."""
+"""Imitated memory of a GPU: blocks, of which freed ones are handed on at once."""
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Sequence
 
-import numpy as np
 import torch
 
-from .segments import POISON, ROUNDING, Piece, Segments
+from .segments import POISON, Piece, Segments
 from .streams import Gpu, LaggingStream
 
 
@@ -103,54 +100,3 @@ class GpuMemory:
             self.wanted -= nbytes
             self.taken -= piece.nbytes
             self._segments.give_back(piece)
-
-
-class PinnedMemory:
-    """Page-locked memory of the host: which addresses are locked.
-
-    Attributes:
-        registered: bytes of the memory that was locked as it is, by its address.
-        most_registered: bytes that may be locked so; None for as many as there are.
-        allocations: how often memory was locked or allocated as page-locked.
-    """
-
-    def __init__(self) -> None:
-        self._locked: set[int] = set()
-        self.registered: dict[int, int] = {}
-        self.most_registered: int | None = None
-        self.allocations = 0
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # CUDA's name
-        """Lock memory; returns 0, or the number of CUDA's error."""
-        most = self.most_registered
-        if address in self.registered:
-            return 712
-        if most is not None and sum(self.registered.values()) + nbytes > most:
-            return 2
-        self.allocations += 1
-        self.registered[address] = nbytes
-        self._locked.add(address)
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:  # CUDA's name
-        """Unlock memory; returns 0, or the number of CUDA's error."""
-        if address not in self.registered:
-            return 713
-        del self.registered[address]
-        self._locked.discard(address)
-        return 0
-
-    def empty(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A poisoned tensor in page-locked memory."""
-        self.allocations += 1
-        items = max(1, int(np.prod(size)))
-        memory = np.full(items * dtype.itemsize + ROUNDING, POISON, np.uint8)
-        weakref.finalize(memory, self._locked.discard, memory.ctypes.data)
-        self._locked.add(memory.ctypes.data)
-        skip = -memory.ctypes.data % 64
-        raw = torch.from_numpy(memory)[skip : skip + items * dtype.itemsize]
-        return raw.view(dtype)[: int(np.prod(size))].view(torch.Size(size))
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the host is in page-locked memory."""
-        return tensor.untyped_storage().data_ptr() in self._locked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from .memory import Block, GpuMemory, PinnedMemory
+from .memory import Block, GpuMemory
+from .pinned import PinnedMemory
 from .shapes import Shapes
 from .streams import Gpu
 
@@ -19,7 +21,7 @@ DEVICE_TYPE = "privateuseone"
 """The name that torch has for devices of others."""
 
 _FACTS = (
-    "size stride dim numel nelement data_ptr is_contiguous element_size untyped_storage __len__ "
+    "size stride dim numel nelement data_ptr is_contiguous element_size __len__ "
     "is_floating_point is_complex is_inference ndimension __repr__ __hash__ __format__"
 )
 FACTS = frozenset(_FACTS.split())
@@ -75,20 +77,20 @@ class Operations:
         blocked: copies that made their thread wait although they were to be asynchronous: the host's memory is not
             page-locked.
         staged: number of copies between host and GPU for which torch takes memory of the GPU beside both tensors.
+        calls: number of operations that were queued, by name.
         misaligned: number of products with weights that are at no multiple of 16 bytes.
         most_to_host: bytes of the largest tensor that came to the host.
-        called: names of the functions that were called on tensors of the GPU.
     """
 
     def __init__(self, gpu: Gpu, memories: Sequence[GpuMemory]) -> None:
         self.gpu = gpu
         self.memories = memories
-        self.pinned = PinnedMemory()
+        self.pinned = PinnedMemory(gpu)
         self.blocked = 0
         self.staged = 0
+        self.calls: Counter[str] = Counter()
         self.misaligned = 0
         self.most_to_host = 0
-        self.called: set[str] = set()
 
     def call(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of torch, whatever its tensors are on."""
@@ -102,8 +104,8 @@ class Operations:
             first = next((each for each in tensors if isinstance(each, LaggingTensor)), None)
             if first is None:
                 return self._on_host(func, name, args, kwargs)
-            if name == "storage_offset":  # of its block, not of the segment
-                return args[0].twin.storage_offset()
+            if name in ("storage_offset", "untyped_storage"):  # of its block, not of the segment
+                return func(args[0].twin)
             if name in FACTS:
                 return func(*_reals(args), **kwargs)
             if name == "is_pinned":
@@ -148,7 +150,7 @@ class Operations:
         self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int
     ) -> Any:
         """Work for the GPU's current stream; the shapes of its results come from tensors without values."""
-        self.called.add(name)
+        self.calls[name] += 1
         if name == "linear" and isinstance(args[1], LaggingTensor):
             self.misaligned += args[1].values_now.data_ptr() % 16 > 0
         blocks = {
@@ -214,24 +216,30 @@ class Operations:
         to_gpu, from_gpu = isinstance(target, LaggingTensor), isinstance(source, LaggingTensor)
         if not to_gpu and not from_gpu:
             return target.copy_(source)
-        into = target.values_now if isinstance(target, LaggingTensor) else target
-        what = source.values_now if isinstance(source, LaggingTensor) else source
         there = next(each for each in (source, target) if isinstance(each, LaggingTensor))
         stream = self.gpu.current_of(there.block.stream.number)
         if not to_gpu:
-            self.most_to_host = max(self.most_to_host, into.nbytes)
-        if to_gpu != from_gpu and not (into.is_contiguous() and what.is_contiguous()):
+            self.most_to_host = max(self.most_to_host, target.nbytes)
+        if to_gpu != from_gpu and not (target.is_contiguous() and source.is_contiguous()):
             self.staged += 1
         if not from_gpu and not self.pinned.holds(source):
             self.blocked += not at_once
-            what = source.clone()  # ordinary memory is read before the call returns
+            source = source.clone()  # ordinary memory is read before the call returns
         elif not to_gpu and not self.pinned.holds(target):
             self.blocked += not at_once
             at_once = True
-        stream.enqueue(lambda: into.copy_(what))
+        into, what = self._at_its_time(target), self._at_its_time(source)
+        stream.enqueue(lambda: into().copy_(what()))
         if at_once and to_gpu != from_gpu:
             stream.synchronize()
         return target
+
+    def _at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """A side of a copy, as the stream finds it."""
+        if isinstance(tensor, LaggingTensor):
+            values = tensor.values_now
+            return lambda: values
+        return self.pinned.at_its_time(tensor) if self.pinned.holds(tensor) else lambda: tensor
 
     def _new(self, value: torch.Tensor, number: int) -> LaggingTensor:
         made = self._new_like(value.to("meta"), number)

@@ -150,7 +150,7 @@ class Preparation:
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             norm=self._norm(weights["attention_norm"][0]),
-            weights=_held([*weights["q"], *weights["k"], *weights["v"]], held),
+            weights=_held(weights["qkv"], held),
             clip=config.clip_qkv or 0.0,
         )
         if config.qk_norm:

@@ -16,7 +16,7 @@ from zlib import crc32
 from moesched.errors import BadInput
 
 AUTO, TORCH = "auto", "torch"
-VERSION = 5
+VERSION = 6
 """Of the functions' signatures, as the library returns it."""
 
 _CALLS = tuple(
@@ -86,6 +86,8 @@ def _declare(library: Library) -> None:
     library.moesched_expert.argtypes = [*shape, pointer, pointer]
     for function in _CALLS:
         getattr(library, function).argtypes = [pointer, pointer]
+    library.moesched_copy.restype = None
+    library.moesched_copy.argtypes = [pointer, pointer, number]
     library.moesched_combine.restype = None
     library.moesched_combine.argtypes = [number, number, number, *[pointer] * 5]
 

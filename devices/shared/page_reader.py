@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +30,13 @@ _BUFFER_BYTES = CHUNK_BYTES + 2 * ALIGNMENT
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _log = Log(__name__)
+
+
+class Part(NamedTuple):
+    """Bytes of a page that lie together in memory (uint8), and their offset in a slot."""
+
+    at: int
+    memory: torch.Tensor
 
 
 class PageReader:
@@ -96,14 +104,18 @@ class PageReader:
         """The bytes that the page takes in a slot of its own."""
         return round_up(max(self._locations[page.id].nbytes, page.nbytes))
 
-    def copy(self, slot: torch.Tensor, page: Page, aligned: torch.Tensor) -> None:
-        """Copy a page from a slot, as `read` leaves it, to one with its tensors at the layout's offsets.
+    def pieces(self, page: Page, parts: Sequence[Part]) -> Iterator[tuple[torch.Tensor, int]]:
+        """The bytes of a page in ascending order of their offsets in the layout, with these offsets.
 
-        These are multiples of a cache line. Products on GPUs are slower with weights that are at no multiple of 16
-        bytes, as they may be in files.
+        Layout offsets are multiples of a cache line. Products on GPUs are slower with weights that are at no multiple
+        of 16 bytes, as they may be in files.
+        parts: of the page, as `read` leaves it.
         """
         for source, target, nbytes in pieces_of(page, self._locations[page.id]):
-            aligned[target : target + nbytes].copy_(slot[source : source + nbytes], non_blocking=True)
+            for part in parts:
+                start, end = max(source, part.at), min(source + nbytes, part.at + len(part.memory))
+                if start < end:
+                    yield part.memory[start - part.at : end - part.at], target + start - source
 
     def views(
         self, slot: torch.Tensor, page: Page, *, aligned: bool = False
@@ -111,7 +123,7 @@ class PageReader:
         """The page's tensors over the slot's bytes, by canonical name: row blocks, top to bottom; no copy.
 
         Blocks of a matrix that the files hold transposed are (outputs, some of the inputs), left to right.
-        slot: uint8, on any device, with the bytes that `read` leaves, or those that `copy` leaves if it is aligned.
+        slot: uint8, on any device, with the bytes that `read` leaves; with `pieces` at their offsets if it is aligned.
         """
         items = slot.view(self.dtype)
         first, size = items.storage_offset(), self.dtype.itemsize

@@ -43,6 +43,7 @@ class CudaDevice(TorchDevice):
         *,
         keep_logits: bool = False,
         direct: bool = True,
+        map_files: bool = True,
         threads: int | None = None,
     ) -> None:
         if threads is not None:
@@ -51,7 +52,13 @@ class CudaDevice(TorchDevice):
         let_segments_grow()
         prefer_kernels_without_plans()
         super().__init__(
-            checkpoint, layout, accelerator="cuda:0", keep_logits=keep_logits, direct=direct, threads=threads
+            checkpoint,
+            layout,
+            accelerator="cuda:0",
+            keep_logits=keep_logits,
+            direct=direct,
+            map_files=map_files,
+            threads=threads,
         )
         self._compute.fused_attention = has_fused_attention(
             self._compute.dtype, layout.config.head_dim, torch.cuda.get_device_capability(0)

@@ -14,6 +14,7 @@ from moesched.machines.local import this_processor
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling
+from moesched.runs.outcome import WeightsHome
 from moesched.seams import (
     ActivationObserver,
     ChoosesDtype,
@@ -34,6 +35,7 @@ from .copies import wait_for_copies
 from .cuda_streams import CudaStreams
 from .global_weights import GlobalWeights, read_global_weights
 from .gpu_memory import require_room
+from .locked_memory import wait_for_device
 from .next_tokens import Choice
 from .observers import DeviceObservers
 from .parts import parts_of
@@ -65,6 +67,7 @@ class TorchDevice(ChoosesDtype):
             itself if the system and the files allow that, and else copied from it.
         kernel: the kernel for few rows by bfloat16 weights on the CPU: `auto` for the expert kernel with the best
             instruction set here, the name of another instruction set, or `torch`.
+        map_files: have a GPU copy streamed weights from the page cache where that is possible.
         pin: pin each helper of the native kernels to a core of its own.
         threads: threads of the kernels; by default one for each core that this process may use.
     """
@@ -80,6 +83,7 @@ class TorchDevice(ChoosesDtype):
         keep_logits: bool = False,
         direct: bool = True,
         kernel: str = "auto",
+        map_files: bool = True,
         pin: bool = False,
         threads: int | None = None,
     ) -> None:
@@ -92,13 +96,14 @@ class TorchDevice(ChoosesDtype):
             raise BadInput(f"threads is {threads}: give 1 to {MOST_THREADS}")
         self._compute = Compute(accelerator, layout, kernel, pin, threads)
         self.core_plan = None if self._compute.on_cpu else self._compute.core_plan
-        self._store = WeightStore(checkpoint, layout, self._compute, direct=direct)
+        self._store = WeightStore(checkpoint, layout, self._compute, direct=direct, map_files=map_files)
         self._global_weights: GlobalWeights | None = None
         self._observers = DeviceObservers()
         self._rank = 0
         self._transport: Transport | None = None
         self._verbs: dict[str, Verb] = {}
         self._cuda: CudaStreams | None = None
+        self.weights_home: WeightsHome | None = None
         self._warm_ups = WarmUps()
         self.warm_up_seconds = self._warm_ups.seconds
 
@@ -184,6 +189,7 @@ class TorchDevice(ChoosesDtype):
         config = self.layout.config
         check_token_ids(prompts, config.vocabulary)
         self._warm_ups.forget()
+        wait_for_device(self._compute.accelerator)  # a run that failed may have left copies
         if self._verbs:
             self._verbs = {}
             gc.collect()  # torch keeps frames of first calls in cycles, and with them a KV cache
@@ -197,6 +203,7 @@ class TorchDevice(ChoosesDtype):
         if plan.nodes.attends and self._global_weights is None:
             self._global_weights = read_global_weights(config, self._store.reader, self._compute, self._rank)
         self._store.begin(plan, self.tell)
+        self.weights_home = None if self._compute.on_cpu else self._store.home.chosen
         states = states_of(plan, prompts, self._compute)
         parts = parts_of(
             plan,
@@ -235,6 +242,7 @@ class TorchDevice(ChoosesDtype):
     def close(self) -> None:
         """Close the device where nothing can be awaited."""
         self._warm_ups.end()
+        wait_for_device(self._compute.accelerator)
         self._verbs = {}
         self._global_weights = None
         self._store.close()

@@ -9,9 +9,8 @@ import torch
 
 from moesched.models.footprint import EXPERT_TILE
 
-from ..products.linear import Blocks, Tensor
+from ..products.linear import Blocks, Tensor, Weights
 from ..products.products import Products
-from .resident_pages import Weights
 
 
 class Part(NamedTuple):

@@ -17,12 +17,14 @@ class FileLease:
     or by force after the seconds in /proc/sys/fs/lease-break-time, 45 by default. Only the file's owner and privileged
     processes get one, of a local file that nobody has open to write to.
 
+    remedy: what a user can do who has to write to the file.
+
     Raises:
         OSError: the system refuses the lease.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, remedy: str) -> None:
+        self._path, self._remedy = path, remedy
         self._descriptor = os.open(path, os.O_RDONLY)
         try:
             # The signal that tells of a waiting process would end this one by default; SIGURG does not.
@@ -37,7 +39,7 @@ class FileLease:
         if fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
             raise MoeschedError(
                 f"another process writes to {self._path}, which this run uses in the page cache: change it after the "
-                "run, or run with --device-set direct=true"
+                f"run, or {self._remedy}"
             )
 
     def close(self) -> None:

@@ -9,14 +9,13 @@ import torch
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page, WeightLayout
 
-from ..products.linear import Tensor, expert_ffn
+from ..products.linear import Tensor, Weights, expert_ffn
 from ..shared.arena import aligned_bytes
 from ..shared.bad_weights import describe_first_bad_weight, first_bad
 from ..shared.page_reader import PageReader
 from . import kernels
 from .kernels import KVView
 from .micro_batch import MicroBatchState
-from .resident_pages import Weights
 
 
 class FirstBadTensor:
@@ -66,6 +65,7 @@ class FirstBadTensor:
             weights = self._weights(self._layout.dense(layer))
             yield from _named(weights)
             weights = _within_layer(weights)
+            weights["qkv"] = [*weights.pop("q"), *weights.pop("k"), *weights.pop("v")]
             qkv = kernels.project_qkv(hidden_TD, weights, state.angles, config)
             for name, tensor in zip(("queries", "keys", "values"), qkv, strict=True):
                 yield f"the {name} of layer {layer}", tensor

@@ -23,6 +23,7 @@ from moesched.calibration.gpu_probe import (
     Stream,
 )
 
+from ..native.copy_team import CopyTeam
 from ..products.linear import linear
 from ..shared.page_reader import DTYPES
 from .locked_memory import locked_bytes
@@ -59,12 +60,14 @@ class GpuOperations:
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._host = TorchProbe(threads)
+        self._copies = CopyTeam(threads)
         self._seconds = seconds
         self._cold = cold
 
     def close(self) -> None:
         """Free the accelerator's memory, and end the host's threads."""
         self._host.close()
+        self._copies.close()
         self._module.empty_cache()
 
     def seconds(self, operation: Operation, *beside: Operation) -> float:
@@ -166,7 +169,7 @@ class GpuOperations:
 
     def _copy_within_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a page into a staging slot."""
-        target.copy_(source)
+        self._copies.copy([(target, source)])
 
     def _rooms(self, memory: str, copy: Copy) -> list[torch.Tensor]:
         """Buffers in a memory that take turns. Those of the host that the accelerator copies are page-locked."""

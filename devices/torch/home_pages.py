@@ -2,47 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
 
 from moesched.models.layout import Page
+from moesched.runs.outcome import WeightsHome
+from moesched.seams import Progress, nobody_hears
 from moesched.steps.plan import Plan
+from moesched.system.logs import Log
 
-from ..products.linear import Tensor
 from ..shared.arena import aligned_bytes
 from ..shared.page_reader import PageReader
+from .compute import Compute
+from .held_pages import HeldPage, HeldPages, Refused
+from .locked_memory import locked_bytes
+from .mapped_home import MappedHome
+
+_log = Log(__name__)
+
+
+class _Way(Protocol):
+    def hold(self, pages: Sequence[Page], tell: Progress) -> None: ...
+
+    def get(self, page: Page) -> HeldPage | None: ...
 
 
 class HomePages:
-    """The bytes of pages in the host's memory: pages that stay from one batch to the next are read once."""
+    """Pages at home, held in the fastest way that the system allows; those that stay are not loaded again.
 
-    def __init__(self, reader: PageReader) -> None:
-        self._reader = reader
-        self._bytes: dict[int, Tensor] = {}
+    Args:
+        map_files: use the files in the page cache where that is possible.
 
-    def __getitem__(self, page: Page) -> Tensor:
-        return self._bytes[page.id]
+    Attributes:
+        chosen: the way of the last batch, and why it is no faster one; None where no page is at home.
+    """
 
-    def get(self, page: Page) -> Tensor | None:
-        """The bytes of a page; None where it is not here."""
-        return self._bytes.get(page.id)
+    def __init__(self, reader: PageReader, compute: Compute, *, map_files: bool) -> None:
+        device, threads = compute.accelerator, compute.cores
+        self.chosen: WeightsHome | None = None
+        self._ways: dict[str, _Way] = {}
+        self._mapped = MappedHome(reader, threads, device)
+        if not compute.on_cpu:
+            locked = partial(locked_bytes, device=device)
+            self._ways["mapped files"] = self._mapped
+            self._ways["registered memory"] = HeldPages(reader, threads, locked, locked=True)
+        self._ways["ordinary memory"] = HeldPages(reader, threads, aligned_bytes, locked=False)
+        self._refused: dict[str, str] = {}
+        if obstacle := MappedHome.obstacle(reader) if map_files else "map_files is false":
+            self._refused["mapped files"] = obstacle
 
-    def begin(self, plan: Plan) -> None:
-        """Free pages that are not at home in this plan, and read those at home that are not in memory yet."""
-        self.retain(pages := _at_home(plan))
-        self._bytes |= {
-            page.id: read_page(self._reader, page) for page in pages if page.id not in self._bytes
-        }
+    @property
+    def bytes_mapped(self) -> int:
+        """Bytes of all pages that came to be at home in mapped files."""
+        return self._mapped.bytes_mapped
 
-    def retain(self, pages: Iterable[Page]) -> None:
-        """Free all pages but these."""
-        self._bytes = {page.id: self[page] for page in pages if page.id in self._bytes}
+    @property
+    def locked(self) -> bool:
+        """Whether a GPU copies all pages at home by itself."""
+        return self.chosen is None or self.chosen.way != "ordinary memory"
+
+    def get(self, page: Page) -> HeldPage | None:
+        """A page that is about to be read; None where it is not at home.
+
+        Raises:
+            MoeschedError: another process writes to its file.
+        """
+        return next((held for way in self._ways.values() if (held := way.get(page))), None)
+
+    def begin(self, plan: Plan, tell: Progress) -> None:
+        """Free pages that are not at home in this plan, and hold those that are.
+
+        Raises:
+            MoeschedError: a file cannot be read.
+        """
+        pages, reasons = _at_home(plan), list[str]()
+        self.chosen = None
+        if not pages:
+            self._free_all_but(None)
+            return
+        for name, way in self._ways.items():
+            reason = _unfit(name, plan) or self._refused.get(name) or self._refusal(name, way, pages, tell)
+            if not reason:
+                self.chosen = WeightsHome(name, "; ".join(dict.fromkeys(reasons)))
+                return
+            reasons.append(reason)
+
+    def close(self) -> None:
+        """Free all pages."""
+        self._free_all_but(None)
+
+    def _free_all_but(self, kept: _Way | None) -> None:
+        for way in self._ways.values():
+            if way is not kept:
+                way.hold((), nobody_hears)
+
+    def _refusal(self, name: str, way: _Way, pages: Sequence[Page], tell: Progress) -> str:
+        """Hold the pages in a way; returns the reason why the system refuses that, which it does only once."""
+        self._free_all_but(way)
+        try:
+            way.hold(pages, tell)
+        except Refused as refusal:
+            self._refused[name] = str(refusal)
+            _log.warning(f"weights cannot be at home in {name}: trying a slower way", reason=str(refusal))
+        return self._refused.get(name, "")
 
 
-def read_page(reader: PageReader, page: Page) -> Tensor:
-    """The bytes of a page, in memory of its own."""
-    memory = aligned_bytes(reader.bytes_in_slot(page))
-    reader.read(page, memory)
-    return memory
+def _unfit(way: str, plan: Plan) -> str:
+    """The reason why a way is not for a plan; empty if it is."""
+    limit = plan.machine.roles.pinned
+    if limit is not None and way != "ordinary memory":
+        return f"the machine limits page-locked memory: it has the memory {limit}"
+    if way == "mapped files" and plan.declared.experts_on_host:
+        return "the host computes with the weights, which takes longer from the page cache"
+    return ""
 
 
 def _at_home(plan: Plan) -> Sequence[Page]:

@@ -19,7 +19,7 @@ from .attention import Attention
 from .compute import Compute
 from .device_kv import device_kv_of
 from .exchange_rows import AttentionRows, ExchangeRows
-from .home_pages import read_page
+from .held_pages import HeldPage, read_page
 from .kernels import KVView
 from .kv_offload import KVOffload
 from .kv_step import KVStep
@@ -65,25 +65,24 @@ class HostSide:
 
     def bring(self, task: PageTransfer) -> None:
         """Copy pages into slots: from the slots that the task reads, from their home, or from the files."""
+        store = self._store
         sources: Sequence[Slot | None] = task.operands or [None] * len(task.pages)
         for page, source, slot in zip(task.pages, sources, task.slots, strict=True):
-            target = self._store.bytes(slot)
-            held = self._store.home.get(page) if source is None else self._store.bytes(source)
-            if held is None:
-                self._read_into(target, page)
+            target, held = store.bytes(slot), self._held(page, source)
+            if held is None and target.is_cpu:
+                store.reader.read(page, target)
                 continue
-            if held.is_cpu and not target.is_cpu:
-                self._store.reader.copy(held, page, target)
-                continue
-            nbytes = self._store.reader.bytes_in_slot(page)
-            target[:nbytes].copy_(held[:nbytes], non_blocking=True)
+            held = held or HeldPage.whole(read_page(store.reader, page), locked=False)
+            if target.is_cpu:
+                store.copies.to_host(held, target)
+            else:
+                store.copies.to_accelerator(page, held, target)
 
-    def _read_into(self, target: Tensor, page: Page) -> None:
-        """Read a page from its file; through host memory if the slot is not in it."""
-        if target.device.type == "cpu":
-            self._store.reader.read(page, target)
-        else:
-            self._store.reader.copy(read_page(self._store.reader, page), page, target)
+    def _held(self, page: Page, source: Slot | None) -> HeldPage | None:
+        """A page in a slot of a pool, or at home; None where it is not there."""
+        if source is None or source.fixed:
+            return self._store.home.get(page)
+        return HeldPage.whole(self._store.bytes(source), locked=self._accelerator.type != "cpu")
 
     def load_kv(self, task: Task) -> None:
         """Copy a micro-batch's cached keys and values, each sequence with room for its new token at the end."""

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from moesched.doctor.facts import Caching, KernelFacts
-from moesched.errors import OutOfMemory
+from moesched.errors import MoeschedError, OutOfMemory
+from moesched.seams import nobody_hears
 from moesched.system.cuda import CudaFacts, GpuFacts
 
 from ..native.compiled import instruction_sets, why_unusable
 from ..shared.direct_file import DirectFile
 from .locked_memory import locked_bytes
+from .registered_files import RegisteredFiles, spans_of
 
 SMALLEST_LARGE = (1 << 20) + 1
 """Bytes from which on torch's allocator takes a tensor from a large segment."""
@@ -88,6 +90,20 @@ def library_bytes(device: str = "cuda:0") -> int:
         del square, large, product
     module.empty_cache()
     return taken
+
+
+def mapping_refusal(file: Path, device: str = "cuda:0") -> str:
+    """The reason why a GPU does not copy from a file in the page cache, with the remedy; empty if it does."""
+    if not RegisteredFiles.possible():
+        return "mapped files need Linux 5.14 or later: update the system"
+    files, spans = RegisteredFiles(1, torch.device(device)), spans_of([(file, 0, 1)])
+    with closing(files):
+        try:
+            files.keep(spans)
+            files.register(spans, nobody_hears)
+        except MoeschedError as error:
+            return str(error)
+    return ""
 
 
 def _gpu(number: int) -> GpuFacts:

@@ -79,8 +79,9 @@ def rotary(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Te
     """Cosines and signed sines (T, 1, d), float32, that rotate queries and keys by their positions."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device) / head_dim
     angles = positions_T[:, None].float() * (1.0 / theta**exponents)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+    cos_T1d, sin_T1d = (half.repeat(1, 2)[:, None] for half in (angles.cos(), angles.sin()))
+    sin_T1d[..., : head_dim // 2].neg_()
+    return cos_T1d, sin_T1d
 
 
 def apply_rotary(x_THd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
@@ -99,16 +100,16 @@ def project_qkv(
     """Norm, projection and rotation: queries (T, H, d), keys and values (T, K, d), all contiguous.
 
     Args:
-        weights: a layer's row blocks by name: attention_norm, q, k, v, and q_norm and k_norm where it has them.
+        weights: a layer's row blocks by name: attention_norm, qkv, and q_norm and k_norm where it has them.
         angles: cosines and signed sines as `rotary` gives them.
         linear: multiplies by weights.
     """
     heads, kv_heads = config.heads, config.kv_heads
     x_TD = norm(hidden_TD, weights["attention_norm"][0], config.norm_eps, config.norm)
-    x_TX = linear(x_TD, [*weights["q"], *weights["k"], *weights["v"]])
+    x_TX = linear(x_TD, weights["qkv"])
     if config.qk_norm:
         qk_norms = weights["q_norm"][0], weights["k_norm"][0]
-        x_TX = _normalise_heads(x_TX, heads, kv_heads, qk_norms, config.norm_eps)
+        _normalise_heads(x_TX, heads, kv_heads, qk_norms, config.norm_eps)
     if config.clip_qkv is not None:
         x_TX = x_TX.clamp(-config.clip_qkv, config.clip_qkv)
     x_TXd = x_TX.view(x_TX.shape[0], heads + 2 * kv_heads, -1)
@@ -120,15 +121,12 @@ def project_qkv(
 
 def _normalise_heads(
     x_TX: Tensor, heads: int, kv_heads: int, weights: tuple[Tensor, Tensor], eps: float
-) -> Tensor:
+) -> None:
     head = x_TX.shape[1] // (heads + 2 * kv_heads)
     queries, keys = heads * head, (heads + kv_heads) * head
     parts = x_TX[:, :queries], x_TX[:, queries:keys]
-    normalised = [
-        rms_norm(part.reshape(len(part), -1, len(weight)), weight, eps).flatten(1)
-        for part, weight in zip(parts, weights, strict=True)
-    ]
-    return torch.cat((*normalised, x_TX[:, keys:]), dim=-1)
+    for part, weight in zip(parts, weights, strict=True):
+        part.copy_(rms_norm(part.reshape(len(part), -1, len(weight)), weight, eps).flatten(1))
 
 
 def attention(
@@ -151,7 +149,16 @@ def attention(
         attend = _attend_one_query if queries == 1 else many
         parts.append(attend(q_THd[start:stop], keys_SLKd, values_SLKd, window))
         start = stop
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return beside(parts)
+
+
+def beside(parts: list[Tensor]) -> Tensor:
+    """The rows of all parts, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    rows_TX = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
+    torch._foreach_copy_(rows_TX.split([len(part) for part in parts]), parts)
+    return rows_TX
 
 
 def _attend_one_query(q_SHd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor, window: int | None) -> Tensor:

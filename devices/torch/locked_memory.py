@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,10 @@ from moesched.system.logs import Log
 from moesched.system.memory_ahead import new_memory
 from moesched.units import format_bytes
 
-from ..shared.arena import round_up
+from ..shared.arena import aligned_bytes, round_up
 
-PORTABLE = 1
-"""Flag of CUDA: locked for all GPUs."""
+PORTABLE, READ_ONLY = 1, 8
+"""Flags of CUDA: locked for all GPUs; only read by them, as memory has to be that the process may not write to."""
 
 _log = Log(__name__)
 
@@ -33,20 +35,18 @@ def locked_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     Raises:
         OutOfMemory: the system locked no more memory.
     """
-    runtime: Any = torch.get_device_module(device).cudart()
     memory = new_memory(round_up(max(1, nbytes)))
     items = np.frombuffer(memory, np.uint8)
     items[:: mmap.PAGESIZE] = 0  # takes it now, in huge pages where there are any
-    address = items.ctypes.data
-    error = int(runtime.cudaHostRegister(address, items.nbytes, PORTABLE))
-    if error:
-        _take_error(device)
+    try:
+        unlock = lock(items.ctypes.data, items.nbytes, device, PORTABLE)
+    except NotLocked as refusal:
         raise OutOfMemory(
-            f"out of memory: CUDA locks no {format_bytes(nbytes)} of the host's memory (error {error}): lower --budget "
-            "pinned, end other programs, or give the container or virtual machine more memory"
-        )
+            f"out of memory: CUDA locks no {format_bytes(nbytes)} of the host's memory ({refusal}): end other "
+            "programs, give the container or virtual machine more memory, or lower --budget pinned"
+        ) from refusal
     # The memory is an argument, so that it is given back only after it was unlocked.
-    weakref.finalize(items, _unlock, runtime, address, memory).atexit = False
+    weakref.finalize(items, _unlock, unlock, memory).atexit = False
     return torch.from_numpy(items)[:nbytes]
 
 
@@ -59,12 +59,44 @@ def locked_if_possible(nbytes: int, device: torch.device, what: str) -> torch.Te
         return locked_bytes(nbytes, device)
     except OutOfMemory as error:
         _log.warning(f"{what} is not page-locked: its copies are slow", reason=str(error))
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return aligned_bytes(nbytes)
 
 
-def _unlock(runtime: Any, address: int, memory: mmap.mmap) -> None:
-    """Unlock memory, which is given back with the last reference to it."""
+class NotLocked(Exception):
+    """CUDA does not lock memory; the message has the number of its error."""
+
+
+def lock(address: int, nbytes: int, device: torch.device, flags: int) -> Callable[[], None]:
+    """Register memory of the process with CUDA, which pins it.
+
+    Returns:
+        What undoes it. No copy from or to the memory may be under way then.
+
+    Raises:
+        NotLocked: CUDA refuses.
+    """
+    runtime: Any = torch.get_device_module(device).cudart()
+    error = int(runtime.cudaHostRegister(address, nbytes, flags))
+    if error:
+        _take_error(device)
+        raise NotLocked(f"error {error}")
+    return partial(_unregister, runtime, address)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Block until a GPU has ended all its work, so that locked memory may be released; does nothing on the CPU."""
+    if device.type != "cpu":
+        with suppress(RuntimeError):  # a GPU that failed has ended
+            torch.get_device_module(device).synchronize(device)
+
+
+def _unregister(runtime: Any, address: int) -> None:
     runtime.cudaHostUnregister(address)
+
+
+def _unlock(unlock: Callable[[], None], memory: mmap.mmap) -> None:
+    """Unlock memory, which is given back with the last reference to it."""
+    unlock()
 
 
 def _take_error(device: torch.device) -> None:

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 
 from moesched.seams import ActivationObserver, RoutingObserver, TokenSpan
 
-from ..products.linear import Tensor, gated
+from ..products.linear import Tensor, Weights, gated
 from .expert_parts import Part, tiles_of
 from .micro_batch import MicroBatchState
-from .resident_pages import Weights
 
 
 class DeviceObservers:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from moesched.models.layout import Page
 
+from ..products.linear import Weights
 from ..products.team import use_cores
 from ..shared.page_reader import PageReader
-
-Weights = dict[str, list[torch.Tensor]]
-Arrange = Callable[[str, torch.Tensor], torch.Tensor]
+from .adjacent_pages import AdjacentPages
+from .compute import Compute
 
 READERS = 2
 """Threads that read pages in place; one waits for the system to clear memory while the other reads."""
@@ -23,52 +23,57 @@ READERS = 2
 class ResidentPages:
     """Reads pages one after the other, on threads of its own.
 
+    Args:
+        compute: packs the weights of pages that are read through staging memory, or has the memory that they go to.
+
     Attributes:
         awaited: number of pages that are still to be loaded.
     """
 
-    def __init__(self, reader: PageReader) -> None:
+    def __init__(self, reader: PageReader, compute: Compute) -> None:
         self._reader = reader
-        self._arrange: Arrange | None = None
+        self._compute = compute
+        self._adjacent = None if compute.on_cpu else AdjacentPages(reader, compute)
+        self._in_place = True
         self.awaited = 0
         self._pages: dict[int, Weights] = {}
         self._free: deque[torch.Tensor] = deque()
         self._busy: deque[tuple[int, Future[Weights]]] = deque()
         self._threads = ThreadPoolExecutor(1)
 
-    def retain(self, pages: Iterable[Page]) -> int:
-        """Free all pages but these; returns the number of these that are not in memory yet."""
-        wanted = {page.id for page in pages}
-        self._pages = {number: weights for number, weights in self._pages.items() if number in wanted}
-        return len(wanted) - len(self._pages)
+    def retain(self, pages: Sequence[Page]) -> int:
+        """Free all pages but these; returns the number of these that are to be loaded.
 
-    def expect(
-        self, count: int, arrange: Arrange | None = None, staging: Sequence[torch.Tensor] = ()
-    ) -> None:
+        On an accelerator, pages are kept together with those that they lie beside, and it makes room for the others.
+        """
+        kept = self._adjacent.retain(pages) if self._adjacent else {page.id for page in pages}
+        self._pages = {number: weights for number, weights in self._pages.items() if number in kept}
+        if self._adjacent:
+            self._adjacent.allocate(pages)
+        return len(pages) - len(self._pages)
+
+    def expect(self, count: int, staging: Sequence[torch.Tensor] = ()) -> None:
         """Prepare to load `count` pages; the last `load` returns when all of them are there.
 
-        Args:
-            arrange: returns the copy that is kept of a tensor, by its name; None keeps pages where they are read to.
-            staging: buffers that pages to be rearranged are read into; with n buffers, n - 1 pages are rearranged at a
-                time.
+        staging: buffers that pages to be rearranged are read into, by a thread for each. Without any, pages stay where
+            they are read to.
         """
         self.awaited = count
-        self._arrange = arrange
+        self._in_place = not staging
         self._free = deque(staging)
-        self._threads = ThreadPoolExecutor(max(1, len(staging) - 1) if arrange else READERS, "loading")
+        self._threads = ThreadPoolExecutor(len(staging) or READERS, "loading")
 
     def load(self, page: Page) -> None:
         """Load a page that is not here yet; on return it may still be on its way, unless it is the last one."""
         if page.id in self._pages:
             return
-        if self._arrange is None:
+        if self._in_place:
             while len(self._busy) >= READERS:
                 self._settle_oldest()
             self._busy.append((page.id, self._threads.submit(self._read_in_place, page)))
         else:
             staging = self._free_staging()
-            self._reader.read(page, staging, cached=True)
-            self._busy.append((page.id, self._threads.submit(self._rearranged, page, staging, self._arrange)))
+            self._busy.append((page.id, self._threads.submit(self._rearranged, page, staging)))
         self.awaited -= 1
         if not self.awaited:
             while self._busy:
@@ -87,6 +92,10 @@ class ResidentPages:
         """The tensors of a page by their canonical names, as row blocks from top to bottom."""
         return self._pages[page.id]
 
+    def memory(self, page: Page, elsewhere: torch.Tensor) -> torch.Tensor:
+        """The accelerator's memory where a page stays, whether it is there yet or not; `elsewhere` if it does not."""
+        return self._adjacent.memory(page, elsewhere) if self._adjacent else elsewhere
+
     def _free_staging(self) -> torch.Tensor:
         while not self._free:
             self._settle_oldest()
@@ -101,12 +110,17 @@ class ResidentPages:
         self._reader.read(page, memory, cached=True)
         return self._reader.views(memory, page)
 
-    def _rearranged(self, page: Page, staging: torch.Tensor, arrange: Arrange) -> Weights:
+    def _rearranged(self, page: Page, staging: torch.Tensor) -> Weights:
         use_cores(1)
+        self._reader.read(page, staging, cached=True)
+        weights = self._reader.views(staging, page)
         with torch.inference_mode():
-            weights = {
-                name: [arrange(name, block) for block in blocks]
-                for name, blocks in self._reader.views(staging, page).items()
-            }
+            weights = self._adjacent.copied(page, weights) if self._adjacent else self._packed(weights)
         self._free.append(staging)
         return weights
+
+    def _packed(self, weights: Weights) -> Weights:
+        return {
+            name: [self._compute.arranged(name, block) for block in blocks]
+            for name, blocks in weights.items()
+        }

@@ -142,6 +142,7 @@ class WarmUp:
             self._attention.attention(_DECODE)
         else:
             state.attended_TX = state.qkv[0].flatten(1)
+        kernels.beside([state.attended_TX[:1]] * 2)  # as for sequences of several lengths
         self._moe.post_attention(_DECODE)
         kernels.likeliest(tokens.logits(state))
 
@@ -248,7 +249,10 @@ class WarmUps:
 
 
 def stand_in(layout: WeightLayout, store: WeightStore, device: torch.device) -> LayerWeights | None:
-    """The tensors of a layer, all in memory for one page that is yet to come; None if none is."""
+    """The tensors of a layer in memory for pages that are yet to come; None if none is.
+
+    Pages that stay show where they will be, so that their matrices are whole; the others all show one slot.
+    """
     size = store.reader.slot_bytes
     arenas = (arena for arena in store.arenas.values() if not arena.on_cpu and len(arena))
     slot = next((arena.slot(0) for arena in arenas if arena.slot_bytes >= size), None)
@@ -256,7 +260,12 @@ def stand_in(layout: WeightLayout, store: WeightStore, device: torch.device) -> 
         slot = torch.zeros(size, dtype=torch.uint8, device=device)
     if slot is None:
         return None
-    return merged_tensors(store.reader.views(slot, page, aligned=True) for page in layout.layer(0))
+    memory = [store.resident.memory(page, slot) for page in layout.layer(0)]
+    shown = (
+        store.reader.views(each, page, aligned=True)
+        for each, page in zip(memory, layout.layer(0), strict=True)
+    )
+    return merged_tensors(shown, joins=True)
 
 
 def _timed(work: Callable[[], object]) -> float:

@@ -18,18 +18,22 @@ from moesched.system.logs import Log
 from moesched.tasks import PageTransfer
 
 from ..native.arguments import LayerWeights
-from ..products.linear import Tensor
+from ..products.linear import Tensor, Weights, joined
 from ..products.team import Team
 from ..shared.arena import Arena, aligned_bytes
 from ..shared.page_reader import PageReader
 from .compute import Compute
 from .home_pages import HomePages
-from .locked_memory import locked_bytes
+from .locked_memory import locked_bytes, locked_if_possible
 from .mapped_pages import MappedPages
-from .resident_pages import ResidentPages, Weights
+from .page_copies import PageCopies
+from .resident_pages import ResidentPages
 
 MOST_ARRANGING = 3
 """Number of threads that rearrange resident pages while others are read. More do not help: memory is the limit."""
+
+MOST_COPYING = 8
+"""Number of threads that read pages which then go to a GPU: one copies a fraction of what the page cache gives."""
 
 READS_IN_FLIGHT = 2
 """Pages of one transfer that are read at a time. With one, the disk idles between reads: measured to be 7 % slower."""
@@ -48,25 +52,34 @@ class WeightStore:
         compute: the accelerator, which arranges pages that stay.
         direct: read past the page cache where the system allows it. Otherwise streamed pages are used in the page cache
             itself if the system and the files allow that, and else copied from it.
+        map_files: have a GPU copy from the page cache where that is possible.
 
     Attributes:
         reader: of the checkpoint's files.
         resident: the pages that stay where kernels read them.
         arenas: the memory of each pool's slots.
         home: the pages that host memory keeps, where the accelerator has a memory of its own.
+        copies: of pages from the host's memory.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, layout: WeightLayout, compute: Compute, *, direct: bool
+        self,
+        checkpoint: Checkpoint,
+        layout: WeightLayout,
+        compute: Compute,
+        *,
+        direct: bool,
+        map_files: bool,
     ) -> None:
         self.reader = PageReader(checkpoint, layout, direct)
-        self.home = HomePages(self.reader)
+        self.home = HomePages(self.reader, compute, map_files=map_files)
+        self.copies = PageCopies(self.reader, compute)
         self._checkpoint = checkpoint
         self._layout = layout
         self._compute = compute
         self._mapping = compute.on_cpu and not direct and MappedPages.possible(self.reader)
         self._mapped: MappedPages | None = None
-        self.resident = ResidentPages(self.reader)
+        self.resident = ResidentPages(self.reader, compute)
         self.arenas: dict[Pool, Arena] = {}
         self._host = ""
         self._reading: Team | None = None
@@ -74,13 +87,14 @@ class WeightStore:
     @property
     def bytes_read(self) -> int:
         """Bytes read from the checkpoint's files so far."""
-        return self.reader.bytes_read + (self._mapped.bytes_mapped if self._mapped else 0)
+        mapped = self._mapped.bytes_mapped if self._mapped else self.home.bytes_mapped
+        return self.reader.bytes_read + mapped
 
     def begin(self, plan: Plan, tell: Progress = nobody_hears) -> None:
         """Allocate memory by a batch's plan, for the pages that `load` and `fetch` bring in."""
         fast = plan.memory("accelerator")
         missing = self.resident.retain(
-            page for pool in plan.weights.resident if pool.memory is fast for page in pool.pages()
+            [page for pool in plan.weights.resident if pool.memory is fast for page in pool.pages()]
         )
         if self._mapping and self._mapped is None and plan.machine.unified:
             self._mapped = self._map_files()
@@ -92,12 +106,13 @@ class WeightStore:
         if missing:
             self.resident.expect(
                 missing,
-                compute.arranged if compute.arranges else None,
                 self._staging(missing, plan.weights.load_buffers) if compute.arranges else (),
             )
         self._host = "" if plan.machine.unified else plan.memory("host").name
         if self._host:
-            self.home.begin(plan)
+            self.home.begin(plan, tell)
+            if not (compute.on_cpu or (self.home.locked and plan.machine.weights_on_host)):
+                self.copies.make_ring()
 
     def _allocate(self, plan: Plan, tell: Progress) -> None:
         total, done = sum(pool.nbytes for pool in plan.weights.pools), 0
@@ -117,7 +132,8 @@ class WeightStore:
         """Free everything, and close the files."""
         self.let_go()
         self.resident.retain([])
-        self.home.retain([])
+        self.home.close()
+        self.copies.close()
         if self._reading is not None:
             self._reading.close()
         if self._mapped is not None:
@@ -145,17 +161,17 @@ class WeightStore:
         """The tensors that a view shows, by their names within the layer."""
         if view.bound is None:
             view.bound = merged_tensors(
-                self._staying(page, slot) if slot.fixed else self._streamed(page, slot)
-                for page, slot in zip(view.pages, view.slots, strict=True)
+                (
+                    self._staying(page, slot) if slot.fixed else self._streamed(page, slot)
+                    for page, slot in zip(view.pages, view.slots, strict=True)
+                ),
+                joins=not self._compute.on_cpu,
             )
         bound: LayerWeights = view.bound
         return bound
 
     def bytes(self, slot: Slot) -> Tensor:
-        """The memory of a slot."""
-        if slot.fixed:
-            assert slot.page is not None
-            return self.home[slot.page]
+        """The memory of a slot of a pool."""
         return self.arenas[slot.pool].slot(slot.index)
 
     def _map_files(self) -> MappedPages | None:
@@ -173,7 +189,9 @@ class WeightStore:
 
     def _staging(self, pages: int, most: int) -> list[Tensor]:
         """Memory that pages that stay are read into: unused slots, or memory that is freed afterwards."""
-        count = min(pages + 1, self._compute.cores + 1, MOST_ARRANGING + 1, most)
+        compute = self._compute
+        at_once = min(MOST_ARRANGING + 1, most) if compute.on_cpu else MOST_COPYING
+        count = min(pages + 1, compute.cores + 1, at_once)
         size = self.reader.slot_bytes
         unused = [
             arena.slot(index)
@@ -181,7 +199,11 @@ class WeightStore:
             if arena.slot_bytes >= size and arena.on_cpu
             for index in range(len(arena))
         ]
-        return unused[:count] if len(unused) > 1 else [aligned_bytes(size) for _ in range(count)]
+        if len(unused) > 1:
+            return unused[:count]
+        what = "memory that weights are loaded through"
+        locked = partial(locked_if_possible, device=compute.accelerator, what=what)
+        return [(aligned_bytes if compute.on_cpu else locked)(size) for _ in range(count)]
 
     def _arena(self, pool: Pool, plan: Plan) -> Arena:
         compute = self._compute
@@ -194,7 +216,9 @@ class WeightStore:
 
     def _staying(self, page: Page, slot: Slot) -> Weights:
         if slot.memory == self._host:
-            return self.reader.views(self.home[page], page)
+            held = self.home.get(page)
+            assert held is not None, "pages that the host computes with are at home, each in one piece"
+            return self.reader.views(held.parts[0].memory, page)
         return self.resident[page]
 
     def _streamed(self, page: Page, slot: Slot) -> Weights:
@@ -204,10 +228,17 @@ class WeightStore:
         return self.reader.views(memory, page, aligned=not memory.is_cpu)
 
 
-def merged_tensors(pages: Iterable[Weights]) -> LayerWeights:
-    """The tensors of some pages of a layer, by their names within the layer."""
+def merged_tensors(pages: Iterable[Weights], *, joins: bool) -> LayerWeights:
+    """The tensors of some pages of a layer, by their names within the layer; queries, keys and values are one matrix.
+
+    joins: make one block of those that follow each other in memory.
+    """
     merged = LayerWeights()
     for tensors in pages:
         for name, blocks in tensors.items():
             merged.setdefault(name.split(".", 2)[2], []).extend(blocks)
+    if "q" in merged:
+        merged["qkv"] = [*merged.pop("q"), *merged.pop("k"), *merged.pop("v")]
+    if joins:
+        merged |= {name: joined(blocks) for name, blocks in merged.items()}
     return merged

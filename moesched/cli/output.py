@@ -94,6 +94,7 @@ def print_whole(table: Table) -> None:
 def print_report(report: JobReport) -> None:
     """Print the figures of a run: rates, lanes, memories."""
     from moesched.jobs.report import ClusterReport
+    from moesched.report.run_figures import home_in_words
     from moesched.units import format_seconds
 
     measured = "measured" if report.measured else "predicted"
@@ -130,6 +131,8 @@ def print_report(report: JobReport) -> None:
     _print_lanes(report.lanes, None if expected is None else expected.lanes)
     if report.no_expectation is not None:
         say(f"\nNot compared with a prediction: {report.no_expectation}")
+    if report.weights_home is not None:
+        say(f"\n{home_in_words(report.weights_home.way, report.weights_home.reason)}")
     say()
     _print_memories(report)
     if any(pool.hits or pool.fetched for pool in report.pools):

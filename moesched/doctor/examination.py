@@ -24,6 +24,7 @@ from moesched.doctor.host_facts import (
     cache_facts,
     clock_facts,
     core_facts,
+    mapping_of,
     memory_facts,
     model_facts,
     processor_facts,
@@ -35,6 +36,7 @@ from moesched.doctor.host_probes import (
     probe_folders,
     probe_kernels,
     probe_locked_memory,
+    probe_mapped_files,
     probe_memory,
     probe_processor,
 )
@@ -51,6 +53,7 @@ PROBES: Sequence[Probe] = (
     probe_cores,
     probe_memory,
     probe_locked_memory,
+    probe_mapped_files,
     probe_folders,
     probe_clock,
     probe_cuda,
@@ -120,7 +123,8 @@ def gather_facts(device: str = "", model: Path | None = None, hosts: Path | None
     kernels: KernelFacts = _loaded("kernel_facts")()
     cuda = cuda_facts()
     if cuda.gpus:
-        cuda = replace(cuda, lockable=_loaded("lockable_bytes")(LOCKED_WANTED))
+        refusal = mapping_of(model or cache_folder(), _loaded("mapping_refusal"))
+        cuda = replace(cuda, lockable=_loaded("lockable_bytes")(LOCKED_WANTED), mapping=refusal)
     return Facts(
         device=device,
         processor=processor_facts(),

@@ -105,6 +105,22 @@ def _small_file(folder: Path) -> Iterator[Path]:
         yield Path(file.name)
 
 
+def mapping_of(folder: Path, refusal_of: Callable[[Path], str]) -> str | None:
+    """The reason why a GPU does not copy from a file of a folder in the page cache; None where it has no file.
+
+    The file is one of weights, or else a small one, which is removed afterwards.
+    """
+    weights = sorted(folder.glob("*.safetensors"))
+    try:
+        if weights:
+            return refusal_of(weights[0])
+        with tempfile.TemporaryDirectory(dir=folder, prefix="doctor-") as made:
+            (file := Path(made) / "file").write_bytes(bytes(PROBE_BYTES))
+            return refusal_of(file)
+    except OSError:
+        return None
+
+
 def model_facts(folder: Path, caching_of: CachingOf) -> FolderFacts:
     """A model's folder: whether its files can be read, each of them, and directly."""
     try:

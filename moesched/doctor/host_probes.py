@@ -130,6 +130,20 @@ def probe_locked_memory(facts: Facts) -> Iterator[Finding]:
         yield Finding(about="locked memory", says=f"CUDA locks {format_bytes(LOCKED_WANTED)} and more")
 
 
+def probe_mapped_files(facts: Facts) -> Iterator[Finding]:
+    """Say whether a GPU copies weights from the page cache, so that they are neither loaded nor copied in memory."""
+    refusal = facts.cuda.mapping
+    if refusal:
+        reason, _, remedy = refusal.rpartition(": ")
+        yield Finding(
+            about="mapped files",
+            says=f"weights are loaded into memory before they go to the GPU: {reason}",
+            remedy=remedy,
+        )
+    elif refusal is not None:
+        yield Finding(about="mapped files", says="the GPU copies weights from the page cache")
+
+
 def probe_folders(facts: Facts) -> Iterator[Finding]:
     """Say whether the cache's and the model's folder can be used, have room, and can be read directly."""
     for folder in facts.folders:

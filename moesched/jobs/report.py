@@ -95,6 +95,7 @@ class JobReport(Report, frozen=True, kw_only=True):
             "expected",
             "no_expectation",
             "warm_up_seconds",
+            "weights_home",
         )
         foreign = of_predictions if self.measured else of_runs
         for name in foreign:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple, get_args
 
@@ -18,6 +18,10 @@ from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes
 EXTENT_ALIGNMENT = 64  # bytes: a cache line, which also suits vector loads
 DISK_BLOCK = 4096  # bytes: direct reads from disk are in multiples of this
 LARGEST_DEFAULT_PAGE = 64 << 20  # bytes
+KERNEL_ROWS = 128
+"""Rows that kernels of GPUs take at a time; products with an odd number of rows take several times as long."""
+PART_MULTIPLES = (KERNEL_ROWS, 32, 16, 8, 4, 2, 1)
+"""The rows of a part of a matrix are a multiple of the first of these that a page holds."""
 DENSE = -1
 
 
@@ -113,12 +117,14 @@ def weight_layout(
 ) -> WeightLayout:
     """Cut the model's weights into pages of at most page_bytes.
 
-    Tensors follow each other in a fixed order, and one that does not fit into the rest of a page is cut between two
-    rows. The layout, and with it the row blocks of the kernels, depends on the arguments alone.
+    Tensors follow each other in a fixed order. One that does not fit into the rest of a page begins the next, and a
+    matrix that fits into no page is cut into equal parts, of which a page has at most one. The layout, and with it the
+    row blocks of the kernels, depends on the arguments alone.
 
     Args:
         dtype: dtype of the weights in memory; by default the model's own.
-        page_bytes: by default the size of one expert, divided into equal pages if that is more than 64 MiB.
+        page_bytes: by default the size of one expert; if that is more than 64 MiB, the one for which equal slots for an
+            expert's pages take the fewest bytes.
 
     Raises:
         BadInput: the dtype is unknown, or a page is too small for a row.
@@ -140,8 +146,7 @@ def weight_layout(
             shapes = dense_shapes(config, layer) if is_dense else expert_shapes(config, layer, expert)
             before = len(pages)
             for index, extents in enumerate(_cut(tensors(shapes), page_bytes)):
-                nbytes = extents[-1].offset + extents[-1].nbytes
-                pages.append(Page(len(pages), layer, expert, index, extents, nbytes))
+                pages.append(Page(len(pages), layer, expert, index, tuple(extents), _end(extents)))
             if is_dense:
                 dense_pages.append(len(pages) - before)
             else:
@@ -152,7 +157,7 @@ def weight_layout(
         dtype=dtype,
         page_bytes=page_bytes,
         pages=tuple(pages),
-        globals_bytes=sum(tensor.rows * tensor.row_bytes for tensor in tensors(global_shapes(config))),
+        globals_bytes=sum(tensor.nbytes for tensor in tensors(global_shapes(config))),
         layer_starts=tuple(starts),
         dense_pages=tuple(dense_pages),
         pages_per_expert=per_expert,
@@ -166,6 +171,10 @@ class _Tensor(NamedTuple):
     rows: int
     row_bytes: int
     is_vector: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
 
 
 def _tensor(config: ModelConfig, dtype: str, name: str, shape: Shape) -> _Tensor:
@@ -187,46 +196,60 @@ def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str | None = Non
     return 2 * config.layers * block_size * config.kv_heads * config.head_dim * item
 
 
-def _default_page_bytes(tensors: Iterable[_Tensor]) -> int:
+def _default_page_bytes(tensors: Sequence[_Tensor]) -> int:
     expert = 0
-    longest_row = 0
     for tensor in tensors:
-        expert = _round_up(expert, EXTENT_ALIGNMENT) + tensor.rows * tensor.row_bytes
-        longest_row = max(longest_row, tensor.row_bytes)
-    pages = -(-expert // LARGEST_DEFAULT_PAGE)
-    if pages == 1:
+        expert = _round_up(expert, EXTENT_ALIGNMENT) + tensor.nbytes
+    if expert <= LARGEST_DEFAULT_PAGE:
         return expert
-    # Pages end between rows, so each has less than a row to spare.
-    return -(-expert // pages) + longest_row + EXTENT_ALIGNMENT
+    sizes = {_end(extents) for extents in _cut(tensors, LARGEST_DEFAULT_PAGE)}
+    # All slots have room for the largest page, so the size counts that leaves the least of them empty.
+    return min(
+        (size for size in sizes if 2 * size >= max(sizes)),
+        key=lambda size: (size * len(_cut(tensors, size)), -size),
+    )
 
 
-def _cut(tensors: Iterable[_Tensor], page_bytes: int) -> list[tuple[Extent, ...]]:
-    """The extents of each page; all pages but the last are as full as whole rows allow."""
-    pages: list[tuple[Extent, ...]] = []
-    page: list[Extent] = []
-    end = 0
+def _cut(tensors: Sequence[_Tensor], page_bytes: int) -> list[list[Extent]]:
+    """The extents of each page: whole tensors while they fit, and at most one part of a matrix."""
+    pages: list[list[Extent]] = [[]]
+    has_part = False
     for tensor in tensors:
-        row_bytes = tensor.row_bytes
-        start, stop = 0, tensor.rows
-        while start < stop:
-            offset = _round_up(end, EXTENT_ALIGNMENT)
-            rows = min(stop - start, (page_bytes - offset) // row_bytes)
-            if rows < 1 or (tensor.is_vector and rows < stop):
-                _require_progress(page, tensor, page_bytes)
-                pages.append(tuple(page))
-                page, end = [], 0
-                continue
-            page.append(Extent(tensor.name, (start, start + rows), offset, rows * row_bytes))
-            start, end = start + rows, offset + rows * row_bytes
-    return [*pages, tuple(page)]
+        rows = _rows_of_a_part(tensor, page_bytes)
+        is_part = rows < tensor.rows
+        for start in range(0, tensor.rows, rows):
+            stop = min(start + rows, tensor.rows)
+            nbytes = (stop - start) * tensor.row_bytes
+            offset = _round_up(_end(pages[-1]), EXTENT_ALIGNMENT)
+            if offset + nbytes > page_bytes or (is_part and has_part):
+                pages.append([])
+                offset, has_part = 0, False
+            pages[-1].append(Extent(tensor.name, (start, stop), offset, nbytes))
+            has_part = has_part or is_part
+    return pages
 
 
-def _require_progress(page: list[Extent], tensor: _Tensor, page_bytes: int) -> None:
-    if not page:
-        row_bytes = tensor.row_bytes * (tensor.rows if tensor.is_vector else 1)
+def _rows_of_a_part(tensor: _Tensor, page_bytes: int) -> int:
+    """All rows if a page holds them, else those of each of the fewest equal parts; the last one may have fewer."""
+    if tensor.nbytes <= page_bytes:
+        return tensor.rows
+    most = page_bytes // tensor.row_bytes
+    if tensor.is_vector or not most:
+        row_bytes = tensor.nbytes if tensor.is_vector else tensor.row_bytes
         what = f"a page of {page_bytes:,} bytes does not hold a row of {tensor.name}"
         raise BadInput(f"{what}; give at least {row_bytes:,}")
+    multiple = next(rows for rows in PART_MULTIPLES if rows <= most)
+    parts = -(-tensor.rows // _round_down(most, multiple))
+    return _round_up(-(-tensor.rows // parts), multiple)
 
 
-def _round_up(nbytes: int, alignment: int) -> int:
-    return -(-nbytes // alignment) * alignment
+def _end(extents: Sequence[Extent]) -> int:
+    return extents[-1].offset + extents[-1].nbytes if extents else 0
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _round_down(number: int, multiple: int) -> int:
+    return number // multiple * multiple

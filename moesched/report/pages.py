@@ -18,6 +18,7 @@ from moesched.report.roofline_drawing import roofline_section
 from moesched.report.run_figures import (
     budgets_table,
     expectation_table,
+    home_in_words,
     predictions_table,
     run_figures,
 )
@@ -61,6 +62,8 @@ def write_run_page(
             tables.append(paragraphs([DECISIONS_HELD], css="note"))
     if known.get("no_expectation"):
         tables.append(paragraphs([f"Not compared with a prediction: {known['no_expectation']}"], css="note"))
+    if known.get("weights_home"):
+        tables.append(paragraphs([home_in_words(**known["weights_home"])], css="note"))
     tables += [
         expectation_table(known),
         predictions_table(recording),

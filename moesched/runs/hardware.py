@@ -22,7 +22,7 @@ from moesched.runs.generation import TokenHandling
 from moesched.runs.out_of_memory import memory_refusals
 from moesched.runs.outcome import Report, make_report
 from moesched.runs.ranks import OnDevices, Rank
-from moesched.seams import Device, Emulates, GivesScores, KeepsTime, Observer, Policy, WarmsUp
+from moesched.seams import Device, Emulates, GivesScores, KeepsTime, Observer, Policy, ReportsHome, WarmsUp
 from moesched.steps.plan import Plan
 from moesched.system.logs import Log
 from moesched.system.signals import Stopped, stopped_by
@@ -86,6 +86,8 @@ def run(
     )
     if isinstance(device, WarmsUp):
         report = replace(report, warm_up_seconds=device.warm_up_seconds())
+    if isinstance(device, ReportsHome):
+        report = replace(report, weights_home=device.weights_home)
     if not _is_told(ending.error, one_of_several=plan.nodes.count > 1 and not peers):
         ending.raise_error(report)
     return report

@@ -130,6 +130,19 @@ class Emulation(msgspec.Struct, frozen=True):
     lanes: dict[str, EmulatedLane]
 
 
+class WeightsHome(msgspec.Struct, frozen=True):
+    """The memory of the host that a GPU's weights come from.
+
+    Attributes:
+        way: "mapped files" in the page cache, which the GPU copies from by itself; "registered memory" that they were
+            read into; or "ordinary memory", from which the host copies them to page-locked buffers.
+        reason: why it is no faster way; empty for mapped files.
+    """
+
+    way: str
+    reason: str
+
+
 class PlanReport(msgspec.Struct, frozen=True):
     """The sizes that a run was planned with.
 
@@ -168,6 +181,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         process_bytes: peak resident memory of the process, predicted and measured; None where nothing is known of it.
         pools: use of each pool of page slots; with several ranks or nodes, of the first one's.
         previews: accuracy of the policy's previews of the router, the nearest first; of the first rank or node.
+        weights_home: where weights came from in the first batch; None where all stayed on the accelerator, or where its
+            memory is the host's.
     """
 
     measured: bool
@@ -198,6 +213,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     process_bytes: ProcessBytes | None = None
     pools: list[PoolUse] = []
     previews: list[PreviewUse] = []
+    weights_home: WeightsHome | None = None
 
 
 def make_report(

@@ -38,6 +38,8 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
         gpus: the GPUs that torch can use.
         peak: the most bytes that this process had allocated on the first GPU.
         lockable: bytes of the host's memory that CUDA locked when it was tried; None where it was not.
+        mapping: the reason why it does not register files in the page cache, with the remedy; empty if it does, None
+            where that was not tried.
     """
 
     torch: str
@@ -48,6 +50,7 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
     peak: int = 0
     lockable: int | None = None
+    mapping: str | None = None
 
 
 class Trouble(NamedTuple):

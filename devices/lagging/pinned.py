@@ -1,0 +1,142 @@
+"""Page-locked memory of the host, as an imitated GPU sees it: what is locked, and copies that it lost."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .segments import POISON, ROUNDING
+from .streams import Gpu
+
+READ_ONLY = 8
+"""Flag of CUDA: memory that the process may not write to either."""
+
+INVALID_VALUE, OUT_OF_MEMORY, ALREADY_REGISTERED, NOT_REGISTERED = 1, 2, 712, 713
+"""CUDA's errors."""
+
+
+class PinnedMemory:
+    """Page-locked memory of the host: which addresses are locked.
+
+    Copies use locked memory when their stream comes to them, by address alone: it has to be locked until then.
+
+    gpu: whose streams copy.
+
+    Attributes:
+        registered: bytes of the memory that was locked as it is, by its address.
+        most_registered: bytes that may be locked so; None for as many as there are.
+        refuses_files: CUDA's error where files are to be locked; 0 where they may be.
+        faults: uses of locked memory that a real GPU might answer with wrong bytes, or not at all.
+        allocations: number of allocations of locked memory so far, registrations included.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self.registered: dict[int, int] = {}
+        self.most_registered: int | None = None
+        self.refuses_files = 0
+        self.faults: list[str] = []
+        self.allocations = 0
+        self._cached: dict[int, int] = {}
+        self._queued: dict[int, tuple[int, int]] = {}
+        self._copies = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # CUDA's name
+        """Lock memory; returns 0, or the number of CUDA's error."""
+        most = self.most_registered
+        if any(start < address + nbytes and address < end for start, end in self._registrations()):
+            return ALREADY_REGISTERED
+        if is_read_only(address) and (self.refuses_files or not flags & READ_ONLY):
+            return self.refuses_files or INVALID_VALUE
+        if most is not None and sum(self.registered.values()) + nbytes > most:
+            return OUT_OF_MEMORY
+        self.registered[address] = nbytes
+        self.allocations += 1
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # CUDA's name
+        """Unlock memory; returns 0, or the number of CUDA's error."""
+        if address not in self.registered:
+            self.faults.append(f"unregistered {address:#x}, which is not registered")
+            return NOT_REGISTERED
+        end = address + self.registered.pop(address)
+        used = any(start < end and address < last for start, last in [*self._queued.values()])
+        if used and self._gpu.failed_at is None:
+            self.faults.append(f"unregistered {address:#x} before a copy that is in a queue")
+        return 0
+
+    def empty(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A poisoned tensor in page-locked memory."""
+        items = max(1, int(np.prod(size)))
+        memory = np.full(items * dtype.itemsize + ROUNDING, POISON, np.uint8)
+        weakref.finalize(memory, self._cached.pop, memory.ctypes.data)
+        self._cached[memory.ctypes.data] = memory.nbytes
+        self.allocations += 1
+        skip = -memory.ctypes.data % 64
+        raw = torch.from_numpy(memory)[skip : skip + items * dtype.itemsize]
+        return raw.view(dtype)[: int(np.prod(size))].view(torch.Size(size))
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the host is in page-locked memory as a whole.
+
+        Raises:
+            RuntimeError: a part of it is.
+        """
+        return tensor.untyped_storage().data_ptr() in self._cached or self._is_registered(tensor)
+
+    def at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """A locked tensor for a copy in a queue: called once, when the copy runs, which memory does not wait for."""
+        if tensor.untyped_storage().data_ptr() in self._cached:
+            return lambda: tensor  # torch keeps it until its copies ran
+        start, end = bounds(tensor)
+        of = tensor.dtype, tensor.size(), tensor.stride()
+        self._copies += 1
+        number = self._copies
+        self._queued[number] = start, end
+
+        def found() -> torch.Tensor:
+            del self._queued[number]
+            if not any(first <= start and end <= last for first, last in self._registrations()):
+                raise RuntimeError(f"an illegal memory access: {start:#x} is locked no longer")
+            memory = torch.frombuffer((ctypes.c_uint8 * (end - start)).from_address(start), dtype=of[0])
+            return memory.as_strided(*of[1:])
+
+        return found
+
+    def _is_registered(self, tensor: torch.Tensor) -> bool:
+        start, end = bounds(tensor)
+        for first, last in self._registrations():
+            if first <= start and end <= last:
+                return True
+            if first < end and start < last:
+                raise RuntimeError("CUDA error: invalid argument: a part of a copy is in page-locked memory")
+        return False
+
+    def _registrations(self) -> Iterator[tuple[int, int]]:
+        return ((start, start + nbytes) for start, nbytes in [*self.registered.items()])
+
+
+def bounds(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte, and behind its last one."""
+    if not tensor.numel():
+        return tensor.data_ptr(), tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def is_read_only(address: int) -> bool:
+    """Whether the process may not write to memory, by the system's table of mappings; Linux only, else False."""
+    if sys.platform != "linux":
+        return False
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, flags = line.split()[:2]
+        first, last = (int(each, 16) for each in span.split("-"))
+        if first <= address < last:
+            return "w" not in flags
+    return False

@@ -1,0 +1,66 @@
+"""The accelerator's memory for pages that stay: those of an expert, or of a layer's dense part, lie together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+import torch
+
+from moesched.models.layout import EXTENT_ALIGNMENT, Page
+
+from ..products.linear import Tensor, Weights
+from ..shared.page_reader import PageReader
+from .compute import Compute
+
+
+class AdjacentPages:
+    """The pages of an expert, or of a layer's dense part, one after the other in one allocation.
+
+    The parts of a matrix that stays are then one block for `joined`.
+    """
+
+    def __init__(self, reader: PageReader, compute: Compute) -> None:
+        self._reader = reader
+        self._compute = compute
+        self._slots: dict[int, Tensor] = {}
+        """The bytes of each page, by its id."""
+        self._together: set[tuple[int, ...]] = set()
+        """The ids of the pages in each allocation."""
+
+    def retain(self, pages: Iterable[Page]) -> set[int]:
+        """Free each allocation unless just its pages stay; returns the ids of the pages that are kept."""
+        self._together &= {_ids(group) for group in _groups(pages)}
+        staying = {page for group in self._together for page in group}
+        self._slots = {page: slot for page, slot in self._slots.items() if page in staying}
+        return staying
+
+    def allocate(self, pages: Iterable[Page]) -> None:
+        """Allocate memory for those of the pages that have none; `retain` was given the same pages."""
+        for group in _groups(pages):
+            if _ids(group) not in self._together:
+                self._together.add(_ids(group))
+                sizes = [-(-page.nbytes // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT for page in group]
+                memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self._compute.accelerator)
+                self._slots |= zip(_ids(group), memory.split(sizes), strict=True)
+
+    def memory(self, page: Page, elsewhere: Tensor) -> Tensor:
+        """The memory of a page; `elsewhere` if it has none."""
+        return self._slots.get(page.id, elsewhere)
+
+    def copied(self, page: Page, weights: Weights) -> Weights:
+        """Copy a page's tensors to where it stays, and return them; several threads may do so with a page each."""
+        placed = self._reader.views(self._slots[page.id], page, aligned=True)
+        for name, blocks in placed.items():
+            for block, original in zip(blocks, weights[name], strict=True):
+                block.copy_(original)
+        return placed
+
+
+def _groups(pages: Iterable[Page]) -> list[list[Page]]:
+    in_order = sorted(pages, key=lambda page: page.id)
+    return [list(group) for _, group in groupby(in_order, key=lambda page: (page.layer, page.expert))]
+
+
+def _ids(group: Iterable[Page]) -> tuple[int, ...]:
+    return tuple(page.id for page in group)

@@ -1,0 +1,97 @@
+"""Pages that are read into the host's memory, locked or not; those that stay from batch to batch are read once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from moesched.errors import MoeschedError, OutOfMemory
+from moesched.models.layout import Page
+from moesched.seams import Progress
+
+from ..products.linear import Tensor
+from ..shared.arena import aligned_bytes
+from ..shared.page_reader import PageReader, Part
+from .loading import load_each
+
+
+class HeldPage(NamedTuple):
+    """A page in the host's memory.
+
+    Attributes:
+        parts: its bytes, as `PageReader.read` leaves them in a slot.
+        locked: whether a GPU copies from them by itself.
+    """
+
+    parts: Sequence[Part]
+    locked: bool
+
+    @classmethod
+    def whole(cls, memory: Tensor, *, locked: bool) -> HeldPage:
+        """A page in one piece of memory."""
+        return cls((Part(0, memory),), locked)
+
+
+class Refused(MoeschedError):
+    """The system refuses to hold pages in some way; the message has the reason and the remedy."""
+
+
+class HeldPages:
+    """Pages in memory of their own.
+
+    Args:
+        allocate: gives a number of bytes as a uint8 tensor at a multiple of 4096.
+        locked: whether a GPU copies from that memory by itself.
+        threads: number of threads that read pages.
+    """
+
+    def __init__(
+        self, reader: PageReader, threads: int, allocate: Callable[[int], Tensor], *, locked: bool
+    ) -> None:
+        self._reader = reader
+        self._threads = threads
+        self._allocate = allocate
+        self._locked = locked
+        self._pages: dict[int, HeldPage] = {}
+
+    def hold(self, pages: Sequence[Page], tell: Progress) -> None:
+        """Have exactly these pages in memory; none after an error.
+
+        Raises:
+            Refused: the system locks no more memory.
+            MoeschedError: a file cannot be read.
+        """
+        here, self._pages = self._pages, {}
+        kept = {page.id: here[page.id] for page in pages if page.id in here}
+        here.clear()
+        missing = [page for page in pages if page.id not in kept]
+        sizes = list(map(self._reader.bytes_in_slot, missing))
+        try:
+            read = load_each(self._read, missing, sizes, self._threads, tell)
+        except OutOfMemory as error:
+            raise Refused(str(error)) from error
+        self._pages = kept | {page.id: held for page, held in zip(missing, read, strict=True)}
+
+    def get(self, page: Page) -> HeldPage | None:
+        """A page; None where it is not here."""
+        return self._pages.get(page.id)
+
+    def _read(self, page: Page) -> HeldPage:
+        memory = read_page(self._reader, page, self._allocate, cached=True)
+        return HeldPage.whole(memory, locked=self._locked)
+
+
+def read_page(
+    reader: PageReader,
+    page: Page,
+    allocate: Callable[[int], Tensor] = aligned_bytes,
+    *,
+    cached: bool = False,
+) -> Tensor:
+    """The bytes of a page in memory of its own.
+
+    cached: take what the page cache has from there.
+    """
+    memory = allocate(reader.bytes_in_slot(page))
+    reader.read(page, memory, cached=cached)
+    return memory

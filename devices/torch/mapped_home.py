@@ -1,0 +1,84 @@
+"""Pages at home in the page cache, from where a GPU copies them: they are neither loaded nor copied in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moesched.models.layout import Page
+from moesched.seams import Progress
+
+from ..shared.page_reader import PageReader, Part
+from .held_pages import HeldPage
+from .registered_files import RegisteredFiles, spans_of
+
+
+class MappedHome:
+    """Pages in files that are registered with CUDA.
+
+    Neighbouring pages are in one registration: no copy crosses from one to another, and no block is in two. Each page
+    that is brought in asks for the leases on its files.
+
+    threads: number of threads that have the system read what the page cache lacks.
+
+    Attributes:
+        bytes_mapped: bytes of all pages that came to be at home here, in whole blocks.
+    """
+
+    def __init__(self, reader: PageReader, threads: int, device: torch.device) -> None:
+        self.bytes_mapped = 0
+        self._reader = reader
+        self._files = RegisteredFiles(threads, device)
+        self._pages: dict[int, HeldPage] = {}
+
+    @staticmethod
+    def obstacle(reader: PageReader) -> str:
+        """The reason why pages cannot be used as the files have them; empty if they can."""
+        if not reader.on_disk:
+            return "the weights are not in files on a disk"
+        if reader.converts:
+            return "the files have the weights in another form than the kernels"
+        return "" if RegisteredFiles.possible() else "mapped files need Linux 5.14 or later"
+
+    def hold(self, pages: Sequence[Page], tell: Progress) -> None:
+        """Have exactly these pages at home, none after an error. No copy from a page may be under way.
+
+        Raises:
+            Refused: the system gives no lease on a file, or CUDA does not register it.
+            MoeschedError: a file is shorter than it was, or cannot be read.
+        """
+        before, self._pages = self._pages, {}
+        runs = [run for page in pages for run in self._reader.location(page).runs]
+        spans = spans_of((run.file.path, run.offset, run.nbytes) for run in runs)
+        try:
+            self._files.keep(spans)
+            for run in runs:
+                run.file.require(run.offset, run.needed)
+            self._files.register(spans, tell)
+            self._pages = {page.id: self._held(page) for page in pages}
+        except BaseException:
+            self._files.close()
+            raise
+        self.bytes_mapped += sum(
+            self._reader.location(page).bytes_to_read for page in pages if page.id not in before
+        )
+
+    def get(self, page: Page) -> HeldPage | None:
+        """A page that is about to be copied; None where it is not here.
+
+        Raises:
+            MoeschedError: another process writes to one of its files.
+        """
+        held = self._pages.get(page.id)
+        if held is not None:
+            for path in {run.file.path for run in self._reader.location(page).runs}:
+                self._files[path].require()
+        return held
+
+    def _held(self, page: Page) -> HeldPage:
+        parts = [
+            Part(run.at, self._files[run.file.path].bytes[run.offset : run.offset + run.nbytes])
+            for run in self._reader.location(page).runs
+        ]
+        return HeldPage(parts, locked=True)

@@ -1,0 +1,65 @@
+"""Copies of pages from the host's memory into slots, in each at the rate of memory or link."""
+
+from __future__ import annotations
+
+from moesched.errors import OutOfMemory
+from moesched.models.layout import Page
+from moesched.system.logs import Log
+
+from ..native.copy_team import CopyTeam
+from ..products.linear import Tensor
+from ..shared.page_reader import PageReader
+from .compute import Compute
+from .held_pages import HeldPage
+from .staging_ring import StagingRing
+
+_log = Log(__name__)
+
+
+class PageCopies:
+    """Copies pages between the memories of a machine.
+
+    Attributes:
+        ring: for copies from ordinary memory to a GPU; None where there are none, or where CUDA locks no memory.
+    """
+
+    def __init__(self, reader: PageReader, compute: Compute) -> None:
+        self.ring: StagingRing | None = None
+        self._reader = reader
+        self._compute = compute
+        self._team: CopyTeam | None = None
+
+    @property
+    def team(self) -> CopyTeam:
+        """The threads that copy within the host's memory."""
+        if self._team is None:
+            self._team = CopyTeam(self._compute.core_plan.copies or self._compute.cores)
+        return self._team
+
+    def make_ring(self) -> None:
+        """Have a ring from now on, if CUDA locks memory for it; a second call does nothing."""
+        if self.ring is None:
+            try:
+                self.ring = StagingRing(self._reader.slot_bytes, self.team, self._compute.accelerator)
+            except OutOfMemory as error:
+                _log.warning("copies of weights to the GPU are slow", reason=str(error))
+
+    def to_accelerator(self, page: Page, held: HeldPage, slot: Tensor) -> None:
+        """Copy a page to the layout's offsets in a slot of the accelerator's memory, on the current stream."""
+        pieces = self._reader.pieces(page, held.parts)
+        if self.ring is not None and not held.locked:
+            self.ring.copy(pieces, slot)
+            return
+        for piece, offset in pieces:
+            slot[offset : offset + len(piece)].copy_(piece, non_blocking=True)
+
+    def to_host(self, held: HeldPage, slot: Tensor) -> None:
+        """Copy a page to a slot of the host's memory."""
+        self.team.copy([(slot[part.at : part.at + len(part.memory)], part.memory) for part in held.parts])
+
+    def close(self) -> None:
+        """Free the ring, and end the threads."""
+        self.ring = None
+        if self._team is not None:
+            self._team.close()
+            self._team = None

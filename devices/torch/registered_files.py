@@ -1,0 +1,132 @@
+"""Parts of files in the page cache that are registered with CUDA, so that a GPU copies from there by itself."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moesched.errors import BadInput
+from moesched.seams import Progress
+from moesched.units import format_bytes
+
+from ..shared.arena import ALIGNMENT
+from .held_pages import Refused
+from .loading import load_each
+from .locked_memory import PORTABLE, READ_ONLY, NotLocked, lock
+from .mapped_file import POPULATE_READ, MappedFile, system_takes
+
+BLOCK = max(ALIGNMENT, mmap.PAGESIZE)
+"""Parts begin and end at multiples of this."""
+
+PIECE_BYTES = 32 << 20
+"""Bytes that a thread has the system read at a time."""
+
+REMEDY = "run with --device-set map_files=false"
+"""A way for users who have to write to a file meanwhile."""
+
+
+class Span(NamedTuple):
+    """A part of a file: whole blocks from `start` up to `end`."""
+
+    path: Path
+    start: int
+    end: int
+
+
+class RegisteredFiles:
+    """Files that are mapped read-only, held by leases, and registered with CUDA in parts.
+
+    A part is pinned, and the process itself does not read it. So nothing ends process or GPU if a file is cut off
+    against its lease.
+
+    threads: number of threads that have the system read what the page cache lacks.
+    """
+
+    def __init__(self, threads: int, device: torch.device) -> None:
+        self._threads = threads
+        self._device = device
+        self._files: dict[Path, MappedFile] = {}
+        self._registered: dict[Span, Callable[[], None]] = {}
+        """What undoes each registration."""
+
+    @staticmethod
+    def possible() -> bool:
+        """Whether the system reads into mapped memory when asked, as Linux 5.14 and later does."""
+        return system_takes(POPULATE_READ)
+
+    def __getitem__(self, path: Path) -> MappedFile:
+        return self._files[path]
+
+    def keep(self, spans: Sequence[Span]) -> None:
+        """Open the files of these spans; undo all other registrations, and close all other files.
+
+        Raises:
+            Refused: the system gives no lease on a file.
+        """
+        for span in self._registered.keys() - set(spans):
+            self._registered.pop(span)()
+        wanted = {span.path for span in spans}
+        for path in self._files.keys() - wanted:
+            self._files.pop(path).close()
+        for path in sorted(wanted - self._files.keys()):
+            try:
+                self._files[path] = MappedFile(path, REMEDY)
+            except OSError as error:
+                raise Refused(
+                    f"the system gives no lease on {path} ({error.strerror}): own the model's files, put them on a "
+                    "local disk, and end programs that write to them"
+                ) from error
+
+    def register(self, spans: Sequence[Span], tell: Progress) -> None:
+        """Read and register those spans of open files that are not registered yet; no two may have a block in common.
+
+        Raises:
+            Refused: the system does not map a file, or CUDA does not register it.
+            MoeschedError: a file cannot be read.
+        """
+        fresh = [span for span in spans if span not in self._registered]
+        pieces = [
+            (path, start, min(PIECE_BYTES, end - start))
+            for path, first, end in fresh
+            for start in range(first, end, PIECE_BYTES)
+        ]
+        try:
+            load_each(self._read, pieces, [nbytes for _, _, nbytes in pieces], self._threads, tell)
+        except BadInput as error:
+            raise Refused(str(error)) from error
+        for span in fresh:
+            self._register(span)
+
+    def close(self) -> None:
+        """Undo all registrations, and close all files; no copy from them may be under way."""
+        self.keep(())
+
+    def _read(self, piece: tuple[Path, int, int]) -> None:
+        path, start, nbytes = piece
+        self._files[path].advise(start, nbytes, POPULATE_READ)
+
+    def _register(self, span: Span) -> None:
+        address, nbytes = self._files[span.path].bytes.data_ptr() + span.start, span.end - span.start
+        try:
+            self._registered[span] = lock(address, nbytes, self._device, PORTABLE | READ_ONLY)
+        except NotLocked as refusal:
+            raise Refused(
+                f"CUDA registers no {format_bytes(nbytes)} of {span.path} ({refusal}): put the model on a local disk, "
+                "update the driver, or give the container or virtual machine more memory"
+            ) from refusal
+
+
+def spans_of(ranges: Iterable[tuple[Path, int, int]]) -> list[Span]:
+    """The fewest spans that cover ranges of files (offset and number of bytes); they do not touch each other."""
+    spans: list[Span] = []
+    for path, offset, nbytes in sorted(ranges):
+        start, end = offset // BLOCK * BLOCK, -(-(offset + nbytes) // BLOCK) * BLOCK
+        if spans and spans[-1].path == path and start <= spans[-1].end:
+            spans[-1] = spans[-1]._replace(end=max(end, spans[-1].end))
+        else:
+            spans.append(Span(path, start, end))
+    return spans

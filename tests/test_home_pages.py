@@ -1,0 +1,416 @@
+"""Weights at home for a GPU: in files that it copies from itself, in locked memory, or behind a ring of slots."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _small_runs import PAGE_LOCKED, TWO_MEMORIES, Generated, fast_memory
+
+from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
+from moesched.devices.lagging.pinned import is_read_only
+from moesched.devices.shared.page_reader import PageReader
+from moesched.devices.torch.compute import Compute
+from moesched.devices.torch.device import TorchDevice
+from moesched.devices.torch.held_pages import HeldPage, Refused
+from moesched.devices.torch.locked_memory import locked_bytes
+from moesched.devices.torch.mapped_home import MappedHome
+from moesched.devices.torch.page_copies import PageCopies
+from moesched.devices.torch.registered_files import BLOCK, Span, spans_of
+from moesched.errors import MoeschedError
+from moesched.machines import Machine
+from moesched.machines.toml_text import machine_toml
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.layout import Page, WeightLayout, weight_layout
+from moesched.models.random_model import write_random_model
+from moesched.plugins import make_policy
+from moesched.requests.batch import split_batch
+from moesched.runs.hardware import run
+from moesched.runs.outcome import Report
+from moesched.runs.planning import plan_run
+from moesched.seams import Observer, nobody_hears
+from moesched.tasks import Task
+from odd_models import PROMPTS, WIDE, layout_of
+from odd_runs import generated
+from test_mapped_pages import linux, mapped_bytes
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), linux]
+
+MAPPED, REGISTERED, ORDINARY = "mapped files", "registered memory", "ordinary memory"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "wide"
+    return write_random_model(WIDE, folder, seed=3, dtype="bfloat16")
+
+
+@pytest.fixture
+def checkpoint(model: Path, tmp_path: Path) -> Checkpoint:
+    """A copy of its own, to be changed."""
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return open_checkpoint(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Generated:
+    layout = layout_of(WIDE, "bfloat16")
+    return generated(
+        TorchDevice(open_checkpoint(model), layout, keep_logits=True, kernel="torch"), "resident"
+    )
+
+
+@pytest.fixture
+def gpu() -> LaggingGpu:
+    return LaggingGpu(seed=2)
+
+
+@pytest.fixture
+def reader(checkpoint: Checkpoint) -> Iterator[PageReader]:
+    with PageReader(checkpoint, layout(checkpoint)) as reader:
+        yield reader
+
+
+@pytest.fixture
+def home(reader: PageReader, gpu: LaggingGpu) -> Iterator[MappedHome]:
+    home = MappedHome(reader, 2, GPU_DEVICE)
+    yield home
+    home.hold((), nobody_hears)
+    assert not gpu.pinned.registered
+    assert not gpu.pinned.faults
+
+
+def layout(checkpoint: Checkpoint) -> WeightLayout:
+    return weight_layout(checkpoint.config, page_bytes=20_000)
+
+
+def weights_of(checkpoint: Checkpoint) -> Path:
+    (file,) = checkpoint.directory.glob("*.safetensors")
+    return file
+
+
+def device_on(gpu: LaggingGpu, checkpoint: Checkpoint, *, map_files: bool = True) -> LaggingDevice:
+    return LaggingDevice(
+        checkpoint, layout_of(WIDE, "bfloat16"), keep_logits=True, map_files=map_files, gpu=gpu
+    )
+
+
+def streamed(
+    device: LaggingDevice, policy: str, machine: Machine = PAGE_LOCKED, *observers: Observer
+) -> Generated:
+    return generated(device, policy, machine=machine, weights=0.8, observers=observers, keep_open=True)
+
+
+class Allocations:
+    """The numbers of allocations of page-locked memory that were seen after the second step."""
+
+    def __init__(self, gpu: LaggingGpu) -> None:
+        self.seen: set[int] = set()
+        self._gpu = gpu
+
+    def ended(self, task: Task) -> None:
+        if task.step > 1:
+            self.seen.add(self._gpu.pinned.allocations)
+
+
+def bytes_in(held: HeldPage | None, nbytes: int) -> bytes:
+    assert held is not None
+    slot = torch.zeros(nbytes, dtype=torch.uint8)
+    for part in held.parts:
+        slot[part.at : part.at + len(part.memory)] = part.memory
+    return bytes(slot.numpy().data)
+
+
+@pytest.mark.parametrize(
+    ("way", "policy"),
+    [(MAPPED, "cgopipe"), (REGISTERED, "flexgen"), (ORDINARY, "layer_streaming"), (ORDINARY, "cgopipe")],
+)
+def test_each_way_gives_the_bits_of_the_cpu_and_no_copy_blocks(
+    model: Path, expected: Generated, gpu: LaggingGpu, way: str, policy: str
+) -> None:
+    device = device_on(gpu, open_checkpoint(model), map_files=way == MAPPED)
+    machine, read = TWO_MEMORIES if way == ORDINARY else PAGE_LOCKED, set()
+    for _ in range(2):
+        found = streamed(device, policy, machine, allocations := Allocations(gpu))
+        assert len(allocations.seen) == 1
+        read.add(device.bytes_read)
+        assert found.logits_RSV.equal(expected.logits_RSV)
+        assert device.weights_home is not None
+        assert device.weights_home.way == way
+    device.close()
+    gc.collect()
+    assert len(read) == 1, "the second batch finds its weights"
+    assert gpu.operations.blocked == 0
+    assert gpu.pinned.faults == []
+    assert not gpu.pinned.registered
+
+
+def test_weights_that_the_host_computes_with_are_read_into_locked_memory_and_mapped_no_longer(
+    model: Path, gpu: LaggingGpu
+) -> None:
+    device = device_on(gpu, open_checkpoint(model))
+    streamed(device, "layer_streaming")
+    assert any(map(is_read_only, gpu.pinned.registered))
+    generated(device, "twiddler", {"experts": 4}, machine=PAGE_LOCKED, keep_open=True)
+    assert not any(map(is_read_only, gpu.pinned.registered))
+    assert device.weights_home is not None
+    assert device.weights_home.way == REGISTERED
+    assert "the host computes with the weights" in device.weights_home.reason
+    device.close()
+
+
+@pytest.mark.parametrize(("error", "most"), [(801, None), (0, 300_000)])
+def test_a_way_that_cuda_refuses_gives_way_to_the_next_by_name(
+    model: Path,
+    expected: Generated,
+    gpu: LaggingGpu,
+    capsys: pytest.CaptureFixture[str],
+    error: int,
+    most: int | None,
+) -> None:
+    """Files are refused, or more than some memory: half way through the weights."""
+    gpu.pinned.refuses_files, gpu.pinned.most_registered = error, most
+    device = device_on(gpu, open_checkpoint(model))
+    assert streamed(device, "layer_streaming").logits_RSV.equal(expected.logits_RSV)
+    home = device.weights_home
+    assert home is not None
+    assert home.way == (REGISTERED if most is None else ORDINARY)
+    assert f"(error {error or 2}): put the model on a local disk" in home.reason
+    assert ("CUDA locks no" in home.reason) == (most is not None)
+    assert capsys.readouterr().err.count("weights cannot be at home in mapped files") == 1
+    streamed(device, "layer_streaming")
+    assert capsys.readouterr().err == "", "it is not tried again"
+    device.close()
+    gc.collect()
+    assert not gpu.pinned.registered
+
+
+def test_files_that_someone_writes_to_are_not_mapped(
+    checkpoint: Checkpoint, expected: Generated, gpu: LaggingGpu
+) -> None:
+    device = device_on(gpu, checkpoint)
+    with weights_of(checkpoint).open("r+b"):
+        assert streamed(device, "layer_streaming").logits_RSV.equal(expected.logits_RSV)
+    assert device.weights_home is not None
+    assert device.weights_home.way == REGISTERED
+    assert "the system gives no lease on" in device.weights_home.reason
+    device.close()
+
+
+def one_batch(device: LaggingDevice, machine: Machine, *observers: Observer) -> Report:
+    """Run a batch that may end early, and close the device."""
+    policy, batch = make_policy("layer_streaming"), split_batch([len(prompt) for prompt in PROMPTS], 4, 2)
+    budgets = fast_memory(device, machine, batch, 0.8)
+    plan = plan_run(machine, device.layout, batch, policy, budgets, device.slot_bytes)
+    return run(plan, policy, device, PROMPTS, observers=observers)
+
+
+class Writer:
+    """Tries to write to a file once the first page has been copied."""
+
+    def __init__(self, file: Path) -> None:
+        self._files = [file]
+
+    def ended(self, task: Task) -> None:
+        if task.verb == "fetch" and self._files:
+            with pytest.raises(BlockingIOError):
+                os.open(self._files.pop(), os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK)
+
+
+def test_a_write_to_a_mapped_file_ends_the_run_in_one_line_and_leaves_nothing_locked(
+    checkpoint: Checkpoint, gpu: LaggingGpu
+) -> None:
+    report = one_batch(device_on(gpu, checkpoint), PAGE_LOCKED, Writer(weights_of(checkpoint)))
+    assert report.failure is not None
+    assert f"another process writes to {weights_of(checkpoint)}" in report.failure
+    assert report.failure.endswith("change it after the run, or run with --device-set map_files=false")
+    gc.collect()
+    os.close(os.open(weights_of(checkpoint), os.O_WRONLY | os.O_NONBLOCK))
+    assert not gpu.pinned.registered
+    assert gpu.pinned.faults == []
+
+
+@pytest.mark.parametrize("way", [MAPPED, REGISTERED, ORDINARY])
+def test_ctrl_c_while_weights_load_leaves_nothing_locked(model: Path, gpu: LaggingGpu, way: str) -> None:
+    told = []
+
+    def interrupt(what: str, done: float, total: float) -> None:
+        if what == "loading weights":
+            told.append((done, total))
+            raise KeyboardInterrupt
+
+    device = device_on(gpu, open_checkpoint(model), map_files=way == MAPPED)
+    device.tell = interrupt
+    report = one_batch(device, TWO_MEMORIES if way == ORDINARY else PAGE_LOCKED)
+    gc.collect()
+    assert report.interrupted
+    assert len(told) == 1
+    assert not gpu.pinned.registered
+
+
+def test_loading_tells_its_progress(model: Path, gpu: LaggingGpu) -> None:
+    told: list[tuple[float, float]] = []
+    device = device_on(gpu, open_checkpoint(model), map_files=False)
+    device.tell = lambda what, done, total: told.append((done, total)) if what == "loading weights" else None
+    streamed(device, "layer_streaming")
+    device.close()
+    done, totals = zip(*told, strict=True)
+    assert list(done) == sorted(done)
+    assert {done[-1]} == set(totals)
+
+
+def test_mapped_pages_have_the_bytes_that_reads_give_even_if_their_tensors_lie_apart(
+    tmp_path: Path, gpu: LaggingGpu
+) -> None:
+    folder = write_random_model(WIDE, tmp_path / "many files", dtype="bfloat16", shard_bytes=20_000)
+    checkpoint, pages = open_checkpoint(folder), weight_layout(WIDE, "bfloat16").pages
+    with PageReader(checkpoint, weight_layout(WIDE, "bfloat16")) as reader:
+        home = MappedHome(reader, 2, GPU_DEVICE)
+        home.hold(pages, nobody_hears)
+        assert any(len(reader.location(page).runs) > 1 for page in pages)
+        for page in pages:
+            memory, runs = reader.new_memory(reader.slot_bytes), reader.location(page).runs
+            reader.read(page, memory)
+            found = bytes_in(home.get(page), len(memory))
+            for run in runs:
+                part = slice(run.at, run.at + run.needed)
+                assert found[part] == bytes(memory[part].numpy().data)
+        home.hold((), nobody_hears)
+    assert not gpu.pinned.registered
+
+
+def test_what_is_registered_was_read_before(checkpoint: Checkpoint, home: MappedHome) -> None:
+    pages = layout(checkpoint).pages
+    home.hold(pages, nobody_hears)
+    assert mapped_bytes(checkpoint.directory) >= sum(page.nbytes for page in pages)
+
+
+def test_pages_in_locked_memory_do_not_go_through_the_ring(
+    checkpoint: Checkpoint, reader: PageReader, gpu: LaggingGpu
+) -> None:
+    pages = layout(checkpoint)
+    copies = PageCopies(reader, Compute(str(GPU_DEVICE), pages, "torch", pin=False, threads=None))
+    with gpu, gpu.streams.on(stream := gpu.streams.new_stream()):
+        stream.eagerness = 0.0
+        copies.make_ring()
+        slot = locked_bytes(reader.slot_bytes, GPU_DEVICE)
+        target = torch.zeros(reader.slot_bytes, dtype=torch.uint8, device=GPU_DEVICE)
+        copies.to_accelerator(pages.pages[0], HeldPage.whole(slot, locked=True), target)
+        slot.fill_(1)
+        assert target.cpu()[: pages.pages[0].extents[0].nbytes].all(), (
+            "it is read when the stream comes to it"
+        )
+    copies.close()
+
+
+def test_what_one_batch_has_locked_and_the_next_needs_stays_locked(
+    checkpoint: Checkpoint, gpu: LaggingGpu, home: MappedHome
+) -> None:
+    first, *_, last = pages = apart(layout(checkpoint).pages)
+    home.hold(pages[:-1], nobody_hears)
+    before = dict(gpu.pinned.registered)
+    home.hold(pages[1:], nobody_hears)
+    assert len(gpu.pinned.registered) == len(before) == len(pages) - 1
+    assert len(gpu.pinned.registered.keys() - before.keys()) == 1
+    assert home.get(first) is None
+    assert home.get(last) is not None
+
+
+def apart(pages: list[Page] | tuple[Page, ...]) -> list[Page]:
+    """Pages of experts that are not neighbours."""
+    experts = [page for page in pages if page.expert >= 0]
+    return experts[:: len(experts) // 4]
+
+
+def test_a_refusal_half_way_undoes_the_registrations_before(
+    checkpoint: Checkpoint, gpu: LaggingGpu, home: MappedHome
+) -> None:
+    pages = apart(layout(checkpoint).pages)
+    home.hold(pages, nobody_hears)
+    gpu.pinned.most_registered = sum(gpu.pinned.registered.values()) - 1
+    home.hold((), nobody_hears)
+    with pytest.raises(Refused, match=r"CUDA registers no .* of .*safetensors \(error 2\)"):
+        home.hold(pages, nobody_hears)
+    assert not gpu.pinned.registered
+
+
+def test_a_file_that_was_cut_short_is_told_before_it_is_registered(
+    checkpoint: Checkpoint, home: MappedHome, gpu: LaggingGpu
+) -> None:
+    os.truncate(weights_of(checkpoint), weights_of(checkpoint).stat().st_size // 2)
+    with pytest.raises(MoeschedError, match=r"ends at byte \d+, .* cut short since it was opened"):
+        home.hold(layout(checkpoint).pages, nobody_hears)
+    assert not gpu.pinned.registered
+
+
+def test_a_page_asks_for_the_lease_on_its_file(checkpoint: Checkpoint, home: MappedHome) -> None:
+    pages = layout(checkpoint).pages
+    home.hold(pages, nobody_hears)
+    with pytest.raises(BlockingIOError):
+        os.open(weights_of(checkpoint), os.O_WRONLY | os.O_NONBLOCK)
+    with pytest.raises(MoeschedError, match="another process writes to"):
+        home.get(pages[0])
+
+
+def test_neighbouring_ranges_of_a_file_are_one_span() -> None:
+    one, other = Path("one"), Path("other")
+    ranges = [
+        (one, 3 * BLOCK, 1),
+        (one, 10, BLOCK),
+        (other, 0, BLOCK),
+        (one, 2 * BLOCK - 1, 1),
+        (one, 9 * BLOCK, 2 * BLOCK),
+    ]
+    assert spans_of(ranges) == [
+        Span(one, 0, 2 * BLOCK),
+        Span(one, 3 * BLOCK, 4 * BLOCK),
+        Span(one, 9 * BLOCK, 11 * BLOCK),
+        Span(other, 0, BLOCK),
+    ]
+
+
+def leave_a_copy(gpu: LaggingGpu) -> None:
+    """Have a copy from each piece of locked memory in the queue of a stream that is in no hurry."""
+    with gpu, gpu.streams.on(stream := gpu.streams.new_stream()):
+        stream.eagerness = 0.0
+        for address, nbytes in gpu.pinned.registered.items():
+            memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+            torch.empty(nbytes, dtype=torch.uint8, device=GPU_DEVICE).copy_(memory, non_blocking=True)
+
+
+def test_memory_is_unlocked_only_after_copies_that_a_failed_run_left(model: Path, gpu: LaggingGpu) -> None:
+    device = device_on(gpu, open_checkpoint(model))
+    streamed(device, "cgopipe")
+    leave_a_copy(gpu)
+    generated(device, "resident", machine=PAGE_LOCKED, keep_open=True)
+    assert not any(map(is_read_only, gpu.pinned.registered))
+    streamed(device, "layer_streaming")
+    leave_a_copy(gpu)
+    device.close()
+    gc.collect()
+    assert gpu.pinned.faults == []
+    assert not gpu.pinned.registered
+
+
+def test_a_run_says_where_its_weights_came_from_and_why(
+    command: Any, text_model: Path, tmp_path: Path
+) -> None:
+    machine, page = tmp_path / "machine.toml", tmp_path / "page.html"
+    machine.write_text(machine_toml(TWO_MEMORIES))
+    run = ("run", text_model, "--prompt", "a", "--max-new-tokens", 2, "--policy", "layer_streaming")
+    device = ("--device", "moesched.devices.lagging.device:LaggingDevice", "--machine", machine)
+    said = command(*run, *device, "--report", page)
+    line = (
+        "Weights come from ordinary memory: the machine limits page-locked memory: it has the memory pinned"
+    )
+    assert line in said.out
+    assert line in page.read_text()
+    assert command(*run, *device, "--json").json["weights_home"]["way"] == ORDINARY
+    assert command(*run, "--json").json["weights_home"] is None
