@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from _small_runs import TWO_MEMORIES
+from _small_runs import PAGE_LOCKED
+from msgspec.structs import replace
 
 from moesched.devices.lagging.device import LaggingDevice
 from moesched.machines import Machine
+from moesched.machines.machine import Staging
 
 
 class SmallGpu(LaggingDevice):
@@ -14,7 +16,7 @@ class SmallGpu(LaggingDevice):
     @staticmethod
     def machine(host: Machine) -> Machine:
         """The machine that `--machine auto` is."""
-        return TWO_MEMORIES
+        return replace(PAGE_LOCKED, staging=Staging(bandwidth=2e9))
 
     @staticmethod
     def check_machine(machine: Machine) -> None:

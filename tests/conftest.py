@@ -128,12 +128,10 @@ def no_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def streamed_run() -> Run:
-    """CGOPipe under 40 % of the weights: every kind of lane, transfers in two hops, views of many pages."""
-    from moesched.machines import load_machine
-    from moesched.machines.staging import staged
-    from runs import FORTY_PERCENT, virtual_run
+    """A run of CGOPipe on the virtual clock, in which pages pass through pinned memory."""
+    from runs import staged_run
 
-    return virtual_run("cgopipe", machine=staged(load_machine("t4"), "16GB"), budgets=FORTY_PERCENT)
+    return staged_run()
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.engine import Engine
 from moesched.machines import Machine, load_machine
+from moesched.machines.staging import staged
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
@@ -25,6 +26,7 @@ from moesched.tasks import Decision, Task
 from moesched.trace import About, LastSteps, Recorder, Recording
 
 FORTY_PERCENT = {"gpu": 700_000_000}
+
 """A budget that `mixtral-0.8b` in bfloat16 (1.6 GB) does not fit."""
 
 
@@ -47,6 +49,11 @@ def virtual_run(policy: str | Policy, recorder: Recorder | LastSteps | None = No
     virtual.run()
     [run] = virtual.rank_runs
     return Run(plan, run.generation, run.engine, recorder.recording(), about(plan, policy, "virtual"))
+
+
+def staged_run() -> Run:
+    """CGOPipe under 40 % of the weights: every kind of lane, transfers in two hops, views of many pages."""
+    return virtual_run("cgopipe", machine=staged(load_machine("t4"), "16GB"), budgets=FORTY_PERCENT)
 
 
 def realtime_run(policy: str | Policy, recorder: Recorder | LastSteps | None = None, **sizes: Any) -> Run:

@@ -72,9 +72,9 @@ def test_no_more_cores_are_usable_than_the_process_may_run_on() -> None:
     [
         (1, 1, 1, 1),
         (2, 1, 1, 1),
-        (4, 3, 2, 1),
-        (8, 6, 4, 2),
-        (16, 12, 8, 4),
+        (4, 3, 3, 1),
+        (8, 6, 7, 2),
+        (16, 12, 15, 4),
         (32, 28, 16, 4),
         (64, 60, 16, 4),
     ],
@@ -84,7 +84,7 @@ def test_cores_beside_a_gpu_are_divided(cores: int, kernels: int, copies: int, i
 
 
 def test_threads_that_are_given_are_those_of_attention_and_experts() -> None:
-    assert divided_cores(16, threads=9) == CorePlan(kernels=9, copies=8, issuing=4)
+    assert divided_cores(16, threads=9) == CorePlan(kernels=9, copies=15, issuing=4)
 
 
 @pytest.mark.parametrize("threads", [0, -1, usable_cores() + 1])
@@ -102,8 +102,8 @@ def test_a_report_says_how_the_cores_were_divided(capsys: pytest.CaptureFixture[
     report = structs.replace(predicted, measured=True, cores=divided_cores(16)._asdict())
     print_report(report)
     assert (
-        "threads on the host: 12 for attention and experts, 8 for copies of weights; "
+        "threads on the host: 12 for attention and experts, 15 for copies of weights; "
         "4 cores left to issuing and waiting\n" in capsys.readouterr().out
     )
-    assert report.as_dict()["cores"] == {"kernels": 12, "copies": 8, "issuing": 4}
+    assert report.as_dict()["cores"] == {"kernels": 12, "copies": 15, "issuing": 4}
     assert "cores" not in predicted.as_dict()

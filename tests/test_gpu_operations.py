@@ -21,6 +21,7 @@ from moesched.machines import load_machine
 from moesched.machines.gpu_cost import GpuCosts
 from moesched.machines.staging import staged
 from moesched.models.random_model import write_random_model
+from moesched.system.cores import divided_cores
 
 TINY = GpuExtent(
     rounds=1,
@@ -46,7 +47,7 @@ KINDS = {
 @pytest.fixture
 def operations() -> Iterator[GpuOperations]:
     with LaggingGpu():
-        found = GpuOperations(GPU_DEVICE, 1, seconds=1e-4, cold=1 << 15)
+        found = GpuOperations(GPU_DEVICE, divided_cores(1), seconds=1e-4, cold=1 << 15)
         yield found
         found.close()
 

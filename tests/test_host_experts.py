@@ -18,11 +18,12 @@ from moesched.machines import Machine, load_machine
 from moesched.machines.roofline import Roofline
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.footprint import host_rows_bytes
-from moesched.models.layout import weight_layout
+from moesched.models.layout import Page, weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
 from moesched.seams import Policy, nobody_hears
+from moesched.steps.memory import Pool
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.tasks import HostKernel, PageTransfer, Task
@@ -31,6 +32,10 @@ from odd_models import DBRX, MIXTRAL, PROMPTS, Streamed, layout_of, stored
 
 T4 = load_machine("t4")
 CASES = {case.name: case for case in policy_cases()}
+
+
+VISITORS = 2
+"""Number of experts that the accelerator has room for beside those that stay."""
 
 
 class EverySecond:
@@ -47,7 +52,7 @@ class EverySecond:
         self.device_kv = plan.machine.unified
         if self.device_kv or not plan.machine.weights_on_host:
             plan.keep(experts, "host")
-        self.slots = None if self.device_kv else plan.pool("accelerator", "visitors", 4, experts)
+        self.slots = None if self.device_kv else visitors(plan, experts)
 
     async def prefill(self, step: Step) -> None:
         for j in step.micro_batches:
@@ -190,6 +195,11 @@ def test_a_damaged_schedule_is_refused_at_its_own_line(
     assert re.search(says, end.what), end.what
 
 
+def visitors(plan: Plan, experts: Sequence[Page]) -> Pool:
+    """A pool of the accelerator with room for some experts."""
+    return plan.pool("accelerator", "visitors", VISITORS * len(plan.layout.an_expert), experts)
+
+
 class Unplanned(EverySecond):
     """Forgets to say so in its plan."""
 
@@ -197,7 +207,7 @@ class Unplanned(EverySecond):
         plan.place_kv("accelerator")
         plan.keep([page for i in plan.layers for page in plan.layout.dense(i)])
         experts = [page for page in plan.layout.pages if page.expert >= 0]
-        self.slots = plan.pool("accelerator", "visitors", 4, experts)
+        self.slots = visitors(plan, experts)
 
 
 class Elsewhere(EverySecond):

@@ -17,9 +17,8 @@ def test_a_page_has_the_tables_of_its_results(page: Path) -> None:
     assert page.read_text().replace(OLDER, "") == PAGES[page].replace(OLDER, "")
 
 
-def test_the_results_page_fits_two_screens_and_has_missed_bars_first() -> None:
+def test_the_results_page_has_missed_bars_first() -> None:
     lines = (DOCS / "results.md").read_text().splitlines()
-    assert len(lines) <= 110
     rows = [line for line in lines if line.startswith("| ")][2:]
     missed = ["**" in row for row in rows]
     assert missed == sorted(missed, reverse=True)

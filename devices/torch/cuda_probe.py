@@ -12,6 +12,7 @@ from moesched.machines import Machine
 from moesched.models.config import DType, ModelConfig
 from moesched.models.random_model import write_random_model
 from moesched.seams import Policy
+from moesched.system.cores import CorePlan
 from moesched.system.memory import available_memory
 from moesched.tasks import Task
 
@@ -24,7 +25,7 @@ class CudaProbe(GpuOperations):
     """Operations on the first CUDA device and on the CPU, and runs of models on both.
 
     Args:
-        threads: of kernels and copies on the host.
+        cores: the division of the host's.
         folder: models are written there.
 
     Attributes:
@@ -34,9 +35,9 @@ class CudaProbe(GpuOperations):
         half: the number format of 16 bits that the GPU has.
     """
 
-    def __init__(self, threads: int, folder: Path) -> None:
+    def __init__(self, cores: CorePlan, folder: Path) -> None:
         require_cuda()
-        super().__init__(torch.device("cuda:0"), threads)
+        super().__init__(torch.device("cuda:0"), cores)
         gpu = torch.cuda.get_device_properties(0)
         self.gpu_name: str = gpu.name
         self.gpu_bytes: int = gpu.total_memory

@@ -22,6 +22,7 @@ from moesched.calibration.gpu_probe import (
     Product,
     Stream,
 )
+from moesched.system.cores import CorePlan
 
 from ..native.copy_team import CopyTeam
 from ..products.linear import linear
@@ -49,18 +50,18 @@ class GpuOperations:
 
     Args:
         device: the accelerator.
-        threads: of kernels and copies on the host.
+        cores: the division of the host's.
         seconds: time that an operation is repeated for.
         cold: bytes of matrices or of buffers that take turns.
     """
 
     def __init__(
-        self, device: torch.device, threads: int, *, seconds: float = SECONDS, cold: int = COLD_BYTES
+        self, device: torch.device, cores: CorePlan, *, seconds: float = SECONDS, cold: int = COLD_BYTES
     ) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
-        self._host = TorchProbe(threads)
-        self._copies = CopyTeam(threads)
+        self._host = TorchProbe(cores.kernels)
+        self._copies = CopyTeam(cores.copies)
         self._seconds = seconds
         self._cold = cold
 

@@ -122,6 +122,7 @@ class WarmUp:
             self._prefill(shapes.prompts, shapes.length, self._tokens)
             self._decode(shapes.sequences, shapes.cached, self._tokens)
         self._expert(max(shapes.prompts * shapes.length, shapes.sequences))
+        self._states.clear()
 
     def _prefill(self, sequences: int, length: int, tokens: NextTokens) -> None:
         state = self._state(sequences, length, length, self._compute.accelerator)

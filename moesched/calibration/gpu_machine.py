@@ -68,7 +68,7 @@ def calibrate_gpu(
     make_probe = plugins.load(PROBE, "the probe")
     with (
         folder_to_measure_in() as folder,
-        closing(make_probe(divided_cores(usable_cores()).kernels, folder)) as probe,
+        closing(make_probe(divided_cores(usable_cores()), folder)) as probe,
     ):
         machine = measured_machine(probe, extent, progress or (lambda done, total: None))
     with whole_file(file, "machine file") as written:

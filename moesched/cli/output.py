@@ -94,7 +94,6 @@ def print_whole(table: Table) -> None:
 def print_report(report: JobReport) -> None:
     """Print the figures of a run: rates, lanes, memories."""
     from moesched.jobs.report import ClusterReport
-    from moesched.report.run_figures import home_in_words
     from moesched.units import format_seconds
 
     measured = "measured" if report.measured else "predicted"
@@ -132,7 +131,7 @@ def print_report(report: JobReport) -> None:
     if report.no_expectation is not None:
         say(f"\nNot compared with a prediction: {report.no_expectation}")
     if report.weights_home is not None:
-        say(f"\n{home_in_words(report.weights_home.way, report.weights_home.reason)}")
+        say(f"\n{report.weights_home.words}")
     say()
     _print_memories(report)
     if any(pool.hits or pool.fetched for pool in report.pools):

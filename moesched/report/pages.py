@@ -18,10 +18,10 @@ from moesched.report.roofline_drawing import roofline_section
 from moesched.report.run_figures import (
     budgets_table,
     expectation_table,
-    home_in_words,
     predictions_table,
     run_figures,
 )
+from moesched.runs.outcome import WeightsHome
 from moesched.system.whole_file import whole_file
 from moesched.trace.chrome_writer import TitledRun, common_shifts
 from moesched.trace.recording import About, Recording
@@ -63,7 +63,7 @@ def write_run_page(
     if known.get("no_expectation"):
         tables.append(paragraphs([f"Not compared with a prediction: {known['no_expectation']}"], css="note"))
     if known.get("weights_home"):
-        tables.append(paragraphs([home_in_words(**known["weights_home"])], css="note"))
+        tables.append(paragraphs([WeightsHome(**known["weights_home"]).words], css="note"))
     tables += [
         expectation_table(known),
         predictions_table(recording),

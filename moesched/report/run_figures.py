@@ -43,11 +43,6 @@ def run_figures(
     return found
 
 
-def home_in_words(way: str, reason: str) -> str:
-    """The memory of the host that a GPU's weights come from, and why no faster one."""
-    return f"Weights come from {way}" + (f": {reason}" if reason else "")
-
-
 def budgets_table(report: Mapping[str, Any]) -> str:
     """The peak of each memory beside its budget; empty if they are not known."""
     peaks: Mapping[str, int] = report.get("peak_bytes", {})

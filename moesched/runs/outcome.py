@@ -142,6 +142,11 @@ class WeightsHome(msgspec.Struct, frozen=True):
     way: str
     reason: str
 
+    @property
+    def words(self) -> str:
+        """A sentence with both."""
+        return f"Weights come from {self.way}" + (f": {self.reason}" if self.reason else "")
+
 
 class PlanReport(msgspec.Struct, frozen=True):
     """The sizes that a run was planned with.
