@@ -240,7 +240,12 @@ BUFFERS = (
         "wait for keys and values before they are written",
         "wait_for_copies(self._accelerator)",
     ),
-    Mutant("kv_offload.py", "second buffer of keys and values", "self._buffers[number % 2], (", "self._buffers[0], ("),
+    Mutant(
+        "kv_offload.py",
+        "second buffer of keys and values",
+        "self._buffers[number % 2], (",
+        "self._buffers[0], (",
+    ),
     Mutant(
         "kv_offload.py", "copy of keys and values", "buffer[: len(piece)].copy_(piece, non_blocking=True)"
     ),

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
     from moesched.drivers.lanes import LaneKind, Streams
     from moesched.machines import Machine
+    from moesched.machines.weights_home import WeightsHome
     from moesched.models.checkpoint import Checkpoint
     from moesched.models.layout import Page, WeightLayout
     from moesched.requests.sampling import Sampling
-    from moesched.runs.outcome import Emulation, WeightsHome
+    from moesched.runs.outcome import Emulation
     from moesched.steps.plan import Plan
     from moesched.steps.step import Step
     from moesched.tasks import Task, Work

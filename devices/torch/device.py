@@ -11,10 +11,10 @@ from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
 from moesched.machines import Machine, machine_names
 from moesched.machines.local import this_processor
+from moesched.machines.weights_home import WeightsHome
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling
-from moesched.runs.outcome import WeightsHome
 from moesched.seams import (
     ActivationObserver,
     ChoosesDtype,

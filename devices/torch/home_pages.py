@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+from moesched.machines.weights_home import WeightsHome
 from moesched.models.layout import Page
-from moesched.runs.outcome import WeightsHome
 from moesched.seams import Progress, nobody_hears
 from moesched.steps.plan import Plan
 from moesched.system.logs import Log

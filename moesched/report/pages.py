@@ -10,6 +10,7 @@ from moesched.analysis.comparison import Comparison
 from moesched.analysis.explanation import Explanation, explain
 from moesched.analysis.explanation_tables import DECISIONS_HELD, bottleneck_in_words, tables_of
 from moesched.analysis.families import COLOURS, MEANINGS
+from moesched.machines.weights_home import WeightsHome
 from moesched.report.columns import run_columns
 from moesched.report.markup import element, figures, paragraphs, table, text
 from moesched.report.packing import Columns
@@ -21,7 +22,6 @@ from moesched.report.run_figures import (
     predictions_table,
     run_figures,
 )
-from moesched.runs.outcome import WeightsHome
 from moesched.system.whole_file import whole_file
 from moesched.trace.chrome_writer import TitledRun, common_shifts
 from moesched.trace.recording import About, Recording

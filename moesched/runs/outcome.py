@@ -7,6 +7,7 @@ from statistics import fmean
 
 import msgspec
 
+from moesched.machines.weights_home import WeightsHome
 from moesched.runs.process_bytes import ProcessBytes, process_bytes_of
 from moesched.seams import Policy
 from moesched.steps.memory import Memory, counts_of
@@ -128,24 +129,6 @@ class Emulation(msgspec.Struct, frozen=True):
     dilation: Dilations
     core_load: float
     lanes: dict[str, EmulatedLane]
-
-
-class WeightsHome(msgspec.Struct, frozen=True):
-    """The memory of the host that a GPU's weights come from.
-
-    Attributes:
-        way: "mapped files" in the page cache, which the GPU copies from by itself; "registered memory" that they were
-            read into; or "ordinary memory", from which the host copies them to page-locked buffers.
-        reason: why it is no faster way; empty for mapped files.
-    """
-
-    way: str
-    reason: str
-
-    @property
-    def words(self) -> str:
-        """A sentence with both."""
-        return f"Weights come from {self.way}" + (f": {self.reason}" if self.reason else "")
 
 
 class PlanReport(msgspec.Struct, frozen=True):
