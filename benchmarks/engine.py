@@ -41,7 +41,7 @@ from moesched.tasks import Block, Kernel, Lane, Task, Work
 from moesched.trace import Recorder
 
 MICRO_BATCHES, MICRO_BATCH_SIZE, PROMPT_TOKENS = 15, 36, 77
-PAGE_BYTES = 176 << 20
+PAGE_BYTES = 112 << 20
 STEPS, REPLAYED_STEPS, SHARED_STEPS, SIMPY_STEPS = 9, 129, 5, 3
 NOTHINGS, FAN = 10_000, 98
 NO_WORK = Work("nothing", "none")
