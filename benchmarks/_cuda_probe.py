@@ -21,7 +21,7 @@ REPEATS = 5
 
 
 class Rates(NamedTuple):
-    """What copies and products reach alone: bytes per second, seconds of a small copy, and FLOP/s by number format."""
+    """Limits of copies and products alone: bytes per second, seconds of a small copy, and FLOP/s by number format."""
 
     to_gpu: float
     ordinary_to_gpu: float

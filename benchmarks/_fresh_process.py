@@ -109,7 +109,7 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any, seconds: flo
 
 
 def command(*arguments: str) -> Any:
-    """What a command of moesched prints with --json.
+    """Run a command of moesched and return what it prints with --json.
 
     Raises:
         RowFailed: it failed; with the last line that it said.

@@ -33,7 +33,7 @@ LAYERS_ON_THE_HOST = 2
 
 
 class Places(NamedTuple):
-    """Where things are.
+    """Folders of a run.
 
     Attributes:
         models: folder of models.
@@ -60,7 +60,7 @@ class Places(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """What rows measure with."""
+    """Sizes and folders that rows measure with."""
 
     sizes: Sizes
     places: Places
@@ -124,7 +124,7 @@ class Row(NamedTuple):
     on_gpus: bool = False
 
     def lacks(self, bench: Bench, gpu_bytes: float) -> str:
-        """What is not there that it needs; empty if all is."""
+        """The first thing that it needs and that is not there; empty if all is."""
         missing = [package for package in self.packages if find_spec(package) is None]
         if missing:
             return f"{missing[0]} is not installed"
@@ -142,7 +142,7 @@ class Row(NamedTuple):
 
 
 def preparations(bench: Bench, rows: Sequence[Row]) -> Mapping[str, Preparation]:
-    """What the rows need, as far as it can be made."""
+    """Preparations of the rows: models, and programs that can be built."""
     sizes, places = bench.sizes, bench.places
     known = {MODEL: Preparation(write_model, (sizes.model, places.of(MODEL)))}
     if places.llama_source is not None:
@@ -163,7 +163,7 @@ def limits(bench: Bench, seconds: float) -> Figures:
 
 
 def choices_of_the_device(bench: Bench, seconds: float) -> Figures:
-    """What _gpu_choices.py measures."""
+    """The measurements of _gpu_choices.py."""
     found: Figures = in_fresh_process(choices, bench.sizes.small, bench.places.work, seconds=seconds)
     return found
 

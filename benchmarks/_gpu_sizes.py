@@ -1,4 +1,4 @@
-"""What the rows of gpu_hour.py run with: models, requests and budgets, and small ones to try it on a CPU."""
+"""Models, requests and budgets of the rows of gpu_hour.py, and small ones to try it on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rows of gpu_hour.py need: models, llama.cpp and its model's file; some of it is made beside the first rows."""
+"""Preparations for rows of gpu_hour.py: models, llama.cpp and its model's file; some run beside the first rows."""
 
 from __future__ import annotations
 

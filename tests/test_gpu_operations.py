@@ -1,4 +1,4 @@
-"""What a calibration of a GPU times, by the device's own code: on an imitated GPU, whose times mean nothing."""
+"""Operations that a calibration of a GPU times, by the device's own code, on an imitated GPU: times mean nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `moesched calibrate --device cuda` times: the first CUDA device, its host, and a small model on both."""
+"""The first CUDA device, its host, and a small model on both, as `moesched calibrate --device cuda` times them."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class RegisteredFiles:
         self._device = device
         self._files: dict[Path, MappedFile] = {}
         self._registered: dict[Span, Callable[[], None]] = {}
-        """What undoes each registration."""
+        """Calls that undo each registration."""
 
     @staticmethod
     def possible() -> bool:
