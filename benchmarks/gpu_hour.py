@@ -46,7 +46,7 @@ LEAST_SECONDS = 5.0
 FAILED = "failed: "
 PRELOADED = ("moesched.cli.main", "moesched.jobs.run_model", "moesched.devices.torch.cuda_device")
 FOR_SMALL = ("torch._dynamo",)
-"""What the imitated GPU's tensors need; it takes a second to import, and on a real one might look for the GPU."""
+"""Modules that the imitated GPU's tensors need: a second to import, and on a real GPU they might look for it."""
 
 BENCHMARK = Benchmark(
     __doc__,

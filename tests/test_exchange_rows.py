@@ -1,4 +1,4 @@
-"""What host and GPU exchange goes through page-locked memory that is allocated once, and is whole on arrival."""
+"""Rows that host and GPU exchange pass page-locked memory that is allocated once, and arrive whole."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_numbers_arrive_however_often_the_halves_of_their_ring_take_turns(seed: 
 
 @pytest.fixture(params=["torch", pytest.param("native", marks=needs_kernels)])
 def kernels(request: pytest.FixtureRequest) -> Iterator[NativeKernels | None]:
-    """What writes to the cache."""
+    """The writer of keys and values to the cache."""
     if request.param == "torch":
         yield None
         return

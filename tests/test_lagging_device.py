@@ -88,7 +88,7 @@ def models(folder: Path) -> dict[int, Models]:
 
 @pytest.fixture(scope="module")
 def wanted(models: dict[int, Models]) -> Callable[[int, Case], Ended]:
-    """What the CPU gives for a case with a model of some layers; cases of one way share it, but over nodes."""
+    """Results of the CPU for a case with a model of some layers; cases of one way share them, but over nodes."""
     of_ways: dict[tuple[int, str], Ended] = {}
 
     def of(layers: int, case: Case) -> Ended:

@@ -27,7 +27,7 @@ from odd_models import MIXTRAL, PROMPTS, layout_of, stored
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LATER = {"copy_", "to", "__getitem__", "split", "new_empty"}
-"""What starts no kernel: copies between the host and the GPU, views, memory."""
+"""Functions that start no kernel: copies between the host and the GPU, views, memory."""
 
 
 class Noting(LaggingDevice):

@@ -37,7 +37,7 @@ SECONDS = 0.02
 LEAST, MOST = 3, 200
 """Fewest and most repetitions."""
 LONGER = 3
-"""How much longer operations beside it are repeated."""
+"""Factor of the time for which operations beside it are repeated."""
 COLD_BYTES = 512 << 20
 """Bytes of matrices or of buffers that take turns, more than any cache holds."""
 MOST_BUFFERS = 64
