@@ -9,7 +9,7 @@ from _results import ROOT, stored
 from _tables import markdown
 
 DOCTORS = ROOT / "docs" / "doctor"
-COLUMNS = ("hardware", "device", "system", "policies", "troubles")
+COLUMNS = ("hardware", "device", "policies", "troubles")
 NOT_YET: dict[str, Callable[[dict[str, Any]], bool]] = {
     "NVIDIA GPUs": lambda facts: facts["device"] == "cuda",
     "Apple silicon": lambda facts: facts["device"] == "mlx" and facts["metal"]["metal"],
@@ -28,7 +28,7 @@ def tried(files: Sequence[tuple[str, dict[str, Any]]]) -> str:
     """A line for each file, and one for each kind of hardware that there is no file of."""
     rows = [_row(name, found) for name, found in files]
     rows += [
-        [kind, "", "", "nothing yet", ""]
+        [kind, "", "nothing yet", ""]
         for kind, is_one in NOT_YET.items()
         if not any(is_one(found["facts"]) for _, found in files)
     ]
@@ -37,15 +37,11 @@ def tried(files: Sequence[tuple[str, dict[str, Any]]]) -> str:
 
 def _row(name: str, found: dict[str, Any]) -> list[str]:
     facts = found["facts"]
-    library = (
-        f"MLX {facts['metal']['mlx']}" if facts["device"] == "mlx" else f"torch {facts['cuda']['torch']}"
-    )
-    says = {each["about"]: each["says"] for each in found["trial"]}
+    ran = [each["says"] for each in found["trial"] if each["about"] == "policies"]
     return [
         f"[{_hardware(facts)}](docs/doctor/{name})",
         facts["device"],
-        f"{'-'.join(found['system'].split('-')[:2])}, Python {found['python']}, {library}",
-        "; ".join(says[about] for about in ("policies", "bits") if about in says),
+        *(ran or [""]),
         _troubles(each["about"] for each in (*found["findings"], *found["trial"]) if each["remedy"]),
     ]
 
