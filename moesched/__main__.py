@@ -16,7 +16,9 @@ def main() -> int:
     from moesched.errors import memory_refusal
     from moesched.system.collector import rare_collections
     from moesched.system.signals import Stopped, ends_in_order, exit_code_of_signal
+    from moesched.system.standard_output import reserve_stdout
 
+    reserve_stdout()
     with ends_in_order(), rare_collections():
         try:
             from moesched.cli.main import main as command_line

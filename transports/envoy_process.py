@@ -16,6 +16,7 @@ import zmq
 
 from moesched.errors import RankLost, TransportError
 from moesched.seams import Exchange
+from moesched.system.standard_output import command_output, reserve_stdout
 
 from .curve import Keys
 from .frames import NOTHING, Frame, Kind, pack, unpack
@@ -40,6 +41,7 @@ class Orders(msgspec.Struct):
 
 def main() -> None:
     """Report on standard output whether the envoy can start; then exchange until the standard input ends."""
+    reserve_stdout()
     orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
     context: zmq.Context[Any] = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
@@ -61,8 +63,8 @@ def main() -> None:
 
 def _report(problem: str) -> None:
     """Say what is wrong, in one line of JSON; an empty text says that the envoy is ready."""
-    sys.stdout.buffer.write(msgspec.json.encode(problem) + b"\n")
-    sys.stdout.buffer.flush()
+    command_output().buffer.write(msgspec.json.encode(problem) + b"\n")
+    command_output().buffer.flush()
 
 
 def _work(socket: zmq.Socket[bytes], transport: ZeroMqTransport) -> None:

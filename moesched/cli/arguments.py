@@ -12,7 +12,6 @@ from moesched.cli import options
 
 if TYPE_CHECKING:
     from moesched.machines import Machine
-    from moesched.system.outputs import Output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,15 +95,6 @@ class OutputArguments:
     def json_report(self) -> Path | None:
         """The file of the report, if it is in JSON."""
         return None if self.html else self.report
-
-    def outputs(self) -> list[Output]:
-        """All files, to be checked before they are written."""
-        from moesched.system.outputs import Output
-
-        return [
-            Output("trace", self.trace, numbered=True),
-            Output("report", self.report, numbered=self.html is not None),
-        ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 
 from moesched.cli import options
+from moesched.cli.files import Writes
 from moesched.cli.output import say
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def calibrate(
         Parameter(
             metavar="FILE", help="Machine file to write. By default the one that `--machine auto` reads."
         ),
+        Writes("machine file"),
     ] = None,
     device: Annotated[
         Literal["torch", "cuda"],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from moesched.cli import options
+from moesched.cli.files import Writes
 from moesched.cli.output import say
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def compare(
             metavar="OUT",
             help="Write all runs to one trace for ui.perfetto.dev, shifted so that decoding starts at the same time.",
         ),
+        Writes("trace"),
     ] = None,
     report: options.ReportFile = None,
     json: options.Json = False,
@@ -68,10 +70,8 @@ def compare(
     from moesched.analysis.compare import compare as hold_against
     from moesched.analysis.compare import read_sides
     from moesched.cli.output import Bar, print_json, print_table
-    from moesched.system.outputs import Output, require_outputs
 
     files = [first, *others]
-    require_outputs(Output("trace", trace), Output("report", report), inputs=files)
     with Bar("comparing") as bar:
         runs = read_sides(files, replayed=replayed)
         comparison = hold_against(runs, trace=trace, progress=bar.update)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from moesched.runs.listeners import Listener
 from moesched.steps.plan import Plan
 from moesched.system.logs import Log
 from moesched.system.plain_text import plain_text
+from moesched.system.standard_output import command_output
 from moesched.tasks import Task
 
 if TYPE_CHECKING:
@@ -126,8 +126,9 @@ class OneText(LoadingBar):
             stdout().print(Text(plain_text(shown(self._prompt)), style="bold"), end="", soft_wrap=True)
 
     def _write(self, text: str) -> None:
-        sys.stdout.write(plain_text(text))
-        sys.stdout.flush()
+        out = command_output()
+        out.write(plain_text(text))
+        out.flush()
 
 
 class ManyTexts(LoadingBar):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 
 from moesched.cli import options
+from moesched.cli.files import Writes
 from moesched.cli.output import say
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def doctor(
     out: Annotated[
         Path | None,
         Parameter(group=options.OUTPUT, metavar="FILE", help="Write everything that was found as JSON."),
+        Writes("doctor's file"),
     ] = None,
     json: options.Json = False,
 ) -> int:
@@ -68,9 +70,8 @@ def doctor(
     from moesched.cli.output import Bar, print_json
     from moesched.doctor.examination import examine, gather_facts
     from moesched.doctor.trial import try_device
-    from moesched.system.whole_file import require_writable, write_json
+    from moesched.system.whole_file import write_json
 
-    require_writable(out, "doctor's file")
     began = time.monotonic()
     with Bar("looking") as bar:
         found = examine(gather_facts(device or "", model, hosts))

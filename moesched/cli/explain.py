@@ -64,10 +64,8 @@ def explain(
     """See HELP."""
     from moesched.analysis.explanation import explain as explained
     from moesched.cli.output import Bar, print_json
-    from moesched.system.outputs import Output, require_outputs
     from moesched.trace import read_trace
 
-    require_outputs(Output("report", report), inputs=[trace])
     with Bar(f"reading {trace}") as bar:
         run = read_trace(trace)
         bar.update(0, what="explaining")

@@ -23,6 +23,7 @@ from moesched.errors import (
 from moesched.runs.policy_errors import explained, is_policys
 from moesched.system.plain_text import plain_text
 from moesched.system.signals import exit_code_of_signal, first_signal
+from moesched.system.standard_output import command_output
 
 BAD_INPUT = 2
 FAILED = 1
@@ -115,10 +116,10 @@ def _reader_left() -> int:
 def _abandon_stdout() -> None:
     """Flush what can be flushed, and prevent the interpreter's final flush, which would fail."""
     with suppress(OSError, ValueError):
-        sys.stdout.flush()
+        command_output().flush()
     try:
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
+        os.dup2(null, command_output().fileno())
         os.close(null)
     except (OSError, ValueError):
         pass

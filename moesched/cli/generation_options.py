@@ -171,13 +171,9 @@ class GenerationArguments(
         from moesched.cli.display import display_of
         from moesched.cli.failures import FAILED
         from moesched.cli.results import hand_out
-        from moesched.inputs.lookup import machine_file
         from moesched.inputs.tokenizer import TOKENIZER_NAME
         from moesched.system.input_file import is_file
-        from moesched.system.outputs import require_outputs
 
-        inputs = (self.prompts, machine_file(self.machine), more.get("cluster_file"), more.get("key"))
-        require_outputs(*self.outputs(), model=model_dir, inputs=inputs)
         given, code = self.read_prompts()
         display = display_of(given, has_text=is_file(model_dir / TOKENIZER_NAME), json=self.json)
 

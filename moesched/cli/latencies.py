@@ -49,13 +49,10 @@ def latencies(
     from moesched.analysis.latency_table import latencies_of
     from moesched.analysis.pictures import require_picture
     from moesched.cli.output import print_json, print_table
-    from moesched.inputs.lookup import machine_file
-    from moesched.system.outputs import Output, require_outputs
     from moesched.units import format_seconds
 
     if out is not None:
         require_picture(out)
-    require_outputs(Output("picture", out), model=model, inputs=[machine_file(machine)])
     report = latencies_of(model, machine, dtype=dtype, tokens=tokens)
     if out is not None:
         draw_latencies(report, out)

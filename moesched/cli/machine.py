@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 
 from moesched.cli import options
+from moesched.cli.files import Writes
 from moesched.cli.output import say
 
 if TYPE_CHECKING:
@@ -106,14 +107,16 @@ def machine(
         str | None, Parameter(metavar="NAME", help="The machine's name. By default that of its parts.")
     ] = None,
     out: Annotated[
-        Path | None, Parameter(group=options.OUTPUT, metavar="FILE", help="Machine file to write.")
+        Path | None,
+        Parameter(group=options.OUTPUT, metavar="FILE", help="Machine file to write."),
+        Writes("machine file"),
     ] = None,
     json: options.Json = False,
 ) -> None:
     """See HELP."""
     from moesched.machines.build import Parts, build_machine
     from moesched.machines.commented_toml import commented_toml
-    from moesched.system.whole_file import require_writable, whole_file
+    from moesched.system.whole_file import whole_file
 
     parts = Parts(
         gpu=gpu, chip=chip, cpu=cpu, ram=ram, pcie=pcie, disk=disk, weights=weights, pinned=pinned, name=name
@@ -121,7 +124,6 @@ def machine(
     built = build_machine(parts)
     text = commented_toml(built.machine, built.comments, _heading(parts))
     if out is not None:
-        require_writable(out, "machine file")
         with whole_file(out, "machine file") as file:
             file.write(text.encode())
     if json:

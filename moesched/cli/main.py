@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from importlib.metadata import version
 
 from cyclopts import App
@@ -33,12 +32,14 @@ from moesched.cli import (
 from moesched.cli import list as listing
 from moesched.cli import sweep as sweeping
 from moesched.cli.failures import WHOLE_TRACEBACK, exit_code_of, tell
+from moesched.cli.files import require_files
 from moesched.cli.logs import send_logs_to_stderr
 from moesched.cli.options import paragraphs
-from moesched.cli.output import json_only
+from moesched.cli.output import stdout
 from moesched.cli.surroundings import prepare_process
 from moesched.runs.forgotten_awaits import forgotten_awaits
 from moesched.system.scratch import sweep
+from moesched.system.standard_output import command_output
 
 HELP = "Write, run and compare schedules of Mixture-of-Experts inference for weights that do not fit into fast memory."
 
@@ -114,15 +115,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not explains_only(given):
                 send_logs_to_stderr()
                 sweep()
-            with json_only() if "--json" in given else nullcontext():
-                code = make_app()(given, exit_on_error=False, print_error=False)
-            sys.stdout.flush()
+            code = carry_out(given)
+            command_output().flush()
         except BaseException as error:
             del spare
             return exit_code_of(error, forgotten=forgotten)
     for each in forgotten:
         tell(f"{each.line}: {each}")
     return code or 0
+
+
+def carry_out(arguments: Sequence[str]) -> int | None:
+    """Check the files of the command that is asked for, and call it; returns its exit code."""
+    app = make_app()
+    if explains_only(arguments):
+        app(arguments, console=stdout(), exit_on_error=False, print_error=False)
+        return 0
+    command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+    require_files(command, bound.arguments)
+    code: int | None = command(*bound.args, **bound.kwargs)
+    return code
 
 
 def explains_only(arguments: Sequence[str]) -> bool:

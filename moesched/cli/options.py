@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter, Token
 
+from moesched.cli.files import Writes
 from moesched.errors import BadInput
 from moesched.inputs.defaults import TRANSPORT
 from moesched.system.plain_text import plain_text
@@ -43,10 +44,12 @@ Trace = Annotated[
         metavar="OUT",
         help="Write a trace for ui.perfetto.dev; gzipped when the name ends in .gz.",
     ),
+    Writes("trace", numbered=True),
 ]
 Picture = Annotated[
     Path | None,
     Parameter(group=OUTPUT, metavar="OUT", help="Draw a picture; the file's name ends in .png or .svg."),
+    Writes("picture"),
 ]
 ReportFile = Annotated[
     Path | None,
@@ -55,6 +58,7 @@ ReportFile = Annotated[
         metavar="OUT",
         help="Write the report to a file: a page with the timeline if its name ends in .html, otherwise JSON.",
     ),
+    Writes("report"),
 ]
 Model = Annotated[
     str,

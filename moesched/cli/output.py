@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from moesched.system.plain_text import plain_text
+from moesched.system.standard_output import command_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,15 +23,12 @@ if TYPE_CHECKING:
 PATIENCE_SECONDS = 1.0
 WIDE = 250
 
-_for_json: list[TextIO] = []
-"""Standard output, while it is kept for one JSON value."""
-
 
 def stdout() -> Console:
     """Standard output, as rich writes to it."""
     from rich.console import Console
 
-    return Console(file=sys.stdout, highlight=False)
+    return Console(file=command_output(), highlight=False)
 
 
 def stderr() -> Console:
@@ -41,27 +38,16 @@ def stderr() -> Console:
     return Console(file=sys.stderr, highlight=False)
 
 
-@contextmanager
-def json_only() -> Iterator[None]:
-    """Keep standard output for `print_json`: what a policy prints goes to standard error."""
-    _for_json.append(sys.stdout)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        _for_json.pop()
-
-
 def say(text: str = "") -> None:
     """Print text for people on standard output; names in it cannot act on the terminal."""
-    print(plain_text(text))
+    print(plain_text(text), file=command_output())
 
 
 def print_json(content: Any) -> None:
     """Print one JSON value on standard output."""
     import msgspec
 
-    out = _for_json[-1] if _for_json else sys.stdout
+    out = command_output()
     out.flush()
     out.buffer.write(msgspec.json.encode(content) + b"\n")  # in UTF-8, whatever the terminal's encoding
     out.flush()
@@ -88,7 +74,7 @@ def print_whole(table: Table) -> None:
         console.width = WIDE
     with console.capture() as captured:
         console.print(table)
-    print("\n".join(line.rstrip() for line in captured.get().split("\n")).rstrip("\n"))
+    print("\n".join(line.rstrip() for line in captured.get().split("\n")).rstrip("\n"), file=command_output())
 
 
 def print_report(report: JobReport) -> None:

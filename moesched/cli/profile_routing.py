@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Group, Parameter
 
 from moesched.cli import arguments, options
+from moesched.cli.files import Writes
 from moesched.cli.output import say
 from moesched.errors import BadInput
 from moesched.inputs.defaults import DEVICE, MACHINE, NEW_TOKENS, PROFILING_POLICY
@@ -127,6 +128,7 @@ class ProfileArguments(ProbeArguments):
             show_default=False,
             help="Write the counts (.csv), or every token's experts (.npz); repeatable.",
         ),
+        Writes("routing"),
     ] = ()
     picture: Annotated[
         Path | None,
@@ -135,6 +137,7 @@ class ProfileArguments(ProbeArguments):
             metavar="OUT",
             help="Draw the heat map, .png or .svg; needs matplotlib: pip install 'moesched[plots]'.",
         ),
+        Writes("picture"),
     ] = None
 
 
@@ -165,7 +168,7 @@ def profile_routing(model: options.Model, /, *, given: ProfileArguments = PROFIL
     routing = given.routing
     if (given.prompts is None) == (routing is None):
         raise BadInput("say what to profile: give either --prompts or --routing")
-    _require_outputs(model, given)
+    _require_endings(given)
     settings = parse_settings(given.routing_settings, "--routing-set")
     trace: RoutingTrace | None
     if routing is not None:
@@ -232,11 +235,9 @@ def _known(
     return profile_of(source, config, seed), source if isinstance(source, RoutingTrace) else None
 
 
-def _require_outputs(model: str, given: ProfileArguments) -> None:
-    """Raise BadInput early if a file cannot be written."""
+def _require_endings(given: ProfileArguments) -> None:
+    """Raise BadInput early if a file's name tells no format."""
     from moesched.analysis.pictures import require_picture
-    from moesched.inputs.lookup import machine_file
-    from moesched.system.outputs import Output, require_outputs
 
     for path in given.out:
         if path.suffix not in (".csv", ".npz"):
@@ -245,9 +246,6 @@ def _require_outputs(model: str, given: ProfileArguments) -> None:
             )
     if given.picture is not None:
         require_picture(given.picture, "--picture")
-    outputs = [Output("routing", path) for path in given.out]
-    inputs = (given.prompts, given.routing, machine_file(given.machine))
-    require_outputs(*outputs, Output("picture", given.picture), model=model, inputs=inputs)
 
 
 def _require_tokens(trace: RoutingTrace | None, out: Sequence[Path]) -> None:

@@ -70,12 +70,9 @@ def roofline(
     from moesched.analysis.roofline import roofline_of
     from moesched.analysis.roofline_picture import draw_roofline
     from moesched.cli.output import Bar, print_json
-    from moesched.inputs.lookup import machine_file
-    from moesched.system.outputs import Output, require_outputs
 
     if out is not None:
         require_picture(out)
-    require_outputs(Output("picture", out), model=model, inputs=[machine_file(machine)])
     report = roofline_of(
         model,
         machine,

@@ -116,14 +116,10 @@ def simulate(*, given: SimulationArguments) -> int:
     from moesched.cli.display import SimulationBar
     from moesched.cli.output import Bar
     from moesched.cli.results import hand_out
-    from moesched.inputs.lookup import machine_file
     from moesched.jobs.simulate_model import simulate_model
     from moesched.settings import parse_settings
-    from moesched.system.outputs import require_outputs
 
     machine = given.changed_machine()
-    inputs = (given.workload, given.routing, machine_file(given.machine), given.network)
-    require_outputs(*given.outputs(), model=given.model, inputs=inputs)
     workload: str | list[Prompt] = given.workload
     code = 0
     if given.workload.endswith(".jsonl"):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from io import TextIOWrapper
 from pathlib import Path
 
 from moesched.errors import BadInput
+from moesched.system.standard_output import command_output
 
 
 def prepare_process() -> None:
@@ -16,11 +16,9 @@ def prepare_process() -> None:
     Raises:
         BadInput: standard output is closed, or the working directory was removed.
     """
-    if sys.stderr is None:  # it is closed; libraries write to it all the same
-        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # open to the end
     if sys.stdout is None:
         raise BadInput("standard output is closed; redirect it to a file, or to /dev/null")
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (command_output(), sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for characters that its encoding lacks
     try:

@@ -103,9 +103,10 @@ def sweep(
 def _check_outputs(given: SweepArguments, file: Path | None, asked: Sweep) -> Path:
     """Check all files that are written; returns that of the results."""
     from moesched.analysis.pictures import require_picture
+    from moesched.cli.files import require_apart
     from moesched.errors import BadInput
     from moesched.sweeps.parquet import require_parquet
-    from moesched.system.outputs import Output, require_outputs
+    from moesched.system.outputs import Output
 
     out = given.out or RESULTS / f"{file.stem if file else 'sweep'}.jsonl"
     if given.workers is not None and given.workers < 1:
@@ -123,12 +124,10 @@ def _check_outputs(given: SweepArguments, file: Path | None, asked: Sweep) -> Pa
             raise BadInput(
                 f"cannot make the folder {out.parent}: {error.strerror}: name a file with --out"
             ) from error
-    written = (Output("results", out), Output("picture", given.plot), Output("Parquet file", given.parquet))
-    read = [
-        each for name in ("machine", "workload", "routing", "network") for each in asked.axes.get(name, [])
-    ]
-    read += [each.partition(":")[0] for each in asked.axes["policy"]]
-    require_outputs(*written, inputs=[*read, file])
+    outputs = {"results": out, "picture": given.plot, "Parquet file": given.parquet}
+    written = [Output(kind, path) for kind, path in outputs.items() if path is not None]
+    named = [str(value) for values in asked.axes.values() for value in values]
+    require_apart(written, [*named, str(file or "")])
     return out
 
 

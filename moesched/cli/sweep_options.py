@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from moesched.cli import options
+from moesched.cli.files import Writes
 
 if TYPE_CHECKING:
     from moesched.sweeps.axes import Sweep
@@ -96,6 +97,7 @@ class Drawing:
             metavar="OUT",
             help="Draw curves by policy, with a panel for each machine, to a .png or .svg file.",
         ),
+        Writes("picture"),
     ] = None
     x: Annotated[
         str | None,
@@ -134,9 +136,12 @@ class Running:
             help="File of results, a JSON object in each line. By default out/sweep.jsonl, or out/NAME.jsonl for "
             "NAME.toml.",
         ),
+        Writes("results"),
     ] = None
     parquet: Annotated[
-        Path | None, Parameter(group=options.OUTPUT, metavar="OUT", help="Write the results as Parquet, too.")
+        Path | None,
+        Parameter(group=options.OUTPUT, metavar="OUT", help="Write the results as Parquet, too."),
+        Writes("Parquet file"),
     ] = None
     workers: Annotated[
         options.Whole | None,

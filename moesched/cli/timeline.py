@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from moesched.cli import options
+from moesched.cli.files import Writes
 from moesched.cli.output import say
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ EPILOGUE = """Examples:
   moesched timeline out/measured.json out/predicted.json --out both.png --steps 3"""
 
 Out = Annotated[
-    Path, Parameter(group=options.OUTPUT, metavar="OUT", help="The picture; its name ends in .svg or .png.")
+    Path, Parameter(group=options.OUTPUT, metavar="OUT", help="The picture; its name ends in .svg or .png."),
+    Writes("picture"),
 ]
 Steps = Annotated[
     str,
@@ -87,13 +89,11 @@ def timeline(
     from moesched.analysis.timeline import choose_window, timeline_of
     from moesched.analysis.timeline_picture import TitledTimeline, draw_timelines, require_width
     from moesched.cli.output import Bar, print_json
-    from moesched.system.outputs import Output, require_outputs
     from moesched.trace import read_trace
 
     traces = [first, *others]
     inches = require_width(width)
     require_picture(out, option="")
-    require_outputs(Output("picture", out), inputs=traces)
     names = [name.strip() for name in lanes.split(",") if name.strip()]
     runs = []
     with Bar("drawing") as bar:

@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 
 from moesched.cli import options
 from moesched.cli.output import say
+from moesched.system.standard_output import command_output
 
 HELP = options.paragraphs(
     "Show a trace in Perfetto's interface, which this machine serves itself: nothing is sent anywhere. All lanes are "
@@ -57,7 +58,7 @@ def view(
                 print_json({"address": viewer.address})
             else:
                 say(f"{trace}: {viewer.address} shows it; Ctrl-C ends this")
-                sys.stdout.flush()
+                command_output().flush()
             if not no_open and has_display():
                 webbrowser.open(viewer.address)
             viewer.serve_forever()

@@ -1,0 +1,73 @@
+"""Standard output, which belongs to the command: all else that prints, C libraries and children too, goes to
+standard error."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TextIO
+
+STDOUT, STDERR = 1, 2
+MOST_LINKS = 40
+_FOLDER_OF_DESCRIPTORS = re.compile(r"/dev/fd|/proc/self(/task/\d+)?/fd")
+
+_reserved: list[TextIO] = []
+"""The stream of the command's results, once it is reserved."""
+
+
+def reserve_stdout() -> None:
+    """Keep standard output for what this process writes to `command_output`, until it ends.
+
+    A closed standard output stays closed.
+    """
+    if sys.stderr is None:  # it is closed; libraries write to it all the same
+        _open_null(STDERR)
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # open to the end
+    given = sys.stdout
+    if given is None:
+        return
+    given.flush()
+    kept = os.dup(STDOUT)
+    os.dup2(STDERR, STDOUT)
+    buffering = 1 if os.isatty(kept) else -1
+    out = open(kept, "w", buffering, given.encoding, given.errors)  # noqa: PTH123, SIM115  # a descriptor
+    _reserved.append(out)
+    sys.stdout = sys.stderr
+
+
+def command_output() -> TextIO:
+    """The stream of the command's results: standard output."""
+    return _reserved[-1] if _reserved else sys.stdout
+
+
+def is_stdout(path: Path) -> bool:
+    """Whether what is written to a path reaches standard output; never where that is /dev/null."""
+    if str(path) == "-" or _descriptor(path) == STDOUT:
+        return True
+    try:
+        here, there = path.stat(), os.fstat(command_output().fileno())
+        return os.path.samestat(here, there) and not os.path.samestat(here, os.stat(os.devnull))  # noqa: PTH116
+    except (OSError, ValueError):  # there is no such file, or the stream has no descriptor
+        return False
+
+
+def _descriptor(path: Path) -> int | None:
+    """The number of this process's descriptor that a path names, perhaps by links, such as 1 for /dev/stdout."""
+    for _ in range(MOST_LINKS):
+        folder = os.path.realpath(path.parent)
+        if path.name.isdecimal() and _FOLDER_OF_DESCRIPTORS.fullmatch(folder.replace(f"/{os.getpid()}/", "/self/")):
+            return int(path.name)
+        path = Path(folder, path.name)
+        if not path.is_symlink():
+            return None
+        path = path.parent / path.readlink()
+    return None
+
+
+def _open_null(descriptor: int) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    if null != descriptor:
+        os.dup2(null, descriptor)
+        os.close(null)
