@@ -35,7 +35,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     model = small_model(tmp_path_factory.mktemp("models") / "small")
     command = [sys.executable, "-c", RUNS, str(model)]
     said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path("/"))
-    return msgspec.json.decode(said.stdout.splitlines()[-1], type=Ended)
+    return msgspec.json.decode(said.stderr.splitlines()[-1], type=Ended)
 
 
 def test_a_run_loads_nothing_that_only_others_need(ended: Ended) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,15 @@ import pytest
 
 import moesched
 from clusters import cluster, host
+from command_options import call, commands, options_of
 from commands import refused
+from moesched.cli.files import require_files
 from moesched.cluster.cluster_file import cluster_toml
 from moesched.cluster.curve.keys import PUBLIC_NAME, SECRET_NAME, write_keys
 from moesched.errors import BadInput
 from moesched.jobs.report import write_report
 from moesched.system.outputs import Output, numbered, require_outputs
+from moesched.system.standard_output import is_stdout
 from traces import largest_file
 
 Link = Callable[[Path, Path], object]
@@ -155,6 +161,7 @@ def inputs(tmp_path: Path) -> Path:
         "net.toml",
         "a.json",
         "b.json",
+        "mine.py",
     ):
         (tmp_path / name).write_text("input")
     (tmp_path / "cluster.toml").write_text(cluster_toml(cluster(host(0), host(1))))
@@ -206,6 +213,28 @@ RUN = ("run", "model", "--policy", "resident", "--prompts", "prompts.jsonl", "--
             ("profile-routing", "mixtral-8x7b", "--routing", "zipf", "--out", "x.csv", "--out", "./x.csv"),
             "the routing goes there",
         ),
+        (
+            ("run", "model", "--policy", "mine.py:Mine", "--prompt-ids", "1", "--trace", "mine.py"),
+            "is mine.py, which",
+        ),
+        (
+            ("sweep", "--policy", "resident,mine.py:Mine", "--machine", "t4", "--out", "mine.py"),
+            "is mine.py, which",
+        ),
+        (
+            (
+                "sweep",
+                "--policy",
+                "resident",
+                "--machine",
+                "t4",
+                "--model",
+                "dbrx,model",
+                "--plot",
+                "model/x.svg",
+            ),
+            "in the model's folder",
+        ),
         (("calibrate", "--out", "model"), "cannot write machine file model: it is a folder"),
     ],
 )
@@ -216,6 +245,89 @@ def test_a_command_refuses_to_replace_what_it_reads(
     before = contents(inputs)
     refused(command(*arguments), said)
     assert contents(inputs) == before
+
+
+WRITING = [name for name in commands() if any(option.writes for option in options_of(name))]
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_no_option_of_a_command_writes_to_what_another_option_names(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "read.svg").write_text("input")
+    (tmp_path / "linked.svg").hardlink_to("read.svg")
+    written = [option for option in options_of(name) if option.writes]
+    reads = [option for option in options_of(name) if option.names and not option.writes]
+    for out, read in [*product(written, reads[:1]), *product(written[:1], reads)]:
+        with pytest.raises(BadInput, match=r"linked\.svg: it is read\.svg, which this command reads"):
+            require_files(*call(name, (out, "linked.svg"), (read, "read.svg")))
+    assert (tmp_path / "read.svg").read_text() == "input"
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_no_option_of_a_command_writes_to_standard_output(name: str) -> None:
+    for option in options_of(name):
+        if option.writes:
+            with pytest.raises(BadInput, match="/dev/stdout: standard output has the command's results"):
+                require_files(*call(name, (option, "/dev/stdout")))
+
+
+@pytest.mark.parametrize("path", ["-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "link", "folder/link"])
+def test_standard_output_is_known_by_every_name(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("/dev/stdout")
+    (tmp_path / "folder" / "link").symlink_to("../link")
+    assert is_stdout(Path(path))
+    assert not any(map(is_stdout, [Path("/dev/null"), Path("/dev/stderr"), tmp_path, Path("1"), Path("new")]))
+
+
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to, "/proc/self/fd"])
+def test_a_sweep_keeps_off_its_own_file_by_every_name(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: Link | str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sweep.toml").write_text('policy = ["resident"]\nmachine = ["t4"]\n')
+    with (tmp_path / "sweep.toml").open("rb") as held:
+        name = f"/proc/self/fd/{held.fileno()}" if isinstance(link, str) else "other"
+        if not isinstance(link, str):
+            link(tmp_path / name, tmp_path / "sweep.toml")
+        for file, out in (("sweep.toml", name), (name, "sweep.toml")):
+            refused(command("sweep", file, "--out", out), f"cannot write results {out}: it is {file}, which")
+    assert (tmp_path / "sweep.toml").read_text().startswith("policy")
+
+
+def test_options_for_output_say_that_they_write() -> None:
+    unmarked = {
+        (name, option.flag)
+        for name in commands()
+        for option in options_of(name)
+        if option.output and option.names and not option.writes
+    }
+    assert unmarked == {("reproduce", "--out")}, "it is a folder"
+
+
+def test_a_file_that_standard_output_goes_to_is_not_written_by_an_option(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "moesched",
+        *SIMULATE,
+        "--machine",
+        "t4",
+        "--workload",
+        "mtbench",
+        "--json",
+    ]
+    with (tmp_path / "out.json").open("wb") as out:
+        said = subprocess.run(
+            [*command, "--report", "out.json"], cwd=tmp_path, stdout=out, stderr=subprocess.PIPE
+        )
+    assert said.returncode == 2
+    assert b"out.json: standard output has the command's results: name a file" in said.stderr
 
 
 @pytest.mark.parametrize("command_name", ["roofline", "latencies"])

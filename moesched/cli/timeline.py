@@ -32,7 +32,8 @@ EPILOGUE = """Examples:
   moesched timeline out/measured.json out/predicted.json --out both.png --steps 3"""
 
 Out = Annotated[
-    Path, Parameter(group=options.OUTPUT, metavar="OUT", help="The picture; its name ends in .svg or .png."),
+    Path,
+    Parameter(group=options.OUTPUT, metavar="OUT", help="The picture; its name ends in .svg or .png."),
     Writes("picture"),
 ]
 Steps = Annotated[

@@ -206,6 +206,8 @@ def takes(kind: type) -> Callable[[Function], Function]:
             for field in listed
         ]
         function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]  # of a function
+        if function.__doc__ is None:  # python -OO drops docstrings, those of the options too
+            return function
         meanings = _meanings(kind)
         lines = [f"    {field.name}: {meanings[field.name]}" for field in listed]
         function.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Options:", *lines])

@@ -57,7 +57,9 @@ def _descriptor(path: Path) -> int | None:
     """The number of this process's descriptor that a path names, perhaps by links, such as 1 for /dev/stdout."""
     for _ in range(MOST_LINKS):
         folder = os.path.realpath(path.parent)
-        if path.name.isdecimal() and _FOLDER_OF_DESCRIPTORS.fullmatch(folder.replace(f"/{os.getpid()}/", "/self/")):
+        if path.name.isdecimal() and _FOLDER_OF_DESCRIPTORS.fullmatch(
+            folder.replace(f"/{os.getpid()}/", "/self/")
+        ):
             return int(path.name)
         path = Path(folder, path.name)
         if not path.is_symlink():

@@ -27,6 +27,7 @@ from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.system.scratch import scratch_folder
 from moesched.tasks import Task
+from moesched.testing.asserts import require_asserts
 from moesched.testing.policy_checks import Case
 from moesched.trace import LaneName, Recorder, Recording
 
@@ -56,6 +57,7 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
         AssertionError: the tokens depend on the policy or on the previous batch, a verb returned a wrong value,
             tasks of one lane ran at once, or another promise of `moesched.seams.Device` is broken.
     """
+    require_asserts("check_device")
     config = Case(name="a device's", machine=machine).config()
     outcomes: dict[str, list[list[int]]] = {}
     with scratch_folder() as folder:

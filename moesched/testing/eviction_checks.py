@@ -9,6 +9,7 @@ from types import MappingProxyType
 from moesched.dispatch.cached_experts import TakesPreviews, TakesScores
 from moesched.models.layout import Page
 from moesched.seams import Eviction
+from moesched.testing.asserts import require_asserts
 
 LAYERS, EXPERTS = 3, 5
 
@@ -26,6 +27,7 @@ def check_eviction(make: Callable[[], Eviction], *, rounds: int = 25) -> None:
     Raises:
         AssertionError: the rule named another page, changed the pages, or decided otherwise the second time.
     """
+    require_asserts("check_eviction")
     for seed in range(rounds):
         first, second = _choices(make(), seed), _choices(make(), seed)
         assert first == second, f"seed {seed}: the same uses gave other choices the second time"

@@ -198,7 +198,8 @@ def run_on_symbols(
         tokens, tasks, now = _run_in_real_time(ranks, observers)
     else:
         tokens, tasks, now = _run_virtual(ranks, observers, cost, sharing=clock == "shared")
-    assert all(of_peer == tokens[0] for of_peer in tokens), "the nodes generated different tokens"
+    if any(of_peer != tokens[0] for of_peer in tokens):
+        raise AssertionError("the nodes generated different tokens")
     return Ended(plan, tokens[0], expected_tokens(plan), tasks, now)
 
 
@@ -235,7 +236,8 @@ def check_policy(
                 raise
         else:
             taken += 1
-    assert taken, f"the policy's plan fits in none of {len(unfit)} cases; the first is {unfit[0]}"
+    if not taken:
+        raise AssertionError(f"the policy's plan fits in none of {len(unfit)} cases; the first is {unfit[0]}")
     return taken
 
 
@@ -254,10 +256,12 @@ def check_plans(
     """
     (plan, policy), *peers = zip(plans, policies, strict=True)
     ended = run_on_symbols(policy, plan, clock, peers=peers, cost=cost)
-    assert ended.tokens == ended.expected, f"{where}: wrong tokens"
+    if ended.tokens != ended.expected:
+        raise AssertionError(f"{where}: wrong tokens")
     memories = [memory for each in plans for memory in each.memories.values()]
     over = [memory.name for memory in memories if memory.peak > memory.capacity]
-    assert not over, f"{where}: more than the budget of {over}"
+    if over:
+        raise AssertionError(f"{where}: more than the budget of {over}")
 
 
 def _run_virtual(

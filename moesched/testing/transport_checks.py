@@ -13,6 +13,7 @@ import numpy as np
 
 from moesched.errors import TransportError
 from moesched.seams import Abandons, Exchange, Transport
+from moesched.testing.asserts import require_asserts
 
 T = TypeVar("T")
 
@@ -23,6 +24,7 @@ def check_transport(make: Callable[[int], Sequence[Transport]]) -> None:
     Args:
         make: creates the transports for a number of ranks, in their order; they may be the same object.
     """
+    require_asserts("check_transport")
     for ranks in (1, 2, 3):
         transports = make(ranks)
         try:
