@@ -101,10 +101,15 @@ def has_gpu() -> bool:
 def command(capfd: pytest.CaptureFixture[str]) -> Any:
     """Runs a command in this process."""
     from moesched.cli.main import main
+    from moesched.system.standard_output import reserve_stdout
 
     def run(*arguments: object) -> Said:
         capfd.readouterr()
-        code = main([str(each) for each in arguments])
+        release = reserve_stdout()
+        try:
+            code = main([str(each) for each in arguments])
+        finally:
+            release()
         return Said(code, *capfd.readouterr())
 
     return run

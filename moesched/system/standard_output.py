@@ -3,9 +3,11 @@ standard error."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -17,17 +19,17 @@ _reserved: list[TextIO] = []
 """The stream of the command's results, once it is reserved."""
 
 
-def reserve_stdout() -> None:
+def reserve_stdout() -> Callable[[], None]:
     """Keep standard output for what this process writes to `command_output`, until it ends.
 
-    A closed standard output stays closed.
+    A closed standard output stays closed. Returns a function that undoes it, for a process that goes on.
     """
     if sys.stderr is None:  # it is closed; libraries write to it all the same
         _open_null(STDERR)
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # open to the end
     given = sys.stdout
     if given is None:
-        return
+        return lambda: None
     given.flush()
     kept = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)
@@ -35,6 +37,15 @@ def reserve_stdout() -> None:
     out = open(kept, "w", buffering, given.encoding, given.errors)  # noqa: PTH123, SIM115  # a descriptor
     _reserved.append(out)
     sys.stdout = sys.stderr
+
+    def release() -> None:
+        ctypes.CDLL(None).fflush(None)  # what C libraries hold back goes to standard error, too
+        with out:
+            _reserved.remove(out)
+            os.dup2(kept, STDOUT)
+        sys.stdout = given
+
+    return release
 
 
 def command_output() -> TextIO:
