@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 TOOLS := $(VENV)/installed-dev
 FOR_DOCS := $(VENV)/installed-docs
+NEWEST := .venv-newest
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
 # Compiled during the installation where there is a C compiler.
 COMPILED := moesched/engine.c moesched/system/bound_call.c $(wildcard devices/native/*.[ch])
@@ -17,7 +18,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # Without the one that installs other programs: bench-peers runs it.
 BENCHMARKS = $(filter-out benchmarks/against_peers.py,$(wildcard benchmarks/[!_]*.py))
 
-.PHONY: help run test lint types sizes format bench bench-peers docs docs-serve fuzz pages clean distclean
+# A call of every command, and tests of what leans on libraries: HiGHS, safetensors, tokenizers, ZeroMQ, pyarrow.
+SMOKE = $(addprefix tests/test_,standard_output.py cli.py plan.py checkpoints.py prompts.py zeromq.py sweeps.py)
+
+.PHONY: help run test test-newest lint types sizes format bench bench-peers docs docs-serve fuzz pages clean distclean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r command does; do printf '  %-16s %s\n' "$$command" "$$does"; done
@@ -27,6 +31,13 @@ run: $(INSTALLED) ## generate text with offloaded weights, compare policies with
 
 test: lint types ## run everything that must pass before a change goes in
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
+
+# Torch stays as pinned: its newest build has gigabytes of accelerator libraries on Linux.
+test-newest: ## run a few tests with the newest version of every dependency that pyproject.toml allows
+	$(PYTHON) -m venv --clear $(NEWEST)
+	grep '^torch==' constraints.txt > $(NEWEST)/torch.txt
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --no-input -c $(NEWEST)/torch.txt -e '.[dev]'
+	$(NEWEST)/bin/pytest -n auto --dist loadfile $(SMOKE)
 
 lint: $(TOOLS) ## check style, format, and the order of packages
 	$(BIN)/ruff check .
@@ -66,10 +77,10 @@ pages: $(INSTALLED) ## write the tables of the docs from the result files
 
 clean: ## remove wheels, caches, traces and generated models (out/)
 	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -path ./$(VENV) -prune -o -name __pycache__ -prune -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv, and all that was compiled, too
-	rm -rf $(VENV) devices/native/_kernels* moesched/_engine.* moesched/system/_bound_call.*
+	rm -rf $(VENV) $(NEWEST) devices/native/_kernels* moesched/_engine.* moesched/system/_bound_call.*
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
