@@ -191,15 +191,20 @@ def _losses(
     before = _replayed_seconds(run, durations)
     losses = []
     for part in parts:
-        factors = {group: _mean(first[group]) / _mean(second[group]) for group in part}
+        means = {group: (_mean(first[group]), _mean(second[group])) for group in part}
         for index, each in enumerate(run.slices):
-            factor = factors.get(_group(each, ranks))
-            if factor is not None:
-                durations[index] = round(durations[index] * factor)
+            group = _group(each, ranks)
+            if group in means:
+                durations[index] = _as_in_first(durations[index], *means[group])
         after = steps.did(_replayed_seconds(run, durations))
         losses.append(before - after)
         before = after
     return losses
+
+
+def _as_in_first(nanoseconds: int, first: float, second: float) -> int:
+    """A duration of the second run, scaled by the mean durations of its group; the first's mean where all last nothing."""
+    return round(nanoseconds * (first / second)) if second else round(first * 1e9)
 
 
 def _durations(run: Recording) -> list[int]:

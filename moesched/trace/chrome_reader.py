@@ -279,6 +279,8 @@ def trace_of(file: TraceFile) -> Trace:
         accesses=[_checked(each) for each in other.accesses],
         cancelled=_cancelled(events, lanes),
     )
+    if slices and recording.end == recording.start:
+        raise ValueError("all of its tasks last nothing")
     about = msgspec.convert(other, About, from_attributes=True)
     return Trace(recording, about)
 

@@ -142,8 +142,8 @@ def _kinds(recording: Recording) -> list[KindUse]:
             seconds=total.nanoseconds / 1e9,
             nbytes=total.nbytes,
             flops=total.flops,
-            gigabytes_per_second=total.nbytes / total.nanoseconds,
-            gigaflops_per_second=total.flops / total.nanoseconds,
+            gigabytes_per_second=total.nbytes / total.nanoseconds if total.nanoseconds else 0.0,
+            gigaflops_per_second=total.flops / total.nanoseconds if total.nanoseconds else 0.0,
         )
         for (verb, lane), total in sorted(sums.items(), key=lambda item: -item[1].nanoseconds)
     ]
