@@ -17,9 +17,15 @@ from commands import failed
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import report_of
 from moesched.models.random_model import write_random_model
+from moesched.plugins import make_policy
 from moesched.runs.listeners import Listener
+from moesched.runs.outcome import make_report
+from moesched.runs.ranks import Rank
+from moesched.runs.virtual_run import VirtualRun
+from moesched.tasks import Task
 from moesched.trace import check_trace
 from odd_models import MIXTRAL
+from runs import FORTY_PERCENT, make_plan
 
 FAILING = """
 from moesched.policies.twiddler import Twiddler
@@ -116,3 +122,22 @@ def test_nothing_of_a_failed_run_stays_in_memory(model: Path, here: Path, policy
     with pytest.raises((KeyError, moesched.PolicyError)):
         moesched.run_model(model, [[1, 2], [3]], policy=policy, max_new_tokens=8)
     assert devices() == before
+
+
+def test_lanes_of_an_interrupted_run_are_busy_for_at_most_the_time_of_its_whole_steps() -> None:
+    policy = make_policy("layer_streaming")
+    plan = make_plan(policy, budgets=FORTY_PERCENT, new_tokens=4)
+
+    class Interrupts(Listener):
+        def ended(self, task: Task) -> None:
+            if task.step == 2 and task.verb == "sample":
+                raise KeyboardInterrupt
+
+    virtual = VirtualRun([Rank(plan, policy)], sharing=False, observers=[Interrupts()])
+    with pytest.raises(KeyboardInterrupt):
+        virtual.run()
+    report = make_report(plan, policy, virtual.rank_runs[0].outcome(), 0.0, measured=False, interrupted=True)
+    assert len(report.step_seconds) == 2
+    assert max(lane.utilization for lane in report.lanes.values()) == 1.0
+    busiest = max(lane.busy_seconds for lane in report.lanes.values())
+    assert busiest == pytest.approx(sum(report.step_seconds), rel=0.1), "the third step adds half as much"

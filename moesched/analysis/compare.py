@@ -94,10 +94,10 @@ def _row(measure: Measure, runs: Sequence[Side]) -> Row:
 
 
 def _error_percent(measure: Measure, first: Side, other: Side) -> float | None:
-    """Error of a prediction in percent of the measurement; otherwise the difference of `other` from `first`."""
-    tested, reference = other, first
-    if first.figures == "predicted" and other.figures == "measured":
-        tested, reference = first, other
+    """The error of a prediction in percent of the measurement; None unless there is one of each."""
+    if first.figures == other.figures:
+        return None
+    tested, reference = (first, other) if first.figures == "predicted" else (other, first)
     value, base = tested.values.get(measure), reference.values.get(measure)
     if value is None or base is None or (not base and value):
         return None

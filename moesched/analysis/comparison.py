@@ -21,8 +21,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ratios: value of each run divided by that of the first.
-        error_percents: difference of each run from the first, in percent of the reference: the measured one if only
-            one of the two is predicted, otherwise the first.
+        error_percents: of each run and the first: the prediction's error in percent of the measurement, None where both
+            are predicted or both are measured.
     """
 
     section: Section
@@ -59,8 +59,12 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         columns = ["", "", *(f"{run.title} ({run.figures})" for run in self.runs)]
         for number in range(1, len(self.runs)):
             letter = chr(ord("A") + number)
-            columns += [f"{letter}/A", "error"]
+            columns += [f"{letter}/A", *(["error"] if self._foretells(number) else [])]
         return columns
+
+    def _foretells(self, number: int) -> bool:
+        """Whether one of a run and the first is a prediction, and the other was measured."""
+        return self.runs[number].figures != self.runs[0].figures
 
     def reasons(self) -> list[str]:
         """Describe the difference in sentences; empty if there is none."""
@@ -128,11 +132,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         lines = []
         for row in self.rows:
             cells = [row.name, row.what, *(_text(value, row.unit) for value in row.values)]
-            for ratio, error in zip(row.ratios[1:], row.error_percents[1:], strict=True):
-                cells += [
-                    "–" if ratio is None else f"{ratio:.3f}",
-                    "–" if error is None else f"{error:+.1f} %",
-                ]
+            for number in range(1, len(self.runs)):
+                ratio, error = row.ratios[number], row.error_percents[number]
+                cells.append("–" if ratio is None else f"{ratio:.3f}")
+                if self._foretells(number):
+                    cells.append("–" if error is None else f"{error:+,.1f} %")
             lines.append(cells)
         return lines
 

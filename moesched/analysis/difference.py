@@ -203,7 +203,7 @@ def _losses(
 
 
 def _as_in_first(nanoseconds: int, first: float, second: float) -> int:
-    """A duration of the second run, scaled by the mean durations of its group; the first's mean where all last nothing."""
+    """A task's duration, scaled by the mean durations of its group in both runs; the first where the second is 0."""
     return round(nanoseconds * (first / second)) if second else round(first * 1e9)
 
 

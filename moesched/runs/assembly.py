@@ -33,12 +33,16 @@ class RankRun(NamedTuple, Generic[EngineType]):
     def outcome(self) -> Outcome:
         """The raw results of the run so far."""
         generation, engine = self.generation, self.engine
+        busy = {lane.name: lane.busy for lane in engine.lanes} if generation.ended else generation.busy
         return Outcome(
             loaded=generation.loaded,
             step_ends=generation.step_ends,
             tokens=generation.tokens,
             scores=generation.scores,
-            busy={lane.name: lane.busy - generation.busy_loading.get(lane.name, 0) for lane in engine.lanes},
+            busy={
+                lane.name: busy.get(lane.name, 0) - generation.busy_loading.get(lane.name, 0)
+                for lane in engine.lanes
+            },
             tasks=engine.submitted - engine.joins,
             first_tokens=generation.first_tokens,
             previews=self.run_state.previews.ahead,

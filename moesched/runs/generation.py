@@ -46,6 +46,8 @@ class Generation:
         scores: the best beam's score, by request; empty without beam search.
         loaded: time at which the resident weights were loaded; nanoseconds.
         busy_loading: busy time of each lane until then; nanoseconds.
+        busy: the same until the last step that ended; nanoseconds.
+        ended: whether all steps did.
         step_ends: time at which each step, prefill included, had sampled its last micro-batch; nanoseconds.
         first_tokens: time of each request's first token, if its prompt is complete; nanoseconds.
     """
@@ -57,6 +59,8 @@ class Generation:
         self.scores: list[float] = [-math.inf] * len(self.tokens) if self._beams > 1 else []
         self.loaded = 0
         self.busy_loading: dict[str, int] = {}
+        self.busy: dict[str, int] = {}
+        self.ended = False
         self.step_ends: list[int] = []
         self.first_tokens: dict[int, int] = {}
         self._run = run_state
@@ -76,13 +80,14 @@ class Generation:
             if len(self._stopped) == len(self.tokens):
                 break
         await self._collect(samples)
+        self.ended = True
         return self.tokens
 
     async def _load(self) -> None:
         loads = [task for resident in self._run.plan.weights.resident for task in self._run.load(resident)]
         await self._wait_for(loads)
         await self._wait_for(self._run.fill())  # slots may have been used to load resident pages
-        self.busy_loading = {name: lane.busy for name, lane in self._run.lanes.items()}
+        self.busy_loading = self.busy = self._busy()
 
     async def _wait_for(self, loads: Sequence[Task]) -> None:
         for task in loads:
@@ -113,6 +118,10 @@ class Generation:
             if self._on_tokens is not None and fresh:
                 self._on_tokens(fresh)
         self.step_ends.append(max(sample.end for _, sample in samples))
+        self.busy = self._busy()
+
+    def _busy(self) -> dict[str, int]:
+        return {name: lane.busy for name, lane in self._run.lanes.items()}
 
     def _take_in(self, requests: Sequence[int], standings: Sequence[Standing]) -> None:
         """Take over the state of a beam search. A request's tokens are passed on once they are final."""

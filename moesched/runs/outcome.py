@@ -22,7 +22,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         loaded: time at which the resident weights were loaded.
         step_ends: time at which each step, prefill first, had sampled its last micro-batch.
         tokens: generated tokens, by request.
-        busy: busy time of each lane after loading.
+        busy: busy time of each lane after loading, of a run that ended early until its last whole step.
         tasks: number of submitted tasks.
         scores: of the best beam, by request; empty without beam search.
         first_tokens: time of each request's first token, for requests that have one.
@@ -40,7 +40,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneUse(msgspec.Struct, frozen=True):
-    """Use of a lane between the end of loading and the end of the run."""
+    """Use of a lane between the end of loading and that of the last step, whose last tasks may reach beyond it."""
 
     busy_seconds: float
     utilization: float
@@ -247,7 +247,7 @@ def make_report(
         nodes=plan.nodes.count,
         process_bytes=process_bytes_of(plan, measured=measured),
         lanes={
-            name: LaneUse(nanoseconds / 1e9, _rate(nanoseconds / 1e9, last - loaded))
+            name: LaneUse(nanoseconds / 1e9, min(1.0, _rate(nanoseconds / 1e9, last - loaded)))
             for name, nanoseconds in outcome.busy.items()
         },
         tasks=outcome.tasks,
