@@ -7,10 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer
 
+import moesched
 from commands import RUN_KEYS, refused
+from moesched.cli.output import print_report
 from moesched.system.plain_text import plain_text
 from moesched.trace import check_trace
 from small_models import SMALL, small_model
@@ -191,3 +194,20 @@ def test_a_policys_settings_reach_it(command: Any, text_model: Path) -> None:
         "--json",
     )
     assert command(*wanted, "--set", "ahead=1").json["tokens"] == command(*wanted).json["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([[1] * 4, [2] * 4], "2 requests, .*, 4 new tokens;"),
+        ([[1], [2] * 4], ", 5 new tokens, at most 4 a request;"),
+    ],
+)
+def test_the_number_of_new_tokens_is_that_of_the_texts(
+    tokens: list[list[int]], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = moesched.simulate_model(
+        "mixtral-0.8b", machine="t4", policy="resident", workload="mtbench", batch_size=2, gen=4
+    )
+    print_report(msgspec.structs.replace(report, measured=True, tokens=tokens))
+    assert re.search(words, capsys.readouterr().out)

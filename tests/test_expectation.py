@@ -19,6 +19,7 @@ from moesched.machines.local import assumed_machine, calibrated_file, processor_
 from moesched.machines.toml_text import machine_toml
 from moesched.system.cores import usable_cores
 from moesched.system.signals import Stopped
+from moesched.trace import read_trace
 from moesched.units import format_seconds
 from policies_for_tests import Once
 from small_models import small_model
@@ -86,6 +87,14 @@ def test_the_expectation_of_a_run_is_what_simulate_predicts(model: Path) -> None
         assert expected[name] == predicted.as_dict()[name]
     assert expected["decode_tokens_per_second"] == pytest.approx(predicted.decode_tokens_per_second)
     assert expected["throughput_tokens_per_second"] == pytest.approx(predicted.throughput_tokens_per_second)
+
+
+def test_the_trace_of_a_run_predicts_only_where_rates_were_measured(model: Path, tmp_path: Path) -> None:
+    run(model, trace=tmp_path / "measured.json")
+    run(model, machine=assumed_machine(), trace=tmp_path / "assumed.json")
+    measured, assumed = (read_trace(tmp_path / f"{name}.json") for name in ("measured", "assumed"))
+    assert measured.recording.predictions and measured.about.roofs
+    assert not assumed.recording.predictions and not assumed.about.roofs
 
 
 @pytest.mark.parametrize("policy", ["expert_streaming", "hybrimoe"])

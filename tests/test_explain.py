@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from commands import SIMULATE, refused
 from moesched.analysis.explanation import Explanation, explain
+from moesched.analysis.explanation_tables import bottleneck_in_words
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.models.layout import Page
@@ -51,6 +52,20 @@ def test_a_lane_waits_for_data_that_another_lane_brings_and_for_the_queue_there(
     assert (told.bottleneck.lane, told.bottleneck.kind) == ("link", "fetch_next")
     assert told.bottleneck.seconds == pytest.approx(80e-9)
     assert told.bottleneck.share == pytest.approx(0.8)
+
+
+def test_a_bottleneck_of_several_kinds_is_named_by_its_lane() -> None:
+    def graph(engine: Engine) -> None:
+        link, gpu = engine.lanes
+        pages = [Block(f"page {number}") for number in range(2)]
+        engine.submit(task(link, "fetch", 30_000), (), (pages[0],))
+        engine.submit(task(link, "fetch_next", 50_000), (), (pages[1],))
+        engine.submit(task(gpu, "kernel", 20_000), (pages[1],))
+
+    explanation = explained(graph, ["link", "gpu"])
+    assert explanation.bottleneck is not None
+    said = bottleneck_in_words(explanation, explanation.bottleneck)
+    assert said.startswith("link, 80 µs of the critical path (80%), 50 µs of it fetch_next. ")
 
 
 def test_a_link_without_room_waits_for_the_budget() -> None:

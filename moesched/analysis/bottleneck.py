@@ -44,6 +44,7 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         lane: the lane that is too slow, or that waits for the policy, the driver, another rank, room, or a router.
         kind: the kind of task that takes most of it; "policy" or "host" for the time between tasks.
+        kind_seconds: the part of `seconds` that tasks of this kind on this lane take.
         line: the policy's line that submitted most of these tasks, as file:line; empty if none is known.
         seconds: its part of the path.
         share: of the time of the run.
@@ -52,6 +53,7 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
 
     lane: str
     kind: str
+    kind_seconds: float
     cause: Cause
     line: str
     seconds: float
@@ -98,9 +100,13 @@ def bottleneck(recording: Recording, stretches: Sequence[Stretch]) -> Bottleneck
     part, share = next(
         (part, each) for part, each in zip(large, saved, strict=True) if each >= NEARLY * max(saved)
     )
+    lane = _most(part.stretches, "lane")
+    on_lane = [each for each in part.stretches if each.lane == lane]
+    kind = _most(on_lane, "kind")
     return Bottleneck(
-        lane=_most(part.stretches, "lane"),
-        kind=_most(part.stretches, "kind"),
+        lane=lane,
+        kind=kind,
+        kind_seconds=sum(each.nanoseconds for each in on_lane if each.kind == kind) / 1e9,
         cause=part.cause or _most(part.stretches, "cause"),
         line=_most(part.stretches, "line"),
         seconds=part.nanoseconds / 1e9,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from moesched.analysis.bottleneck import Bottleneck
+from moesched.analysis.bottleneck import OF_A_LANE, Bottleneck
 from moesched.analysis.explanation import Explanation
 from moesched.analysis.lane_times import LaneTime
 from moesched.units import format_seconds
@@ -73,16 +73,19 @@ def tables_of(explanation: Explanation) -> dict[str, Table]:
 
 def bottleneck_in_words(explanation: Explanation, bottleneck: Bottleneck) -> str:
     """The bottleneck in a sentence, with the policy's line where one is known."""
-    what = f"{bottleneck.kind} on {bottleneck.lane}"
+    what, others = f"{bottleneck.kind} on {bottleneck.lane}", ""
     if bottleneck.kind == bottleneck.cause:
         what = f"{bottleneck.kind}, before tasks of {bottleneck.lane}"
+    elif bottleneck.kind_seconds < bottleneck.seconds:
+        what = bottleneck.lane if bottleneck.cause in OF_A_LANE else f"{what} and others"
+        others = f", {format_seconds(bottleneck.kind_seconds)} of it {bottleneck.kind}"
     busy = explanation.lanes[bottleneck.lane].busy_seconds / explanation.seconds
     took = f"{format_seconds(bottleneck.seconds)} of the critical path ({bottleneck.share:.0%})"
     line = ""
     if bottleneck.line and bottleneck.cause in OF_THE_POLICY:
         line = f" Most of it is before tasks that {bottleneck.line} submits."
     relief = f"{RELIEFS[bottleneck.cause]} would save {bottleneck.saved:.0%} of the time."
-    return f"{what}, {took}. {relief} The lane is busy {busy:.0%} of the time.{line}"
+    return f"{what}, {took}{others}. {relief} The lane is busy {busy:.0%} of the time.{line}"
 
 
 def _lanes(explanation: Explanation) -> Table:

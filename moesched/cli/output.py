@@ -86,9 +86,8 @@ def print_report(report: JobReport) -> None:
     instead = f" instead of {report.model_dtype}" if report.dtype == "float16" != report.model_dtype else ""
     say(f"\n{report.policy} on {report.model} ({report.dtype}{instead}), {measured} on {report.place}")
     plan = report.plan
-    sizes = (
-        f"{plan.batch_size} requests, micro-batches of {plan.micro_batch_size}, {plan.new_tokens} new tokens"
-    )
+    requests = "1 request" if plan.batch_size == 1 else f"{plan.batch_size} requests"
+    sizes = f"{requests}, micro-batches of {plan.micro_batch_size}, {_new_tokens(report)}"
     if plan.prefill_chunk is not None:
         sizes += f", prompts in chunks of {plan.prefill_chunk} tokens"
     if report.padded:
@@ -171,6 +170,14 @@ def _rates(report: JobReport) -> dict[str, str]:
     if report.simulated_seconds is not None:
         rates["simulated"] = format_seconds(report.simulated_seconds)
     return rates
+
+
+def _new_tokens(report: JobReport) -> str:
+    """The number of new tokens of each request, or those that all got where some ended early."""
+    most, tokens = report.plan.new_tokens, report.tokens
+    if tokens is None or all(len(each) == most for each in tokens):
+        return f"{most} new tokens"
+    return f"{sum(map(len, tokens)):,} new tokens, at most {most} a request"
 
 
 def _cores(cores: Mapping[str, int]) -> str:

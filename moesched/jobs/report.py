@@ -340,7 +340,7 @@ def _merge_emulations(parts: Sequence[Emulation]) -> Emulation | None:
 
 def _merge_lane(uses: Sequence[LaneUse], seconds: float) -> LaneUse:
     busy = sum(use.busy_seconds for use in uses)
-    return LaneUse(busy, _rate(busy, seconds))
+    return LaneUse(busy, min(1.0, _rate(busy, seconds)))
 
 
 def _merge_pools(pools: Sequence[PoolUse]) -> list[PoolUse]:

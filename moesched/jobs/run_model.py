@@ -37,7 +37,7 @@ from moesched.runs.generation import TokenHandling
 from moesched.runs.hardware import run
 from moesched.runs.listeners import KindMeter, Listener, observers_in
 from moesched.runs.ranks import Devices, Rank, open_devices, process_of
-from moesched.seams import TellsProgress
+from moesched.seams import Emulates, TellsProgress
 from moesched.system.memory_ahead import MemoryAhead, UsesMemoryAhead
 from moesched.system.outputs import require_outputs
 
@@ -147,7 +147,8 @@ def _run_batch(
     plan, policy = job.plan(batch, devices.slot_bytes)
     peers = [Rank(*job.plan(batch, devices.slot_bytes), device) for device in devices.all[1:]]
     texts.listener.planned(plan)
-    recorder = recorder_of(plan, predicts=True) if files.wanted else None
+    knows_rates = bool(plan.machine.cost_table) or isinstance(devices.first, Emulates)
+    recorder = recorder_of(plan, predicts=knows_rates) if files.wanted else None
     kinds = KindMeter()
     read_before = devices.bytes_read
     ending = JobEnding()
@@ -188,7 +189,7 @@ def _run_batch(
     if expectation is not None:
         finished = expectation.added_to(finished)
     if recorder is not None:
-        roofs = roofs_of(plan.machine, finished.dtype)
+        roofs = roofs_of(plan.machine, finished.dtype) if knows_rates else None
         write_recording(files, recorder.recording(), finished, texts.listener, roofs=roofs)
     ending.raise_error(finished)
     return finished
