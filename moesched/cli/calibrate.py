@@ -79,7 +79,7 @@ def calibrate(
 
 def print_machine(machine: Machine) -> None:
     """Print the rates of a machine as a table."""
-    from moesched.cli.output import print_table
+    from moesched.cli.tables import print_table
 
     rows = [
         ["processor", name, f"{rate / 1e9:,.0f} GFLOP/s {dtype}"]

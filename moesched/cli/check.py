@@ -154,7 +154,7 @@ def _cases(found: Fault | Advice) -> str:
 
 
 def _print_cells(cells: list[CellResult]) -> None:
-    from moesched.cli.output import print_table
+    from moesched.cli.tables import print_table
     from moesched.units import format_seconds
 
     rows = [

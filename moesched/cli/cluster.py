@@ -11,7 +11,7 @@ from cyclopts import App, Group, Parameter
 
 from moesched.cli import options
 from moesched.cli.generation_options import GenerationArguments
-from moesched.cli.output import say
+from moesched.cli.output import print_lines, say
 from moesched.inputs.defaults import JOIN_SECONDS
 
 CLUSTER = Group("Cluster", sort_key=1)
@@ -27,8 +27,10 @@ LAUNCH_HELP = options.paragraphs(
 
 LAUNCH_EPILOGUE = """Examples:
 
-  moesched launch models/dbrx --hosts cluster.toml --policy ep_router_aided --prompt "Return the"
-  moesched launch models/dbrx --hosts cluster.toml --policy ep_router_aided --prompt-ids "1,2" --dry-run
+  moesched launch models/dbrx --hosts cluster.toml --policy ep_router_aided \\
+      --prompt "Return the"
+  moesched launch models/dbrx --hosts cluster.toml --policy ep_router_aided \\
+      --prompt-ids "1,2" --dry-run
   mpirun --host mac-0,mac-1 moesched launch models/dbrx --hosts cluster.toml \\
       --policy ep_router_aided --prompt "Return the" """
 
@@ -89,7 +91,8 @@ def keygen(
     if json:
         print_json({"key": keys.public, "secret_file": str(folder / SECRET_NAME)})
     else:
-        say(f'key = "{keys.public}"\n\nthe secret one is in {folder / SECRET_NAME}, which only you can read')
+        print_lines([f'key = "{keys.public}"', ""])
+        say(f"the secret one is in {folder / SECRET_NAME}, which only you can read")
 
 
 def node(
@@ -148,7 +151,7 @@ def launch(
     cluster = load_cluster(hosts)
     if dry_run:
         for host in cluster.hosts:
-            say(shlex.join(ssh_command(host, node_arguments(hosts, host, model_dir.resolve()))))
+            print_lines([shlex.join(ssh_command(host, node_arguments(hosts, host, model_dir.resolve())))])
         return 0
     arguments: dict[str, Any] = {"cluster_file": hosts, "key": key}
     if transport is not None:

@@ -69,7 +69,8 @@ def compare(
 
     from moesched.analysis.compare import compare as hold_against
     from moesched.analysis.compare import read_sides
-    from moesched.cli.output import Bar, print_json, print_table
+    from moesched.cli.output import Bar, print_json
+    from moesched.cli.tables import print_table
 
     files = [first, *others]
     with Bar("comparing") as bar:
@@ -105,7 +106,7 @@ def _write_report(path: Path, comparison: Comparison, runs: Sequence[Side]) -> N
 
 
 def _print_difference(comparison: Comparison) -> None:
-    from moesched.cli.output import print_table
+    from moesched.cli.tables import print_table
 
     say("\n".join(comparison.reasons()))
     tables = {

@@ -95,7 +95,7 @@ def _write_report(path: Path, run: Trace, explanation: Explanation) -> None:
 def print_explanation(explanation: Explanation) -> None:
     """Print what matters first."""
     from moesched.analysis.explanation_tables import DECISIONS_HELD, tables_of, told
-    from moesched.cli.output import print_table
+    from moesched.cli.tables import print_table
 
     say("\n".join(told(explanation)))
     for title, (columns, rows, figures) in tables_of(explanation).items():

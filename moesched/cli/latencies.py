@@ -19,7 +19,8 @@ HELP = options.paragraphs(
 EPILOGUE = """Examples:
 
   moesched latencies --model mixtral-8x7b --machine rtx6000
-  moesched latencies --model models/mixtral-0.8b --machine auto --out latencies.svg"""
+  moesched latencies --model models/mixtral-0.8b --machine auto \\
+      --out latencies.svg"""
 
 
 def add_to(app: App) -> None:
@@ -48,7 +49,8 @@ def latencies(
     from moesched.analysis.latency_picture import draw_latencies
     from moesched.analysis.latency_table import latencies_of
     from moesched.analysis.pictures import require_picture
-    from moesched.cli.output import print_json, print_table
+    from moesched.cli.output import print_json
+    from moesched.cli.tables import print_table
     from moesched.units import format_seconds
 
     if out is not None:

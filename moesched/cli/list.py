@@ -41,7 +41,8 @@ def list_kind(
     json: options.Json = False,
 ) -> None:
     """See HELP."""
-    from moesched.cli.output import print_json, print_table
+    from moesched.cli.output import print_json
+    from moesched.cli.tables import print_table
 
     wanted = containing.lower()
     entries = [entry for entry in entries_of(kind) if wanted in entry["name"].lower()]

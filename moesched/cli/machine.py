@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 
 from moesched.cli import options
 from moesched.cli.files import Writes
-from moesched.cli.output import say
+from moesched.cli.output import print_lines, say
 
 if TYPE_CHECKING:
     from moesched.machines.build import BuiltMachine, Parts
@@ -129,7 +129,7 @@ def machine(
     if json:
         _print_json(built, out)
     elif out is None:
-        say(text.rstrip("\n"))
+        print_lines(text.rstrip("\n").split("\n"))
     else:
         _print_written(built, out)
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from moesched.cli import options
-from moesched.cli.output import say
+from moesched.cli.output import print_lines, say
 from moesched.errors import BadInput
 from moesched.system.plain_text import shown
 from moesched.system.whole_file import whole_file
@@ -52,8 +52,10 @@ def new_policy(
         print_json({"policy": named, "files": [str(policy), str(test)]})
         return
     say(f"{policy}: the policy\n{test}: its test\n\nTry it:")
-    say(f"  moesched simulate --model mixtral-8x7b --machine t4 --workload mtbench --policy {named}")
-    say(f"  pytest {test}\n  moesched check {named}")
+    simulate = "moesched simulate --model mixtral-8x7b --machine t4 --workload mtbench"
+    print_lines(
+        [f"  {simulate} \\", f"      --policy {named}", f"  pytest {test}", f"  moesched check {named}"]
+    )
 
 
 def write_starter(name: str, directory: Path) -> tuple[Path, Path]:

@@ -1,10 +1,12 @@
-"""Output of commands: JSON, tables, and a progress bar for commands that take longer than a second."""
+"""Output of commands: JSON, text, reports, and a progress bar for commands that take longer than a second."""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from moesched.system.plain_text import plain_text
@@ -13,7 +15,6 @@ from moesched.system.standard_output import command_output
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
-    from rich.table import Table
 
     from moesched.jobs.report import JobReport, NodeReport
     from moesched.planner.uncertainty import Figures
@@ -21,14 +22,24 @@ if TYPE_CHECKING:
     from moesched.runs.process_bytes import ProcessBytes
 
 PATIENCE_SECONDS = 1.0
-WIDE = 250
 
 
 def stdout() -> Console:
     """Standard output, as rich writes to it."""
     from rich.console import Console
 
-    return Console(file=command_output(), highlight=False)
+    return Console(file=command_output(), highlight=False, width=columns_of_terminal())
+
+
+def columns_of_terminal() -> int | None:
+    """The width of the terminal that standard output goes to, or that COLUMNS gives; None where it is no terminal."""
+    out = command_output()
+    if not out.isatty():
+        return None
+    given = os.environ.get("COLUMNS", "")
+    return (
+        int(given) if given.isdecimal() and int(given) else os.get_terminal_size(out.fileno()).columns or None
+    )
 
 
 def stderr() -> Console:
@@ -39,8 +50,21 @@ def stderr() -> Console:
 
 
 def say(text: str = "") -> None:
-    """Print text for people on standard output; names in it cannot act on the terminal."""
-    print(plain_text(text), file=command_output())
+    """Print text for people on standard output; a terminal gets lines that end between words."""
+    width = columns_of_terminal()
+    for line in plain_text(text).split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        print_lines(
+            wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+            if width and len(line) > width
+            else [line]
+        )
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines as they are, such as commands to paste; names in them cannot act on the terminal."""
+    for line in lines:
+        print(plain_text(line).rstrip(), file=command_output())
 
 
 def print_json(content: Any) -> None:
@@ -53,32 +77,9 @@ def print_json(content: Any) -> None:
     out.flush()
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, figures: int = 0) -> None:
-    """Print a table on standard output; its last `figures` columns are numbers, aligned to the right."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, column in enumerate(columns):
-        right = number >= len(columns) - figures
-        table.add_column(Text(plain_text(column)), justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(plain_text(cell)) for cell in row))
-    print_whole(table)
-
-
-def print_whole(table: Table) -> None:
-    """Print a table, at its full width unless a terminal limits it."""
-    console = stdout()
-    if not console.is_terminal:
-        console.width = WIDE
-    with console.capture() as captured:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in captured.get().split("\n")).rstrip("\n"), file=command_output())
-
-
 def print_report(report: JobReport) -> None:
     """Print the figures of a run: rates, lanes, memories."""
+    from moesched.cli.tables import print_table
     from moesched.jobs.report import ClusterReport
     from moesched.units import format_seconds
 
@@ -191,6 +192,7 @@ def _cores(cores: Mapping[str, int]) -> str:
 
 def _print_lanes(lanes: Mapping[str, LaneUse], expected: Mapping[str, LaneUse] | None) -> None:
     """Print the use of each lane, beside the expected one where there is one."""
+    from moesched.cli.tables import print_table
     from moesched.units import format_seconds
 
     columns = ["lane", "busy", "in use"]
@@ -207,6 +209,7 @@ def _print_lanes(lanes: Mapping[str, LaneUse], expected: Mapping[str, LaneUse] |
 
 def _print_memories(report: JobReport) -> None:
     """Print the peak and the budget of each memory and of the process, and the parts of the latter."""
+    from moesched.cli.tables import print_table
     from moesched.units import format_bytes
 
     memories = [
@@ -225,6 +228,8 @@ def _print_memories(report: JobReport) -> None:
 
 def _print_pools(pools: Sequence[PoolUse]) -> None:
     """Print the use of each pool, in pages."""
+    from moesched.cli.tables import print_table
+
     rows = [
         [
             f"{pool.name} in {pool.memory}",
@@ -269,6 +274,7 @@ def _kv_cache(on_gpu: float) -> str:
 
 def _print_members(members: Sequence[NodeReport]) -> None:
     """Print the nodes of a cluster: the time of each, and whether it stayed to the end."""
+    from moesched.cli.tables import print_table
     from moesched.units import format_bytes, format_seconds
 
     rows = [
@@ -291,6 +297,7 @@ def _peaks(member: NodeReport) -> dict[str, int]:
 
 def _print_emulation(emulation: Emulation) -> None:
     """Print the quality of an emulation, by lane."""
+    from moesched.cli.tables import print_table
     from moesched.units import format_seconds
 
     columns = ["emulated lane", "real work", "tasks over a third", "late", "too long by"]

@@ -148,8 +148,9 @@ def _propose_cluster(given: PlanArguments, nodes: int) -> ClusterProposal:
 
 def print_proposal(proposal: Proposal) -> None:
     """Print the plan, its throughput, its bottleneck, and the rejected alternatives."""
-    from moesched.cli.output import print_table, say_band
+    from moesched.cli.output import say_band
     from moesched.cli.plan_table import print_ranking
+    from moesched.cli.tables import print_table
     from moesched.units import format_bytes, format_seconds
 
     plan, predicted = proposal.plan, proposal.predicted
@@ -184,7 +185,7 @@ def print_proposal(proposal: Proposal) -> None:
 
 def print_cluster(proposal: ClusterProposal) -> None:
     """Print the bound of the policy's placement, the placement of experts, and the other ways to split the model."""
-    from moesched.cli.output import print_table
+    from moesched.cli.tables import print_table
     from moesched.units import format_bytes, format_seconds
 
     bound = proposal.bound

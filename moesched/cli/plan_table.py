@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moesched.cli.output import print_table, say
+from moesched.cli.output import say
+from moesched.cli.tables import print_table
 from moesched.units import format_seconds
 
 if TYPE_CHECKING:

@@ -41,7 +41,8 @@ EPILOGUE = """Examples:
   moesched profile-routing mixtral-8x7b --routing popularity \\
       --gpu-experts 56 --gpu-experts 125
   moesched simulate --model examples/tiny-mixtral --machine t4 \\
-      --policy expert_streaming --workload questions.jsonl --routing routing.npz"""
+      --policy expert_streaming --workload questions.jsonl \\
+      --routing routing.npz"""
 
 SPARSITY_HELP = options.paragraphs(
     "Count the activations after the experts' SiLU that are near zero, by layer (Twiddler, Appendix B).",
@@ -278,7 +279,8 @@ def _print_profile(
 ) -> None:
     import msgspec
 
-    from moesched.cli.output import print_json, print_table
+    from moesched.cli.output import print_json
+    from moesched.cli.tables import print_table
 
     if json:
         counts = {"counts": profile.counts, "interrupted": interrupted}
@@ -302,7 +304,7 @@ def _print_profile(
 
 
 def _print_sparsity(report: SparsityReport) -> None:
-    from moesched.cli.output import print_table
+    from moesched.cli.tables import print_table
 
     prompts = "random token ids" if report.random_prompts else "the prompts"
     say(f"\n{report.model} ({report.dtype}): values after SiLU, {report.tokens:,} tokens of {prompts}\n")

@@ -88,7 +88,7 @@ def reproduce(
 
 def print_reproduction(report: Reproduction) -> None:
     """Print the fitted rates, each section, and the errors of the tables' cells."""
-    from moesched.cli.output import print_table
+    from moesched.cli.tables import print_table
     from moesched.reproduce.report import AGREEMENT
 
     say(f"\n{report.title}: the paper measured, ours is predicted\n")

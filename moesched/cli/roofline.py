@@ -92,7 +92,7 @@ def roofline(
 
 def print_roofline(report: RooflineReport) -> None:
     """Print the levels, the computations with their bottlenecks, and the time of one layer."""
-    from moesched.cli.output import print_table
+    from moesched.cli.tables import print_table
 
     say(f"\n{report.model} ({report.dtype}) on {report.machine}, one layer of a decode step\n")
     print_table(["", "compute", "memory or link", "ridge, FLOP/byte"], list(_levels(report)), figures=3)

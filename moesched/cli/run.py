@@ -23,9 +23,10 @@ EPILOGUE = """Examples:
   moesched run examples/tiny-mixtral --policy resident --prompt "Return the"
   moesched run models/mixtral-0.8b --policy cgopipe --budget host=640MB \\
       --prompt-ids "1,2,3;4,5" --trace out/run.json
-  moesched run models/mixtral-0.8b --policy cgopipe --device emulated --machine t4 \\
-      --budget gpu=640MB --prompt-ids "1,2,3;4,5"
-  moesched run models/mixtral-0.8b --local 2 --policy ep_router_aided --prompt-ids "1,2,3"
+  moesched run models/mixtral-0.8b --policy cgopipe --device emulated \\
+      --machine t4 --budget gpu=640MB --prompt-ids "1,2,3;4,5"
+  moesched run models/mixtral-0.8b --local 2 --policy ep_router_aided \\
+      --prompt-ids "1,2,3"
   moesched run models/mixtral-0.8b --policy my_policy:Mine --set ahead=3 \\
       --prompts questions.jsonl --json"""
 

@@ -31,8 +31,9 @@ EPILOGUE = """Examples:
   moesched simulate --model models/mixtral-0.8b --machine auto \\
       --policy layer_streaming --workload uniform --batch-size 16 \\
       --budget host=640MB --trace out/predicted.json
-  moesched simulate --model mixtral-8x7b --machine t4 --policy expert_streaming \\
-      --workload mtbench --batch-size 8 --routing zipf --routing-set locality=0.5
+  moesched simulate --model mixtral-8x7b --machine t4 \\
+      --policy expert_streaming --workload mtbench --batch-size 8 \\
+      --routing zipf --routing-set locality=0.5
   moesched simulate --model mixtral-8x7b --machine t4 --policy expert_cache \\
       --workload mtbench --batch-size 1 --routing request.npy
   moesched simulate --model deepseek-v2-lite --format q4_k_m --machine l4 \\

@@ -133,7 +133,8 @@ def _check_outputs(given: SweepArguments, file: Path | None, asked: Sweep) -> Pa
 
 def _tell_axes(prepared: Prepared, json: bool) -> int:
     """Print the number of points, and the values of each axis."""
-    from moesched.cli.output import print_json, print_table
+    from moesched.cli.output import print_json
+    from moesched.cli.tables import print_table
 
     axes = prepared.sweep.axes
     if json:
@@ -193,7 +194,7 @@ def _hand_out(given: SweepArguments, out: Path, prepared: Prepared, result: Swee
 
 def _print_best(best: list[Best], *, dollars: bool) -> None:
     """Print the best policy of each case."""
-    from moesched.cli.output import print_table
+    from moesched.cli.tables import print_table
     from moesched.sweeps.figures import title_of
 
     if not best:

@@ -29,7 +29,8 @@ EPILOGUE = """Examples:
 
   moesched timeline out/cgopipe.json --out cgopipe.svg --layers 4:5
 
-  moesched timeline out/measured.json out/predicted.json --out both.png --steps 3"""
+  moesched timeline out/measured.json out/predicted.json --out both.png \\
+      --steps 3"""
 
 Out = Annotated[
     Path,

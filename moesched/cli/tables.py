@@ -1,0 +1,107 @@
+"""Tables on standard output that break no name: where the terminal is narrow, spare columns go, or rows stack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from textwrap import TextWrapper
+from typing import NamedTuple
+
+from moesched.cli.output import columns_of_terminal, print_lines, say, stdout
+from moesched.system.plain_text import plain_text
+from moesched.system.standard_output import command_output
+
+WIDE = 250
+"""Columns where no terminal limits them."""
+NAME_WIDTH = 24
+"""A column whose cells have no more characters than this is of names or figures, and stays in one line."""
+PROSE_WIDTH = 20
+"""The least width of other columns, whose lines break between words."""
+GAP = 2
+
+
+class _Column(NamedTuple):
+    title: str
+    cells: list[str]
+    is_figure: bool
+
+    @property
+    def width(self) -> int:
+        return max(map(len, (self.title, *self.cells)))
+
+    @property
+    def is_prose(self) -> bool:
+        return not self.is_figure and self.width > NAME_WIDTH
+
+    @property
+    def least(self) -> int:
+        """The width from which on no word is broken."""
+        if not self.is_prose:
+            return self.width
+        words = (len(word) for text in (self.title, *self.cells) for word in text.split())
+        return max(PROSE_WIDTH, *words)
+
+
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, figures: int = 0, spare: Sequence[str] = ()
+) -> None:
+    """Print a table on standard output.
+
+    Args:
+        figures: number of columns at the end that are numbers, aligned to the right.
+        spare: titles of columns that go where the terminal is narrow, in this order.
+    """
+    width = columns_of_terminal() or WIDE
+    table = [
+        _Column(plain_text(title), [plain_text(row[place]) for row in rows], place >= len(columns) - figures)
+        for place, title in enumerate(columns)
+    ]
+    left_out: list[str] = []
+    for title in spare:
+        if _fits(table, width):
+            break
+        table = [column for column in table if column.title != title]
+        left_out.append(title)
+    if _fits(table, width):
+        _print_columns(table, width)
+    else:
+        print_lines(_stacked(table, width))
+    if left_out:
+        say(f"left out at this width: {', '.join(left_out)}")
+
+
+def _fits(table: Sequence[_Column], width: int) -> bool:
+    return sum(column.least + GAP for column in table) - GAP <= width
+
+
+def _print_columns(table: Sequence[_Column], width: int) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    for column in table:
+        drawn.add_column(
+            Text(column.title),
+            justify="right" if column.is_figure else "left",
+            no_wrap=not column.is_prose,
+            min_width=column.least,
+        )
+    for row in zip(*(column.cells for column in table), strict=True):
+        drawn.add_row(*map(Text, row))
+    console = stdout()
+    console.width = width
+    with console.capture() as captured:
+        console.print(drawn)
+    print("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")), file=command_output())
+
+
+def _stacked(table: Sequence[_Column], width: int) -> Iterator[str]:
+    """The lines of rows whose cells stand one below the other, each behind its title."""
+    first, *others = table
+    space = max(len(column.title) for column in others)
+    indent = " " * (space + 2 * GAP)
+    wrapped = TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    for place, name in enumerate(first.cells):
+        yield from wrapped.wrap(name)
+        for column in others:
+            if column.cells[place]:
+                yield from wrapped.wrap(f"  {column.title:{space}}  {column.cells[place]}")
