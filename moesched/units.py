@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from moesched.errors import BadInput
 from moesched.system.plain_text import shown
@@ -84,26 +85,38 @@ def _limited(nbytes: float, text: int | float | str) -> int:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Format bytes in the largest decimal unit in which they are at least 1, such as "1.58 GB"."""
-    for name, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if abs(nbytes) >= factor:
-            return f"{nbytes / factor:.3g} {name}"
-    return f"{nbytes:.0f} B"
+    """Format bytes with three digits, in the largest decimal unit in which they are at least 1, such as "1.58 GB"."""
+    return _with_prefix(nbytes, "B", f"{nbytes:.0f} B")
 
 
 def format_flops(rate: float) -> str:
-    """Format FLOP/s in the largest unit in which they are at least 1, such as "1.6 TFLOP/s"."""
-    for name, factor in (("PFLOP/s", 1e15), ("TFLOP/s", 1e12), ("GFLOP/s", 1e9), ("MFLOP/s", 1e6)):
-        if abs(rate) >= factor:
-            return f"{rate / factor:.3g} {name}"
-    return f"{rate:.0f} FLOP/s"
+    """Format FLOP/s with three digits, in the largest unit in which they are at least 1, such as "1.6 TFLOP/s"."""
+    return _with_prefix(rate, "FLOP/s", f"{rate:.0f} FLOP/s")
+
+
+def format_count(number: float) -> str:
+    """Format a large number with three digits, such as "46.7 B" for 46.7 billion."""
+    return _in_largest(number, {"T": 1e12, "B": 1e9, "M": 1e6}) or f"{number:,.0f}"
 
 
 def format_seconds(seconds: float) -> str:
     """Format a duration in the unit that fits it, such as "12.3 ms"."""
-    if abs(seconds) >= 1000:
-        return f"{seconds:,.0f} s"
-    for name, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if abs(seconds) >= factor:
-            return f"{seconds / factor:.3g} {name}"
-    return f"{seconds * 1e9:.0f} ns"
+    return _in_largest(seconds, {"s": 1.0, "ms": 1e-3, "µs": 1e-6}) or f"{seconds * 1e9:.0f} ns"
+
+
+def _with_prefix(value: float, unit: str, small: str) -> str:
+    units = {
+        prefix + unit: factor
+        for prefix, factor in sorted(_PREFIXES.items(), key=lambda each: -each[1])
+        if prefix
+    }
+    return _in_largest(value, units) or small
+
+
+def _in_largest(value: float, units: Mapping[str, float]) -> str:
+    """The value with three digits in the first unit in which these make at least 1; empty where none does."""
+    for name, factor in units.items():
+        rounded = float(f"{value / factor:.3g}")
+        if abs(rounded) >= 1:
+            return f"{value / factor:,.0f} {name}" if abs(rounded) >= 1000 else f"{rounded:.3g} {name}"
+    return ""

@@ -80,17 +80,18 @@ def calibrate(
 def print_machine(machine: Machine) -> None:
     """Print the rates of a machine as a table."""
     from moesched.cli.tables import print_table
+    from moesched.units import format_bytes, format_flops
 
     rows = [
-        ["processor", name, f"{rate / 1e9:,.0f} GFLOP/s {dtype}"]
+        ["processor", name, f"{format_flops(rate)} {dtype}"]
         for name, processor in machine.processors.items()
         for dtype, rate in processor.flops.items()
     ]
     for name, tier in machine.memories.items():
         locked = ", page-locked" if machine.page_locked and name == machine.host.memory else ""
-        rows.append(["memory", name, f"{tier.bandwidth / 1e9:.3g} GB/s{locked}"])
+        rows.append(["memory", name, f"{format_bytes(tier.bandwidth)}/s{locked}"])
     lanes = {link.lane: link for link in machine.links}
-    rows += [["link", lane, f"{link.bandwidth / 1e9:.3g} GB/s"] for lane, link in lanes.items()]
+    rows += [["link", lane, f"{format_bytes(link.bandwidth)}/s"] for lane, link in lanes.items()]
     if machine.staging is not None:
-        rows.append(["staging", "host->pinned", f"{machine.staging.bandwidth / 1e9:.3g} GB/s"])
+        rows.append(["staging", "host->pinned", f"{format_bytes(machine.staging.bandwidth)}/s"])
     print_table(["", machine.name, ""], rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any, Literal
@@ -51,11 +52,11 @@ def list_kind(
         return
     if kind == "machines":
         rows = [[entry["name"], *_machine_figures(entry), _state(entry)] for entry in entries]
-        print_table([kind, "memories", "links", ""], rows)
+        print_table([kind, "memories", "links", ""], rows, spare=["links"])
     elif kind == "models":
         columns = ["parameters", "active", "layers", "experts", "top k", "format", "bytes", "", "source"]
         rows = [[entry["name"], *_model_figures(entry)] for entry in entries]
-        print_table([kind, *columns], rows)
+        print_table([kind, *columns], rows, spare=["source", "active", "top k"])
     elif kind == "parts":
         print_table([kind, "kind", "figures", "source"], part_rows(entries))
     elif kind == "networks":
@@ -89,7 +90,7 @@ def _plugins(kind: Any) -> list[dict[str, Any]]:
     for name in plugins.names(kind):
         entry = {"name": name, "description": "", "problem": None}
         try:
-            entry["description"] = _first_line(plugins.find(kind, name))
+            entry["description"] = _first_sentence(plugins.find(kind, name))
         except Exception as error:  # a plug-in may fail in any way, and must not hide the others
             entry["problem"] = " ".join(str(error).split()) or type(error).__name__
         entries.append(entry)
@@ -124,12 +125,12 @@ def _models() -> list[dict[str, Any]]:
 
 
 def _model_figures(entry: dict[str, Any]) -> list[str]:
-    from moesched.units import format_bytes
+    from moesched.units import format_bytes, format_count
 
-    billions = (f"{entry[key] / 1e9:,.4g} B" for key in ("parameters", "active_parameters"))
+    parameters = (format_count(entry[key]) for key in ("parameters", "active_parameters"))
     sizes = (str(entry[key]) for key in ("layers", "experts", "top_k"))
     runs = "runs" if entry["runs"] else "simulated"
-    return [*billions, *sizes, entry["format"], format_bytes(entry["bytes"]), runs, entry["source"]]
+    return [*parameters, *sizes, entry["format"], format_bytes(entry["bytes"]), runs, entry["source"]]
 
 
 def _machines() -> list[dict[str, Any]]:
@@ -206,6 +207,8 @@ def _loaded(name: str, load: Callable[[str], Any]) -> dict[str, Any]:
         return {"name": name, "description": "", "problem": str(error)}
 
 
-def _first_line(found: Any) -> str:
-    text = inspect.getdoc(found) or ""
-    return text.split("\n", 1)[0]
+def _first_sentence(found: Any) -> str:
+    """The first sentence of a docstring, or its first paragraph if that has no full stop."""
+    text = " ".join((inspect.getdoc(found) or "").split("\n\n", 1)[0].split())
+    sentence = re.match(r".*?[.!?](?= [A-Z`]|$)", text)
+    return sentence[0] if sentence else text

@@ -223,7 +223,7 @@ def print_cluster(proposal: ClusterProposal) -> None:
         for way in proposal.ways
     ]
     columns = ["experts", "attention", "policy", "busiest runs", "weights a node", "a token", "tokens/s"]
-    print_table(columns, ways, figures=4)
+    print_table(columns, ways, figures=4, spare=["busiest runs", "weights a node"])
     best, runs = proposal.choice.best, proposal.choice.runs
     say(f"\nBest: experts {best.experts}, attention {best.attention}.")
     for reason in proposal.choice.why:

@@ -24,11 +24,14 @@ COLUMNS = (
     "brings",
 )
 
+SPARE = ("brings", "10 % more of", "micro-batch", "busiest lane")
+"""Columns that go where the terminal is narrow, in this order."""
+
 
 def print_ranking(ranking: Sequence[Ranked], objective: str) -> None:
     """Print a row for each policy that fits, and a line for each that does not."""
     rows = [_row(each) for each in ranking if each.fits]
-    print_table([f"policies for {objective}", *COLUMNS[1:]], rows)
+    print_table([f"policies for {objective}", *COLUMNS[1:]], rows, spare=SPARE)
     for each in ranking:
         if not each.fits:
             say(f"\n{each.policy} does not fit: {each.lacks}")
