@@ -16,6 +16,7 @@ from typing import Any, Literal, overload
 from moesched.errors import BadInput
 from moesched.seams import Device, Policy, Transport
 from moesched.system.memory import require_address_space
+from moesched.system.near_names import with_nearest
 from moesched.system.plain_text import shown
 from moesched.system.signal_origin import came_from_a_signal
 from moesched.system.source_lines import raising_line
@@ -186,7 +187,6 @@ def _target(kind: Kind, name: str) -> tuple[str, bool]:
             return point.value, True
     if ":" in name:
         return name, False
-    raise BadInput(
-        f"unknown {_SINGULAR[kind]} {shown(name)}: choose {', '.join(names(kind))}, or write module:Class or "
-        "file.py:Class"
-    )
+    known = names(kind)
+    remedy = f"choose {', '.join(known)}, or write module:Class or file.py:Class"
+    raise BadInput(f"unknown {_SINGULAR[kind]} {shown(name)}: {with_nearest(name, known, remedy)}")

@@ -21,6 +21,7 @@ from moesched.models.shapes import SHAPES
 from moesched.requests.workloads import Workload, given_lengths, load_workload
 from moesched.seams import ChecksMachine, DescribesMachine, Device, Emulates, IsCalibrated, Policy
 from moesched.system.input_file import is_folder
+from moesched.system.near_names import with_nearest
 
 
 def find_shape(name_or_folder: Path | str, stored_as: str | None = None) -> ModelConfig:
@@ -37,10 +38,9 @@ def find_shape(name_or_folder: Path | str, stored_as: str | None = None) -> Mode
     elif is_folder(Path(name_or_folder)):
         config = read_config(Path(name_or_folder))
     else:
-        known = ", ".join(SHAPES)
-        raise BadInput(
-            f"no model {str(name_or_folder)!r}: name a folder with a config.json, or one of {known}"
-        )
+        name = str(name_or_folder)
+        remedy = f"name a folder with a config.json, or one of {', '.join(SHAPES)}"
+        raise BadInput(f"no model {name!r}: {with_nearest(name, SHAPES, remedy)}")
     return config if stored_as is None else in_format(config, stored_as)
 
 

@@ -60,6 +60,16 @@ def find_chip(name: str) -> Chip:
     return find_part(name, library().chips, "chip")
 
 
+def option_of_part(name: str) -> str | None:
+    """The option of `moesched machine` for a part, such as --gpu "RTX 3090"; None if no part has such a name."""
+    known, asked = library(), Counter(_words(name))
+    kinds: dict[str, Mapping[str, Part]] = {"--gpu": known.gpus, "--chip": known.chips, "--cpu": known.cpus}
+    for option, parts in kinds.items():
+        if asked and any(_words_more(part, asked) is not None for part in parts.values()):
+            return f'{option} "{name}"'
+    return None
+
+
 def counted(name: str, option: str, example: str) -> tuple[int, str]:
     """The number before a name, 1 without one, and the name.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from moesched.errors import BadInput
 from moesched.machines.estimates import Estimate, estimate_problems
 from moesched.machines.machine import BY_THEMSELVES, PINNED, SORTS, Machine, Processor, Tier
+from moesched.machines.part_names import option_of_part
 from moesched.machines.sustained import rate_problems
 from moesched.machines.toml_library import (
     MOST_RATE,
@@ -32,7 +34,15 @@ def load_machine(name_or_file: str) -> Machine:
     Raises:
         BadInput: neither exists, or the file does not describe a machine.
     """
-    return parse_machine(profile_text("moesched.machines", "machine", name_or_file), name_or_file)
+    try:
+        text = profile_text("moesched.machines", "machine", name_or_file)
+    except BadInput:
+        option = option_of_part(name_or_file)
+        if option is None or Path(name_or_file).suffix or name_or_file.lower() in machine_names():
+            raise
+        remedy = f"it is a part of machines: `moesched machine {option}` writes a file to name here"
+        raise BadInput(f"no machine {name_or_file!r}: {remedy}") from None
+    return parse_machine(text, name_or_file)
 
 
 def parse_machine(text: bytes, where: str) -> Machine:

@@ -12,6 +12,7 @@ from msgspec import Meta
 from moesched.errors import BadInput
 from moesched.system.decoding import decode_toml
 from moesched.system.input_file import read_input
+from moesched.system.near_names import with_nearest
 
 T = TypeVar("T")
 
@@ -52,9 +53,8 @@ def profile_text(package: str, kind: str, name_or_file: str) -> bytes:
         return read_input(Path(name_or_file), kind, MOST_BYTES)
     except BadInput as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            raise BadInput(
-                f"no {kind} {name_or_file!r}: name a TOML file or one of {', '.join(names)}"
-            ) from None
+            remedy = with_nearest(name_or_file, names, f"name a TOML file or one of {', '.join(names)}")
+            raise BadInput(f"no {kind} {name_or_file!r}: {remedy}") from None
         raise
 
 

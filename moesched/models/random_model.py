@@ -26,6 +26,7 @@ from moesched.models.reading import require_runs
 from moesched.models.shapes import SHAPES
 from moesched.models.shards import INDEX_NAME
 from moesched.models.tensors import count_weights
+from moesched.system.near_names import with_nearest
 from moesched.system.new_folder import new_folder, reserve, write_at, write_json
 
 Progress = Callable[[int, int], None]
@@ -89,7 +90,8 @@ def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelC
     if isinstance(shape, str):
         if shape not in SHAPES:
             known = sorted(name for name, config in SHAPES.items() if not config.pattern)
-            raise BadInput(f"unknown model shape {shape!r}; choose one of {', '.join(known)}")
+            remedy = with_nearest(shape, known, f"choose one of {', '.join(known)}")
+            raise BadInput(f"unknown model shape {shape!r}: {remedy}")
         shape = SHAPES[shape]
         require_runs(shape)
     if dtype not in SAFETENSORS_DTYPE:

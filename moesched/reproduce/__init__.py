@@ -12,6 +12,7 @@ from moesched.reproduce.moe_lightning.reproduction import reproduce_moe_lightnin
 from moesched.reproduce.report import Accuracy, Claim, Reproduction, Section
 from moesched.reproduce.twiddler.reproduction import SECTIONS as TWIDDLER_SECTIONS
 from moesched.reproduce.twiddler.reproduction import reproduce_twiddler
+from moesched.system.near_names import with_nearest
 
 __all__ = ["PAPERS", "SECTIONS", "Accuracy", "Claim", "Reproduction", "Section", "reproduce"]
 
@@ -50,4 +51,5 @@ def reproduce(
 
 def _require(name: str, known: Sequence[str], kind: str) -> None:
     if name not in known:
-        raise BadInput(f"no {kind} {name!r}: name one of {', '.join(known)}")
+        remedy = with_nearest(name, known, f"name one of {', '.join(known)}")
+        raise BadInput(f"no {kind} {name!r}: {remedy}")

@@ -16,6 +16,7 @@ from moesched.routing.profile import RoutingProfile
 from moesched.routing.trace import RecordedChoices, RoutingTrace
 from moesched.settings import check_settings
 from moesched.system.input_file import is_file
+from moesched.system.near_names import with_nearest
 from moesched.system.plain_text import shown
 
 GENERATED_TOKENS = 1_000_000
@@ -74,7 +75,8 @@ def find_source(name: str, config: ModelConfig, settings: Mapping[str, Any]) -> 
         generator = GENERATORS[name]
         return generator(**check_settings(generator, f"routing {name}", settings))
     if name.isidentifier() and not is_file(Path(name)):
-        raise BadInput(f"no routing {shown(name)}: name a file, or one of {', '.join(GENERATORS)}")
+        remedy = with_nearest(name, GENERATORS, f"name a file, or one of {', '.join(GENERATORS)}")
+        raise BadInput(f"no routing {shown(name)}: {remedy}")
     found = read_routing_file(Path(name), config)
     if isinstance(found, RoutingProfile):
         return Counted(found, **check_settings(Counted, f"routing {name}", settings))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +15,7 @@ from moesched.machines.toml_library import MOST_BYTES, Price
 from moesched.settings import parse_value
 from moesched.system.decoding import decode_toml
 from moesched.system.input_file import read_input
+from moesched.system.near_names import nearest_of
 from moesched.system.plain_text import shown
 
 MODEL = "mixtral-8x7b"
@@ -177,9 +177,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     keys = list(known)
     if not keys:
         return "they take none"
-    for each in get_close_matches(name.replace("-", "_").lower(), keys, 1):
-        return f"did you mean {each}?"
-    return f"use one of {', '.join(keys)}"
+    near = nearest_of(name, keys)
+    return f"did you mean {near}?" if near else f"use one of {', '.join(keys)}"
 
 
 def _sweep_of(given: Mapping[str, Any], title: Callable[[str], str]) -> Sweep:

@@ -1,0 +1,22 @@
+"""Known names that are most like a mistaken one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def nearest_of(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like another one; None if none is like it."""
+    names = {_plain(each): each for each in known}
+    return next((names[each] for each in get_close_matches(_plain(name), names, 1)), None)
+
+
+def with_nearest(name: str, known: Iterable[str], remedy: str) -> str:
+    """The remedy for an unknown name, after the question whether the nearest one was meant."""
+    near = nearest_of(name, known)
+    return remedy if near is None else f"did you mean {near}? Otherwise {remedy}"
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-").replace(" ", "-")
