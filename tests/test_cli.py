@@ -16,29 +16,6 @@ from commands import refused
 from moesched.cli.logs import send_logs_to_stderr
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "run",
-        "simulate",
-        "check",
-        "random-model",
-        "list",
-        "compare",
-        "machine",
-        "doctor",
-        "calibrate",
-        "roofline",
-        "reproduce",
-    ],
-)
-def test_each_command_explains_itself_with_an_example(command: Any, name: str) -> None:
-    said = command(name, "--help")
-    assert said.code == 0
-    assert re.search(rf"Examples?:\s+moesched {name}", said.out)
-    assert name in command("--help").out
-
-
 def test_an_unknown_command_is_told(command: Any) -> None:
     refused(command("runn"), 'Unknown command "runn"')
 

@@ -76,7 +76,7 @@ def test_what_cannot_be_used_is_told_in_one_line(
     [
         (
             "residant",
-            "unknown policy 'residant': did you mean resident[?] Otherwise choose .*, or write module:Class or file.py:Class",
+            "unknown policy 'residant': did you mean resident[?] Otherwise choose .*, or write module:Class or file",
         ),
         ("no_such_module:Mine", "'no_such_module:Mine' cannot be loaded: No module named 'no_such_module'"),
         ("json:JSONDecoder", r"json:JSONDecoder is not a policy: it has no plan\(\)"),

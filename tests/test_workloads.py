@@ -106,6 +106,8 @@ def test_a_file_that_is_no_workload_is_told_with_its_name(tmp_path: Path, text: 
 
 
 def test_an_unknown_workload_is_told_with_the_choices() -> None:
-    with pytest.raises(BadInput, match=r"no workload 'mtbenhc': did you mean mtbench\? Otherwise name a TOML file"):
+    with pytest.raises(
+        BadInput, match=r"no workload 'mtbenhc': did you mean mtbench\? Otherwise name a TOML file"
+    ):
         load_workload("mtbenhc")
     assert workload_names() == ["mtbench", "summarization", "synthetic-reasoning", "uniform"]

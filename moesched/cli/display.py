@@ -37,21 +37,23 @@ def display_of(prompts: Sequence[Prompt], *, has_text: bool, json: bool) -> Load
 
 
 class LoadingBar(Listener):
-    """A progress bar until the first token: the device prepares, resident pages load, and prompts are computed."""
+    """A progress bar until the first token: the device prepares, resident pages load, and prompts are computed.
+
+    It is there at once: libraries take seconds to load.
+    """
 
     def __init__(self) -> None:
-        self._bar: Bar | None = None
+        self._bar: Bar | None = Bar("starting", patience=0).__enter__()
         self._loaded = self._pages = 0
         self._prefilled = self._layers = 0
 
     def planned(self, plan: Plan) -> None:
-        """Begin the bar."""
-        self.close()
+        """Begin the bar, or go on with it."""
         _log.info("planned", requests=len(plan.batch.prompts), micro_batches=len(plan.batch.micro_batches))
         self._loaded, self._pages = 0, sum(len(kept.slots) for kept in plan.weights.resident)
         self._prefilled, self._layers = 0, len(plan.layers) * len(plan.chunks)
-        self._bar = Bar("loading weights").__enter__()
-        self._bar.update(0, self._pages or None)
+        self._bar = self._bar or Bar("loading weights").__enter__()
+        self._bar.update(0, self._pages or None, "loading weights")
 
     def preparing(self, what: str, done: float, total: float) -> None:
         """Show what the device does before the first step."""

@@ -316,12 +316,12 @@ def _print_emulation(emulation: Emulation) -> None:
 
 
 class Bar:
-    """A progress bar on standard error that appears after a second, and only on a terminal.
+    """A progress bar on standard error that appears after some time, and only on a terminal.
 
     Use it as a context; it may be closed early.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, *, patience: float = PATIENCE_SECONDS) -> None:
         self._what = plain_text(what)
         self._total: float | None = None
         self._done = 0.0
@@ -329,12 +329,13 @@ class Bar:
         self._task: Any = None
         self._closed = False
         self._lock = threading.Lock()
-        self._timer = threading.Timer(PATIENCE_SECONDS, self._show)
+        self._patience = patience
+        self._timer = threading.Timer(patience, self._show)
         self._timer.daemon = True
 
     def __enter__(self) -> Bar:
         if sys.stderr.isatty():
-            self._timer.start()
+            self._timer.start() if self._patience else self._show()
         return self
 
     def __exit__(self, *_: object) -> None:

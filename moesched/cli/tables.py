@@ -73,17 +73,27 @@ def _fits(table: Sequence[_Column], width: int) -> bool:
     return sum(column.least + GAP for column in table) - GAP <= width
 
 
+def _widths(table: Sequence[_Column], width: int) -> list[int]:
+    """The width of each column: prose gives up what is too much, that with the most to spare first."""
+    widths = [column.width for column in table]
+    excess = sum(widths) + GAP * (len(table) - 1) - width
+    for place in sorted(range(len(table)), key=lambda place: table[place].least - table[place].width):
+        given_up = min(max(0, excess), table[place].width - table[place].least)
+        widths[place] -= given_up
+        excess -= given_up
+    return widths
+
+
 def _print_columns(table: Sequence[_Column], width: int) -> None:
     from rich.table import Table
     from rich.text import Text
 
     drawn = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
-    for column in table:
+    for column, columns in zip(table, _widths(table, width), strict=True):
         drawn.add_column(
             Text(column.title),
             justify="right" if column.is_figure else "left",
-            no_wrap=not column.is_prose,
-            min_width=column.least,
+            width=columns,
         )
     for row in zip(*(column.cells for column in table), strict=True):
         drawn.add_row(*map(Text, row))

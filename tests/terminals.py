@@ -1,0 +1,56 @@
+"""A terminal of a given width, to print to."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+COLUMNS = 80
+_STYLES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Printed:
+    """The text that a terminal got; complete once its context is over."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+
+    def read(self, descriptor: int) -> None:
+        """Collect what comes, until the other end is closed."""
+        try:
+            while piece := os.read(descriptor, 1 << 12):
+                self._pieces.append(piece)
+        except OSError:  # Linux says so at the end
+            pass
+
+    @property
+    def text(self) -> str:
+        """All of it, without styles."""
+        return _STYLES.sub("", b"".join(self._pieces).decode()).replace("\r\n", "\n")
+
+
+@contextmanager
+def terminal(stream: Literal["stdout", "stderr"], columns: int = COLUMNS) -> Iterator[Printed]:
+    """Let a standard stream of this process be a terminal."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    printed, before = Printed(), getattr(sys, stream)
+    reader = threading.Thread(target=printed.read, args=(ours,))
+    reader.start()
+    try:
+        with open(theirs, "w", encoding="utf-8") as out:  # noqa: PTH123  # a descriptor
+            setattr(sys, stream, out)
+            yield printed
+    finally:
+        setattr(sys, stream, before)
+        reader.join()
+        os.close(ours)
