@@ -135,9 +135,7 @@ def test_what_a_doctor_found_on_a_gpu_is_a_line_of_what_has_run_where() -> None:
     ).splitlines()
     assert sent.startswith("| [T4](docs/doctor/b.json) | cuda |")
     assert sent.endswith("| bits, trace, Ctrl-C and 1 more |")
-    assert [macs, hosts] == [
-        f"| {kind} |  | nothing yet |  |" for kind in ("Apple silicon", "several hosts")
-    ]
+    assert [macs, hosts] == [f"| {kind} |  | nothing yet |  |" for kind in ("Apple silicon", "several hosts")]
 
 
 @pytest.mark.parametrize("device", cluster_tokens.LOGGED.values())

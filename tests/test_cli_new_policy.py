@@ -34,7 +34,8 @@ def test_the_commands_that_it_prints_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     said = command("new-policy", "mine")
-    (simulate,) = [line.split() for line in said.out.splitlines() if "moesched simulate" in line]
+    lines = said.out.replace("\\\n", "").splitlines()
+    (simulate,) = [line.split() for line in lines if "moesched simulate" in line]
     assert command(*simulate[1:], "--batch-size", 8).code == 0
 
 
