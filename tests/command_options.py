@@ -14,6 +14,7 @@ from cyclopts import Parameter
 
 from moesched.cli.files import Writes
 from moesched.cli.main import make_app
+from moesched.cli.options import OUTPUT
 
 
 class Option(NamedTuple):
@@ -78,13 +79,15 @@ def _option(name: str, hint: Any, required: bool, positional: bool) -> Option:
     metadata = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     parameters = [each for each in metadata if isinstance(each, Parameter)]
     flags = [each for parameter in parameters for each in parameter.name or () if each.startswith("--")]
-    group = [getattr(each, "name", "") for parameter in parameters for each in parameter.group or ()]
+    groups = [
+        group for parameter in parameters if isinstance(parameter.group, tuple) for group in parameter.group
+    ]
     return Option(
         flag="" if positional else (flags or ["--" + name.replace("_", "-")])[0],
         required=required,
         names=bool({str, Path} & set(_kinds(hint))),
         writes=any(isinstance(each, Writes) for each in metadata),
-        output="Output" in group,
+        output=OUTPUT in groups,
     )
 
 

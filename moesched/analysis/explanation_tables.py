@@ -76,9 +76,9 @@ def bottleneck_in_words(explanation: Explanation, bottleneck: Bottleneck) -> str
     what, others = f"{bottleneck.kind} on {bottleneck.lane}", ""
     if bottleneck.kind == bottleneck.cause:
         what = f"{bottleneck.kind}, before tasks of {bottleneck.lane}"
-    elif bottleneck.kind_seconds < bottleneck.seconds:
+    elif (spent := format_seconds(bottleneck.kind_seconds)) != format_seconds(bottleneck.seconds):
         what = bottleneck.lane if bottleneck.cause in OF_A_LANE else f"{what} and others"
-        others = f", {format_seconds(bottleneck.kind_seconds)} of it {bottleneck.kind}"
+        others = f", {spent} of it {bottleneck.kind}"
     busy = explanation.lanes[bottleneck.lane].busy_seconds / explanation.seconds
     took = f"{format_seconds(bottleneck.seconds)} of the critical path ({bottleneck.share:.0%})"
     line = ""

@@ -51,7 +51,7 @@ def require_apart(written: Sequence[Output], named: Iterable[str]) -> None:
                 f"cannot write {output.kind} {output.path}: standard output has the command's results: name a file"
             )
     paths = [path for value in named for path in _paths(value)]
-    models = [path for path in paths if is_file(path / "config.json")]
+    models: list[Path | None] = [path for path in paths if is_file(path / "config.json")]
     inputs = [path for path in paths if is_file(path)]
     for model in models or [None]:
         require_outputs(*written, model=model, inputs=inputs)
