@@ -23,7 +23,7 @@ from moesched.machines.networks import load_network
 from moesched.machines.sustained import at_peak
 from moesched.models.architectures import ARCHITECTURES
 from moesched.models.config import ModelConfig
-from moesched.models.formats import FORMATS
+from moesched.models.formats import CHOICES, FORMATS
 from moesched.models.layers import LatentAttention, LinearAttention
 from moesched.models.layout import weight_layout
 from moesched.models.operations import Operations
@@ -229,10 +229,10 @@ def test_ranks_copy_key_value_heads_and_latent_caches_that_they_cannot_divide() 
 
 
 def test_fewer_bits_take_fewer_bytes() -> None:
-    order = ["bf16", "q8_0", "fp8", "q6_k", "q5_k", "q4_k_m", "q4_0", "int4"]
+    order = ["bf16", "q8_0", "int8", "fp8", "q6_k", "q5_k", "q4_k_m", "q4_0", "int4"]
     sizes = [file_bytes(find_shape("qwen3-30b-a3b", name)) for name in order]
     assert sizes == sorted(sizes, reverse=True)
-    assert set(FORMATS) == {*order, "mxfp4"}
+    assert set(CHOICES) == {*order, "mxfp4"}
 
 
 def test_rows_that_no_k_quant_divides_take_blocks_of_32() -> None:
@@ -291,7 +291,8 @@ DEEPSEEK_V3 = """{"model_type": "deepseek_v3", "vocab_size": 129280, "hidden_siz
     "topk_method": "noaux_tc", "rope_scaling": {"type": "yarn", "factor": 40},
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}, "torch_dtype": "bfloat16"}"""
 QWEN3_5 = """{"model_type": "qwen3_5_moe", "text_config": {"vocab_size": 248320, "num_hidden_layers": 40,
-    "num_experts": 256, "num_experts_per_tok": 8, "eos_token_id": 151645}, "vision_config": {"depth": 27}}"""
+    "num_experts": 256, "num_experts_per_tok": 8, "max_position_embeddings": 262144, "eos_token_id": 151645},
+    "vision_config": {"depth": 27}}"""
 
 
 @pytest.mark.parametrize(
