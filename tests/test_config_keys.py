@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moesched.errors import BadInput
 from moesched.models.architectures import ARCHITECTURES
 from moesched.models.config import ModelConfig
 from moesched.models.reading import read_config
+from moesched.models.tensors import count_weights
 
 ABSENT = {"kimi_k2"}
 """Values of `model_type` whose class comes with the checkpoint."""
@@ -174,3 +177,74 @@ def test_a_key_changes_the_model_or_is_refused_or_is_known_to_have_no_effect(
 def test_a_key_that_is_missing_has_the_default_of_transformers(model_type: str, tmp_path: Path) -> None:
     bare = {"model_type": model_type} | SHOWING.get(model_type, {})
     assert read(tmp_path, bare) == read(tmp_path, published(model_type)) is not None
+
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "vocab_size": 100,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+OTHERWISE_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = OTHERWISE_ROUTED | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+LINEAR = ROUTED | {
+    "shared_expert_intermediate_size": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+GEMMA = {"hidden_size_per_layer_input": 0, "global_head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("gpt_oss", {"num_local_experts": 4}),
+        ("gpt_oss", {"num_local_experts": 4, "attention_bias": False}),
+        ("glm4_moe", OTHERWISE_ROUTED | {"first_k_dense_replace": 2}),
+        ("glm4_moe", OTHERWISE_ROUTED | {"attention_bias": True, "use_qk_norm": True, "n_shared_experts": 2}),
+        ("deepseek_v2", LATENT | {"q_lora_rank": None, "first_k_dense_replace": 1}),
+        ("deepseek_v3", LATENT | {"q_lora_rank": 8, "n_group": 2, "topk_group": 1}),
+        ("qwen3_next", LINEAR | {"num_hidden_layers": 8, "attention_bias": True}),
+        ("qwen3_5_moe_text", LINEAR | {"layer_types": ["linear_attention", "full_attention"] * 3}),
+        ("gemma4_text", GEMMA),
+        ("gemma4_text", GEMMA | {"global_head_dim": 16}),
+        (
+            "gemma4_text",
+            GEMMA
+            | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+            | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "attention_bias": True},
+        ),
+        ("llama4_text", {"num_local_experts": 4, "interleave_moe_layer_step": 2}),
+        ("llama4_text", {"num_local_experts": 4, "moe_layers": [0, 5], "attention_bias": True}),
+        ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("mixtral", {"num_local_experts": 4, "tie_word_embeddings": True}),
+        ("mistral", {}),
+        ("llama", {}),
+        ("qwen3_moe", ROUTED),
+        ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_a_model_has_as_many_weights_as_that_of_transformers(
+    model_type: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    config = CONFIG_MAPPING[model_type](**(SMALL | settings))
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    biases = {name: each for name, each in model.named_buffers() if name.endswith("bias")}
+    theirs = [*model.parameters(), *biases.values()]
+    assert count_weights(read_config(tmp_path)) == sum(each.numel() for each in theirs)

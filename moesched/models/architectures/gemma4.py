@@ -13,6 +13,9 @@ from moesched.models.config import ModelConfig
 from moesched.models.layers import FeedForward, GroupedAttention, Layer
 
 
+LayerNumber = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,5}$")]
+
+
 class Heads(msgspec.Struct, forbid_unknown_fields=True):
     """Heads of one layer; None for those of the model."""
 
@@ -60,14 +63,14 @@ class Gemma4Keys(SimulatedKeys, kw_only=True):
     hidden_size_per_layer_input: int = 256
     num_kv_shared_layers: int = 0
     use_bidirectional_attention: str | None = None
-    per_layer_config: dict[Annotated[str, msgspec.Meta(pattern="^[0-9]{1,5}$")], Heads] = {}
+    per_layer_config: dict[LayerNumber, Heads] | None = None
     vision_config: dict[str, Any] | None = None
 
 
 NORMS = 4
 """Norms of a layer: around attention, and around the dense network."""
-EXPERT_NORMS = 3
-"""Further ones: around the experts, and after the sum."""
+EXPERT_NORMS = 4
+"""Further ones: around the experts, of the router's input, and after the sum."""
 PERIOD = 6
 """Every sixth layer attends to the whole context, unless `layer_types` says otherwise."""
 VISION_WEIGHTS = 550_000_000
@@ -85,7 +88,8 @@ def _pattern(keys: Gemma4Keys) -> Iterator[Layer]:
         norm="head",
         biases="qkvo" if keys.attention_bias else "",
     )
-    far, heads = _far(keys, near), {int(layer): each for layer, each in keys.per_layer_config.items()}
+    far = _far(keys, near)
+    heads = {int(layer): each for layer, each in (keys.per_layer_config or {}).items()}
     for number in range(keys.num_hidden_layers):
         usual = keys.kinds[(number + 1) % PERIOD == 0]
         attention = far if keys.kind(number, usual) == "full_attention" else near
@@ -109,18 +113,12 @@ def _network(keys: Gemma4Keys) -> tuple[FeedForward, int]:
 
 
 def _far(keys: Gemma4Keys, near: GroupedAttention) -> GroupedAttention:
-    """The attention of a layer to the whole context."""
-    kv_heads = keys.num_key_value_heads
-    if keys.attention_k_eq_v and keys.num_global_key_value_heads is not None:
-        kv_heads = keys.num_global_key_value_heads
-    return replace(
-        near,
-        kv_heads=kv_heads,
-        head_dim=keys.global_head_dim,
-        window=None,
-        rolling=False,
-        keys_are_values=keys.attention_k_eq_v,
-    )
+    """The attention of a layer to the whole context. Newer files list its heads by layer, older ones in keys."""
+    far = replace(near, window=None, rolling=False, keys_are_values=keys.attention_k_eq_v)
+    if keys.per_layer_config is not None:
+        return far
+    kv_heads = keys.num_global_key_value_heads if keys.attention_k_eq_v else None
+    return Heads(kv_heads, keys.global_head_dim).replace_in(far)
 
 
 def _unused(config: ModelConfig, keys: Gemma4Keys) -> int:

@@ -57,7 +57,7 @@ class SimulatedKeys(msgspec.Struct, kw_only=True):
     dtype: str | None = None
     torch_dtype: str | None = None
     layer_types: tuple[str, ...] = ()
-    per_layer_config: dict[str, Any] = {}
+    per_layer_config: Any = {}
 
     def kind(self, layer: int, default: str) -> str:
         """The kind of a layer, or the default where config.json has no `layer_types`."""
