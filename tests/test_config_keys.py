@@ -1,4 +1,4 @@
-"""Each key of transformers' configuration classes changes the model that is read, is refused, or is named as neutral."""
+"""Each key of transformers' configuration classes changes the model that is read, is refused, or is named here."""
 
 from __future__ import annotations
 
@@ -165,9 +165,7 @@ def test_a_key_changes_the_model_or_is_refused_or_is_known_to_have_no_effect(
     model = read(tmp_path, values)
     assert model is not None
     unread = {
-        key
-        for key, changed in keys_of(values)
-        if all(read(tmp_path, each) == model for each in changed)
+        key for key, changed in keys_of(values) if all(read(tmp_path, each) == model for each in changed)
     }
     neutral = WITHOUT_EFFECT | DERIVED.get(model_type, set()) | (set() if model_type in RUNS else OF_VALUES)
     assert unread <= neutral, "read these keys, refuse their other values, or name them here"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +298,12 @@ QWEN3_5 = """{"model_type": "qwen3_5_moe", "text_config": {"vocab_size": 248320,
     "vision_config": {"depth": 27}}"""
 
 
+def compressed(*weights: dict[str, Any], ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors, with groups of these weights."""
+    groups = {f"group_{number}": {"weights": each} for number, each in enumerate(weights)}
+    return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": list(ignore)}
+
+
 @pytest.mark.parametrize(
     ("name", "text"), [("deepseek-v3", DEEPSEEK_V3), ("qwen3.5-35b-a3b", QWEN3_5)], ids=["flat", "nested"]
 )
@@ -314,6 +323,54 @@ def test_a_folder_without_kernels_for_it_is_simulated_and_not_run(command: Any, 
 def test_an_unknown_storage_format_of_a_folder_is_refused_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(DEEPSEEK_V3.replace('"fp8"', '"quip"'))
     with pytest.raises(BadInput, match="quant_method is 'quip'"):
+        find_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "name"),
+    [
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "gptq", "bits": 8}, "int8"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "int4_g32"),
+        ({"quant_method": "auto-round", "bits": 4, "group_size": -1}, "int4"),
+        ({"quant_method": "awq"}, "int4"),
+        ({"quant_method": "awq", "w_bit": 8, "q_group_size": 64}, "int8_g64"),
+        ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["self_attn"]}, "int4_experts"),
+        (compressed({"num_bits": 8, "type": "float"}), "fp8"),
+        (compressed({"num_bits": 8, "type": "int"}), "int8"),
+        (compressed({"num_bits": 4, "type": "int", "group_size": 128}), "int4"),
+        (
+            compressed({"num_bits": 4, "type": "int", "group_size": 32}, ignore=["re:.*self_attn.*"]),
+            "int4_g32_experts",
+        ),
+    ],
+)
+def test_the_format_has_the_bits_that_quantization_config_gives(
+    tmp_path: Path, quantization: dict[str, Any], name: str
+) -> None:
+    values = json.loads(DEEPSEEK_V3) | {"quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert find_shape(tmp_path).format == name
+
+
+@pytest.mark.parametrize(
+    ("quantization", "complaint"),
+    [
+        ({"quant_method": "gptq"}, "bits is None"),
+        ({"quant_method": "gptq", "bits": 3}, "bits is 3"),
+        ({"quant_method": "gptq", "bits": "4"}, "quantization_config: Expected `int"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
+        (compressed({"num_bits": 4, "type": "float"}), "num_bits is 4"),
+        (compressed({"num_bits": 4}, {"num_bits": 8}), "config_groups is ['4-bit int', '8-bit int']"),
+        ({"quant_method": "compressed-tensors"}, "config_groups is []"),
+    ],
+)
+def test_other_bits_are_refused_with_their_number(
+    tmp_path: Path, quantization: dict[str, Any], complaint: str
+) -> None:
+    values = json.loads(DEEPSEEK_V3) | {"quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(BadInput, match=re.escape(complaint)):
         find_shape(tmp_path)
 
 

@@ -23,6 +23,7 @@ from moesched.errors import (
 from moesched.runs.policy_errors import explained, is_policys
 from moesched.system.plain_text import plain_text
 from moesched.system.signals import exit_code_of_signal, first_signal
+from moesched.system.whole_file import path_refusal
 
 BAD_INPUT = 2
 FAILED = 1
@@ -53,6 +54,9 @@ def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ())
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         _abandon_stdout()
         tell(f"{error.filename or 'standard output'}: {error.strerror}: free some space, or write elsewhere")
+        return BAD_INPUT
+    if isinstance(error, OSError) and (reason := path_refusal(error)):
+        tell(reason)
         return BAD_INPUT
     if not isinstance(error, OutOfMemory) and (reason := memory_refusal(error)):
         tell(f"out of memory ({reason}): free some memory, or raise the limits of this process")

@@ -11,7 +11,7 @@ from moesched.errors import BadInput
 from moesched.models.config import DType, ModelConfig
 from moesched.models.shards import stored_dtype
 from moesched.system.decoding import convert_value, decode_json, reason
-from moesched.system.input_file import read_input
+from moesched.system.input_file import is_file, read_input
 from moesched.system.plain_text import shown
 
 T = TypeVar("T")
@@ -193,7 +193,7 @@ class ConfigFile:
     def _stop_tokens(self, keys: Keys) -> tuple[int, ...]:
         tokens = keys.eos_token_id
         generation = self.path.with_name("generation_config.json")
-        if generation.is_file():
+        if is_file(generation):
             own = convert_value(_read(generation), _GenerationKeys, str(generation), RESTORE).eos_token_id
             tokens = tokens if own is None else own
         if tokens is None:
@@ -218,7 +218,7 @@ class ConfigFile:
         if isinstance(value, int):
             self.require_size(name, value)
         elif not LEAST.get(name, FLOAT32_RANGE[0]) <= value <= FLOAT32_RANGE[1]:
-            raise self.impossible(f"{name} is {shown(value)}", "float32, which kernels compute in, overflows or loses it")
+            raise self.impossible(f"{name} is {shown(value)}", "float32 overflows or loses it")
 
     def _check(self, config: ModelConfig) -> None:
         for field in msgspec.structs.fields(ModelConfig):

@@ -60,7 +60,7 @@ def read_shards(directory: Path, *, partial: bool = False) -> Shards:
     """
     single, index = directory / SINGLE_NAME, directory / INDEX_NAME
     shards = Shards([], {}, {})
-    if single.is_file() or not index.is_file():
+    if is_file(single) or not is_file(index):
         shards.tensors.extend(_read_into(shards, single))
         return shards
     by_shard: dict[str, set[str]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec.structs import replace
@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from moesched.models.architectures.simulated import Family, SimulatedKeys
 from moesched.models.config import ModelConfig
 from moesched.models.layers import FeedForward, GroupedAttention, Layer
-
 
 LayerNumber = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,5}$")]
 
@@ -34,7 +33,7 @@ class Heads(msgspec.Struct, forbid_unknown_fields=True):
 class Gemma4Keys(SimulatedKeys, kw_only=True):
     """Keys of config.json."""
 
-    neutral = {
+    neutral: ClassVar = {
         "hidden_size_per_layer_input": (0,),
         "num_kv_shared_layers": (0,),
         "use_bidirectional_attention": (None, "vision"),

@@ -9,7 +9,6 @@ from moesched.models.architectures.simulated import Family, SimulatedKeys, predi
 from moesched.models.config import ModelConfig
 from moesched.models.layers import FeedForward, GroupedAttention, Layer
 
-
 STOP = 151336
 """The token that ends the text of the published models."""
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from moesched.models.architectures.simulated import Family, SimulatedKeys
 from moesched.models.layers import FeedForward, GroupedAttention, Layer
 
-
 STOP = 200002
 """The token that ends the text of the published models."""
 
@@ -57,7 +56,9 @@ FAMILY = Family("gpt_oss", {"gpt_oss": GptOssKeys}, _pattern, expert_format="mxf
 
 GPT_OSS = FAMILY.architecture(
     [
-        FAMILY.model("gpt-oss-20b", GptOssKeys(num_hidden_layers=24, num_local_experts=32, eos_token_id=STOP), "mxfp4"),
+        FAMILY.model(
+            "gpt-oss-20b", GptOssKeys(num_hidden_layers=24, num_local_experts=32, eos_token_id=STOP), "mxfp4"
+        ),
         FAMILY.model("gpt-oss-120b", GptOssKeys(eos_token_id=STOP), "mxfp4"),
     ],
     ["huggingface.co/openai/gpt-oss-20b", "huggingface.co/openai/gpt-oss-120b"],
