@@ -75,6 +75,8 @@ def test_a_choice_of_tokens_beyond_sense_is_refused(
         ('capacity = "16GB"', f"capacity = {'9' * 5000}"),
         ('capacity = "16GB"', f"capacity = 0x{'f' * 20000}"),
         ("[roles]", "[accelerator_group]\ncount = 1000000000\n[roles]"),
+        ("[roles]", f"{'a.' * 50_000}a = 1\n[roles]"),
+        ("[roles]", "'a' . " * 17 + "a = 1\n[roles]"),
         ("[roles]", f"deep = {'[' * 5000}{']' * 5000}\n[roles]"),
     ],
 )
@@ -87,8 +89,16 @@ def test_a_figure_that_no_machine_has_is_refused(tmp_path: Path, good: str, bad:
         load_machine(str(file))
 
 
-@pytest.mark.parametrize("prompts", ["largest = 100, distinct = 1000000000000", f"largest = 1{'0' * 400}"])
-def test_a_workload_that_takes_for_ever_to_spread_is_refused(tmp_path: Path, prompts: str) -> None:
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        "largest = 100, distinct = 1000000000000",
+        f"largest = 1{'0' * 400}",
+        "largest = 1000000000",
+        "largest = 16000001",
+    ],
+)
+def test_a_workload_of_lengths_that_no_model_has_is_refused(tmp_path: Path, prompts: str) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(f'name = "x"\nnew_tokens = [1]\nprompts = {{average = 50, {prompts}}}\n')
     with pytest.raises(BadInput, match=r"mine\.toml: "):
