@@ -281,7 +281,9 @@ def test_a_cache_that_no_folder_can_have_the_name_of_is_refused_in_one_line(
 ) -> None:
     monkeypatch.delenv("MOESCHED_CACHE", raising=False)
     monkeypatch.setenv(name, f"/tmp/{LONG}")
-    refused(command("simulate", "--help-me"), "cannot use the cache .*: File name too long: set MOESCHED_CACHE")
+    refused(
+        command("simulate", "--help-me"), "cannot use the cache .*: File name too long: set MOESCHED_CACHE"
+    )
 
 
 def test_a_file_may_have_the_longest_name_that_the_system_allows(tmp_path: Path) -> None:
