@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -18,6 +19,8 @@ def cache_folder() -> Path:
     try:
         folder.stat()
     except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            return folder  # users of the folder do without it, or say so
         raise BadInput(f"cannot use the cache {folder}: {error.strerror}: set MOESCHED_CACHE") from None
     return folder
 
