@@ -146,7 +146,7 @@ def other_values(value: Any) -> list[Any]:
     return [1, 0.5, True, "another", ["another"], {"0": {"head_dim": 2}}]
 
 
-def keys_of(values: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def keys_of(values: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """The name of each key, those of DBRX's inner objects too, and the whole with other values of it."""
     for key, value in values.items():
         if key in ("attn_config", "ffn_config"):

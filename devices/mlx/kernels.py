@@ -124,8 +124,7 @@ def project_qkv(
     if qk_norms is not None:
         *parts, v_TX = mx.split(x_TX, (queries, keys), axis=-1)
         normed = [
-            _normed_heads(part, weight, config.norm_eps)
-            for part, weight in zip(parts, qk_norms, strict=True)
+            _normed_heads(part, weight, config.norm_eps) for part, weight in zip(parts, qk_norms, strict=True)
         ]
         x_TX = mx.concatenate([*normed, v_TX], axis=-1)
     if config.clip_qkv is not None:

@@ -131,7 +131,8 @@ class Control:
         except zmq.ZMQError as error:
             self.close()
             raise BadInput(cannot_listen(address, port, error)) from None
-        return int(self._socket.last_endpoint.rpartition(b":")[2])
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return int(bound.rpartition(":")[2])
 
 
 def cannot_listen(address: str, port: int, error: zmq.ZMQError) -> str:

@@ -103,7 +103,7 @@ def build_machine(parts: Parts) -> BuiltMachine:
 
 def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
     """GPUs with memories of their own, beside a CPU."""
-    name = parts.cpu or (gpu.board and gpu.board.cpu)
+    name = gpu.board.cpu if parts.cpu is None and gpu.board is not None else parts.cpu
     if name is None:
         raise BadInput(f"--gpu {gpu.name!r} needs the CPU beside it: add, for instance, --cpu 'Ryzen 7950X'")
     cpu, sockets = find_cpu(name)

@@ -53,7 +53,7 @@ def parse_token_rows(where: str, data: bytes, config: ModelConfig) -> RoutingTra
     numbers = array("i")
     for row in _rows(where, BytesIO(data), config):
         numbers.extend(row)
-    rows = np.array(numbers, np.int32).reshape(-1, _PLACES + config.top_k)
+    rows: Integers = np.array(numbers, np.int32).reshape(-1, _PLACES + config.top_k)
     if not len(rows):
         raise BadInput(f"{where} has no rows: write one for each token and layer")
     _require_known_layers(where, rows, config)

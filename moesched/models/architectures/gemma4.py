@@ -33,7 +33,7 @@ class Heads(msgspec.Struct, forbid_unknown_fields=True):
 class Gemma4Keys(SimulatedKeys, kw_only=True):
     """Keys of config.json."""
 
-    neutral: ClassVar = {
+    neutral: ClassVar[dict[str, tuple[object, ...]]] = {
         "hidden_size_per_layer_input": (0,),
         "num_kv_shared_layers": (0,),
         "use_bidirectional_attention": (None, "vision"),

@@ -43,7 +43,7 @@ class SimulatedKeys(msgspec.Struct, kw_only=True):
         by_layer: keys with one entry for each layer, or none.
     """
 
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {"per_layer_config": ({},)}
+    neutral: ClassVar[dict[str, tuple[object, ...]]] = {"per_layer_config": ({},)}
     kinds: ClassVar[tuple[str, ...]] = ()
     by_layer: ClassVar[tuple[str, ...]] = ("layer_types",)
 
