@@ -336,6 +336,10 @@ def test_an_unknown_storage_format_of_a_folder_is_refused_with_its_name(tmp_path
         ({"quant_method": "awq"}, "int4"),
         ({"quant_method": "awq", "w_bit": 8, "q_group_size": 64}, "int8_g64"),
         ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["self_attn"]}, "int4_experts"),
+        (
+            {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.self_attn.q_norm", "lm_head"]},
+            "fp8",
+        ),
         (compressed({"num_bits": 8, "type": "float"}), "fp8"),
         (compressed({"num_bits": 8, "type": "int"}), "int8"),
         (compressed({"num_bits": 4, "type": "int", "group_size": 128}), "int4"),

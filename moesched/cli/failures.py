@@ -55,9 +55,6 @@ def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ())
         _abandon_stdout()
         tell(f"{error.filename or 'standard output'}: {error.strerror}: free some space, or write elsewhere")
         return BAD_INPUT
-    if isinstance(error, OSError) and (reason := path_refusal(error)):
-        tell(reason)
-        return BAD_INPUT
     if not isinstance(error, OutOfMemory) and (reason := memory_refusal(error)):
         tell(f"out of memory ({reason}): free some memory, or raise the limits of this process")
         return BAD_INPUT if report_of(error) is None else FAILED
@@ -76,6 +73,9 @@ def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ())
         tell(str(error))
         began = report_of(error) is not None
         return BAD_INPUT if isinstance(error, BadInput) and not began else FAILED
+    if isinstance(error, OSError) and (refusal := path_refusal(error)):
+        tell(refusal)
+        return BAD_INPUT
     traceback.print_exception(error, file=sys.stderr)
     return FAILED
 

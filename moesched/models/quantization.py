@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -10,6 +11,8 @@ from moesched.models.config_file import RESTORE, ConfigFile
 from moesched.models.formats import EXPERTS_ONLY, GROUPS, integer_format
 from moesched.system.decoding import convert_value
 
+ATTENTION = re.compile(r"attn(?!.*(norm|kv_a_proj))")
+"""Matches attention's projections by name; its norms, and the small projection of DeepSeek, say nothing of these."""
 METHODS = ("fp8", "mxfp4", "awq", "gptq", "auto-round", "compressed-tensors")
 
 
@@ -49,7 +52,7 @@ def stored_format(file: ConfigFile, quantization: dict[str, Any]) -> str:
     keys = convert_value(quantization, _Keys, f"{file.path}: quantization_config", RESTORE)
     name = _format_of_matrices(file, keys)
     left_out = keys.ignore + keys.ignored_layers + keys.modules_to_not_convert
-    attention_stays = any("attn" in module or "attention" in module for module in left_out)
+    attention_stays = any(map(ATTENTION.search, left_out))
     return name + EXPERTS_ONLY if attention_stays and name != "mxfp4" else name
 
 
