@@ -12,6 +12,7 @@ from clusters import NODES, cluster, host
 from commands import refused
 from moesched.cluster.cluster_file import cluster_toml, load_cluster, parse_cluster, require_known_hosts
 from moesched.cluster.curve.keys import PUBLIC_NAME, SECRET_NAME, make_keys, read_keys, write_keys
+from moesched.cluster.endpoints import endpoint, listening_at
 from moesched.cluster.launch_env import rank_given
 from moesched.cluster.members import keep_to, node_arguments, share_cores, ssh_command
 from moesched.errors import BadInput
@@ -62,6 +63,23 @@ def test_ports_memories_and_unknown_keys_are_refused_with_their_places() -> None
     assert "hosts[1].memory: " in said_of(host(0), host(1, memory="much"))
     assert "hosts[0]" in said_of(replaced={'name = "mac-0"': 'nmae = "mac-0"'})
     assert "mine.toml: not a cluster file" in said_of(replaced={"[launcher]": "[launcher"})
+
+
+@pytest.mark.parametrize("spelling", ["::1", "[::1]", "0:0:0:0:0:0:0:1", "0000::0001"])
+def test_an_address_of_ipv6_may_be_spelt_in_any_way(spelling: str) -> None:
+    text = cluster_toml(cluster(host(0, address=spelling), host(1, address="::1")))
+    assert [each.address for each in parse_cluster(text.encode(), "mine").hosts] == ["::1", "::1"]
+    same_port = cluster_toml(cluster(host(0, address=spelling), host(1, address="::1", port=7001)))
+    with pytest.raises(BadInput, match=r"hosts\[1\]\.port: 7001 is also the port of node 0"):
+        parse_cluster(same_port.encode(), "mine")
+
+
+def test_an_endpoint_has_brackets_around_an_address_of_ipv6() -> None:
+    assert endpoint("::1", 7000) == "tcp://[::1]:7000"
+    assert endpoint("fe80::1%en0", 7000) == "tcp://[fe80::1%en0]:7000"
+    assert endpoint("10.0.0.1", 7000) == "tcp://10.0.0.1:7000"
+    assert endpoint("mac-0.local", 7000) == "tcp://mac-0.local:7000"
+    assert [listening_at(each) for each in ("::1", "10.0.0.1", "mac-0.local")] == ["::1", "10.0.0.1", "*"]
 
 
 @pytest.mark.parametrize("key", ["address", "ssh"])

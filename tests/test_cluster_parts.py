@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from clusters import LAUNCHER, NODES, cluster
 from moesched.cluster.clocks import ClockMeter, ClockOffset
+from moesched.cluster.cluster_file import Seat
 from moesched.cluster.control import Control
 from moesched.cluster.control_link import ControlLink
 from moesched.cluster.curve.keys import make_keys
@@ -38,6 +39,8 @@ from moesched.models.checkpoint import open_checkpoint
 from moesched.trace import LaneName, MemorySample, Recording, Slice, TaskInfo, merge_recordings
 from patience import PATIENCE_SECONDS
 from small_models import small_model
+
+LOOPBACKS = ["127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])]
 
 # ---------------------------------------------------------------- tokens
 
@@ -255,15 +258,16 @@ def test_a_join_of_a_later_version_is_understood_and_refused() -> None:
     assert "it has moesched 9.0" in (said_to(join) or "")
 
 
-def test_a_stranger_is_refused_and_told_so_and_the_launcher_stays() -> None:
+@pytest.mark.parametrize("address", LOOPBACKS)
+def test_a_stranger_is_refused_and_told_so_and_the_launcher_stays(address: str) -> None:
     stranger = make_keys()
-    control = Control("127.0.0.1", 0, LAUNCHER, {NODES[0].public: "mac-0"})
-    seat = cluster(port=control.port).launcher
+    control = Control(address, 0, LAUNCHER, {NODES[0].public: "mac-0"})
+    seat = Seat(address=address, port=control.port, key=LAUNCHER.public)
     link = ControlLink(seat, stranger, on_epoch=lambda _: None, on_gone=lambda: None)
     try:
         with pytest.raises(BadInput, match="does not know this node's key"):
             _join_while_heard(link, control)
-        assert control.refused == ["127.0.0.1"]
+        assert control.refused == [address]
     finally:
         link.close()
         control.close()
@@ -309,11 +313,12 @@ def test_garbage_on_the_launchers_port_harms_nobody() -> None:
         control.close()
 
 
-def test_a_port_in_use_is_refused_with_its_number() -> None:
-    control = Control("127.0.0.1", 0, LAUNCHER, {})
+@pytest.mark.parametrize("address", LOOPBACKS)
+def test_a_port_in_use_is_refused_with_its_number(address: str) -> None:
+    control = Control(address, 0, LAUNCHER, {})
     try:
-        with pytest.raises(BadInput, match=f"port {control.port} of 127.0.0.1 is in use"):
-            Control("127.0.0.1", control.port, LAUNCHER, {})
+        with pytest.raises(BadInput, match=f"port {control.port} of {address} is in use"):
+            Control(address, control.port, LAUNCHER, {})
     finally:
         control.close()
 

@@ -21,6 +21,7 @@ from moesched.machines import load_machine
 from moesched.machines.toml_library import profile_text
 from moesched.requests.workloads import load_workload
 from moesched.system.plain_text import plain_text, shown
+from moesched.system.whole_file import write_json
 from moesched.units import parse_bytes
 from small_models import SMALL, byte_tokenizer
 
@@ -75,6 +76,8 @@ def test_a_choice_of_tokens_beyond_sense_is_refused(
         ('capacity = "16GB"', f"capacity = {'9' * 5000}"),
         ('capacity = "16GB"', f"capacity = 0x{'f' * 20000}"),
         ("[roles]", "[accelerator_group]\ncount = 1000000000\n[roles]"),
+        ("[roles]", f"{'a.' * 50_000}a = 1\n[roles]"),
+        ("[roles]", "'a' . " * 17 + "a = 1\n[roles]"),
         ("[roles]", f"deep = {'[' * 5000}{']' * 5000}\n[roles]"),
     ],
 )
@@ -87,8 +90,16 @@ def test_a_figure_that_no_machine_has_is_refused(tmp_path: Path, good: str, bad:
         load_machine(str(file))
 
 
-@pytest.mark.parametrize("prompts", ["largest = 100, distinct = 1000000000000", f"largest = 1{'0' * 400}"])
-def test_a_workload_that_takes_for_ever_to_spread_is_refused(tmp_path: Path, prompts: str) -> None:
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        "largest = 100, distinct = 1000000000000",
+        f"largest = 1{'0' * 400}",
+        "largest = 1000000000",
+        "largest = 16000001",
+    ],
+)
+def test_a_workload_of_lengths_that_no_model_has_is_refused(tmp_path: Path, prompts: str) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(f'name = "x"\nnew_tokens = [1]\nprompts = {{average = 50, {prompts}}}\n')
     with pytest.raises(BadInput, match=r"mine\.toml: "):
@@ -228,3 +239,56 @@ def test_a_library_s_name_in_the_current_folder_is_never_imported(tmp_path: Path
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
     said = subprocess.run([*MODULE, "list", "policies"], cwd=tmp_path, capture_output=True, text=True)
     assert (said.returncode, said.stderr) == (0, "")
+
+
+# ---------------------------------------------------------------- names of files
+
+LONG = "x" * 300
+RUN = ("run", "examples/tiny-mixtral", "--policy", "resident", "--prompt-ids", "1", "--max-new-tokens", 1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", LONG, "--policy", "resident", "--prompt-ids", "1"),
+        ("run", "examples/tiny-mixtral", "--policy", "resident", "--prompts", LONG),
+        (*RUN, "--trace", LONG),
+        (*RUN, "--report", f"{LONG}.html"),
+        (*SIMULATE, "--policy", "resident", "--routing", f"./{LONG}.csv"),
+        (*SIMULATE, "--policy", "resident", "--trace", LONG),
+        ("roofline", "--model", "mixtral-0.8b", "--machine", f"{LONG}.toml"),
+        ("sweep", f"{LONG}.toml"),
+        ("explain", LONG),
+        ("machine", "--gpu", "L4", "--cpu", "EPYC 9654", "--out", LONG),
+        ("random-model", "mixtral-0.8b", LONG),
+        ("prestack", "examples/tiny-mixtral", LONG),
+        ("keygen", "--out", LONG),
+        ("new-policy", LONG),
+        ("launch", "examples/tiny-mixtral", "--hosts", LONG, "--key", LONG, "--policy", "ep_naive"),
+    ],
+    ids=lambda arguments: f"{arguments[0]} {arguments[-2] if len(arguments) > 2 else ''}",
+)
+def test_a_name_that_no_file_can_have_is_refused_in_one_line(
+    command: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...]
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    refused(command(*arguments), "File name too long")
+
+
+@pytest.mark.parametrize("name", ["MOESCHED_CACHE", "XDG_CACHE_HOME"])
+def test_a_cache_that_no_folder_can_have_the_name_of_is_refused_in_one_line(
+    command: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delenv("MOESCHED_CACHE", raising=False)
+    monkeypatch.setenv(name, f"/tmp/{LONG}")
+    refused(
+        command("simulate", "--help-me"), "cannot use the cache .*: File name too long: set MOESCHED_CACHE"
+    )
+
+
+def test_a_file_may_have_the_longest_name_that_the_system_allows(tmp_path: Path) -> None:
+    file = tmp_path / ("é" * 125 + ".json")
+    write_json(file, "report", {"a": 1})
+    assert json.loads(file.read_text()) == {"a": 1}
+    with pytest.raises(BadInput, match=r"cannot write report .*: File name too long: give a shorter name"):
+        write_json(tmp_path / ("é" * 126 + ".json"), "report", {})

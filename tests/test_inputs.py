@@ -58,6 +58,29 @@ def test_any_damage_is_accepted_or_refused(benches: dict[str, Bench], name: str,
 # ---------------------------------------------------------------- files of any kind
 
 
+FILES = [
+    name for name, parser in PARSERS.items() if parser.refusal is BadInput and name != "results of a sweep"
+]
+TEXTS = sorted(set(FILES) - {"safetensors", "header of an absent file", "packed trace", "secret key"})
+GIT_LFS = b"""version https://git-lfs.github.com/spec/v1
+oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
+size 4976698672
+"""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pointer_of_git_lfs_is_called_by_its_name(benches: dict[str, Bench], name: str) -> None:
+    bench = benches[name]
+    bench.file.write_bytes(GIT_LFS)
+    with pytest.raises(BadInput, match=r"is a pointer of git-lfs, not the file itself: run `git lfs pull`"):
+        bench.parser.read(bench.file)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_may_begin_with_the_mark_of_its_encoding(benches: dict[str, Bench], name: str) -> None:
+    assert benches[name].accepts(b"\xef\xbb\xbf" + benches[name].example)
+
+
 def test_a_file_beyond_its_limit_is_refused_unread(tmp_path: Path) -> None:
     file = tmp_path / "large"
     file.write_bytes(b"12345")

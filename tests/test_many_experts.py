@@ -57,31 +57,8 @@ SMALL = {"qwen3_moe": small("qwen3-30b-a3b", head_dim=10), "olmoe": small("olmoe
 # ---------------------------------------------------------------- Hugging Face
 
 
-@pytest.mark.parametrize(
-    ("make", "changes"),
-    [
-        pytest.param(qwen, {}, id="qwen"),
-        pytest.param(qwen, {"norm_topk_prob": False}, id="qwen, weights do not sum to 1"),
-        pytest.param(qwen, {"num_experts": 128, "num_experts_per_tok": 8}, id="qwen, 8 of 128"),
-        pytest.param(qwen, {"tie_word_embeddings": True}, id="qwen, tied embeddings"),
-        pytest.param(qwen, {"use_sliding_window": True, "sliding_window": 4}, id="qwen, window"),
-        pytest.param(qwen, {"sliding_window": 4}, id="qwen, window that is not used"),
-        pytest.param(olmoe, {}, id="olmoe"),
-        pytest.param(olmoe, {"norm_topk_prob": True}, id="olmoe, weights sum to 1"),
-        pytest.param(olmoe, {"num_experts": 64, "num_experts_per_tok": 8}, id="olmoe, 8 of 64"),
-        pytest.param(olmoe, {"clip_qkv": 0.5}, id="olmoe, clip that bites"),
-        pytest.param(olmoe, {"tie_word_embeddings": True}, id="olmoe, tied embeddings"),
-    ],
-)
-def test_tokens_equal_those_of_hugging_face(tmp_path: Path, make: Any, changes: dict[str, Any]) -> None:
-    torch.manual_seed(1)
-    model = make(**changes)
-    model.save_pretrained(tmp_path)
-    assert_same_tokens(model, generated(tmp_path))
-
-
 @pytest.mark.parametrize("make", [random_qwen, random_olmoe])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_tokens_of_a_random_model_cut_into_small_pages_equal_those_of_hugging_face(
     tmp_path: Path, make: Any, seed: int
 ) -> None:

@@ -17,7 +17,16 @@ import torch
 
 mx = pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
 
-from _random_models import DECISIVE, dbrx, mixtral, prompts_of, random_dbrx, random_mixtral
+from _random_models import (
+    DECISIVE,
+    dbrx,
+    mixtral,
+    prompts_of,
+    random_dbrx,
+    random_mixtral,
+    random_olmoe,
+    random_qwen,
+)
 from _small_runs import ONE_MEMORY, Generated, generate, same_bits
 
 import moesched
@@ -88,8 +97,17 @@ def test_tokens_equal_those_of_mlx_lm_and_of_hugging_face(tmp_path: Path, make: 
     assert_same_tokens(model, ours)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("make", [random_mixtral, random_dbrx], ids=["mixtral", "dbrx"])
+@pytest.mark.parametrize(
+    ("make", "seed"),
+    [
+        (random_mixtral, 0),
+        (random_dbrx, 1),
+        (random_olmoe, 2),
+        (random_olmoe, 3),
+        (random_qwen, 4),
+        (random_qwen, 5),
+    ],
+)
 def test_tokens_of_a_random_model_equal_those_of_hugging_face(tmp_path: Path, make: Any, seed: int) -> None:
     model = make(seed)
     model.save_pretrained(tmp_path)

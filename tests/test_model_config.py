@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from moesched.models.checkpoint import open_checkpoint
+from moesched.models.headers import header_copy
 from moesched.models.reading import read_config
 from stored_checkpoints import (
     published,
     refusal,
     write,
     write_config,
+    write_sharded,
 )
 
 
@@ -145,3 +148,43 @@ def test_a_model_that_the_kernels_do_not_compute_is_refused_with_its_value(
     message = refusal(write(tmp_path, published(), **changes))
     assert message.startswith(str(tmp_path / "config.json"))
     assert complaint in message
+
+
+# ---------------------------------------------------------------- facts that only the weights tell
+
+
+@pytest.mark.parametrize(
+    ("stored_as", "dtype"), [("BF16", "bfloat16"), ("F32", "float32"), ("F16", "float32")]
+)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_without_a_dtype_the_model_has_that_of_its_weights(
+    tmp_path: Path, stored_as: str, dtype: str, sharded: bool
+) -> None:
+    (write_sharded if sharded else write)(tmp_path, published(stored_as))
+    write_config(tmp_path, torch_dtype=None)
+    assert read_config(tmp_path).dtype == open_checkpoint(tmp_path).config.dtype == dtype
+
+
+def test_a_copy_of_a_header_tells_the_dtype_too(tmp_path: Path) -> None:
+    write_sharded(tmp_path, published("BF16"))
+    write_config(tmp_path, torch_dtype=None)
+    for file in tmp_path.glob("*.safetensors"):
+        data = file.read_bytes()
+        header_copy(file).write_bytes(data[: 8 + int.from_bytes(data[:8], "little")])
+        file.unlink()
+    assert read_config(tmp_path).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope_theta", 1e-300),
+        ("rope_theta", 0.5),
+        ("rope_theta", 1e300),
+        ("rms_norm_eps", 1e-300),
+        ("rms_norm_eps", 1e39),
+    ],
+)
+def test_a_number_that_float32_cannot_compute_with_is_refused(tmp_path: Path, key: str, value: float) -> None:
+    write_config(tmp_path, **{key: value})
+    assert f"{value!r}" in refusal(tmp_path)

@@ -218,6 +218,47 @@ def test_a_link_has_the_slower_of_card_and_slot() -> None:
     assert by_slot["3x16"] == pytest.approx(by_slot["4x8"] / 2, rel=1e-3)
 
 
+def test_gpus_share_the_lanes_of_the_cpu() -> None:
+    def rate(gpu: str, cpu: str) -> float:
+        return built(gpu=gpu, cpu=cpu).link("host", "gpu").bandwidth
+
+    alone = rate("RTX 3090", "Ryzen 7950X")
+    assert rate("2x RTX 3090", "Ryzen 7950X") == pytest.approx(alone / 2, rel=1e-3)
+    assert rate("4x RTX 3090", "Ryzen 7950X") == pytest.approx(alone / 4, rel=1e-3)
+    assert rate("4x RTX 3090", "EPYC 7302") == alone
+    [shared] = build_machine(Parts(gpu="2x RTX 3090", cpu="i9-13900K", ram="2x32GB DDR5-5600")).assumed
+    assert shared.startswith("PCIe 4.0 x8 for each GPU, as Core i9-13900K has 16 lanes for GPUs")
+
+
+def test_a_gpu_on_a_board_with_its_cpu_has_no_slot() -> None:
+    machine = built(gpu="GH200")
+    assert machine.link("host", "gpu").bandwidth == 416e9
+    assert machine.link("gpu", "host").bandwidth == 170e9
+    assert machine.memories["host"].bandwidth == 512e9
+    assert machine == built(gpu="GH200", cpu="Grace")
+
+
+@pytest.mark.parametrize(
+    ("parts", "complaint"),
+    [
+        (Parts(gpu="GH200", cpu="EPYC 9654"), "GH200 is on one board with another CPU: write --cpu 'Grace'"),
+        (Parts(gpu="GH200", pcie="5x16"), "GH200 has NVLink-C2C to its CPU: leave out --pcie"),
+        (Parts(gpu="GB200", cpu="Grace"), "no GPU 'GB200' in the library"),
+        (Parts(gpu="MI300A", cpu="EPYC 9654"), "'MI300A' is not a GPU: use --chip 'MI300A'"),
+        (Parts(gpu="2x GH200"), "several GH200 have a host memory each"),
+        (Parts(gpu="GH200", cpu="2x Grace"), "several GH200 have a host memory each"),
+        (Parts(gpu="2x RTX 3090", cpu="Ryzen 7950X", pcie="4x16"), "has 16 for GPUs: write --pcie 4x8"),
+    ],
+)
+def test_parts_that_exclude_each_other_are_refused(parts: Parts, complaint: str) -> None:
+    with pytest.raises(BadInput, match=complaint):
+        build_machine(parts)
+
+
+def test_the_cpus_of_boards_are_in_the_library() -> None:
+    assert {gpu.board.cpu for gpu in library().gpus.values() if gpu.board} <= library().cpus.keys()
+
+
 def test_modules_beyond_the_channels_add_bytes_and_no_bandwidth() -> None:
     two, four = (built(gpu="3090", cpu="7950X", ram=f"{n}x32GB DDR5-5200").memories["host"] for n in (2, 4))
     assert four.bandwidth == two.bandwidth

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import msgspec
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -126,6 +128,20 @@ def test_text_needs_a_tokenizer_in_the_models_folder(tmp_path: Path) -> None:
     assert find_tokenizer(tmp_path) is None
     with pytest.raises(BadInput, match=r"prompt 0 is text, but the model's folder has no tokenizer\.json"):
         encode_prompts(["a"], None, CONFIG, 1)
+
+
+@pytest.mark.parametrize("key", ["truncation", "padding"])
+def test_truncation_and_padding_of_the_training_are_not_applied(tmp_path: Path, key: str) -> None:
+    path = byte_tokenizer(tmp_path)
+    plain = Tokenizer(path).encode("a long text")
+    left = tokenizers.Tokenizer.from_file(str(path))
+    if key == "truncation":
+        left.enable_truncation(2)
+    else:
+        left.enable_padding(length=40)
+    left.save(str(path))
+    assert json.loads(path.read_text())[key]
+    assert Tokenizer(path).encode("a long text") == plain
 
 
 def test_a_tokenizer_that_is_none_is_told(tmp_path: Path) -> None:

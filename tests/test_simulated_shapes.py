@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from moesched.machines.networks import load_network
 from moesched.machines.sustained import at_peak
 from moesched.models.architectures import ARCHITECTURES
 from moesched.models.config import ModelConfig
-from moesched.models.formats import FORMATS
+from moesched.models.formats import CHOICES, FORMATS
 from moesched.models.layers import LatentAttention, LinearAttention
 from moesched.models.layout import weight_layout
 from moesched.models.operations import Operations
@@ -229,10 +232,10 @@ def test_ranks_copy_key_value_heads_and_latent_caches_that_they_cannot_divide() 
 
 
 def test_fewer_bits_take_fewer_bytes() -> None:
-    order = ["bf16", "q8_0", "fp8", "q6_k", "q5_k", "q4_k_m", "q4_0", "int4"]
+    order = ["bf16", "q8_0", "int8", "fp8", "q6_k", "q5_k", "q4_k_m", "q4_0", "int4"]
     sizes = [file_bytes(find_shape("qwen3-30b-a3b", name)) for name in order]
     assert sizes == sorted(sizes, reverse=True)
-    assert set(FORMATS) == {*order, "mxfp4"}
+    assert set(CHOICES) == {*order, "mxfp4"}
 
 
 def test_rows_that_no_k_quant_divides_take_blocks_of_32() -> None:
@@ -291,7 +294,14 @@ DEEPSEEK_V3 = """{"model_type": "deepseek_v3", "vocab_size": 129280, "hidden_siz
     "topk_method": "noaux_tc", "rope_scaling": {"type": "yarn", "factor": 40},
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}, "torch_dtype": "bfloat16"}"""
 QWEN3_5 = """{"model_type": "qwen3_5_moe", "text_config": {"vocab_size": 248320, "num_hidden_layers": 40,
-    "num_experts": 256, "num_experts_per_tok": 8, "eos_token_id": 151645}, "vision_config": {"depth": 27}}"""
+    "num_experts": 256, "num_experts_per_tok": 8, "max_position_embeddings": 262144, "eos_token_id": 151645},
+    "vision_config": {"depth": 27}}"""
+
+
+def compressed(*weights: dict[str, Any], ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors, with groups of these weights."""
+    groups = {f"group_{number}": {"weights": each} for number, each in enumerate(weights)}
+    return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": list(ignore)}
 
 
 @pytest.mark.parametrize(
@@ -313,6 +323,58 @@ def test_a_folder_without_kernels_for_it_is_simulated_and_not_run(command: Any, 
 def test_an_unknown_storage_format_of_a_folder_is_refused_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(DEEPSEEK_V3.replace('"fp8"', '"quip"'))
     with pytest.raises(BadInput, match="quant_method is 'quip'"):
+        find_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "name"),
+    [
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "gptq", "bits": 8}, "int8"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "int4_g32"),
+        ({"quant_method": "auto-round", "bits": 4, "group_size": -1}, "int4"),
+        ({"quant_method": "awq"}, "int4"),
+        ({"quant_method": "awq", "w_bit": 8, "q_group_size": 64}, "int8_g64"),
+        ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["self_attn"]}, "int4_experts"),
+        (
+            {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.self_attn.q_norm", "lm_head"]},
+            "fp8",
+        ),
+        (compressed({"num_bits": 8, "type": "float"}), "fp8"),
+        (compressed({"num_bits": 8, "type": "int"}), "int8"),
+        (compressed({"num_bits": 4, "type": "int", "group_size": 128}), "int4"),
+        (
+            compressed({"num_bits": 4, "type": "int", "group_size": 32}, ignore=["re:.*self_attn.*"]),
+            "int4_g32_experts",
+        ),
+    ],
+)
+def test_the_format_has_the_bits_that_quantization_config_gives(
+    tmp_path: Path, quantization: dict[str, Any], name: str
+) -> None:
+    values = json.loads(DEEPSEEK_V3) | {"quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert find_shape(tmp_path).format == name
+
+
+@pytest.mark.parametrize(
+    ("quantization", "complaint"),
+    [
+        ({"quant_method": "gptq"}, "bits is None"),
+        ({"quant_method": "gptq", "bits": 3}, "bits is 3"),
+        ({"quant_method": "gptq", "bits": "4"}, "quantization_config: Expected `int"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
+        (compressed({"num_bits": 4, "type": "float"}), "num_bits is 4"),
+        (compressed({"num_bits": 4}, {"num_bits": 8}), "config_groups is ['4-bit int', '8-bit int']"),
+        ({"quant_method": "compressed-tensors"}, "config_groups is []"),
+    ],
+)
+def test_other_bits_are_refused_with_their_number(
+    tmp_path: Path, quantization: dict[str, Any], complaint: str
+) -> None:
+    values = json.loads(DEEPSEEK_V3) | {"quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(BadInput, match=re.escape(complaint)):
         find_shape(tmp_path)
 
 

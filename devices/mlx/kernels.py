@@ -120,24 +120,25 @@ def project_qkv(
 ) -> tuple[Array, Array, Array]:
     """Queries (T, H, d), keys and values (T, K, d) of tokens, normalised, clipped and rotated as the model requires."""
     x_TX = linear(norm(hidden_TD, norm_D, config.norm_eps, config.norm), qkv)
-    if config.clip_qkv is not None:
-        x_TX = fused.clipped(x_TX, config.clip_qkv)
-    tokens = len(x_TX)
     queries, keys = config.heads * config.head_dim, (config.heads + config.kv_heads) * config.head_dim
     if qk_norms is not None:
         *parts, v_TX = mx.split(x_TX, (queries, keys), axis=-1)
         normed = [
-            mx.fast.rms_norm(part.reshape(tokens, -1, len(weight)), weight, config.norm_eps).reshape(
-                tokens, -1
-            )
-            for part, weight in zip(parts, qk_norms, strict=True)
+            _normed_heads(part, weight, config.norm_eps) for part, weight in zip(parts, qk_norms, strict=True)
         ]
-        qk_TX = mx.concatenate(normed, axis=-1)
-    else:
-        qk_TX, v_TX = mx.split(x_TX, (keys,), axis=-1)
+        x_TX = mx.concatenate([*normed, v_TX], axis=-1)
+    if config.clip_qkv is not None:
+        x_TX = fused.clipped(x_TX, config.clip_qkv)
+    qk_TX, v_TX = mx.split(x_TX, (keys,), axis=-1)
+    tokens = len(x_TX)
     qk_THd = apply_rotary(qk_TX.reshape(tokens, -1, config.head_dim), cos_T1d, sin_T1d)
     q_THd, k_TKd = mx.split(qk_THd, (config.heads,), axis=1)
     return q_THd, k_TKd, v_TX.reshape(tokens, -1, config.head_dim)
+
+
+def _normed_heads(x_TX: Array, weight: Array, eps: float) -> Array:
+    """Each head normalised, or the whole projection where the weight is as wide as that."""
+    return mx.fast.rms_norm(x_TX.reshape(len(x_TX), -1, len(weight)), weight, eps).reshape(len(x_TX), -1)
 
 
 def attention(q_THd: Array, views: Sequence[KVView], window: int | None = None) -> Array:

@@ -24,6 +24,7 @@ from moesched.runs.policy_errors import explained, is_policys
 from moesched.system.plain_text import plain_text
 from moesched.system.signals import exit_code_of_signal, first_signal
 from moesched.system.standard_output import command_output
+from moesched.system.whole_file import path_refusal
 
 BAD_INPUT = 2
 FAILED = 1
@@ -73,6 +74,9 @@ def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ())
         tell(str(error))
         began = report_of(error) is not None
         return BAD_INPUT if isinstance(error, BadInput) and not began else FAILED
+    if isinstance(error, OSError) and (refusal := path_refusal(error)):
+        tell(refusal)
+        return BAD_INPUT
     traceback.print_exception(error, file=sys.stderr)
     return FAILED
 

@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from moesched.cluster.curve.keys import key_problem
+from moesched.cluster.endpoints import is_ipv6, plain_address
 from moesched.errors import BadInput
 from moesched.machines.toml_text import inline
 from moesched.system.decoding import decode_toml
@@ -53,6 +53,9 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     address: str
     port: Port
     key: str
+
+
+PartT = TypeVar("PartT", Seat, "Host")
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -142,9 +145,19 @@ def parse_cluster(text: bytes, where: str) -> Cluster:
         message, _, path = str(error).partition(" - at `$")
         at = path.rstrip("`").lstrip(".")
         raise BadInput(f"{where}: {at}: {message}" if at else f"{where}: {message}") from None
+    cluster = _with_plain_addresses(cluster)
     for problem in _problems(cluster):
         raise BadInput(f"{where}: {problem}")
     return msgspec.structs.replace(cluster, hosts=sorted(cluster.hosts, key=lambda host: host.rank))
+
+
+def _with_plain_addresses(cluster: Cluster) -> Cluster:
+    def plain(part: PartT) -> PartT:
+        return msgspec.structs.replace(part, address=plain_address(part.address))
+
+    return msgspec.structs.replace(
+        cluster, launcher=plain(cluster.launcher), hosts=[plain(host) for host in cluster.hosts]
+    )
 
 
 LookUp = Callable[[str, None, int], object]
@@ -161,24 +174,12 @@ def require_known_hosts(cluster: Cluster, where: str, look_up: LookUp = socket.g
     places += [(f"hosts[{number}]", host.address) for number, host in enumerate(cluster.hosts)]
     for key, address in places:
         try:
-            look_up(address, None, socket.AF_UNSPEC if ":" in address else socket.AF_INET)
+            look_up(address, None, socket.AF_INET6 if is_ipv6(address) else socket.AF_INET)
         except (OSError, UnicodeError):
             raise BadInput(
                 f"{where}: {key}.address: {address!r} is an unknown host, or has no IPv4 address: correct it, or "
                 "write its IP address"
             ) from None
-
-
-def listening_at(address: str) -> str:
-    """The interface to listen on for peers that connect to an address: the address itself, or "*" for a host name.
-
-    A machine often resolves its own name to another address than its peers do.
-    """
-    try:
-        ip_address(address)
-    except ValueError:
-        return "*"
-    return address
 
 
 def cluster_toml(cluster: Cluster) -> str:

@@ -12,8 +12,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from moesched.cluster.auth import Door
-from moesched.cluster.cluster_file import listening_at
 from moesched.cluster.curve.keys import KeyPair
+from moesched.cluster.endpoints import endpoint, is_ipv6, listening_at, place
 from moesched.cluster.messages import MOST_BYTES, LauncherSays, NodeSays, Serials, Unreadable, pack, read_node
 from moesched.errors import BadInput
 from moesched.system.logs import Log
@@ -125,15 +125,14 @@ class Control:
         return Heard(peer, str(last.get("User-Id")), address, message)
 
     def _bind(self, address: str, port: int) -> int:
-        place = listening_at(address)
+        self._socket.ipv6 = is_ipv6(address)
         try:
-            if port == 0:
-                return int(self._socket.bind_to_random_port(f"tcp://{place}"))
-            self._socket.bind(f"tcp://{place}:{port}")
+            self._socket.bind(endpoint(listening_at(address), port))
         except zmq.ZMQError as error:
             self.close()
             raise BadInput(cannot_listen(address, port, error)) from None
-        return port
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return int(bound.rpartition(":")[2])
 
 
 def cannot_listen(address: str, port: int, error: zmq.ZMQError) -> str:
@@ -144,4 +143,4 @@ def cannot_listen(address: str, port: int, error: zmq.ZMQError) -> str:
         )
     if error.errno in (zmq.EADDRNOTAVAIL, errno.ENODEV):
         return f"{address} is not an address of this machine: correct the cluster file"
-    return f"cannot listen on {address}:{port}: {error.strerror}"
+    return f"cannot listen on {place(address, port)}: {error.strerror}"

@@ -12,6 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from moesched.cluster.cluster_file import Seat
 from moesched.cluster.curve.keys import KeyPair
+from moesched.cluster.endpoints import endpoint, is_ipv6, place
 from moesched.cluster.messages import (
     MOST_BYTES,
     AllLoaded,
@@ -94,7 +95,8 @@ class ControlLink:
             BadInput: the launcher refuses and gives its reason, has another key than the cluster file says, does not
                 know this node's key, or does not answer.
         """
-        self._socket.connect(f"tcp://{self._seat.address}:{self._seat.port}")
+        self._socket.ipv6 = is_ipv6(self._seat.address)
+        self._socket.connect(endpoint(self._seat.address, self._seat.port))
         self._socket.send(pack(request))
         end = time.monotonic() + patience
         while (left := end - time.monotonic()) > 0:
@@ -146,7 +148,7 @@ class ControlLink:
 
     @property
     def _where(self) -> str:
-        return f"{self._seat.address}:{self._seat.port}"
+        return place(self._seat.address, self._seat.port)
 
     def _require_handshake(self) -> None:
         while self._failures.poll(0):

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import anyio
 
-from moesched.cluster.cluster_file import Host, listening_at
+from moesched.cluster.cluster_file import Host
+from moesched.cluster.endpoints import endpoint, listening_at, reserved_port
 from moesched.cluster.messages import Begin
 from moesched.cluster.metered import Metered
 from moesched.cluster.node_transports import meet
@@ -36,11 +37,7 @@ class NodeExchanges:
         if self._host.port:
             return self._host.port
         self._release()
-        self._reserved = socket.socket()
-        # Lets the transport bind the port while an earlier connection lingers.
-        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        place = listening_at(self._host.address)
-        self._reserved.bind(("" if place == "*" else place, 0))
+        self._reserved = reserved_port(listening_at(self._host.address))
         port: int = self._reserved.getsockname()[1]
         return port
 
@@ -71,7 +68,7 @@ class NodeExchanges:
                 begin.members,
                 node,
                 secret=self._secret,
-                listen=f"tcp://{listening_at(self._host.address)}:{port}",
+                listen=endpoint(listening_at(self._host.address), port),
                 epoch=begin.epoch,
                 lost_after=lost_after,
             ),

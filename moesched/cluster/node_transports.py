@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from moesched import plugins
+from moesched.cluster.endpoints import endpoint
 from moesched.cluster.messages import Member
 from moesched.errors import BadInput
 from moesched.seams import Transport
@@ -57,7 +58,7 @@ def meet(
     way = way_of(transport)
     if way == "addresses":
         return cls(
-            [f"tcp://{member.address}:{member.port}" for member in members],
+            [endpoint(member.address, member.port) for member in members],
             rank,
             keys=(secret, [member.key for member in members]),
             listen=listen,

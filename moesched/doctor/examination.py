@@ -43,6 +43,7 @@ from moesched.doctor.host_probes import (
 from moesched.errors import BadInput
 from moesched.system.cache import cache_folder
 from moesched.system.cuda import CudaFacts
+from moesched.system.input_file import is_folder
 from moesched.system.memory import require_address_space
 
 Probe = Callable[[Facts], Iterator[Finding]]
@@ -112,7 +113,7 @@ def gather_facts(device: str = "", model: Path | None = None, hosts: Path | None
         BadInput: the model is no folder, or the cluster file is broken.
         OutOfMemory: a limit of the address space is so low that torch would crash.
     """
-    if model is not None and not model.is_dir():
+    if model is not None and not is_folder(model):
         raise BadInput(f"{model} is not a folder: give a model's folder, with its config.json")
     cluster = None if hosts is None else load_cluster(hosts)
     require_address_space()

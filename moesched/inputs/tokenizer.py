@@ -35,6 +35,9 @@ class Tokenizer:
         require_few_values(data, MOST_VALUES, str(path), _RESTORE)
         with silent_stderr():
             self._tokenizer: Any = self._call(Loaded.from_buffer, data, "is not a tokenizer")
+            # Files keep those of the training; transformers resets them as well.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """The token ids of a text, with the special tokens that the tokenizer adds.

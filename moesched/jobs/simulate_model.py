@@ -37,12 +37,16 @@ from moesched.requests.batching import batches_of
 from moesched.requests.workloads import Workload
 from moesched.routing import SeededRouting
 from moesched.routing.choices import BatchRouting
+from moesched.routing.trace import RecordedChoices
 from moesched.runs.listeners import KindMeter, Listener
 from moesched.runs.ranks import Rank
 from moesched.runs.simulation import simulate
 from moesched.seams import Routing
 from moesched.steps.plan import lanes_contend
+from moesched.system.logs import Log
 from moesched.system.outputs import require_outputs
+
+_log = Log(__name__)
 
 MOST_IN_ALL = 1_000_000
 """Limit of the requests of all batches."""
@@ -77,7 +81,10 @@ def simulate_model(
     require_outputs(*recorded_outputs(given), model=model, inputs=inputs)
     if not 0 <= given.preview_accuracy <= 1:
         raise BadInput(f"--preview-accuracy is {given.preview_accuracy}: give a probability from 0 to 1")
-    return simulate_scenario(find_scenario(model, workload, given), given, band=True)
+    scenario = find_scenario(model, workload, given)
+    report = simulate_scenario(scenario, given, band=True)
+    _tell_unused(scenario, given, report)
+    return report
 
 
 def simulate_scenario(scenario: Scenario, given: SimulationOptions, *, band: bool = False) -> JobReport:
@@ -109,6 +116,22 @@ def simulate_scenario(scenario: Scenario, given: SimulationOptions, *, band: boo
             break
     report = reports.merge(requests=len(lengths), batches=len(batches), padded=given.padded)
     return with_band(report, partial(_ranks, job, batches[0])) if band else report
+
+
+def _tell_unused(scenario: Scenario, given: SimulationOptions, report: JobReport) -> None:
+    """Warn where a routing trace has tokens that the run left out."""
+    if not isinstance(scenario.choices, RecordedChoices):
+        return
+    lengths, all_run = _lengths(scenario.workload, given)
+    ran = lengths if all_run else lengths[: report.plan.batch_size]
+    routed = [length + report.plan.new_tokens - 1 for length in ran]
+    if unused := scenario.choices.unused(routed):
+        _log.warning(
+            "the routing trace is longer than the run",
+            routing=str(given.routing),
+            unused_tokens=unused,
+            remedy="give longer prompts, more requests or a larger --gen",
+        )
 
 
 def _ranks(job: Job, batch: Batch) -> list[Rank]:

@@ -21,7 +21,6 @@ from moesched.machines.built_links import (
     gpu_interconnect,
     gpu_links,
     host_copies,
-    pcie_of,
 )
 from moesched.machines.host_memory import HostMemory, host_memory
 from moesched.machines.machine import AcceleratorGroup, Link, Machine, Processor, Roles, Tier
@@ -104,15 +103,16 @@ def build_machine(parts: Parts) -> BuiltMachine:
 
 def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
     """GPUs with memories of their own, beside a CPU."""
-    if parts.cpu is None:
+    name = gpu.board.cpu if parts.cpu is None and gpu.board is not None else parts.cpu
+    if name is None:
         raise BadInput(f"--gpu {gpu.name!r} needs the CPU beside it: add, for instance, --cpu 'Ryzen 7950X'")
-    cpu, sockets = find_cpu(parts.cpu)
+    cpu, sockets = find_cpu(name)
     host = host_memory(cpu, sockets, parts.ram)
-    slot = pcie_of(gpu, cpu, parts.pcie)
+    joint = gpu_links(gpu, count, cpu, sockets, parts.pcie)
     disk = None if parts.disk is None else parse_disk(parts.disk)
     if parts.weights == "disk" and disk is None:
         raise BadInput("--weights disk needs a disk: add, for instance, --disk 7GB/s")
-    links, link_comments = gpu_links(slot)
+    links, link_comments = joint.links, {"links.host->gpu": joint.comment}
     memories = {
         "gpu": Tier(capacity=gpu.memory, bandwidth=gpu.bandwidth),
         "host": Tier(capacity=format_size(host.nbytes), bandwidth=host.bandwidth),
@@ -137,9 +137,9 @@ def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
         comments["accelerator_group"] = RING_COMMENT
     machine = Machine(
         name=parts.name or f"{times(gpu.name, count)}, {times(cpu.name, sockets)}",
-        description=f"{times(gpu.name, count)} on {slot}, {times(cpu.name, sockets)}, {host.words}",
+        description=f"{times(gpu.name, count)} on {joint.words}, {times(cpu.name, sockets)}, {host.words}",
         accelerator_group=AcceleratorGroup(
-            count=count, interconnect=gpu_interconnect(slot, count) if count > 1 else None
+            count=count, interconnect=gpu_interconnect(joint.to_gpu, count) if count > 1 else None
         ),
         processors={
             "gpu": Processor(
@@ -161,7 +161,7 @@ def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
             f"--pinned {parts.pinned}, with the links that the host's memory would have."
         )
         link_comments["links.host->pinned"] = comments.pop("staging")
-    return _built(machine, comments | link_comments, cpu, sockets, host)
+    return _built(machine, comments | link_comments, cpu, sockets, host, joint.assumed)
 
 
 def _cpu_only(parts: Parts, cpu: Cpu, sockets: int) -> BuiltMachine:

@@ -1,10 +1,14 @@
-"""Links between a GPU and its host, by their PCIe slot."""
+"""Links between a GPU and its host: a PCIe slot, or that of a board that both are on."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from moesched.errors import BadInput
+from moesched.machines.built_comments import times
 from moesched.machines.machine import Interconnect, Link, Staging
-from moesched.machines.part_notation import LANE_BANDWIDTHS, Pcie, parse_pcie
-from moesched.machines.parts import Cpu, Gpu
+from moesched.machines.part_notation import LANE_BANDWIDTHS, LANES, Pcie, parse_pcie
+from moesched.machines.parts import Board, Cpu, Gpu
 from moesched.units import format_bytes
 
 REACHED = 0.75
@@ -22,34 +26,84 @@ CALL_LATENCY, CROSSING_LATENCY = 6.6e-6, 1e-6
 """Of a ring in one kernel with small messages over PCIe: NVIDIA/nccl, src/graph/tuning.cc, baseLat and hwLat of LL."""
 
 
-def pcie_of(gpu: Gpu, cpu: Cpu, slot: str | None) -> Pcie:
-    """The generation and lanes that a GPU and its slot settle on: the lower of both.
+class GpuLinks(NamedTuple):
+    """The links between GPU and host memory.
 
-    slot: such as "4x16"; by default as fast as the CPU's lanes.
+    Attributes:
+        words: slot or link, in words.
+        to_gpu, to_host: bytes per second that copies reach.
+        comment: where the figures are from.
+        assumed: what was not given, and the option that gives it.
+    """
+
+    words: str
+    to_gpu: float
+    to_host: float
+    comment: str
+    assumed: list[str]
+
+    @property
+    def links(self) -> list[Link]:
+        """Both directions."""
+        return [
+            Link(source="host", destination="gpu", bandwidth=self.to_gpu, latency=LATENCY),
+            Link(source="gpu", destination="host", bandwidth=self.to_host, latency=LATENCY),
+        ]
+
+
+def gpu_links(gpu: Gpu, count: int, cpu: Cpu, sockets: int, slot: str | None) -> GpuLinks:
+    """The links of a GPU on a board with its CPU, or in a slot.
+
+    slot: such as "4x16"; by default as fast as the CPU's lanes, which all GPUs share.
 
     Raises:
-        BadInput: the slot cannot be read.
+        BadInput: the slot cannot be read, the CPU lacks lanes for it, or the GPU goes with another CPU.
     """
-    card = parse_pcie(gpu.pcie)
-    here = Pcie(cpu.pcie, card.lanes) if slot is None else parse_pcie(slot)
-    return Pcie(min(card.generation, here.generation), min(card.lanes, here.lanes))
+    if gpu.board is not None:
+        return _on_board(gpu, gpu.board, count, cpu, sockets, slot)
+    pcie, assumed = _pcie(gpu, count, cpu, sockets, slot)
+    rate = float(f"{REACHED * pcie.bandwidth:.4g}")
+    comment = (
+        f"{pcie}: {format_bytes(pcie.bandwidth)}/s in each direction, by PCI-SIG "
+        f"({format_bytes(LANE_BANDWIDTHS[pcie.generation])}/s per lane). "
+        "Assumed: copies of page-locked memory reach three quarters of that, and take 10 us to begin."
+    )
+    return GpuLinks(str(pcie), rate, rate, comment, assumed)
 
 
-def gpu_links(slot: Pcie) -> tuple[list[Link], dict[str, str]]:
-    """The links between GPU and host memory, with the sources of their figures."""
-    rate = _rate(slot)
-    links = [
-        Link(source="host", destination="gpu", bandwidth=rate, latency=LATENCY),
-        Link(source="gpu", destination="host", bandwidth=rate, latency=LATENCY),
-    ]
-    comments = {
-        "links.host->gpu": (
-            f"{slot}: {format_bytes(slot.bandwidth)}/s in each direction, by PCI-SIG "
-            f"({format_bytes(LANE_BANDWIDTHS[slot.generation])}/s per lane). "
-            "Assumed: copies of page-locked memory reach three quarters of that, and take 10 us to begin."
-        ),
-    }
-    return links, comments
+def _on_board(gpu: Gpu, board: Board, count: int, cpu: Cpu, sockets: int, slot: str | None) -> GpuLinks:
+    if cpu.name != board.cpu:
+        raise BadInput(
+            f"--cpu {cpu.name!r}: {gpu.name} is on one board with another CPU: write --cpu {board.cpu!r}, "
+            "or leave out --cpu"
+        )
+    if slot is not None:
+        raise BadInput(f"--pcie {slot!r}: {gpu.name} has {board.link} to its CPU: leave out --pcie")
+    if count > 1 or sockets > 1:
+        raise BadInput(
+            f"several {gpu.name} have a host memory each, and one host is simulated: write --gpu {gpu.name!r}"
+        )
+    comment = f"{board.link}: {gpu.source}. Assumed: 10 us to begin."
+    return GpuLinks(board.link, board.to_gpu, board.to_host, comment, [])
+
+
+def _pcie(gpu: Gpu, count: int, cpu: Cpu, sockets: int, slot: str | None) -> tuple[Pcie, list[str]]:
+    """The generation and lanes that a GPU and its slot settle on, the lower of both; and what was assumed."""
+    card, lanes = parse_pcie(gpu.pcie), sockets * cpu.lanes
+    shared = max(each for each in LANES if each * count <= max(lanes, count))
+    if slot is not None:
+        here = parse_pcie(slot)
+        if here.lanes > shared:
+            raise BadInput(
+                f"--pcie {slot!r}: {count} times {here.lanes} lanes, and {times(cpu.name, sockets)} has {lanes} "
+                f"for GPUs: write --pcie {here.generation}x{shared}"
+            )
+        return Pcie(min(card.generation, here.generation), min(card.lanes, here.lanes)), []
+    found = Pcie(min(card.generation, cpu.pcie), min(card.lanes, shared))
+    if found.lanes == card.lanes:
+        return found, []
+    has = f"{times(cpu.name, sockets)} has {lanes} lanes for GPUs"
+    return found, [f"{found} for each GPU, as {has}: --pcie would say another slot"]
 
 
 def host_copies(bandwidth: float) -> Staging:
@@ -57,16 +111,12 @@ def host_copies(bandwidth: float) -> Staging:
     return Staging(bandwidth=bandwidth / 2, latency=MEMCPY_LATENCY)
 
 
-def gpu_interconnect(slot: Pcie, count: int) -> Interconnect:
+def gpu_interconnect(rate: float, count: int) -> Interconnect:
     """The connection between any two of `count` GPUs without a bridge: up one slot and down another.
 
     An all-reduce is one kernel of 2 * (count - 1) rounds, each of which crosses PCIe twice.
+
+    rate: of a slot, in bytes per second.
     """
     latency = CALL_LATENCY / (2 * (count - 1)) + 2 * CROSSING_LATENCY
-    return Interconnect(
-        bandwidth=_rate(slot), latency=float(f"{latency:.3g}"), paths=["host->gpu", "gpu->host"]
-    )
-
-
-def _rate(slot: Pcie) -> float:
-    return float(f"{REACHED * slot.bandwidth:.4g}")
+    return Interconnect(bandwidth=rate, latency=float(f"{latency:.3g}"), paths=["host->gpu", "gpu->host"])

@@ -38,6 +38,21 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     source: str
 
 
+class Board(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The board that a GPU shares with its CPU, so that no other CPU and no slot goes with it.
+
+    Attributes:
+        cpu: name of the CPU.
+        link: name of the link between them.
+        to_gpu, to_host: bytes per second that copies in each direction reach.
+    """
+
+    cpu: str
+    link: str
+    to_gpu: Rate
+    to_host: Rate
+
+
 class Gpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A graphics processor with a memory of its own.
 
@@ -51,6 +66,7 @@ class Gpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
         half: dense FLOP/s of 16-bit matrix products that accumulate in float32.
         bfloat16: whether it has units for bfloat16; without them, 16-bit models run in float16.
         float8, int8: dense operations per second, if it has units for them.
+        board: that of a GPU without a slot.
     """
 
     memory: str
@@ -63,6 +79,7 @@ class Gpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     bfloat16: bool = True
     float8: Rate | None = None
     int8: Rate | None = None
+    board: Board | None = None
 
 
 class Chip(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,6 +118,7 @@ class Cpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
         memory: the fastest memory that its vendor supports, such as "DDR5-5200".
         channels: memory channels of 64 bits.
         pcie: generation of its PCIe lanes.
+        lanes: PCIe lanes of a socket that all GPUs share.
     """
 
     architecture: str
@@ -109,6 +127,7 @@ class Cpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     memory: str
     channels: int
     pcie: int
+    lanes: int
 
 
 class MemoryType(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):

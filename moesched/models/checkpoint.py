@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, ModelConfig
@@ -17,13 +18,14 @@ from moesched.models.headers import MOST_TENSORS, Found
 from moesched.models.layers import Shape
 from moesched.models.published import Published, extra_names, other_tensors, published_tensors
 from moesched.models.reading import read_config, require_runs
-from moesched.models.shards import read_shards
+from moesched.models.shards import FLOATS, read_shards
 from moesched.models.tensors import count_tensors, count_weights, tensor_shapes
 from moesched.system.logs import Log
 
 _log = Log(__name__)
 
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+HEAD = "lm_head.weight"
+"""The LM head in files of all families. Where there is one it is used, whatever config.json says of tied embeddings."""
 
 
 class Columns(NamedTuple):
@@ -133,6 +135,8 @@ def open_checkpoint(directory: Path | str, *, partial: bool = False) -> Checkpoi
     config = read_config(directory)
     require_runs(config)
     shards = read_shards(directory, partial=partial)
+    if any(_without_prefix(found.name) == HEAD for found in shards.tensors):
+        config = replace(config, tied_embeddings=False)
     _require_counts(directory, config, shards.tensors)
     known = _Known(config)
     tensors: dict[str, StoredTensor] = {}
@@ -223,14 +227,14 @@ def _parts_of(found: Found, published: Published) -> Iterator[tuple[str, StoredT
 
 def _stored(found: Found) -> StoredTensor:
     entry = found.entry
-    if entry.dtype not in _DTYPES:
-        known = ", ".join(_DTYPES)
+    if entry.dtype not in FLOATS:
+        known = ", ".join(FLOATS)
         raise BadInput(
             f"{found.file}: {found.name} has dtype {entry.dtype!r}; use a checkpoint in one of {known}"
         )
     start, end = entry.data_offsets
     offset = found.data_start + start
-    return StoredTensor(found.file, offset, entry.shape, _DTYPES[entry.dtype], end - start)
+    return StoredTensor(found.file, offset, entry.shape, FLOATS[entry.dtype], end - start)
 
 
 def _stored_twice(second: Found, tensor: str, all_found: Iterable[Found], known: _Known) -> BadInput:

@@ -9,8 +9,9 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.models.config import DType, ModelConfig
+from moesched.models.shards import stored_dtype
 from moesched.system.decoding import convert_value, decode_json, reason
-from moesched.system.input_file import read_input
+from moesched.system.input_file import is_file, read_input
 from moesched.system.plain_text import shown
 
 T = TypeVar("T")
@@ -21,6 +22,10 @@ MOST = 10**8
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 100_000
 """Limit of the experts of all layers."""
+FLOAT32_RANGE = (2.0**-126, 2.0**127)
+"""Magnitudes that float32 has in full precision."""
+LEAST = {"rope_theta": 1.0}
+"""Limits of single numbers: with a smaller base, angles of the rotary embedding overflow."""
 RESTORE = "restore the file that came with the checkpoint"
 
 NULL_SAYS_SOMETHING = (
@@ -28,18 +33,10 @@ NULL_SAYS_SOMETHING = (
     "eos_token_id",
     "num_key_value_heads",
     "moe_normalize_expert_weights",
+    "q_lora_rank",
+    "attention_chunk_size",
 )
 """Keys for which null is a value. Any other null means the default, as a missing key does."""
-
-_METHODS = {
-    "fp8": "fp8",
-    "mxfp4": "mxfp4",
-    "awq": "int4",
-    "gptq": "int4",
-    "auto-round": "int4",
-    "compressed-tensors": "int4",
-}
-"""Storage formats by `quant_method`."""
 
 # float32 is the smallest supported dtype that represents every float16.
 _DTYPES: dict[str, DType] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
@@ -69,7 +66,8 @@ class Keys(msgspec.Struct, kw_only=True):
     mlp_bias: bool = False
     quantization_config: dict[str, Any] | None = None
     dtype: str | None = None
-    torch_dtype: str = "float32"
+    torch_dtype: str | None = None
+    per_layer_config: dict[str, Any] = {}
 
 
 class _TypeKey(msgspec.Struct):
@@ -113,26 +111,27 @@ class ConfigFile:
             BadInput: a value has the wrong type; the message names its key.
         """
         nested = self._values.get("text_config")
-        values = self._values | nested if isinstance(nested, dict) else self._values
-        return convert_value(values, kind, str(self.path), RESTORE)
+        if not isinstance(nested, dict):
+            return self.keys(kind)
+        # The head belongs to the outer model, and so does the key that ties it.
+        outer = {key: self._values[key] for key in ("tie_word_embeddings",) if key in self._values}
+        return convert_value(self._values | nested | outer, kind, str(self.path), RESTORE)
+
+    def dtype(self, given: str | None, otherwise: DType) -> DType:
+        """The dtype of the computation: the given one, that of the weights beside the file, or `otherwise`.
+
+        Raises:
+            BadInput: it is not supported, or the weights cannot be read.
+        """
+        name = (given or stored_dtype(self.path.parent) or otherwise).removeprefix("torch.")
+        if name not in _DTYPES:
+            raise self.unsupported("dtype", name, "bfloat16, float16 or float32")
+        return _DTYPES[name]
 
     @property
     def name(self) -> str:
         """The model's name: that of its folder."""
         return self.path.parent.resolve().name
-
-    def stored_format(self, quantization: dict[str, Any] | None) -> str | None:
-        """The storage format that `quantization_config` describes; None for plain weights.
-
-        Raises:
-            BadInput: it describes another format than those of `FORMATS`.
-        """
-        if quantization is None:
-            return None
-        method = str(quantization.get("quant_method"))
-        if method not in _METHODS:
-            raise self.unsupported("quant_method", method, f"one of {', '.join(_METHODS)}")
-        return _METHODS[method]
 
     def checked(self, config: ModelConfig) -> ModelConfig:
         """The configuration, with possible values.
@@ -156,7 +155,7 @@ class ConfigFile:
             "rope_theta": _rope_theta(keys),
             "tied_embeddings": keys.tie_word_embeddings,
             "stop_tokens": self._stop_tokens(keys),
-            "dtype": self._dtype(keys),
+            "dtype": self.dtype(keys.dtype or keys.torch_dtype, "float32"),
         }
         return self.checked(ModelConfig(**(settings | particular)))
 
@@ -186,6 +185,7 @@ class ConfigFile:
         self.require("hidden_act", keys.hidden_act, "silu", "swish")
         self.require("attention_bias", keys.attention_bias, False)
         self.require("mlp_bias", keys.mlp_bias, False)
+        self.require("per_layer_config", keys.per_layer_config, {})
         if keys.quantization_config is not None:
             method = keys.quantization_config.get("quant_method")
             raise self.unsupported("quantization_config", method, "weights in bfloat16, float16 or float32")
@@ -193,18 +193,32 @@ class ConfigFile:
     def _stop_tokens(self, keys: Keys) -> tuple[int, ...]:
         tokens = keys.eos_token_id
         generation = self.path.with_name("generation_config.json")
-        if generation.is_file():
+        if is_file(generation):
             own = convert_value(_read(generation), _GenerationKeys, str(generation), RESTORE).eos_token_id
             tokens = tokens if own is None else own
         if tokens is None:
             return ()
         return (tokens,) if isinstance(tokens, int) else tuple(tokens)
 
-    def _dtype(self, keys: Keys) -> DType:
-        name = (keys.dtype or keys.torch_dtype).removeprefix("torch.")
-        if name not in _DTYPES:
-            raise self.unsupported("dtype", name, "bfloat16, float16 or float32")
-        return _DTYPES[name]
+    def require_size(self, key: str, value: int, least: int = 1) -> None:
+        """Raise BadInput for a size that no model has."""
+        if value < least:
+            raise self.impossible(
+                f"{key} is {shown(value)}", "it must be positive" if least else "it must not be negative"
+            )
+        if value > MOST:
+            raise self.impossible(f"{key} is {shown(value)}", f"it may be {MOST:,}")
+
+    def require_layers(self, layers: int) -> None:
+        """Raise BadInput for more layers than any model has."""
+        if layers > MOST_LAYERS:
+            raise self.impossible(f"num_hidden_layers is {layers:,}", f"it may be {MOST_LAYERS:,}")
+
+    def _require_number(self, name: str, value: float) -> None:
+        if isinstance(value, int):
+            self.require_size(name, value)
+        elif not LEAST.get(name, FLOAT32_RANGE[0]) <= value <= FLOAT32_RANGE[1]:
+            raise self.impossible(f"{name} is {shown(value)}", "float32 overflows or loses it")
 
     def _check(self, config: ModelConfig) -> None:
         for field in msgspec.structs.fields(ModelConfig):
@@ -214,12 +228,8 @@ class ConfigFile:
                 and not isinstance(value, bool)
                 and field.name != "unused_weights"
             ):
-                if value <= 0:
-                    raise self.impossible(f"{field.name} is {shown(value)}", "it must be positive")
-                if isinstance(value, int) and value > MOST:
-                    raise self.impossible(f"{field.name} is {shown(value)}", f"it may be {MOST:,}")
-        if config.layers > MOST_LAYERS:
-            raise self.impossible(f"num_hidden_layers is {config.layers:,}", f"it may be {MOST_LAYERS:,}")
+                self._require_number(field.name, value)
+        self.require_layers(config.layers)
         if config.layers * config.experts > MOST_EXPERTS:
             what = f"{config.layers:,} layers have {config.experts:,} experts each"
             raise self.impossible(what, f"there may be {MOST_EXPERTS:,} in all")

@@ -81,28 +81,62 @@ def _llama_cpp(name: str, each: float, rate: float, why: str, *, head: float, fa
 
 _CONVERTS = "default: kernels convert blocks to 16 bits or 8-bit integers in their inner loop"
 
+GROUPS = (32, 64, 128)
+"""Weights that share a scale and a zero point in formats of integers."""
+EXPERTS_ONLY = "_experts"
+"""End of the names of formats of experts beside 16-bit weights."""
+
+
+def integer_format(bits: int, group: int) -> str:
+    """The name of a format of integers."""
+    return f"int{bits}" if group == GROUPS[-1] else f"int{bits}_g{group}"
+
+
+def _integers(bits: int, group: int) -> Format:
+    why = f"default: groups of {group}, converted ahead of the product"
+    return _format(integer_format(bits, group), bits / 8 + 2.5 / group, 0.9, why)
+
+
+def _experts_only(each: Format) -> Format:
+    """The format for experts, and 16 bits for all other weights."""
+    weights: dict[Role, float] = {
+        role: size if role in EXPERT_ROLES else _BF16 for role, size in each.weights.items()
+    }
+    return Format(each.name + EXPERTS_ONLY, weights, weights, each.kernel_rate, each.why)
+
+
+_CHOSEN = (
+    _format("bf16", _BF16, 1.0, "the dtype of the computation"),
+    _format("fp8", 1 + 4 / 128**2, 1.0, "default: products in 8 bits are not assumed, only their bytes"),
+    _llama_cpp("q8_0", _Q8_0, 0.9, _CONVERTS, head=_Q8_0, favoured=_Q8_0),
+    _llama_cpp("q6_k", _Q6_K, 0.7, _CONVERTS, head=_Q6_K, favoured=_Q6_K),
+    _llama_cpp("q5_k", _Q5_K, 0.7, _CONVERTS, head=_Q6_K, favoured=_Q6_K),
+    _llama_cpp("q4_k_m", _Q4_K, 0.8, _CONVERTS, head=_Q6_K, favoured=_Q6_K),
+    _llama_cpp("q4_0", _Q4_0, 0.9, _CONVERTS, head=_Q6_K, favoured=_Q4_0),
+    _format(
+        "mxfp4",
+        _BF16,
+        0.8,
+        "default: kernels convert blocks of 32 to 16 bits",
+        expert=17 / 32,
+        expert_down=17 / 32,
+    ),
+    _integers(8, 128),
+    _integers(4, 128),
+)
+_READ = [_integers(bits, group) for bits in (8, 4) for group in GROUPS[:-1]]
+_STORED = (*_CHOSEN, *_READ)
+
 FORMATS: dict[str, Format] = {
     each.name: each
     for each in (
-        _format("bf16", _BF16, 1.0, "the dtype of the computation"),
-        _format("fp8", 1 + 4 / 128**2, 1.0, "default: products in 8 bits are not assumed, only their bytes"),
-        _llama_cpp("q8_0", _Q8_0, 0.9, _CONVERTS, head=_Q8_0, favoured=_Q8_0),
-        _llama_cpp("q6_k", _Q6_K, 0.7, _CONVERTS, head=_Q6_K, favoured=_Q6_K),
-        _llama_cpp("q5_k", _Q5_K, 0.7, _CONVERTS, head=_Q6_K, favoured=_Q6_K),
-        _llama_cpp("q4_k_m", _Q4_K, 0.8, _CONVERTS, head=_Q6_K, favoured=_Q6_K),
-        _llama_cpp("q4_0", _Q4_0, 0.9, _CONVERTS, head=_Q6_K, favoured=_Q4_0),
-        _format(
-            "mxfp4",
-            _BF16,
-            0.8,
-            "default: kernels convert blocks of 32 to 16 bits",
-            expert=17 / 32,
-            expert_down=17 / 32,
-        ),
-        _format("int4", 0.5 + 2.5 / 128, 0.9, "default: groups of 128, converted ahead of the product"),
+        *_STORED,
+        *(_experts_only(each) for each in _STORED if each.name.startswith(("int", "fp8"))),
     )
 }
 """All formats, by name."""
+CHOICES = tuple(each.name for each in _CHOSEN)
+"""Formats that users choose among; the others are only read from config.json."""
 
 
 def role_of(tensor: str) -> Role:

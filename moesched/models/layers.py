@@ -91,11 +91,11 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
     def shapes_before(self, hidden: int) -> dict[str, Shape]:
         """Tensors that are used before attention."""
         query, key = self.query_width, self.key_width
-        shapes: dict[str, Shape] = {"q": ((1 + self.gated) * query, hidden), "k": (key, hidden)}
+        widths = {"q": (1 + self.gated) * query, "k": key}
         if not self.keys_are_values:
-            shapes["v"] = (key, hidden)
-        widths = {"q": query, "k": key, "v": key}
-        shapes |= {f"{name}_bias": (widths[name],) for name in "qkv" if name in self.biases}
+            widths["v"] = key
+        shapes: dict[str, Shape] = {name: (width, hidden) for name, width in widths.items()}
+        shapes |= {f"{name}_bias": (width,) for name, width in widths.items() if name in self.biases}
         if self.norm:
             together = self.norm == "projection"
             shapes["q_norm"] = (query if together else self.head_dim,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -48,7 +49,11 @@ def known_tensors(config: ModelConfig) -> dict[str, Published]:
 
 def extra_names(config: ModelConfig) -> re.Pattern[str]:
     """Matches the names, without "model.", of tensors in files that the model has no use for."""
-    patterns = ARCHITECTURES[config.form].extra_tensors(config)
+    architecture, shapes = ARCHITECTURES[config.form], tensor_shapes(config)
+    patterns = [*architecture.extra_tensors(config)]
+    if config.experts == 1:  # a choice of one has no weights
+        forms = chain(architecture.tensors(config), architecture.other_tensors(config))
+        patterns += [each.name for each in forms if each.parts[0] not in shapes]
     return re.compile("|".join(fnmatch.translate(each.removeprefix("model.")) for each in patterns))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -23,6 +25,8 @@ from moesched.system.input_file import is_file, read_input
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Names of torch for the dtypes of weights, by those of safetensors."""
 
 
 class Shards(NamedTuple):
@@ -56,7 +60,7 @@ def read_shards(directory: Path, *, partial: bool = False) -> Shards:
     """
     single, index = directory / SINGLE_NAME, directory / INDEX_NAME
     shards = Shards([], {}, {})
-    if single.is_file() or not index.is_file():
+    if is_file(single) or not is_file(index):
         shards.tensors.extend(_read_into(shards, single))
         return shards
     by_shard: dict[str, set[str]] = {}
@@ -72,6 +76,30 @@ def read_shards(directory: Path, *, partial: bool = False) -> Shards:
                 raise BadInput(f"{path} has {tensor.name}, which {INDEX_NAME} does not put there; {RESTORE}")
         shards.tensors.extend(found)
     return shards
+
+
+def stored_dtype(directory: Path) -> str | None:
+    """The dtype of most weights in the first file that is here; None where there is no file, or it has no floats.
+
+    Raises:
+        BadInput: the file, or the index, cannot be read.
+    """
+    file = _first_file(directory)
+    if file is None:
+        return None
+    weights: Counter[str] = Counter()
+    for found in _read_into(Shards([], {}, {}), file, partial=True):
+        if found.entry.dtype in FLOATS:
+            weights[FLOATS[found.entry.dtype]] += math.prod(found.entry.shape)
+    return weights.most_common(1)[0][0] if weights else None
+
+
+def _first_file(directory: Path) -> Path | None:
+    """A file of the checkpoint that is here, or whose header is."""
+    index = directory / INDEX_NAME
+    names = sorted(set(_read_index(index).values())) if is_file(index) else []
+    paths = (directory / name for name in (SINGLE_NAME, *names))
+    return next((path for path in paths if is_file(path) or is_file(header_copy(path))), None)
 
 
 def _read_into(shards: Shards, path: Path, *, partial: bool = False) -> list[Found]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from moesched.analysis.pictures import FORMATS, drawing, require_matplotlib, write_picture
 from moesched.errors import BadInput
 from moesched.reproduce.report import Reproduction, Section, Value
+from moesched.system.input_file import is_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,7 +26,7 @@ def require_folder(folder: Path) -> None:
     Raises:
         BadInput: it is not a folder, or matplotlib is not installed.
     """
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise BadInput(f"cannot draw into {folder}: it is not a folder: create it first")
     require_matplotlib()
 

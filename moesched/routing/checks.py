@@ -1,4 +1,8 @@
-"""Checks of recorded choices: every token has distinct experts of the model, and a fault names its place."""
+"""Checks of recorded choices: every token has distinct experts of the model, and a fault names its place.
+
+Tools number layers in two ways: all of a model, or those with experts. Either is read. In memory, a trace has all
+layers, and zeros in those without experts.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +53,64 @@ def sorted_choices(chosen_Nk: Integers, config: ModelConfig, place: Callable[[in
     return found_Nk
 
 
+def routed_layers(config: ModelConfig) -> list[int]:
+    """The numbers of the layers with experts."""
+    return [layer for layer in range(config.layers) if config.layer(layer).feed_forward.experts]
+
+
+def layers_without_experts(config: ModelConfig) -> list[int]:
+    """The numbers of the other layers."""
+    return sorted(set(range(config.layers)).difference(routed_layers(config)))
+
+
+def checked_layers(where: str, chosen_TLk: Integers, config: ModelConfig) -> Integers:
+    """The choices (tokens, layers, top_k) of all layers, checked and sorted, from those of all or of the routed ones.
+
+    Raises:
+        BadInput: it has another number of layers, choices in a layer without experts, or a row as for `sorted_choices`.
+    """
+    tokens, layers, top_k = chosen_TLk.shape
+    routed = routed_layers(config)
+    if layers not in (config.layers, len(routed)):
+        raise other_layers(where, layers, config)
+    if layers == config.layers:
+        _require_no_choices(where, chosen_TLk, config)
+        chosen_TLk = chosen_TLk if layers == len(routed) else chosen_TLk[:, routed]
+
+    def place(row: int) -> str:
+        token, number = divmod(row, len(routed))
+        return f"{where}, token {token}, layer {routed[number]}"
+
+    rows_Nk = sorted_choices(chosen_TLk.reshape(-1, top_k), config, place)
+    return with_all_layers(rows_Nk.reshape(tokens, len(routed), top_k), config)
+
+
+def _require_no_choices(where: str, chosen_TLk: Integers, config: ModelConfig) -> None:
+    """Require that a token has one number, again and again, in layers without experts, as no router gives it.
+
+    Raises:
+        BadInput: a token has different experts in such a layer.
+    """
+    for layer in layers_without_experts(config):
+        several_T = (chosen_TLk[:, layer] != chosen_TLk[:, layer, :1]).any(axis=-1)
+        if several_T.any():
+            raise BadInput(
+                f"{where}, token {int(several_T.argmax())}, layer {layer}: {config.name} has no experts in this layer: "
+                "give a trace of that model, with zeros there or without such layers"
+            )
+
+
+def with_all_layers(chosen_Tlk: Integers, config: ModelConfig) -> Integers:
+    """The choices in all layers, with zeros in those without experts, from the choices in the others."""
+    routed = routed_layers(config)
+    if len(routed) == config.layers:
+        return chosen_Tlk
+    tokens, _, top_k = chosen_Tlk.shape
+    chosen_TLk: Integers = np.zeros((tokens, config.layers, top_k), chosen_Tlk.dtype)
+    chosen_TLk[:, routed] = chosen_Tlk
+    return chosen_TLk
+
+
 def other_top_k(place: str, count: int, config: ModelConfig) -> BadInput:
     """The error for tokens that have more experts than the model chooses, or fewer."""
     return BadInput(
@@ -58,6 +120,9 @@ def other_top_k(place: str, count: int, config: ModelConfig) -> BadInput:
 
 def other_layers(where: str, count: int, config: ModelConfig) -> BadInput:
     """The error for a trace with more layers than the model, or fewer."""
+    routed = len(routed_layers(config))
+    with_experts = "" if routed == config.layers else f", {routed} of them with experts"
     return BadInput(
-        f"{where}: its number of layers is {count}, but {config.name} has {config.layers}: give a trace of that model"
+        f"{where}: its number of layers is {count}, but {config.name} has {config.layers}{with_experts}: "
+        "give a trace of that model"
     )

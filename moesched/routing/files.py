@@ -23,8 +23,6 @@ KINDS = (
     "or a CSV with the header layer,token,experts or layer,expert,count"
 )
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
 
 def read_routing_file(path: Path | str, config: ModelConfig) -> RoutingProfile | RoutingTrace:
     """Read a profile, or a trace of moesched or of another tool.
@@ -37,7 +35,7 @@ def read_routing_file(path: Path | str, config: ModelConfig) -> RoutingProfile |
             model.
     """
     path = Path(path)
-    data = read_input(path, "routing", MOST_BYTES, remedy="check its path").removeprefix(_BYTE_ORDER_MARK)
+    data = read_input(path, "routing", MOST_BYTES, remedy="check its path")
     first = _first_line(data)
     if first.replace(b" ", b"") == HEADER.encode():
         return parse_profile(path, data, config)

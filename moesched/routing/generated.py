@@ -11,7 +11,7 @@ import numpy.typing as npt
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.routing.choices import Integers
-from moesched.routing.popularity import Floats, Popularity, shares_of
+from moesched.routing.popularity import Floats, Popularity, layer_weights, shares_of
 
 Bits = npt.NDArray[np.uint64]
 
@@ -46,7 +46,7 @@ class GeneratedChoices:
         self.experts = config.experts
         self._top_k = config.top_k
         self._seed = seed
-        self._shares_LE = shares_of(popularity.weights(config.layers, config.experts, seed), config.top_k)
+        self._shares_LE = shares_of(layer_weights(popularity, config, seed), config.top_k)
         self._table = cache(self._make_table)
         self._start = cache(self._make_start)
 

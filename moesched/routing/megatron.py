@@ -23,7 +23,7 @@ import numpy as np
 
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
-from moesched.routing.checks import other_top_k, sorted_choices
+from moesched.routing.checks import other_top_k, routed_layers, sorted_choices, with_all_layers
 from moesched.routing.choices import Integers
 from moesched.routing.trace import RoutingTrace
 from moesched.system.decoding import decode_json
@@ -124,13 +124,14 @@ def _chosen(where: str, record: _Record, config: ModelConfig) -> Integers:
 
 def _stacked(where: str, done: _Pass, first: int, config: ModelConfig) -> Integers:
     """The choices (tokens, layers, top_k) of a pass that has all layers, with the same tokens in each."""
-    expected = range(first, first + config.layers)
+    routed = routed_layers(config)
+    expected = [first - routed[0] + layer for layer in routed]
     named = f"step {done.step} of rank {done.rank}"
     tokens = len(next(iter(done.layers.values())).chosen_Tk)
     for layer, (line, chosen_Tk) in done.layers.items():
         if layer not in expected:
             raise BadInput(
-                f"{where}:{line}: {named} has a layer {layer}, but {config.name} has {config.layers} layers, here "
+                f"{where}:{line}: {named} has a layer {layer}, but {config.name} has {len(routed)} layers, here "
                 f"{first} to {expected[-1]}: give a trace of that model"
             )
         if len(chosen_Tk) != tokens:
@@ -142,7 +143,7 @@ def _stacked(where: str, done: _Pass, first: int, config: ModelConfig) -> Intege
     if missing:
         raise BadInput(
             f"{where}:{done.line}: {named}, which begins in this line, lacks layer {missing[0]}, one of the "
-            f"{config.layers} of {config.name}: if the file was cut off, remove the step; else give a trace of that "
+            f"{len(routed)} of {config.name}: if the file was cut off, remove the step; else give a trace of that "
             "model"
         )
-    return np.stack([done.layers[layer].chosen_Tk for layer in expected], axis=1)
+    return with_all_layers(np.stack([done.layers[layer].chosen_Tk for layer in expected], axis=1), config)

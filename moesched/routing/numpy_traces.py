@@ -3,20 +3,19 @@
 vLLM, run with `enable_return_routed_experts`, gives each completion an array `routed_experts` of integers (tokens,
 layers, top_k), int16 or, in other versions, of another type. This is read from its documentation of 0.21, where the
 request has the prompt's rows as `prompt_routed_experts`, and from its sources before and since, where the array begins
-with them. The last generated token passes no router and has no row.
+with them. The last generated token passes no router and has no row. Layers without experts have zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 
 import numpy as np
 
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.routing.arrays import Array, read_npy, read_npz
-from moesched.routing.checks import ROWS_AT_ONCE, id_type, other_layers, other_top_k, sorted_choices
+from moesched.routing.checks import ROWS_AT_ONCE, checked_layers, id_type, other_top_k, routed_layers
 from moesched.routing.choices import Integers
 from moesched.routing.profile import require_shape
 from moesched.routing.trace import RoutingTrace
@@ -74,17 +73,9 @@ def _request(where: str, array: Array, config: ModelConfig) -> Integers:
         raise BadInput(
             f"{where} has shape {array.shape} of {array.dtype.name}: give a trace, integers (tokens, layers, top_k)"
         )
-    tokens, layers, top_k = array.shape
-    if layers != config.layers:
-        raise other_layers(where, layers, config)
-    if top_k != config.top_k:
-        raise other_top_k(where, top_k, config)
-    rows = sorted_choices(array.reshape(-1, top_k), config, partial(_place, where, layers))
-    return rows.reshape(tokens, layers, top_k)
-
-
-def _place(where: str, layers: int, row: int) -> str:
-    return f"{where}, token {row // layers}, layer {row % layers}"
+    if array.shape[2] != config.top_k:
+        raise other_top_k(where, array.shape[2], config)
+    return checked_layers(where, array, config)
 
 
 def _own(where: str, arrays: dict[str, Array], config: ModelConfig) -> RoutingTrace:
@@ -112,16 +103,18 @@ def _own(where: str, arrays: dict[str, Array], config: ModelConfig) -> RoutingTr
 
 
 def _require_ascending(where: str, chosen: Integers, config: ModelConfig) -> None:
-    """Check choices (tokens, layers, top_k) that are sorted already, without a copy of them."""
-    chosen_Nk = chosen.reshape(-1, config.top_k)
+    """Check choices (tokens, layers, top_k) that are sorted already, where all layers have experts without a copy."""
+    routed = routed_layers(config)
+    chosen_Nk = (chosen if len(routed) == config.layers else chosen[:, routed]).reshape(-1, config.top_k)
     for start in range(0, len(chosen_Nk), ROWS_AT_ONCE):
         rows_Nk = chosen_Nk[start : start + ROWS_AT_ONCE]
         bad_N = (rows_Nk[:, 0] < 0) | (rows_Nk[:, -1] >= config.experts)
         bad_N |= (rows_Nk[:, 1:] <= rows_Nk[:, :-1]).any(axis=1)
         if bad_N.any():
             row = int(bad_N.argmax())
+            token, number = divmod(start + row, len(routed))
             raise _damaged(
-                _place(where, config.layers, start + row),
+                f"{where}, token {token}, layer {routed[number]}",
                 f"{shown(rows_Nk[row].tolist())} are not ascending experts from 0 to {config.experts - 1}",
             )
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
+from moesched.routing.checks import layers_without_experts
 from moesched.routing.profile import RoutingProfile
 
 Floats = npt.NDArray[np.float64]
@@ -118,10 +119,18 @@ def shares_of(weights_LE: Floats, top_k: int) -> Floats:
     return np.array([_shares(layer, weights_E, top_k) for layer, weights_E in enumerate(weights_LE)])
 
 
+def layer_weights(popularity: Popularity, config: ModelConfig, seed: int) -> Floats:
+    """The weights of a model's experts (layers, experts); equal ones in layers without experts, which need none."""
+    weights_LE = popularity.weights(config.layers, config.experts, seed)
+    weights_LE[layers_without_experts(config)] = 1.0
+    return weights_LE
+
+
 def expected_profile(popularity: Popularity, config: ModelConfig, seed: int, tokens: int) -> RoutingProfile:
     """Return the profile expected after this number of tokens."""
-    weights_LE = popularity.weights(config.layers, config.experts, seed)
-    counts_LE = np.rint(shares_of(weights_LE, config.top_k) * tokens).astype(np.int64)
+    shares_LE = shares_of(layer_weights(popularity, config, seed), config.top_k)
+    counts_LE = np.rint(shares_LE * tokens).astype(np.int64)
+    counts_LE[layers_without_experts(config)] = 0
     return RoutingProfile(
         model=config.name,
         layers=config.layers,

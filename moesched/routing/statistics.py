@@ -46,7 +46,7 @@ class RoutingStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def statistics_of(profile: RoutingProfile, gpu_experts: Sequence[int] = ()) -> RoutingStatistics:
-    """Compute the statistics of Appendix C.
+    """Compute the statistics of Appendix C, over layers with experts.
 
     Args:
         gpu_experts: numbers of experts on the GPU for the hit rates; by default the paper's two shares.
@@ -54,8 +54,9 @@ def statistics_of(profile: RoutingProfile, gpu_experts: Sequence[int] = ()) -> R
     Raises:
         BadInput: the profile has no tokens, or the model has fewer experts.
     """
-    ascending = np.sort(np.array(profile.counts, dtype=np.float64), axis=None)
-    if not ascending[-1]:
+    routed = [counts for counts in profile.counts if any(counts)]
+    ascending = np.sort(np.array(routed, dtype=np.float64), axis=None)
+    if not routed:
         raise BadInput(f"the routing profile of {profile.model} has no tokens: profile some prompts")
     popularity = ascending / ascending[-1]
     lower, median, upper = np.percentile(popularity, (25, 50, 75))

@@ -12,14 +12,20 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from io import BytesIO
 
 import numpy as np
 
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
-from moesched.routing.checks import other_layers, other_top_k, sorted_choices
+from moesched.routing.checks import (
+    other_layers,
+    other_top_k,
+    routed_layers,
+    sorted_choices,
+    with_all_layers,
+)
 from moesched.routing.choices import Integers
 from moesched.routing.trace import RoutingTrace
 from moesched.system.plain_text import shown
@@ -47,17 +53,19 @@ def parse_token_rows(where: str, data: bytes, config: ModelConfig) -> RoutingTra
     numbers = array("i")
     for row in _rows(where, BytesIO(data), config):
         numbers.extend(row)
-    rows = np.array(numbers, np.int32).reshape(-1, _PLACES + config.top_k)
+    rows: Integers = np.array(numbers, np.int32).reshape(-1, _PLACES + config.top_k)
     if not len(rows):
         raise BadInput(f"{where} has no rows: write one for each token and layer")
     _require_known_layers(where, rows, config)
+    layers = routed_layers(config)
+    rows = _with_consecutive_layers(where, rows, config, layers)
     rows = rows[np.lexsort((rows[:, 2], rows[:, 3], rows[:, 1]))]
     lines_N, requests_N = rows[:, 0], rows[:, 1]
-    _require_each_once(where, rows, config.layers)
+    _require_each_once(where, rows, layers)
     chosen = sorted_choices(rows[:, _PLACES:], config, lambda row: f"{where}:{lines_N[row]}")
-    lengths = np.bincount(requests_N) // config.layers
-    chosen_Tlk = chosen.reshape(-1, config.layers, config.top_k)
-    return RoutingTrace(config.name, config.experts, chosen_Tlk, lengths, np.zeros_like(lengths))
+    lengths = np.bincount(requests_N) // len(layers)
+    chosen_TLk = with_all_layers(chosen.reshape(-1, len(layers), config.top_k), config)
+    return RoutingTrace(config.name, config.experts, chosen_TLk, lengths, np.zeros_like(lengths))
 
 
 def _rows(where: str, lines: Iterable[bytes], config: ModelConfig) -> Iterator[tuple[int, ...]]:
@@ -91,12 +99,36 @@ def _require_known_layers(where: str, rows: Integers, config: ModelConfig) -> No
             f"{where}:{line}: there is no layer {layer}, as {config.name} has layers 0 to {config.layers - 1}: give a "
             "trace of that model"
         )
-    if layers_N.max() + 1 < config.layers:
+    if layers_N.max() + 1 < len(routed_layers(config)):
         raise other_layers(where, int(layers_N.max()) + 1, config)
 
 
-def _require_each_once(where: str, rows: Integers, layers: int) -> None:
-    """Require that sorted rows have each layer of each token of each request once, all counted from 0."""
+def _with_consecutive_layers(
+    where: str, rows: Integers, config: ModelConfig, routed: Sequence[int]
+) -> Integers:
+    """The rows of layers with experts, whose numbers count these layers alone, as those of some tools do."""
+    layers_N = rows[:, 2]
+    if layers_N.max() < len(routed):
+        return rows
+    is_routed_N = np.isin(layers_N, routed)
+    several_N = ~is_routed_N & (rows[:, _PLACES:] != rows[:, _PLACES : _PLACES + 1]).any(axis=1)
+    if several_N.any():
+        line, _, layer, *_ = rows[several_N.argmax()]
+        raise BadInput(
+            f"{where}:{line}: {config.name} has no experts in layer {layer}: give a trace of that model, without rows "
+            "of such layers, or with zeros there"
+        )
+    rows = rows[is_routed_N]
+    rows[:, 2] = np.searchsorted(routed, rows[:, 2])
+    return rows
+
+
+def _require_each_once(where: str, rows: Integers, numbers: Sequence[int]) -> None:
+    """Require that sorted rows have each layer of each token of each request once, all counted from 0.
+
+    numbers: those of the layers, for messages.
+    """
+    layers = len(numbers)
     lines_N, requests_N, layers_N, tokens_N = rows[:, :_PLACES].T
     # A row before the first one and one after the last, so that both ends are checked like all others.
     r = np.concatenate([[-1], requests_N, [requests_N[-1] + 1]])
@@ -112,13 +144,13 @@ def _require_each_once(where: str, rows: Integers, layers: int) -> None:
     here, following = (r[row], t[row], i[row]), (r[row + 1], t[row + 1], i[row + 1])
     if here == following:
         raise BadInput(
-            f"{where}:{lines_N[row]}: layer {i[row]} of token {t[row]} of request {r[row]} comes a second time: remove "
-            "one of the rows"
+            f"{where}:{lines_N[row]}: layer {numbers[i[row]]} of token {t[row]} of request {r[row]} comes a "
+            "second time: remove one of the rows"
         )
     request, token, layer = _after(here, following[0], layers)
     raise BadInput(
-        f"{where} has no row for layer {layer} of token {token} of request {request}: it was cut off, or lost rows; "
-        "write one for each layer of each token, all counted from 0"
+        f"{where} has no row for layer {numbers[layer]} of token {token} of request {request}: it was cut off, or "
+        "lost rows; write one for each layer of each token, all counted from 0"
     )
 
 

@@ -3,7 +3,7 @@
 The file is compressed by numpy (`numpy.load` reads it) and has these arrays:
 
     chosen          (tokens, layers, top_k), uint8 or uint16: expert ids, ascending; tokens in order of request and
-                    position
+                    position; zeros in layers without experts
     request_tokens  (requests,), int64: tokens of each request
     prompt_tokens   (requests,), int64: tokens of each prompt, which are step 0; each later token is a step; 0 if the
                     trace of another tool does not tell
@@ -13,6 +13,7 @@ The file is compressed by numpy (`numpy.load` reads it) and has these arrays:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
@@ -40,9 +41,9 @@ class RoutingTrace(NamedTuple):
         return layers, self.experts, top_k
 
     def profile(self) -> RoutingProfile:
-        """Count the choices."""
+        """Count the choices; layers without experts have none."""
         layers, experts, top_k = self.shape
-        counts = [np.bincount(self.chosen[:, i].ravel(), minlength=experts).tolist() for i in range(layers)]
+        counts = [np.bincount(self._choices_in(i), minlength=experts).tolist() for i in range(layers)]
         return RoutingProfile(
             model=self.model,
             layers=layers,
@@ -51,6 +52,11 @@ class RoutingTrace(NamedTuple):
             tokens=len(self.chosen),
             counts=tuple(map(tuple, counts)),
         )
+
+    def _choices_in(self, layer: int) -> Integers:
+        """The experts of all tokens in a layer; none where they are only zeros, which several experts cannot be."""
+        chosen: Integers = self.chosen[:, layer].ravel()
+        return chosen if self.chosen.shape[2] == 1 or chosen.any() else chosen[:0]
 
 
 class RecordedChoices:
@@ -68,6 +74,14 @@ class RecordedChoices:
         rows_T = self._starts[recorded_T] + positions_T % self._lengths[recorded_T]
         experts_Tk: Integers = self._chosen[rows_T, layer]
         return experts_Tk
+
+    def unused(self, lengths: Sequence[int]) -> int:
+        """The tokens of the trace that requests of these lengths leave out."""
+        used = np.zeros_like(self._lengths)
+        for request, length in enumerate(lengths):
+            recorded = request % len(used)
+            used[recorded] = max(used[recorded], length)
+        return int(np.maximum(self._lengths - used, 0).sum())
 
 
 def write_routing_trace(trace: RoutingTrace, path: Path | str) -> None:

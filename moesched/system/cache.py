@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
+from moesched.errors import BadInput
+
 
 def cache_folder() -> Path:
-    """`$MOESCHED_CACHE`, or a folder in the user's cache. It may not exist yet."""
-    given = os.environ.get("MOESCHED_CACHE")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesched"
+    """`$MOESCHED_CACHE`, or a folder in the user's cache. It may not exist yet.
+
+    Raises:
+        BadInput: no folder can have that name.
+    """
+    folder = Path(os.environ.get("MOESCHED_CACHE") or _users_cache() / "moesched")
+    try:
+        folder.stat()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            return folder  # users of the folder do without it, or say so
+        raise BadInput(f"cannot use the cache {folder}: {error.strerror}: set MOESCHED_CACHE") from None
+    return folder
+
+
+def _users_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

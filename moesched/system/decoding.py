@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeVar, overload
 
 import msgspec
@@ -9,6 +10,11 @@ import msgspec
 from moesched.errors import BadInput
 
 T = TypeVar("T")
+
+MOST_PARTS = 16
+"""Limit of the parts of a TOML key, whose decoding takes time that grows with their square."""
+_PART = rb"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
+_LONG_KEY = re.compile(rb"(?<![\w-])(?:%b[ \t]*+\.[ \t]*+){%d}" % (_PART, MOST_PARTS))
 
 DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
 """Errors that msgspec raises, where ValueError also covers bytes that are not UTF-8 and integers of 4,300 digits."""
@@ -59,6 +65,8 @@ def decode_toml(text: bytes, where: str) -> dict[str, Any]:
     Raises:
         BadInput: it is not TOML, is nested too deep, or has an integer of more than 64 bits.
     """
+    if _LONG_KEY.search(text):
+        raise BadInput(f"{where}: it has a key of more than {MOST_PARTS} parts, which no real one has")
     try:
         decoded: dict[str, Any] = msgspec.toml.decode(text)
         _require_64_bits(decoded)

@@ -15,11 +15,15 @@ from moesched.errors import BadInput
 WRITER_MILLISECONDS = 500
 """Time for somebody to begin to write to a pipe."""
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+GIT_LFS = b"version https://git-lfs"
+"""Begin of the text that git-lfs leaves in the place of a large file."""
+
 _PIECE = 1 << 20  # of a file that does not tell its size
 
 
 def read_input(path: Path, what: str, most: int, *, remedy: str = "check its path and permissions") -> bytes:
-    """Read a whole file, or a pipe to its end.
+    """Read a whole file, or a pipe to its end, without the mark of UTF-8 that some editors begin a text with.
 
     Args:
         what: kind of file, for messages, such as "machine".
@@ -42,7 +46,7 @@ def read_input(path: Path, what: str, most: int, *, remedy: str = "check its pat
         raise BadInput(
             f"{what} {path} has more than {most:,} bytes, which no real one has; name another file"
         )
-    return b"".join(pieces)
+    return b"".join(pieces).removeprefix(BYTE_ORDER_MARK)
 
 
 @contextmanager
@@ -64,6 +68,11 @@ def open_input(
     except (OSError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise BadInput(f"cannot read {what} {path}: {reason}; {remedy}") from error
+
+
+def exists(path: Path) -> bool:
+    """Whether there is anything; False also for a path that nothing can have."""
+    return _mode(path) != 0
 
 
 def is_file(path: Path) -> bool:
@@ -91,6 +100,11 @@ def _without_waiting(path: str, flags: int) -> int:
 def _require_readable(descriptor: int, path: Path, what: str, pipes: bool) -> None:
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
+        if os.pread(descriptor, len(GIT_LFS), 0) == GIT_LFS:
+            raise BadInput(
+                f"{what} {path} is a pointer of git-lfs, not the file itself: run `git lfs pull` where it came from, "
+                "or download it again"
+            )
         return
     if not stat.S_ISFIFO(mode):
         raise BadInput(f"cannot read {what} {path}: it is a device; name a file")

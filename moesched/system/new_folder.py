@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moesched.errors import BadInput
+from moesched.system.input_file import exists, is_folder
 from moesched.system.scratch import scratch_beside
 
 
@@ -26,9 +27,9 @@ def new_folder(target: Path, needed: int, smaller: str) -> Iterator[Path]:
     Raises:
         BadInput: the target is in use or cannot be created, or the disk has too little space.
     """
-    _refuse_used(target)
-    _require_space(target, needed, smaller)
     try:
+        _refuse_used(target)
+        _require_space(target, needed, smaller)
         target.parent.mkdir(parents=True, exist_ok=True)
         with scratch_beside(target) as partial:
             partial.mkdir()
@@ -58,15 +59,15 @@ def reserve(descriptor: int, nbytes: int) -> None:
 
 
 def _refuse_used(target: Path) -> None:
-    if target.is_dir() and not any(target.iterdir()):
+    if is_folder(target) and not any(target.iterdir()):
         return
-    if target.exists() or target.is_symlink():
+    if exists(target) or target.is_symlink():
         raise BadInput(f"{target} exists already; remove it or choose another directory")
 
 
 def _require_space(target: Path, needed: int, smaller: str) -> None:
-    existing = next(parent for parent in target.absolute().parents if parent.exists())
-    if not existing.is_dir():
+    existing = next(parent for parent in target.absolute().parents if exists(parent))
+    if not is_folder(existing):
         raise BadInput(
             f"{existing} is not a directory, so {target} cannot be created; choose another directory"
         )

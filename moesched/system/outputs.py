@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moesched.errors import BadInput
+from moesched.system.input_file import is_folder
 from moesched.system.whole_file import require_writable
 
 
@@ -62,7 +63,7 @@ def require_outputs(
     read = [Path(each) for each in inputs if each is not None]
     for output in asked:
         for path in _files(output):
-            if path.is_symlink() and _is_loop(path):
+            if _is_loop(path):
                 raise _refusal(output, path, "it is a link that leads to itself: name another file")
             require_writable(path, output.kind)
             for each in read:
@@ -111,7 +112,7 @@ def _number_pattern(path: Path) -> re.Pattern[str]:
 
 def _belongs_to(path: Path, model: Path) -> bool:
     """Whether a file is in a model's folder, or linked from there."""
-    if not model.is_dir() or _is_special(path):
+    if not is_folder(model) or _is_special(path):
         return False
     if _real(model) in (_real(path.parent), _real(path).parent):
         return True

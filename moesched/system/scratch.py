@@ -19,10 +19,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moesched.system.cache import cache_folder
+from moesched.system.input_file import is_folder
 
 PREFIX = "moesched-"
 PARTIAL = ".partial"
 _LEDGERS = "scratch"
+LONGEST_NAME = 50
+"""Characters of a file's name in that of its temporary file, which a file system limits to 255 bytes."""
 
 
 def new_scratch_folder(inside: Path | None = None) -> Path:
@@ -55,7 +58,8 @@ def scratch_folder(inside: Path | None = None) -> Iterator[Path]:
 @contextmanager
 def scratch_beside(target: Path) -> Iterator[Path]:
     """Yield an unused path beside `target`, to be renamed to it; what is still there in the end is removed."""
-    path = target.absolute().with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
+    name = target.name[:LONGEST_NAME]
+    path = target.absolute().with_name(f".{name}.{secrets.token_hex(4)}{PARTIAL}")
     _ledger.add(path)
     try:
         yield path
@@ -95,7 +99,7 @@ def _sweep(file: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
+    if is_folder(path) and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         with suppress(OSError):

@@ -11,9 +11,12 @@ from typing import Any, BinaryIO
 import msgspec
 
 from moesched.errors import BadInput
+from moesched.system.input_file import exists, is_file, is_folder
 from moesched.system.scratch import scratch_beside
 
 _REMEDIES = {
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.EEXIST: "a file is there: name another folder",
     errno.ENOENT: "make its folder first",
     errno.ENOTDIR: "a part of its path is a file: name another folder",
     errno.EISDIR: "it is a folder: name a file in it",
@@ -24,6 +27,14 @@ _REMEDIES = {
     errno.EDQUOT: "free some space, or name a file on another disk",
     errno.EFBIG: "raise the limit on file sizes, or name a file on another disk",
 }
+
+
+def path_refusal(error: OSError) -> str | None:
+    """The path that an error is about, its fault and the remedy; None for other errors than those of paths."""
+    remedy = _REMEDIES.get(error.errno or 0)
+    if remedy is None or error.filename is None:
+        return None
+    return f"{error.filename}: {error.strerror}: {remedy}"
 
 
 @contextmanager
@@ -72,9 +83,9 @@ def require_writable(path: Path | str | None, what: str) -> None:
     if path is None:
         return
     path = Path(path)
-    if path.is_dir():
+    if is_folder(path):
         raise BadInput(f"cannot write {what} {path}: it is a folder: name a file in it")
-    if path.exists() and not path.is_file():
+    if exists(path) and not is_file(path):
         return  # a test would write to the pipe or device
     with suppress(_Abandoned), whole_file(path, what):
         raise _Abandoned

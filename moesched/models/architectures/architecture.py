@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
-from moesched.models.formats import FORMATS
+from moesched.models.formats import CHOICES
 
 
 class Stored(NamedTuple):
@@ -23,7 +23,7 @@ class Stored(NamedTuple):
     stacks: int = 0
 
 
-COMMON_FORMATS = tuple(name for name in FORMATS if name != "mxfp4")
+COMMON_FORMATS = tuple(name for name in CHOICES if name != "mxfp4")
 """Formats that any model can be stored in; mxfp4 is that of models that were trained in it."""
 
 

@@ -136,10 +136,8 @@ def tensors(config: ModelConfig) -> Iterator[Stored]:
 
 
 def extra_tensors(config: ModelConfig) -> Iterator[str]:
-    """Yield the rotary frequencies, which are computed from rope_theta, and the copy of an embedding that is tied."""
+    """Yield the rotary frequencies, which are computed from rope_theta."""
     yield "transformer.blocks.*.norm_attn_norm.attn.rotary_emb.inv_freq"
-    if config.tied_embeddings:
-        yield "lm_head.weight"
 
 
 SHAPES = (

@@ -11,17 +11,19 @@ from moesched.models.layers import FeedForward, LatentAttention, Layer
 
 
 class DeepSeekKeys(SimulatedKeys, kw_only=True):
-    """Keys of config.json; the defaults are those of DeepSeek-V3."""
+    """Keys of config.json of DeepSeek-V3 and its descendants."""
+
+    neutral = SimulatedKeys.neutral | {"attention_bias": (False,), "mlp_bias": (False,)}
 
     vocab_size: int = 129280
     hidden_size: int = 7168
     num_hidden_layers: int = 61
-    max_position_embeddings: int = 163840
+    max_position_embeddings: int = 4096
     eos_token_id: int | list[int] | None = 1
     intermediate_size: int = 18432
     moe_intermediate_size: int = 2048
     num_attention_heads: int = 128
-    q_lora_rank: int | None = None
+    q_lora_rank: int | None = 1536
     kv_lora_rank: int = 512
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
@@ -30,8 +32,28 @@ class DeepSeekKeys(SimulatedKeys, kw_only=True):
     n_shared_experts: int = 1
     num_experts_per_tok: int = 8
     first_k_dense_replace: int = 3
-    num_nextn_predict_layers: int = 0
+    num_nextn_predict_layers: int = 1
     topk_method: str = "noaux_tc"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+class DeepSeekV2Keys(DeepSeekKeys, kw_only=True):
+    """Keys of config.json of DeepSeek-V2."""
+
+    vocab_size: int = 102400
+    hidden_size: int = 4096
+    num_hidden_layers: int = 32
+    max_position_embeddings: int = 2048
+    eos_token_id: int | list[int] | None = 2
+    intermediate_size: int = 11008
+    moe_intermediate_size: int = 1407
+    num_attention_heads: int = 32
+    n_routed_experts: int = 64
+    n_shared_experts: int = 2
+    first_k_dense_replace: int = 0
+    num_nextn_predict_layers: int = 0
+    topk_method: str = "greedy"
 
 
 def _pattern(keys: DeepSeekKeys) -> Iterator[Layer]:
@@ -61,33 +83,35 @@ def _unused(config: ModelConfig, keys: DeepSeekKeys) -> int:
 
 
 def _v3(name: str, **sizes: Any) -> ModelConfig:
-    return FAMILY.model(name, DeepSeekKeys(q_lora_rank=1536, **sizes), "fp8")
+    return FAMILY.model(name, DeepSeekKeys(**({"max_position_embeddings": 163840} | sizes)), "fp8")
 
 
-FAMILY = Family("deepseek", DeepSeekKeys, _pattern, _unused)
+FAMILY = Family(
+    "deepseek",
+    {"deepseek_v2": DeepSeekV2Keys, "deepseek_v3": DeepSeekKeys, "kimi_k2": DeepSeekKeys},
+    _pattern,
+    _unused,
+)
 
 DEEPSEEK = FAMILY.architecture(
-    ["deepseek_v2", "deepseek_v3", "kimi_k2"],
     [
         FAMILY.model(
             "deepseek-v2-lite",
-            DeepSeekKeys(
-                vocab_size=102400,
+            DeepSeekV2Keys(
                 hidden_size=2048,
                 num_hidden_layers=27,
+                max_position_embeddings=163840,
                 eos_token_id=100001,
                 intermediate_size=10944,
                 moe_intermediate_size=1408,
                 num_attention_heads=16,
-                n_routed_experts=64,
-                n_shared_experts=2,
+                q_lora_rank=None,
                 num_experts_per_tok=6,
                 first_k_dense_replace=1,
-                topk_method="greedy",
             ),
         ),
-        _v3("deepseek-v3", num_nextn_predict_layers=1),
-        _v3("deepseek-r1", num_nextn_predict_layers=1),
+        _v3("deepseek-v3"),
+        _v3("deepseek-r1"),
         _v3(
             "kimi-k2",
             vocab_size=163840,
@@ -96,6 +120,7 @@ DEEPSEEK = FAMILY.architecture(
             num_attention_heads=64,
             n_routed_experts=384,
             first_k_dense_replace=1,
+            num_nextn_predict_layers=0,
         ),
     ],
     [

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from moesched.models.architectures.simulated import Family, SimulatedKeys, prediction_layer
 from moesched.models.config import ModelConfig
 from moesched.models.layers import FeedForward, GroupedAttention, Layer
 
+STOP = 151336
+"""The token that ends the text of the published models."""
+
 
 class Glm4MoeKeys(SimulatedKeys, kw_only=True):
-    """Keys of config.json; the defaults are those of GLM-4.5."""
+    """Keys of config.json."""
 
     vocab_size: int = 151552
-    hidden_size: int = 5120
-    num_hidden_layers: int = 92
+    hidden_size: int = 4096
+    num_hidden_layers: int = 46
     max_position_embeddings: int = 131072
-    eos_token_id: int | list[int] | None = 151336
-    intermediate_size: int = 12288
-    moe_intermediate_size: int = 1536
+    eos_token_id: int | list[int] | None = None
+    intermediate_size: int = 10944
+    moe_intermediate_size: int = 1408
     num_attention_heads: int = 96
     num_key_value_heads: int = 8
     head_dim: int = 128
-    attention_bias: bool = True
+    attention_bias: bool = False
     use_qk_norm: bool = False
-    n_routed_experts: int = 160
+    n_routed_experts: int = 128
     n_shared_experts: int = 1
     num_experts_per_tok: int = 8
-    first_k_dense_replace: int = 3
+    first_k_dense_replace: int = 1
     num_nextn_predict_layers: int = 1
 
 
@@ -56,24 +60,29 @@ def _unused(config: ModelConfig, keys: Glm4MoeKeys) -> int:
     return keys.num_nextn_predict_layers * prediction_layer(config, copies=2)
 
 
-FAMILY = Family("glm4_moe", Glm4MoeKeys, _pattern, _unused)
+FAMILY = Family("glm4_moe", {"glm4_moe": Glm4MoeKeys}, _pattern, _unused)
+
+
+def _large(name: str, **sizes: Any) -> ModelConfig:
+    keys = {
+        "hidden_size": 5120,
+        "num_hidden_layers": 92,
+        "eos_token_id": STOP,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 160,
+        "first_k_dense_replace": 3,
+    }
+    return FAMILY.model(name, Glm4MoeKeys(**(keys | sizes)))
+
 
 GLM4_MOE = FAMILY.architecture(
-    ["glm4_moe"],
     [
-        FAMILY.model("glm-4.5", Glm4MoeKeys(use_qk_norm=True)),
-        FAMILY.model(
-            "glm-4.5-air",
-            Glm4MoeKeys(
-                hidden_size=4096,
-                num_hidden_layers=46,
-                intermediate_size=10944,
-                moe_intermediate_size=1408,
-                n_routed_experts=128,
-                first_k_dense_replace=1,
-            ),
-        ),
-        FAMILY.model("glm-4.7", Glm4MoeKeys(use_qk_norm=True, max_position_embeddings=202752)),
+        _large("glm-4.5"),
+        FAMILY.model("glm-4.5-air", Glm4MoeKeys(eos_token_id=STOP, attention_bias=True)),
+        _large("glm-4.7", max_position_embeddings=202752),
     ],
     [
         "huggingface.co/zai-org/GLM-4.5",

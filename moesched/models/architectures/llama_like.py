@@ -90,10 +90,8 @@ def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
 
 
 def extra_tensors(config: ModelConfig) -> Iterator[str]:
-    """Yield the rotary frequencies, which are computed from rope_theta, and the copy of an embedding that is tied."""
+    """Yield the rotary frequencies, which are computed from rope_theta."""
     yield "model.layers.*.self_attn.rotary_emb.inv_freq"
-    if config.tied_embeddings:
-        yield "lm_head.weight"
 
 
 def global_tensors(config: ModelConfig) -> Iterator[Stored]:

@@ -43,10 +43,9 @@ def _pattern(keys: MiniMaxM2Keys) -> Iterator[Layer]:
         yield Layer(attention=attention, feed_forward=network)
 
 
-FAMILY = Family("minimax_m2", MiniMaxM2Keys, _pattern)
+FAMILY = Family("minimax_m2", {"minimax_m2": MiniMaxM2Keys}, _pattern)
 
 MINIMAX_M2 = FAMILY.architecture(
-    ["minimax_m2"],
     [FAMILY.model("minimax-m2", MiniMaxM2Keys(), "fp8")],
     ["huggingface.co/MiniMaxAI/MiniMax-M2"],
     left_out=["embedding"],

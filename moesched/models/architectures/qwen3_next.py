@@ -6,6 +6,7 @@ Files hold one extra prediction layer, which attends to all tokens; those of Qwe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from moesched.models.architectures.simulated import Family, SimulatedKeys, prediction_layer
 from moesched.models.config import ModelConfig
@@ -13,13 +14,16 @@ from moesched.models.layers import FeedForward, GroupedAttention, Layer, LinearA
 
 
 class Qwen3NextKeys(SimulatedKeys, kw_only=True):
-    """Keys of config.json; the defaults are those of Qwen3-Next-80B-A3B."""
+    """Keys of config.json of Qwen3-Next."""
+
+    neutral = SimulatedKeys.neutral | {"decoder_sparse_step": (1,), "mlp_only_layers": ((),)}
+    kinds = ("linear_attention", "full_attention")
 
     vocab_size: int = 151936
     hidden_size: int = 2048
     num_hidden_layers: int = 48
-    max_position_embeddings: int = 262144
-    eos_token_id: int | list[int] | None = 151645
+    max_position_embeddings: int = 32768
+    eos_token_id: int | list[int] | None = None
     num_attention_heads: int = 16
     num_key_value_heads: int = 2
     head_dim: int = 256
@@ -33,6 +37,19 @@ class Qwen3NextKeys(SimulatedKeys, kw_only=True):
     num_experts_per_tok: int = 10
     moe_intermediate_size: int = 512
     shared_expert_intermediate_size: int = 512
+    attention_bias: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    vision_config: dict[str, Any] | None = None
+
+
+class Qwen35MoeKeys(Qwen3NextKeys, kw_only=True):
+    """Keys of config.json of Qwen3.5."""
+
+    vocab_size: int = 248320
+    num_hidden_layers: int = 40
+    num_experts: int = 256
+    num_experts_per_tok: int = 8
 
 
 VISION_WEIGHTS = 446_570_352
@@ -53,6 +70,7 @@ def _pattern(keys: Qwen3NextKeys) -> Iterator[Layer]:
         head_dim=keys.head_dim,
         norm="head",
         gated=True,
+        biases="qkvo" if keys.attention_bias else "",
     )
     linear = LinearAttention(
         key_heads=keys.linear_num_key_heads,
@@ -61,33 +79,32 @@ def _pattern(keys: Qwen3NextKeys) -> Iterator[Layer]:
         value=keys.linear_value_head_dim,
         convolution=keys.linear_conv_kernel_dim,
     )
-    for number in range(1, keys.num_hidden_layers + 1):
-        is_full = number % keys.full_attention_interval == 0
+    for number in range(keys.num_hidden_layers):
+        usual = keys.kinds[(number + 1) % keys.full_attention_interval == 0]
+        is_full = keys.kind(number, usual) == "full_attention"
         yield Layer(attention=full if is_full else linear, feed_forward=network)
 
 
 def _unused(config: ModelConfig, keys: Qwen3NextKeys) -> int:
-    return prediction_layer(config, copies=0)
+    return prediction_layer(config, copies=0) + (0 if keys.vision_config is None else VISION_WEIGHTS)
 
 
-def _unused_with_vision(config: ModelConfig, keys: Qwen3NextKeys) -> int:
-    return prediction_layer(config, copies=0) + VISION_WEIGHTS
-
-
-NEXT = Family("qwen3_next", Qwen3NextKeys, _pattern, _unused)
-WITH_VISION = Family("qwen3_5_moe", Qwen3NextKeys, _pattern, _unused_with_vision)
+NEXT = Family("qwen3_next", {"qwen3_next": Qwen3NextKeys}, _pattern, _unused)
+WITH_VISION = Family(
+    "qwen3_5_moe", {"qwen3_5_moe": Qwen35MoeKeys, "qwen3_5_moe_text": Qwen35MoeKeys}, _pattern, _unused
+)
+PUBLISHED: dict[str, Any] = {"max_position_embeddings": 262144, "eos_token_id": 151645}
+"""Keys that the published models have in common."""
 
 QWEN3_NEXT = NEXT.architecture(
-    ["qwen3_next"],
-    [NEXT.model("qwen3-next-80b-a3b", Qwen3NextKeys())],
+    [NEXT.model("qwen3-next-80b-a3b", Qwen3NextKeys(**PUBLISHED))],
     ["huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct"],
     left_out=["embedding", "lm_head"],
 )
 
-_35B = Qwen3NextKeys(vocab_size=248320, num_hidden_layers=40, num_experts=256, num_experts_per_tok=8)
+_35B = Qwen35MoeKeys(**PUBLISHED, vision_config={})
 
 QWEN3_5_MOE = WITH_VISION.architecture(
-    ["qwen3_5_moe", "qwen3_5_moe_text"],
     [
         WITH_VISION.model("qwen3.5-35b-a3b", _35B),
         WITH_VISION.model("qwen3.6-35b-a3b", _35B),

@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
+from moesched.errors import BadInput
 from moesched.models.architectures.architecture import COMMON_FORMATS, Architecture
-from moesched.models.config import ModelConfig
+from moesched.models.config import DType, ModelConfig
 from moesched.models.config_file import ConfigFile
 from moesched.models.layers import Layer, LinearAttention, elements
+from moesched.models.quantization import stored_format
 from moesched.models.tensors import dense_shapes, expert_shapes
 
 _NO_INFLUENCE: dict[str, Any] = {"norm_eps": 1e-6, "rope_theta": 1e4}
 """Settings of ModelConfig that only kernels need."""
 
 
+MAY_BE_ZERO = {
+    "eos_token_id",
+    "first_k_dense_replace",
+    "hidden_size_per_layer_input",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "num_experts",
+    "num_kv_shared_layers",
+    "num_nextn_predict_layers",
+    "shared_expert_intermediate_size",
+    "top_k_experts",
+}
+"""Keys whose 0 says that a model lacks a part."""
+
+
 class SimulatedKeys(msgspec.Struct, kw_only=True):
-    """Keys of config.json that all these architectures have."""
+    """Keys of config.json that all these architectures have; families add keys, with Hugging Face's defaults.
+
+    Attributes:
+        neutral: values that are simulated, of keys whose other values change a model's weights or layers.
+        kinds: values of `layer_types`.
+        by_layer: keys with one entry for each layer, or none.
+    """
+
+    neutral: ClassVar[dict[str, tuple[object, ...]]] = {"per_layer_config": ({},)}
+    kinds: ClassVar[tuple[str, ...]] = ()
+    by_layer: ClassVar[tuple[str, ...]] = ("layer_types",)
 
     vocab_size: int
     hidden_size: int
@@ -27,32 +54,43 @@ class SimulatedKeys(msgspec.Struct, kw_only=True):
     tie_word_embeddings: bool = False
     eos_token_id: int | list[int] | None = None
     quantization_config: dict[str, Any] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    layer_types: tuple[str, ...] = ()
+    per_layer_config: Any = {}
 
-
-K = TypeVar("K", bound=SimulatedKeys)
+    def kind(self, layer: int, default: str) -> str:
+        """The kind of a layer, or the default where config.json has no `layer_types`."""
+        return self.layer_types[layer] if self.layer_types else default
 
 
 class Family(NamedTuple):
     """What an architecture derives from its keys.
 
     Attributes:
-        keys: the type of the keys.
+        keys: the type of the keys, by `model_type`.
         pattern: the kinds of all layers.
         unused: weights in the published files that text does not need.
         expert_format: as in ModelConfig.
     """
 
     form: str
-    keys: type[Any]
+    keys: Mapping[str, type[Any]]
     pattern: Callable[[Any], Iterable[Layer]]
     unused: Callable[[ModelConfig, Any], int] = lambda config, keys: 0
     expert_format: str | None = None
 
-    def model(self, name: str, keys: SimulatedKeys, format_name: str | None = None) -> ModelConfig:
+    def model(
+        self, name: str, keys: SimulatedKeys, format_name: str | None = None, dtype: DType = "bfloat16"
+    ) -> ModelConfig:
         """The model with these keys."""
         pattern = tuple(self.pattern(keys))
         attention, network = pattern[-1].attention, pattern[-1].feed_forward
-        assert not isinstance(attention, LinearAttention), "the last layer attends to all tokens"
+        if isinstance(attention, LinearAttention):
+            raise BadInput(
+                f"{name}: its last layer has linear attention, which is not simulated: "
+                "use a model whose last layer attends to all tokens"
+            )
         stop = keys.eos_token_id
         config = ModelConfig(
             name=name,
@@ -69,7 +107,7 @@ class Family(NamedTuple):
             max_positions=keys.max_position_embeddings,
             tied_embeddings=keys.tie_word_embeddings,
             stop_tokens=() if stop is None else (stop,) if isinstance(stop, int) else tuple(stop),
-            dtype="bfloat16",
+            dtype=dtype,
             form=self.form,
             pattern=pattern,
             format=format_name,
@@ -82,14 +120,17 @@ class Family(NamedTuple):
         """Convert config.json, of which some models nest the part on text.
 
         Raises:
-            BadInput: a value has the wrong type, or is impossible.
+            BadInput: a value has the wrong type, is impossible, or describes layers that are not simulated.
         """
-        keys = file.text_keys(self.keys)
-        return file.checked(self.model(file.name, keys, file.stored_format(keys.quantization_config)))
+        keys = file.text_keys(self.keys[str(file.model_type)])
+        _check(file, keys)
+        quantization = keys.quantization_config
+        stored = None if quantization is None else stored_format(file, quantization)
+        dtype = file.dtype(keys.dtype or keys.torch_dtype, "bfloat16")
+        return file.checked(self.model(file.name, keys, stored, dtype))
 
     def architecture(
         self,
-        model_types: Sequence[str],
         models: Sequence[ModelConfig],
         sources: Sequence[str],
         left_out: Sequence[str] = (),
@@ -97,7 +138,7 @@ class Family(NamedTuple):
     ) -> Architecture:
         """The architecture, with its known models and the source of each."""
         return Architecture(
-            model_types=tuple(model_types),
+            model_types=tuple(self.keys),
             shapes=tuple(models),
             sources=dict(zip((model.name for model in models), sources, strict=True)),
             formats=tuple(formats),
@@ -105,6 +146,22 @@ class Family(NamedTuple):
             left_out=tuple(left_out),
             runs=False,
         )
+
+
+def _check(file: ConfigFile, keys: SimulatedKeys) -> None:
+    for key, accepted in keys.neutral.items():
+        file.require(key, getattr(keys, key), *accepted)
+    for kind in set(keys.layer_types):
+        file.require("layer_types", kind, *keys.kinds)
+    for field in msgspec.structs.fields(type(keys)):
+        value = getattr(keys, field.name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            file.require_size(field.name, value, least=0 if field.name in MAY_BE_ZERO else 1)
+    file.require_layers(keys.num_hidden_layers)
+    for key in keys.by_layer:
+        if len(getattr(keys, key)) not in (0, keys.num_hidden_layers):
+            what = f"{key} has {len(getattr(keys, key)):,} entries"
+            raise file.impossible(what, f"num_hidden_layers is {keys.num_hidden_layers:,}")
 
 
 def prediction_layer(config: ModelConfig, *, copies: int) -> int:

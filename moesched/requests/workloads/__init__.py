@@ -21,7 +21,8 @@ from moesched.system.plain_text import shown
 MOST_DISTINCT = 10_000
 """Limit of the different prompts of a distribution, whose lengths are computed one by one."""
 
-Tokens = Annotated[int, Meta(le=10**9)]
+Tokens = Annotated[int, Meta(le=16_000_000)]
+"""A length in tokens. The longest context of any model has 10 million."""
 
 
 class PromptLengths(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,91 @@
+"""The storage format that quantization_config describes, in the spellings of the tools that write it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from moesched.models.config_file import RESTORE, ConfigFile
+from moesched.models.formats import EXPERTS_ONLY, GROUPS, integer_format
+from moesched.system.decoding import convert_value
+
+ATTENTION = re.compile(r"attn(?!.*(norm|kv_a_proj))")
+"""Matches attention's projections by name; its norms, and the small projection of DeepSeek, say nothing of these."""
+METHODS = ("fp8", "mxfp4", "awq", "gptq", "auto-round", "compressed-tensors")
+
+
+class _Weights(msgspec.Struct, frozen=True):
+    """Weights of a group of compressed-tensors."""
+
+    num_bits: int = 8
+    type: str = "int"
+    group_size: int | None = None
+
+
+class _Group(msgspec.Struct):
+    weights: _Weights | None = None
+
+
+class _Keys(msgspec.Struct, kw_only=True):
+    """The keys of all methods; tools spell some of them differently."""
+
+    quant_method: str | None = None
+    bits: int | None = None
+    w_bit: int | None = None
+    group_size: int | None = None
+    q_group_size: int | None = None
+    config_groups: dict[str, _Group] = {}
+    expert_dtype: str = "fp8"
+    ignore: list[str] = []
+    ignored_layers: list[str] = []
+    modules_to_not_convert: list[str] = []
+
+
+def stored_format(file: ConfigFile, quantization: dict[str, Any]) -> str:
+    """The format's name, a key of `FORMATS`.
+
+    Raises:
+        BadInput: no format of `FORMATS` has these bits.
+    """
+    keys = convert_value(quantization, _Keys, f"{file.path}: quantization_config", RESTORE)
+    name = _format_of_matrices(file, keys)
+    left_out = keys.ignore + keys.ignored_layers + keys.modules_to_not_convert
+    attention_stays = any(map(ATTENTION.search, left_out))
+    return name + EXPERTS_ONLY if attention_stays and name != "mxfp4" else name
+
+
+def _format_of_matrices(file: ConfigFile, keys: _Keys) -> str:
+    match keys.quant_method:
+        case "fp8":
+            file.require("expert_dtype", keys.expert_dtype, "fp8")
+            return "fp8"
+        case "mxfp4":
+            return "mxfp4"
+        case "awq":
+            return _integers(file, keys.bits or keys.w_bit or 4, keys.group_size or keys.q_group_size)
+        case "gptq" | "auto-round":
+            return _integers(file, keys.bits, keys.group_size)
+        case "compressed-tensors":
+            return _compressed(file, keys)
+    raise file.unsupported("quant_method", keys.quant_method, f"one of {', '.join(METHODS)}")
+
+
+def _compressed(file: ConfigFile, keys: _Keys) -> str:
+    kinds = {group.weights for group in keys.config_groups.values() if group.weights is not None}
+    if len(kinds) != 1:
+        described = sorted(f"{kind.num_bits}-bit {kind.type}" for kind in kinds)
+        raise file.unsupported("config_groups", described, "one kind of weights")
+    [weights] = kinds
+    if weights.type == "float":
+        file.require("num_bits", weights.num_bits, 8)
+        return "fp8"
+    return _integers(file, weights.num_bits, weights.group_size)
+
+
+def _integers(file: ConfigFile, bits: int | None, group: int | None) -> str:
+    if bits not in (4, 8):
+        raise file.unsupported("bits", bits, "bits 4 or 8")
+    size = GROUPS[-1] if group is None or group < 1 else group  # -1 is a whole row
+    return integer_format(bits, min(GROUPS, key=lambda known: abs(known - size)))
