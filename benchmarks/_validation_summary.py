@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
-from statistics import median
+from math import exp, log
+from statistics import fmean, median
 from typing import Any
 
 Row = dict[str, Any]
@@ -44,7 +45,7 @@ def summary(rows: Iterable[Row]) -> Row:
 
 
 def of_figure(rows: Sequence[Row], name: str) -> Row:
-    """The summary of decode or prefill."""
+    """The summary of decode or prefill; `spread` is the root mean square of the rows' errors, as a factor."""
     found = [row for row in rows if name in row]
     sources = {
         source: median(abs(row[name]["error"]) for row in found if row["source"] == source)
@@ -54,6 +55,7 @@ def of_figure(rows: Sequence[Row], name: str) -> Row:
         "rows": len(found),
         "sources": sources,
         "median_error": median(sources.values()),
+        "spread": exp(fmean(log(1 + row[name]["error"]) ** 2 for row in found) ** 0.5),
         "inside": sum(row[name]["inside"] for row in found),
         "median_width": median(row[name]["width"] for row in found),
         "widest": max(row[name]["width"] for row in found),

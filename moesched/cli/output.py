@@ -157,6 +157,15 @@ def in_band(
     return f" ({write(low)} to {write(high)})"
 
 
+def prefill_in_band(band: Mapping[str, tuple[float, float, float]] | None, seconds: float) -> str:
+    """A predicted prefill with its band, and the error that predictions of published ones have."""
+    from moesched.planner.uncertainty import PREFILL_ERROR
+    from moesched.units import format_seconds
+
+    found = format_seconds(seconds) + in_band(band, "prefill_seconds", format_seconds)
+    return f"{found}; error of published ones: {PREFILL_ERROR:.0%}"
+
+
 def say_band(widest_rate: str | None, at_peak: Figures | None) -> None:
     """Print what makes a band wide, and the throughput at the rates that the machine states."""
     if widest_rate is not None:
@@ -178,7 +187,8 @@ def _rates(report: JobReport) -> dict[str, str]:
         "load": format_seconds(report.load_seconds),
         **({"warm-up": format_seconds(report.warm_up_seconds)} if report.warm_up_seconds else {}),
         "prefill": format_seconds(report.prefill_seconds)
-        + in_band(report.band, "prefill_seconds", format_seconds),
+        if report.measured
+        else prefill_in_band(report.band, report.prefill_seconds),
     }
     if report.first_token_seconds is not None:
         rates["first token, on average"] = format_seconds(report.first_token_seconds)
