@@ -98,8 +98,6 @@ FORMATS = {"Q4_K_M": "q4_k_m", "Q5_K_XL": "q5_k"}
 LAPTOP_BUDGET = "13.4GB"
 UBATCH, LEAST_TOKENS, IK_LEAST_TOKENS = 512, 32, 32 * 256 // 8
 """Tokens of llama.cpp's physical batch, and those from which on it and ik_llama.cpp copy the host's experts."""
-LONGEST = 32_000
-"""Most tokens of a prompt that is simulated."""
 
 
 def _scheduled_experts(row: PublishedRow) -> Run:
@@ -165,8 +163,8 @@ def _flash_next(row: PublishedRow) -> Run:
         32,
         "The shape is that of public configurations, as far as the formulas have it: the table of n-grams, which is "
         "looked up, and the streams of residuals are left out. The host is not given: an EPYC of the 3090's time with "
-        "all channels. `-ncmoe N` is `layer_split`, which copies experts to the GPU for a batch of 32 tokens and more. Two "
-        "GPUs take turns in llama.cpp: they count as one with both memories. The prompt is not given: 512 tokens, one "
+        "all channels. `-ncmoe N` is `layer_split`, which copies experts to the GPU for 32 tokens and more. Two GPUs "
+        "take turns in llama.cpp: they count as one with both memories. The prompt is not given: 512 tokens, one "
         "physical batch of llama.cpp.",
         {
             "format": "q4_k_m",
@@ -177,16 +175,13 @@ def _flash_next(row: PublishedRow) -> Run:
     )
 
 
-def _large_ubatch(row: PublishedRow) -> Run | Skipped:
-    """All experts on a desktop's host, long prompts in large physical batches."""
-    prompt = int(_found(r"prompt (\d+)", row.setting))
-    if prompt > LONGEST:
-        return Skipped("its simulation takes too long; shorter prompts of the same run are predicted")
+def _large_ubatch(row: PublishedRow) -> Run:
+    """All experts on a desktop's host, a long prompt in large physical batches."""
     return Run(
         Parts(gpu="Radeon AI PRO R9700", cpu="Ryzen 9 9900X", ram="2x64GB DDR5-5600"),
         FLASH_NEXT,
         "layer_split",
-        prompt,
+        int(_found(r"prompt (\d+)", row.setting)),
         2,
         "The shape as for the RTX 3090. All is given but the RAM's speed: the CPU's fastest.",
         {

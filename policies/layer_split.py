@@ -45,8 +45,7 @@ class LayerSplit:
         self.at_once = 0
         pages = [page for page in plan.layout.pages if page.expert >= 0 and page.layer not in self.whole]
         if copies and pages:
-            room = plan.free("accelerator") // _expert_bytes(plan)
-            self.at_once = min(plan.layout.config.experts, room)
+            self.at_once = min(plan.layout.config.experts, plan.free("accelerator") // _expert_bytes(plan))
         if self.at_once:
             slots = self.at_once * len(plan.layout.an_expert)
             self.copies = plan.pool("accelerator", "copies", slots, pages)
@@ -107,4 +106,4 @@ def _layers_that_fit(plan: Plan, beside: int) -> int:
 
 
 def _expert_bytes(plan: Plan) -> int:
-    return len(plan.layout.an_expert) * max(map(plan.slot_bytes, plan.layout.pages))
+    return len(plan.layout.an_expert) * max(map(plan.slot_bytes, plan.layout.an_expert), default=0)
