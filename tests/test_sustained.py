@@ -317,19 +317,19 @@ class Projections:
 
 def test_a_prefill_in_chunks_takes_the_time_of_its_chunks() -> None:
     """A prompt of 512 tokens in four chunks reads the weights, and starts three kernels, three times more."""
-    layout = weight_layout(find_shape("mixtral-0.8b"))
-    seen = []
+    machine, layout = load_machine("l4"), weight_layout(find_shape("mixtral-0.8b"))
+    rates, seen = rates_of(machine.accelerator), []
     for chunk in (None, 128):
         policy, observer = make_policy("resident", {}), Projections()
-        plan = plan_run(T4, layout, Batch((512,), 1, ((0,),), prefill_chunk=chunk), policy)
+        plan = plan_run(machine, layout, Batch((512,), 1, ((0,),), prefill_chunk=chunk), policy)
         trial_run(plan, policy, observers=[observer])
         seen.append(observer)
     whole, cut = seen
     layers = layout.config.layers
     assert whole.rows == [512] * layers
     assert cut.rows == [128] * 4 * layers
-    again = plan.operations.before_attention.nbytes / (320 * GB * GPU["weights"].expected)
-    again += 3 * GPU["launch_seconds"].expected
+    again = plan.operations.before_attention.nbytes / (300 * GB * rates["weights"].expected)
+    again += 3 * rates["launch_seconds"].expected
     assert sum(cut.seconds) - sum(whole.seconds) == pytest.approx(layers * 3 * again, rel=1e-3)
 
 
