@@ -124,6 +124,8 @@ def print_report(report: JobReport) -> None:
     else:
         beside = _rates(expected)
         rows = [(name, figure, beside.get(name, "")) for name, figure in rates.items()]
+        name, error = published_prefills()
+        rows.insert(list(rates).index("prefill") + 1, (name, "", error))
         print_table(["", measured, "expected"], rows, figures=2)
     say()
     say_band(report.widest_rate, report.at_peak)
@@ -157,13 +159,11 @@ def in_band(
     return f" ({write(low)} to {write(high)})"
 
 
-def prefill_in_band(band: Mapping[str, tuple[float, float, float]] | None, seconds: float) -> str:
-    """A predicted prefill with its band, and the error that predictions of published ones have."""
+def published_prefills() -> tuple[str, str]:
+    """The error that predictions of published prefills have, as a row of a table."""
     from moesched.planner.uncertainty import PREFILL_ERROR
-    from moesched.units import format_seconds
 
-    found = format_seconds(seconds) + in_band(band, "prefill_seconds", format_seconds)
-    return f"{found}; error of published ones: {PREFILL_ERROR:.0%}"
+    return "published prefills", f"error {PREFILL_ERROR:.0%}"
 
 
 def say_band(widest_rate: str | None, at_peak: Figures | None) -> None:
@@ -187,9 +187,10 @@ def _rates(report: JobReport) -> dict[str, str]:
         "load": format_seconds(report.load_seconds),
         **({"warm-up": format_seconds(report.warm_up_seconds)} if report.warm_up_seconds else {}),
         "prefill": format_seconds(report.prefill_seconds)
-        if report.measured
-        else prefill_in_band(report.band, report.prefill_seconds),
+        + in_band(report.band, "prefill_seconds", format_seconds),
     }
+    if not report.measured:
+        rates |= [published_prefills()]
     if report.first_token_seconds is not None:
         rates["first token, on average"] = format_seconds(report.first_token_seconds)
     if report.simulated_seconds is not None:
