@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from moesched.dispatch.expert_placement import keep_dense, keep_experts, leave_on_host
 from moesched.dispatch.kv_placement import attend, place_kv_that_fits
+from moesched.errors import BadInput
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
@@ -27,6 +28,8 @@ class LayerSplit:
     """
 
     def __init__(self, gpu_layers: int = -1, copy_from: int = 32) -> None:
+        if copy_from < 0:
+            raise BadInput(f"copy_from is {copy_from}: give a number of tokens, or 0 for never")
         self.gpu_layers = gpu_layers
         self.copy_from = copy_from
 
