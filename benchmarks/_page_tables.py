@@ -458,7 +458,7 @@ def accuracy(result: Result) -> str:
         for name, each in (
             ("FlexGen as its code runs", result["accuracy"]),
             ("FlexGen as Fig. 6 draws it", result["accuracy_as_drawn"]),
-            ("sustained rates, none fitted", result["accuracy_sustained"]),
+            ("sustained rates, no cell fitted", result["accuracy_sustained"]),
         )
     ]
     return markdown(
