@@ -361,7 +361,9 @@ def artifact(rows: Sequence[Row]) -> str:
         "decode step, s": "{step_seconds:g}",
         "": "{sets}",
     }
-    return table_of([{**row, "sets": "sets a rate" if row["sets_a_rate"] else "predicted"} for row in rows], columns)
+    return table_of(
+        [{**row, "sets": "sets a rate" if row["sets_a_rate"] else "predicted"} for row in rows], columns
+    )
 
 
 def turned(rows: Sequence[Row]) -> str:

@@ -11,9 +11,8 @@ from moesched.reproduce.moe_lightning.systems import SYSTEMS, Predicted, predict
 from moesched.reproduce.report import Section, Value, rounded
 
 HOW = (
-    "Runs of the authors' artifact on S1, of which each gives its seconds from the first prompt to the last token. Where "
-    "two of them differ in generated tokens only, `decode` compares the difference, a token's step, and `prefill` what "
-    "is left of the shorter run."
+    "Runs of the authors' artifact on S1; each has its seconds from the first prompt to the last token. Of two that "
+    "differ in generated tokens only, the difference is that of decode steps, and prefill is what is left of one."
 )
 
 
@@ -30,7 +29,9 @@ def artifact_section(paper: Paper, on_progress: Callable[[str], None]) -> Sectio
             )
             seen.append((run, predict(setting, run.micro_batches, run.micro_batch_size)))
         rows += [_row(each, *one) for one in seen]
-        notes += [_parts(each, *pair) for pair in pairwise(seen) if pair[0][0].requests == pair[1][0].requests][:1]
+        notes += [
+            _parts(each, *pair) for pair in pairwise(seen) if pair[0][0].requests == pair[1][0].requests
+        ][:1]
     errors = [abs(float(row["error"] or 0)) for row in rows]
     unset = [abs(float(row["error"] or 0)) for row in rows if not row["sets_a_rate"]]
     notes.append(f"Median error: {median(errors):.0%}; of the runs that set no rate, {median(unset):.0%}.")

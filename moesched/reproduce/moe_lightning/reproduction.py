@@ -19,7 +19,16 @@ from moesched.reproduce.moe_lightning.tables import Cell, accuracy, cells_of, ta
 from moesched.reproduce.report import Accuracy, Reproduction, Section
 
 TABLES = {"table-4": "Table 4", "table-5": "Table 5"}
-SECTIONS = (*TABLES, "sustained", "artifact", "speedups", "cpu-attention", "cpu-memory", "policy-map", "scaling")
+SECTIONS = (
+    *TABLES,
+    "sustained",
+    "artifact",
+    "speedups",
+    "cpu-attention",
+    "cpu-memory",
+    "policy-map",
+    "scaling",
+)
 
 
 def reproduce_moe_lightning(only: Sequence[str], on_progress: Callable[[str], None]) -> Reproduction:
