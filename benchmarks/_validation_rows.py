@@ -140,9 +140,9 @@ def _layers_on_cpu(row: PublishedRow) -> Run | Skipped:
         512,
         32,
         "`-ncmoe N` is `layer_split` with the other layers on the GPU. llama.cpp copies the experts of the host's "
-        "layers to the GPU for batches of 32 tokens and more; ik_llama.cpp does so from 32 tokens for each expert on, 1,024 "
-        "here (pull request 520), and computes smaller ones on the CPU. The host is not given: a desktop of its time. "
-        "The prompt is not given: 512 tokens, one physical batch.",
+        "layers to the GPU for batches of 32 tokens and more; ik_llama.cpp does so from 32 tokens for each expert on, "
+        "1,024 here (pull request 520), and computes smaller ones on the CPU. The host is not given: a desktop of its "
+        "time. The prompt is not given: 512 tokens, one physical batch.",
         {
             "format": FORMATS[quant],
             "settings": {"gpu_layers": 40 - int(_found(r"ncmoe (\d+)", row.setting)), "copy_from": least},

@@ -23,6 +23,7 @@ from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.planner import plan_model
 from moesched.plugins import make_policy
+from moesched.policies.layer_split import LayerSplit
 from moesched.requests.batch import split_batch
 from moesched.routing.profile import RoutingProfile, write_profile
 from moesched.runs.hardware import run
@@ -278,11 +279,16 @@ def test_a_chunk_of_a_prompt_is_a_batch_of_its_own_to_layer_split(chunk: int) ->
 
 
 def test_layer_split_copies_as_many_experts_at_once_as_there_is_room_for() -> None:
-    policy = make_policy("layer_split", {"gpu_layers": 0})
+    policy = LayerSplit(gpu_layers=0)
     plan = Case(name="tight", machine=T4, weights=0.6, prompts=(80,), micro_batch_size=1).plan(policy)
     ended = run_on_symbols(policy, plan)
     assert 0 < policy.at_once < plan.layout.config.experts
     assert sum(task.verb == "fetch" for task in ended.tasks) == 2 * 3
+
+
+def test_layer_split_refuses_a_negative_number_of_tokens() -> None:
+    with pytest.raises(BadInput, match="copy_from is -1: give a number of tokens, or 0 for never"):
+        make_policy("layer_split", {"copy_from": -1})
 
 
 def test_cpu_ffn_moves_weights_for_prompts_only() -> None:
