@@ -45,7 +45,7 @@ def summary(rows: Iterable[Row]) -> Row:
 
 
 def of_figure(rows: Sequence[Row], name: str) -> Row:
-    """The summary of decode or prefill; `spread` is the root mean square of the rows' errors, as a factor."""
+    """The summary of decode or prefill."""
     found = [row for row in rows if name in row]
     sources = {
         source: median(abs(row[name]["error"]) for row in found if row["source"] == source)
@@ -55,11 +55,15 @@ def of_figure(rows: Sequence[Row], name: str) -> Row:
         "rows": len(found),
         "sources": sources,
         "median_error": median(sources.values()),
-        "spread": exp(fmean(log(1 + row[name]["error"]) ** 2 for row in found) ** 0.5),
         "inside": sum(row[name]["inside"] for row in found),
         "median_width": median(row[name]["width"] for row in found),
         "widest": max(row[name]["width"] for row in found),
     }
+
+
+def spread(rows: Iterable[Row], name: str) -> float:
+    """The root mean square of the rows' errors, as a factor."""
+    return exp(fmean(log(1 + row[name]["error"]) ** 2 for row in rows if name in row) ** 0.5)
 
 
 def ordered_pairs(rows: Sequence[Row], name: str) -> Iterator[Row]:

@@ -36,9 +36,9 @@ OMITTED = 1.2
 
 It is about the largest error of docs/fidelity.md on a calibrated machine; for others it is assumed.
 """
-PREFILL_ERROR, PREFILL_SPREAD = 0.38, 1.74
-"""Errors of prefills that others published, on machines built from names (docs/validation.md): the median of the
-sources, and the root mean square of all as a factor, which is what the model omits there."""
+PREFILL_ERROR, PREFILL_SPREAD = 0.38, 1.92
+"""Errors of prefills that others published, on machines built from names (docs/validation.md): the median of their
+sources, and the root mean square of all rows as a factor, which is what the model omits there."""
 
 
 class Figures(msgspec.Struct, frozen=True):
