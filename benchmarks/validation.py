@@ -59,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if any("decode" in row for row in predicted):
         figures["summary"] = summary(predicted)
         figures["bars"] = bars(figures["summary"])
-        figures["spread"] = {name: spread(results, name) for name in FIGURES if any(name in row for row in results)}
+        figures["spread"] = {
+            name: spread(results, name) for name in FIGURES if any(name in row for row in results)
+        }
         for bar in figures["bars"]:
             progress.print(f"{bar['measure']}: {bar['value']:.2f}, bar {bar['bar']:g}")
     BENCHMARK.write(figures)
