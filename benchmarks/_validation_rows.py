@@ -96,6 +96,8 @@ SCHEDULED = {
 }
 FORMATS = {"Q4_K_M": "q4_k_m", "Q5_K_XL": "q5_k"}
 LAPTOP_BUDGET = "13.4GB"
+UBATCH, LEAST_TOKENS, IK_LEAST_TOKENS = 512, 32, 32 * 256 // 8
+"""Tokens of llama.cpp's physical batch, and those from which on it and ik_llama.cpp copy the host's experts."""
 
 
 def _scheduled_experts(row: PublishedRow) -> Run:
@@ -130,16 +132,21 @@ def _layers_on_cpu(row: PublishedRow) -> Run | Skipped:
     quant = row.quant.split()[0]
     if quant not in FORMATS:
         return Skipped(f"no format {quant}")
+    least = IK_LEAST_TOKENS if row.setting.startswith("ik") else LEAST_TOKENS
     return Run(
         Parts(gpu="RTX 5060 Ti 16GB", cpu="Ryzen 7 7700", ram="2x32GB DDR5-5200"),
         "qwen3.5-35b-a3b",
         "layer_split",
         512,
         32,
-        "`-ncmoe N` is `layer_split` with the other layers on the GPU. The host is not given: a desktop of its time.",
+        "`-ncmoe N` is `layer_split` with the other layers on the GPU. llama.cpp copies the experts of the host's "
+        "layers to the GPU for batches of 32 tokens and more; ik_llama.cpp does so from 32 tokens for each expert on, "
+        "1,024 here (pull request 520), and computes smaller ones on the CPU. The host is not given: a desktop of its "
+        "time. The prompt is not given: 512 tokens, one physical batch.",
         {
             "format": FORMATS[quant],
-            "settings": {"gpu_layers": 40 - int(_found(r"ncmoe (\d+)", row.setting))},
+            "settings": {"gpu_layers": 40 - int(_found(r"ncmoe (\d+)", row.setting)), "copy_from": least},
+            "prefill_chunk": UBATCH,
         },
     )
 
@@ -156,10 +163,32 @@ def _flash_next(row: PublishedRow) -> Run:
         32,
         "The shape is that of public configurations, as far as the formulas have it: the table of n-grams, which is "
         "looked up, and the streams of residuals are left out. The host is not given: an EPYC of the 3090's time with "
-        "all channels. `-ncmoe N` is `layer_split`. Two GPUs take turns in llama.cpp: they count as one with both "
-        "memories. The prompt is not given: 512 tokens, one physical batch of llama.cpp.",
-        {"format": "q4_k_m", "settings": {"gpu_layers": 48 - int(on_cpu[1]) if on_cpu else 0}},
+        "all channels. `-ncmoe N` is `layer_split`, which copies experts to the GPU for 32 tokens and more. Two GPUs "
+        "take turns in llama.cpp: they count as one with both memories. The prompt is not given: 512 tokens, one "
+        "physical batch of llama.cpp.",
+        {
+            "format": "q4_k_m",
+            "settings": {"gpu_layers": 48 - int(on_cpu[1]) if on_cpu else 0},
+            "prefill_chunk": UBATCH,
+        },
         capacity={"memory.gpu.capacity": f"{24 * gpus}GB"},
+    )
+
+
+def _large_ubatch(row: PublishedRow) -> Run:
+    """All experts on a desktop's host, a long prompt in large physical batches."""
+    return Run(
+        Parts(gpu="Radeon AI PRO R9700", cpu="Ryzen 9 9900X", ram="2x64GB DDR5-5600"),
+        FLASH_NEXT,
+        "layer_split",
+        int(_found(r"prompt (\d+)", row.setting)),
+        2,
+        "The shape as for the RTX 3090. All is given but the RAM's speed: the CPU's fastest.",
+        {
+            "format": "q4_k_m",
+            "settings": {"gpu_layers": 0},
+            "prefill_chunk": int(_found(r"-ub (\d+)", row.setting)),
+        },
     )
 
 
@@ -207,6 +236,7 @@ BY_SOURCE: dict[str, Callable[[PublishedRow], Run | Skipped]] = {
     "DeepseekR1_V3_tutorial": _large_on_cpu,
     "ik_llama.cpp#1593": _layers_on_cpu,
     "llama.cpp#27742": _flash_next,
+    "llama.cpp#28414": _large_ubatch,
     "moe-stream": _laptop,
     "mac-m2-ultra": _unified,
     "InferSim": _service,

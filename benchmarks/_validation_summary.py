@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
-from statistics import median
+from math import exp, log
+from statistics import fmean, median
 from typing import Any
 
 Row = dict[str, Any]
@@ -58,6 +59,11 @@ def of_figure(rows: Sequence[Row], name: str) -> Row:
         "median_width": median(row[name]["width"] for row in found),
         "widest": max(row[name]["width"] for row in found),
     }
+
+
+def spread(rows: Iterable[Row], name: str) -> float:
+    """The root mean square of the rows' errors, as a factor."""
+    return exp(fmean(log(1 + row[name]["error"]) ** 2 for row in rows if name in row) ** 0.5)
 
 
 def ordered_pairs(rows: Sequence[Row], name: str) -> Iterator[Row]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from _options import SIMULATION, Benchmark, progress, track
 from _validation_rows import PublishedRow, Run, Skipped, mapped, published_rows
-from _validation_summary import FIGURES, bars, judged, summary
+from _validation_summary import FIGURES, bars, judged, spread, summary
 
 from moesched import JobReport, simulate_model
 from moesched.errors import BadInput
@@ -59,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if any("decode" in row for row in predicted):
         figures["summary"] = summary(predicted)
         figures["bars"] = bars(figures["summary"])
+        figures["spread"] = {
+            name: spread(results, name) for name in FIGURES if any(name in row for row in results)
+        }
         for bar in figures["bars"]:
             progress.print(f"{bar['measure']}: {bar['value']:.2f}, bar {bar['bar']:g}")
     BENCHMARK.write(figures)

@@ -1,4 +1,9 @@
-"""llama.cpp's -ngl: the experts of the first layers run on the GPU, those of the others on the CPU, for any input.
+"""llama.cpp's -ngl: the experts of the first layers run on the GPU, those of the others where their weights are.
+
+llama.cpp computes products of 32 tokens and more on the GPU, though their weights stay on the host: it copies the
+chosen experts of each physical batch, after the router and before the products, so that copies and kernels take turns
+(`offload_op` of ggml-cuda.cu, `compute_splits` of ggml-backend.cpp). A physical batch is a micro-batch here;
+`--prefill-chunk 512` cuts prompts as llama.cpp's default does.
 
 llama.cpp also computes the other layers' attention and projections on the CPU. Here these stay on the GPU, which
 favours it: they are a tenth of the weights that a token of Mixtral reads.
@@ -8,32 +13,47 @@ from __future__ import annotations
 
 from moesched.dispatch.expert_placement import keep_dense, keep_experts, leave_on_host
 from moesched.dispatch.kv_placement import attend, place_kv_that_fits
+from moesched.errors import BadInput
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
 
 class LayerSplit:
-    """A fixed split between layers; no weights move after loading.
+    """A fixed split between layers; weights move only for micro-batches of many tokens.
 
     Settings:
         gpu_layers: most layers with their experts on the accelerator; by default as many as fit.
+        copy_from: least tokens of a micro-batch for which the host's experts are copied to the accelerator and run
+            there, if it has room for one expert; 0 for never.
     """
 
-    def __init__(self, gpu_layers: int = -1) -> None:
+    def __init__(self, gpu_layers: int = -1, copy_from: int = 32) -> None:
+        if copy_from < 0:
+            raise BadInput(f"copy_from is {copy_from}: give a number of tokens, or 0 for never")
         self.gpu_layers = gpu_layers
+        self.copy_from = copy_from
 
     def plan(self, plan: Plan) -> None:
         plan.limit_in_flight(2)
         place_kv_that_fits(plan, experts=0)
         plan.run_experts_on_host()
         keep_dense(plan)
-        layout, left = plan.layout, plan.free("accelerator")
-        fit = 0
-        for i in plan.layers:
-            left -= sum(plan.slot_bytes(page) for page in layout.layer(i) if page.expert >= 0)
-            fit += left >= 0
+        copies = self.copy_from > 0 and not plan.machine.unified
+        fit = _layers_that_fit(plan, beside=0)
+        if copies and fit < len(plan.layers):
+            fit = _layers_that_fit(plan, beside=_expert_bytes(plan))
         self.whole = range(fit if self.gpu_layers < 0 else min(fit, self.gpu_layers))
-        leave_on_host(plan, keep_experts(plan, [(i, e) for i in self.whole for e in layout.experts_of(i)]))
+        whole = [(i, e) for i in self.whole for e in plan.layout.experts_of(i)]
+        self.held = leave_on_host(plan, keep_experts(plan, whole))
+        self.at_once = 0
+        pages = [page for page in plan.layout.pages if page.expert >= 0 and page.layer not in self.whole]
+        if copies and pages:
+            self.at_once = min(plan.layout.config.experts, plan.free("accelerator") // _expert_bytes(plan))
+        if self.at_once:
+            slots = self.at_once * len(plan.layout.an_expert)
+            self.copies = plan.pool("accelerator", "copies", slots, pages)
+        self.prompt_tokens = [sum(chunk.tokens) for chunk in plan.chunks.values()]
+        self.sequences = [plan.batch.sequences(requests) for requests in plan.batch.micro_batches]
 
     async def prefill(self, step: Step) -> None:
         for j in step.micro_batches:
@@ -44,12 +64,29 @@ class LayerSplit:
                 attend(step, i, j)
                 if i in self.whole:
                     step.post_attention(i, j)
+                elif self.at_once and self._tokens(step, j) >= self.copy_from:
+                    await self._copied(step, i, j)
                 else:
                     await self._on_host(step, i, j)
         for j in step.micro_batches:
             step.sample(j)
 
     decode = prefill
+
+    def _tokens(self, step: Step, j: int) -> int:
+        return self.prompt_tokens[j] if step.kind == "prefill" else self.sequences[j]
+
+    async def _copied(self, step: Step, i: int, j: int) -> None:
+        """Copy as many of the chosen experts as there is room for, run them, and go on with the next ones."""
+        chosen = list(await step.route(i, j))
+        for first in range(0, len(chosen), self.at_once):
+            experts = chosen[first : first + self.at_once]
+            pages = [page for expert in experts for page in step.expert_pages(i, expert)]
+            step.fetch(pages, self.copies, source=self.held)
+            for expert in experts:
+                step.run_expert(i, expert, j)
+            step.evict(pages, self.copies)
+        step.combine(i, j)
 
     async def _on_host(self, step: Step, i: int, j: int) -> None:
         routing = step.route(i, j)
@@ -60,3 +97,16 @@ class LayerSplit:
         if routed:
             step.load_routed(i, j)
         step.combine(i, j)
+
+
+def _layers_that_fit(plan: Plan, beside: int) -> int:
+    """Number of the first layers whose experts fit the accelerator beside that many bytes."""
+    left, fit = plan.free("accelerator") - beside, 0
+    for i in plan.layers:
+        left -= sum(plan.slot_bytes(page) for page in plan.layout.layer(i) if page.expert >= 0)
+        fit += left >= 0
+    return fit
+
+
+def _expert_bytes(plan: Plan) -> int:
+    return len(plan.layout.an_expert) * max(map(plan.slot_bytes, plan.layout.an_expert), default=0)

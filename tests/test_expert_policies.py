@@ -23,6 +23,7 @@ from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.planner import plan_model
 from moesched.plugins import make_policy
+from moesched.policies.layer_split import LayerSplit
 from moesched.requests.batch import split_batch
 from moesched.routing.profile import RoutingProfile, write_profile
 from moesched.runs.hardware import run
@@ -248,6 +249,46 @@ def test_layer_split_runs_the_first_layers_on_the_accelerator_and_moves_no_weigh
     assert all(isinstance(task, HostKernel) for task in experts)
     assert {task.layer for task in experts} == set(range(3)) - whole
     assert not any(task.verb == "fetch" for task in tasks)
+
+
+@pytest.mark.parametrize(("copy_from", "copied"), [(32, {1, 2}), (31, {0, 1, 2}), (33, {2}), (0, set())])
+def test_layer_split_copies_the_hosts_experts_for_micro_batches_of_many_tokens(
+    copy_from: int, copied: set[int]
+) -> None:
+    """One layer of three stays; the prompts are micro-batches of 31, 32 and 80 tokens."""
+    policy = make_policy("layer_split", {"gpu_layers": 1, "copy_from": copy_from})
+    case = Case(name="copies", machine=T4, weights=1.5, prompts=(31, 32, 80), micro_batch_size=1)
+    ended = run_on_symbols(policy, case.plan(policy))
+    assert ended.tokens == ended.expected
+    experts = [task for task in ended.tasks if task.verb == "run_expert"]
+    on_gpu = {(task.step, task.micro_batch) for task in experts if not isinstance(task, HostKernel)}
+    assert on_gpu == {(0, j) for j in copied}
+    fetches = [task for task in ended.tasks if task.verb == "fetch"]
+    assert len(fetches) == 2 * len(copied)
+
+
+@pytest.mark.parametrize("chunk", [20, 40])
+def test_a_chunk_of_a_prompt_is_a_batch_of_its_own_to_layer_split(chunk: int) -> None:
+    policy = make_policy("layer_split", {"gpu_layers": 0})
+    layout = Case(name="chunks", machine=T4).layout()
+    batch = msgspec.structs.replace(split_batch([85], 2, 1), prefill_chunk=chunk)
+    ended = run_on_symbols(policy, plan_run(T4, layout, batch, policy))
+    assert ended.tokens == ended.expected
+    fetched = sum(task.verb == "fetch" for task in ended.tasks)
+    assert fetched == {20: 0, 40: 2 * 3}[chunk]
+
+
+def test_layer_split_copies_as_many_experts_at_once_as_there_is_room_for() -> None:
+    policy = LayerSplit(gpu_layers=0)
+    plan = Case(name="tight", machine=T4, weights=0.6, prompts=(80,), micro_batch_size=1).plan(policy)
+    ended = run_on_symbols(policy, plan)
+    assert 0 < policy.at_once < plan.layout.config.experts
+    assert sum(task.verb == "fetch" for task in ended.tasks) == 2 * 3
+
+
+def test_layer_split_refuses_a_negative_number_of_tokens() -> None:
+    with pytest.raises(BadInput, match="copy_from is -1: give a number of tokens, or 0 for never"):
+        make_policy("layer_split", {"copy_from": -1})
 
 
 def test_cpu_ffn_moves_weights_for_prompts_only() -> None:

@@ -55,6 +55,23 @@ def test_ratios_that_the_paper_prints_follow_from_the_cells_that_it_prints() -> 
     assert checked == 10
 
 
+def test_a_run_of_the_artifact_that_is_a_cell_sets_no_rate() -> None:
+    cells = {
+        (row.system, column.workload, column.new_tokens, row.micro_batch_size): row.tokens_per_second
+        for column, row in all_cells()
+        if column.setting == "S1"
+    }
+    shared = []
+    for of in PAPER.artifact:
+        for run in of.runs:
+            cell = cells.get((of.system, of.workload, run.new_tokens, run.micro_batch_size))
+            if cell is not None:
+                shared.append(run)
+                assert run.requests * run.new_tokens / run.seconds == pytest.approx(cell, rel=0.01)
+    assert len(shared) == 3
+    assert not any(run.fit for run in shared)
+
+
 def test_three_cells_of_synthetic_reasoning_on_s1_are_fitted_and_no_others() -> None:
     fits = {
         row.fit: (column.table, column.workload, column.setting, row.system) for column, row in all_cells()

@@ -59,10 +59,12 @@ def test_twiddler_keeps_the_papers_number_of_experts_and_llama_cpp_its_layers(fi
     assert split == pytest.approx(on_cpu + 8 * 2 * 29.36e-3 / 5, rel=0.05)
 
 
-def test_llama_cpp_takes_longer_than_layer_split_to_decode_and_less_for_prompts(first: Bench) -> None:
+def test_llama_cpp_takes_longer_than_layer_split_which_keeps_all_dense_weights_on_the_gpu(
+    first: Bench,
+) -> None:
     estimated, ours = llama_cpp.generate(first, 64), first.generate("layer_split", 64)
     assert estimated.step_seconds > ours.step_seconds
-    assert estimated.prefill_seconds < ours.prefill_seconds
+    assert estimated.prefill_seconds > ours.prefill_seconds
     assert llama_cpp.pass_seconds(first, 31) > llama_cpp.pass_seconds(first, 32)
     assert llama_cpp.first_token(first, 1024) == 2 * llama_cpp.pass_seconds(first, 512)
 

@@ -37,7 +37,7 @@ from moesched.tasks import Task, Work, WorkPart
 T4 = load_machine("t4")
 STAGED_T4 = staged(T4, "16GB")
 GB = 1_000_000_000
-GPU = device_class("power-limited-gpu").rates
+GPU = device_class("turing-gpu").rates
 HOST = device_class("server-cpu").rates
 
 
@@ -87,16 +87,23 @@ def test_a_shipped_machine_has_a_class_for_all_its_processors_or_for_none(name: 
 # -- kernels ---------------------------------------------------------------------------------------
 
 
-def test_a_product_of_one_row_reads_weights_at_a_part_of_the_bandwidth() -> None:
-    free = replace(T4.accelerator, rates={"launch_seconds": Estimate(low=1e-12, expected=1e-12, high=1e-12)})
+@pytest.mark.parametrize("name", ["turing-gpu", "power-limited-gpu", "data-center-gpu"])
+@pytest.mark.parametrize("rows", [1, 64, 640])
+def test_reading_waits_for_the_share_of_computing_that_takes_all_the_power(name: str, rows: int) -> None:
+    free = replace(
+        T4.accelerator,
+        device_class=name,
+        rates={"launch_seconds": Estimate(low=1e-12, expected=1e-12, high=1e-12)},
+    )
     machine = replace(T4, processors=T4.processors | {"gpu": free})
-    computing = GB / (65e12 * GPU["products"].expected)
-    reading = GB / (320 * GB * GPU["weights"].expected)
-    assert at(machine, product(1)) == pytest.approx(computing + reading, rel=1e-6)
+    rates, turns = device_class(name).rates, device_class(name).turns
+    computing = GB * rows / (65e12 * rates["products"].expected)
+    reading = GB / (320 * GB * rates["weights"].expected)
+    assert at(machine, product(rows)) == pytest.approx(max(computing, reading + turns * computing), rel=1e-6)
 
 
 def test_a_product_of_more_rows_costs_a_whole_tile() -> None:
-    assert at(T4, product(2)) == at(T4, product(128)) < at(T4, product(129))
+    assert at(T4, product(2)) == at(T4, product(64)) < at(T4, product(65))
 
 
 def test_at_peak_reading_and_computing_overlap_and_no_tile_is_counted() -> None:
@@ -310,19 +317,19 @@ class Projections:
 
 def test_a_prefill_in_chunks_takes_the_time_of_its_chunks() -> None:
     """A prompt of 512 tokens in four chunks reads the weights, and starts three kernels, three times more."""
-    layout = weight_layout(find_shape("mixtral-0.8b"))
-    seen = []
+    machine, layout = load_machine("l4"), weight_layout(find_shape("mixtral-0.8b"))
+    rates, seen = rates_of(machine.accelerator), []
     for chunk in (None, 128):
         policy, observer = make_policy("resident", {}), Projections()
-        plan = plan_run(T4, layout, Batch((512,), 1, ((0,),), prefill_chunk=chunk), policy)
+        plan = plan_run(machine, layout, Batch((512,), 1, ((0,),), prefill_chunk=chunk), policy)
         trial_run(plan, policy, observers=[observer])
         seen.append(observer)
     whole, cut = seen
     layers = layout.config.layers
     assert whole.rows == [512] * layers
     assert cut.rows == [128] * 4 * layers
-    again = plan.operations.before_attention.nbytes / (320 * GB * GPU["weights"].expected)
-    again += 3 * GPU["launch_seconds"].expected
+    again = plan.operations.before_attention.nbytes / (300 * GB * rates["weights"].expected)
+    again += 3 * rates["launch_seconds"].expected
     assert sum(cut.seconds) - sum(whole.seconds) == pytest.approx(layers * 3 * again, rel=1e-3)
 
 
@@ -355,7 +362,7 @@ def test_an_estimate_that_cannot_be_is_refused_with_its_key(addition: str, messa
 
 
 def test_an_unknown_class_is_refused_with_those_that_there_are() -> None:
-    text = profile("").replace(b'"power-limited-gpu"', b'"toaster"')
+    text = profile("").replace(b'"turing-gpu"', b'"toaster"')
     with pytest.raises(
         BadInput, match=r"mine\.toml: processors\.gpu\.device_class: 'toaster' is not known: use one"
     ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import exp, log
 from typing import Any
@@ -19,7 +19,15 @@ from moesched.machines.estimates import Estimate
 from moesched.machines.sustained import at_peak, rates_of
 from moesched.models.layout import weight_layout
 from moesched.planner.trial_run import trial_run
-from moesched.planner.uncertainty import FIGURES, OMITTED, Figures, Uncertainty, uncertainty
+from moesched.planner.uncertainty import (
+    FIGURES,
+    OMITTED,
+    PREFILL_ERROR,
+    PREFILL_SPREAD,
+    Figures,
+    Uncertainty,
+    uncertainty,
+)
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
@@ -73,8 +81,9 @@ def test_the_expected_figure_lies_within_its_band_and_below_the_peak(policy: str
 
 def test_where_all_rates_are_known_only_what_the_model_omits_is_left() -> None:
     seen = found(certain(T4))
-    for low, expected, high in seen.band.values():
-        assert [low, high] == pytest.approx([expected / OMITTED, expected * OMITTED])
+    omitted = dict.fromkeys(FIGURES, OMITTED) | {"prefill_seconds": PREFILL_SPREAD}
+    for figure, (low, expected, high) in seen.band.items():
+        assert [low, high] == pytest.approx([expected / omitted[figure], expected * omitted[figure]])
     assert seen.widest_rate is None
 
 
@@ -134,7 +143,9 @@ def test_predictions_have_their_band_in_json(predict: Callable[[], Any]) -> None
     predicted = getattr(report, "predicted", report)
     assert report.band[THROUGHPUT][1] == predicted.throughput_tokens_per_second
     assert report.band["prefill_seconds"][1] == predicted.prefill_seconds
-    assert all(high / low <= 2 for low, _, high in report.band.values())
+    widths = {figure: high / low for figure, (low, _, high) in report.band.items()}
+    prefill = widths.pop("prefill_seconds")
+    assert max(widths.values()) <= 2 < PREFILL_SPREAD**2 < prefill
 
 
 def test_simulate_prints_the_band_and_the_rate_that_widens_it(command: Any) -> None:
@@ -156,6 +167,23 @@ def test_simulate_prints_the_band_and_the_rate_that_widens_it(command: Any) -> N
     assert f"{expected:.1f} tokens/s ({low:.4g} to {high:.4g})" in said.out
     assert f"least certain rate: {report['widest_rate']}" in said.out
     assert f"at the stated rates: {report['at_peak'][THROUGHPUT]:.4g} tokens/s" in said.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "--policy", "layer_streaming"),
+        ("simulate", "--policy", "layer_streaming", "--workload", "mtbench", "--batch-size", 8),
+    ],
+)
+def test_a_printed_prefill_says_by_how_much_published_ones_were_missed(
+    command: Any, arguments: Sequence[Any]
+) -> None:
+    name, *options = arguments
+    said = command(name, "--model", "mixtral-0.8b", "--machine", "l4", "--gen", 4, *options)
+    lines = [" ".join(line.split()) for line in said.out.splitlines()]
+    [prefill] = [number for number, line in enumerate(lines) if line.startswith("prefill ")]
+    assert lines[prefill + 1] == f"published prefills error {PREFILL_ERROR:.0%}"
 
 
 def test_measured_runs_have_no_band(command: Any) -> None:

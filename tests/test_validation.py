@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from _results import RESULTS
 from _validation_rows import BY_SOURCE, Run, Skipped, mapped, published_rows
-from _validation_summary import bars, judged, ordered_pairs, summary
+from _validation_summary import bars, judged, ordered_pairs, spread, summary
 from msgspec.structs import replace
 from validation import machine_of, predicted_by
 
 from moesched.machines import parts
+from moesched.planner.uncertainty import PREFILL_ERROR, PREFILL_SPREAD
 
 MACHINES = Path(parts.__file__).parent
 PREDICTED = sorted(
@@ -68,6 +71,17 @@ def test_each_source_counts_once() -> None:
     assert found["sources"] == pytest.approx({"many rows": 0.5, "two rows": 0.15, "one row": 0.2})
     assert found["median_error"] == pytest.approx(0.2)
     assert (found["rows"], found["inside"]) == (12, 1)
+
+
+def test_the_spread_of_errors_is_their_root_mean_square_as_a_factor() -> None:
+    rows = [row("s", "a", 100, 200), row("s", "b", 100, 50), row("s", "c", 100, 100)]
+    assert spread(rows, "decode") == pytest.approx(2 ** (2 / 3) ** 0.5)
+
+
+def test_the_errors_that_commands_print_are_those_of_the_stored_validation() -> None:
+    stored = json.loads((RESULTS / "validation.json").read_text())
+    assert round(stored["summary"]["prefill"]["median_error"], 2) == PREFILL_ERROR
+    assert round(stored["spread"]["prefill"], 2) == PREFILL_SPREAD
 
 
 def test_pairs_that_are_apart_are_in_order_where_the_faster_one_is_predicted_faster() -> None:

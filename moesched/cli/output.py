@@ -110,6 +110,8 @@ def print_report(report: JobReport) -> None:
     else:
         beside = _rates(expected)
         rows = [(name, figure, beside.get(name, "")) for name, figure in rates.items()]
+        name, error = published_prefills()
+        rows.insert(list(rates).index("prefill") + 1, (name, "", error))
         print_table(["", measured, "expected"], rows, figures=2)
     say()
     say_band(report.widest_rate, report.at_peak)
@@ -143,6 +145,13 @@ def in_band(
     return f" ({write(low)} to {write(high)})"
 
 
+def published_prefills() -> tuple[str, str]:
+    """The error that predictions of published prefills have, as a row of a table."""
+    from moesched.planner.uncertainty import PREFILL_ERROR
+
+    return "published prefills", f"error {PREFILL_ERROR:.0%}"
+
+
 def say_band(widest_rate: str | None, at_peak: Figures | None) -> None:
     """Print what makes a band wide, and the throughput at the rates that the machine states."""
     if widest_rate is not None:
@@ -166,6 +175,8 @@ def _rates(report: JobReport) -> dict[str, str]:
         "prefill": format_seconds(report.prefill_seconds)
         + in_band(report.band, "prefill_seconds", format_seconds),
     }
+    if not report.measured:
+        rates |= [published_prefills()]
     if report.first_token_seconds is not None:
         rates["first token, on average"] = format_seconds(report.first_token_seconds)
     if report.simulated_seconds is not None:

@@ -247,7 +247,7 @@ def _require_unset(given: Mapping[str, object]) -> None:
 
 
 def _plan_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:
-    from moesched.cli.output import in_band
+    from moesched.cli.output import in_band, published_prefills
     from moesched.units import format_seconds
 
     plan, predicted = proposal.plan, proposal.predicted
@@ -265,9 +265,10 @@ def _plan_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:
     band, tokens = proposal.band, "{:.4g}".format
     throughput = predicted.throughput_tokens_per_second
     yield "tokens/s", tokens(throughput) + in_band(band, "throughput_tokens_per_second", tokens)
-    for name, figure in (("prefill", "prefill_seconds"), ("decode step", "decode_step_seconds")):
+    for name, figure in (("decode step", "decode_step_seconds"), ("prefill", "prefill_seconds")):
         seconds = format_seconds(getattr(predicted, figure))
         yield name, seconds + in_band(band, figure, format_seconds)
+    yield published_prefills()
 
 
 def _run_seconds(proposal: Proposal) -> float:

@@ -55,14 +55,15 @@ class DeviceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         rates: by the names of WORDS.
         tile_rows: rows that a product of more than `few_rows` rows computes at least, since kernels compute tiles.
         few_rows: most rows for which kernels read the weights once and compute no tiles.
-        capped: whether its power limit makes reading and computing take turns, instead of overlapping.
+        turns: share of the time of computing in which the power limit keeps memory from being read, from 0 to 1;
+            otherwise reading and computing overlap.
     """
 
     description: str
     rates: dict[str, Estimate]
     tile_rows: float = 0.0
     few_rows: float = 0.0
-    capped: bool = False
+    turns: float = 0.0
 
 
 def class_names() -> list[str]:

@@ -36,6 +36,9 @@ OMITTED = 1.2
 
 It is about the largest error of docs/fidelity.md on a calibrated machine; for others it is assumed.
 """
+PREFILL_ERROR, PREFILL_SPREAD = 0.38, 1.92
+"""Errors of prefills that others published, on machines built from names (docs/validation.md): the median of their
+sources, and the root mean square of all rows as a factor, which is what the model omits there."""
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -84,14 +87,15 @@ def uncertainty(make_ranks: Callable[[], Sequence[Rank]], expected: Figures) -> 
     }
     widths = {words: sum(effect[FIGURES[0]]) for words, effect in effects.items()}
     widest = max(widths, key=widths.__getitem__, default=None)
-    omitted = (log(OMITTED), log(OMITTED))
+    omitted = dict.fromkeys(FIGURES, log(OMITTED))
     peak = None
     if not machine.cost_table:
         peak = _moved(expected, base, runs.figures(cost_model(at_peak(machine), dtype)))
+        omitted["prefill_seconds"] = log(PREFILL_SPREAD)
     return Uncertainty(
         band={
-            name: _band(getattr(expected, name), [omitted, *(each[name] for each in effects.values())])
-            for name in FIGURES
+            name: _band(getattr(expected, name), [(omits, omits), *(each[name] for each in effects.values())])
+            for name, omits in omitted.items()
         },
         at_peak=peak,
         widest_rate=widest if widest is not None and widths[widest] > 0 else None,

@@ -54,6 +54,35 @@ class Column(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rows: list[Row]
 
 
+class ArtifactRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run that the authors' artifact lists.
+
+    Attributes:
+        seconds: of the whole run, its prefill included.
+        fit: whether it sets a rate of the machine.
+    """
+
+    new_tokens: int
+    seconds: float
+    micro_batch_size: int
+    micro_batches: int
+    fit: bool = False
+
+    @property
+    def requests(self) -> int:
+        """The number of requests."""
+        return self.micro_batches * self.micro_batch_size
+
+
+class ArtifactRuns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The runs of one system, by generated tokens."""
+
+    system: str
+    setting: str
+    workload: str
+    runs: list[ArtifactRun]
+
+
 class PrintedRatios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Speedups of a system over others of its column, as the text states them."""
 
@@ -80,11 +109,12 @@ class Paper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     title: str
     settings: dict[str, PaperSetting]
     cells: list[Column]
+    artifact: list[ArtifactRuns]
     printed_ratios: list[PrintedRatios]
     claims: dict[str, PaperClaim]
 
 
 def moe_lightning() -> Paper:
-    """MoE-Lightning's Tables 2, 4 and 5, and the claims of its sections 5 and 6."""
+    """MoE-Lightning's Tables 2, 4 and 5, the claims of its sections 5 and 6, and runs of its artifact."""
     text = (resources.files("moesched.reproduce.moe_lightning") / "paper.toml").read_bytes()
     return msgspec.toml.decode(text, type=Paper)

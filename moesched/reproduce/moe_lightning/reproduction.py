@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from moesched.reproduce.moe_lightning.artifact import artifact_section
 from moesched.reproduce.moe_lightning.attention import attention_section
 from moesched.reproduce.moe_lightning.calibration import calibrate, calibration_rows
 from moesched.reproduce.moe_lightning.cpu_memory import memory_section
@@ -18,7 +19,16 @@ from moesched.reproduce.moe_lightning.tables import Cell, accuracy, cells_of, ta
 from moesched.reproduce.report import Accuracy, Reproduction, Section
 
 TABLES = {"table-4": "Table 4", "table-5": "Table 5"}
-SECTIONS = (*TABLES, "sustained", "speedups", "cpu-attention", "cpu-memory", "policy-map", "scaling")
+SECTIONS = (
+    *TABLES,
+    "sustained",
+    "artifact",
+    "speedups",
+    "cpu-attention",
+    "cpu-memory",
+    "policy-map",
+    "scaling",
+)
 
 
 def reproduce_moe_lightning(only: Sequence[str], on_progress: Callable[[str], None]) -> Reproduction:
@@ -42,6 +52,7 @@ def reproduce_moe_lightning(only: Sequence[str], on_progress: Callable[[str], No
     make: dict[str, Callable[[], Section]] = {
         **{name: partial(table, name) for name in TABLES},
         "sustained": at_sustained_rates,
+        "artifact": lambda: artifact_section(figures, on_progress),
         "speedups": lambda: speedups(figures, rates, on_progress),
         "cpu-attention": lambda: attention_section(figures, rates),
         "cpu-memory": lambda: memory_section(figures, rates, on_progress),

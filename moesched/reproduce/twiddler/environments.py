@@ -32,9 +32,6 @@ SEED = 0
 LOOKED_AT = 32
 """Number of simulated decode steps; the others are assumed to take their mean."""
 
-FETCHING = "layer_split, fetching"
-"""`layer_split`, but experts of the host's layers are fetched to the GPU if that is faster (Algorithm 1)."""
-
 Machines = Callable[[Machine], Machine]
 
 
@@ -72,14 +69,12 @@ class Bench:
         self.layout = weight_layout(self.config)
         self.looked_at = looked_at
         ours: dict[str, str | int] = {"experts": environment.experts, "popularity": str(popularity)}
-        whole = environment.gpu_layers * self.config.experts
         self._systems: dict[str, tuple[str, dict[str, str | int]]] = {
             "twiddler": ("twiddler", ours),
             "twiddler_makespan": ("twiddler_makespan", ours),
             "lru_offload": ("lru_offload", {"offload_per_layer": environment.offload_per_layer}),
             "layer_split": ("layer_split", {"gpu_layers": environment.gpu_layers}),
             "layer_streaming": ("layer_streaming", {}),
-            FETCHING: ("twiddler", {"experts": whole, "placement": "front"}),
         }
         self.run = cache(self._run)
 
@@ -116,7 +111,7 @@ class Bench:
 
     def _machine_of(self, system: str) -> Machine:
         """The machine; for `layer_split` with room on the GPU for the dense weights that llama.cpp keeps on the CPU."""
-        if system not in ("layer_split", FETCHING):
+        if system != "layer_split":
             return self.machine
         gpu = self.machine.accelerator.memory
         tier = self.machine.memories[gpu]

@@ -2,8 +2,8 @@
 
 * Layers that are not on the GPU are wholly on the CPU, which also computes their projections and routers. Attention
   itself is not estimated, nor are the saved copies.
-* Products of at least 32 rows have their weights copied to the GPU (pull request 6083, in ggml-cuda.cu), for 512 rows
-  of a prompt at a time (n_ubatch).
+* Their dense weights, too, are copied to the GPU for products of at least 32 rows (pull request 6083, in ggml-cuda.cu),
+  and for 512 rows of a prompt at a time (n_ubatch).
 * Beam search (llama_beam_search) decodes one beam after the other, and in each step decodes again all tokens of a beam
   after the prefix that all beams share: the KV cache holds only that prefix, which grows when all beams agree.
 
@@ -20,7 +20,7 @@ from itertools import takewhile
 
 from moesched.machines.cost import cost_model
 from moesched.models.operations import Operations
-from moesched.reproduce.twiddler.environments import FETCHING, Bench, Ran
+from moesched.reproduce.twiddler.environments import Bench, Ran
 from moesched.tasks import Work
 
 LEAST_ON_GPU = 32
@@ -45,11 +45,12 @@ def first_token(bench: Bench, prompt: int) -> float:
 
 def pass_seconds(bench: Bench, tokens: int) -> float:
     """Seconds of one pass of several tokens of a sequence through all layers."""
+    experts = bench.first_token("layer_split", tokens)
     if tokens < LEAST_ON_GPU:
-        return bench.first_token("layer_split", tokens) + _dense_on_host(bench, tokens)
+        return experts + _dense_on_host(bench, tokens)
     machine = bench.machine
     link = machine.link(machine.roles.weights, machine.accelerator.memory)
-    return bench.first_token(FETCHING, tokens) + bench.dense_bytes / link.bandwidth
+    return experts + bench.dense_bytes / link.bandwidth
 
 
 def search(bench: Bench, prompt: int, width: int, new_tokens: int) -> float:
