@@ -16,11 +16,12 @@ from typing import NamedTuple
 import torch
 
 from moesched.models.config import ModelConfig
+from moesched.models.host_buffers import CACHE_LINE
 from moesched.steps.plan import Plan
 
 from ..native.attention import AttentionCall
 from ..products.linear import Tensor
-from ..shared.arena import CACHE_LINE, aligned_bytes, typed_view
+from ..shared.arena import aligned_bytes, typed_view
 from .compute import Compute
 from .locked_memory import locked_if_possible
 
@@ -72,7 +73,7 @@ class ExchangeRows:
         self._locks = not compute.on_cpu
         self._shapes = _Shapes(config, compute.dtype)
         rows = {number: batch.sequences(requests) for number, requests in enumerate(batch.micro_batches)}
-        attended = plan.kv.held_by("host")
+        attended = plan.kv.held_by("host") if plan.nodes.attends else ()
         routed = rows if plan.declared.experts_on_host else ()
         shapes = [
             *(self._shapes.attention(rows[number]) for number in attended),
