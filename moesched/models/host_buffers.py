@@ -5,6 +5,8 @@ The accelerator copies from and to them by itself, so they are page-locked, in w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moesched.models.operations import Operations
 
 CACHE_LINE = 64
@@ -37,18 +39,13 @@ def attention_rows_bytes(operations: Operations, tokens: int) -> int:
 
 
 def routed_rows_bytes(operations: Operations, tokens: int) -> int:
-    """Bytes of a micro-batch's rows for experts on the host: hidden states, the tokens of rows, and outputs."""
+    """Bytes of a micro-batch's rows for experts on the host: hidden states, the tokens of rows, inputs, outputs."""
     return sum(map(_in_lines, _routed(operations, tokens)))
 
 
 def routed_prompt_bytes(operations: Operations, tokens: int) -> int:
     """The same of prompts, which are given back with the layer: such allocations have powers of two bytes."""
     return sum(1 << (nbytes - 1).bit_length() for nbytes in _routed(operations, tokens))
-
-
-def gathered_rows_bytes(operations: Operations, tokens: int) -> int:
-    """Bytes of the rows that experts on the host read, gathered from the tokens' hidden states."""
-    return tokens * operations.config.top_k * operations.hidden_bytes
 
 
 def kv_piece_tokens(token_bytes: int, tokens: int, piece_bytes: int = KV_PIECE_BYTES) -> int:
@@ -80,9 +77,9 @@ def in_pages(nbytes: int) -> int:
     return -(-nbytes // LOCKED_PAGE) * LOCKED_PAGE
 
 
-def _routed(operations: Operations, tokens: int) -> tuple[int, int, int]:
-    rows = tokens * operations.config.top_k
-    return tokens * operations.hidden_bytes, rows * NUMBER_BYTES, rows * operations.hidden_bytes
+def _routed(operations: Operations, tokens: int) -> Sequence[int]:
+    rows, hidden = tokens * operations.config.top_k, operations.hidden_bytes
+    return tokens * hidden, rows * NUMBER_BYTES, rows * hidden, rows * hidden
 
 
 def _in_lines(nbytes: int) -> int:

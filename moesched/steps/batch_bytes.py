@@ -15,7 +15,6 @@ from moesched.models.footprint import (
 )
 from moesched.models.host_buffers import (
     attention_rows_bytes,
-    gathered_rows_bytes,
     in_pages,
     kv_pieces_bytes,
     routed_prompt_bytes,
@@ -87,11 +86,6 @@ class BatchBytes(ReadOnly):
     def host_prompt_rows(self, in_flight: int) -> int:
         """Rows of experts on the host in prefill, with `in_flight` micro-batches within a layer."""
         return sum(routed_prompt_bytes(self._operations, rows) for rows in self._largest_first[:in_flight])
-
-    def gathered_rows(self, in_flight: int) -> int:
-        """Input rows of experts on the host, with `in_flight` prefill micro-batches within a layer."""
-        rows = max(sum(self._largest_first[:in_flight]), sum(self._decode_rows))
-        return gathered_rows_bytes(self._operations, rows)
 
     def exchanged(self, in_flight: int) -> int:
         """Buffers for the rows that nodes exchange, with `in_flight` prefill micro-batches within a layer."""

@@ -286,8 +286,6 @@ class Reservations(ReadOnly):
             return
         prompts = self.sizes.host_prompt_rows(declared.in_flight)
         yield Reservation(self._locked, "rows of prompts for experts on the host", prompts)
-        rows = self.sizes.gathered_rows(declared.in_flight)
-        yield Reservation(self._host, "rows that experts on the host read", rows)
         yield Reservation(self._host, "workspace of experts on the host", self.sizes.host_workspace)
         for fast in self._accelerators:
             yield Reservation(fast, "hidden states on their way to the host", self.sizes.hidden)
