@@ -102,7 +102,7 @@ SMALL = Sizes(
     gpu=2_500_000,
     half=2_300_000,
     large_gpu=2_500_000,
-    pinned=1_000_000,
+    pinned=4_000_000,
 )
 
 
