@@ -45,9 +45,7 @@ def of_scenario(policy: str, scenario: Scenario, gpu: int) -> Case:
     return Case(policy, scenario.name, requests, gpu, scenario.beams)
 
 
-def in_turn(
-    model: Path, device: str, machine: str, cases: Sequence[Case], seconds: float
-) -> dict[str, Any]:
+def in_turn(model: Path, device: str, machine: str, cases: Sequence[Case], seconds: float) -> dict[str, Any]:
     """The figures of each case that there was time for, and why others were left out.
 
     Args:

@@ -43,7 +43,14 @@ def policies(result: Result) -> str:
     if not cases:
         return ""
     lines = [[case["scenario"], case["policy"], *_policy(case)] for case in cases]
-    columns = ["requests", "policy", "seconds", "first token, s", "decode step, ms", "predicted over measured"]
+    columns = [
+        "requests",
+        "policy",
+        "seconds",
+        "first token, s",
+        "decode step, ms",
+        "predicted over measured",
+    ]
     return markdown(columns, lines)
 
 

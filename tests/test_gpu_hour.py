@@ -266,7 +266,12 @@ def case(policy: str, measured: float, predicted: float, lane: float = 1.0) -> d
 
 
 def test_policies_count_as_ordered_where_their_times_are_apart() -> None:
-    cases = [case("one", 1.0, 1.1), case("near it", 1.04, 1.0), case("slow", 2.0, 1.05), case("slower", 3.0, 3.1, 0.7)]
+    cases = [
+        case("one", 1.0, 1.1),
+        case("near it", 1.04, 1.0),
+        case("slow", 2.0, 1.05),
+        case("slower", 3.0, 3.1, 0.7),
+    ]
     found = {bar.words.rpartition(", ")[2]: (bar.figure, bar.reached) for bar in bars(of_cases(cases))}
     assert found == {
         "pairs that are in the predicted order": ("4 of 5", False),

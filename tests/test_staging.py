@@ -182,9 +182,7 @@ def test_three_tiers_read_the_disk_only_for_what_the_host_does_not_hold(machine:
     layout = case.layout()
     largest = max(page.nbytes for page in layout.pages)
     room = 16 * largest + machine.page_locked * (NUMBER_RING_BYTES + RING_SLOTS * largest)
-    tight = replace(
-        machine, memories=machine.memories | {"host": Tier(capacity=room, bandwidth=40e9)}
-    )
+    tight = replace(machine, memories=machine.memories | {"host": Tier(capacity=room, bandwidth=40e9)})
     plan = replace(case, machine=tight).plan(policy)
     ended = run_on_symbols(policy, plan)
     held = set(policy.held.pages())

@@ -30,7 +30,9 @@ class KVOffload:
         token_bytes = 2 * config.kv_heads * config.head_dim * compute.dtype.itemsize
         self._tokens = kv_piece_tokens(token_bytes, tokens, piece_bytes)
         shape = 2, 2, self._tokens, config.kv_heads, config.head_dim
-        memory = locked_if_possible(2 * self._tokens * token_bytes, self._accelerator, "memory for new keys and values")
+        memory = locked_if_possible(
+            2 * self._tokens * token_bytes, self._accelerator, "memory for new keys and values"
+        )
         self._buffers = memory.view(compute.dtype).view(shape)
 
     def write(self, cache: BlockedKV, layer: int, step: KVStep, k_TKd: Tensor, v_TKd: Tensor) -> None:

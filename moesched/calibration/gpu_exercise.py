@@ -2,8 +2,8 @@
 
 The first layer's weights stay on the GPU, the second one's are fetched in each step. Micro-batches whose KV cache is on
 the host are attended to there in even steps, and on the GPU in odd ones, in which their new keys and values are written
-to the cache and experts run one by one, every other one on the host. A step's fetch begins
-with its tasks of one kind, which change from step to step. Where page-locked memory is limited, fetched pages are staged in it.
+to the cache and experts run one by one, every other one on the host. A step's fetch begins with its tasks of one kind,
+which change from step to step. Where page-locked memory is limited, fetched pages are staged in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from moesched.models.layout import Page
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.tasks import Task
-
 
 BESIDE = ("attention", "cache writes", "attention", "experts")
 """Tasks that a fetch runs beside, by the number of its step: attention is on the host in even steps."""
