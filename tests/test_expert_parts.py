@@ -104,7 +104,7 @@ class NewTensors(TorchDispatchMode):
     """Notes the operations that make tensors with memory of their own."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
         self.made: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -78,7 +78,7 @@ class NativeKernels:
         return y_TN
 
     def expert(
-        self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks, y_nD: Tensor | None = None
+        self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks, *, y_nD: Tensor | None = None
     ) -> Tensor:
         """One expert on its rows: silu(gate x) * up x, brought back to the hidden size by down.
 

@@ -59,7 +59,7 @@ class Products:
         kept: as for `expert`.
         """
         if self.kernel and self.kernel.takes_expert(x_nD, gate, up, down):
-            self.kernel.expert(x_nD if kept is None else x_nD[kept], gate, up, down, y_nD)
+            self.kernel.expert(x_nD if kept is None else x_nD[kept], gate, up, down, y_nD=y_nD)
         else:
             y_nD.copy_(self.expert(x_nD, gate, up, down, kept))
 

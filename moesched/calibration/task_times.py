@@ -291,8 +291,9 @@ def _group(source: Source, task: Task) -> Group:
 def _key(source: Source, task: Task, *, fresh: bool = False) -> TaskKey:
     model, dtype, batch = source
     verb = "attention" if task.verb == "cpu_attention" else task.verb
-    moves = isinstance(task, PageTransfer) and task.pages
-    expert = task.pages[0].expert if moves else task.expert
+    expert = task.expert
+    if isinstance(task, PageTransfer) and task.pages:
+        expert = task.pages[0].expert
     return TaskKey(model.name, dtype, batch, fresh, task.step, verb, task.layer, task.micro_batch, expert)
 
 
