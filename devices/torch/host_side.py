@@ -120,8 +120,8 @@ class HostSide:
         for keys_SLKd, values_SLKd, new in views:
             end = start + len(keys_SLKd) * new
             shape = keys_SLKd[:, -new:].shape
-            keys_SLKd[:, -new:] = k_TKd[start:end].reshape(shape)
-            values_SLKd[:, -new:] = v_TKd[start:end].reshape(shape)
+            keys_SLKd[:, -new:].copy_(k_TKd[start:end].reshape(shape))
+            values_SLKd[:, -new:].copy_(v_TKd[start:end].reshape(shape))
             start = end
         state.attended_TX = self._attend(state, q_THd, views)
 
