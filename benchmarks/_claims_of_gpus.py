@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 from typing import Any
 
 from _claim import Claim, Result, all_of, at_least, at_most
@@ -19,6 +20,12 @@ PREDICTED = (
 )
 """The runs that are predicted."""
 LINK_BARS = {"": 0.90, ", staged": 0.70}
+ORDERED = "ten policies in order"
+TIE = 0.05
+"""Measured totals that are closer than this are in no order: one run of each is no more certain."""
+TOTAL, LANE = 0.15, 0.20
+LEAST_LANE = 0.05
+"""Share of a run's time from which a lane counts: what is shorter says nothing about the run."""
 OTHERS = ("llama.cpp", "Hugging Face")
 DECODE, PREFILL = "decode_tokens_per_second", "prefill_tokens_per_second"
 DECODE_BARS = {"1": 0.9, "16": 1.5, "64": 2.0}
@@ -33,6 +40,7 @@ def gpu_hour(result: Result) -> Iterator[Claim]:
     yield from _large(rows)
     yield from _host_attention(rows)
     yield from _predictions(rows)
+    yield from _order(rows.get(ORDERED, {}).get("cases", []))
     yield from _beside(rows)
     yield from _share_of_bytes(result)
 
@@ -82,6 +90,41 @@ def _predictions(rows: dict[str, Any]) -> Iterator[Claim]:
     yield all_of("runs on a GPU whose total is predicted within 20 % and in its band", len(right), len(runs))
     worst = max(run["first_over_median"] for run in runs)
     yield at_most("runs on a GPU: the first step over the median one, worst", worst, 1.3, "{:.1f}x")
+
+
+def _order(cases: Sequence[dict[str, Any]]) -> Iterator[Claim]:
+    """Predictions of policies on the same requests: their order, their totals, and their lanes."""
+    told = [case for case in cases if case["expected"]]
+    if not told:
+        return
+    right = [pair for pair in _apart(told) if _predicted(pair[0]) < _predicted(pair[1])]
+    words = f"{M4}, 8 GB: ten policies"
+    yield all_of(f"{words}, pairs that are in the predicted order", len(right), len(_apart(told)))
+    near = [case for case in told if abs(case["expected"]["over_measured"] - 1) <= TOTAL]
+    yield all_of(f"{words}, totals predicted within 15 %", len(near), len(cases))
+    ratios = [
+        case["expected"]["lanes"].get(name, 0.0) / seconds
+        for case in told
+        for name, seconds in case["lanes"].items()
+        if seconds > LEAST_LANE * case["total_seconds"]
+    ]
+    close = [ratio for ratio in ratios if abs(ratio - 1) <= LANE]
+    yield all_of(f"{words}, busy lanes predicted within 20 %", len(close), len(ratios))
+
+
+def _apart(cases: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Pairs of which one was clearly faster, that one first."""
+    by_speed = sorted(cases, key=lambda case: case["total_seconds"])
+    return [
+        (faster, slower)
+        for faster, slower in combinations(by_speed, 2)
+        if slower["total_seconds"] > (1 + TIE) * faster["total_seconds"]
+    ]
+
+
+def _predicted(case: dict[str, Any]) -> float:
+    seconds: float = case["expected"]["total_seconds"]
+    return seconds
 
 
 def _beside(rows: dict[str, Any]) -> Iterator[Claim]:

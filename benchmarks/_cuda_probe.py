@@ -1,4 +1,4 @@
-"""Rates of a CUDA GPU and its host, and a machine profile of both, from a few seconds of copies and products."""
+"""Rates of a CUDA GPU and its host, from a few seconds of copies and products."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-
-from moesched.machines import Link, Machine, Processor, Roles, Tier
-from moesched.system.memory import available_memory
 
 COPIED = 1 << 28
 SMALL = 1 << 14
@@ -56,42 +53,6 @@ def rates(device: str = "cuda", copied: int = COPIED, side: int = SIDE, host_sid
         host_memory=rate(ordinary.view(torch.float64).sum),
         gpu_flops=_flops(device, side),
         host_flops=_flops("cpu", host_side),
-    )
-
-
-def probe(cap: int, pinned: int) -> Machine:
-    """This computer, with weights that pass through pinned memory.
-
-    cap: bytes of the GPU's memory that may be used. pinned: bytes of page-locked memory.
-    """
-    gpu = torch.cuda.get_device_properties(0)
-    found = rates()
-    memory = Tier(capacity=available_memory() - pinned, bandwidth=found.host_memory)
-    return Machine(
-        name=gpu.name.lower().replace(" ", "-"),
-        description="probed by copies and products",
-        processors={
-            "gpu": Processor(memory="gpu", flops=found.gpu_flops, launch_seconds=found.latency),
-            "cpu": Processor(memory="host", flops=found.host_flops),
-        },
-        memories={
-            "gpu": Tier(capacity=cap, bandwidth=found.gpu_memory),
-            "host": memory,
-            "pinned": Tier(capacity=pinned, bandwidth=found.host_memory),
-        },
-        links=[
-            Link(
-                source="pinned",
-                destination="gpu",
-                bandwidth=found.to_gpu,
-                latency=found.latency,
-                path="host->gpu",
-            ),
-            Link(source="host", destination="gpu", bandwidth=found.ordinary_to_gpu, latency=found.latency),
-            Link(source="gpu", destination="host", bandwidth=found.to_host, latency=found.latency),
-            Link(source="host", destination="pinned", bandwidth=found.to_pinned),
-        ],
-        roles=Roles(accelerator="gpu", host="cpu", weights="host", pinned="pinned"),
     )
 
 

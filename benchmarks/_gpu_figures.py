@@ -45,7 +45,7 @@ def of_run(report: Result) -> Result:
             for (name, _), kind in kinds.items()
         },
         "weights_home": report.get("weights_home"),
-        "expected": _expected(report),
+        "expected": expectation(report),
         "no_expectation": report.get("no_expectation"),
     }
 
@@ -56,7 +56,7 @@ def _rate(kinds: list[Result]) -> float | None:
     return sum(kind["bytes"] for kind in kinds) / seconds if seconds else None
 
 
-def _expected(report: Result) -> Result | None:
+def expectation(report: Result) -> Result | None:
     """The predicted total, and whether the measured throughput is in the prediction's band, if it has one."""
     expected = report.get("expected")
     if expected is None:

@@ -8,17 +8,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any, NamedTuple
 
 import torch
 from _accelerate import generate
+from _claims_of_gpus import ORDERED
 from _cuda_probe import rates
+from _dispatch_cases import POLICIES
 from _fresh_process import command, in_fresh_process
 from _gpu_choices import choices
 from _gpu_figures import of_run
 from _gpu_peers import hugging_face, llama_cpp
+from _gpu_policies import Case, in_turn, of_scenario
 from _gpu_sizes import Requests, Sizes, active_bytes, flops_of_a_token, weight_bytes
 from _preparations import LLAMA, Preparation, build_llama, write_gguf, write_model
 
@@ -207,6 +211,28 @@ def beside(batch: int, bench: Bench, seconds: float) -> Figures:
     return {"batches": {str(batch): rate}, **found}
 
 
+def policies_in_order(bench: Bench, seconds: float) -> Figures:
+    """Requests under ten policies, whose weights stream."""
+    sizes = bench.sizes
+    cases = [Case(policy, "in order", sizes.ordered, sizes.gpu) for policy in IN_ORDER]
+    return _in_turn(bench, cases, seconds)
+
+
+def dispatched(bench: Bench, seconds: float) -> Figures:
+    """One request in several scenarios, where half of the experts fit on the GPU; as many as there is time for."""
+    sizes = bench.sizes
+    chosen = product(sizes.scenarios, POLICIES)
+    return _in_turn(bench, [of_scenario(policy, each, sizes.half) for each, policy in chosen], seconds)
+
+
+def _in_turn(bench: Bench, cases: Sequence[Case], seconds: float) -> Figures:
+    places = bench.places
+    machine = str(places.machine) if places.machine.exists() else "auto"
+    arguments = places.of(MODEL), bench.sizes.device, machine, cases, max(0.0, seconds - STARTING_SECONDS / 6)
+    found: Figures = in_fresh_process(in_turn, *arguments, seconds=seconds)
+    return found
+
+
 def half_on_the_host(policy: str, bench: Bench, seconds: float) -> Figures:
     """One request where half of the experts fit on the GPU."""
     sizes = bench.sizes
@@ -261,6 +287,10 @@ def _llama_cpp(bench: Bench, seconds: float, batches: Sequence[int], *options: s
 
 STREAMED = ("layer_streaming", "flexgen", "cgopipe")
 ON_THE_HOST = ("twiddler", "expert_cache", "layer_split")
+IN_ORDER = (
+    *("layer_streaming", "flexgen", "cgopipe", "fastdecode", "expert_streaming"),
+    *("expert_cache", "lru_offload", "twiddler", "cpu_ffn", "layer_split"),
+)
 ALWAYS = "limits"
 PARTS = (
     ALWAYS,
@@ -271,8 +301,10 @@ PARTS = (
     "staging",
     "prompts",
     "half",
+    "order",
     "others",
     "large",
+    "dispatch",
 )
 
 
@@ -295,12 +327,14 @@ def rows(sizes: Sizes) -> Iterator[Row]:
     yield Row("Hugging Face", "others", 40, by_hugging_face, packages=("transformers",), **stays)
     for policy in ON_THE_HOST:
         yield Row(f"half, {policy}", "half", 15, partial(half_on_the_host, policy), **streams)
+    yield Row(ORDERED, "order", 50, policies_in_order, **streams)
     for policy in STREAMED:
         yield Row(f"{policy}, staged", "staging", 25, partial(staged, policy), **streams)
     in_llama = {**stays, "after": (MODEL, PROGRAM), "on_gpus": True}
     yield Row("llama.cpp", "others", 30, by_llama_cpp, **in_llama)
     yield Row("half, llama.cpp", "others", 20, half_by_llama_cpp, **in_llama)
     yield from _large_rows(sizes)
+    yield Row("dispatch", "dispatch", 60, dispatched, **streams)
 
 
 def _large_rows(sizes: Sizes) -> Iterator[Row]:

@@ -16,7 +16,8 @@ penalties, with early stopping and without. The best sequence must be the same, 
 attention sees one token only are left out: Hugging Face's KV cache keeps all tokens there.
 
 From policy to policy: every shipped policy, and the adversary with many seeds, on a machine with one memory and on one
-with two, in both dtypes: the logits of every step must be those of `resident` on one memory, to the bit.
+with two, in both dtypes: the logits of every step must be those of `resident` on one memory, to the bit. So must those
+of models of odd sizes under every policy, with settings, in every way that tests take in turn (`_equal_bits.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 from _beams import hugging_face_beams, searched
+from _equal_bits import EqualRun, all_runs
 from _options import EXECUTION, Benchmark, track
 from _random_models import (
     DECISIVE,
@@ -51,6 +56,7 @@ from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.sampling import Sampling
 from moesched.tasks import Task
+from odd_models import Reference
 
 Tensor = torch.Tensor
 
@@ -91,7 +97,13 @@ MAKERS: dict[str, Callable[[int, int], Any]] = {
 BENCHMARK = Benchmark(
     __doc__,
     "exactness",
-    measures=("benchmarks/_random_models.py", "benchmarks/_beams.py", "moesched/models", *EXECUTION),
+    measures=(
+        "benchmarks/_random_models.py",
+        "benchmarks/_beams.py",
+        "benchmarks/_equal_bits.py",
+        "moesched/models",
+        *EXECUTION,
+    ),
     packages=("torch", "transformers"),
     parts=MAKERS,
     rounds=30,
@@ -426,14 +438,32 @@ def compare_policies(directories: list[Path], seeds: int) -> dict[str, Any]:
             logits += got.logits_RSV.numel()
             if got.tokens != expected.tokens or not same_bits(got.logits_RSV, expected.logits_RSV):
                 differing.append(f"{name} {settings}, {directory.name}, {dtype}, {machine.name}")
+    odd = list(all_runs())
+    runs += len(odd)
+    differing += differing_at_odd_sizes(odd)
     return {
-        "policies": ["resident", *POLICIES, f"adversarial with {seeds} seeds"],
-        "models": len(directories),
+        "policies": sorted({"resident", *POLICIES, *(each.policy for each in odd)}),
+        "adversaries": seeds,
+        "models": len(directories) + len({each.model for each in odd}),
         "runs": runs,
         "logits": logits,
         "runs_that_differ": len(differing),
         "differing": differing[:20],
     }
+
+
+def differing_at_odd_sizes(runs: Sequence[EqualRun]) -> list[str]:
+    """The runs of models of odd sizes whose logits differ."""
+    differing = []
+    with tempfile.TemporaryDirectory() as folder:
+        references = {
+            model: Reference.of(model, Path(folder) / str(number))
+            for number, model in enumerate({each.model: None for each in runs})
+        }
+        for each in track(runs, "at odd sizes"):
+            if each.differs(references[each.model]):
+                differing.append(each.name)
+    return differing
 
 
 def policies(seeds: int) -> Iterator[tuple[str, dict[str, int]]]:

@@ -13,8 +13,10 @@ streaming    512 requests, the GPU limited to 8 GB, under three policies.
 staging      The same, page-locked memory limited to 2 GB.
 prompts      All weights on the GPU, batches of 1, 16 and 64.
 half         One request, half of the experts on the host.
+order        64 requests under ten policies, the GPU limited to 8 GB: as fast, and in the order, as predicted?
 others       The last two by Hugging Face if it is installed, and by llama.cpp if it is given.
 large        16 layers, the GPU limited to 24 GB, 2,048 requests, beside Accelerate if it is installed.
+dispatch     One request where half of the experts fit, by where experts are to run: generation, prompts, beams.
 
 The exit code is 1 if a bar is missed or a row fails. `--small` tries all of this with tiny models on an imitated GPU;
 its figures measure nothing.
@@ -35,6 +37,7 @@ from _claims_of_gpus import gpu_hour
 from _fresh_process import RowFailed, preload
 from _gpu_rows import ALWAYS, PARTS, Bench, Places, Row, about_gpu, about_models, preparations, rows
 from _gpu_sizes import FULL, SMALL
+from _gpu_tables import policies
 from _options import EXECUTION, Benchmark, progress
 from _preparations import Preparations
 from _tables import markdown
@@ -57,6 +60,8 @@ BENCHMARK = Benchmark(
         "benchmarks/_gpu_figures.py",
         "benchmarks/_gpu_peers.py",
         "benchmarks/_gpu_choices.py",
+        "benchmarks/_gpu_policies.py",
+        "benchmarks/_dispatch_cases.py",
         "benchmarks/_accelerate.py",
         "benchmarks/_cuda_probe.py",
         *EXECUTION,
@@ -142,6 +147,7 @@ class Hour:
         print(
             markdown(["measure", "figure", "bar"], [[each.words, each.figure, each.bar] for each in claims])
         )
+        print(policies(self.result))
         failed = any(reason.startswith(FAILED) for reason in self.result["left_out"].values())
         return int(failed or any(each.reached is False for each in claims))
 

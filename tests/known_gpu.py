@@ -35,6 +35,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         dispatch: seconds that a task of a kind takes to start, and seconds more for each call, by resource and kind.
         attention: the share of its memory's bandwidth that attention on the host reads with.
         attention_beside: its speed beside copies to the GPU, and beside copies into staging slots.
+        writes_beside: the same of cache writes.
+        pages_beside: speeds of copies to the GPU beside attention on the host, and beside cache writes.
         noise: how far a time may be off, as a share of it.
     """
 
@@ -48,6 +50,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     dispatch: dict[tuple[str, str], tuple[float, float]] = {}
     attention: float = 0.5
     attention_beside: tuple[float, float] = (1.0, 1.0)
+    writes_beside: tuple[float, float] = (1.0, 1.0)
+    pages_beside: tuple[float, float] = (1.0, 1.0)
     noise: float = 0.0
 
 
@@ -77,6 +81,8 @@ DESKTOP = Rates(
     },
     attention=0.6,
     attention_beside=(0.8, 0.5),
+    writes_beside=(0.7, 0.6),
+    pages_beside=(0.95, 0.85),
 )
 """A desktop with a GPU of 24 GB."""
 
@@ -126,9 +132,16 @@ class KnownGpu:
         share = Estimate(low=reading, expected=reading, high=reading)
         cpu = replace(measured.host, rates=measured.host.rates | {"attention": share})
         link = f"{measured.roles.pinned or HOST}->{GPU}"
+        copies, on_host = (link, "host->pinned"), ("attention", "cache write")
+        slowed = (rates.attention_beside, rates.writes_beside)
         beside = [
-            Contention(work="attention", beside=each, rate=rate)
-            for each, rate in zip((link, "host->pinned"), rates.attention_beside, strict=True)
+            Contention(work=work, beside=each, rate=rate)
+            for work, speeds in zip(on_host, slowed, strict=True)
+            for each, rate in zip(copies, speeds, strict=True)
+        ]
+        beside += [
+            Contention(work=link, beside=each, rate=rate)
+            for each, rate in zip(on_host, rates.pages_beside, strict=True)
         ]
         return replace(
             measured,

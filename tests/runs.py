@@ -92,6 +92,12 @@ def make_plan(
     return plan
 
 
+def cached_on_host(plan: Plan) -> int:
+    """Bytes that a plan reserves for the KV cache in the host's memory."""
+    reserved = plan.reservations.of(plan.declared)
+    return sum(each.nbytes for each in reserved if (each.memory, each.content) == ("host", "KV cache"))
+
+
 def about(plan: Plan, policy: Policy, driver: str) -> About:
     """Model, machine and batch of a test's run."""
     return About(

@@ -45,8 +45,8 @@ def calibrated(rates: Rates = DESKTOP, extent: GpuExtent = QUICK) -> Machine:
 
 @cache
 def desktop() -> Machine:
-    """The desktop as a quick calibration finds it."""
-    return calibrated()
+    """The desktop as a quick calibration finds it, with as many steps as it has."""
+    return calibrated(extent=replace(QUICK, steps=QUICK_GPU.steps))
 
 
 def with_noise(noise: float) -> Rates:
@@ -105,6 +105,23 @@ def test_it_finds_how_copies_slow_attention_on_the_host_and_not_what_was_not_slo
     assert pairs["attention", "host->pinned"] == near(0.5, 0.02)
     assert pairs["host->gpu", "few rows"] == near(1.0, 0.02)
     assert pairs["few rows", "host->gpu"] == near(1.0, 0.02)
+
+
+def test_it_finds_how_copies_and_cache_writes_slow_each_other() -> None:
+    pairs = {(pair.work, pair.beside): pair.rate for pair in desktop().contention}
+    assert pairs["cache write", "host->gpu"] == near(0.7, 0.02)
+    assert pairs["cache write", "host->pinned"] == near(0.6, 0.02)
+    assert pairs["host->gpu", "cache write"] == near(0.85, 0.02)
+    assert pairs["host->gpu", "attention"] == near(0.95, 0.07), "attention is short beside a page's copy"
+
+
+def test_cache_writes_slow_copies_in_predictions_as_was_measured_and_else_as_copies_do() -> None:
+    writing, copying = Work("offload_kv", "gpu->host", nbytes=1e6), Work("fetch", "host->gpu", nbytes=1e6)
+    measured = cost_model(desktop(), "bfloat16")
+    assert dict(measured.work(copying).slowed)[measured.work(writing).sort] == near(0.85, 0.02)
+    of_copies = [pair for pair in desktop().contention if "cache write" not in (pair.work, pair.beside)]
+    unmeasured = cost_model(replace(desktop(), contention=of_copies), "bfloat16")
+    assert dict(unmeasured.work(copying).slowed)[unmeasured.work(writing).sort] == near(0.75)
 
 
 def test_it_finds_the_rate_of_attention_on_the_host() -> None:

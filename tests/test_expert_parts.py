@@ -11,13 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cut_rows import partition
-from moesched.devices.native.compiled import instruction_sets
+from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.products.products import Products
 from moesched.devices.torch.expert_parts import Part, apply_expert, apply_to_each, tiles_of
 from moesched.models.footprint import EXPERT_TILE
+
+needs_kernels = pytest.mark.skipif(not instruction_sets(), reason=availability())
 
 
 class Counted(Products):
@@ -30,6 +33,11 @@ class Counted(Products):
     def expert(self, x_nD: torch.Tensor, *matrices: Any) -> torch.Tensor:
         self.rows.append(len(x_nD))
         return super().expert(x_nD, *matrices)
+
+    def expert_into(self, y_nD: torch.Tensor, x_nD: torch.Tensor, *matrices: Any) -> None:
+        if self.by_kernel(x_nD, *matrices[:3]):
+            self.rows.append(len(x_nD))
+        super().expert_into(y_nD, x_nD, *matrices)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "the expert kernel"])
@@ -90,6 +98,34 @@ def test_rows_of_several_micro_batches_have_the_bits_of_each(
         assert multiply.rows == [40, 3 + 7 + 20, 5, 32], "the kernel reads the weights once for 32 rows"
     else:
         assert multiply.rows == cores == counts
+
+
+class NewTensors(TorchDispatchMode):
+    """Notes the operations that make tensors with memory of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
+        self.made: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if result.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr():
+            self.made.append(str(function))
+        return result
+
+
+@needs_kernels
+def test_the_kernel_writes_an_expert_s_outputs_where_they_belong() -> None:
+    x_nD = torch.randn(12, HIDDEN).to(torch.bfloat16)
+    weights, expected, y_nD = random_expert(torch.bfloat16), torch.zeros_like(x_nD), torch.zeros_like(x_nD)
+    with closing(Products(NativeKernels(32, threads=1))) as products:
+        matrices = [weights[f"experts.0.{name}"] for name in ("gate", "up", "down")]
+        expected[3:7] = products.expert(x_nD[3:10], *matrices)[:4]
+        part = Part(x_nD, y_nD, range(3, 10), range(3, 7))
+        with NewTensors() as new:
+            apply_to_each([part], 0, weights, products, lambda rows: None)
+    assert new.made == []
+    assert y_nD.equal(expected)
 
 
 @settings(max_examples=30)

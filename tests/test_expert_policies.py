@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, generate, same_bits
+from _equal_bits import EXPERTS, SLOW_CPU, EqualRun
+from _small_runs import ONE_MEMORY, generate, same_bits
 
 from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice
@@ -31,29 +32,10 @@ from moesched.runs.planning import plan_run
 from moesched.steps.plan import Plan
 from moesched.tasks import HostKernel, Task
 from moesched.testing import Case, run_on_symbols
-from odd_models import DBRX, MIXTRAL, PROMPTS, Reference, Streamed, layout_of, name_of
+from odd_models import PROMPTS, Reference, layout_of, name_of
 
 T4 = at_peak(load_machine("t4"))
 POPULARITY = [[3, 1, 2], [9, 4, 7]]
-POLICIES: list[tuple[str, dict[str, Any]]] = [
-    ("cpu_ffn", {}),
-    ("cpu_ffn", {"kv_on_gpu": 0.5}),
-    ("layer_split", {}),
-    ("expert_cache", {}),
-    ("expert_cache", {"experts": 3, "buffers": 1}),
-    ("fate", {"offload_per_layer": 4, "buffers": 2}),
-    ("frequency_cache", {"experts": 3}),
-    ("hybrimoe", {"experts": 3}),
-    ("least_stale", {"experts": 3}),
-    ("lru_offload", {}),
-    ("lru_offload", {"offload_per_layer": 4, "buffers": 1}),
-    ("moe_gen", {}),
-    ("prefetch_gate", {}),
-    ("prefetch_gate", {"offload_per_layer": 4, "buffers": 2}),
-    ("twiddler", {}),
-    ("twiddler_makespan", {}),
-    ("twiddler_makespan", {"experts": 4}),
-]
 
 # -- placement -----------------------------------------------------------------------------------------------------
 
@@ -331,7 +313,7 @@ def test_the_accelerator_attends_for_one_micro_batch_while_the_cpu_runs_the_expe
 def test_where_the_host_has_little_room_for_a_cache_the_planner_has_the_ffn_on_the_cpu() -> None:
     slow_link = staged(load_machine("t4"), "600MB", ring=False)
     proposal = plan_model(
-        "mixtral-0.8b", machine=slow_link, gen=16, budgets={"gpu": "600MB", "host": "1620MB"}
+        "mixtral-0.8b", machine=slow_link, gen=16, budgets={"gpu": "600MB", "host": "1590MB"}
     )
     assert proposal.plan.policy == "cpu_ffn"
     assert (proposal.plan.attention_on_gpu, proposal.plan.ffn_on_gpu) == (True, False)
@@ -340,73 +322,24 @@ def test_where_the_host_has_little_room_for_a_cache_the_planner_has_the_ffn_on_t
 
 # -- on tensors ----------------------------------------------------------------------------------------------------
 
-SLOW_CPU = msgspec.structs.replace(
-    TWO_MEMORIES,
-    processors=TWO_MEMORIES.processors
-    | {
-        "cpu": msgspec.structs.replace(
-            TWO_MEMORIES.processors["cpu"], flops={"float32": 1e9, "bfloat16": 1e9}
-        )
-    },
-)
-ROOMY_TIERS = msgspec.structs.replace(
-    THREE_TIERS,
-    memories=THREE_TIERS.memories
-    | {"host": msgspec.structs.replace(THREE_TIERS.memories["host"], capacity="10MB")},
-)
 
-
-MODELS = [(MIXTRAL, "float32"), (DBRX, "bfloat16")]
-
-
-@pytest.fixture(scope="module", params=MODELS, ids=name_of)
+@pytest.fixture(scope="module", params=EXPERTS.models, ids=name_of)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference.of(request.param, tmp_path_factory.mktemp("models"))
 
 
-WAYS = {
-    "one memory": (TorchDevice, ONE_MEMORY, 1.4),
-    "two memories": (TorchDevice, TWO_MEMORIES, 0.8),
-    "two memories, a slow CPU": (TorchDevice, SLOW_CPU, 0.8),
-    "two memories, streams": (Streamed, SLOW_CPU, 0.8),
-    "three tiers": (TorchDevice, ROOMY_TIERS, 0.8),
-}
-
-
-def with_models() -> Iterator[Any]:
-    """Every policy in every way, with one of the models in turn, so that each policy and each way meets both."""
-    for number, (title, way) in enumerate(WAYS.items()):
-        for place, (policy, settings) in enumerate(POLICIES):
-            model = MODELS[(number + place) % len(MODELS)]
-            name = "-".join([name_of(model), title, policy, *map(str, settings.values())])
-            yield pytest.param(model, *way, policy, settings, id=name)
-
-
 @pytest.mark.parametrize(
-    ("reference", "kind", "machine", "weights", "policy", "settings"),
-    [*with_models()],
+    ("reference", "case"),
+    [pytest.param(each.model, each, id=each.name) for each in EXPERTS.in_turn()],
     indirect=["reference"],
 )
-def test_logits_are_those_of_resident_to_the_bit(
-    reference: Reference,
-    kind: type[TorchDevice],
-    machine: Machine,
-    weights: float,
-    policy: str,
-    settings: dict[str, Any],
-) -> None:
-    sizes: dict[str, Any] = {"new_tokens": 4, "micro_batch_size": 2}
-    device = kind(reference.checkpoint, reference.layout, keep_logits=True)
-    got = generate(device, make_policy(policy, settings), machine, PROMPTS, weights=weights, **sizes)
-    if isinstance(device, Streamed):
-        device.fake.close()
-    assert got.tokens == reference.expected.tokens
-    assert same_bits(got.logits_RSV, reference.expected.logits_RSV)
+def test_logits_are_those_of_resident_to_the_bit(reference: Reference, case: EqualRun) -> None:
+    assert not case.differs(reference)
 
 
 @pytest.mark.parametrize(
     ("reference", "policy", "settings"),
-    [(MODELS[number % 2], *each) for number, each in enumerate(POLICIES)],
+    [(EXPERTS.models[number % 2], *each) for number, each in enumerate(EXPERTS.policies)],
     ids=str,
     indirect=["reference"],
 )

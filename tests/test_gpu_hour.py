@@ -15,7 +15,8 @@ from _claims_of_gpus import gpu_hour as bars
 from _fresh_process import FreshProcess, RowFailed, in_fresh_process
 from _gpu_figures import of_run
 from _gpu_peers import llama_cpp
-from _gpu_rows import PARTS, Bench, Places, Row, rows
+from _gpu_policies import Case, in_turn
+from _gpu_rows import IN_ORDER, PARTS, Bench, Places, Row, rows
 from _gpu_sizes import FULL, SMALL, Sizes
 from _preparations import Preparation, Preparations, write_gguf, write_model
 from _results import RESULTS, stored
@@ -57,6 +58,16 @@ def test_runs_that_stream_have_the_link_s_rate_and_the_reason_why_they_are_not_p
         assert row["link_bytes_per_second"] > 0
         assert row["expected"] is None and "calibration" in row["no_expectation"]
     assert small["rows"]["cgopipe, staged"]["peak_bytes"]["pinned"] > 0
+
+
+def test_one_process_runs_many_policies_which_give_the_same_tokens(small: dict[str, Any]) -> None:
+    ordered = small["rows"]["ten policies in order"]
+    assert [case["policy"] for case in ordered["cases"]] == list(IN_ORDER)
+    assert ordered["left_out"] == {}
+    assert len({case["tokens"] for case in ordered["cases"]}) == 1
+    dispatched = small["rows"]["dispatch"]["cases"]
+    assert len(dispatched) == 5 and len({case["tokens"] for case in dispatched}) == 1
+    assert all(case["peak_bytes"]["planned"] <= SMALL.half for case in dispatched)
 
 
 def test_figures_of_tiny_models_are_marked_and_have_no_bars(small: dict[str, Any]) -> None:
@@ -239,6 +250,53 @@ def test_a_prediction_says_how_far_it_is_off_and_whether_the_run_is_in_its_band(
     found = of_run(report([1.0, 1.0], 2, expected=expected))["expected"]
     assert found["over_measured"] == pytest.approx(1.05)
     assert found["inside_band"] is inside
+
+
+def case(policy: str, measured: float, predicted: float, lane: float = 1.0) -> dict[str, Any]:
+    return {
+        "policy": policy,
+        "total_seconds": measured,
+        "lanes": {"accelerator": measured / 2, "host": 0.0},
+        "expected": {
+            "total_seconds": predicted,
+            "over_measured": predicted / measured,
+            "lanes": {"accelerator": lane * measured / 2},
+        },
+    }
+
+
+def test_policies_count_as_ordered_where_their_times_are_apart() -> None:
+    cases = [
+        case("one", 1.0, 1.1),
+        case("near it", 1.04, 1.0),
+        case("slow", 2.0, 1.05),
+        case("slower", 3.0, 3.1, 0.7),
+    ]
+    found = {bar.words.rpartition(", ")[2]: (bar.figure, bar.reached) for bar in bars(of_cases(cases))}
+    assert found == {
+        "pairs that are in the predicted order": ("4 of 5", False),
+        "totals predicted within 15 %": ("3 of 4", False),
+        "busy lanes predicted within 20 %": ("3 of 4", False),
+    }
+    right = [case("one", 1.0, 1.1), case("two", 2.0, 2.0), case("three", 3.0, 3.1)]
+    assert all(bar.reached for bar in bars(of_cases(right)))
+
+
+def of_cases(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"small": False, "models": {}, "rows": {"ten policies in order": {"cases": cases}}}
+
+
+def test_a_case_that_there_is_no_time_for_or_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    write_model(SMALL.model, tmp_path / "model")
+    cases = [
+        Case("layer_streaming", "tiny", SMALL.ordered, gpu=1000),
+        Case("layer_streaming", "first", SMALL.ordered, SMALL.gpu),
+        Case("layer_streaming", "late", SMALL.ordered, SMALL.gpu),
+    ]
+    found = in_turn(tmp_path / "model", SMALL.device, "auto", cases, seconds=1e-3)
+    assert [each["scenario"] for each in found["cases"]] == []
+    assert "does not fit" in found["left_out"]["layer_streaming, tiny"]
+    assert found["left_out"]["layer_streaming, late"].endswith("s were left")
 
 
 def test_the_first_gpu_missed_its_bars_and_a_faster_link_would_reach_one() -> None:

@@ -86,7 +86,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_small_model_has_tasks_of_every_kind(checkpoint: Path) -> None:
     machine = replace(load_machine("h100"), cost_table=[])
     found, source = GpuTasks(), Source(TINY.model, "bfloat16", 0)
-    for add, here in ((found.add, machine), (found.add_beside, staged(machine, 1 << 20))):
+    for add, here in ((found.add, machine), (found.add_beside, staged(machine, 4 << 20))):
         policy = GpuExercise(TINY.on_host, beside=here is not machine)
         tasks = run_exercise(
             checkpoint, "bfloat16", policy, TINY.micro_batches, TINY.steps, LaggingDevice, here
@@ -98,3 +98,22 @@ def test_the_small_model_has_tasks_of_every_kind(checkpoint: Path) -> None:
         assert {f"dispatch {kind}" for kind in kinds} <= measured
     assert {point.rows for point in points if point.operation == "dispatch post_attention"} == {2.0, 4.625}
     assert all(point.seconds > 0 for point in points)
+
+
+def test_a_fetch_runs_beside_attention_on_the_host_or_beside_cache_writes(checkpoint: Path) -> None:
+    machine = replace(load_machine("h100"), cost_table=[])
+    policy = GpuExercise(TINY.on_host, beside=True)
+    tasks = run_exercise(
+        checkpoint, "bfloat16", policy, TINY.micro_batches, TINY.steps, LaggingDevice, machine
+    )
+
+    def first_start(step: int, verb: str) -> int:
+        return min(task.start for task in tasks if (task.step, task.verb) == (step, verb))
+
+    def last_end(step: int, verb: str) -> int:
+        resident = [task for task in tasks if (task.step, task.verb, task.layer) == (step, verb, 0)]
+        return max(task.end for task in resident)
+
+    assert last_end(1, "attention") <= min(first_start(1, "fetch"), first_start(1, "offload_kv"))
+    assert first_start(2, "fetch") <= last_end(2, "cpu_attention")
+    assert len([task for task in tasks if (task.step, task.verb) == (1, "fetch")]) == 1 + TINY.model.experts

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from _gpu_policies import begin_peak
 from _small_runs import TWO_MEMORIES, Generated, generate
-from gpu_dispatch import begin_peak
 
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.torch.cuda_device import gpu_of

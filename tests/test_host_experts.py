@@ -17,7 +17,7 @@ from moesched.errors import NotResident, PolicyError
 from moesched.machines import Machine, load_machine
 from moesched.machines.roofline import Roofline
 from moesched.models.checkpoint import Checkpoint
-from moesched.models.footprint import host_rows_bytes
+from moesched.models.host_buffers import routed_rows_bytes
 from moesched.models.layout import Page, weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
@@ -159,7 +159,7 @@ def test_the_plan_makes_room_for_the_rows() -> None:
     planned.run_experts_on_host()
     assert planned.free("accelerator") == without.free("accelerator") - 50 * planned.operations.hidden_bytes
     taken = without.free("host") - planned.free("host")
-    assert taken > host_rows_bytes(planned.operations, 50), "rows and workspace"
+    assert taken > routed_rows_bytes(planned.operations, 50), "rows and workspace"
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from moesched.runs.planning import plan_run
 from moesched.steps.plan import Plan
 from moesched.steps.roles import Role
 from moesched.testing import Case, check_policy, policy_cases, run_on_symbols
+from runs import cached_on_host
 from small_models import SMALL, small_model
 
 T4 = at_peak(load_machine("t4"))
@@ -165,7 +166,7 @@ CACHE = _planned("cgopipe", 8_000_000_000).reservations.cache_bytes([0], range(L
 def test_each_memory_reserves_the_layers_that_it_holds(share: float) -> None:
     none, some = (_planned("cgopipe", 8_000_000_000, kv_on_gpu=each) for each in (0.0, share))
     assert some.kv.on_gpu == share
-    assert none.memory("host").used - some.memory("host").used == share * CACHE
+    assert cached_on_host(none) - cached_on_host(some) == share * CACHE
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from moesched.devices.shared.arena import ALIGNMENT, CACHE_LINE, Arena
+from moesched.devices.shared.arena import ALIGNMENT, Arena
 from moesched.devices.shared.direct_file import DirectFile
 from moesched.devices.shared.page_reader import PageReader, Part
 from moesched.errors import BadInput, MoeschedError
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.host_buffers import CACHE_LINE
 from moesched.models.layout import Page, room_for, weight_layout
 from moesched.models.published import published_tensors
 from moesched.models.random_model import write_random_model

@@ -203,10 +203,12 @@ def test_a_users_own_policy_is_planned_for_like_those_that_ship() -> None:
 def test_a_micro_batch_takes_the_bytes_of_all_layers_wherever_its_cache_is() -> None:
     where = replace(setting("cgopipe"), make=CGOPipe, splits_kv=True)
     shape = TraitProbe(where, 16).shape(where.cost)
-    cache = where.undecided(where.batch(5, 16)).reservations.cache_bytes([0], range(LAYOUT.config.layers))
+    reservations = where.undecided(where.batch(5, 16)).reservations
+    cache = reservations.cache_bytes([0], range(LAYOUT.config.layers))
+    rows = reservations.sizes.host_rows([0], routed=False)
     assert shape.resident is not None
     assert shape.resident.nbytes["gpu"] - shape.each.nbytes["gpu"] == cache
-    assert shape.each.nbytes["host"] - shape.resident.nbytes["host"] == cache
+    assert shape.each.nbytes["host"] - shape.resident.nbytes["host"] == cache + rows
 
 
 @pytest.mark.parametrize("policy", ["cgopipe", "resident", "layer_streaming", "cpu_ffn", "expert_cache"])

@@ -189,10 +189,13 @@ def test_a_layer_of_pinned_memory_is_enough(name: str) -> None:
     layout = Case(name="little pinned", machine=load_machine("t4"), layers=4).layout()
     layer = sum(page.nbytes for page in layout.layer(0))
     largest = max(page.nbytes for page in layout.pages)
-    policy = make_policy(name)
-    machine = staged(load_machine("t4"), largest * len(layout.layer(0)))
+    policy, batch = make_policy(name), split_batch([4] * 6, 4, 2)
     budgets = {"gpu": 3 * layer + 40_000}
-    plan = plan_run(machine, layout, split_batch([4] * 6, 4, 2), policy, budgets)
+    roomy = plan_run(staged(load_machine("t4"), "1GB"), layout, batch, policy, budgets)
+    staging = sum(pool.nbytes for pool in roomy.weights.pools if pool.memory is roomy.memory("pinned"))
+    buffers = roomy.memory("pinned").used - staging
+    machine = staged(load_machine("t4"), buffers + largest * len(layout.layer(0)))
+    plan = plan_run(machine, layout, batch, policy, budgets)
     ended = run_on_symbols(policy, plan)
     assert ended.tokens == ended.expected
     assert any(task.verb == "copy_to_pinned" for task in ended.tasks)

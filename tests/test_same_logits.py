@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 import pytest
+from _equal_bits import SCHEDULES, EqualRun
 from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, generate, same_bits
 
 from moesched.devices.torch.device import TorchDevice
@@ -19,21 +17,9 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
 from moesched.tasks import Task
-from odd_models import DBRX, MIXTRAL, OLMOE, PROMPTS, Reference, Streamed, name_of
+from odd_models import PROMPTS, Reference, name_of
 
-# Every family, and both dtypes of matrices that lie as they are used and of those that lie transposed (DBRX).
-MODELS = [(MIXTRAL, "float32"), (DBRX, "float32"), (DBRX, "bfloat16"), (OLMOE, "bfloat16")]
-POLICIES: list[tuple[str, dict[str, int]]] = [
-    ("resident", {}),
-    ("layer_streaming", {}),
-    ("cgopipe", {}),
-    ("expert_streaming", {}),
-    ("fastdecode", {}),
-    ("flexgen", {}),
-    ("flexgen_cpu", {}),
-    ("flexgen_synchronous", {}),
-    ("three_tiers", {}),
-]
+MODELS = SCHEDULES.models
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=name_of)
@@ -41,51 +27,13 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return Reference.of(request.param, tmp_path_factory.mktemp("models"))
 
 
-def with_adversaries() -> Iterator[Any]:
-    """Every kind of device and machine with every policy, and with two adversaries that no other has.
-
-    Each has one of the models, so that each policy meets all of them, and each kind of device does.
-    """
-    seeds = itertools.count()
-    for number, (title, kind, machine) in enumerate(
-        (
-            ("one memory", TorchDevice, ONE_MEMORY),
-            ("two memories", TorchDevice, TWO_MEMORIES),
-            ("two memories, streams", Streamed, TWO_MEMORIES),
-            ("three tiers", TorchDevice, THREE_TIERS),
-        )
-    ):
-        adversaries = [("adversarial", {"seed": next(seeds)}) for _ in range(2)]
-        for place, (policy, settings) in enumerate([*POLICIES, *adversaries]):
-            model = MODELS[(number + place) % len(MODELS)]
-            name = "-".join([name_of(model), title, policy, *map(str, settings.values())])
-            yield pytest.param(model, kind, machine, policy, settings, id=name)
-
-
 @pytest.mark.parametrize(
-    ("reference", "kind", "machine", "policy", "settings"), [*with_adversaries()], indirect=["reference"]
+    ("reference", "case"),
+    [pytest.param(each.model, each, id=each.name) for each in SCHEDULES.in_turn()],
+    indirect=["reference"],
 )
-def test_every_policy_gives_the_same_logits(
-    reference: Reference,
-    kind: type[TorchDevice],
-    machine: Machine,
-    policy: str,
-    settings: Mapping[str, int],
-) -> None:
-    device = kind(reference.checkpoint, reference.layout, keep_logits=True)
-    got = generate(
-        device,
-        make_policy(policy, dict(settings)),
-        machine,
-        PROMPTS,
-        new_tokens=4,
-        micro_batch_size=2,
-        weights=1.0 if policy == "resident" else 0.8,
-    )
-    assert got.tokens == reference.expected.tokens
-    assert same_bits(got.logits_RSV, reference.expected.logits_RSV)
-    if isinstance(device, Streamed):
-        device.fake.close()
+def test_every_policy_gives_the_same_logits(reference: Reference, case: EqualRun) -> None:
+    assert not case.differs(reference)
 
 
 @pytest.mark.parametrize("policy", ["cgopipe", "flexgen"])

@@ -28,6 +28,7 @@ from moesched.machines.local import unified_machine
 from moesched.machines.staging import staged
 from moesched.machines.sustained import at_peak, link_kind, sustained_share
 from moesched.machines.toml_text import machine_toml
+from moesched.models.host_buffers import NUMBER_RING_BYTES, RING_SLOTS
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
@@ -180,9 +181,8 @@ def test_three_tiers_read_the_disk_only_for_what_the_host_does_not_hold(machine:
     case = Case(name="tiers", machine=machine, layers=4, weights=0.7)
     layout = case.layout()
     largest = max(page.nbytes for page in layout.pages)
-    tight = replace(
-        machine, memories=machine.memories | {"host": Tier(capacity=16 * largest, bandwidth=40e9)}
-    )
+    room = 16 * largest + machine.page_locked * (NUMBER_RING_BYTES + RING_SLOTS * largest)
+    tight = replace(machine, memories=machine.memories | {"host": Tier(capacity=room, bandwidth=40e9)})
     plan = replace(case, machine=tight).plan(policy)
     ended = run_on_symbols(policy, plan)
     held = set(policy.held.pages())

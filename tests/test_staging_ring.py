@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
 from moesched.devices.native.copy_team import CopyTeam, Pair
-from moesched.devices.torch.staging_ring import SLOTS, StagingRing
+from moesched.devices.torch.staging_ring import StagingRing
+from moesched.models.host_buffers import RING_SLOTS
 
 SLOT = 4096
 
@@ -75,7 +76,7 @@ def test_a_slot_is_filled_again_only_after_the_copy_from_it_on_its_own_stream() 
             team = CopyTeam(1)
             ring = StagingRing(SLOT, team, GPU_DEVICE)
             streams = [gpu.streams.new_stream() for _ in range(2)]
-            sources = [random_bytes(SLOT, number) for number in range(3 * SLOTS)]
+            sources = [random_bytes(SLOT, number) for number in range(3 * RING_SLOTS)]
             targets = [torch.zeros(SLOT, dtype=torch.uint8, device=GPU_DEVICE) for _ in sources]
             gpu.streams.current.synchronize()
             for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
@@ -91,9 +92,9 @@ def test_a_slot_that_was_not_used_yet_is_filled_without_a_wait_for_the_gpu() -> 
         stream.eagerness = 0.0
         team = CopyTeam(1)
         ring = StagingRing(SLOT, team, GPU_DEVICE)
-        target = torch.empty(SLOTS * SLOT, dtype=torch.uint8, device=GPU_DEVICE)
+        target = torch.empty(RING_SLOTS * SLOT, dtype=torch.uint8, device=GPU_DEVICE)
         before = gpu.streams.ran
-        ring.copy([(random_bytes(SLOTS * SLOT, 0), 0)], target)
+        ring.copy([(random_bytes(RING_SLOTS * SLOT, 0), 0)], target)
         assert gpu.streams.ran == before
         ring.copy([(random_bytes(SLOT, 0), 0)], target)
         assert gpu.streams.ran > before
@@ -110,7 +111,7 @@ def test_the_ring_is_allocated_once_whatever_goes_through_it() -> None:
             ring.copy([(random_bytes(20 * SLOT, 0), 0)], target)
         gpu.streams.synchronize(0)
         assert gpu.pinned.allocations == before
-        assert [*gpu.pinned.registered.values()] == [SLOTS * SLOT]
+        assert [*gpu.pinned.registered.values()] == [RING_SLOTS * SLOT]
         team.close()
 
 

@@ -77,10 +77,16 @@ class NativeKernels:
         check(self._library.moesched_product(self._team, *shape, address(rows), y_TN.data_ptr()))
         return y_TN
 
-    def expert(self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
-        """One expert on its rows: silu(gate x) * up x, brought back to the hidden size by down."""
+    def expert(
+        self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks, *, y_nD: Tensor | None = None
+    ) -> Tensor:
+        """One expert on its rows: silu(gate x) * up x, brought back to the hidden size by down.
+
+        y_nD: contiguous memory for the outputs; by default new.
+        """
         x_nD = _with_plain_rows(x_nD)
-        y_nD = x_nD.new_empty(x_nD.shape)
+        if y_nD is None:
+            y_nD = x_nD.new_empty(x_nD.shape)
         shape = (len(x_nD), x_nD.shape[1], _outputs(gate), x_nD.data_ptr(), x_nD.stride(0))
         matrices = [rows_of(matrix) for matrix in (gate, up, down)]
         weights = array("q", [address(rows) for rows in matrices])

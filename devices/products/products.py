@@ -51,6 +51,18 @@ class Products:
         y_nD = expert_ffn(x_nD, gate, up, down)
         return y_nD if kept is None else y_nD[kept]
 
+    def expert_into(
+        self, y_nD: Tensor, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks, kept: slice | None = None
+    ) -> None:
+        """Write an expert's outputs of the wanted rows to y, contiguous; the kernel computes them there.
+
+        kept: as for `expert`.
+        """
+        if self.kernel and self.kernel.takes_expert(x_nD, gate, up, down):
+            self.kernel.expert(x_nD if kept is None else x_nD[kept], gate, up, down, y_nD=y_nD)
+        else:
+            y_nD.copy_(self.expert(x_nD, gate, up, down, kept))
+
 
 def rows_for_kernel(kernel: str, dtype: str, shape: Shape, packed: bool) -> int:
     """The most rows for which a chosen kernel is used; 0 where it is not used at all.

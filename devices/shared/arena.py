@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from moesched.models.host_buffers import CACHE_LINE
 from moesched.system.memory_ahead import new_memory
 
-CACHE_LINE = 64  # bytes; torch's own tensors start at multiples of it
 HUGE_PAGE = 2 << 20  # bytes
 ALIGNMENT = 4096  # of the address, file offset and length of direct reads
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from moesched.models.host_buffers import NUMBER_BYTES, NUMBER_RING_BYTES
+
 from .locked_memory import locked_if_possible
 
 Tensor = torch.Tensor
@@ -24,8 +26,8 @@ Indices = Callable[[Sequence[int]], Tensor]
 host_indices: Indices = partial(torch.tensor, dtype=torch.int64)
 """On the host."""
 
-MOST_NUMBERS = 1 << 17
-"""Numbers in a half of the ring: those of many decode steps."""
+MOST_NUMBERS = NUMBER_RING_BYTES // (2 * NUMBER_BYTES)
+"""Numbers in a half of the ring."""
 
 
 class NumberRing:
@@ -60,7 +62,7 @@ class NumberRing:
     def _held(self, numbers: Sequence[int]) -> Tensor:
         """The numbers in page-locked memory."""
         if not self._halves:
-            nbytes = 2 * self._most * torch.int64.itemsize
+            nbytes = 2 * self._most * NUMBER_BYTES
             memory = locked_if_possible(nbytes, self._device, "memory for indices")
             self._halves.extend(memory.view(torch.int64).split(self._most))
         if self._filled + len(numbers) > self._most:

@@ -16,11 +16,12 @@ from typing import NamedTuple
 import torch
 
 from moesched.models.config import ModelConfig
+from moesched.models.host_buffers import CACHE_LINE
 from moesched.steps.plan import Plan
 
 from ..native.attention import AttentionCall
 from ..products.linear import Tensor
-from ..shared.arena import CACHE_LINE, aligned_bytes, typed_view
+from ..shared.arena import aligned_bytes, typed_view
 from .compute import Compute
 from .locked_memory import locked_if_possible
 
@@ -56,11 +57,12 @@ class AttentionRows:
 class RoutedRows(NamedTuple):
     """Rows of a micro-batch for experts on the host.
 
-    x_TD: hidden states. tokens_n: the token of each row. y_nD: the experts' outputs.
+    x_TD: hidden states. tokens_n: the token of each row. x_nD: the experts' inputs. y_nD: their outputs.
     """
 
     x_TD: Tensor
     tokens_n: Tensor
+    x_nD: Tensor
     y_nD: Tensor
 
 
@@ -72,7 +74,7 @@ class ExchangeRows:
         self._locks = not compute.on_cpu
         self._shapes = _Shapes(config, compute.dtype)
         rows = {number: batch.sequences(requests) for number, requests in enumerate(batch.micro_batches)}
-        attended = plan.kv.held_by("host")
+        attended = plan.kv.held_by("host") if plan.nodes.attends else ()
         routed = rows if plan.declared.experts_on_host else ()
         shapes = [
             *(self._shapes.attention(rows[number]) for number in attended),
@@ -85,7 +87,7 @@ class ExchangeRows:
             memory = aligned_bytes(max(1, nbytes))
         tensors = _cut(memory, [shape for each in shapes for shape in each])
         self._attention = {number: AttentionRows(*(next(tensors) for _ in range(4))) for number in attended}
-        self._routed = {number: RoutedRows(*(next(tensors) for _ in range(3))) for number in routed}
+        self._routed = {number: RoutedRows(*(next(tensors) for _ in range(4))) for number in routed}
 
     def attention(self, micro_batch: int, tokens: int) -> AttentionRows:
         """Rows for attention of that many tokens of a micro-batch."""
@@ -123,6 +125,7 @@ class _Shapes:
         return [
             Shape((tokens, config.hidden), self._dtype),
             Shape((rows,), torch.int64),
+            Shape((rows, config.hidden), self._dtype),
             Shape((rows, config.hidden), self._dtype),
         ]
 

@@ -57,11 +57,8 @@ def apply_expert(part: Part, expert: int, weights: Weights, products: Products) 
     x_nD, y_nD, rows, wanted = part
     gate, up, down = expert_weights(weights, expert)
     for tile, kept in tiles_of(rows, wanted):
-        outputs_nD = products.expert(x_nD[tile], gate, up, down, kept)
-        if kept is None:
-            y_nD[tile] = outputs_nD
-        else:
-            y_nD[tile][kept] = outputs_nD
+        outputs_nD = y_nD[tile] if kept is None else y_nD[tile][kept]
+        products.expert_into(outputs_nD, x_nD[tile], gate, up, down, kept)
 
 
 def apply_to_each(
@@ -86,6 +83,9 @@ def apply_to_each(
             use_cores_for(len(part.rows))
             apply_expert(part, expert, weights, products)
     for group in _groups(few, min(products.most_rows, EXPERT_TILE)):
+        if len(group) == 1:
+            apply_expert(group[0], expert, weights, products)
+            continue
         gate, up, down = expert_weights(weights, expert)
         y_nD = products.expert(torch.cat([part.input for part in group]), gate, up, down)
         for part, output_nD in zip(group, y_nD.split([len(part.rows) for part in group]), strict=True):

@@ -27,7 +27,8 @@ class HostRows:
     @cached_property
     def x_nD(self) -> Tensor:
         """The input rows; the first expert gathers them."""
-        return self._exchanged.x_TD.index_select(0, self._exchanged.tokens_n)
+        rows = self._exchanged
+        return torch.index_select(rows.x_TD, 0, rows.tokens_n, out=rows.x_nD)
 
 
 class ExpertRows:

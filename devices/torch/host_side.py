@@ -58,7 +58,7 @@ class HostSide:
         self._cached_here = _cached_on_host(plan)
         self._kv_offload: KVOffload | None = None
         if self._cached_here and not compute.on_cpu:
-            self._kv_offload = KVOffload(plan.layout.config, _most_tokens(plan), compute)
+            self._kv_offload = KVOffload(plan.layout.config, plan.reservations.sizes.most_tokens, compute)
         self._device_kv = device_kv_of(plan, states, compute)
         self._there = attention
         self._attend = attention.attend
@@ -120,8 +120,8 @@ class HostSide:
         for keys_SLKd, values_SLKd, new in views:
             end = start + len(keys_SLKd) * new
             shape = keys_SLKd[:, -new:].shape
-            keys_SLKd[:, -new:] = k_TKd[start:end].reshape(shape)
-            values_SLKd[:, -new:] = v_TKd[start:end].reshape(shape)
+            keys_SLKd[:, -new:].copy_(k_TKd[start:end].reshape(shape))
+            values_SLKd[:, -new:].copy_(v_TKd[start:end].reshape(shape))
             start = end
         state.attended_TX = self._attend(state, q_THd, views)
 
@@ -195,15 +195,11 @@ def _kv_slot(plan: Plan, compute: Compute) -> Tensor:
     return torch.empty(elements, dtype=compute.dtype, device=compute.accelerator)
 
 
-def _most_tokens(plan: Plan) -> int:
-    """Tokens of the largest step of a micro-batch."""
-    prefill = [sum(chunk.tokens) for chunk in plan.chunks.values()]
-    return max(*prefill, *map(plan.batch.sequences, plan.batch.micro_batches))
-
-
 def _cached_on_host(plan: Plan) -> dict[int, frozenset[int]]:
     """The layers whose KV cache is on the host, by micro-batch, including chunks of prefill."""
     kv = plan.kv
+    if not plan.nodes.attends:
+        return {}
     wholes = {number: frozenset(kv.layers_held_by("host", number)) for number in kv.held_by("host")}
     chunks = {
         number: wholes[chunk.micro_batch]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from moesched.models.config import ModelConfig
+from moesched.models.host_buffers import KV_PIECE_BYTES, kv_piece_tokens
 
 from ..products.linear import Tensor
 from .compute import Compute
@@ -12,9 +11,6 @@ from .copies import wait_for_copies
 from .kv_cache import BlockedKV
 from .kv_step import KVStep
 from .locked_memory import locked_if_possible
-
-PIECE_BYTES = 8 << 20
-"""Bytes of keys and values that are copied at a time."""
 
 
 class KVOffload:
@@ -24,18 +20,19 @@ class KVOffload:
 
     Args:
         tokens: most tokens of a step.
-        piece_bytes: size of each buffer.
+        piece_bytes: most bytes of each buffer.
     """
 
     def __init__(
-        self, config: ModelConfig, tokens: int, compute: Compute, piece_bytes: int = PIECE_BYTES
+        self, config: ModelConfig, tokens: int, compute: Compute, piece_bytes: int = KV_PIECE_BYTES
     ) -> None:
         self._accelerator = compute.accelerator
-        row = config.kv_heads * config.head_dim
-        self._tokens = max(1, min(tokens, piece_bytes // (2 * row * compute.dtype.itemsize)))
+        token_bytes = 2 * config.kv_heads * config.head_dim * compute.dtype.itemsize
+        self._tokens = kv_piece_tokens(token_bytes, tokens, piece_bytes)
         shape = 2, 2, self._tokens, config.kv_heads, config.head_dim
-        nbytes = torch.Size(shape).numel() * compute.dtype.itemsize
-        memory = locked_if_possible(nbytes, self._accelerator, "memory for new keys and values")
+        memory = locked_if_possible(
+            2 * self._tokens * token_bytes, self._accelerator, "memory for new keys and values"
+        )
         self._buffers = memory.view(compute.dtype).view(shape)
 
     def write(self, cache: BlockedKV, layer: int, step: KVStep, k_TKd: Tensor, v_TKd: Tensor) -> None:

@@ -8,16 +8,14 @@ from typing import Any, Protocol
 
 import torch
 
+from moesched.models.host_buffers import RING_SLOTS, ring_slot_bytes
+
 from ..native.copy_team import Pair
 from .locked_memory import locked_bytes
 
 Tensor = torch.Tensor
 Pieces = Iterable[tuple[Tensor, int]]
 """Bytes of the host's memory, and their offsets in a target, ascending."""
-
-SLOTS = 4
-SLOT_BYTES = 16 << 20
-"""Most bytes of a slot: the GPU begins to copy a page when its first ones are there."""
 
 
 class CopiesBytes(Protocol):
@@ -38,8 +36,8 @@ class StagingRing:
 
     def __init__(self, most: int, team: CopiesBytes, device: torch.device) -> None:
         module: Any = torch.get_device_module(device)
-        self._size = min(SLOT_BYTES, most)
-        self._slots = locked_bytes(SLOTS * self._size, device).split(self._size)
+        self._size = ring_slot_bytes(most)
+        self._slots = locked_bytes(RING_SLOTS * self._size, device).split(self._size)
         self._copied = [module.Event(blocking=True) for _ in self._slots]
         self._team = team
         self._filled = 0
@@ -49,7 +47,7 @@ class StagingRing:
         """Copy pieces to their places in a target on the GPU, on the current stream; all are read on return."""
         with self._lock:
             for first, group in _grouped(pieces, self._size):
-                number = self._filled % SLOTS
+                number = self._filled % RING_SLOTS
                 slot, copied = self._slots[number], self._copied[number]
                 copied.synchronize()
                 self._team.copy([(slot[at - first :][: len(each)], each) for each, at in group])

@@ -1,19 +1,24 @@
 """The policy that a small model is run under beside a GPU, so that every kind of task is timed.
 
 The first layer's weights stay on the GPU, the second one's are fetched in each step. Micro-batches whose KV cache is on
-the host are attended to there in even steps, and on the GPU in odd ones, in which experts run one by one, every other
-one on the host. Where page-locked memory is limited, fetched pages are staged in it.
+the host are attended to there in even steps, and on the GPU in odd ones, in which their new keys and values are written
+to the cache and experts run one by one, every other one on the host. A step's fetch begins with its tasks of one kind,
+which change from step to step. Where page-locked memory is limited, fetched pages are staged in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import groupby
 
 from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER
 from moesched.models.layout import Page
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.tasks import Task
+
+BESIDE = ("attention", "cache writes", "attention", "experts")
+"""Tasks that a fetch runs beside, by the number of its step: attention is on the host in even steps."""
 
 
 class GpuExercise:
@@ -47,30 +52,54 @@ class GpuExercise:
         await self._run(step, one_by_one=step.index % 2 == 1)
 
     async def _run(self, step: Step, *, one_by_one: bool) -> None:
-        fetched = self._fetch(step, step.pages(FETCHED_LAYER))
+        fetched_beside = BESIDE[step.index % len(BESIDE)] if self.beside else None
         if not self.beside:
-            await fetched
-        for j in step.micro_batches:
-            step.embed(j)
+            await self._fetch(step, step.pages(FETCHED_LAYER))
+
+        async def fetch_beside(kind: str, i: int, before: Task) -> None:
+            if (kind, i) == (fetched_beside, RESIDENT_LAYER):
+                await before
+                self._fetch(step, step.pages(FETCHED_LAYER))
+
+        host_first = sorted(step.micro_batches, key=lambda j: j not in self.on_host)
+        for j in host_first:
+            last = step.embed(j)
         for i in step.layers:
-            for j in step.micro_batches:
+            await fetch_beside("attention", i, last)
+            for j in host_first:
                 step.pre_attention(i, j)
-                attended = self._attend(step, i, j, on_gpu=one_by_one)
-                if not self.beside:
-                    await attended
+                last = await self._alone(self._attend(step, i, j, on_gpu=one_by_one))
+            await fetch_beside("cache writes", i, last)
+            if one_by_one or step.kind == "prefill":
+                for j in sorted(self.on_host):
+                    last = await self._alone(step.offload_kv(i, j))
+            await fetch_beside("experts", i, last)
+            for j in host_first:
                 if one_by_one:
                     await self._experts(step, i, j)
                 else:
                     step.post_attention(i, j)
         self._evict(step, step.pages(FETCHED_LAYER))
-        for j in step.micro_batches:
+        for j in host_first:
             last = step.sample(j)
         await last
 
+    async def _alone(self, task: Task) -> Task:
+        """Wait for a task that nothing is to run beside."""
+        if not self.beside:
+            await task
+        return task
+
     def _fetch(self, step: Step, pages: Sequence[Page]) -> Task:
+        """Fetch pages, those of each expert by themselves: short copies have one kind of task beside them.
+
+        They are staged before, in one task, so that what is slowed by that is known from what is slowed by fetches.
+        """
         if self.staging is not None:
             step.copy_to_pinned(pages, self.staging)
-        return step.fetch(pages, self.buffer, source=self.staging)
+        for _, of_expert in groupby(pages, lambda page: page.expert):
+            last = step.fetch(list(of_expert), self.buffer, source=self.staging)
+        return last
 
     def _evict(self, step: Step, pages: Sequence[Page]) -> None:
         step.evict(pages, self.buffer)
@@ -78,7 +107,7 @@ class GpuExercise:
             step.evict(pages, self.staging)
 
     def _attend(self, step: Step, i: int, j: int, *, on_gpu: bool) -> Task:
-        """Attend to a micro-batch, and save its new keys and values where its KV cache is."""
+        """Attend to a micro-batch."""
         if step.kv_on_accelerator(j, i):
             return step.attention(i, j)
         if step.kind == "decode" and not on_gpu:
@@ -87,8 +116,7 @@ class GpuExercise:
             return step.load_hidden(i, j)
         if step.kind == "decode":
             step.load_kv(i, j)
-        step.attention(i, j)
-        return step.offload_kv(i, j)
+        return step.attention(i, j)
 
     async def _experts(self, step: Step, i: int, j: int) -> None:
         routed = await step.route(i, j)

@@ -69,7 +69,7 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
     kernels: int = 200
     model: ModelConfig = MODEL
     groups: tuple[tuple[int, ...], ...] = ((16,), (16,) * 64, (512,) * 64)
-    steps: int = 8
+    steps: int = 12
     staging: int = 512 << 20
 
     @property

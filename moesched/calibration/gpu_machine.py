@@ -138,7 +138,10 @@ def _with_tasks(rated: Machine, probe: GpuProbe, extent: GpuExtent, tell: Callab
     return replace(
         attending,
         cost_table=[*rated.cost_table, *points],
-        contention=[*rated.contention, *contention_of(found.rates)],
+        contention=[
+            *rated.contention,
+            *contention_of({pair: [rate] for pair, rate in found.rates().items()}),
+        ],
         spread=attending.spread | spread({DISPATCH: found.speeds()}),
     )
 

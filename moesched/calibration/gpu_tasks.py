@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.gpu_probe import CPU, GPU, HOST, PINNED
 from moesched.calibration.task_times import LEAST_SECONDS, Source, TaskTimes, point
 from moesched.machines import FEW_ROWS, MANY_ROWS, CostPoint
-from moesched.machines.calibrated import ATTENTIONS, DISPATCH
+from moesched.machines.calibrated import ATTENTIONS, CACHE_WRITING, DISPATCH
 from moesched.machines.gpu_cost import calls
-from moesched.machines.machine import ATTENTION
+from moesched.machines.machine import ATTENTION, CACHE_WRITE
 from moesched.seams import at_once
 from moesched.tasks import Task, Work
 
-ON_HOST = (ATTENTION, FEW_ROWS, MANY_ROWS)
+ON_HOST = (ATTENTION, FEW_ROWS, MANY_ROWS, CACHE_WRITE)
 
 
 class Alike(NamedTuple):
@@ -38,14 +39,11 @@ class Timed(NamedTuple):
 
 
 class GpuTasks:
-    """Tasks of several runs.
-
-    Attributes:
-        rates: speeds of host and copies beside each other, by (sort, sorts of the others).
-    """
+    """Tasks of several runs."""
 
     def __init__(self) -> None:
-        self.rates: dict[tuple[str, str], list[float]] = {}
+        self._beside: dict[tuple[str, bool], list[Observed]] = {}
+        """By sort, of runs with staging and without: what runs beside what differs."""
         self._runs: list[dict[Alike, list[Timed]]] = []
         self._alone = TaskTimes()
 
@@ -57,15 +55,26 @@ class GpuTasks:
             key = Alike(work.resource, work.kind, task.micro_batch, task.step == 0, calls(work))
             alike.setdefault(key, []).append(Timed(work, (task.end - task.start) / 1e9))
         self._runs.append(alike)
-        self._alone.add(source, [task for task in tasks if task.work.resource == CPU or task.verb == "fetch"])
+        self._alone.add(source, [task for task in tasks if _is_timed_beside(task)])
 
     def add_beside(self, source: Source, tasks: Sequence[Task]) -> None:
         """Add a run in which copies of pages ran beside all else, from page-locked memory or through staging slots."""
-        for (sort, beside), rate in self._alone.rates(source, _off_gpu(tasks)).items():
-            sorts = beside.split(" + ")
-            if {sort, *sorts} & set(ON_HOST):
-                pair = _page_locked(sort), at_once(map(_page_locked, sorts))
-                self.rates.setdefault(pair, []).append(rate)
+        stages = any(task.lane.name == f"{HOST}->{PINNED}" for task in tasks)
+        for sort, observed in self._alone.observed(source, _off_gpu(tasks)).items():
+            renamed = [each._replace(beside=_page_locked_beside(each.beside)) for each in observed]
+            self._beside.setdefault((_page_locked(sort), stages), []).extend(renamed)
+
+    def rates(self) -> dict[tuple[str, str], float]:
+        """Speeds of the host's work, cache writes included, and of copies beside it, by (sort, sorts of the others).
+
+        Runs with staging only add mixes that others lack: those with copies into staging slots.
+        """
+        rates: dict[tuple[str, str], float] = {}
+        for (sort, _), observed in sorted(self._beside.items(), key=lambda each: each[0][1]):
+            for beside, rate in rates_beside(observed).items():
+                if {sort, *beside.split(" + ")} & set(ON_HOST):
+                    rates.setdefault((sort, beside), rate)
+        return rates
 
     def host_attention(self) -> list[float]:
         """Bytes of the KV cache per second, by run: from micro-batches of equally many sequences, short and long.
@@ -120,6 +129,11 @@ class GpuTasks:
         return [median(usual[key] / seconds for key, seconds in run.items()) for run in times]
 
 
+def _is_timed_beside(task: Task) -> bool:
+    """Whether a task is on the host, or moves pages, or keys and values."""
+    return task.work.resource == CPU or task.verb in ("fetch", CACHE_WRITING)
+
+
 def _tells_of_dispatch(task: Task) -> bool:
     """Whether a task takes little longer than to start it: no fetch, and of a prefill's kernels attention only."""
     if task.verb == "fetch":
@@ -146,6 +160,11 @@ def _order(point: CostPoint) -> tuple[str, str, float, float]:
 def _page_locked(sort: str) -> str:
     """The name of a kind of work on a machine whose pages are not staged."""
     return f"{HOST}->{GPU}" if sort == f"{PINNED}->{GPU}" else sort
+
+
+def _page_locked_beside(beside: Mapping[str, float]) -> dict[str, float]:
+    """The same of mixes, whose names are then alike in runs with and without staging."""
+    return {at_once(map(_page_locked, mix.split(" + "))): seconds for mix, seconds in beside.items()}
 
 
 def _off_gpu(tasks: Iterable[Task]) -> list[Task]:

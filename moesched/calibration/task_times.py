@@ -16,7 +16,7 @@ from moesched.machines import CostPoint
 from moesched.machines.calibrated import DISPATCH, HOP, sort_of
 from moesched.models.config import DType, ModelConfig
 from moesched.seams import at_once
-from moesched.tasks import Task, Work, WorkPart
+from moesched.tasks import PageTransfer, Task, Work, WorkPart
 
 LEAST_SECONDS = 1e-6
 WITHOUT_WEIGHTS = ("attention", "combine")
@@ -175,6 +175,19 @@ class TaskTimes:
     ) -> dict[tuple[str, str], float]:
         """Speeds of tasks beside others, relative to running alone, by (sort, sorts of the others).
 
+        fresh: as for `observed`.
+        """
+        return {
+            (sort, others): rate
+            for sort, group in self.observed(source, tasks, fresh=fresh).items()
+            for others, rate in rates_beside(group).items()
+        }
+
+    def observed(
+        self, source: Source, tasks: Sequence[Task], *, fresh: bool = False
+    ) -> dict[str, list[Observed]]:
+        """Tasks that ran beside others, by sort.
+
         Prefill does not count: the first task of a size may take longer alone.
 
         Args:
@@ -186,11 +199,7 @@ class TaskTimes:
             if alone is not None and task.step > 0:
                 each = Observed(fmean(alone), _seconds(task), _seconds_beside(task, tasks))
                 observed.setdefault(sort_of(task.work), []).append(each)
-        return {
-            (sort, others): rate
-            for sort, group in observed.items()
-            for others, rate in rates_beside(group).items()
-        }
+        return observed
 
     def _points_of(self, group: Group) -> Iterator[CostPoint]:
         work, seconds = self._works[group], median(self._times[group])
@@ -282,9 +291,10 @@ def _group(source: Source, task: Task) -> Group:
 def _key(source: Source, task: Task, *, fresh: bool = False) -> TaskKey:
     model, dtype, batch = source
     verb = "attention" if task.verb == "cpu_attention" else task.verb
-    return TaskKey(
-        model.name, dtype, batch, fresh, task.step, verb, task.layer, task.micro_batch, task.expert
-    )
+    expert = task.expert
+    if isinstance(task, PageTransfer) and task.pages:
+        expert = task.pages[0].expert
+    return TaskKey(model.name, dtype, batch, fresh, task.step, verb, task.layer, task.micro_batch, expert)
 
 
 def _seconds_beside(task: Task, tasks: Sequence[Task]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from moesched.machines.kernel_times import ONLY_MOVING
 from moesched.machines.machine import (
     ATTENTION,
     ATTENTION_CALLS,
+    CACHE_WRITE,
     FEW_ROWS,
     MANY_ROWS,
     CostPoint,
@@ -18,6 +19,8 @@ from moesched.machines.sustained import Levels
 from moesched.seams import Demand
 from moesched.tasks import Work, WorkPart
 
+CACHE_WRITING = "offload_kv"
+"""The kind of the works that are cache writes."""
 DISPATCH, HOP = "dispatch", "hop"
 ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt")
 MOST_FEW_ROWS = 16
@@ -93,7 +96,7 @@ def sort_of(work: Work) -> str:
         calls = sum(part.times for part in work.parts if part.operation == "attention call")
         return ATTENTION_CALLS if calls > 1 else ATTENTION
     if operation == work.resource:
-        return operation
+        return CACHE_WRITE if work.kind == CACHE_WRITING else operation
     rows = max(work.parts, key=_weights).rows
     return FEW_ROWS if rows <= MOST_FEW_ROWS else MANY_ROWS
 

@@ -6,9 +6,9 @@ first start, and then run.
 
 from __future__ import annotations
 
-from moesched.machines.calibrated import DISPATCH, sort_of
+from moesched.machines.calibrated import CACHE_WRITING, DISPATCH, sort_of
 from moesched.machines.kernel_times import EXPERTS, is_product
-from moesched.machines.machine import ATTENTION, ATTENTION_CALLS, CostPoint, Machine
+from moesched.machines.machine import ATTENTION, ATTENTION_CALLS, CACHE_WRITE, CostPoint, Machine
 from moesched.machines.roofline import NO_LEVELS, Roofline, slowed_beside
 from moesched.machines.surfaces import Surface
 from moesched.machines.sustained import Levels
@@ -83,11 +83,15 @@ class GpuCosts:
         return surface(moved, calls(work)) / self._speeds.get(DISPATCH, 1.0)
 
     def _sort(self, work: Work) -> str:
-        """The kind of work that others are slowed by. Kernels on the GPU slow nothing outside it."""
+        """The kind of work that others are slowed by. Kernels on the GPU slow nothing outside it.
+
+        A cache write is a copy like others where its speed was not measured.
+        """
         if work.resource == self.machine.roles.accelerator:
             return ""
         if work.resource not in self.machine.processors:
-            return work.resource
+            measured = work.kind == CACHE_WRITING and CACHE_WRITE in self._slowed
+            return CACHE_WRITE if measured else work.resource
         sort = sort_of(work)
         return ATTENTION if sort == ATTENTION_CALLS else sort
 

@@ -31,7 +31,10 @@ ATTENTION, ATTENTION_CALLS = "attention", "attention calls"
 the processor delay the second kind more.
 """
 
-SORTS = (FEW_ROWS, MANY_ROWS, ATTENTION, ATTENTION_CALLS)
+CACHE_WRITE = "cache write"
+"""New keys and values that come to the host's KV cache: a copy in pieces, and their writing to the cache."""
+
+SORTS = (FEW_ROWS, MANY_ROWS, ATTENTION, ATTENTION_CALLS, CACHE_WRITE)
 
 BY_THEMSELVES = ("stream", "copy", "gemv", "gemm", "read")
 """Operations that are timed alone and in pairs: `gemv` is a product of one row, `read` reads the disk."""

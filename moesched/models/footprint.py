@@ -66,9 +66,3 @@ def expert_workspace_bytes(operations: Operations, tokens: int) -> int:
     networks = [kind.layer.feed_forward for kind in operations.kinds.values()]
     width = max(max(each.intermediate, each.shared) for each in networks)
     return rows * (2 * config.hidden * (_FLOAT + element) + width * (_FLOAT + 2 * element))
-
-
-def host_rows_bytes(operations: Operations, tokens: int) -> int:
-    """Bytes on the host for experts that run there: hidden states, the experts' rows and outputs."""
-    top_k = operations.config.top_k
-    return tokens * ((1 + 2 * top_k) * operations.hidden_bytes + 8 * top_k)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from moesched.models.footprint import (
     exchanged_bytes,
     expert_workspace_bytes,
-    host_rows_bytes,
     layer_bytes,
     mask_bytes,
     staying_bytes,
     workspace_bytes,
+)
+from moesched.models.host_buffers import (
+    attention_rows_bytes,
+    in_pages,
+    kv_pieces_bytes,
+    routed_prompt_bytes,
+    routed_rows_bytes,
 )
 from moesched.models.operations import Operations
 from moesched.requests.batch import Batch, cached_tokens
@@ -31,6 +38,8 @@ class BatchBytes(ReadOnly):
         in_decode: activations within a layer of all micro-batches, in decode.
         host_workspace: workspace of experts that run on the host.
         hidden: hidden states of the largest micro-batch.
+        most_tokens: tokens of the largest step of a micro-batch.
+        kv_pieces: buffers that new keys and values come to the host's KV cache through.
     """
 
     def __init__(self, batch: Batch, chunks: Mapping[int, Chunk], operations: Operations) -> None:
@@ -51,16 +60,32 @@ class BatchBytes(ReadOnly):
         self.in_decode = sum(layer_bytes(operations, rows) for rows in self._decode_rows)
         self.host_workspace = expert_workspace_bytes(operations, most)
         self.hidden = most * operations.hidden_bytes
+        self.most_tokens = max(*prefill, *self._decode_rows)
+        self.kv_pieces = in_pages(kv_pieces_bytes(operations, self.most_tokens))
         self._seal()
 
     def in_prefill(self, in_flight: int) -> int:
         """Activations within a layer of the `in_flight` largest micro-batches, in prefill."""
         return sum(layer_bytes(self._operations, tokens) for tokens in self._largest_first[:in_flight])
 
-    def host_rows(self, in_flight: int | None) -> int:
-        """Rows of experts on the host, with `in_flight` prefill micro-batches within a layer; None for all."""
-        prefill = sum(host_rows_bytes(self._operations, tokens) for tokens in self._largest_first[:in_flight])
-        return max(prefill, sum(host_rows_bytes(self._operations, rows) for rows in self._decode_rows))
+    def host_rows(self, attended: Iterable[int], *, routed: bool) -> int:
+        """Rows that the host exchanges with an accelerator in decode, all micro-batches in memory of their own.
+
+        Args:
+            attended: the micro-batches whose KV cache is on the host.
+            routed: whether experts run there.
+        """
+        rows, operations = self._decode_rows, self._operations
+        of_attention = Counter(rows[number] for number in attended)
+        of_experts = Counter(rows if routed else ())
+        return in_pages(
+            sum(count * attention_rows_bytes(operations, each) for each, count in of_attention.items())
+            + sum(count * routed_rows_bytes(operations, each) for each, count in of_experts.items())
+        )
+
+    def host_prompt_rows(self, in_flight: int) -> int:
+        """Rows of experts on the host in prefill, with `in_flight` micro-batches within a layer."""
+        return sum(routed_prompt_bytes(self._operations, rows) for rows in self._largest_first[:in_flight])
 
     def exchanged(self, in_flight: int) -> int:
         """Buffers for the rows that nodes exchange, with `in_flight` prefill micro-batches within a layer."""

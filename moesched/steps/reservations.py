@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from moesched.machines import Machine
 from moesched.machines.group import numbered
+from moesched.models.host_buffers import NUMBER_RING_BYTES, RING_SLOTS, ring_slot_bytes
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.operations import Operations
 from moesched.requests.batch import Batch
@@ -162,6 +163,7 @@ class Reservations(ReadOnly):
         self._chunks = chunks
         self.sizes = BatchBytes(batch, self._chunks, self._operations)
         fast, self._host = machine.accelerator.memory, machine.host.memory
+        self._locked = machine.roles.pinned or self._host
         self._accelerators = [numbered(fast, stage) for stage in range(len(stages))]
         self._seal()
 
@@ -173,6 +175,7 @@ class Reservations(ReadOnly):
             *self._kv_cache(declared),
             *self._kv_buffers(declared),
             *self._host_experts(declared),
+            *self._host_buffers(declared),
             *self._node_weights(declared.nodes),
         ]
 
@@ -281,11 +284,33 @@ class Reservations(ReadOnly):
         """Rows that go to experts on the host, the outputs that come back, and workspace."""
         if not declared.experts_on_host or self._machine.unified:
             return
-        rows = self.sizes.host_rows(declared.in_flight)
-        yield Reservation(self._host, "rows of experts on the host", rows)
+        prompts = self.sizes.host_prompt_rows(declared.in_flight)
+        yield Reservation(self._locked, "rows of prompts for experts on the host", prompts)
         yield Reservation(self._host, "workspace of experts on the host", self.sizes.host_workspace)
         for fast in self._accelerators:
             yield Reservation(fast, "hidden states on their way to the host", self.sizes.hidden)
+
+    def _host_buffers(self, declared: Declared) -> Iterator[Reservation]:
+        """Page-locked buffers for what the host exchanges with accelerators, allocated once."""
+        if self._machine.unified:
+            return
+        sizes, locked = self.sizes, self._locked
+        attends = declared.nodes.attends
+        attended = [each for each, roles in enumerate(declared.kv_roles) if "host" in roles and attends]
+        rows = sizes.host_rows(attended, routed=declared.experts_on_host)
+        yield Reservation(locked, "rows exchanged with the accelerator", rows)
+        if attended:
+            yield Reservation(locked, "new keys and values on their way to the host", sizes.kv_pieces)
+        numbers = NUMBER_RING_BYTES * len(self._accelerators)
+        yield Reservation(locked, "numbers on their way to the accelerator", numbers)
+        if not (self._machine.page_locked and self._machine.weights_on_host):
+            ring = RING_SLOTS * ring_slot_bytes(self._largest_page)
+            yield Reservation(locked, "ring that weights pass through", ring)
+
+    @cached_property
+    def _largest_page(self) -> int:
+        """Bytes of the largest page in a slot."""
+        return max(map(self._slot_bytes, self._layout.pages))
 
     def _node_weights(self, nodes: NodeShare) -> Iterator[Reservation]:
         """The pages of a node of several, which stay in its accelerator's memory."""

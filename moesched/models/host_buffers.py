@@ -1,0 +1,87 @@
+"""Bytes of the host's buffers for what it exchanges with an accelerator that has a memory of its own.
+
+The accelerator copies from and to them by itself, so they are page-locked, in whole pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesched.models.operations import Operations
+
+CACHE_LINE = 64
+"""Bytes; torch's own tensors start at multiples of it."""
+
+LOCKED_PAGE = 4096
+NUMBER_BYTES = 8
+"""Bytes of a number that kernels index by."""
+
+NUMBER_RING_BYTES = 2 << 20
+"""Bytes of the ring for numbers, which are those of many decode steps."""
+
+KV_PIECE_BYTES = 8 << 20
+"""Most bytes of keys and values that come to the host's KV cache at a time; there are two buffers of them."""
+
+RING_SLOTS = 4
+RING_SLOT_BYTES = 16 << 20
+"""Most bytes of a slot that weights pass from ordinary memory: a copy begins when a page's first ones are there."""
+
+
+def attention_rows_bytes(operations: Operations, tokens: int) -> int:
+    """Bytes of a micro-batch's rows for attention on the host: queries, keys, values, and its output."""
+    return max(
+        sum(
+            _in_lines(tokens * width * kind.element)
+            for width in (kind.query_width, kind.key_width, kind.key_width, kind.query_width)
+        )
+        for kind in operations.kinds.values()
+    )
+
+
+def routed_rows_bytes(operations: Operations, tokens: int) -> int:
+    """Bytes of a micro-batch's rows for experts on the host: hidden states, the tokens of rows, inputs, outputs."""
+    return sum(map(_in_lines, _routed(operations, tokens)))
+
+
+def routed_prompt_bytes(operations: Operations, tokens: int) -> int:
+    """The same of prompts, which are given back with the layer: such allocations have powers of two bytes."""
+    return sum(1 << (nbytes - 1).bit_length() for nbytes in _routed(operations, tokens))
+
+
+def kv_piece_tokens(token_bytes: int, tokens: int, piece_bytes: int = KV_PIECE_BYTES) -> int:
+    """Tokens whose keys and values come to the host's KV cache at a time.
+
+    Args:
+        token_bytes: bytes of a token's key and value in one layer.
+        tokens: those of the largest step.
+    """
+    return max(1, min(tokens, piece_bytes // token_bytes))
+
+
+def kv_pieces_bytes(operations: Operations, tokens: int) -> int:
+    """Bytes of the two buffers that new keys and values of at most `tokens` tokens come through."""
+    token_bytes = max(kind.kv_bytes for kind in operations.kinds.values())
+    return 2 * token_bytes * kv_piece_tokens(token_bytes, tokens) if token_bytes else 0
+
+
+def ring_slot_bytes(page_bytes: int) -> int:
+    """Bytes of a slot of the ring for weights.
+
+    page_bytes: those of the largest page in a slot.
+    """
+    return min(RING_SLOT_BYTES, page_bytes)
+
+
+def in_pages(nbytes: int) -> int:
+    """Bytes in whole pages."""
+    return -(-nbytes // LOCKED_PAGE) * LOCKED_PAGE
+
+
+def _routed(operations: Operations, tokens: int) -> Sequence[int]:
+    rows, hidden = tokens * operations.config.top_k, operations.hidden_bytes
+    return tokens * hidden, rows * NUMBER_BYTES, rows * hidden, rows * hidden
+
+
+def _in_lines(nbytes: int) -> int:
+    """Bytes up to the next cache line: the last bits of a product may depend on where a line begins."""
+    return -(-nbytes // CACHE_LINE) * CACHE_LINE
