@@ -317,7 +317,7 @@ def test_what_cannot_be_is_one_line(command: Any, tmp_path: Path) -> None:
         (("no-such-paper",), "no paper 'no-such-paper': name one of moe-lightning, twiddler, mac-cluster"),
         (
             ("moe-lightning", "--only", "table-6"),
-            f"no section 'table-6': name one of {', '.join(SECTIONS['moe-lightning'])}",
+            f"did you mean table-5? Otherwise name one of {', '.join(SECTIONS['moe-lightning'])}",
         ),
         (("moe-lightning", "--out", tmp_path / "no"), "it is not a folder: create it first"),
         (("moe-lightning", "--report", tmp_path / "no" / "a.json"), "make its folder first"),

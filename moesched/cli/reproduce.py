@@ -48,10 +48,10 @@ def reproduce(
             negative="",
             consume_multiple=True,
             show_default=False,
-            help="Sections to reproduce; by default all. Of moe-lightning: table-4, table-5, sustained, speedups, "
-            "cpu-attention, cpu-memory, policy-map, scaling. Of twiddler: microbenchmarks, generation, prefill, beams, "
-            "goals, measured, variants. Of mac-cluster: goals, table-3, table-4, prompts, table-5, table-6, figure-8, "
-            "balanced, packing, wiring.",
+            help="Sections to reproduce; by default all. Of moe-lightning: table-4, table-5, sustained, artifact, "
+            "speedups, cpu-attention, cpu-memory, policy-map, scaling. Of twiddler: microbenchmarks, generation, "
+            "prefill, beams, goals, measured, variants. Of mac-cluster: goals, table-3, table-4, prompts, "
+            "table-5, table-6, figure-8, balanced, packing, wiring.",
         ),
     ] = (),
     out: Annotated[
