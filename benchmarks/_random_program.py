@@ -218,7 +218,7 @@ class Rank:
         record.fails = self.graph.shape.troubled and choose.random() < 0.03
         record.spins = choose.choice((0, 0, 0, 1, 10))
         after = [each.task for each in self._some(self.records[-20:], 2)] if choose.random() < 0.2 else []
-        urgency = choose.choice((0, 1, 2)) if isinstance(task, PageTransfer) else 0
+        urgency = choose.choice((0, 1, 2) if isinstance(task, PageTransfer) else (-1, 0, 0, 2))
         self.engine.submit(task, reads if through is None else through, record.writes, after, urgency)
         self.records.append(record)
 

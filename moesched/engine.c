@@ -207,14 +207,14 @@ static inline Py_ssize_t enter_all(Enter *one, PyObject *task, PyObject *deps, P
 }
 
 /* Number a task in program order. */
-static int number(PyObject *engine, PyObject *task, PyObject *transfer_class) {
+static int number(PyObject *engine, PyObject *task, PyObject *priority_class) {
     PyObject *id = Py_XNewRef(get(engine, of_engine.submitted));
     const long long count = id ? PyLong_AsLongLong(id) : -1;
-    const long long class = transfer_class ? PyLong_AsLongLong(transfer_class) : 0;
+    const long long class = priority_class ? PyLong_AsLongLong(priority_class) : 0;
     int failed = PyErr_Occurred() || set_integer(engine, of_engine.submitted, count + 1);
     if (!failed) {
         set(task, of_task.id, id);
-        if (class) failed = set_integer(task, of_task.key, class << CLASS_SHIFT | count);
+        if (class) failed = set_integer(task, of_task.key, class * (1LL << CLASS_SHIFT) + count);
         else set(task, of_task.key, id);
     }
     Py_XDECREF(id);

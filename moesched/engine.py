@@ -139,12 +139,12 @@ class PlainEngine:
         reads: Sequence[Block] = (),
         writes: Sequence[Block] = (),
         after: Sequence[Task] = (),
-        transfer_class: int = 0,
+        priority_class: int = 0,
     ) -> T:
         """Add a new task, after all earlier ones in program order; returns it as its own handle.
 
         It reads the current values of `reads` and writes new ones to `writes`; a block in both is changed in place. It
-        also waits for the tasks `after`. On a ready-first link a lower `transfer_class` goes first.
+        also waits for the tasks `after`. On a ready-first lane a lower `priority_class` goes first.
 
         Raises:
             TaskFailed: an earlier task failed and the engine halts on failure.
@@ -153,7 +153,7 @@ class PlainEngine:
             raise self._refusal
         task.id = number = self.submitted
         self.submitted = number + 1
-        task.key = transfer_class << CLASS_SHIFT | number if transfer_class else number
+        task.key = priority_class << CLASS_SHIFT | number if priority_class else number
         lane = task.lane
         domain = lane.domain
         deps = task.deps
@@ -233,9 +233,9 @@ class PlainEngine:
             self.cancels.append((task, self.now()))
         return True
 
-    def promote(self, task: Task, transfer_class: int) -> None:
-        """Raise a transfer that has not started to a more urgent class."""
-        key = priority(transfer_class, task.id)
+    def promote(self, task: Task, priority_class: int) -> None:
+        """Raise a task that has not started to a more urgent class."""
+        key = priority(priority_class, task.id)
         if key >= task.key or task.state >= RUNNING:
             return
         if task.state == READY:

@@ -40,11 +40,11 @@ JOIN_MOVES: Mapping[int, tuple[int, ...]] = {WAITING: (DONE, CANCELLED)}
 
 Discipline = Literal["in_order", "ready_first"]
 
-DEMAND, PREFETCH, IDLE = range(3)
-"""Classes of a link's transfers: a lower class goes first."""
+URGENT, DEMAND, PREFETCH, IDLE = range(-1, 3)
+"""Classes of the tasks of a ready-first lane: a lower class goes first, then program order."""
 
 CLASS_SHIFT = 48
-"""A task's key holds its link class above this bit, and its id below."""
+"""A task's key holds its class above this bit, and its id below."""
 
 
 class Block:
@@ -356,14 +356,14 @@ class Join(Task, gc=False, eq=False):
     """A node of the graph that takes no lane and no time; through it n readers of n pages need 2n edges, not n²."""
 
 
-def priority(link_class: int, task_id: int) -> int:
-    """The key of a ready task: its link class first, then program order."""
-    return link_class << CLASS_SHIFT | task_id
+def priority(priority_class: int, task_id: int) -> int:
+    """The key of a ready task: its class first, then program order."""
+    return priority_class << CLASS_SHIFT | task_id
 
 
-def link_class(key: int) -> int:
-    """The link class that `priority` put into a key."""
-    return key >> CLASS_SHIFT
+def class_of(task: Task) -> int:
+    """The class of a task; collectives have none, and go before all others once they are admitted."""
+    return 0 if type(task) is Collective else task.key >> CLASS_SHIFT
 
 
 def read_only(value: object) -> object:

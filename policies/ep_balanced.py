@@ -45,13 +45,13 @@ class EpBalanced(NodeExperts):
         super().plan(plan)
         self.recent = LeastRecent(self.placement[plan.nodes.index]) if plan.machine.wired_memory else None
 
-    def _placement(self, plan: Plan) -> Placement:
+    def choose_placement(self, plan: Plan) -> Placement:
         config, nodes = plan.layout.config, plan.nodes.count
         room = self.most if self.most > 0 else experts_per_node(plan, centralised=not self.decentralised)
         held = min(config.experts, max(room, -(-config.experts // nodes)))
         return best_placement(config.experts, config.top_k, nodes, held)
 
-    def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
+    def run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         owners = assign_by_rows(routed, self.placement)
         own = run_own(step, i, j, owners)
         if self.recent is not None and routed:

@@ -18,7 +18,7 @@ class EpBusyFull(NodeExperts):
             does all that, and exchanges twice.
     """
 
-    def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
+    def run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         own = run_own(step, i, j, assign(routed, self.placement))
         for expert in sorted(self.placement[step.node]) if routed else ():
             if expert not in own:

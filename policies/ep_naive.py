@@ -19,5 +19,5 @@ class EpNaive(NodeExperts):
     def __init__(self, decentralised: bool = False) -> None:
         super().__init__(decentralised)
 
-    def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
+    def run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         run_own(step, i, j, assign(routed, self.placement))

@@ -26,6 +26,6 @@ class EpRouterAided(NodeExperts):
         super().plan(plan)
         self.recent = LeastRecent(self.placement[plan.nodes.index])
 
-    def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
+    def run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         owners = assign(routed, self.placement)
         warm_spare(step, i, j, owners, run_own(step, i, j, owners), self.recent)

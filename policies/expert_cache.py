@@ -54,21 +54,21 @@ class ExpertCache(LayerByLayer):
         self.latencies = ExpertLatencies(plan)
         self.cache = PooledExperts(plan, LeastRecentStep(), order, most=self.most, buffers=self.buffers)
 
-    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
+    def run_experts(self, step: Step, i: int, routed: Routed) -> None:
         chosen, users = tokens_of(routed), users_of(routed)
         hits = self.cache.routed(step, i, routed)
         missing = sorted(chosen.keys() - hits)
         missing.sort(key=chosen.__getitem__, reverse=True)
         count = self._fetches(hits, missing, routed)
         fetched, on_host = missing[:count], sorted(missing[count:])
-        back = self._run_on_host(step, i, on_host, users)
+        back = self.run_on_host(step, i, on_host, users)
         for expert in hits:
-            self._run(step, i, expert, users[expert])
+            self.run_expert(step, i, expert, users[expert])
         for expert in fetched:
             self.cache.fetch(step, (i, expert))
-            self._run(step, i, expert, users[expert])
+            self.run_expert(step, i, expert, users[expert])
             self.cache.admit(step, (i, expert))
-        self._load_back(step, i, back)
+        self.load_back(step, i, back)
 
     def _fetches(self, hits: Iterable[int], misses: Sequence[int], routed: Routed) -> int:
         """Number of missing experts to fetch, those with the most tokens first; the others run on the host.

@@ -67,7 +67,7 @@ class ExpertStreaming:
             self._let_go(step, (i, -1))
             routed = [await handle for handle in routing]
             for expert in self.experts:
-                self._run(step, i, expert, [j for j in step.micro_batches if expert in routed[j]])
+                self.run_expert(step, i, expert, [j for j in step.micro_batches if expert in routed[j]])
                 self._let_go(step, (i, expert))
             for j in step.micro_batches:
                 step.combine(i, j)
@@ -77,7 +77,7 @@ class ExpertStreaming:
     def _place_kv(self, plan: Plan) -> None:
         plan.place_kv("accelerator")
 
-    def _run(self, step: Step, i: int, expert: int, users: Sequence[int]) -> None:
+    def run_expert(self, step: Step, i: int, expert: int, users: Sequence[int]) -> None:
         """Run an expert on the tokens of the micro-batches that chose it."""
         for j in users:
             step.run_expert(i, expert, j)

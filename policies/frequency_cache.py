@@ -37,16 +37,16 @@ class FrequencyCache(LayerByLayer):
         place_kv_and_dense(plan, experts=1)
         self.cache = PooledExperts(plan, FrequencyClasses(self.half_life), most=self.most)
 
-    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
+    def run_experts(self, step: Step, i: int, routed: Routed) -> None:
         tokens, users = tokens_of(routed), users_of(routed)
         if self.coming is not None and self.cache.arrived(step, self.coming):
             self.coming = None
         cached = self.cache.routed(step, i, routed)
         hits = [expert for expert in cached if (i, expert) != self.coming]
         misses = sorted(users.keys() - hits, key=lambda expert: (-tokens[expert], expert))
-        back = self._run_on_host(step, i, misses if self.cache.on_host else [], users)
+        back = self.run_on_host(step, i, misses if self.cache.on_host else [], users)
         for expert in hits:
-            self._run(step, i, expert, users[expert])
+            self.run_expert(step, i, expert, users[expert])
         if not self.cache.on_host:
             self._fetch_and_run(step, i, misses, users)
             return
@@ -54,7 +54,7 @@ class FrequencyCache(LayerByLayer):
         self.used.update((i, expert) for expert in misses)
         if again and self.coming is None and self.cache.prefetch(step, again[0]):
             self.coming = again[0]
-        self._load_back(step, i, back)
+        self.load_back(step, i, back)
 
     def _fetch_and_run(
         self, step: Step, i: int, experts: Sequence[int], users: Mapping[int, Sequence[int]]
@@ -62,5 +62,5 @@ class FrequencyCache(LayerByLayer):
         """Run experts that the host cannot run."""
         for expert in experts:
             self.cache.fetch(step, (i, expert))
-            self._run(step, i, expert, users[expert])
+            self.run_expert(step, i, expert, users[expert])
             self.cache.admit(step, (i, expert))

@@ -43,30 +43,30 @@ class HybriMoE(LayerByLayer):
         self.routes = [bool(plan.layout.experts_of(i)) for i in plan.layers]
         self.decisions = LayerDecisions(ExpertLatencies(plan), on_host=self.cache.on_host)
 
-    async def _route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
+    async def route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
         routing = {j: step.route(i, j) for j in micro_batches}
         following = step.layers[i + 1 : i + 1 + self.ahead] if step.index else ()
         later = [n for n in following if self.routes[n]]
         previews = {n: {j: step.preview_route(n, j) for j in micro_batches} for n in later}
         routed = {j: await handle for j, handle in routing.items()}
-        self._run_experts(step, i, routed)
+        self.run_experts(step, i, routed)
         expected = {n: {j: await each for j, each in of.items()} for n, of in previews.items()}
         self._prefetch(step, expected, {n: (n - i) * self.seconds for n in later})
 
-    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
+    def run_experts(self, step: Step, i: int, routed: Routed) -> None:
         users = users_of(routed)
         coming = self.prefetches.settle(step, i, routed)
         arrived = [expert for expert in coming if self.cache.arrived(step, (i, expert))]
         division = self.decisions.divide(routed, {*self.cache.routed(step, i, routed), *arrived})
-        back = self._run_on_host(step, i, division.on_host, users)
+        back = self.run_on_host(step, i, division.on_host, users)
         for expert in division.stay:
-            self._run(step, i, expert, users[expert])
+            self.run_expert(step, i, expert, users[expert])
         for expert in (*sorted(coming.difference(division.fetched)), *division.fetched):
             if expert in division.fetched:
                 self.cache.fetch(step, (i, expert))
-                self._run(step, i, expert, users[expert])
+                self.run_expert(step, i, expert, users[expert])
             self.cache.admit(step, (i, expert))
-        self._load_back(step, i, back)
+        self.load_back(step, i, back)
         self.seconds = division.seconds
 
     def _prefetch(self, step: Step, expected: Mapping[int, Routed], begins: Mapping[int, float]) -> None:

@@ -39,23 +39,23 @@ class LeastStaleCache(LayerByLayer):
         self.ahead = 0 if self.cache.pool is None else min(self.most_ahead, len(self.cache) - 1)
         self.prefetches = Prefetches(self.cache)
 
-    async def _route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
+    async def route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
         routing = {j: step.route(i, j) for j in micro_batches}
         following = micro_batches if self.ahead and i + 1 in step.layers else ()
         previews = {j: step.preview_route(i + 1, j) for j in following}
         routed = {j: await handle for j, handle in routing.items()}
-        self._run_experts(step, i, routed)
+        self.run_experts(step, i, routed)
         expected = tokens_of({j: await handle for j, handle in previews.items()})
         for expert in sorted(expected, key=lambda expert: (-expected[expert], expert))[: self.ahead]:
             self.prefetches.fetch(step, (i + 1, expert))
 
-    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
+    def run_experts(self, step: Step, i: int, routed: Routed) -> None:
         users = users_of(routed)
         coming = self.prefetches.settle(step, i, routed)
         hits = self.cache.routed(step, i, routed)
         for expert in (*hits, *sorted(users.keys() - hits)):
             if expert in coming or expert not in hits:
                 self.cache.fetch(step, (i, expert))
-            self._run(step, i, expert, users[expert])
+            self.run_expert(step, i, expert, users[expert])
             if expert not in hits:
                 self.cache.admit(step, (i, expert))

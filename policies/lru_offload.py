@@ -80,15 +80,15 @@ class LruOffload(LayerByLayer):
         room = max(0, experts_that_fit(plan) - self.buffers) // routed
         return max(1, experts - room)
 
-    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
+    def run_experts(self, step: Step, i: int, routed: Routed) -> None:
         """Run cached experts first; fetch each missing one once for all micro-batches."""
         cache, users = self.cached[i], users_of(routed)
         hits = cache.hits(i, tokens_of(routed), step.index)
         for expert in hits:
-            self._run(step, i, expert, users[expert])
+            self.run_expert(step, i, expert, users[expert])
         for expert in sorted(users.keys() - hits):
             self.pool.fetch(step, (i, expert))
-            self._run(step, i, expert, users[expert])
+            self.run_expert(step, i, expert, users[expert])
             gone = cache.enter((i, expert), step.index)
             if gone is not None:
                 self.pool.evict(step, gone)

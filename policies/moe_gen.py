@@ -32,6 +32,6 @@ class MoEGen(ExpertStreaming):
     def _place_kv(self, plan: Plan) -> None:
         split_kv(plan, self.kv_on_gpu)
 
-    def _run(self, step: Step, i: int, expert: int, users: Sequence[int]) -> None:
+    def run_expert(self, step: Step, i: int, expert: int, users: Sequence[int]) -> None:
         if users:
             step.run_expert(i, expert, users)

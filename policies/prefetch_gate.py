@@ -39,14 +39,14 @@ class PrefetchGate(LruOffload):
         if self.offloads:
             self.prefetches = Prefetches(self.pool)
 
-    async def _route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
+    async def route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
         routing = {j: step.route(i, j) for j in micro_batches}
         following = micro_batches if self.offloads and i + 1 in self.routes else ()
         previews = {j: step.preview_route(i + 1, j) for j in following}
         routed = {j: await handle for j, handle in routing.items()}
         if self.offloads:
             self.prefetches.settle(step, i, routed)
-        self._run_experts(step, i, routed)
+        self.run_experts(step, i, routed)
         self._prefetch(step, i + 1, {j: await handle for j, handle in previews.items()})
 
     def _prefetch(self, step: Step, i: int, foretold: Routed) -> None:

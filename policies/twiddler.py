@@ -69,7 +69,7 @@ class Twiddler(LayerByLayer):
         self.at_gpu = keep_experts(plan, order, self.most)
         self.held = leave_on_host(plan, self.at_gpu) if self.has_host else None
 
-    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
+    def run_experts(self, step: Step, i: int, routed: Routed) -> None:
         """Run Algorithm 1; an expert's latencies are the sums over all micro-batches."""
         users_by_expert = users_of(routed)
         cpu_lat = seconds_of(self.cpu_lat, routed, users_by_expert)
@@ -77,13 +77,13 @@ class Twiddler(LayerByLayer):
         back: set[int] = set()
         for expert, users in users_by_expert.items():
             if (i, expert) in self.at_gpu:
-                self._run(step, i, expert, users)
+                self.run_expert(step, i, expert, users)
             elif not self.has_host or cpu_lat[expert] > gpu_lat[expert] + self.trans_lat:
                 self._visit(step, i, expert, users)
             else:
                 self._offload(step, i, users, back)
-                self._run(step, i, expert, users, "host")
-        self._load_back(step, i, sorted(back))
+                self.run_expert(step, i, expert, users, "host")
+        self.load_back(step, i, sorted(back))
 
     def _offload(self, step: Step, i: int, users: Iterable[int], back: set[int]) -> None:
         """Copy rows of these micro-batches to the host; `back`: micro-batches whose rows are there."""
@@ -95,5 +95,5 @@ class Twiddler(LayerByLayer):
     def _visit(self, step: Step, i: int, expert: int, users: Iterable[int]) -> None:
         pages = step.expert_pages(i, expert)
         step.fetch(pages, self.visitors, source=self.held, urgent=True)
-        self._run(step, i, expert, users)
+        self.run_expert(step, i, expert, users)
         step.evict(pages, self.visitors)

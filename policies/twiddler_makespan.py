@@ -32,21 +32,21 @@ class TwiddlerMakespan(Twiddler):
         )
         self.stays = [{expert for layer, expert in self.at_gpu if layer == i} for i in plan.layers]
 
-    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
+    def run_experts(self, step: Step, i: int, routed: Routed) -> None:
         users = users_of(routed)
         division = self.decisions.divide(routed, self.stays[i])
         fetched = division.fetched
-        back = self._run_on_host(step, i, division.on_host, users)
+        back = self.run_on_host(step, i, division.on_host, users)
         for expert in fetched[:VISITORS]:
             self._fetch(step, i, expert)
         for expert in division.stay:
-            self._run(step, i, expert, users[expert])
+            self.run_expert(step, i, expert, users[expert])
         for number, expert in enumerate(fetched, start=VISITORS):
-            self._run(step, i, expert, users[expert])
+            self.run_expert(step, i, expert, users[expert])
             step.evict(step.expert_pages(i, expert), self.visitors)
             if number < len(fetched):
                 self._fetch(step, i, fetched[number])
-        self._load_back(step, i, back)
+        self.load_back(step, i, back)
 
     def _fetch(self, step: Step, i: int, expert: int) -> None:
         """Fetch an expert with less priority than outputs from the host, which are small and end the layer."""

@@ -15,7 +15,6 @@ from moesched.tasks import (
     Discipline,
     Kernel,
     Lane,
-    PageTransfer,
     Task,
     Work,
 )
@@ -50,7 +49,7 @@ class Script:
         urgency: int = 0,
     ) -> Task:
         """A task that reads and writes the blocks with those one-letter names."""
-        task = PageTransfer(self.lanes[lane], WORK, name) if urgency else Kernel(self.lanes[lane], WORK, name)
+        task = Kernel(self.lanes[lane], WORK, name)
         self.tasks[name] = task
         before = [self.tasks[each] for each in after]
         return self.engine.submit(task, self._blocks(reads), self._blocks(writes), before, urgency)

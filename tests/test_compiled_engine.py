@@ -73,7 +73,7 @@ class Play:
         arguments: list[Any] = [task, self.some(self.blocks), self.some(self.blocks)]
         if self.choose.random() < 0.5:
             after = tuple(self.some(self.tasks)) if self.choose.random() < 0.2 else ()
-            arguments += [after, self.choose.randrange(3)]
+            arguments += [after, self.choose.randrange(-1, 3)]
         self.enter(task, arguments[: self.choose.choice((1, 2, 3, 5, 5, 5))])
 
     def collective(self) -> None:
@@ -187,7 +187,7 @@ def test_arguments_may_have_their_names(engine: type[PlainEngine]) -> None:
     lane, block = Lane("link"), Block("x")
     graph = engine([lane])
     first = graph.submit(task=Kernel(lane, WORK, "first"), writes=[block])
-    second = graph.submit(PageTransfer(lane, WORK, "second"), reads=[block], transfer_class=1)
+    second = graph.submit(PageTransfer(lane, WORK, "second"), reads=[block], priority_class=1)
     assert (second.deps, second.key) == ([first.id], 1 << CLASS_SHIFT | second.id)
     graph.finish(task=first, value=[1])
     assert (first.value, graph.started) == ((1,), [first, second])

@@ -28,6 +28,7 @@ from moesched.seams import Eviction
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.testing import check_eviction, run_on_symbols
+from moesched.testing.cache_hits import Randomly
 from page_bench import PAGES, Bench
 
 RULES: list[Callable[[], Eviction]] = [
@@ -320,6 +321,71 @@ def test_the_conformance_suite_finds_a_rule_that_does_not_repeat_itself() -> Non
 
     with pytest.raises(AssertionError, match="seed 0: the same uses gave other choices the second time"):
         check_eviction(Draws)
+
+
+class NextToBeUsed(Told):
+    """Names the page that a step comes to next: of the layer after the one that was used last."""
+
+    def choose(self, pages: Mapping[int, Page]) -> Page:
+        number, _, _ = next((use for use in reversed(self.uses) if use[2]), (0, 0, 0))
+        return min(pages.values(), key=lambda page: (page.id - number - 1) % 100)
+
+
+class LastUsed(Told):
+    """Names the page that was used or came last."""
+
+    def choose(self, pages: Mapping[int, Page]) -> Page:
+        return next(pages[number] for number, _, _ in reversed(self.uses) if number in pages)
+
+
+class LastArrived(Told):
+    """Names the page that came last, perhaps for the next layer."""
+
+    def choose(self, pages: Mapping[int, Page]) -> Page:
+        return list(pages.values())[-1]
+
+
+class NotYetUsed(Told):
+    """Names a page that was fetched ahead and that nothing has read."""
+
+    def choose(self, pages: Mapping[int, Page]) -> Page:
+        last = {number: tokens for number, _, tokens in self.uses}
+        return next((page for page in pages.values() if not last[page.id]), next(iter(pages.values())))
+
+
+class MostUsed(Told):
+    """Names the page that most tokens used."""
+
+    def choose(self, pages: Mapping[int, Page]) -> Page:
+        return max(pages.values(), key=lambda page: sum(use[2] for use in self.uses if use[0] == page.id))
+
+
+class Forecast(Told):
+    """Names a page that is forecast for the next layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.experts = -1, frozenset[int]()
+
+    def previewed(self, layer: int, tokens: Mapping[int, int]) -> None:
+        self.layer, self.experts = layer, frozenset(tokens)
+
+    def choose(self, pages: Mapping[int, Page]) -> Page:
+        foretold = (each for each in pages.values() if each.layer == self.layer and each.expert in self.experts)
+        return next(foretold, next(iter(pages.values())))
+
+
+@pytest.mark.parametrize("make", [NextToBeUsed, LastUsed, LastArrived, NotYetUsed, MostUsed, Forecast])
+def test_the_conformance_suite_finds_a_rule_that_evicts_what_is_about_to_be_used(make: type[Told]) -> None:
+    with pytest.raises(AssertionError, match="the rule evicts pages that are about to be used"):
+        check_eviction(make, rounds=1)
+
+
+@pytest.mark.parametrize("make", [Told, Randomly])
+def test_the_conformance_suite_accepts_rules_that_know_nothing_of_what_comes(
+    make: Callable[[], Eviction],
+) -> None:
+    check_eviction(make)
 
 
 # -- caches of experts -----------------------------------------------------------------------------

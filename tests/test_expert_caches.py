@@ -19,7 +19,7 @@ from moesched.planner.traits import resident_bytes
 from moesched.plugins import make_policy
 from moesched.routing.profile import RoutingProfile, write_profile
 from moesched.runs.simulation import simulate
-from moesched.tasks import CANCELLED, DEMAND, IDLE, HostKernel, Kernel, link_class
+from moesched.tasks import CANCELLED, DEMAND, IDLE, HostKernel, Kernel, class_of
 from moesched.testing import Case, policy_cases
 from scripted_routing import BALANCED, FAST_CPU, LAYOUT, SLOW_CPU, T4, Choices, simulated, with_rates
 
@@ -253,14 +253,14 @@ def test_what_the_next_layers_router_foretells_comes_while_this_layers_experts_a
     first = next(task for task in watch.tasks("fetch") if task.step == 0)
     attention = next(task for task in watch.tasks("attention") if task.layer == 1)
     assert first.start < attention.start
-    assert link_class(first.key) == IDLE
+    assert class_of(first) == IDLE
 
 
 def test_what_was_foretold_and_is_needed_now_is_as_urgent_as_any_other_fetch() -> None:
     slow_link = with_rates(link=1e5, cpu=1e9)
     watch = simulated("prefetch_gate", [[[4, 5], [0, 1]]], ONE_LAYER, machine=slow_link)
     under_way, waiting = (task for task in watch.tasks("fetch") if task.step >= 0)
-    assert (link_class(under_way.key), link_class(waiting.key)) == (IDLE, DEMAND)
+    assert (class_of(under_way), class_of(waiting)) == (IDLE, DEMAND)
 
 
 def test_what_was_foretold_enters_the_cache_when_it_is_used() -> None:
@@ -271,7 +271,7 @@ def test_what_was_foretold_enters_the_cache_when_it_is_used() -> None:
 def test_no_more_is_foretold_at_a_time_than_there_are_buffers_but_one() -> None:
     steps: Choices = [[[4], {0: 1, 1: 7, 2: 8, 3: 1}]]
     watch = simulated("prefetch_gate", steps, {**ONE_LAYER, "buffers": 3}, prompts=(17,))
-    classes = [(task.expert, link_class(task.key)) for task in watch.tasks("fetch") if task.step >= 0]
+    classes = [(task.expert, class_of(task)) for task in watch.tasks("fetch") if task.step >= 0]
     assert classes[:2] == [(2, IDLE), (1, IDLE)], "those with the most tokens"
     assert classes[2:] == [(0, DEMAND), (3, DEMAND)]
 

@@ -104,7 +104,7 @@ class OnNodes(LayerByLayer):
         plan.place_kv("accelerator")
         plan.place_experts([frozenset(experts[node::nodes]) for node in range(nodes)])
 
-    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
+    def run_experts(self, step: Step, i: int, routed: Routed) -> None:
         for j, chosen in routed.items():
             step.assign(i, j, {expert: expert % step.nodes for expert in chosen})
         for expert, micro_batches in users_of(routed).items():
@@ -133,7 +133,7 @@ class Scripted(LayerByLayer):
         plan.keep(plan.layout.pages)
         plan.run_experts_on_host(resident=True)
 
-    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
+    def run_experts(self, step: Step, i: int, routed: Routed) -> None:
         if step.index or i:
             for j in routed:
                 for expert in routed[j]:

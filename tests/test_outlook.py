@@ -267,13 +267,13 @@ class HostUntilItArrives(LayerByLayer):
         experts = [page for page in plan.layout.pages if page.expert >= 0]
         self.pool = plan.pool("accelerator", "experts", 2 * len(plan.layout.expert(0, 0)), experts)
 
-    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
+    def run_experts(self, step: Step, i: int, routed: Routed) -> None:
         users = users_of(routed)
         here = [e for e in users if all(map(step.arrived, step.expert_pages(i, e)))]
         for expert in here:
-            self._run(step, i, expert, users[expert])
+            self.run_expert(step, i, expert, users[expert])
         away = sorted(users.keys() - here)
-        for j in self._run_on_host(step, i, away, users):
+        for j in self.run_on_host(step, i, away, users):
             step.load_routed(i, j)
         coming = [e for e in away if step.expert_pages(i, e)[0] not in self.pool]
         if coming and step.seconds_until_idle("fetch") < 1.0:

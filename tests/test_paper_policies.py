@@ -10,7 +10,7 @@ from papers import CASES, compared
 from moesched.dispatch.adaptive_replacement import AdaptiveReplacement
 from moesched.models.layout import Page
 from moesched.plugins import make_policy
-from moesched.tasks import IDLE, HostKernel, link_class
+from moesched.tasks import IDLE, HostKernel, class_of
 from moesched.testing import Case, policy_cases
 from scripted_routing import BALANCED, SLOW_CPU, T4, Choices, Watch, simulated, with_rates
 
@@ -37,7 +37,7 @@ def test_an_expert_enters_the_cache_from_its_second_use_on_and_runs_there_from_i
     watch = simulated("frequency_cache", [[[5]]] * 4, {"experts": 2}, machine=SLOW_CPU)
     assert places(watch) == [(0, 5, "host"), (1, 5, "host"), (2, 5, "gpu"), (3, 5, "gpu")]
     assert watch.experts("fetch") == [(1, 0, 5)]
-    assert {link_class(task.key) for task in watch.tasks("fetch") if task.step >= 0} == {IDLE}
+    assert {class_of(task) for task in watch.tasks("fetch") if task.step >= 0} == {IDLE}
 
 
 def test_one_expert_comes_at_a_time_and_runs_on_the_host_until_it_is_there() -> None:
@@ -78,7 +78,7 @@ def test_prefetched_experts_of_the_next_layer_stay_and_passed_layers_make_room()
         for layer, chosen in enumerate(steps[step]):
             times = [each for each in fetched if each[:2] == (step, layer)]
             assert len(times) <= len(chosen), "none was evicted between its prefetch and its use"
-    assert {link_class(t.key) for t in watch.tasks("fetch") if t.step >= 0 and t.layer} <= {IDLE, 0}
+    assert {class_of(t) for t in watch.tasks("fetch") if t.step >= 0 and t.layer} <= {IDLE, 0}
 
 
 def test_least_stale_prefers_pages_of_passed_layers_where_lru_takes_those_that_come_next() -> None:
@@ -174,7 +174,7 @@ def test_of_the_layers_ahead_the_one_that_gains_most_is_prefetched_first() -> No
     steps: Choices = [[{0: 9}] * 3, [{0: 9}, {0: 8, 5: 1}, {0: 1, 5: 8}]]
     machine = with_rates(link=1e9, cpu=1e8)
     watch = simulated("hybrimoe", steps, {"experts": 3, "buffers": 2}, machine=machine, prompts=(9,))
-    prefetched = [t for t in watch.tasks("fetch") if t.step >= 0 and link_class(t.key) == IDLE]
+    prefetched = [t for t in watch.tasks("fetch") if t.step >= 0 and class_of(t) == IDLE]
     assert [(t.step, t.layer, t.expert) for t in prefetched][:1] == [(1, 2, 5)]
 
 

@@ -143,21 +143,21 @@ class Prefetching(LayerByLayer):
         experts = [page for page in plan.layout.pages if page.expert >= 0]
         self.pool = plan.pool("accelerator", "experts", 8 * len(plan.layout.expert(0, 0)), experts)
 
-    async def _route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
+    async def route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
         routed = {j: await step.route(i, j) for j in micro_batches}
         self.forecasts.routed(i, routed)
         expected = {}
         if i + 1 in step.layers:
             expected = await self.forecasts.of(step, i + 1, micro_batches)
             self.asked.append(expected)
-        self._run_experts(step, i, routed)
+        self.run_experts(step, i, routed)
         for expert in list(expected)[:2]:
             self._fetch(step, i + 1, expert)
 
-    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
+    def run_experts(self, step: Step, i: int, routed: Routed) -> None:
         for expert, users in users_of(routed).items():
             self._fetch(step, i, expert)
-            self._run(step, i, expert, users)
+            self.run_expert(step, i, expert, users)
 
     def _fetch(self, step: Step, i: int, expert: int) -> None:
         missing = [page for page in step.expert_pages(i, expert) if page not in self.pool]
@@ -176,7 +176,7 @@ def test_prefetching_by_a_predictor_changes_no_token(make: Callable[[Plan], Any]
 
 def test_the_later_routers_forecast_what_a_preview_says() -> None:
     class Compares(Prefetching):
-        async def _route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
+        async def route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
             routed = {j: await step.route(i, j) for j in micro_batches}
             if i + 1 in step.layers:
                 previews = [await step.preview_route(i + 1, j) for j in micro_batches]
@@ -184,7 +184,7 @@ def test_the_later_routers_forecast_what_a_preview_says() -> None:
                 assert both == {e: sum(each.get(e, 0) for each in previews) for e in both}
                 assert list(both.values()) == sorted(both.values(), reverse=True)
                 self.asked.append(both)
-            self._run_experts(step, i, routed)
+            self.run_experts(step, i, routed)
 
     policy = Compares(lambda plan: LaterRouters())
     run_on_symbols(policy, CASE.plan(policy))

@@ -111,7 +111,7 @@ def test_lanes_in_order_wait_for_what_was_submitted_first() -> None:
 def test_a_demand_still_overtakes_a_prefetch() -> None:
     def graph(engine: Engine) -> None:
         submit(engine, "copies", "running", 5)
-        submit(engine, "copies", "prefetch", 5, transfer_class=PREFETCH)
+        submit(engine, "copies", "prefetch", 5, priority_class=PREFETCH)
         submit(engine, "copies", "demand", 5)
 
     assert timetable(replay_recording(recorded(graph)))["demand"] == (5, 10)
@@ -122,7 +122,7 @@ def test_what_nobody_needed_yet_keeps_its_place_on_its_lane() -> None:
 
     async def policy(engine: Engine) -> None:
         submit(engine, "copies", "fetch", 10)
-        submit(engine, "copies", "foretold", 5, transfer_class=IDLE)
+        submit(engine, "copies", "foretold", 5, priority_class=IDLE)
         await submit(engine, "gpu", "route", 12)
         submit(engine, "copies", "needed", 5)
 
@@ -220,12 +220,12 @@ def submit(
     reads: list[Block] | None = None,
     writes: list[Block] | None = None,
     step: int = 0,
-    transfer_class: int = 0,
+    priority_class: int = 0,
 ) -> Task:
     """Submit a task of known length: a transfer on the lane of copies, a kernel elsewhere."""
     kind: Any = PageTransfer if where == "copies" else Kernel
     task: Task = kind(lane(engine, where), Work(verb, "", nanoseconds=nanoseconds), verb, step=step)
-    return engine.submit(task, reads or (), writes or (), transfer_class=transfer_class)
+    return engine.submit(task, reads or (), writes or (), priority_class=priority_class)
 
 
 def lane(engine: Engine, name: str) -> Lane:

@@ -231,10 +231,10 @@ class ScoringNode(NodeExperts):
         super().plan(plan)
         plan.request_scores()
 
-    def _placement(self, plan: Plan) -> Placement:
+    def choose_placement(self, plan: Plan) -> Placement:
         return HALVES
 
-    def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
+    def run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         assert isinstance(routed, ScoredTokens)
         self.scores.append(routed.scores)
         owners = owners_of(routed)

@@ -169,7 +169,7 @@ class _Replay:
             self._tasks[index] = engine.collective(part, reads, writes)
         else:
             task = Kernel(lane, work, each.task.verb)
-            self._tasks[index] = engine.submit(task, reads, writes, transfer_class=each.task.link_class)
+            self._tasks[index] = engine.submit(task, reads, writes, priority_class=each.task.priority_class)
 
     def _submitted(self, index: int) -> Task:
         task = self._tasks[index]
@@ -191,7 +191,7 @@ def _idle_before(slices: Sequence[Slice]) -> list[tuple[int, ...]]:
         last = next((before for before in reversed(earlier) if slices[before].id < each.id), None)
         if last is not None:
             found[index] = (last,)
-        if each.task.link_class == IDLE:
+        if each.task.priority_class == IDLE:
             earlier.append(index)
     return found
 

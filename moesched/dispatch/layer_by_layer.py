@@ -16,12 +16,16 @@ class LayerByLayer(ABC):
 
     Routing of a group of micro-batches (or chunks of a long prompt) is known before the first expert runs. So each
     expert is fetched at most once per group, and its processor is chosen once.
+
+    A policy defines `plan` and `run_experts`. It overrides `route_and_run` to do something between the two, such as to
+    await forecasts. The other methods are for its own `run_experts`.
     """
 
     together: int | None = None
     """Number of micro-batches in a group; None for all."""
 
     async def prefill(self, step: Step) -> None:
+        """Schedule a step; `decode` is the same."""
         for j in step.micro_batches:
             step.embed(j)
         for i in step.layers:
@@ -29,7 +33,7 @@ class LayerByLayer(ABC):
                 for j in micro_batches:
                     step.pre_attention(i, j)
                     attend(step, i, j)
-                await self._route_and_run(step, i, micro_batches)
+                await self.route_and_run(step, i, micro_batches)
                 for j in micro_batches:
                     step.combine(i, j)
         for j in step.micro_batches:
@@ -37,19 +41,26 @@ class LayerByLayer(ABC):
 
     decode = prefill
 
-    async def _route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
+    async def route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
+        """Route these micro-batches in layer `i`, and run the experts that they chose."""
         routing = {j: step.route(i, j) for j in micro_batches}
-        self._run_experts(step, i, {j: await handle for j, handle in routing.items()})
+        self.run_experts(step, i, {j: await handle for j, handle in routing.items()})
 
     @abstractmethod
-    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
-        """Run the experts of layer `i` that these micro-batches chose."""
+    def run_experts(self, step: Step, i: int, routed: Routed) -> None:
+        """Run the experts of layer `i` that these micro-batches chose.
 
-    def _run(self, step: Step, i: int, expert: int, users: Iterable[int], at: At = "accelerator") -> None:
+        routed: by micro-batch, the number of tokens of each chosen expert.
+        """
+
+    def run_expert(
+        self, step: Step, i: int, expert: int, users: Iterable[int], at: At = "accelerator"
+    ) -> None:
+        """Run an expert for each of these micro-batches, in a task of its own."""
         for j in users:
             step.run_expert(i, expert, j, at=at)
 
-    def _run_on_host(
+    def run_on_host(
         self, step: Step, i: int, experts: Sequence[int], users: Mapping[int, Sequence[int]]
     ) -> list[int]:
         """Run experts on the host, in this order; returns the micro-batches whose outputs must be loaded back."""
@@ -57,10 +68,10 @@ class LayerByLayer(ABC):
         for j in back:
             step.offload_routed(i, j)
         for expert in experts:
-            self._run(step, i, expert, users[expert], "host")
+            self.run_expert(step, i, expert, users[expert], "host")
         return back
 
-    def _load_back(self, step: Step, i: int, micro_batches: Iterable[int]) -> None:
+    def load_back(self, step: Step, i: int, micro_batches: Iterable[int]) -> None:
         """Load back what experts on the host computed for these micro-batches."""
         for j in micro_batches:
             step.load_routed(i, j)

@@ -28,10 +28,10 @@ class NodeExperts(ABC):
     def plan(self, plan: Plan) -> None:
         plan.limit_in_flight(2)
         plan.place_kv("accelerator")
-        self.placement = self._placement(plan)
+        self.placement = self.choose_placement(plan)
         plan.place_experts(self.placement, centralised=not self.decentralised)
 
-    def _placement(self, plan: Plan) -> Placement:
+    def choose_placement(self, plan: Plan) -> Placement:
         """The experts that each node holds: by default two halves on alternating nodes, as in the cluster paper."""
         return mirrored(plan.layout.config.experts, plan.nodes.count)
 
@@ -44,7 +44,7 @@ class NodeExperts(ABC):
                 if step.attends:
                     step.pre_attention(i, j)
                     step.attention(i, j)
-                self._run_experts(step, i, j, await step.route(i, j))
+                self.run_experts(step, i, j, await step.route(i, j))
                 step.combine(i, j)
         for j in step.micro_batches:
             step.sample(j)
@@ -52,7 +52,7 @@ class NodeExperts(ABC):
     decode = prefill
 
     @abstractmethod
-    def _run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
+    def run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         """Assign a micro-batch's experts to nodes, and run this node's share."""
 
 

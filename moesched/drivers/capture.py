@@ -18,7 +18,7 @@ from moesched.steps.ruled_pool import RuledPool
 from moesched.steps.run_state import RunState
 from moesched.steps.step import Step
 from moesched.steps.works import GROWING
-from moesched.tasks import CLASS_SHIFT, Collective, Lane, Task, Work, link_class
+from moesched.tasks import CLASS_SHIFT, Collective, Lane, Task, Work, class_of
 
 Price = Callable[[Work], int]
 """The nanoseconds of a work."""
@@ -76,7 +76,7 @@ class Template:
         lanes: each task's lane by its index; -1 for joins.
         by_lane: the positions of each lane's tasks.
         starts_on: the same, but -2 - lane for collectives, which take their lane after all other tasks of that moment.
-        classes: each task's link class, in the high bits of a priority.
+        classes: each task's class, in the high bits of its key.
         waits: number of a task's edges from within the step.
         roots: positions of the tasks with no such edge.
         later: for each task, the distances to the tasks that wait for it.
@@ -100,7 +100,7 @@ class Template:
             -2 - lane if isinstance(task, Collective) else lane
             for task, lane in zip(tasks, self.lanes, strict=True)
         ]
-        self.classes = [link_class(task.key) << CLASS_SHIFT for task in tasks]
+        self.classes = [class_of(task) << CLASS_SHIFT for task in tasks]
         self.samples = [position for position, task in enumerate(tasks) if task.verb == "sample"]
         self.edges = edges.needed(tasks)
         self.earlier: list[tuple[int, int]] = []

@@ -60,12 +60,12 @@ class SharedEngine(Engine):
         reads: Sequence[Block] = (),
         writes: Sequence[Block] = (),
         after: Sequence[Task] = (),
-        transfer_class: int = 0,
+        priority_class: int = 0,
     ) -> T:
         lock = self.lock
         lock.acquire()  # cheaper than `with`
         try:
-            self._submit_locked(task, reads, writes, after, transfer_class)
+            self._submit_locked(task, reads, writes, after, priority_class)
             if self.started or self.arrived:
                 self.dispatch(None, self._note_submit_delay(task))
         finally:
@@ -78,9 +78,9 @@ class SharedEngine(Engine):
             self.dispatch()
         return cancelled
 
-    def promote(self, task: Task, transfer_class: int) -> None:
+    def promote(self, task: Task, priority_class: int) -> None:
         with self.lock:
-            super().promote(task, transfer_class)
+            super().promote(task, priority_class)
 
     def _note_submit_delay(self, task: Task) -> int:
         """Note, for traces, how long the policy took until this submission; returns the time, or -1 without a trace."""

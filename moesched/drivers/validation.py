@@ -103,12 +103,12 @@ class CheckedEngine(Engine):
         reads: Sequence[Block] = (),
         writes: Sequence[Block] = (),
         after: Sequence[Task] = (),
-        transfer_class: int = 0,
+        priority_class: int = 0,
     ) -> T:
         self.check()
         inputs = [block.writer for block in reads if block.writer is not None]
         expected = expected_edges(reads, writes, after)
-        super().submit(task, reads, writes, after, transfer_class)
+        super().submit(task, reads, writes, after, priority_class)
         self._account.enter(task, inputs, expected, by_hand=len(after))
         self._compare(task)
         if task.id % LEDGER_EVERY == 0 or self._failed_since:
@@ -125,9 +125,9 @@ class CheckedEngine(Engine):
         self._compare(task)
         return cancelled
 
-    def promote(self, task: Task, transfer_class: int) -> None:
+    def promote(self, task: Task, priority_class: int) -> None:
         before = task.key
-        super().promote(task, transfer_class)
+        super().promote(task, priority_class)
         self._account.promote(task, before)
 
     def finish(self, task: Task, value: object = None) -> None:

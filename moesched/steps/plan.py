@@ -55,6 +55,8 @@ class Plan(Declarations):
 
     Attributes:
         machine: with several stages, each accelerator with a memory and links of its own.
+        layout: the model's weights, cut into pages: `layout.pages`, and those of a layer, its dense part or an expert.
+        batch: the requests: the lengths of their prompts, and the number of new tokens.
         layers: the numbers of the layers, from 0.
         micro_batches: the numbers of the micro-batches of decode steps, from 0.
         chunks: the micro-batches of prefill; more than `micro_batches` where long prompts are cut.

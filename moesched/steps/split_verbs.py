@@ -34,7 +34,7 @@ class SplitVerbs:
         reads: Sequence[Block] = (),
         writes: Sequence[Block] = (),
         after: Sequence[Task] = (),
-        transfer_class: int = 0,
+        priority_class: int = 0,
     ) -> Task:
         """Submit a verb's task, or all tasks of a split verb.
 
@@ -43,14 +43,14 @@ class SplitVerbs:
         """
         split = self._split.get(task.verb)
         if split is None:
-            return self._engine.submit(task, reads, writes, after, transfer_class)
+            return self._engine.submit(task, reads, writes, after, priority_class)
         last = task
         for part, needed, left in split(task, reads, writes):
             part.code, part.instruction = task.code, task.instruction
             if isinstance(part, Collective):
                 self._engine.collective(part, needed, left)
             else:
-                self._engine.submit(part, needed, left)
+                self._engine.submit(part, needed, left, (), priority_class)
             last = part
         return task if isinstance(task, Decision) else last
 

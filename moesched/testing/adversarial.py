@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from moesched.models.layout import Page
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
+from moesched.steps.verbs.base import Priority
 from moesched.tasks import Task
+
+PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 
 
 class Adversarial:
-    """Submit random legal verbs of random micro-batches; fetch, evict and await pages at random times.
+    """Submit random legal verbs of random micro-batches, at random priorities; fetch, evict and await pages at random times.
 
     Settings:
         seed: seed of all random choices.
@@ -64,7 +67,8 @@ class Adversarial:
             program = self.random.choice(programs)
             for _ in range(self.random.randint(1, 8)):
                 try:
-                    handle = program.send(answers.pop(id(program), None))
+                    with step.priority(self.random.choice(PRIORITIES)):
+                        handle = program.send(answers.pop(id(program), None))
                 except StopIteration:
                     programs.remove(program)
                     break

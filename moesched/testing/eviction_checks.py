@@ -1,4 +1,4 @@
-"""The conformance suite of eviction rules: random uses and arrivals, as pools make them."""
+"""The conformance suite of eviction rules: random uses and arrivals, as pools make them, and hits in a small cache."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from moesched.dispatch.cached_experts import TakesPreviews, TakesScores
 from moesched.models.layout import Page
 from moesched.seams import Eviction
 from moesched.testing.asserts import require_asserts
+from moesched.testing.cache_hits import Choices, Randomly, hit_rate, popular, recurring
 
 LAYERS, EXPERTS = 3, 5
 
@@ -20,17 +21,35 @@ def check_eviction(make: Callable[[], Eviction], *, rounds: int = 25) -> None:
     The pages are dense ones and experts'. Some leave without the rule having named them, some that it named come back
     at once, and sometimes only one may go. Rules that take scores and previews are told of these now and then.
 
+    A small cache then counts hits. Of popular experts that are fetched a layer ahead, a rule has to find about as many
+    as a random choice does; of experts that recur from step to step, 60 % of that. A rule that finds fewer evicts pages
+    that are about to be used.
+
     Args:
         make: creates the rule, once per round.
         rounds: number of random sequences.
 
     Raises:
-        AssertionError: the rule named another page, changed the pages, or decided otherwise the second time.
+        AssertionError: the rule named another page, changed the pages, decided otherwise the second time, or found
+            fewer pages.
     """
     require_asserts("check_eviction")
     for seed in range(rounds):
         first, second = _choices(make(), seed), _choices(make(), seed)
         assert first == second, f"seed {seed}: the same uses gave other choices the second time"
+    _require_hits(make, "popular experts that are fetched a layer ahead", popular, least=0.95, ahead=True)
+    _require_hits(make, "experts that recur from step to step", recurring, least=0.6)
+
+
+def _require_hits(
+    make: Callable[[], Eviction], experts: str, choices: Choices, *, least: float, ahead: bool = False
+) -> None:
+    """Check that a rule finds at least this share of the pages that a random choice finds."""
+    found, at_random = hit_rate(make, choices, ahead=ahead), hit_rate(Randomly, choices, ahead=ahead)
+    assert found >= least * at_random, (
+        f"of {experts}, {found:.0%} are in a cache of this rule and {at_random:.0%} in one that evicts at random: "
+        "the rule evicts pages that are about to be used"
+    )
 
 
 def _choices(rule: Eviction, seed: int) -> list[int]:

@@ -34,7 +34,7 @@ class RandomRows(LayerByLayer):
         if self.on_host:
             plan.run_experts_on_host(resident=True)
 
-    def _run_experts(self, step: Step, i: int, routed: Routed) -> None:
+    def run_experts(self, step: Step, i: int, routed: Routed) -> None:
         choose = self.random
         if self.on_host:
             for j in routed:

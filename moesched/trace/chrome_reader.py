@@ -73,7 +73,7 @@ class TaskArgs(msgspec.Struct, gc=False, rename={"nbytes": "bytes", "flops": "FL
     flops: float = 0.0
     nbytes: float = 0.0
     pages: int = 0
-    link_class: int = 0
+    priority_class: int = 0
     pool: str = ""
     rows: int = 0
     page_names: str = ""

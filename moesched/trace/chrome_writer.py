@@ -22,7 +22,7 @@ from moesched.trace.critical import critical_path
 from moesched.trace.recording import About, LaneName, Recording, TaskInfo
 from moesched.trace.summary import summarize
 
-FORMAT = "moesched trace 6"
+FORMAT = "moesched trace 7"
 SIDE_BY_SIDE = "moesched traces side by side 3"
 CRITICAL_PATH = "critical path"
 CANCELLED = "cancelled "
@@ -251,8 +251,8 @@ def _description(task: TaskInfo) -> str:
         args["rows"] = task.rows
     if task.pages:
         args |= {"pages": task.pages, "page_names": task.page_names}
-    if task.link_class:
-        args["link_class"] = task.link_class
+    if task.priority_class:
+        args["priority_class"] = task.priority_class
     if task.pool:
         args["pool"] = task.pool
     if task.nbytes:

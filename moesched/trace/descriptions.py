@@ -8,7 +8,7 @@ from typing import NamedTuple
 from moesched.models.layout import Page
 from moesched.steps.memory import Slot
 from moesched.steps.model_pages import describe_all
-from moesched.tasks import PageTransfer, Task, link_class
+from moesched.tasks import PageTransfer, Task, class_of
 from moesched.trace.access_records import title_of
 from moesched.trace.recording import TaskInfo
 
@@ -24,10 +24,11 @@ class Descriptions:
         """The description of a task."""
         moved = _moved(task) if isinstance(task, PageTransfer) else _NOTHING
         numbers = (task.layer, task.micro_batch, task.expert, task.ranges)
-        about = (task.verb, *numbers, id(task.work), tuple(map(id, moved.pages)), *moved[1:])
+        priority_class = class_of(task)
+        about = (task.verb, *numbers, id(task.work), tuple(map(id, moved.pages)), moved.pool, priority_class)
         info = self._known.get(about)
         if info is None:
-            info = self._known[about] = _task_info(task, moved)
+            info = self._known[about] = _task_info(task, moved, priority_class)
         return info
 
     def line_of(self, task: Task) -> str:
@@ -43,20 +44,19 @@ class _Moved(NamedTuple):
     """What a transfer moves; see `TaskInfo`."""
 
     pages: Sequence[Page]
-    link_class: int
     pool: str
 
 
-_NOTHING = _Moved((), 0, "")
+_NOTHING = _Moved((), "")
 
 
 def _moved(task: PageTransfer) -> _Moved:
     slot = task.slots[0] if task.pages and task.slots else None
     pool = title_of(slot.pool) if isinstance(slot, Slot) and not slot.fixed else ""
-    return _Moved(task.pages, link_class(task.key), pool)
+    return _Moved(task.pages, pool)
 
 
-def _task_info(task: Task, moved: _Moved) -> TaskInfo:
+def _task_info(task: Task, moved: _Moved, priority_class: int) -> TaskInfo:
     work = task.work
     return TaskInfo(
         task.label,
@@ -70,7 +70,7 @@ def _task_info(task: Task, moved: _Moved) -> TaskInfo:
         work.flops,
         work.nbytes,
         len(moved.pages),
-        moved.link_class,
+        priority_class,
         moved.pool,
         work.tokens,
         describe_all(moved.pages),

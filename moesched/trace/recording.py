@@ -30,7 +30,7 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False):
         resource: the processor or link that it uses.
         layer, micro_batch, expert: -1 for none.
         pages: the number of weight pages that it moves.
-        link_class: the class of a transfer on a ready-first lane; lower classes go first.
+        priority_class: its class on a ready-first lane; lower classes go first.
         pool: the pool that it brings pages to, with its memory, such as "experts in gpu".
         rows: the rows (tokens) that it works on; 0 for transfers.
         page_names: the weight pages that it moves, in words.
@@ -47,7 +47,7 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False):
     flops: float = 0.0
     nbytes: float = 0.0
     pages: int = 0
-    link_class: int = 0
+    priority_class: int = 0
     pool: str = ""
     rows: int = 0
     page_names: str = ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from functools import cache
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from sys import _getframe
 from threading import get_ident
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
 from moesched.errors import OutOfOrder, PolicyError
 from moesched.steps.memory import Pool
@@ -18,10 +20,14 @@ from moesched.steps.turn import Turn
 from moesched.steps.verbs.table import PROGRESS, STRIDE, VERBS, Verb
 from moesched.steps.views import View, Views
 from moesched.steps.works import Kind
-from moesched.tasks import Block, Task
+from moesched.tasks import DEMAND, IDLE, URGENT, Block, PageTransfer, Task
 
 NEVER = -1 << 62
 """The needed progress of a verb that does not exist on this node."""
+
+Priority = Literal["urgent", "normal", "speculative"]
+CLASSES: Mapping[Priority, int] = MappingProxyType({"urgent": URGENT, "normal": DEMAND, "speculative": IDLE})
+"""The class of kernels, by the name of their priority."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -63,6 +69,26 @@ class Verbs(StepFacts):
             for batch in self._batches.values():
                 batch.progress += batch.progress == self._base - 1  # there is no `embed`
         self._seal()
+
+    @contextmanager
+    def priority(self, name: Priority) -> Iterator[None]:
+        """Give the kernels of a `with` block a priority on their lanes, on both processors.
+
+        Of the kernels that are ready, a lane runs urgent ones first and speculative ones last. It does not change the
+        order of transfers (`fetch` has options for that), nor that of lanes that keep to program order.
+
+        Raises:
+            PolicyError: there is no such priority.
+        """
+        if name not in CLASSES:
+            known = ", ".join(map(repr, CLASSES))
+            raise PolicyError(f"priority: there is no priority {name!r}: give one of {known}")
+        before = self._submit
+        self._submit = partial(_submit_kernels, self._state.submit, CLASSES[name])
+        try:
+            yield
+        finally:
+            self._submit = before
 
     def _at(self, verb: Verb, layer: int, micro_batch: int) -> MicroBatch:
         """The micro-batch, checked to have the progress that the verb needs.
@@ -144,13 +170,13 @@ class Verbs(StepFacts):
         return submit(task, own_reads + reads if reads else own_reads, own_writes + writes)
 
     def _enter(
-        self, task: Task, reads: tuple[Block, ...], writes: tuple[Block, ...], transfer_class: int = 0
+        self, task: Task, reads: tuple[Block, ...], writes: tuple[Block, ...], priority_class: int = 0
     ) -> Task:
         """Submit a task that a verb has made by itself."""
         policy = _getframe(2)  # a verb calls this, a policy calls the verb
         task.code = policy.f_code
         task.instruction = policy.f_lasti
-        self._submit(task, reads, writes, (), transfer_class)
+        self._submit(task, reads, writes, (), priority_class)
         if task.id >= self._last_task:
             raise too_many(task.verb, self._state.plan.task_limit)
         return task
@@ -228,6 +254,21 @@ class Verbs(StepFacts):
         return OutOfOrder(
             f"{verb.name}({about}) needs mb{batch.index} at {needs}, but it is at {self._where(batch)}"
         )
+
+
+def _submit_kernels(
+    submit: Callable[..., Task],
+    kernel_class: int,
+    task: Task,
+    reads: Sequence[Block],
+    writes: Sequence[Block],
+    after: Sequence[Task] = (),
+    priority_class: int = DEMAND,
+) -> Task:
+    """Submit a task with the class of kernels, unless it is a transfer."""
+    if not isinstance(task, PageTransfer):
+        priority_class = kernel_class
+    return submit(task, reads, writes, after, priority_class)
 
 
 @cache

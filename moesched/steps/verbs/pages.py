@@ -48,8 +48,8 @@ class PageVerbs(Verbs):
             NotResident: `source` does not hold a page.
         """
         arrival = SPECULATED if speculative else FETCHED
-        transfer_class = DEMAND if urgent else IDLE if speculative else PREFETCH
-        return self._transfer("fetch", pages, pool, source, arrival, transfer_class)
+        priority_class = DEMAND if urgent else IDLE if speculative else PREFETCH
+        return self._transfer("fetch", pages, pool, source, arrival, priority_class)
 
     def copy_to_pinned(self, pages: Sequence[Page], pool: Pool, *, source: Pool | None = None) -> Task:
         """Move pages into page-locked memory, the first hop to the accelerator, from `source` or where weights live."""
@@ -124,7 +124,7 @@ class PageVerbs(Verbs):
         pool: Pool,
         source: Pool | None,
         arrival: int,
-        transfer_class: int,
+        priority_class: int,
     ) -> Task:
         """Submit the task that moves pages into slots of a pool.
 
@@ -154,7 +154,7 @@ class PageVerbs(Verbs):
         task.code = policy.f_code
         task.instruction = policy.f_lasti
         submit = self._submit
-        submit(task, reads, slots, (), transfer_class)
+        submit(task, reads, slots, (), priority_class)
         if task.id >= self._last_task:
             raise too_many(verb, plan.task_limit)
         return task

@@ -1,0 +1,117 @@
+"""Hits of an eviction rule in a small cache of experts, over sequences of choices as routers make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from random import Random
+from types import MappingProxyType
+
+from moesched.dispatch.cached_experts import TakesPreviews, TakesScores
+from moesched.models.layout import Page
+from moesched.seams import Eviction
+
+LAYERS, EXPERTS, CHOSEN, STEPS, SEQUENCES = 3, 8, 2, 40, 8
+ROOM = LAYERS * CHOSEN
+"""Pages in the cache: as many as a step uses."""
+
+Layer = Mapping[int, int]
+"""The tokens of each expert that a layer's router chose."""
+Choices = Callable[[Random], Iterator[list[Layer]]]
+"""Makes the layers of each step."""
+
+
+def popular(random: Random) -> Iterator[list[Layer]]:
+    """Steps in which each layer has experts that are chosen more often than others."""
+    ranks = [random.sample(range(EXPERTS), EXPERTS) for _ in range(LAYERS)]
+    for _ in range(STEPS):
+        yield [_layer(random, _drawn(random, set(), [1 / (1 + rank) ** 2 for rank in each])) for each in ranks]
+
+
+def recurring(random: Random) -> Iterator[list[Layer]]:
+    """Steps in which a layer's experts are often those of the step before."""
+    before: list[set[int]] = [set() for _ in range(LAYERS)]
+    for _ in range(STEPS):
+        stay = [{expert for expert in each if random.random() < 0.8} for each in before]
+        before = [_drawn(random, each, [1.0] * EXPERTS) for each in stay]
+        yield [_layer(random, each) for each in before]
+
+
+class Randomly:
+    """Evicts any page."""
+
+    def __init__(self) -> None:
+        self._random = Random(1)
+
+    def used(self, page: Page, step: int, tokens: int) -> None:
+        """Needs no memory."""
+
+    def choose(self, pages: Mapping[int, Page]) -> Page:
+        return self._random.choice(list(pages.values()))
+
+
+def hit_rate(make: Callable[[], Eviction], choices: Choices, *, ahead: bool) -> float:
+    """The share of uses that find their page in the cache, where each sequence has a rule of its own.
+
+    Args:
+        ahead: fetch the experts of the next layer before it is reached.
+    """
+    caches = [_Cache(make()) for _ in range(SEQUENCES)]
+    for seed, cache in enumerate(caches):
+        for step, layers in enumerate(choices(Random(seed))):
+            for number, layer in enumerate(layers):
+                following = layers[number + 1] if number + 1 < LAYERS else {}
+                cache.tell(number, layer, following)
+                cache.run(step, number, layer)
+                if ahead:
+                    cache.fetch(step, number + 1, following)
+    return sum(cache.hits for cache in caches) / (SEQUENCES * STEPS * LAYERS * CHOSEN)
+
+
+class _Cache:
+    """A cache of experts of one page each; those in it run before those that are fetched."""
+
+    def __init__(self, rule: Eviction) -> None:
+        self._rule = rule
+        self._held: dict[int, Page] = {}
+        self.hits = 0
+
+    def tell(self, number: int, layer: Layer, following: Layer) -> None:
+        """Tell a rule that takes them of the layer's scores and of the next one's experts."""
+        if isinstance(self._rule, TakesScores):
+            tokens = sum(layer.values())
+            self._rule.scored(number, [layer.get(expert, 0) / tokens for expert in range(EXPERTS)])
+        if isinstance(self._rule, TakesPreviews) and following:
+            self._rule.previewed(number + 1, following)
+
+    def run(self, step: int, number: int, layer: Layer) -> None:
+        """Use a layer's experts."""
+        for expert in sorted(layer, key=lambda expert: _page(number, expert).id not in self._held):
+            page = _page(number, expert)
+            self.hits += page.id in self._held
+            self.fetch(step, number, [expert])
+            self._rule.used(page, step, layer[expert])
+
+    def fetch(self, step: int, number: int, experts: Iterable[int]) -> None:
+        """Bring those experts that are not there."""
+        for page in (_page(number, expert) for expert in experts):
+            if page.id in self._held:
+                continue
+            if len(self._held) == ROOM:
+                del self._held[self._rule.choose(MappingProxyType(self._held)).id]
+            self._held[page.id] = page
+            self._rule.used(page, step, 0)
+
+
+def _drawn(random: Random, chosen: set[int], weights: list[float]) -> set[int]:
+    """Experts drawn by weight, with those that are chosen already."""
+    while len(chosen) < CHOSEN:
+        chosen.update(random.choices(range(EXPERTS), weights))
+    return chosen
+
+
+def _layer(random: Random, experts: set[int]) -> Layer:
+    return {expert: random.randint(1, 9) for expert in sorted(experts)}
+
+
+def _page(number: int, expert: int) -> Page:
+    return Page(number * EXPERTS + expert, number, expert, 0, (), 10)
