@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from random import Random
 from types import MappingProxyType
 
@@ -13,6 +14,10 @@ from moesched.seams import Eviction
 LAYERS, EXPERTS, CHOSEN, STEPS, SEQUENCES = 3, 8, 2, 40, 8
 ROOM = LAYERS * CHOSEN
 """Pages in the cache: as many as a step uses."""
+PAGES = [
+    [Page(layer * EXPERTS + expert, layer, expert, 0, (), 10) for expert in range(EXPERTS)]
+    for layer in range(LAYERS)
+]
 
 Layer = Mapping[int, int]
 """The tokens of each expert that a layer's router chose."""
@@ -36,7 +41,7 @@ def recurring(random: Random) -> Iterator[list[Layer]]:
         yield [_layer(random, each) for each in before]
 
 
-class Randomly:
+class _Randomly:
     """Evicts any page."""
 
     def __init__(self) -> None:
@@ -67,6 +72,12 @@ def hit_rate(make: Callable[[], Eviction], choices: Choices, *, ahead: bool) -> 
     return sum(cache.hits for cache in caches) / (SEQUENCES * STEPS * LAYERS * CHOSEN)
 
 
+@cache
+def random_hit_rate(choices: Choices, *, ahead: bool) -> float:
+    """The same of a rule that evicts any page."""
+    return hit_rate(_Randomly, choices, ahead=ahead)
+
+
 class _Cache:
     """A cache of experts of one page each; those in it run before those that are fetched."""
 
@@ -85,15 +96,16 @@ class _Cache:
 
     def run(self, step: int, number: int, layer: Layer) -> None:
         """Use a layer's experts."""
-        for expert in sorted(layer, key=lambda expert: _page(number, expert).id not in self._held):
-            page = _page(number, expert)
+        pages = PAGES[number]
+        for expert in sorted(layer, key=lambda expert: pages[expert].id not in self._held):
+            page = pages[expert]
             self.hits += page.id in self._held
             self.fetch(step, number, [expert])
             self._rule.used(page, step, layer[expert])
 
     def fetch(self, step: int, number: int, experts: Iterable[int]) -> None:
         """Bring those experts that are not there."""
-        for page in (_page(number, expert) for expert in experts):
+        for page in (PAGES[number][expert] for expert in experts):
             if page.id in self._held:
                 continue
             if len(self._held) == ROOM:
@@ -111,7 +123,3 @@ def _drawn(random: Random, chosen: set[int], weights: list[float]) -> set[int]:
 
 def _layer(random: Random, experts: set[int]) -> Layer:
     return {expert: random.randint(1, 9) for expert in sorted(experts)}
-
-
-def _page(number: int, expert: int) -> Page:
-    return Page(number * EXPERTS + expert, number, expert, 0, (), 10)

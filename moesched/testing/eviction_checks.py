@@ -10,7 +10,7 @@ from moesched.dispatch.cached_experts import TakesPreviews, TakesScores
 from moesched.models.layout import Page
 from moesched.seams import Eviction
 from moesched.testing.asserts import require_asserts
-from moesched.testing.cache_hits import Choices, Randomly, hit_rate, popular, recurring
+from moesched.testing.cache_hits import Choices, hit_rate, popular, random_hit_rate, recurring
 
 LAYERS, EXPERTS = 3, 5
 
@@ -45,7 +45,7 @@ def _require_hits(
     make: Callable[[], Eviction], experts: str, choices: Choices, *, least: float, ahead: bool = False
 ) -> None:
     """Check that a rule finds at least this share of the pages that a random choice finds."""
-    found, at_random = hit_rate(make, choices, ahead=ahead), hit_rate(Randomly, choices, ahead=ahead)
+    found, at_random = hit_rate(make, choices, ahead=ahead), random_hit_rate(choices, ahead=ahead)
     assert found >= least * at_random, (
         f"of {experts}, {found:.0%} are in a cache of this rule and {at_random:.0%} in one that evicts at random: "
         "the rule evicts pages that are about to be used"
