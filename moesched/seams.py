@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class Policy(Protocol):
     """Plans a run and schedules its steps.
 
-    Each run gets a new instance, made with the user's `--set` values as keyword arguments. It submits tasks through the
-    step's verbs in program order, and may await nothing but their handles. If it has a setting `kv_on_gpu`, the share
+    Each batch gets a new instance, made with the user's `--set` values as keyword arguments; see `KeepsState`. It
+    submits tasks through the step's verbs in program order, and may await nothing but their handles. If it has a setting `kv_on_gpu`, the share
     (0 to 1) of the micro-batches whose KV cache stays on the accelerator, the planner searches that too.
 
     On a machine with several equal accelerators the model is divided among all of them (tensor parallelism), and a
@@ -68,6 +68,22 @@ class ExpertParallel(Protocol):
     """
 
     expert_parallel: bool
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """A policy class that declares whether an instance serves all batches of a run, one after the other.
+
+    If True, `plan` is called once for each batch, and what else the instance holds outlives it. Predictions schedule
+    every step, since steps that look alike may differ later.
+    """
+
+    keeps_state: bool
+
+
+def keeps_state(policy: object) -> bool:
+    """Whether a policy, or its class, declares `keeps_state = True`."""
+    return isinstance(policy, KeepsState) and policy.keeps_state
 
 
 def is_pipelined(policy: object) -> bool:

@@ -28,6 +28,7 @@ from moesched.models.tensors import global_shapes
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes, batches_of
 from moesched.requests.sampling import Sampling
+from moesched.runs.batch_policies import BatchPolicies
 from moesched.runs.ending import Ending
 from moesched.runs.generation import TokenHandling
 from moesched.runs.hardware import run
@@ -144,7 +145,7 @@ class NodeJob:
         for sizes in self._candidates(ask):
             try:
                 batches = self._batches(ask, self._batch_sizes(sizes))
-                plans = [self._plan(ask, batch)[0] for batch in batches]
+                plans = [self._plan(ask, batch, self._make()) for batch in batches]
             except BadInput as error:
                 problem = error
             else:
@@ -161,8 +162,9 @@ class NodeJob:
         self._checkpoint.require_unchanged()
         sizes = self._batch_sizes(ask.sizes)
         self._device.join(ask.node, transport, self._device)
+        policies = BatchPolicies(self._make)
         for batch in self._batches(ask, sizes):
-            yield self._run_batch(ask, batch)
+            yield self._run_batch(ask, batch, policies.next_of(ask.node))
 
     def stand_by(self) -> None:
         """Let the device keep its weights in memory; called several times a second while the node is idle."""
@@ -181,8 +183,8 @@ class NodeJob:
         if plan.nodes.attends:
             self._checkpoint.require_files(global_shapes(self._layout.config))
 
-    def _run_batch(self, ask: Ask, batch: Batch) -> NodeBatch:
-        plan, policy = self._plan(ask, batch)
+    def _run_batch(self, ask: Ask, batch: Batch, policy: Policy) -> NodeBatch:
+        plan = self._plan(ask, batch, policy)
         first = batch.first_request
         mine = ask.prompts[first - ask.first_request :][: len(batch.prompts)]
         recorder = recorder_of(plan) if self._run.traced else None
@@ -229,9 +231,8 @@ class NodeJob:
         for batch in batches_of(list(map(len, ask.prompts)), ask.new_tokens, sizes):
             yield replace(batch, first_request=ask.first_request + batch.first_request)
 
-    def _plan(self, ask: Ask, batch: Batch) -> tuple[Plan, Policy]:
-        policy = self._make()
-        plan = plan_run(
+    def _plan(self, ask: Ask, batch: Batch, policy: Policy) -> Plan:
+        return plan_run(
             self._machine,
             self._layout,
             batch,
@@ -242,7 +243,6 @@ class NodeJob:
             node=ask.node,
             process=self._process,
         )
-        return plan, policy
 
     def _batch_sizes(self, fixed: SizeOptions) -> BatchSizes:
         return BatchSizes(

@@ -7,12 +7,14 @@ same lanes, with edges equally far back in program order), all later steps use i
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
+from sys import _getframe
 from typing import Any, NoReturn
 
 from moesched.drivers.policies import scheduled
+from moesched.drivers.policy_state import state_of
 from moesched.engine import Engine
 from moesched.errors import MoeschedError
-from moesched.seams import Policy
+from moesched.seams import Policy, keeps_state
 from moesched.steps.memory import counts_of
 from moesched.steps.ruled_pool import RuledPool
 from moesched.steps.run_state import RunState
@@ -25,7 +27,10 @@ Price = Callable[[Work], int]
 
 
 class NotFixed(MoeschedError):
-    """The policy awaited a handle, looked at the time, cancelled a task, or has an eviction rule: steps may differ."""
+    """The policy awaited a handle, looked at the time, cancelled a task, or has an eviction rule or a state of its own.
+
+    Its steps may differ.
+    """
 
 
 class CapturingEngine(Engine):
@@ -66,6 +71,28 @@ class CapturingEngine(Engine):
 
 Sized = tuple[int, str, int]
 """A micro-batch, a verb and a kind of layer, whose tasks in a step have one work."""
+
+
+class NumberedStep(Step):
+    """A step that notes whether the policy, or its kit, asks for the step's number."""
+
+    _number = 0
+    _asked = False
+
+    @property
+    def asked(self) -> bool:
+        """Whether it did."""
+        return self._asked
+
+    @property
+    def index(self) -> int:
+        if not _getframe(1).f_globals["__name__"].startswith(("moesched.steps.", "moesched.drivers.")):
+            self._asked = True
+        return self._number
+
+    @index.setter
+    def index(self, number: int) -> None:
+        self._number = number
 
 
 class Template:
@@ -157,20 +184,27 @@ class Template:
 def capture(run_state: RunState, policy: Policy) -> list[Template]:
     """The graphs of a whole run: of loading, of prefill, then of each decode step.
 
+    A step is repeated if the policy did the same in the step before, changed none of its attributes in between, and
+    did not ask for the step's number.
+
     Raises:
-        NotFixed: the policy awaited a handle, or has an eviction rule, which may decide otherwise in each step.
+        NotFixed: the policy awaited a handle, or has an eviction rule, which may decide otherwise in each step, or it
+            declares that it keeps a state.
     """
     engine, pools = run_state.engine, run_state.plan.weights.pools
     assert isinstance(engine, CapturingEngine)
-    if any(isinstance(pool, RuledPool) for pool in pools):
+    if keeps_state(policy) or any(isinstance(pool, RuledPool) for pool in pools):
         raise NotFixed
     edges = Edges()
     count = run_state.steps
+    numbered = False
 
     def submit(index: int) -> Template:
-        step = Step(run_state, index, last=index == count - 1)
+        nonlocal numbered
+        step = NumberedStep(run_state, index, last=index == count - 1)
         _run_through(scheduled(policy, step))
         step.close()
+        numbered = step.asked
         return Template(engine.take(), engine.lanes, edges, run_state.works.kind_of)
 
     for kept in run_state.plan.weights.resident:
@@ -180,10 +214,11 @@ def capture(run_state: RunState, policy: Policy) -> list[Template]:
     index = 0
     while index < count:
         counted = [counts_of(pool).now() for pool in pools]
+        before = state_of(policy) if 1 < index < count - 2 else None
         steps.append(submit(index))
         index += 1
         left = count - 1 - index
-        if index > 2 and left > 0 and steps[-1].repeats(steps[-2]):
+        if index > 2 and left > 0 and not numbered and steps[-1].repeats(steps[-2]) and state_of(policy) == before:
             steps += [steps[-1]] * left
             run_state.skip(left)
             for pool, since in zip(pools, counted, strict=True):

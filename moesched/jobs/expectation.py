@@ -23,6 +23,7 @@ from moesched.planner.uncertainty import MOST_STEPS
 from moesched.requests.batch import Batch
 from moesched.routing.observed import ObservedRouting
 from moesched.routing.router_forecast import RouterForecast
+from moesched.runs.batch_policies import BatchPolicies
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.ending import Ending
 from moesched.runs.listeners import KindMeter
@@ -54,13 +55,15 @@ class Expectation:
 
     Args:
         obstacle: the reason for which there is no prediction; None if there is one.
+        policies: those of the predicted run.
 
     Attributes:
         observers: for the run to be predicted.
     """
 
-    def __init__(self, job: Job, batch: Batch, devices: Devices, obstacle: str | None) -> None:
+    def __init__(self, job: Job, batch: Batch, devices: Devices, obstacle: str | None, policies: BatchPolicies) -> None:
         self._job = job
+        self._policies = policies
         self._batch = batch
         self._devices = devices
         self._obstacle = obstacle
@@ -96,7 +99,8 @@ class Expectation:
 
     def _predict(self, report: JobReport) -> JobReport:
         started = perf_counter()
-        plan, policy, _ = self._ranks()[0]
+        slot_bytes = self._devices.slot_bytes
+        plan, policy = self._job.plan(self._batch, slot_bytes, policy=self._policies.next_of(0))
         config, steps = plan.layout.config, len(report.step_seconds)
         simulated = min(steps, self._most_steps, max(LEAST_STEPS, steps * MOST_TASKS // report.tasks))
         forecast = RouterForecast(self._routing, config.experts, _accuracy(report.previews))
@@ -118,7 +122,7 @@ class Expectation:
         return expected if is_long or self._batch.first_request else with_band(expected, self._ranks)
 
     def _ranks(self) -> list[Rank]:
-        """The run's plan and policy, made anew."""
+        """A plan of the first batch and a new policy."""
         return [Rank(*self._job.plan(self._batch, self._devices.slot_bytes))]
 
 

@@ -23,6 +23,7 @@ from moesched.planner.sizing import SMALLEST_CHUNK, choose_sizes
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes
 from moesched.requests.sampling import MOST_BEAMS
+from moesched.runs.batch_policies import BatchPolicies
 from moesched.runs.planning import plan_run
 from moesched.seams import Policy
 from moesched.settings import check_settings, require_defaults
@@ -119,13 +120,26 @@ class Job:
             self.make = partial(self.make, **{KV_SHARE: sizes.kv_on_gpu})
         return sizes
 
-    def plan(self, batch: Batch, slot_bytes: Callable[[Page], int], node: int = 0) -> tuple[Plan, Policy]:
-        """Create a policy and its plan, for one node if there are several.
+    def policies(self) -> BatchPolicies:
+        """The policies of a run of all batches; call it after `sizes`."""
+        return BatchPolicies(self.make)
+
+    def plan(
+        self,
+        batch: Batch,
+        slot_bytes: Callable[[Page], int],
+        node: int = 0,
+        policy: Policy | None = None,
+    ) -> tuple[Plan, Policy]:
+        """Plan a batch by a policy, for one node if there are several.
+
+        Args:
+            policy: by default a new one.
 
         Raises:
             BadInput: it does not fit; with beam search, the message gives the largest width that does.
         """
-        policy: Policy = self.make()
+        policy = policy or self.make()
         try:
             return self._plan(policy, batch, slot_bytes, node), policy
         except BadInput as error:

@@ -33,6 +33,7 @@ from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.requests.batch import Batch
 from moesched.requests.batching import batches_of
 from moesched.requests.sampling import Sampling
+from moesched.runs.batch_policies import BatchPolicies
 from moesched.runs.generation import TokenHandling
 from moesched.runs.hardware import run
 from moesched.runs.listeners import KindMeter, Listener, observers_in
@@ -88,15 +89,16 @@ def run_model(
         batches = _batches(job, lengths, given.max_new_tokens, devices)
         checkpoint.require_unchanged()
         reason = obstacle(given, job, devices)
+        policies, foretold = job.policies(), job.policies()
         for number, batch in enumerate(batches):
             first = batch.first_request
             mine = encoded[first : first + len(batch.prompts)]
             texts = TextListener(listener, tokenizer, mine, first, config.stop_tokens, given.max_new_tokens)
             with suppress(KeyboardInterrupt):
                 files = batch_files(given, number)
-                expectation = Expectation(job, batch, devices, reason) if given.expect else None
+                expectation = Expectation(job, batch, devices, reason, foretold) if given.expect else None
                 reports.add(
-                    _run_batch, job, batch, checkpoint, devices, mine, sampling, texts, files, expectation
+                    _run_batch, job, batch, policies, checkpoint, devices, mine, sampling, texts, files, expectation
                 )
             texts.finish_all()
             if reports.ended_early(number):
@@ -136,6 +138,7 @@ def _batches(job: Job, lengths: Sequence[int], new_tokens: int, devices: Devices
 def _run_batch(
     job: Job,
     batch: Batch,
+    policies: BatchPolicies,
     checkpoint: Checkpoint,
     devices: Devices,
     prompts: Sequence[Sequence[int]],
@@ -144,8 +147,11 @@ def _run_batch(
     files: BatchFiles,
     expectation: Expectation | None,
 ) -> JobReport:
-    plan, policy = job.plan(batch, devices.slot_bytes)
-    peers = [Rank(*job.plan(batch, devices.slot_bytes), device) for device in devices.all[1:]]
+    plan, policy = job.plan(batch, devices.slot_bytes, policy=policies.next_of(0))
+    peers = [
+        Rank(*job.plan(batch, devices.slot_bytes, policy=policies.next_of(rank)), device)
+        for rank, device in enumerate(devices.all[1:], start=1)
+    ]
     texts.listener.planned(plan)
     knows_rates = bool(plan.machine.cost_table) or isinstance(devices.first, Emulates)
     recorder = recorder_of(plan, predicts=knows_rates) if files.wanted else None

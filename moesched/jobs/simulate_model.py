@@ -38,10 +38,11 @@ from moesched.requests.workloads import Workload
 from moesched.routing import SeededRouting
 from moesched.routing.choices import BatchRouting
 from moesched.routing.trace import RecordedChoices
+from moesched.runs.batch_policies import BatchPolicies
 from moesched.runs.listeners import KindMeter, Listener
 from moesched.runs.ranks import Rank
 from moesched.runs.simulation import simulate
-from moesched.seams import Routing
+from moesched.seams import Routing, keeps_state
 from moesched.steps.plan import lanes_contend
 from moesched.system.logs import Log
 from moesched.system.outputs import require_outputs
@@ -105,13 +106,13 @@ def simulate_scenario(scenario: Scenario, given: SimulationOptions, *, band: boo
     job.use_process(assumed_process(job.machine))
     sizes = job.sizes(lengths, new_tokens, room_for, successive=all_run)
     batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_run else 1]
-    reports = BatchReports()
+    reports, policies = BatchReports(), job.policies()
     for number, batch in enumerate(batches):
         routing: Routing = SeededRouting(job.layout.config.experts, job.layout.config.top_k, given.seed)
         if choices is not None:
             routing = BatchRouting(choices, batch)
         with suppress(KeyboardInterrupt):
-            reports.add(_simulate_batch, job, given, batch, routing, batch_files(given, number))
+            reports.add(_simulate_batch, job, given, batch, policies, routing, batch_files(given, number))
         if reports.ended_early(number):
             break
     report = reports.merge(requests=len(lengths), batches=len(batches), padded=given.padded)
@@ -151,22 +152,36 @@ def _lengths(workload: Workload, given: SimulationOptions) -> tuple[list[int], b
 
 
 def _simulate_batch(
-    job: Job, given: SimulationOptions, batch: Batch, routing: Routing, files: BatchFiles
+    job: Job,
+    given: SimulationOptions,
+    batch: Batch,
+    policies: BatchPolicies,
+    routing: Routing,
+    files: BatchFiles,
 ) -> JobReport:
-    try:
-        return _simulate(job, given, batch, routing, files, replay=True)
-    except NotFixed:
-        return _simulate(job, given, batch, routing, files, replay=False)
+    if not keeps_state(job.make.func):
+        with suppress(NotFixed):
+            return _simulate(job, given, batch, policies, routing, files, replay=True)
+    return _simulate(job, given, batch, policies, routing, files, replay=False)
 
 
 def _simulate(
-    job: Job, given: SimulationOptions, batch: Batch, routing: Routing, files: BatchFiles, *, replay: bool
+    job: Job,
+    given: SimulationOptions,
+    batch: Batch,
+    policies: BatchPolicies,
+    routing: Routing,
+    files: BatchFiles,
+    *,
+    replay: bool,
 ) -> JobReport:
     listener = given.listener or Listener()
-    plan, policy = job.plan(batch, room_for)
+    plan, policy = job.plan(batch, room_for, policy=policies.next_of(0))
     if replay and (lanes_contend(plan) or plan.nodes.count > 1):
         raise NotFixed  # a task's duration depends on concurrent tasks, or on which node runs the experts
-    peers = [Rank(*job.plan(batch, room_for, node)) for node in range(1, job.nodes)]
+    peers = [
+        Rank(*job.plan(batch, room_for, node, policies.next_of(node))) for node in range(1, job.nodes)
+    ]
     listener.planned(plan)
     recorder = recorder_of(plan) if files.wanted else None
     kinds = KindMeter()

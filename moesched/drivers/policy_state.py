@@ -1,0 +1,41 @@
+"""A policy's state in a form that can be compared: does a step leave it as it was?"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+from moesched.seams import Policy
+
+NOT_STATE = ("moesched.machines.", "moesched.models.", "moesched.steps.")
+"""Modules whose objects count by their identity: the run changes them, and captured steps show how."""
+
+
+def state_of(policy: Policy) -> object:
+    """The attributes of a policy and of its classes, and all that they hold.
+
+    Two results of one policy are equal if nothing has changed in between. What cannot be compared, such as a generator,
+    counts as changed.
+    """
+    own = [
+        {name: value for name, value in vars(cls).items() if not name.startswith("__")}
+        for cls in type(policy).__mro__
+    ]
+    found = io.BytesIO()
+    try:
+        _Comparable(found, pickle.HIGHEST_PROTOCOL).dump((policy, own))
+    except Exception:  # whatever an object raises that cannot be pickled
+        return object()
+    return found.getvalue()
+
+
+class _Comparable(pickle.Pickler):
+    """Writes what can change; classes, functions and the run's own objects by their identity."""
+
+    def persistent_id(self, obj: Any) -> int | None:
+        kind = type(obj)
+        if isinstance(obj, (type, ModuleType, FunctionType, BuiltinFunctionType, property, classmethod, staticmethod)):
+            return id(obj)
+        return id(obj) if kind.__module__.startswith(NOT_STATE) else None

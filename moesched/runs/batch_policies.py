@@ -1,0 +1,26 @@
+"""The policies of successive batches: a new object for each, or the one of the batch before if it keeps state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moesched.seams import Policy, keeps_state
+
+
+class BatchPolicies:
+    """Makes the policies of a run's batches, one for each rank or node.
+
+    Args:
+        make: creates a policy.
+    """
+
+    def __init__(self, make: Callable[[], Policy]) -> None:
+        self._make = make
+        self._kept: dict[int, Policy] = {}
+
+    def next_of(self, rank: int) -> Policy:
+        """The policy of a rank's or node's next batch."""
+        policy = self._kept.get(rank) or self._make()
+        if keeps_state(policy):
+            self._kept[rank] = policy
+        return policy
