@@ -32,8 +32,9 @@ class Policy(Protocol):
     """Plans a run and schedules its steps.
 
     Each batch gets a new instance, made with the user's `--set` values as keyword arguments; see `KeepsState`. It
-    submits tasks through the step's verbs in program order, and may await nothing but their handles. If it has a setting `kv_on_gpu`, the share
-    (0 to 1) of the micro-batches whose KV cache stays on the accelerator, the planner searches that too.
+    submits tasks through the step's verbs in program order, and may await nothing but their handles. If it has a
+    setting `kv_on_gpu`, the share (0 to 1) of the micro-batches whose KV cache stays on the accelerator, the planner
+    searches that too.
 
     On a machine with several equal accelerators the model is divided among all of them (tensor parallelism), and a
     policy sees one, with its share. A class for anything else declares it: `Pipelined`, `ExpertParallel`.

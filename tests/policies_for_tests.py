@@ -1,8 +1,9 @@
-"""Policies that are wrong on purpose, found by `package.module:Class`."""
+"""Policies that are wrong on purpose or watch their own runs, found by `package.module:Class`."""
 
 from __future__ import annotations
 
 import time
+from typing import ClassVar
 
 from moesched.policies.ep_balanced import EpBalanced
 from moesched.policies.ep_router_aided import EpRouterAided
@@ -53,3 +54,28 @@ class Once(Resident):
         if Once.runs > 1:
             raise Once.error
         await super().prefill(step)
+
+
+class Diary(Resident):
+    """Writes down the batches that it plans."""
+
+    made: ClassVar[list[Diary]] = []
+
+    def __init__(self) -> None:
+        self.planned: list[int] = []
+        self.steps = 0
+        self.made.append(self)
+
+    def plan(self, plan: Plan) -> None:
+        super().plan(plan)
+        self.planned.append(plan.batch.first_request)
+
+    async def decode(self, step: Step) -> None:
+        self.steps += 1
+        await super().decode(step)
+
+
+class Keeping(Diary):
+    """Does so in one diary."""
+
+    keeps_state = True

@@ -370,7 +370,9 @@ class Forecast(Told):
         self.layer, self.experts = layer, frozenset(tokens)
 
     def choose(self, pages: Mapping[int, Page]) -> Page:
-        foretold = (each for each in pages.values() if each.layer == self.layer and each.expert in self.experts)
+        foretold = (
+            each for each in pages.values() if each.layer == self.layer and each.expert in self.experts
+        )
         return next(foretold, next(iter(pages.values())))
 
 

@@ -21,7 +21,7 @@ from moesched.system.cores import usable_cores
 from moesched.system.signals import Stopped
 from moesched.trace import read_trace
 from moesched.units import format_seconds
-from policies_for_tests import Once
+from policies_for_tests import Diary, Once
 from small_models import small_model
 
 ARGUMENTS = ("--policy", "resident", "--prompt-ids", "1,2,3;4", "--max-new-tokens", 3, "--dtype", "float32")
@@ -105,6 +105,12 @@ def test_the_experts_of_an_expectation_are_those_that_the_run_chose(model: Path,
         for each in (report, report.expected)
     )
     assert sum(measured.values()) == sum(expected.values()) > 0
+
+
+def test_a_policy_that_keeps_state_keeps_another_one_for_the_expectation(model: Path) -> None:
+    Diary.made.clear()
+    run(model, policy="policies_for_tests:Keeping", batch_size=1)
+    assert [diary.planned for diary in Diary.made if diary.planned[1:]] == [[0, 1, 2]] * 2
 
 
 def test_an_expectation_has_as_many_steps_and_tokens_as_the_run(tmp_path: Path) -> None:

@@ -43,7 +43,9 @@ def simulated(name: str, ranks: int, *, replay: bool) -> tuple[Report, list[Slic
     policy.plan(plan)
     report = simulate(plan, policy, sharing=False, replay=replay, recorder=recorder)
     slices = sorted(recorder.recording().slices, key=lambda each: each.id)
-    return msgspec.structs.replace(report, wall_seconds=0.0), slices
+    assert report.simulated_steps is not None
+    assert (report.simulated_steps < 9) is replay
+    return msgspec.structs.replace(report, wall_seconds=0.0, simulated_steps=None), slices
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -66,7 +66,9 @@ class Favours(Resident):
 
 def test_a_lane_runs_the_kernels_of_an_urgent_block_first() -> None:
     slices = virtual_run(Favours(), requests=3, micro_batch_size=1).recording.slices
-    ends = {each.end: each.task.micro_batch for each in slices if each.task.verb == "sample" and each.step == 1}
+    ends = {
+        each.end: each.task.micro_batch for each in slices if each.task.verb == "sample" and each.step == 1
+    }
     assert [ends[end] for end in sorted(ends)] == [1, 0, 2]
 
 

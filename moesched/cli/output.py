@@ -113,6 +113,8 @@ def print_report(report: JobReport) -> None:
         name, error = published_prefills()
         rows.insert(list(rates).index("prefill") + 1, (name, "", error))
         print_table(["", measured, "expected"], rows, figures=2)
+    if repeated := _repeated(report):
+        say(repeated)
     say()
     say_band(report.widest_rate, report.at_peak)
     _print_lanes(report.lanes, None if expected is None else expected.lanes)
@@ -179,6 +181,8 @@ def _rates(report: JobReport) -> dict[str, str]:
         rates |= [published_prefills()]
     if report.first_token_seconds is not None:
         rates["first token, on average"] = format_seconds(report.first_token_seconds)
+    if report.between_tokens_seconds is not None:
+        rates["between tokens, on average"] = format_seconds(report.between_tokens_seconds)
     if report.simulated_seconds is not None:
         rates["simulated"] = format_seconds(report.simulated_seconds)
     return rates
@@ -190,6 +194,16 @@ def _new_tokens(report: JobReport) -> str:
     if tokens is None or all(len(each) == most for each in tokens):
         return f"{most} new tokens"
     return f"{sum(map(len, tokens)):,} new tokens, at most {most} a request"
+
+
+def _repeated(report: JobReport) -> str:
+    """The steps of a prediction that were not simulated, in words; empty where all were."""
+    simulated, steps = report.simulated_steps, len(report.step_seconds)
+    if simulated is None or simulated >= steps:
+        return ""
+    return (
+        f"simulated {simulated:,} of {steps:,} steps: the others repeat the last one, with longer KV caches"
+    )
 
 
 def _cores(cores: Mapping[str, int]) -> str:

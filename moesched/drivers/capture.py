@@ -218,7 +218,13 @@ def capture(run_state: RunState, policy: Policy) -> list[Template]:
         steps.append(submit(index))
         index += 1
         left = count - 1 - index
-        if index > 2 and left > 0 and not numbered and steps[-1].repeats(steps[-2]) and state_of(policy) == before:
+        if (
+            index > 2
+            and left > 0
+            and not numbered
+            and steps[-1].repeats(steps[-2])
+            and state_of(policy) == before
+        ):
             steps += [steps[-1]] * left
             run_state.skip(left)
             for pool, since in zip(pools, counted, strict=True):

@@ -36,6 +36,8 @@ class _Comparable(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> int | None:
         kind = type(obj)
-        if isinstance(obj, (type, ModuleType, FunctionType, BuiltinFunctionType, property, classmethod, staticmethod)):
+        if isinstance(
+            obj, (type, ModuleType, FunctionType, BuiltinFunctionType, property, classmethod, staticmethod)
+        ):
             return id(obj)
         return id(obj) if kind.__module__.startswith(NOT_STATE) else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
 from operator import sub
@@ -61,10 +62,20 @@ class Timeline:
             base += len(step.tasks)
         return ends
 
-    def prefill_samples(self) -> dict[int, int]:
-        """The time at which each micro-batch of prefill had its tokens, by its number."""
-        base, prefill = len(self.steps[0].tasks), self.steps[1]
-        return {prefill.tasks[place].micro_batch: self.ends[base + place] for place in prefill.samples}
+    @cached_property
+    def bases(self) -> list[int]:
+        """The number of each step's first task, and the number of all tasks."""
+        return [0, *accumulate(len(step.tasks) for step in self.steps)]
+
+    @property
+    def captured(self) -> int:
+        """The number of steps that the policy scheduled, without loading."""
+        return len({id(step) for step in self.steps}) - 1
+
+    def samples(self, index: int) -> dict[int, int]:
+        """The time at which each micro-batch of a step had its tokens, by its number; loading is step 0."""
+        step, base = self.steps[index], self.bases[index]
+        return {step.tasks[place].micro_batch: self.ends[base + place] for place in step.samples}
 
     def busy(self, lanes: Sequence[Lane]) -> dict[str, int]:
         """Nanoseconds that each lane was busy after loading."""
@@ -82,7 +93,7 @@ class Timeline:
     def awaits(self) -> list[tuple[int, int]]:
         """The tasks that a policy would have awaited, each with the number of tasks submitted by then."""
         awaits = []
-        bases = [0, *accumulate(len(step.tasks) for step in self.steps)]
+        bases = self.bases
         for index in range(1, len(self.steps)):
             before = max(0, index - 2)
             step = self.steps[before]

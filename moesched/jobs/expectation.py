@@ -8,7 +8,7 @@ is that of the first batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import linear_regression
+from statistics import fmean, linear_regression
 from time import perf_counter
 
 from msgspec.structs import replace
@@ -61,7 +61,9 @@ class Expectation:
         observers: for the run to be predicted.
     """
 
-    def __init__(self, job: Job, batch: Batch, devices: Devices, obstacle: str | None, policies: BatchPolicies) -> None:
+    def __init__(
+        self, job: Job, batch: Batch, devices: Devices, obstacle: str | None, policies: BatchPolicies
+    ) -> None:
         self._job = job
         self._policies = policies
         self._batch = batch
@@ -181,6 +183,9 @@ def _prolonged(report: JobReport, busy: dict[str, list[float]], steps: int) -> J
     return replace(
         report,
         step_seconds=step_seconds,
+        between_tokens_seconds=fmean(step_seconds[1:]),
+        request_times=None,
+        micro_batch_times=[],
         simulated_seconds=report.load_seconds + running,
         lanes={name: LaneUse(used.get(name, 0.0), used.get(name, 0.0) / running) for name in report.lanes},
     )

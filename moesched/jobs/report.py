@@ -26,6 +26,7 @@ from moesched.runs.outcome import (
     preview_use,
 )
 from moesched.runs.process_bytes import ProcessBytes, largest
+from moesched.runs.token_times import merged
 from moesched.steps.plan import Plan
 from moesched.steps.preview_accuracy import Compared
 from moesched.system.cores import CorePlan
@@ -84,7 +85,7 @@ class JobReport(Report, frozen=True, kw_only=True):
     def as_dict(self) -> dict[str, Any]:
         """Convert to JSON values: measured runs have tokens and text, predicted ones the simulated time."""
         content: dict[str, Any] = msgspec.to_builtins(self)
-        of_predictions = ("simulated_seconds", "padded", "band", "at_peak", "widest_rate")
+        of_predictions = ("simulated_seconds", "simulated_steps", "padded", "band", "at_peak", "widest_rate")
         of_runs = (
             "tokens",
             "scores",
@@ -230,7 +231,11 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         load_seconds=sum(report.load_seconds for report in reports),
         warm_up_seconds=_sum_of_known([report.warm_up_seconds for report in reports]),
         prefill_seconds=figures["prefill_seconds"],
-        first_token_seconds=_mean_of_requests(reports),
+        first_token_seconds=_mean_of_requests(reports, "first_token_seconds"),
+        between_tokens_seconds=_mean_of_requests(reports, "between_tokens_seconds"),
+        request_times=merged([report.request_times for report in reports], requests),
+        micro_batch_times=[times for report in reports for times in report.micro_batch_times],
+        simulated_steps=None if first.measured else sum(each.simulated_steps or 0 for each in reports),
         decode_tokens_per_second=_rate(sum(max(0, count - 1) for count in counts), decoding),
         throughput_tokens_per_second=figures["throughput_tokens_per_second"],
         step_seconds=[seconds for report in reports for seconds in report.step_seconds],
@@ -288,11 +293,11 @@ def _around(figure: float, low: float, middle: float, high: float) -> tuple[floa
     return low * share, figure, high * share
 
 
-def _mean_of_requests(reports: Sequence[JobReport]) -> float | None:
-    """Mean seconds to the first token over all requests."""
-    known = [each for each in reports if each.first_token_seconds is not None]
+def _mean_of_requests(reports: Sequence[JobReport], figure: str) -> float | None:
+    """The mean of a figure over all requests of the batches that have it."""
+    known = [each for each in reports if getattr(each, figure) is not None]
     requests = sum(each.plan.batch_size for each in known)
-    total = sum((each.first_token_seconds or 0.0) * each.plan.batch_size for each in known)
+    total: float = sum(getattr(each, figure) * each.plan.batch_size for each in known)
     return total / requests if requests else None
 
 

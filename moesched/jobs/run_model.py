@@ -98,7 +98,17 @@ def run_model(
                 files = batch_files(given, number)
                 expectation = Expectation(job, batch, devices, reason, foretold) if given.expect else None
                 reports.add(
-                    _run_batch, job, batch, policies, checkpoint, devices, mine, sampling, texts, files, expectation
+                    _run_batch,
+                    job,
+                    batch,
+                    policies,
+                    checkpoint,
+                    devices,
+                    mine,
+                    sampling,
+                    texts,
+                    files,
+                    expectation,
                 )
             texts.finish_all()
             if reports.ended_early(number):

@@ -179,9 +179,7 @@ def _simulate(
     plan, policy = job.plan(batch, room_for, policy=policies.next_of(0))
     if replay and (lanes_contend(plan) or plan.nodes.count > 1):
         raise NotFixed  # a task's duration depends on concurrent tasks, or on which node runs the experts
-    peers = [
-        Rank(*job.plan(batch, room_for, node, policies.next_of(node))) for node in range(1, job.nodes)
-    ]
+    peers = [Rank(*job.plan(batch, room_for, node, policies.next_of(node))) for node in range(1, job.nodes)]
     listener.planned(plan)
     recorder = recorder_of(plan) if files.wanted else None
     kinds = KindMeter()

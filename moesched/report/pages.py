@@ -19,6 +19,7 @@ from moesched.report.roofline_drawing import roofline_section
 from moesched.report.run_figures import (
     budgets_table,
     expectation_table,
+    micro_batches_table,
     predictions_table,
     run_figures,
 )
@@ -68,6 +69,7 @@ def write_run_page(
         expectation_table(known),
         predictions_table(recording),
         roofline_section(recording, about.roofs),
+        micro_batches_table(known),
         budgets_table(known),
     ]
     _write(

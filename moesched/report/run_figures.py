@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moesched.analysis.explanation import Explanation
@@ -11,6 +11,7 @@ from moesched.trace.recording import Recording
 from moesched.units import format_bytes, format_seconds
 
 SHOWN_KINDS = 12
+SHOWN_MICRO_BATCHES = 32
 
 RATES = {"decode_tokens_per_second": "decode", "throughput_tokens_per_second": "throughput"}
 TIMES = {
@@ -18,6 +19,7 @@ TIMES = {
     "warm_up_seconds": "warm-up",
     "prefill_seconds": "prefill",
     "first_token_seconds": "first token, on average",
+    "between_tokens_seconds": "between tokens, on average",
 }
 """Figures of a report by their keys, in words."""
 
@@ -41,6 +43,20 @@ def run_figures(
     if moved:
         found["moved"] = format_bytes(moved)
     return found
+
+
+def micro_batches_table(report: Mapping[str, Any]) -> str:
+    """The times of the first micro-batches; empty if they are not known."""
+    times: Sequence[Mapping[str, Any]] = report.get("micro_batch_times", ())
+    figures = ("first_token_seconds", "between_tokens_seconds", "longest_between_tokens_seconds")
+    rows = [
+        [f"{number}", f"{len(each['requests']):,}"]
+        + ["" if each[figure] is None else format_seconds(each[figure]) for figure in figures]
+        for number, each in enumerate(times[:SHOWN_MICRO_BATCHES])
+    ]
+    more = "" if len(times) <= SHOWN_MICRO_BATCHES else f", the first {SHOWN_MICRO_BATCHES} of {len(times):,}"
+    columns = ["micro-batch", "requests", "first token", "between tokens", "at most"]
+    return table(f"Micro-batches{more}", columns, rows, 4) if rows else ""
 
 
 def budgets_table(report: Mapping[str, Any]) -> str:

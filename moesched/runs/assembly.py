@@ -45,6 +45,8 @@ class RankRun(NamedTuple, Generic[EngineType]):
             },
             tasks=engine.submitted - engine.joins,
             first_tokens=generation.first_tokens,
+            sampled=generation.sampled,
+            scheduled=len(generation.step_ends),
             previews=self.run_state.previews.ahead,
         )
 

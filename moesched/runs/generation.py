@@ -50,6 +50,7 @@ class Generation:
         ended: whether all steps did.
         step_ends: time at which each step, prefill included, had sampled its last micro-batch; nanoseconds.
         first_tokens: time of each request's first token, if its prompt is complete; nanoseconds.
+        sampled: for each decode step, the time at which each micro-batch had its tokens; nanoseconds.
     """
 
     def __init__(self, run_state: RunState, policy: Policy, tokens: TokenHandling | None = None) -> None:
@@ -63,6 +64,7 @@ class Generation:
         self.ended = False
         self.step_ends: list[int] = []
         self.first_tokens: dict[int, int] = {}
+        self.sampled: list[list[int]] = []
         self._run = run_state
         self._policy = policy
         self._stop_tokens = frozenset(stop_tokens)
@@ -117,7 +119,10 @@ class Generation:
                         self._stopped.add(request)
             if self._on_tokens is not None and fresh:
                 self._on_tokens(fresh)
-        self.step_ends.append(max(sample.end for _, sample in samples))
+        ends = [sample.end for _, sample in sorted(samples, key=_micro_batch)]
+        if self.step_ends:
+            self.sampled.append(ends)
+        self.step_ends.append(max(ends))
         self.busy = self._busy()
 
     def _busy(self) -> dict[str, int]:
@@ -134,3 +139,7 @@ class Generation:
                 if self._on_tokens is not None:
                     for token in tokens:
                         self._on_tokens({request: token})
+
+
+def _micro_batch(sampled: Sampled) -> int:
+    return sampled[0].index

@@ -9,6 +9,13 @@ import msgspec
 
 from moesched.machines.weights_home import WeightsHome
 from moesched.runs.process_bytes import ProcessBytes, process_bytes_of
+from moesched.runs.token_times import (
+    MicroBatchTimes,
+    RequestTimes,
+    mean_of_known,
+    micro_batch_times,
+    request_times,
+)
 from moesched.seams import Policy
 from moesched.steps.memory import Memory, counts_of
 from moesched.steps.plan import Plan
@@ -26,6 +33,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         tasks: number of submitted tasks.
         scores: of the best beam, by request; empty without beam search.
         first_tokens: time of each request's first token, for requests that have one.
+        sampled: for each decode step, the time at which each micro-batch had its tokens.
+        scheduled: number of steps that the policy scheduled; others repeat the last of them.
         previews: forecasts of the router beside its choices, by the number of layers ahead.
     """
 
@@ -36,6 +45,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     tasks: int
     scores: list[float] = []
     first_tokens: dict[int, int] = {}
+    sampled: list[list[int]] = []
+    scheduled: int = 0
     previews: dict[int, Compared] = {}
 
 
@@ -165,6 +176,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             where it did not.
         first_token_seconds: mean time from the end of loading to a request's first token; None without tokens. At
             `prefill_seconds`, all requests have their first token.
+        between_tokens_seconds: mean over the requests of the mean time between their tokens; None where none has two.
+        request_times: times of each request's tokens; None if they were not simulated to the end.
+        micro_batch_times: the same of each micro-batch, batch after batch.
+        simulated_steps: of a prediction, the number of steps that the policy scheduled and the clock ran. Further ones
+            repeat the last of them (a policy that changes nothing of its own schedules them alike), or follow from
+            their trend.
         failure: reason for an early end of the generation; None for a complete one.
         process_bytes: peak resident memory of the process, predicted and measured; None where nothing is known of it.
         pools: use of each pool of page slots; with several ranks or nodes, of the first one's.
@@ -189,6 +206,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     wall_seconds: float
     warm_up_seconds: float | None = None
     first_token_seconds: float | None = None
+    between_tokens_seconds: float | None = None
+    request_times: RequestTimes | None = None
+    micro_batch_times: list[MicroBatchTimes] = []
+    simulated_steps: int | None = None
     simulated_seconds: float | None = None
     tokens: list[list[int]] | None = None
     scores: list[float] | None = None
@@ -223,6 +244,8 @@ def make_report(
     first = ends[0] if ends else loaded
     counts = [len(tokens) for tokens in outcome.tokens]
     decoded = sum(max(0, count - 1) for count in counts)
+    batch = plan.batch
+    times = request_times(batch, outcome.loaded, outcome.first_tokens, outcome.sampled, counts)
     return Report(
         measured=measured,
         policy=type(policy).__name__,
@@ -252,6 +275,10 @@ def make_report(
         },
         tasks=outcome.tasks,
         wall_seconds=wall_seconds,
+        between_tokens_seconds=mean_of_known(times.between_tokens_seconds),
+        request_times=times,
+        micro_batch_times=micro_batch_times(batch, times),
+        simulated_steps=None if measured else outcome.scheduled,
         simulated_seconds=None if measured else last,
         tokens=outcome.tokens if measured else None,
         scores=(outcome.scores or None) if measured else None,

@@ -121,7 +121,12 @@ def _replay(
         tasks=timeline.count,
         first_tokens={
             request: end
-            for number, end in timeline.prefill_samples().items()
+            for number, end in timeline.samples(1).items()
             for request in plan.chunks[number].ends
         },
+        sampled=[
+            [end for _, end in sorted(timeline.samples(index).items())]
+            for index in range(2, len(timeline.steps))
+        ],
+        scheduled=timeline.captured,
     )

@@ -25,7 +25,7 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a line that tables and pictures show; in the file it has all keys of a report.
+    """The part of a line that tables and pictures show; in the file it has a report's keys, without times of requests.
 
     Attributes:
         key: differs if any input of the point, or the code, does.
@@ -53,6 +53,8 @@ def encode_line(
         report: None if the point failed before it ran.
     """
     content: dict[str, Any] = {} if report is None else report.as_dict()
+    for name in ("request_times", "micro_batch_times"):  # thousands of numbers
+        content.pop(name, None)
     if failure is not None:
         content["failure"] = failure
     return msgspec.json.encode({"key": key, "code": code, "inputs": inputs, **content}) + b"\n"

@@ -19,7 +19,7 @@ PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 
 
 class Adversarial:
-    """Submit random legal verbs of random micro-batches, at random priorities; fetch, evict and await pages at random times.
+    """Submit random legal verbs of random micro-batches at random priorities; fetch, evict and await at random times.
 
     Settings:
         seed: seed of all random choices.
@@ -27,7 +27,7 @@ class Adversarial:
     """
 
     def __init__(self, seed: int = 0, cancels: bool = True) -> None:
-        self.random = random.Random(seed)
+        self.random, self.priorities = random.Random(seed), random.Random(seed)
         self.scores = seed % 2 == 1
         self.cancels = cancels
 
@@ -67,7 +67,7 @@ class Adversarial:
             program = self.random.choice(programs)
             for _ in range(self.random.randint(1, 8)):
                 try:
-                    with step.priority(self.random.choice(PRIORITIES)):
+                    with step.priority(self.priorities.choice(PRIORITIES)):
                         handle = program.send(answers.pop(id(program), None))
                 except StopIteration:
                     programs.remove(program)

@@ -29,7 +29,9 @@ def popular(random: Random) -> Iterator[list[Layer]]:
     """Steps in which each layer has experts that are chosen more often than others."""
     ranks = [random.sample(range(EXPERTS), EXPERTS) for _ in range(LAYERS)]
     for _ in range(STEPS):
-        yield [_layer(random, _drawn(random, set(), [1 / (1 + rank) ** 2 for rank in each])) for each in ranks]
+        yield [
+            _layer(random, _drawn(random, set(), [1 / (1 + rank) ** 2 for rank in each])) for each in ranks
+        ]
 
 
 def recurring(random: Random) -> Iterator[list[Layer]]:
@@ -61,15 +63,15 @@ def hit_rate(make: Callable[[], Eviction], choices: Choices, *, ahead: bool) -> 
         ahead: fetch the experts of the next layer before it is reached.
     """
     caches = [_Cache(make()) for _ in range(SEQUENCES)]
-    for seed, cache in enumerate(caches):
+    for seed, each in enumerate(caches):
         for step, layers in enumerate(choices(Random(seed))):
             for number, layer in enumerate(layers):
                 following = layers[number + 1] if number + 1 < LAYERS else {}
-                cache.tell(number, layer, following)
-                cache.run(step, number, layer)
+                each.tell(number, layer, following)
+                each.run(step, number, layer)
                 if ahead:
-                    cache.fetch(step, number + 1, following)
-    return sum(cache.hits for cache in caches) / (SEQUENCES * STEPS * LAYERS * CHOSEN)
+                    each.fetch(step, number + 1, following)
+    return sum(each.hits for each in caches) / (SEQUENCES * STEPS * LAYERS * CHOSEN)
 
 
 @cache

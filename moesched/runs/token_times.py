@@ -1,0 +1,105 @@
+"""Times of tokens: of each request and of each micro-batch, to the first token and between tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from statistics import fmean
+
+import msgspec
+
+from moesched.requests.batch import Batch
+
+
+class RequestTimes(msgspec.Struct, frozen=True):
+    """Times by request, in seconds; None where there was no such token.
+
+    Attributes:
+        first_token_seconds: from the end of loading to the first token.
+        between_tokens_seconds: between two tokens, on average.
+        longest_between_tokens_seconds: the longest of them.
+    """
+
+    first_token_seconds: list[float | None]
+    between_tokens_seconds: list[float | None]
+    longest_between_tokens_seconds: list[float | None]
+
+
+class MicroBatchTimes(msgspec.Struct, frozen=True):
+    """Times of a micro-batch, as in `RequestTimes`: the means over its requests, and the longest time of all.
+
+    Attributes:
+        requests: their numbers among all requests of the run.
+    """
+
+    requests: list[int]
+    first_token_seconds: float | None
+    between_tokens_seconds: float | None
+    longest_between_tokens_seconds: float | None
+
+
+def request_times(
+    batch: Batch,
+    loaded: int,
+    first_tokens: Mapping[int, int],
+    sampled: Sequence[Sequence[int]],
+    tokens: Sequence[int],
+) -> RequestTimes:
+    """The times of a batch's requests.
+
+    Args:
+        loaded: the end of loading; all times are nanoseconds.
+        first_tokens: the time of each request's first token.
+        sampled: for each decode step, the time at which each micro-batch had its tokens.
+        tokens: the number of each request's tokens.
+    """
+    found = RequestTimes(*([None] * len(batch.prompts) for _ in range(3)))
+    for number, requests in enumerate(batch.micro_batches):
+        ends = [step[number] for step in sampled]
+        longest = list(accumulate((after - before for before, after in pairwise(ends)), max, initial=0))
+        for request in requests:
+            first = first_tokens.get(request)
+            if first is None:
+                continue
+            found.first_token_seconds[request] = (first - loaded) / 1e9
+            later = min(tokens[request] - 1, len(ends))
+            if later > 0:
+                found.between_tokens_seconds[request] = (ends[later - 1] - first) / later / 1e9
+                found.longest_between_tokens_seconds[request] = max(ends[0] - first, longest[later - 1]) / 1e9
+    return found
+
+
+def micro_batch_times(batch: Batch, times: RequestTimes) -> list[MicroBatchTimes]:
+    """The times of a batch's micro-batches."""
+    return [
+        MicroBatchTimes(
+            [batch.first_request + request for request in requests],
+            mean_of_known([times.first_token_seconds[request] for request in requests]),
+            mean_of_known([times.between_tokens_seconds[request] for request in requests]),
+            max(known([times.longest_between_tokens_seconds[request] for request in requests]), default=None),
+        )
+        for requests in batch.micro_batches
+    ]
+
+
+def merged(times: Sequence[RequestTimes | None], requests: int) -> RequestTimes | None:
+    """The times of successive batches; None where a batch has none.
+
+    requests: number of requests in all batches; those that never ran have no times.
+    """
+    if any(each is None for each in times):
+        return None
+    columns = zip(*(msgspec.structs.astuple(each) for each in times if each is not None), strict=True)
+    joined = ([seconds for column in each for seconds in column] for each in columns)
+    return RequestTimes(*(each + [None] * (requests - len(each)) for each in joined))
+
+
+def known(seconds: Sequence[float | None]) -> list[float]:
+    """The times that are known."""
+    return [each for each in seconds if each is not None]
+
+
+def mean_of_known(seconds: Sequence[float | None]) -> float | None:
+    """The mean of the times that are known; None where none is."""
+    found = known(seconds)
+    return fmean(found) if found else None

@@ -1,0 +1,140 @@
+"""State of policies: kept over batches where they declare it, and seen in predictions, which repeat steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import moesched
+from moesched.errors import PolicyError
+from moesched.jobs.report import JobReport
+from moesched.policies.layer_streaming import LayerStreaming
+from moesched.runs.batch_policies import BatchPolicies
+from moesched.runs.simulation import simulate
+from moesched.steps.step import Step
+from policies_for_tests import Diary, Keeping
+from runs import make_plan
+
+FIXED = ("layer_streaming", "flexgen", "flexgen_pipeline", "resident")
+"""Policies whose decode steps are alike, on lanes that do not share a memory."""
+
+
+def simulated(policy: str, new_tokens: int = 9, **options: Any) -> JobReport:
+    """A prediction of small batches."""
+    defaults: dict[str, Any] = {"batch_size": 2, "workload": "uniform", "machine": "t4"}
+    return moesched.simulate_model("mixtral-0.8b", policy=policy, gen=new_tokens, **defaults | options)
+
+
+def diaries(policy: type[Diary], run: Any) -> list[Diary]:
+    """The diaries of a run, those of the search for sizes among them."""
+    Diary.made.clear()
+    run(f"{policy.__module__}:{policy.__name__}")
+    return Diary.made
+
+
+def test_an_object_serves_all_batches_of_a_run_if_its_class_declares_it() -> None:
+    made = diaries(Keeping, lambda policy: simulated(policy, requests=6))
+    assert [diary.planned for diary in made if diary.planned[1:]] == [[0, 2, 4]]
+    assert 3 * 8 in [diary.steps for diary in made]
+
+
+def test_otherwise_each_batch_has_an_object_of_its_own() -> None:
+    made = diaries(Diary, lambda policy: simulated(policy, requests=6))
+    assert sorted(diary.planned for diary in made if diary.steps == 8) == [[0], [2], [4]]
+
+
+def test_each_rank_keeps_an_object_of_its_own() -> None:
+    policies = BatchPolicies(Keeping)
+    first, second = policies.next_of(0), policies.next_of(1)
+    assert first is not second
+    assert [policies.next_of(0), policies.next_of(1)] == [first, second]
+
+
+# -- steps that are repeated -----------------------------------------------------------------------
+
+
+class Counts(LayerStreaming):
+    """Forgets the last layer from its sixth call on."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def decode(self, step: Step) -> None:
+        self.calls += 1
+        if self.forgets(step):
+            return
+        await super().decode(step)
+
+    def forgets(self, step: Step) -> bool:
+        return self.calls > 5
+
+
+class Numbers(Counts):
+    """Does so by the number of the step."""
+
+    async def decode(self, step: Step) -> None:
+        if not self.forgets(step):
+            await LayerStreaming.decode(self, step)
+
+    def forgets(self, step: Step) -> bool:
+        return step.index > 5
+
+
+class CountsByClass(Numbers):
+    """Does so by a number of its class."""
+
+    calls_of_all = 0
+
+    def forgets(self, step: Step) -> bool:
+        type(self).calls_of_all += 1
+        return self.calls_of_all > 5
+
+
+class CountsDeep(Numbers):
+    """Does so by a list in a list."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = [[]]
+
+    def forgets(self, step: Step) -> bool:
+        self.seen[0].append(1)
+        return len(self.seen[0]) > 5
+
+
+class CountsUnseen(Numbers):
+    """Does so by what cannot be compared."""
+
+    def __init__(self) -> None:
+        self.numbers = (number for number in range(100))
+
+    def forgets(self, step: Step) -> bool:
+        return next(self.numbers) > 4
+
+
+@pytest.mark.parametrize("make", [Counts, Numbers, CountsByClass, CountsDeep, CountsUnseen])
+def test_a_step_that_may_differ_from_the_one_before_is_not_repeated(make: type[Counts]) -> None:
+    CountsByClass.calls_of_all = 0
+    policy = make()
+    with pytest.raises(PolicyError, match="step 6"):
+        simulate(make_plan(policy, new_tokens=12), policy, sharing=False, replay=True)
+
+
+def test_a_policy_that_keeps_state_is_simulated_whole() -> None:
+    assert simulated("policies_for_tests:Keeping").simulated_steps == 9
+
+
+@pytest.mark.parametrize("policy", FIXED)
+def test_shipped_policies_whose_steps_are_alike_are_still_repeated(policy: str) -> None:
+    simulated_steps = simulated(policy, new_tokens=20, requests=4).simulated_steps
+    assert simulated_steps is not None
+    assert simulated_steps <= 2 * 5
+
+
+def test_a_prediction_says_how_many_steps_were_simulated(command: Any) -> None:
+    options = (
+        "simulate --model mixtral-0.8b --machine t4 --policy resident --workload uniform --batch-size".split()
+    )
+    said = command(*options, 2, "--gen", 20)
+    assert "simulated 4 of 20 steps: the others repeat the last one, with longer KV caches" in said.out
+    assert "steps" not in command(*options, 2, "--gen", 3).out
