@@ -39,9 +39,9 @@ def predicted(
 ) -> JobReport:
     workload = Workload(name="77 tokens", prompt_tokens=(77,) * requests, new_tokens=(NEW_TOKENS,))
     given = SimulationOptions(
-        policy=policy, machine=machine, batch_size=requests, micro_batch_size=64, **options
+        policy=policy, machine=machine, batch_size=requests, micro_batch_size=64, band=band, **options
     )
-    return simulate_scenario(Scenario(FOUR_LAYERS, machine, workload, None), given, band=band)
+    return simulate_scenario(Scenario(FOUR_LAYERS, machine, workload, None), given)
 
 
 @pytest.mark.parametrize("policy", STEPS)

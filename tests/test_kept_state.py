@@ -132,9 +132,7 @@ def test_shipped_policies_whose_steps_are_alike_are_still_repeated(policy: str) 
 
 
 def test_a_prediction_says_how_many_steps_were_simulated(command: Any) -> None:
-    options = (
-        "simulate --model mixtral-0.8b --machine t4 --policy resident --workload uniform --batch-size".split()
-    )
-    said = command(*options, 2, "--gen", 20)
+    options = "simulate --model mixtral-0.8b --machine t4 --policy resident --workload uniform --batch-size 2"
+    said = command(*options.split(), "--gen", 20)
     assert "simulated 4 of 20 steps: the others repeat the last one, with longer KV caches" in said.out
-    assert "steps" not in command(*options, 2, "--gen", 3).out
+    assert "steps" not in command(*options.split(), "--gen", 3).out

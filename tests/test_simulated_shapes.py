@@ -394,7 +394,12 @@ def simulated(config: ModelConfig, policy: str) -> JobReport:
     if cluster:
         machine = replace(machine, network=load_network("10gbe"))
     given = SimulationOptions(
-        machine=machine, policy=policy, gen=3, batch_size=1 if cluster else 4, nodes=2 if cluster else None
+        machine=machine,
+        policy=policy,
+        gen=3,
+        batch_size=1 if cluster else 4,
+        nodes=2 if cluster else None,
+        band=False,
     )
     workload = given_lengths([40, 60, 33, 200], 3)
     return simulate_scenario(Scenario(config, machine, workload, None), given)

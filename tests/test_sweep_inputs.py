@@ -62,7 +62,12 @@ def test_the_guide_names_every_keyword_and_every_figure() -> None:
 
 
 def test_axes_are_the_options_of_a_simulation() -> None:
-    of_simulations = {field.name for field in fields(SimulationOptions)} - {"trace", "html", "listener"}
+    of_simulations = {field.name for field in fields(SimulationOptions)} - {
+        "band",
+        "trace",
+        "html",
+        "listener",
+    }
     assert {*KINDS, *TABLES} == of_simulations | {"model", "workload", "machine_set"} == set(ORDER)
 
 

@@ -30,6 +30,7 @@ from moesched.planner.uncertainty import (
 )
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
+from moesched.runs.listeners import Listener
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
 
@@ -190,3 +191,26 @@ def test_measured_runs_have_no_band(command: Any) -> None:
     model = "examples/tiny-mixtral"
     said = command("run", model, "--policy", "resident", "--prompt", "a", "--max-new-tokens", 2, "--json")
     assert not {"band", "at_peak", "widest_rate"} & set(said.json)
+
+
+class Estimates(Listener):
+    """Writes down the runs for a band."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[int, int]] = []
+
+    def estimating(self, done: int, total: int) -> None:
+        self.runs.append((done, total))
+
+
+def test_a_prediction_without_a_band_takes_no_runs_for_one_and_has_the_same_figures(command: Any) -> None:
+    with_band, without = Estimates(), Estimates()
+    report = simulated(listener=with_band)
+    other = simulated(listener=without, band=False)
+    total = with_band.runs[0][1]
+    assert with_band.runs == [(done, total) for done in range(total)]
+    assert without.runs == []
+    assert (other.band, other.at_peak, other.widest_rate) == (None, None, None)
+    assert other.step_seconds == report.step_seconds
+    options = "simulate --model mixtral-0.8b --machine l4 --policy cgopipe --workload mtbench --gen 4 --no-band --json"
+    assert command(*options.split()).json["band"] is None

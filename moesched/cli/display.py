@@ -200,7 +200,7 @@ def shown(prompt: Prompt) -> str:
 
 
 class SimulationBar(Listener):
-    """A progress bar for a long simulation, by steps."""
+    """A progress bar for a long simulation, by steps, then for its band, by runs."""
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
@@ -221,6 +221,10 @@ class SimulationBar(Listener):
     def replayed(self, timeline: Timeline) -> None:
         """Complete the bar: the batch is done."""
         self._bar.update(self._all)
+
+    def estimating(self, done: int, total: int) -> None:
+        """Show the runs for the band."""
+        self._bar.update(done, total, what="estimating the band")
 
     def writing(self, trace: Path) -> None:
         """Say so."""

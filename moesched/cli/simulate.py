@@ -111,6 +111,10 @@ class SimulationArguments(
 ):
     """All options of the command."""
 
+    no_band: Annotated[
+        bool, Parameter(negative="", help="Omit the bands of the figures, which take some twenty short runs.")
+    ] = False
+
 
 def simulate(*, given: SimulationArguments) -> int:
     """See HELP."""
@@ -141,6 +145,7 @@ def simulate(*, given: SimulationArguments) -> int:
                 network=given.network,
                 trace=given.trace,
                 html=given.html,
+                band=not given.no_band,
                 listener=SimulationBar(bar),
                 **given.requests_and_routing(),
                 **given.sizes_and_budgets(),

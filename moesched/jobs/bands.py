@@ -8,15 +8,18 @@ from statistics import fmean
 from msgspec.structs import replace
 
 from moesched.jobs.report import JobReport
-from moesched.planner.uncertainty import Figures, uncertainty
+from moesched.planner.uncertainty import Figures, RunsProgress, ignore_runs, uncertainty
 from moesched.runs.ranks import Rank
 
 
-def with_band(report: JobReport, make_ranks: Callable[[], Sequence[Rank]]) -> JobReport:
+def with_band(
+    report: JobReport, make_ranks: Callable[[], Sequence[Rank]], progress: RunsProgress = ignore_runs
+) -> JobReport:
     """The report of a simulation with its band, and its figures at the rates that the machine states.
 
     Args:
         make_ranks: makes the plans and policies of the first batch anew.
+        progress: called with the number of runs that are done, and of all.
     """
     if report.interrupted or report.failure is not None:
         return report
@@ -25,5 +28,5 @@ def with_band(report: JobReport, make_ranks: Callable[[], Sequence[Rank]]) -> Jo
         fmean(report.step_seconds[1:]) if len(report.step_seconds) > 1 else 0.0,
         report.prefill_seconds,
     )
-    found = uncertainty(make_ranks, expected)
+    found = uncertainty(make_ranks, expected, progress)
     return replace(report, band=found.band, at_peak=found.at_peak, widest_rate=found.widest_rate)

@@ -181,10 +181,12 @@ class SimulationOptions(PlannedOptions, FormatOptions, WorkloadOptions, OutputOp
         nodes: number of equal machines that share the model's experts; None for one.
         network: the network between them: a name of `moesched list networks`, a TOML file, or a Network; None for
             the machine's own.
+        band: simulate the first batch some twenty times more, for the band of the figures.
     """
 
     nodes: int | None = None
     network: Network | str | None = None
+    band: bool = True
 
 
 class SimulationKeywords(
@@ -201,3 +203,4 @@ class SimulationKeywords(
 
     nodes: int | None
     network: Network | str | None
+    band: bool

@@ -83,16 +83,13 @@ def simulate_model(
     if not 0 <= given.preview_accuracy <= 1:
         raise BadInput(f"--preview-accuracy is {given.preview_accuracy}: give a probability from 0 to 1")
     scenario = find_scenario(model, workload, given)
-    report = simulate_scenario(scenario, given, band=True)
+    report = simulate_scenario(scenario, given)
     _tell_unused(scenario, given, report)
     return report
 
 
-def simulate_scenario(scenario: Scenario, given: SimulationOptions, *, band: bool = False) -> JobReport:
+def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport:
     """Predict a scenario; the options name what it holds.
-
-    Args:
-        band: whether the report gets a band, which takes more runs.
 
     Raises:
         BadInput, NotTraced, PolicyError: as `simulate_model`.
@@ -116,7 +113,10 @@ def simulate_scenario(scenario: Scenario, given: SimulationOptions, *, band: boo
         if reports.ended_early(number):
             break
     report = reports.merge(requests=len(lengths), batches=len(batches), padded=given.padded)
-    return with_band(report, partial(_ranks, job, batches[0])) if band else report
+    if not given.band:
+        return report
+    listener = given.listener or Listener()
+    return with_band(report, partial(_ranks, job, batches[0]), listener.estimating)
 
 
 def _tell_unused(scenario: Scenario, given: SimulationOptions, report: JobReport) -> None:

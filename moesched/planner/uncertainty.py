@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import exp, hypot, log
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -71,14 +71,24 @@ class Uncertainty(NamedTuple):
     widest_rate: str | None
 
 
-def uncertainty(make_ranks: Callable[[], Sequence[Rank]], expected: Figures) -> Uncertainty:
+RunsProgress: TypeAlias = Callable[[int, int], object]
+"""Progress callback: runs done, all runs."""
+
+
+def ignore_runs(done: int, total: int) -> None:
+    """Take no note of progress."""
+
+
+def uncertainty(
+    make_ranks: Callable[[], Sequence[Rank]], expected: Figures, progress: RunsProgress = ignore_runs
+) -> Uncertainty:
     """The band around a prediction.
 
     Args:
         make_ranks: makes plans and policies anew, since a plan runs once; those of all nodes.
         expected: the figures, of this or of a longer run of the plan.
     """
-    runs = _Runs(make_ranks)
+    runs = _Runs(make_ranks, progress)
     machine, dtype = runs.machine, runs.dtype
     base = runs.figures(cost_model(machine, dtype))
     effects = {
@@ -105,8 +115,9 @@ def uncertainty(make_ranks: Callable[[], Sequence[Rank]], expected: Figures) -> 
 class _Runs:
     """Trial runs of one schedule at several costs; captured once if the schedule is fixed."""
 
-    def __init__(self, make_ranks: Callable[[], Sequence[Rank]]) -> None:
+    def __init__(self, make_ranks: Callable[[], Sequence[Rank]], progress: RunsProgress) -> None:
         self._make_ranks = make_ranks
+        self._progress = progress
         ranks = make_ranks()
         plan = ranks[0].plan
         self.machine: Machine = plan.machine
@@ -115,9 +126,12 @@ class _Runs:
         fixed = len(ranks) == 1 and not devices_contend(plan) and plan.machine.wired_memory is None
         self._captured = _captured(ranks[0]) if fixed else None
         self._base: tuple[Figures, _WorkMeter] | None = None
+        self._done, self._all = 0, 2 + len(LEVELS) * len(groups(self.machine))
 
     def figures(self, cost: CostModel) -> Figures:
         """The figures at the costs of one cost model; those of the first one where it hardly changes any task."""
+        self._progress(self._done, self._all)
+        self._done += 1
         if self._captured is not None:
             return _figures(self._captured.step_ends(cost), self._batch)
         if self._base is not None and self._base[1].change(cost) < LEAST:

@@ -133,7 +133,8 @@ class Finder:
 def options_of(inputs: Inputs) -> SimulationOptions:
     """The options of a point's simulation."""
     return SimulationOptions(
-        **{name: value for name, value in inputs.items() if name not in ("model", "workload", "machine_set")}
+        band=False,
+        **{name: value for name, value in inputs.items() if name not in ("model", "workload", "machine_set")},
     )
 
 
