@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,13 +10,17 @@ import pytest
 import moesched
 from moesched.errors import PolicyError
 from moesched.jobs.report import JobReport
+from moesched.plugins import find
 from moesched.policies.layer_streaming import LayerStreaming
 from moesched.runs.batch_policies import BatchPolicies
 from moesched.runs.simulation import simulate
+from moesched.steps.plan import Plan
 from moesched.steps.step import Step
+from moesched.testing import check_policy
 from policies_for_tests import Diary, Keeping
 from runs import make_plan
 
+EXAMPLES = Path(__file__).parent.parent / "examples"
 FIXED = ("layer_streaming", "flexgen", "flexgen_pipeline", "resident")
 """Policies whose decode steps are alike, on lanes that do not share a memory."""
 
@@ -91,6 +96,19 @@ class CountsByClass(Numbers):
         return self.calls_of_all > 5
 
 
+class KeepsACount(Counts):
+    """Does so over all batches, in the first decode step of the second one."""
+
+    keeps_state = True
+
+    def forgets(self, step: Step) -> bool:
+        return self.batches > 1
+
+    def plan(self, plan: Plan) -> None:
+        self.batches = getattr(self, "batches", 0) + 1
+        super().plan(plan)
+
+
 class CountsDeep(Numbers):
     """Does so by a list in a list."""
 
@@ -136,3 +154,39 @@ def test_a_prediction_says_how_many_steps_were_simulated(command: Any) -> None:
     said = command(*options.split(), "--gen", 20)
     assert "simulated 4 of 20 steps: the others repeat the last one, with longer KV caches" in said.out
     assert "steps" not in command(*options.split(), "--gen", 3).out
+
+
+def test_the_conformance_suite_finds_a_policy_that_forgets_an_operation_in_a_later_step_or_batch() -> None:
+    with pytest.raises(PolicyError, match="step 6"):
+        check_policy(Counts)
+    with pytest.raises(PolicyError, match="step 1"):
+        check_policy(KeepsACount)
+
+
+# -- MoE-Infinity, outside the tree ----------------------------------------------------------------
+
+LEARNS, FORGETS = (f"{EXAMPLES / 'moe_infinity.py'}:{name}" for name in ("MoEInfinity", "Forgetful"))
+
+
+def test_a_policy_outside_the_tree_learns_from_batch_to_batch_and_changes_no_token() -> None:
+    def run(policy: str, **settings: int) -> JobReport:
+        prompts = ["Return a new", "def add(self, x):", "for i in range("]
+        return moesched.run_model(
+            EXAMPLES / "tiny-mixtral",
+            prompts,
+            policy=policy,
+            settings=settings,
+            max_new_tokens=12,
+            batch_size=1,
+            dtype="float32",
+        )
+
+    learns, forgets, resident = run(LEARNS, experts=8), run(FORGETS, experts=8), run("resident")
+    assert learns.tokens == forgets.tokens == resident.tokens
+    assert learns.batches == 3
+    assert learns.pools[0].hits > forgets.pools[0].hits
+    assert learns.forecasts[0].accuracy > forgets.forecasts[0].accuracy
+
+
+def test_it_conforms() -> None:
+    check_policy(find("policies", LEARNS))

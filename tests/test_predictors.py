@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from meddling import CASE, CLOCKS, Everything, refused
 from moesched.dispatch import (
     ExpertLatencies,
     FollowingExperts,
+    Forecast,
     Forecasts,
     LaterRouters,
     LayerByLayer,
@@ -27,9 +30,11 @@ from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.requests.batch import split_batch
+from moesched.routing import SeededRouting
 from moesched.routing.profile import write_profile
 from moesched.routing.trace import RoutingTrace, write_routing_trace
 from moesched.runs.policy_errors import explained
+from moesched.runs.simulation import simulate
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.testing import run_on_symbols
@@ -249,3 +254,58 @@ def test_latencies_of_pages_are_those_of_their_transfer() -> None:
     assert latencies.moving(pages, "host", "host") == 0.0
     one_page = latencies.moving(pages[:1]) if len(pages) > 1 else latencies.transfer
     assert 0 < one_page <= latencies.transfer
+
+
+# -- how good forecasts were -----------------------------------------------------------------------
+
+
+class Knows:
+    """A predictor that knows what a seeded routing will choose, or only the half of it."""
+
+    def __init__(self, plan: Plan, *, half: bool = False) -> None:
+        config = plan.layout.config
+        self.routing, self.half = SeededRouting(config.experts, config.top_k), half
+
+    def routed(self, layer: int, routed: Routed) -> None: ...
+
+    async def forecast(self, step: Step, layer: int, micro_batches: Sequence[int]) -> Forecast:
+        tokens = {j: 1 if step.index else CASE.prompts[j] for j in micro_batches}
+        chosen = {j: self.routing.choose(step.index, layer, j, tokens[j]) for j in micro_batches}
+        if self.half:
+            return {j: dict(list(each.items())[: len(each) // 2]) for j, each in chosen.items()}
+        return {j: dict.fromkeys(range(EXPERTS), 0.5) | each for j, each in chosen.items()}
+
+
+@pytest.mark.parametrize(("half", "low", "high"), [(False, 1.0, 1.0), (True, 0.2, 0.5)])
+def test_a_report_tells_how_good_a_predictor_of_ones_own_was(half: bool, low: float, high: float) -> None:
+    one_by_one = msgspec.structs.replace(CASE, micro_batch_size=1)
+    policy = Prefetching(lambda plan: Knows(plan, half=half))
+    report = simulate(one_by_one.plan(policy), policy)
+    [use] = report.forecasts
+    assert (use.predictor, use.ahead) == ("Knows", 1)
+    assert use.forecasts == len(CASE.prompts) * CASE.new_tokens * (LAYERS - 1)
+    assert use.accuracy == use.found / use.chosen
+    assert low <= use.accuracy <= high
+
+
+def test_shipped_predictors_are_measured_alike_and_the_routers_as_previews_too() -> None:
+    policy = Prefetching(lambda plan: LaterRouters())
+    report = simulate(CASE.plan(policy), policy, preview_accuracy=1.0)
+    [use], [preview] = report.forecasts, report.previews
+    assert (use.predictor, use.ahead, use.accuracy) == ("LaterRouters", 1, 1.0)
+    assert (use.forecasts, use.chosen) == (preview.forecasts, preview.chosen)
+    policy = Prefetching(FollowingExperts)
+    [use] = simulate(CASE.plan(policy), policy).forecasts
+    assert use.predictor == "FollowingExperts"
+    assert 0 < use.found < use.chosen
+
+
+def test_successive_batches_add_up_and_the_command_says_it(command: Any) -> None:
+    options = "simulate --model mixtral-0.8b --machine t4 --workload uniform --gen 3 --no-band --batch-size 1"
+    line = (*options.split(), "--policy", f"{__file__}:Prefetching", "--budget", "gpu=700MB", "--requests")
+    [one], [two] = (command(*line, requests, "--json").json["forecasts"] for requests in (1, 2))
+    assert two["forecasts"] == 2 * one["forecasts"]
+    assert re.search(
+        r"\nchosen experts that FollowingExperts forecast: \d+\.\d% 1 layer ahead \(21 forecasts\)\n",
+        command(*line, 1).out,
+    )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from moesched.jobs.report import JobReport, NodeReport
     from moesched.planner.uncertainty import Figures
-    from moesched.runs.outcome import Emulation, LaneUse, PoolUse, PreviewUse
+    from moesched.runs.outcome import Emulation, ForecastUse, LaneUse, PoolUse, PreviewUse
     from moesched.runs.process_bytes import ProcessBytes
 
 PATIENCE_SECONDS = 1.0
@@ -79,6 +79,8 @@ def print_json(content: Any) -> None:
 
 def print_report(report: JobReport) -> None:
     """Print the figures of a run: rates, lanes, memories."""
+    from itertools import groupby
+
     from moesched.cli.tables import print_table
     from moesched.jobs.report import ClusterReport
     from moesched.units import format_seconds
@@ -128,7 +130,9 @@ def print_report(report: JobReport) -> None:
         say()
         _print_pools(report.pools)
     if report.previews:
-        say(f"\n{_previews(report.previews)}")
+        say(f"\n{_accuracy('previews', report.previews, 'previews')}")
+    for predictor, answers in groupby(report.forecasts, key=lambda each: each.predictor):
+        say(f"\n{_accuracy(predictor, list(answers), 'forecasts')}")
     if report.emulation is not None:
         say()
         _print_emulation(report.emulation)
@@ -267,13 +271,13 @@ def _print_pools(pools: Sequence[PoolUse]) -> None:
     print_table(columns, rows, figures=6)
 
 
-def _previews(previews: Sequence[PreviewUse]) -> str:
-    """The accuracy of previews, by their distance, in words."""
+def _accuracy(source: str, forecasts: Sequence[PreviewUse | ForecastUse], noun: str) -> str:
+    """The accuracy of forecasts from one source, by their distance, in words."""
     told = [
-        f"{each.accuracy:.1%} {each.ahead} layer{'s' * (each.ahead > 1)} ahead ({each.forecasts:,} previews)"
-        for each in previews
+        f"{each.accuracy:.1%} {each.ahead} layer{'s' * (each.ahead > 1)} ahead ({each.forecasts:,} {noun})"
+        for each in forecasts
     ]
-    return f"chosen experts that previews forecast: {', '.join(told)}"
+    return f"chosen experts that {source} forecast: {', '.join(told)}"
 
 
 def _process(process: ProcessBytes) -> str:

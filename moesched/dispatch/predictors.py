@@ -13,6 +13,7 @@ from moesched.routing.trace import RoutingTrace
 from moesched.routing.transitions import TransitionCounts
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
+from moesched.steps.verbs.experts import note_forecast
 
 Forecast = Mapping[int, Mapping[int, float]]
 """By micro-batch, the number of its tokens that are expected to choose each expert."""
@@ -33,7 +34,7 @@ class Predictor(Protocol):
 
 
 class Forecasts:
-    """The answers of a predictor, checked.
+    """The answers of a predictor, checked; reports compare them with what the routers choose (`forecasts`).
 
     Raises:
         PolicyError: it is no predictor.
@@ -67,6 +68,7 @@ class Forecasts:
                 if expert not in self._experts or j not in micro_batches:
                     raise self._wrong(f"E{expert} of mb{j}", layer, micro_batches)
                 tokens[expert] = tokens.get(expert, 0.0) + share
+        note_forecast(step, type(self._predictor).__name__, layer, answer)
         return dict(sorted(tokens.items(), key=lambda each: (-each[1], each[0])))
 
     def _wrong(self, what: str, layer: int, micro_batches: Sequence[int]) -> PolicyError:

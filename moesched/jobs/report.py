@@ -18,11 +18,13 @@ from moesched.runs.outcome import (
     Dilations,
     EmulatedLane,
     Emulation,
+    ForecastUse,
     LaneUse,
     PoolUse,
     PreviewUse,
     Report,
     bytes_of_all_ranks,
+    forecast_use,
     preview_use,
 )
 from moesched.runs.process_bytes import ProcessBytes, largest
@@ -258,6 +260,7 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         batches=batches,
         pools=_merge_pools([pool for report in reports for pool in report.pools]),
         previews=_merge_previews([each for report in reports for each in report.previews]),
+        forecasts=_merge_forecasts([each for report in reports for each in report.forecasts]),
         emulation=_merge_emulations([each.emulation for each in reports if each.emulation is not None]),
         expected=_merge_expectations(reports, requests=requests, batches=batches),
         no_expectation=next((report.no_expectation for report in reports if report.no_expectation), None),
@@ -368,6 +371,15 @@ def _merge_previews(previews: Sequence[PreviewUse]) -> list[PreviewUse]:
         counts = each.forecasts, each.chosen, each.found
         merged[each.ahead] = Compared(*map(add, merged.get(each.ahead, Compared()), counts))
     return [preview_use(*each) for each in sorted(merged.items())]
+
+
+def _merge_forecasts(forecasts: Sequence[ForecastUse]) -> list[ForecastUse]:
+    """Add up the counts of each predictor and distance."""
+    merged: dict[tuple[str, int], Compared] = {}
+    for each in forecasts:
+        key, counts = (each.predictor, each.ahead), (each.forecasts, each.chosen, each.found)
+        merged[key] = Compared(*map(add, merged.get(key, Compared()), counts))
+    return [forecast_use(*key, compared) for key, compared in sorted(merged.items())]
 
 
 def _merge_kinds(kinds: Sequence[KindUse]) -> list[KindUse]:

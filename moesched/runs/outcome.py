@@ -36,6 +36,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         sampled: for each decode step, the time at which each micro-batch had its tokens.
         scheduled: number of steps that the policy scheduled; others repeat the last of them.
         previews: forecasts of the router beside its choices, by the number of layers ahead.
+        foretold: the same of predictors, by their name and that number.
     """
 
     loaded: int
@@ -48,6 +49,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     sampled: list[list[int]] = []
     scheduled: int = 0
     previews: dict[int, Compared] = {}
+    foretold: dict[tuple[str, int], Compared] = {}
 
 
 class LaneUse(msgspec.Struct, frozen=True):
@@ -98,6 +100,30 @@ class PreviewUse(msgspec.Struct, frozen=True):
     chosen: int
     found: int
     accuracy: float
+
+
+class ForecastUse(msgspec.Struct, frozen=True):
+    """Answers of a predictor of the kit's `Forecasts` from one distance, beside the routers' choices.
+
+    Of an answer, as many experts count as the router then chose, the most expected ones.
+
+    Attributes:
+        predictor: the name of its class.
+        ahead: number of layers from the last one in which the micro-batch was routed.
+        forecasts, chosen, found, accuracy: as in `PreviewUse`.
+    """
+
+    predictor: str
+    ahead: int
+    forecasts: int
+    chosen: int
+    found: int
+    accuracy: float
+
+
+def forecast_use(predictor: str, ahead: int, compared: Compared) -> ForecastUse:
+    """The report of a predictor's answers from one distance."""
+    return ForecastUse(predictor, ahead, *compared, _rate(compared.found, compared.chosen))
 
 
 def preview_use(ahead: int, compared: Compared) -> PreviewUse:
@@ -186,6 +212,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         process_bytes: peak resident memory of the process, predicted and measured; None where nothing is known of it.
         pools: use of each pool of page slots; with several ranks or nodes, of the first one's.
         previews: accuracy of the policy's previews of the router, the nearest first; of the first rank or node.
+        forecasts: the same of its predictors.
         weights_home: where weights came from in the first batch; None where all stayed on the accelerator, or where its
             memory is the host's.
     """
@@ -222,6 +249,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     process_bytes: ProcessBytes | None = None
     pools: list[PoolUse] = []
     previews: list[PreviewUse] = []
+    forecasts: list[ForecastUse] = []
     weights_home: WeightsHome | None = None
 
 
@@ -290,6 +318,7 @@ def make_report(
             for pool in plan.weights.pools
         ],
         previews=[preview_use(*each) for each in sorted(outcome.previews.items())],
+        forecasts=[forecast_use(*key, compared) for key, compared in sorted(outcome.foretold.items())],
     )
 
 

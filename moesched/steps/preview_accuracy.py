@@ -1,4 +1,4 @@
-"""The accuracy of previews: the experts that `preview_route` forecast, beside those that `route` then chose."""
+"""The accuracy of forecasts: experts that previews or predictors named, beside those that `route` then chose."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Compared(NamedTuple):
     An expert counts once for each micro-batch and layer, however many tokens choose it.
 
     Attributes:
-        forecasts: number of previews.
+        forecasts: number of forecasts.
         chosen: experts that the router then chose.
         found: those of them that had been forecast.
     """
@@ -23,32 +23,59 @@ class Compared(NamedTuple):
     chosen: int = 0
     found: int = 0
 
+    def plus(self, forecast: Mapping[int, float], chosen: Mapping[int, int]) -> Compared:
+        """The same with one more forecast."""
+        found = len(chosen.keys() & forecast.keys())
+        return Compared(self.forecasts + 1, self.chosen + len(chosen), self.found + found)
 
-class PreviewAccuracy:
-    """Compares the previews of a run with its routings, step by step.
 
-    A preview counts if its layer is then routed by `route`; not before `post_attention`, nor if either task failed.
+class Foretold(NamedTuple):
+    """The answer of a predictor.
 
     Attributes:
-        ahead: the comparisons so far, by the number of layers that the previews looked ahead.
-        waiting: previews whose layer has not been routed in this step, by layer and micro-batch.
+        predictor: the name of its class.
+        ahead: the number of layers from the last one in which the micro-batch was routed.
+        tokens: the tokens that each expert can expect.
     """
 
-    __slots__ = ("_pairs", "ahead", "waiting")
+    predictor: str
+    ahead: int
+    tokens: Mapping[int, float]
+
+    def most_expected(self, count: int) -> dict[int, float]:
+        """That many experts, the most expected ones."""
+        ranked = sorted(self.tokens.items(), key=lambda each: (-each[1], each[0]))
+        return dict(ranked[:count])
+
+
+class PreviewAccuracy:
+    """Compares the forecasts of a run with its routings, step by step.
+
+    A forecast counts if its layer is then routed by `route`; not before `post_attention`, nor if a task failed.
+
+    Attributes:
+        ahead: the comparisons of previews so far, by the number of layers that they looked ahead.
+        foretold: those of predictors, by the predictor and that number. Of an answer, as many experts count as the
+            router then chose, the most expected ones.
+        waiting: forecasts whose layer has not been routed in this step, by layer and micro-batch.
+    """
+
+    __slots__ = ("_pairs", "ahead", "foretold", "waiting")
 
     def __init__(self) -> None:
         self.ahead: dict[int, Compared] = {}
-        self.waiting: dict[tuple[int, int], list[Preview]] = {}
-        self._pairs: list[tuple[Preview, Task]] = []
+        self.foretold: dict[tuple[str, int], Compared] = {}
+        self.waiting: dict[tuple[int, int], list[Preview | Foretold]] = {}
+        self._pairs: list[tuple[Preview | Foretold, Task]] = []
 
-    def expect(self, preview: Preview) -> None:
-        """Keep a preview until its layer is routed."""
-        self.waiting.setdefault((preview.layer, preview.micro_batch), []).append(preview)
+    def expect(self, layer: int, micro_batch: int, forecast: Preview | Foretold) -> None:
+        """Keep a forecast until its layer is routed."""
+        self.waiting.setdefault((layer, micro_batch), []).append(forecast)
 
     def pair(self, route: Task) -> None:
-        """Keep a routing beside the previews of it."""
-        previews = self.waiting.pop((route.layer, route.micro_batch), ())
-        self._pairs += [(preview, route) for preview in previews]
+        """Keep a routing beside the forecasts of it."""
+        forecasts = self.waiting.pop((route.layer, route.micro_batch), ())
+        self._pairs += [(forecast, route) for forecast in forecasts]
 
     def end_step(self) -> None:
         """Compare a step's pairs, and drop its tasks; also at the end of a run, perhaps within a step.
@@ -56,16 +83,17 @@ class PreviewAccuracy:
         At the end of a step all pairs are known: experts cannot run before their routing is, and a routing overwrites
         what its previews read.
         """
-        for preview, route in self._pairs:
-            if preview.state == route.state == DONE:
-                self._compare(preview.ahead, preview.value, route.value)
+        for forecast, route in self._pairs:
+            if route.state == DONE:
+                self._compare(forecast, route.value)
         self._pairs.clear()
         self.waiting.clear()
 
-    def _compare(self, ahead: int, forecast: Mapping[int, int], chosen: Mapping[int, int]) -> None:
-        before = self.ahead.get(ahead, Compared())
-        self.ahead[ahead] = Compared(
-            before.forecasts + 1,
-            before.chosen + len(chosen),
-            before.found + len(chosen.keys() & forecast.keys()),
-        )
+    def _compare(self, forecast: Preview | Foretold, chosen: Mapping[int, int]) -> None:
+        if isinstance(forecast, Foretold):
+            key = forecast.predictor, forecast.ahead
+            named = forecast.most_expected(len(chosen))
+            self.foretold[key] = self.foretold.get(key, Compared()).plus(named, chosen)
+        elif forecast.state == DONE:
+            before = self.ahead.get(forecast.ahead, Compared())
+            self.ahead[forecast.ahead] = before.plus(forecast.value, chosen)

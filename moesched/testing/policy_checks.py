@@ -27,7 +27,7 @@ from moesched.runs.assembly import assemble, close_at_end
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import OnDevices, Rank
 from moesched.runs.virtual_run import VirtualRun
-from moesched.seams import CostModel, Observer, Policy, is_expert_parallel
+from moesched.seams import CostModel, Observer, Policy, is_expert_parallel, keeps_state
 from moesched.steps.plan import Plan
 from moesched.tasks import Lane, Task
 from moesched.testing.symbolic import SymbolicDevice, expected_tokens
@@ -135,6 +135,7 @@ def policy_cases() -> list[Case]:
         Case(name="weights on the disk", machine=load_machine("t4-nvme"), weights=0.7),
         Case(name="one layer", machine=gpu, layers=1, weights=2.2),
         Case(name="one new token", machine=gpu, new_tokens=1),
+        Case(name="many new tokens", machine=gpu, layers=2, prompts=(1, 2), micro_batch_size=1, new_tokens=9),
         Case(name="dense model", machine=unified, experts=1, top_k=1),
         Case(name="roomy GPUs", machine=load_machine("t4x2")),
         Case(name="tight GPUs", machine=load_machine("t4x2"), layers=7, weights=0.5, micro_batch_size=1),
@@ -209,7 +210,7 @@ def check_policy(
     """Run a policy in every case; returns the number of cases that its plan fits.
 
     Args:
-        make: creates the policy, once per run.
+        make: creates the policy, once per run; one that keeps state then runs a second batch.
         cases: by default `policy_cases()`, and `node_cases()` for a policy that shares experts among nodes.
         clocks: by default the virtual clock, without and with tasks slowing each other down, and real threads.
 
@@ -225,12 +226,16 @@ def check_policy(
         for clock in clocks:
             policies = [make() for _ in range(case.nodes)]
             try:
-                plans = [case.plan(policy, node) for node, policy in enumerate(policies)]
+                plans = _plans(case, policies)
             except BadInput as error:
                 unfit.append(f"{case.name}: {error}")
                 break
             try:
                 check_plans(plans, policies, clock, f"{case.name}, {clock} clock")
+                if keeps_state(policies[0]):
+                    check_plans(
+                        _plans(case, policies), policies, clock, f"{case.name}, {clock} clock, second batch"
+                    )
             except Exception as error:
                 error.add_note(f"in the case {case.name}, {clock} clock")
                 raise
@@ -239,6 +244,11 @@ def check_policy(
     if not taken:
         raise AssertionError(f"the policy's plan fits in none of {len(unfit)} cases; the first is {unfit[0]}")
     return taken
+
+
+def _plans(case: Case, policies: Sequence[Policy]) -> list[Plan]:
+    """The plans of all nodes."""
+    return [case.plan(policy, node) for node, policy in enumerate(policies)]
 
 
 def check_plans(

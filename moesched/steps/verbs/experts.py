@@ -9,6 +9,7 @@ from moesched.errors import OutOfOrder, PolicyError
 from moesched.steps.micro_batch import HostOutput, MicroBatch, RoutingState
 from moesched.steps.node_experts import ownership_problem
 from moesched.steps.pipeline_stages import PipelineStage
+from moesched.steps.preview_accuracy import Foretold
 from moesched.steps.verbs.base import Verbs
 from moesched.steps.verbs.expert_rows import (
     missing,
@@ -26,6 +27,7 @@ from moesched.steps.verbs.table import (
     OFFLOAD_ROUTED,
     PREVIEW_ROUTE,
     ROUTE,
+    ROUTED,
     RUN_EXPERT,
     STRIDE,
     WARM_EXPERT,
@@ -83,7 +85,7 @@ class ExpertVerbs(Verbs):
         name = PREVIEW_ROUTE.name
         task = Preview(lane, work, name, layer, batch.index, -1, view, self.index, ahead=ahead)
         self._enter(task, reads + view.reads, ())
-        self._state.previews.expect(task)
+        self._state.previews.expect(layer, batch.index, task)
         return task
 
     def assign(self, layer: int, micro_batch: int, owners: Mapping[int, int]) -> None:
@@ -355,6 +357,18 @@ class ExpertVerbs(Verbs):
         if at == "accelerator":
             return Kernel(stage.lane, work, verb.name, layer, micro_batch, expert, view, self.index)
         return HostKernel(stage.host, work, verb.name, layer, micro_batch, expert, view, self.index)
+
+
+def note_forecast(
+    step: ExpertVerbs, predictor: str, layer: int, forecast: Mapping[int, Mapping[int, float]]
+) -> None:
+    """Have the report compare a predictor's answer, by micro-batch, with what the layer's router chooses."""
+    for micro_batch, tokens in forecast.items():
+        if micro_batch not in step._batches:
+            raise step._not_there(ROUTE, layer, micro_batch)
+        progress = step._batches[micro_batch].progress - step._base
+        ahead = layer - (progress - ROUTED) // STRIDE
+        step._state.previews.expect(layer, micro_batch, Foretold(predictor, ahead, tokens))
 
 
 def _expert_and_row(ran: tuple[int, range]) -> tuple[int, int]:
