@@ -56,6 +56,21 @@ def test_a_device_that_loses_a_row_is_found_out() -> None:
         check_device(Careless, ONE_MEMORY, ["resident"])
 
 
+@pytest.mark.parametrize("temperature", [0, 2])
+def test_a_device_that_makes_tokens_up_is_found_out(temperature: int) -> None:
+    class Inventive(own_device()):  # type: ignore[misc]  # found by name
+        def begin(self, plan: Any, prompts: Any, sampling: Any) -> None:
+            self.invents = sampling.temperature == temperature
+            super().begin(plan, prompts, sampling)
+
+        def execute(self, task: Any) -> Any:
+            value = super().execute(task)
+            return [3] * len(value) if task.verb == "sample" and self.invents else value
+
+    with pytest.raises(AssertionError, match=r"and those of (the device )?torch"):
+        check_device(Inventive, ONE_MEMORY, ["resident"])
+
+
 def test_a_transport_of_ones_own_passes() -> None:
     kind = own_transport()
     check_transport(lambda ranks: [kind(ranks)] * ranks)
@@ -74,3 +89,31 @@ def test_a_transport_that_hands_out_one_array_to_all_is_found_out() -> None:
 
     with pytest.raises(AssertionError, match="not the sum in the order of ranks"):
         check_transport(lambda ranks: [Shared(ranks)] * ranks)
+
+
+def test_a_transport_that_hands_out_the_roots_own_array_is_found_out() -> None:
+    class Lends(own_transport()):  # type: ignore[misc]  # found by name
+        def broadcast(self, rank: int, exchange: Exchange, array: Any, root: int) -> Any:
+            found = super().broadcast(rank, exchange, array, root)
+            return array if rank == root else found
+
+    with pytest.raises(AssertionError, match="the root's array was changed"):
+        check_transport(lambda ranks: [Lends(ranks)] * ranks)
+
+
+def test_a_transport_that_changes_the_type_of_parts_is_found_out() -> None:
+    class Widens(own_transport()):  # type: ignore[misc]  # found by name
+        def gather(self, rank: int, exchange: Exchange, part: Any, root: int) -> Any:
+            return super().gather(rank, exchange, np.float64(part), root)
+
+    with pytest.raises(AssertionError, match="not all the parts"):
+        check_transport(lambda ranks: [Widens(ranks)] * ranks)
+
+
+def test_a_transport_that_compares_no_signatures_of_broadcasts_is_found_out() -> None:
+    class Trusts(own_transport()):  # type: ignore[misc]  # found by name
+        def broadcast(self, rank: int, exchange: Exchange, array: Any, root: int) -> Any:
+            return super().broadcast(rank, exchange._replace(signature=""), array, root)
+
+    with pytest.raises(AssertionError, match="ranks that disagree go on"):
+        check_transport(lambda ranks: [Trusts(ranks)] * ranks)

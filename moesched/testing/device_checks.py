@@ -19,6 +19,7 @@ from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.requests.batch import Batch, split_batch
+from moesched.requests.sampling import Sampling
 from moesched.routing import ScoredTokens
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
@@ -35,6 +36,7 @@ Make = Callable[[Checkpoint, WeightLayout], Device]
 
 PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5], [60]]
 NEW_TOKENS = 3
+LIKELIEST, DRAWN = Sampling(), Sampling(temperature=2.0, seed=7)
 POLICIES = (
     "resident",
     "layer_streaming",
@@ -45,7 +47,7 @@ POLICIES = (
 
 
 def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> list[list[int]]:
-    """Check the promises of every device on a small random model; returns the tokens, to compare with another device's.
+    """Check the promises of every device on a small random model; returns its tokens, which are those of `torch`.
 
     Args:
         make: creates the device, such as its class.
@@ -54,8 +56,9 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
             experts with some of a micro-batch's rows, or with those of several micro-batches.
 
     Raises:
-        AssertionError: the tokens depend on the policy or on the previous batch, a verb returned a wrong value,
-            tasks of one lane ran at once, or another promise of `moesched.seams.Device` is broken.
+        AssertionError: the tokens are not those of the device `torch`, whether the likeliest or drawn ones, or depend
+            on the policy or on the previous batch; a verb returned a wrong value, tasks of one lane ran at once, or
+            another promise of `moesched.seams.Device` is broken.
     """
     require_asserts("check_device")
     config = Case(name="a device's", machine=machine).config()
@@ -71,10 +74,20 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
             outcomes["a policy with scores"] = _tokens(scoring, machine, None)
         else:
             anyio.run(scoring.aclose)
+        drawn = _tokens(make(checkpoint, weight_layout(config, "float32")), machine, "resident", DRAWN)
+        torch = plugins.find("devices", "torch")
+        expected, expected_draws = (
+            _tokens(torch(checkpoint, weight_layout(config, "float32")), machine, "resident", sampling)
+            for sampling in (LIKELIEST, DRAWN)
+        )
     first, *others = outcomes.items()
     for name, tokens in others:
         assert tokens == first[1], f"{name} does not give the tokens of {first[0]}"
-    return first[1]
+    assert first[1] == expected, f"the tokens are {first[1]}, and those of the device torch {expected}"
+    assert drawn == expected_draws, (
+        f"with {DRAWN} the tokens are {drawn}, and those of torch {expected_draws}"
+    )
+    return expected
 
 
 def _model(config: ModelConfig, folder: Path) -> Checkpoint:
@@ -107,7 +120,9 @@ def _check_bad_prompts(device: Device, machine: Machine) -> None:
     raise AssertionError("begin takes a token id that is outside the vocabulary")
 
 
-def _tokens(device: Device, machine: Machine, name: str | None) -> list[list[int]]:
+def _tokens(
+    device: Device, machine: Machine, name: str | None, sampling: Sampling = LIKELIEST
+) -> list[list[int]]:
     """The tokens of a policy, which must be equal in two successive batches; without a name, of `_Scoring`."""
     unknown = set(device.kinds.values()) - set(get_args(LaneKind))
     assert not unknown, f"lanes are of unknown kinds: {unknown}"
@@ -118,7 +133,16 @@ def _tokens(device: Device, machine: Machine, name: str | None) -> list[list[int
         policy, recorder = plugins.make_policy(name) if name else _Scoring(), Recorder()
         plan = plan_run(machine, device.layout, batch, policy, slot_bytes=device.slot_bytes)
         values = _Values(device.layout.config, batch, scored=plan.declared.scores)
-        report = run(plan, policy, device, PROMPTS, recorder=recorder, observers=[values], keep_open=not last)
+        report = run(
+            plan,
+            policy,
+            device,
+            PROMPTS,
+            sampling=sampling,
+            recorder=recorder,
+            observers=[values],
+            keep_open=not last,
+        )
         found.append(report.tokens or [])
         values.check()
         _check_lanes(type(policy).__name__, recorder.recording())

@@ -17,6 +17,9 @@ from moesched.testing.asserts import require_asserts
 
 T = TypeVar("T")
 
+WAITING = {"all_reduce": (0, 1), "broadcast": (1,), "gather": (0,)}
+"""The ranks that wait for the others in each collective of two, where rank 0 is the root."""
+
 
 def check_transport(make: Callable[[int], Sequence[Transport]]) -> None:
     """Check the promises of every transport.
@@ -31,10 +34,15 @@ def check_transport(make: Callable[[int], Sequence[Transport]]) -> None:
             _check_all_reduce(transports)
             _check_broadcast(transports)
             _check_gather(transports)
-        finally:
+        except BaseException:
             _close(transports)
-    _check_disagreement_is_named(make(2))
-    _check_close_wakes_the_waiting(make(2))
+            raise
+        if ranks == 2:
+            _check_close_wakes_the_waiting(transports)
+        else:
+            _close(transports)
+    for collective in WAITING:
+        _check_disagreement_is_named(make(2), collective)
     _check_an_abandoned_exchange_ends(make(2))
 
 
@@ -62,8 +70,11 @@ def _check_broadcast(transports: Sequence[Transport]) -> None:
             partial(one.broadcast, rank, exchange, sent if rank == root else None, root)
             for rank, one in enumerate(transports)
         ]
+        expected = sent.copy()
         for found in _at_once(calls):
-            assert (found.dtype, found.tolist()) == (sent.dtype, sent.tolist()), "not what the root had"
+            assert (found.dtype, found.tolist()) == (sent.dtype, expected.tolist()), "not what the root had"
+            found[:] = 0  # a result belongs to its caller: the others keep theirs
+        assert sent.tolist() == expected.tolist(), "the root's array was changed: its result is no copy"
 
 
 def _check_gather(transports: Sequence[Transport]) -> None:
@@ -79,18 +90,28 @@ def _check_gather(transports: Sequence[Transport]) -> None:
                 assert found is None, "parts on a rank that is not the root"
                 continue
             assert found is not None, "no parts on the root"
-            assert [each.tolist() for each in found] == [each.tolist() for each in parts], "not all the parts"
+            assert [(each.dtype, each.tolist()) for each in found] == [
+                (np.float32, [[rank, rank]] * rank) for rank in range(ranks)
+            ], "not all the parts"
+            for each in found:
+                each[:] = -1
+        assert [each.tolist() for each in parts] == [[[rank, rank]] * rank for rank in range(ranks)], (
+            "a part was changed: the root's result is no copy"
+        )
 
 
-def _check_disagreement_is_named(transports: Sequence[Transport]) -> None:
+def _check_disagreement_is_named(transports: Sequence[Transport], collective: str) -> None:
     part = np.ones(2, np.float32)
+    root = () if collective == "all_reduce" else (0,)
     with ThreadPoolExecutor(2) as threads:
         calls = [
-            threads.submit(transports[rank].all_reduce, rank, Exchange(0, f"signature {rank}"), part)
+            threads.submit(
+                getattr(transports[rank], collective), rank, Exchange(0, f"signature {rank}"), part, *root
+            )
             for rank in range(2)
         ]
-        for call in calls:
-            error = call.exception(timeout=30)
+        errors = [call.exception(timeout=30) for call in calls]
+        for error in (errors[rank] for rank in WAITING[collective]):
             assert isinstance(error, TransportError), "ranks that disagree go on"
             assert "signature 0" in str(error) and "signature 1" in str(error), "it is not said on what"
     _close(transports)
@@ -98,7 +119,7 @@ def _check_disagreement_is_named(transports: Sequence[Transport]) -> None:
 
 def _check_close_wakes_the_waiting(transports: Sequence[Transport]) -> None:
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(transports[0].all_reduce, 0, Exchange(0), np.ones(2, np.float32))
+        waiting = threads.submit(transports[0].all_reduce, 0, Exchange(8), np.ones(2, np.float32))
         _close(transports)
         assert isinstance(waiting.exception(timeout=30), TransportError), "a rank waits on after aclose"
 
