@@ -21,7 +21,7 @@ Forecast = Mapping[int, Mapping[int, float]]
 
 @runtime_checkable
 class Predictor(Protocol):
-    """Forecasts the experts of layers to come. An object serves one run."""
+    """Forecasts the experts of layers to come. An object serves one policy object."""
 
     def routed(self, layer: int, routed: Routed) -> None:
         """Take note of what micro-batches chose in a layer. Layers come in ascending order, step after step."""
