@@ -96,7 +96,7 @@ def test_the_suite_finds_a_policy_that_leaves_a_step_undone() -> None:
 
 def test_the_suite_finds_a_policy_that_never_fits() -> None:
     with pytest.raises(
-        AssertionError, match="fits in none of 15 cases; the first is roomy GPU: policy Greedy"
+        AssertionError, match="fits in none of 16 cases; the first is roomy GPU: policy Greedy"
     ):
         check_policy(Greedy)
 

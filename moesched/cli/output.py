@@ -186,7 +186,7 @@ def _rates(report: JobReport) -> dict[str, str]:
     if report.first_token_seconds is not None:
         rates["first token, on average"] = format_seconds(report.first_token_seconds)
     if report.between_tokens_seconds is not None:
-        rates["between tokens, on average"] = format_seconds(report.between_tokens_seconds)
+        rates["between tokens, average"] = format_seconds(report.between_tokens_seconds)
     if report.simulated_seconds is not None:
         rates["simulated"] = format_seconds(report.simulated_seconds)
     return rates

@@ -19,7 +19,7 @@ TIMES = {
     "warm_up_seconds": "warm-up",
     "prefill_seconds": "prefill",
     "first_token_seconds": "first token, on average",
-    "between_tokens_seconds": "between tokens, on average",
+    "between_tokens_seconds": "between tokens, average",
 }
 """Figures of a report by their keys, in words."""
 

@@ -53,7 +53,7 @@ def request_times(
         sampled: for each decode step, the time at which each micro-batch had its tokens.
         tokens: the number of each request's tokens.
     """
-    found = RequestTimes(*([None] * len(batch.prompts) for _ in range(3)))
+    found = RequestTimes(*(_unknown(len(batch.prompts)) for _ in range(3)))
     for number, requests in enumerate(batch.micro_batches):
         ends = [step[number] for step in sampled]
         longest = list(accumulate((after - before for before, after in pairwise(ends)), max, initial=0))
@@ -103,3 +103,7 @@ def mean_of_known(seconds: Sequence[float | None]) -> float | None:
     """The mean of the times that are known; None where none is."""
     found = known(seconds)
     return fmean(found) if found else None
+
+
+def _unknown(count: int) -> list[float | None]:
+    return [None] * count

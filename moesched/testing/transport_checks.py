@@ -91,7 +91,7 @@ def _check_gather(transports: Sequence[Transport]) -> None:
                 continue
             assert found is not None, "no parts on the root"
             assert [(each.dtype, each.tolist()) for each in found] == [
-                (np.float32, [[rank, rank]] * rank) for rank in range(ranks)
+                (np.dtype(np.float32), [[rank, rank]] * rank) for rank in range(ranks)
             ], "not all the parts"
             for each in found:
                 each[:] = -1
