@@ -81,7 +81,7 @@ class NumberedStep(Step):
 
     @property
     def asked(self) -> bool:
-        """Whether it did."""
+        """True once it did."""
         return self._asked
 
     @property

@@ -89,14 +89,14 @@ def run_model(
         batches = _batches(job, lengths, given.max_new_tokens, devices)
         checkpoint.require_unchanged()
         reason = obstacle(given, job, devices)
-        policies, foretold = job.policies(), job.policies()
+        policies, predicted = job.policies(), job.policies()
         for number, batch in enumerate(batches):
             first = batch.first_request
             mine = encoded[first : first + len(batch.prompts)]
             texts = TextListener(listener, tokenizer, mine, first, config.stop_tokens, given.max_new_tokens)
             with suppress(KeyboardInterrupt):
                 files = batch_files(given, number)
-                expectation = Expectation(job, batch, devices, reason, foretold) if given.expect else None
+                expectation = Expectation(job, batch, devices, reason, predicted) if given.expect else None
                 reports.add(
                     _run_batch,
                     job,

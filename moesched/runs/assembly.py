@@ -48,7 +48,7 @@ class RankRun(NamedTuple, Generic[EngineType]):
             sampled=generation.sampled,
             scheduled=len(generation.step_ends),
             previews=self.run_state.previews.ahead,
-            foretold=self.run_state.previews.foretold,
+            forecasts=self.run_state.previews.by_predictor,
         )
 
 

@@ -36,7 +36,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         sampled: for each decode step, the time at which each micro-batch had its tokens.
         scheduled: number of steps that the policy scheduled; others repeat the last of them.
         previews: forecasts of the router beside its choices, by the number of layers ahead.
-        foretold: the same of predictors, by their name and that number.
+        forecasts: the same of predictors, by their name and that number.
     """
 
     loaded: int
@@ -49,7 +49,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     sampled: list[list[int]] = []
     scheduled: int = 0
     previews: dict[int, Compared] = {}
-    foretold: dict[tuple[str, int], Compared] = {}
+    forecasts: dict[tuple[str, int], Compared] = {}
 
 
 class LaneUse(msgspec.Struct, frozen=True):
@@ -318,7 +318,7 @@ def make_report(
             for pool in plan.weights.pools
         ],
         previews=[preview_use(*each) for each in sorted(outcome.previews.items())],
-        forecasts=[forecast_use(*key, compared) for key, compared in sorted(outcome.foretold.items())],
+        forecasts=[forecast_use(*key, compared) for key, compared in sorted(outcome.forecasts.items())],
     )
 
 

@@ -29,7 +29,7 @@ class Compared(NamedTuple):
         return Compared(self.forecasts + 1, self.chosen + len(chosen), self.found + found)
 
 
-class Foretold(NamedTuple):
+class Answer(NamedTuple):
     """The answer of a predictor.
 
     Attributes:
@@ -55,20 +55,20 @@ class PreviewAccuracy:
 
     Attributes:
         ahead: the comparisons of previews so far, by the number of layers that they looked ahead.
-        foretold: those of predictors, by the predictor and that number. Of an answer, as many experts count as the
+        by_predictor: those of predictors, by the predictor and that number. Of an answer, as many experts count as the
             router then chose, the most expected ones.
         waiting: forecasts whose layer has not been routed in this step, by layer and micro-batch.
     """
 
-    __slots__ = ("_pairs", "ahead", "foretold", "waiting")
+    __slots__ = ("_pairs", "ahead", "by_predictor", "waiting")
 
     def __init__(self) -> None:
         self.ahead: dict[int, Compared] = {}
-        self.foretold: dict[tuple[str, int], Compared] = {}
-        self.waiting: dict[tuple[int, int], list[Preview | Foretold]] = {}
-        self._pairs: list[tuple[Preview | Foretold, Task]] = []
+        self.by_predictor: dict[tuple[str, int], Compared] = {}
+        self.waiting: dict[tuple[int, int], list[Preview | Answer]] = {}
+        self._pairs: list[tuple[Preview | Answer, Task]] = []
 
-    def expect(self, layer: int, micro_batch: int, forecast: Preview | Foretold) -> None:
+    def expect(self, layer: int, micro_batch: int, forecast: Preview | Answer) -> None:
         """Keep a forecast until its layer is routed."""
         self.waiting.setdefault((layer, micro_batch), []).append(forecast)
 
@@ -89,11 +89,11 @@ class PreviewAccuracy:
         self._pairs.clear()
         self.waiting.clear()
 
-    def _compare(self, forecast: Preview | Foretold, chosen: Mapping[int, int]) -> None:
-        if isinstance(forecast, Foretold):
+    def _compare(self, forecast: Preview | Answer, chosen: Mapping[int, int]) -> None:
+        if isinstance(forecast, Answer):
             key = forecast.predictor, forecast.ahead
             named = forecast.most_expected(len(chosen))
-            self.foretold[key] = self.foretold.get(key, Compared()).plus(named, chosen)
+            self.by_predictor[key] = self.by_predictor.get(key, Compared()).plus(named, chosen)
         elif forecast.state == DONE:
             before = self.ahead.get(forecast.ahead, Compared())
             self.ahead[forecast.ahead] = before.plus(forecast.value, chosen)
