@@ -54,6 +54,8 @@ def test_processes_give_the_tokens_of_one(
     assert report.tokens == expected[model]
     assert [member.lost for member in report.members] == [None] * nodes
     assert report.epochs == 1
+    assert report.request_times is not None
+    assert len(report.request_times.between_tokens_seconds) == len(PROMPTS)
 
 
 def test_one_node_alone_runs_any_policy(

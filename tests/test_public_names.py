@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
 
 import moesched
 from moesched import dispatch
+from moesched.policies.resident import Resident
+from moesched.runs.simulation import simulate
+from runs import make_plan
 
 PUBLIC = [
     "BadInput",
@@ -159,3 +164,22 @@ def test_the_command_line_explains_itself_without_loading_what_it_runs() -> None
         "tokenizers",
         "moesched.jobs.run_model",
     }
+
+
+def test_help_lists_what_a_policy_reads_from_its_plan_and_step() -> None:
+    seen: list[moesched.Step] = []
+
+    class Looks(Resident):
+        async def prefill(self, step: moesched.Step) -> None:
+            seen.append(step)
+            await super().prefill(step)
+
+    policy = Looks()
+    plan = make_plan(policy)
+    simulate(plan, policy)
+    for each in (plan, *seen):
+        _, attributes = (inspect.getdoc(type(each)) or "").split("Attributes:")
+        for name in vars(each):
+            assert name.startswith("_") or re.search(rf"\b{name}\b.*:", attributes), (
+                f"{type(each).__name__}.{name}"
+            )

@@ -47,6 +47,8 @@ def cluster_report(
         "failure": launch.failure if ending.error is None else str(ending.error),
         "no_expectation": SEVERAL,
     }
+    if len(reports) > 1:  # a later order repeats and continues requests of an earlier one
+        fields |= {"request_times": None, "micro_batch_times": []}
     by_rank: dict[int, list[JobReport]] = {node.host.rank: [] for node in roster.nodes}
     for found in reports.values():
         for rank, report in found:
