@@ -77,8 +77,8 @@ def commands(block: Block) -> list[tuple[list[str], str]]:
     """The commands of a console block, each with the output that the page shows."""
     found = []
     for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
-        typed, _, shown = part.replace("\\\n", "").partition("\n")
-        found.append((shlex.split(typed, comments=True), shown))
+        typed, *shown = re.split(r"(?<!\\)\n", part, maxsplit=1)
+        found.append((shlex.split(typed.replace("\\\n", ""), comments=True), "".join(shown)))
     return found
 
 

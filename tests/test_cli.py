@@ -35,7 +35,7 @@ def test_random_model_writes_a_model_that_runs(command: Any, tmp_path: Path) -> 
     refused(command("random-model", "mixtral-0.8b", tmp_path / "m"), "exists already; remove it")
     refused(
         command("random-model", "mixtral-1b", tmp_path / "n"),
-        "unknown model shape 'mixtral-1b': did you mean mixtral-0.8b[?] Otherwise choose one of",
+        "unknown model shape 'mixtral-1b': did you mean mixtral-8x7b[?] Otherwise choose one of",
     )
 
 

@@ -24,7 +24,7 @@ def interrupt(arguments: list[Any], *, after: str, by: signal.Signals = signal.S
     command = [sys.executable, "-m", "moesched", *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
-        source = process.stderr if after in LOGGED else process.stdout
+        source = process.stderr if after in ON_STDERR else process.stdout
         begun = ""
         while after not in begun:
             begun += source.read(1) or pytest.fail(f"ended before it said {after!r}: {process.communicate()}")
@@ -37,7 +37,7 @@ def interrupt(arguments: list[Any], *, after: str, by: signal.Signals = signal.S
         return Said(process.returncode, out, err)
 
 
-LOGGED = ("first token",)
+ON_STDERR = ("first token", "decoding")
 ENDLESS_POLICIES = Path(__file__).parent / "faulty" / "endless.py"
 ENDLESS = ("--max-new-tokens", 150_000)
 
