@@ -12,8 +12,13 @@ import pytest
 from commands import refused
 from moesched.errors import BadInput
 from moesched.jobs.options import SimulationOptions
+from moesched.jobs.report import JobReport
+from moesched.jobs.simulate_model import simulate_model, simulate_scenario
+from moesched.machines import load_machine
+from moesched.machines.changes import changed
 from moesched.sweeps.axes import KINDS, ORDER, PRICES, TABLES, Axes, merged, read_sweep, sweep_of_options
 from moesched.sweeps.figures import METRICS, Figures, best_by_case, pareto_front
+from moesched.sweeps.found import Finder, options_of
 from moesched.sweeps.line import Line, Sizes
 from moesched.sweeps.plots import Picture, default_x, draw_sweep
 from moesched.sweeps.store import Store
@@ -21,6 +26,29 @@ from sweeping import FAULTY, SHORT, prepared
 
 GUIDE = Path(__file__).parents[1] / "docs" / "sweeps.md"
 FIGURES = Figures({"t4": "gpu", "l4": "gpu"}, {"t4": 0.36})
+
+
+POINT: dict[str, Any] = {
+    "model": "mixtral-0.8b",
+    "machine": "t4",
+    "policy": "cgopipe",
+    "workload": "mtbench",
+    "gen": 2,
+    "batch_size": 2,
+}
+ON_DEMAND = {"policy": "expert_cache", "gen": 4, "budgets": {"gpu": "700MB"}}
+EXPERT_PARALLEL = {"machine": "m2-ultra", "policy": "ep_naive", "nodes": 2, "network": "10gbe"}
+
+
+def with_value(point: dict[str, Any], axis: str, value: Any) -> dict[str, Any]:
+    """The point with another value of an axis."""
+    table, dot, key = axis.partition(".")
+    return point | {table: {**point.get(table, {}), key: value} if dot else value}
+
+
+def figures_of(report: JobReport) -> tuple[Any, ...]:
+    """All that an option may change."""
+    return report.step_seconds, report.plan, report.peak_bytes, report.throughput_tokens_per_second
 
 
 def line(batch_size: int, policy: str, throughput: float, **more: Any) -> Line:
@@ -69,6 +97,57 @@ def test_axes_are_the_options_of_a_simulation() -> None:
         "listener",
     }
     assert {*KINDS, *TABLES} == of_simulations | {"model", "workload", "machine_set"} == set(ORDER)
+
+
+CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
+    "model": ({}, "mixtral-8x7b"),
+    "format": ({}, "q4_k_m"),
+    "machine": ({}, "l4"),
+    "machine_set.link.host->gpu": ({}, "x0.1"),
+    "nodes": (EXPERT_PARALLEL, 3),
+    "network": (EXPERT_PARALLEL, "rocev2"),
+    "tensor_parallel": ({"machine": "t4x2"}, 1),
+    "workload": ({}, "summarization"),
+    "gen": ({}, 3),
+    "requests": ({}, 4),
+    "padded": ({}, True),
+    "seed": ({}, 1),
+    "beams": ({}, 2),
+    "routing": (ON_DEMAND, "zipf"),
+    "routing_settings.exponent": (ON_DEMAND | {"routing": "zipf"}, 3.0),
+    "preview_accuracy": (ON_DEMAND | {"policy": "prefetch_gate"}, 0.0),
+    "dtype": ({}, "float32"),
+    "budgets.gpu": ({}, "700MB"),
+    "batch_size": ({}, 4),
+    "micro_batch_size": ({}, 1),
+    "prefill_chunk": ({}, 64),
+    "policy": ({}, "resident"),
+    "settings.kv_on_gpu": ({}, 1.0),
+}
+"""By axis, the other inputs of a point, and a value that changes its figures."""
+
+
+@pytest.mark.parametrize("axis", CHANGES)
+def test_every_option_of_a_simulation_reaches_it(axis: str) -> None:
+    others, value = CHANGES[axis]
+    points = [POINT | others, with_value(POINT | others, axis, value)]
+    finder = Finder(each["policy"] for each in points)
+    keys = [finder.key(each) for each in points]
+    before, after = (
+        simulate_scenario(finder.found.scenario(each, options_of(each)), options_of(each)) for each in points
+    )
+    assert keys[0] != keys[1]
+    assert figures_of(before) != figures_of(after)
+    inputs = dict(points[1])
+    machine = changed(
+        load_machine(inputs["machine"]),
+        [f"{what}={each}" for what, each in inputs.pop("machine_set", {}).items()],
+    )
+    assert figures_of(after) == figures_of(simulate_model(**(inputs | {"machine": machine})))
+
+
+def test_each_axis_has_its_change() -> None:
+    assert {axis.partition(".")[0] for axis in CHANGES} == set(ORDER)
 
 
 def test_a_setting_goes_to_the_policies_that_take_it() -> None:

@@ -44,14 +44,14 @@ class Found(msgspec.Struct):
 
     code: str = ""
     policies: dict[str, str] = {}
-    configs: dict[str, ModelConfig] = {}
+    configs: dict[Name, ModelConfig] = {}
     machines: dict[Name, Machine] = {}
     workloads: dict[Name, Workload] = {}
     sources: dict[Name, Popularity | RoutingTrace | None] = {}
 
     def scenario(self, inputs: Inputs, given: SimulationOptions) -> Scenario:
         """The scenario of a point."""
-        config = self.configs[inputs["model"]]
+        config = self.configs[_model(inputs)]
         source = self.sources[_routing(inputs)]
         choices = None if source is None else choices_of(source, config, given.seed)
         return Scenario(config, self.machines[_machine(inputs)], self.workloads[_workload(inputs)], choices)
@@ -80,18 +80,18 @@ class Finder:
             BadInput: a name is unknown, a file cannot be used, or a value is impossible.
         """
         found = self.found
-        model, policy = inputs["model"], inputs["policy"]
+        model, policy = _model(inputs), inputs["policy"]
         machine, workload, routing = _machine(inputs), _workload(inputs), _routing(inputs)
         if model not in found.configs:
-            found.configs[model] = find_shape(model)
+            found.configs[model] = find_shape(*model)
         if machine not in found.machines:
             found.machines[machine] = _find_machine(inputs)
         if workload not in found.workloads:
-            found.workloads[workload] = find_workload(inputs["workload"], model, found.configs[model])
+            found.workloads[workload] = find_workload(inputs["workload"], inputs["model"], found.configs[model])
         if routing not in found.sources:
             found.sources[routing] = _find_routing(inputs, found.configs[model])
         parts = (
-            self._digest(("model", model), lambda: found.configs[model]),
+            self._digest(("model", *model), lambda: found.configs[model]),
             self._digest(("machine", *machine), lambda: found.machines[machine]),
             self._digest(("workload", *workload), lambda: found.workloads[workload]),
             self._digest(("routing", *routing), lambda: _content_of(inputs.get("routing"))),
@@ -136,6 +136,10 @@ def options_of(inputs: Inputs) -> SimulationOptions:
         band=False,
         **{name: value for name, value in inputs.items() if name not in ("model", "workload", "machine_set")},
     )
+
+
+def _model(inputs: Inputs) -> Name:
+    return inputs["model"], inputs.get("format")
 
 
 def _machine(inputs: Inputs) -> Name:
