@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
-from moesched.planner.climb import NEAR, Climb, point_of
-from moesched.planner.schedules import Schedules, Seen
+from moesched.planner.climb import CHUNK, Climb, point_of
+from moesched.planner.schedules import Point, Schedules, Seen, resident_of, with_chunk
 from moesched.planner.search import PolicyChoice, best, filled, least, most_of
 from moesched.planner.setting import Setting
 from moesched.planner.traits import Lesson, Shape, TraitProbe, Traits
@@ -19,9 +20,18 @@ FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 1
 """Requests of a micro-batch: all coarse sizes are tried, and the fine sizes next to the best coarse one."""
 ROUGH = (1, 16, 64, 256)
 """Sizes of the first look at a policy."""
+FEW = 4
+"""Micro-batches of one start of the search."""
 MOST_SHARES = 8
 SIMILAR = 1.05
 """Factor between bounds that do not tell which schedule is better."""
+PROMISING = 1.2
+"""Factor below the best start up to which the search goes on from another one."""
+MOST_CLIMBS = 2
+FINALISTS = 3
+"""Schedules of which all layers are simulated in the end."""
+CLOSE = 1.05
+"""Factor below the best one up to which a schedule of a few layers is a finalist."""
 
 
 class Candidate:
@@ -29,75 +39,52 @@ class Candidate:
 
     Args:
         sizes: allowed sizes of micro-batches; None for any.
-        deep: whether trial runs have all layers, not a few of them.
 
     Attributes:
-        choice: the sizes with the highest bound: of coarse sizes, or of `ROUGH` ones for few layers, until refined.
-        schedules: those of its schedules that were simulated.
+        choice: the sizes with the highest bound: of `ROUGH` ones, until refined.
+        schedules: those of its schedules that were simulated, in a few layers or in all.
 
     Raises:
         BadInput: not even one request fits; the message names the memory and the missing bytes.
     """
 
-    def __init__(
-        self, name: str, setting: Setting, sizes: Sequence[int] | None = None, *, deep: bool = True
-    ) -> None:
+    def __init__(self, name: str, setting: Setting, sizes: Sequence[int] | None = None) -> None:
         setting.plan(setting.batch(1, 1))
         self.name = name
         self.setting = setting
         self._lesson = Lesson(setting)
         self.traits: Traits = self._lesson.traits
-        self.schedules = Schedules(setting, deep=deep)
-        self._probes: dict[int, TraitProbe] = {}
+        self.schedules = Schedules(setting, deep=False)
+        self._probes: dict[tuple[int, int | None], TraitProbe] = {}
         self._coarse = sizes or sorted({*SIZES, *_even_shares(len(setting.lengths))})
         ladder = sizes or sorted({*self._coarse, *FINER, *ROUGH})
         self._ladder = [size for size in ladder if size <= len(setting.lengths)]
-        self._first = sizes or (self._coarse if deep else ROUGH)
+        self._first = sizes or ROUGH
         self._climb = Climb(setting, self.traits, self.schedules, self._ladder, self._shape)
         shapes = self._shapes(setting, self._first)
         self.choice = self._best_of(setting, shapes) or least(setting, self.traits, shapes[0])
 
     def refine(self) -> None:
         """Choose among all coarse sizes, and the fine ones next to the best of these."""
-        for sizes in (self._ladder,) if self._first is self._coarse else (self._coarse, self._ladder):
+        for sizes in (self._coarse, self._ladder):
             size = self.choice.micro_batch_size
             near = [other for other in sizes if other in self._coarse or size / 2 < other < size * 2]
             shapes = self._shapes(self.setting, near)
             self.choice = self._best_of(self.setting, shapes) or self.choice
 
     def first(self) -> Seen:
-        """Simulate the schedule of the choice."""
-        return self._climb.start(self.choice)
+        """The better schedule of the highest bound's, and of large micro-batches, since the bound may be wrong."""
+        return self._tried([point_of(self.choice), *self._large([FEW])])[0]
 
     def look(self) -> Seen:
-        """Find the best schedule near the choice; if the KV cache can be split, also near none and all of it.
-
-        The bound ignores that lanes overlap less well where micro-batches differ.
-        """
+        """Find the best schedule: climb from the most promising of several starts; all layers of the finalists tell."""
         self.refine()
-        found = self._climb.from_choice(self.choice)
-        if self.setting.splits_kv and self.setting.kv_on_gpu is None:
-            for share in (0.0, 1.0):
-                setting = replace(self.setting, kv_on_gpu=share)
-                shapes = self._shapes(setting, list(self._probes))
-                edge = self._best_of(setting, shapes, above=found.throughput / NEAR)
-                if edge is not None and point_of(edge) != point_of(self.choice):
-                    found = max(found, self._climb.from_choice(edge), key=lambda seen: seen.rate)
-            partly = self._most_layers(found.micro_batch_size)
-            if partly is not None:
-                with suppress(BadInput):  # the bound knows only about how much fits
-                    found = max(found, self._climb.from_choice(partly), key=lambda seen: seen.rate)
-        return found
-
-    def _most_layers(self, size: int) -> PolicyChoice | None:
-        """One micro-batch with the KV cache of as many layers as fit on the accelerator; None if all or none do."""
-        layers = self.setting.layout.config.layers
-        shape = self._shape(size)
-        choices = (
-            filled(self.setting, self.traits, shape, 1, here / layers) for here in range(layers, 0, -1)
-        )
-        found = next((choice for choice in choices if choice is not None), None)
-        return found if found is not None and found.resident < 1 else None
+        starts = self._tried([point_of(self.choice), *self._large([1, FEW]), *self._edges()])
+        for start in starts[:MOST_CLIMBS]:
+            if start.rate * PROMISING >= starts[0].rate:
+                self._climb.from_seen(start)
+        self._try_chunks(self.schedules.seen[0])
+        return self._best_in_all_layers()
 
     def bound_with(self, setting: Setting) -> float:
         """The bound with micro-batches of the chosen size on another machine, in tokens per second."""
@@ -105,13 +92,111 @@ class Candidate:
         traits = (
             replace(self.traits, fetch=self._lesson.fetch_seconds(setting.cost)) if faster else self.traits
         )
-        shape = self._probe(self.choice.micro_batch_size).shape(setting.cost)
+        shape = self._probe(self.choice.micro_batch_size, self.choice.chunk).shape(setting.cost)
         resident = self.choice.resident / self.choice.micro_batches
-        shares = {0.0, resident, 1.0} if self.setting.splits_kv and setting.kv_on_gpu is None else {resident}
+        shares = {0.0, resident, 1.0} if self.setting.searches_shares else {resident}
         return max(most_of(setting, traits, shape, share) for share in shares)
 
+    def _tried(self, points: Iterable[Point]) -> list[Seen]:
+        """Schedules of those points that fit, the best first.
+
+        Raises:
+            BadInput: none fits.
+        """
+        found = []
+        first, *others = dict.fromkeys(points)
+        for point in others:
+            with suppress(BadInput):
+                found.append(self._climb.start(point))
+        if not found:
+            return [self._climb.start(first)]
+        with suppress(BadInput):
+            found.append(self._climb.start(first))
+        return sorted(found, key=lambda seen: seen.rate, reverse=True)
+
+    def _large(self, counts: Sequence[int]) -> Iterator[Point]:
+        """Micro-batches of the largest size that fits, in chunks if more then fit: that needs no bound."""
+        if len(self.setting.lengths) == 1:
+            return
+        sizes, most = [size for size in self._coarse if size in self._ladder], 0
+        for chunk in self._chunks(sizes[-1]):
+            if most == len(sizes):
+                return
+            fits_all = self._fits(sizes[-1], chunk)
+            place = len(sizes) if fits_all else self._number_that_fit(sizes[:-1], chunk)
+            if place > most:
+                most = place
+                yield from (Point(sizes[place - 1], count, 0, chunk) for count in counts)
+
+    def _number_that_fit(self, sizes: Sequence[int], chunk: int | None) -> int:
+        return bisect_left(sizes, True, key=lambda size: not self._fits(size, chunk))
+
+    def _fits(self, size: int, chunk: int | None) -> bool:
+        """Whether one micro-batch fits, with its KV cache where the policy has room for it."""
+        setting = with_chunk(self.setting, chunk)
+        try:
+            setting.plan(setting.batch(1, size), kv_on_gpu=0.0 if setting.searches_shares else None)
+        except BadInput:
+            return False
+        return True
+
+    def _edges(self) -> Iterator[Point]:
+        """The best bounds with none and all of the KV cache on the accelerator, and one micro-batch with most of it.
+
+        The bound ignores that lanes overlap less well where micro-batches differ.
+        """
+        if not self.setting.searches_shares:
+            return
+        for share in (0.0, 1.0):
+            setting = replace(self.setting, kv_on_gpu=share)
+            edge = self._best_of(setting, self._shapes(setting, [size for size, _ in list(self._probes)]))
+            if edge is not None:
+                yield point_of(edge)
+        partly = self._most_layers(self.choice.micro_batch_size, self.choice.chunk)
+        if partly is not None:
+            yield point_of(partly)
+
+    def _try_chunks(self, found: Seen) -> None:
+        """Try larger chunks of the best sizes, while they are better."""
+        if found.chunk is None or self.setting.prefill_chunk is not None:
+            return
+        longest = found.micro_batch_size * max(self.setting.lengths)
+        larger = [found.chunk << power for power in range(1, longest.bit_length()) if found.chunk << power < longest]
+        for chunk in (*larger, None):
+            with suppress(BadInput):
+                if self.schedules.see(found.point._replace(chunk=chunk)).batch_size < found.batch_size:
+                    return
+
+    def _best_in_all_layers(self) -> Seen:
+        """The best schedule of those that look best in a few layers."""
+        few = self.schedules.seen
+        finalists = [seen for seen in few[:FINALISTS] if seen.rate * CLOSE >= few[0].rate]
+        return max(map(self.schedules.deepened, finalists), key=lambda seen: seen.rate)
+
+    def _most_layers(self, size: int, chunk: int | None) -> PolicyChoice | None:
+        """One micro-batch with the KV cache of as many layers as fit on the accelerator; None if all or none do."""
+        layers = self.setting.layout.config.layers
+        shape = self._shape(size, chunk)
+        choices = (
+            filled(self.setting, self.traits, shape, 1, here / layers) for here in range(layers, 0, -1)
+        )
+        found = next((choice for choice in choices if choice is not None), None)
+        return found if found is not None and found.resident < 1 else None
+
     def _shapes(self, setting: Setting, sizes: Sequence[int]) -> list[Shape]:
-        return [self._probe(size).shape(setting.cost) for size in sizes if size in self._ladder]
+        return [
+            self._probe(size, chunk).shape(setting.cost)
+            for size in dict.fromkeys(sizes)
+            if size in self._ladder
+            for chunk in self._chunks(size)
+        ]
+
+    def _chunks(self, size: int) -> list[int | None]:
+        """The chunks to try with micro-batches of a size."""
+        setting = self.setting
+        if setting.prefill_chunk is not None or size * max(setting.lengths) <= CHUNK:
+            return [setting.prefill_chunk]
+        return [None, CHUNK]
 
     def _best_of(self, setting: Setting, shapes: Sequence[Shape], above: float = 0.0) -> PolicyChoice | None:
         """The highest bound; of bounds that are about as high, one of larger micro-batches, which are fewer tasks."""
@@ -127,13 +212,14 @@ class Candidate:
                 return choice
         return found
 
-    def _shape(self, size: int) -> Shape:
-        return self._probe(size).shape(self.setting.cost)
+    def _shape(self, size: int, chunk: int | None) -> Shape:
+        return self._probe(size, chunk).shape(self.setting.cost)
 
-    def _probe(self, size: int) -> TraitProbe:
-        if size not in self._probes:
-            self._probes[size] = TraitProbe(self.setting, size, joint=self.traits.joint)
-        return self._probes[size]
+    def _probe(self, size: int, chunk: int | None) -> TraitProbe:
+        if (size, chunk) not in self._probes:
+            setting = with_chunk(self.setting, chunk)
+            self._probes[size, chunk] = TraitProbe(setting, size, joint=self.traits.joint)
+        return self._probes[size, chunk]
 
 
 def _even_shares(requests: int) -> set[int]:

@@ -1,4 +1,4 @@
-"""The climb from a policy's sizes with the best bound to better ones, whose schedules are simulated."""
+"""The climb from a policy's sizes to better ones, whose schedules are simulated."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from moesched.errors import BadInput
-from moesched.planner.schedules import Point, Schedules, Seen, resident_of
+from moesched.planner.schedules import Point, Schedules, Seen, resident_of, with_count
 from moesched.planner.search import PolicyChoice, filled
 from moesched.planner.setting import Setting
 from moesched.planner.traits import Shape, Traits
 
+CHUNK = 4096
+"""Tokens of a chunk of prefill: about the fewest that keep the kernels of most experts busy."""
 MOST_PREVIEWS = 8
 NEAR = 1.1
 """Factor by which a schedule may beat its bound, which assumes that all prompts have the average length."""
@@ -23,9 +25,12 @@ the accelerator: they lie below their bounds by as much."""
 class Climb:
     """Steps between sizes of one policy.
 
+    The bounds say which steps are worth a simulation, until a schedule refutes them by being faster, or by holding more
+    requests than they allow: a policy may choose places by what is free, or fetch only the experts that tokens need.
+
     Args:
         ladder: allowed sizes of micro-batches, in ascending order.
-        shape_of: returns the costs of micro-batches of a size.
+        shape_of: returns the costs of micro-batches of a size, with chunks of a size.
     """
 
     def __init__(
@@ -34,67 +39,90 @@ class Climb:
         traits: Traits,
         schedules: Schedules,
         ladder: Sequence[int],
-        shape_of: Callable[[int], Shape],
+        shape_of: Callable[[int, int | None], Shape],
     ) -> None:
         self._setting = setting
         self._traits = traits
         self._schedules = schedules
         self._ladder = ladder
         self._shape_of = shape_of
+        self._refuted = False
 
-    def from_choice(self, start: PolicyChoice) -> Seen:
+    def start(self, point: Point) -> Seen:
+        """Simulate sizes; with smaller micro-batches if not even one fits: the search knows only average lengths.
+
+        Raises:
+            BadInput: not even a micro-batch of one request fits.
+        """
+        requests, share = point.size * point.micro_batches, point.resident / point.micro_batches
+        sizes = [point.size, *(size for size in reversed(self._ladder) if size < point.size)]
+        for size in sizes:
+            count = -(-requests // size)
+            with suppress(BadInput):
+                return self._see(point._replace(size=size, micro_batches=count, resident=resident_of(share, count)))
+        return self._see(point)
+
+    def from_seen(self, found: Seen) -> Seen:
         """Move from one schedule to a better one: in large steps first, then in small ones."""
-        found = self.start(start)
         for around in (self._far, self._near):
             found = self._uphill(found, around)
         return found
 
+    def _see(self, point: Point) -> Seen:
+        seen = self._schedules.see(point)
+        bound = self._filled(seen.point)
+        if bound is None or bound.micro_batches < seen.point.micro_batches or seen.throughput > NEAR * bound.throughput:
+            self._refuted = True
+        return seen
+
     def _uphill(self, found: Seen, around: Callable[[Seen], list[Point]]) -> Seen:
-        """Move on, until no neighbour's bound is as high, or enough of them were tried."""
-        tried: set[Point] = set()
+        """Move on, until no neighbour promises more, or enough of them were tried."""
+        tried = {found.point}
         ahead = self._ahead(found, around(found))
-        while ahead and len(tried) < MOST_PREVIEWS:
-            choice = ahead.pop(0)
-            if point_of(choice) in tried:
+        while ahead and len(tried) <= MOST_PREVIEWS:
+            point = ahead.pop(0)
+            if point in tried:
                 continue
-            tried.add(point_of(choice))
+            tried.add(point)
             with suppress(BadInput):
-                other = self._schedules.see(*point_of(choice))
+                other = self._see(point)
                 if other.rate > found.rate:
                     found = other
                     ahead = self._ahead(found, around(found))
         return found
 
-    def _ahead(self, found: Seen, points: Sequence[Point]) -> list[PolicyChoice]:
-        """The choices that fit and may be better than a schedule, the highest bound first."""
-        choices = [choice for point in points if (choice := self._filled(point))]
+    def _ahead(self, found: Seen, points: Sequence[Point]) -> list[Point]:
+        """The points that may be better than a schedule, the highest bound first."""
+        bounds = {point: self._filled(point) for point in points}
         here = self._filled(found.point)
         bound = found.throughput if here is None else here.throughput
 
-        def may_be_better(choice: PolicyChoice) -> bool:
-            alike = choice.resident == resident_of(self._share(found), choice.micro_batches)
-            return choice.throughput >= (bound / ALIKE if alike else found.throughput / NEAR)
+        def promise(point: Point) -> float:
+            choice = bounds[point]
+            return 0.0 if choice is None else choice.throughput
 
-        return sorted(filter(may_be_better, choices), key=lambda choice: choice.throughput, reverse=True)
+        def may_be_better(point: Point) -> bool:
+            alike = point.resident == resident_of(self._share(found), point.micro_batches)
+            return promise(point) >= (bound / ALIKE if alike else found.throughput / NEAR)
 
-    def start(self, choice: PolicyChoice) -> Seen:
-        """Simulate a choice; with smaller micro-batches if not even one fits: the search knows only average lengths."""
-        size, count, resident = point_of(choice)
-        smaller = [other for other in reversed(self._ladder) if other < size]
-        for other in smaller:
-            try:
-                return self._schedules.see(size, count, resident)
-            except BadInput:
-                share = resident / count
-                size, count = other, -(-choice.micro_batch_size * choice.micro_batches // other)
-                resident = resident_of(share, count)
-        return self._schedules.see(size, count, resident)
+        if self._refuted:
+            return list(points)
+        known = {point_of(choice): point for point in points if (choice := bounds[point]) and may_be_better(point)}
+        return sorted(known, key=lambda point: promise(known[point]), reverse=True)
 
     def _far(self, seen: Seen) -> list[Point]:
-        """Micro-batches of about twice and half the size, for as many requests."""
-        size = seen.micro_batch_size
-        others = {min(self._ladder, key=lambda each: abs(each - aim)) for aim in (2 * size, size / 2)}
-        return self._of_sizes(seen, sorted(others - {size}))
+        """About twice and half of the sizes: of micro-batches for as many requests, of their number, of both.
+
+        Chunks leave room for more micro-batches.
+        """
+        size, count, _, chunk = seen.point
+        others = [min(self._ladder, key=lambda each: abs(each - aim)) for aim in (2 * size, size / 2)]
+        points = self._of_sizes(seen, [other for other in dict.fromkeys(others) if other != size])
+        points += [with_count(seen.point, 2 * count), with_count(seen.point, max(1, count // 2))]
+        points += [seen.point._replace(size=other) for other in others[:1]]
+        if chunk is None and self._setting.prefill_chunk is None and size * max(self._setting.lengths) > CHUNK:
+            points.append(with_count(seen.point, 2 * count)._replace(chunk=CHUNK))
+        return points
 
     def _near(self, seen: Seen) -> list[Point]:
         """A fifth more or fewer micro-batches, or other sizes for as many requests; more or less of the KV cache there.
@@ -102,41 +130,40 @@ class Climb:
         The share of the KV cache on the accelerator changes by a tenth of the micro-batches, or of a single one's
         layers; or that tenth is added, where the host's memory has no room for more.
         """
-        (size, count, _), share = seen.point, self._share(seen)
-        points = [
-            Point(size, other, resident_of(share, other))
-            for other in (-(-count * 6 // 5), max(1, count * 5 // 6))
-        ]
+        point, share = seen.point, self._share(seen)
+        size, count = point.size, point.micro_batches
+        points = [with_count(point, -(-count * 6 // 5)), with_count(point, max(1, count * 5 // 6))]
         points += self._of_sizes(seen, self._neighbours(size))
-        if self._setting.splits_kv and self._setting.kv_on_gpu is None:
+        if self._setting.searches_shares:
             parts = self._setting.layout.config.layers if count == 1 else count
             here, few = round(share * parts), -(-parts // 10)
             points += [
-                Point(size, count, resident_of(other / parts, count))
+                point._replace(resident=resident_of(other / parts, count))
                 for other in (max(0, here - few), min(parts, here + few))
             ]
             if count > 1:
-                points.append(Point(size, count + few, here + few))
+                points.append(point._replace(micro_batches=count + few, resident=here + few))
         return points
 
     def _of_sizes(self, seen: Seen, sizes: Sequence[int]) -> list[Point]:
         """Micro-batches of these sizes for as many requests, with the same share of the KV cache on the accelerator."""
         counts = [(size, -(-seen.batch_size // size)) for size in sizes]
-        return [Point(size, count, resident_of(self._share(seen), count)) for size, count in counts]
+        share = self._share(seen)
+        return [Point(size, count, resident_of(share, count), seen.chunk) for size, count in counts]
 
     def _share(self, seen: Seen) -> float:
-        return seen.kv_on_gpu if self._setting.splits_kv else 0.0
+        return seen.point.resident / seen.point.micro_batches
 
     def _filled(self, point: Point) -> PolicyChoice | None:
         """That number of micro-batches, or the most that should fit, with as many weights kept as then fit."""
-        shape = self._shape_of(point.size)
+        shape = self._shape_of(point.size, point.chunk)
 
-        def with_count(count: int) -> PolicyChoice | None:
+        def with_micro_batches(count: int) -> PolicyChoice | None:
             return filled(self._setting, self._traits, shape, count, min(point.resident, count))
 
         counts = range(1, min(point.micro_batches, shape.most) + 1)
-        most = bisect_left(counts, True, key=lambda count: with_count(count) is None)
-        return with_count(most) if most else None
+        most = bisect_left(counts, True, key=lambda count: with_micro_batches(count) is None)
+        return with_micro_batches(most) if most else None
 
     def _neighbours(self, size: int) -> list[int]:
         place = self._ladder.index(size)
@@ -145,4 +172,4 @@ class Climb:
 
 def point_of(choice: PolicyChoice) -> Point:
     """Its sizes."""
-    return Point(choice.micro_batch_size, choice.micro_batches, choice.resident)
+    return Point(choice.micro_batch_size, choice.micro_batches, choice.resident, choice.chunk)

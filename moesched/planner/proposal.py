@@ -43,6 +43,7 @@ class PlannedSizes(msgspec.Struct, frozen=True, kw_only=True):
     """The 6-tuple of MoE-Lightning (section 4.2), and the policy that schedules it.
 
     Attributes:
+        prefill_chunk: most prompt tokens that pass a layer together; None for all of a micro-batch.
         attention_on_gpu: whether the GPU attends to the micro-batches whose KV cache is on the host.
         weights_on_gpu, kv_on_gpu: shares, from 0 to 1, of the weights and of the KV cache that stay in
             the accelerator's memory.
@@ -51,6 +52,7 @@ class PlannedSizes(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     batch_size: int
     micro_batch_size: int
+    prefill_chunk: int | None
     attention_on_gpu: bool
     ffn_on_gpu: bool
     weights_on_gpu: float
@@ -65,7 +67,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
         decode_step_seconds: of a step in the middle of the generation.
         bound_by: the busiest lane in such a step.
         utilization: the share of such a step that each lane is busy.
-        bound_tokens_per_second: throughput if the lanes overlapped perfectly.
+        bound_tokens_per_second: throughput if the lanes of this schedule overlapped perfectly.
     """
 
     throughput_tokens_per_second: float
@@ -204,6 +206,7 @@ def _sizes(best: Best) -> PlannedSizes:
         policy=best.policy,
         batch_size=best.seen.batch_size,
         micro_batch_size=best.seen.micro_batch_size,
+        prefill_chunk=best.seen.chunk,
         attention_on_gpu=best.attention_on_gpu or best.seen.kv_on_gpu == 1,
         ffn_on_gpu=best.ffn_on_gpu,
         weights_on_gpu=best.seen.weights_on_gpu,
@@ -218,7 +221,7 @@ def _predicted(best: Best) -> Predicted:
         prefill_seconds=seen.trial_run.prefill_seconds,
         decode_step_seconds=seen.trial_run.step_seconds,
         bound_by=best.bound_by,
-        bound_tokens_per_second=best.bound,
+        bound_tokens_per_second=seen.bound,
         utilization=seen.trial_run.utilization,
         peak_bytes=seen.peak_bytes,
     )

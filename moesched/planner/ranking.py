@@ -26,9 +26,12 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
         first_token_seconds: from the end of loading to a prompt's first token, on average over the batch.
         bound_by: the busiest lane in such a step.
         busy: the share of such a step that it is busy.
+        estimate: whether the figures are extrapolated from a few layers; otherwise all layers were simulated.
         fits: whether it can be planned; figures are None otherwise.
         missing_bytes: the sum over the memories, for one request; 0 if that is not why it cannot be planned.
         missing: bytes that each memory lacks.
+        prefill_chunk: most prompt tokens that pass a layer together; None for all of a micro-batch.
+        kv_on_gpu: share of the KV cache on the accelerator, for a policy with that setting.
         gain: the resource of which a tenth more raises the bound most; None if none does.
         why: the reason why it cannot be planned.
     """
@@ -39,11 +42,14 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
     first_token_seconds: float | None = None
     bound_by: str | None = None
     busy: float | None = None
+    estimate: bool = False
     fits: bool
     missing_bytes: int = 0
     missing: dict[str, int] = {}
     batch_size: int | None = None
     micro_batch_size: int | None = None
+    prefill_chunk: int | None = None
+    kv_on_gpu: float | None = None
     gain: Gain | None = None
     why: str | None = None
 
@@ -66,9 +72,12 @@ def ranked(candidate: Candidate, seen: Seen) -> Ranked:
         first_token_seconds=seen.trial_run.first_token_seconds,
         bound_by=lane,
         busy=busy[lane],
+        estimate=not seen.whole,
         fits=True,
         batch_size=seen.batch_size,
         micro_batch_size=seen.micro_batch_size,
+        prefill_chunk=seen.chunk,
+        kv_on_gpu=seen.kv_on_gpu if candidate.setting.splits_kv else None,
         gain=best if best is not None and best.share > 0 else None,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -19,44 +21,63 @@ from moesched.runs.ranks import Rank
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
 
+CHEAP_TASKS = 4_000
+"""Tasks of a run of all layers up to which it takes the place of one of a few layers, which is only an estimate."""
+
 
 class Point(NamedTuple):
-    """Sizes to try: µ, the number of micro-batches, and the number of those with their KV cache on the accelerator.
+    """Sizes to try: µ, the number of micro-batches, the chunk, and the micro-batches with their KV cache on the
+    accelerator.
 
-    That number is whole, apart from a single micro-batch, whose cache is divided by layers.
+    Attributes:
+        resident: a whole number, apart from a single micro-batch, whose cache is divided by layers.
+        chunk: most tokens of a micro-batch of prefill; None for no limit.
     """
 
     size: int
     micro_batches: int
-    resident: float
+    resident: float = 0
+    chunk: int | None = None
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes for a policy, and the predicted figures of its schedule.
 
     Attributes:
+        point: its sizes.
         weights_on_gpu: share of the weights' bytes that stays in the accelerator's memory.
         kv_on_gpu: share of the KV cache that stays there.
         few: a few layers of it; None where a trial run needs all of them.
         throughput: generated tokens per second, prefill included.
+        bound: the same if its lanes overlapped perfectly.
         rate: the figure that the setting's objective maximises.
     """
 
+    point: Point
     batch_size: int
-    micro_batch_size: int
     weights_on_gpu: float
     kv_on_gpu: float
     peak_bytes: dict[str, int]
     trial_run: TrialRun
     few: Cut | None
     throughput: float
+    bound: float
     rate: float
 
     @property
-    def point(self) -> Point:
-        """Its sizes."""
-        count = -(-self.batch_size // self.micro_batch_size)
-        return Point(self.micro_batch_size, count, resident_of(self.kv_on_gpu, count))
+    def micro_batch_size(self) -> int:
+        """The most requests of a micro-batch."""
+        return self.point.size
+
+    @property
+    def chunk(self) -> int | None:
+        """The most tokens of a micro-batch of prefill; None for no limit."""
+        return self.point.chunk
+
+    @property
+    def whole(self) -> bool:
+        """Whether all layers were simulated, so that the figures are no estimate from a few."""
+        return self.few is None or self.trial_run.layers > self.few.setting.layout.config.layers
 
 
 class Schedules:
@@ -75,35 +96,43 @@ class Schedules:
         self._deep = deep
         self._seen: dict[tuple[Point, bool], Seen] = {}
 
-    def see(self, size: int, micro_batches: int, resident: float = 0, *, deep: bool | None = None) -> Seen:
+    @property
+    def seen(self) -> list[Seen]:
+        """All that were simulated, the best first."""
+        return sorted(self._seen.values(), key=lambda seen: seen.rate, reverse=True)
+
+    def see(self, point: Point, *, deep: bool | None = None) -> Seen:
         """Simulate the schedule of that number of micro-batches, or of as many as fit.
 
         Args:
-            resident: micro-batches whose KV cache stays on the accelerator, for a policy that splits it.
             deep: whether to simulate all layers; by default as the schedules are.
+
+        Raises:
+            BadInput: not even one such micro-batch fits.
         """
         deep = self._deep if deep is None else deep
-        point = Point(size, micro_batches, resident), deep
-        if point not in self._seen:
-            self._seen[point] = self._simulated(*point)
-        return self._seen[point]
+        if (point, deep) not in self._seen:
+            self._seen[point, deep] = self._simulated(point, deep)
+        return self._seen[point, deep]
 
     def _simulated(self, point: Point, deep: bool) -> Seen:
         """Simulate a schedule."""
-        size, micro_batches, resident = point
-        plan, policy = self._fitting(size, micro_batches, resident)
-        batch, setting = plan.batch, self._setting
+        plan, policy = self._fitting(point)
+        batch, setting = plan.batch, self._of(point)
         share = plan.kv.on_gpu if setting.splits_kv else None
         steps = most_steps(setting.objective)
         found = None if deep else cut_like(setting, plan, share)
-        if found is None:
-            few, seen = None, trial_run(plan, policy, most_steps=steps)
-        else:
+        few, seen = None, None
+        if found is not None:
             few, prepared = found
             seen = few.trial(steps, prepared)
-        self.tasks += seen.tasks
+            self.tasks += seen.tasks
+        if few is None or seen is None or seen.tasks / few.part <= CHEAP_TASKS:
+            seen = trial_run(plan, policy, most_steps=steps)
+            self.tasks += seen.tasks
+        count = len(batch.micro_batches)
         return Seen(
-            micro_batch_size=size,
+            point=point._replace(micro_batches=count, resident=resident_of(share or 0, count)),
             batch_size=len(batch.prompts),
             weights_on_gpu=resident_bytes(plan) / weight_bytes(plan),
             kv_on_gpu=plan.kv.on_gpu,
@@ -113,32 +142,57 @@ class Schedules:
             trial_run=seen,
             few=few,
             throughput=seen.tokens_per_second(batch),
+            bound=seen.bound(batch),
             rate=rate(setting.objective, seen, batch),
         )
 
     def deepened(self, seen: Seen) -> Seen:
         """The same schedule with all layers simulated."""
-        return replace(self.see(*seen.point, deep=True), few=seen.few)
+        return seen if seen.whole else replace(self.see(seen.point, deep=True), few=seen.few)
 
     def uncertainty(self, seen: Seen) -> Uncertainty:
         """The band of a schedule that was simulated, from runs of a few of its layers where those can stand for all."""
         run, few = seen.trial_run, seen.few
         return uncertainty(
-            lambda: [Rank(*(few.plan() if few else self._fitting(*seen.point)))],
+            lambda: [Rank(*(few.plan() if few else self._fitting(seen.point)))],
             Figures(seen.throughput, run.step_seconds, run.prefill_seconds),
         )
 
-    def _fitting(self, size: int, micro_batches: int, resident: float) -> tuple[Plan, Policy]:
-        """The plan of that number of micro-batches, or of the most that fit: the search knows only average lengths."""
-        share = resident / micro_batches if self._setting.splits_kv else None
-        count, step = micro_batches, 1
-        while True:
-            try:
-                return self._setting.plan(self._setting.batch(count, size), kv_on_gpu=share)
-            except BadInput:
-                if count == 1:
-                    raise
-            count, step = max(1, count - step), 2 * step
+    def _fitting(self, point: Point) -> tuple[Plan, Policy]:
+        """The plan of that number of micro-batches, or of the most that fit."""
+        with suppress(BadInput):
+            return self._plan(point)
+        fewer = range(1, point.micro_batches)
+        most = bisect_left(fewer, True, key=lambda count: not self._fits(with_count(point, count)))
+        return self._plan(with_count(point, max(1, most)))
+
+    def _fits(self, point: Point) -> bool:
+        try:
+            self._plan(point)
+        except BadInput:
+            return False
+        return True
+
+    def _plan(self, point: Point) -> tuple[Plan, Policy]:
+        setting = self._of(point)
+        share = point.resident / point.micro_batches if setting.splits_kv else None
+        return setting.plan(setting.batch(point.micro_batches, point.size), kv_on_gpu=share)
+
+    def _of(self, point: Point) -> Setting:
+        """The setting with the point's chunks."""
+        return with_chunk(self._setting, point.chunk)
+
+
+def with_chunk(setting: Setting, chunk: int | None) -> Setting:
+    """The setting with other chunks of prefill."""
+    return setting if setting.prefill_chunk == chunk else replace(setting, prefill_chunk=chunk)
+
+
+def with_count(point: Point, count: int) -> Point:
+    """Another number of micro-batches, with the same share of the KV cache on the accelerator."""
+    return point._replace(
+        micro_batches=count, resident=resident_of(point.resident / point.micro_batches, count)
+    )
 
 
 def resident_of(share: float, count: int) -> float:

@@ -33,6 +33,7 @@ class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
     """A solution: sizes, the parts that stay on the accelerator, and the predicted rates.
 
     Attributes:
+        chunk: most tokens of a micro-batch of prefill; None for no limit.
         resident: micro-batches whose KV cache stays on the accelerator, for a policy that splits it; a single one's may
             stay in part.
         kept: share of the weights that stays there.
@@ -41,6 +42,7 @@ class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     micro_batch_size: int
     micro_batches: int
+    chunk: int | None = None
     resident: float
     resident_share: float
     throughput: float
@@ -241,6 +243,7 @@ def _choice(
     return PolicyChoice(
         micro_batch_size=shape.size,
         micro_batches=count,
+        chunk=shape.chunk,
         resident=resident,
         resident_share=resident_share,
         throughput=setting.new_tokens * shape.size * count / seconds,

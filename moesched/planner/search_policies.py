@@ -21,7 +21,6 @@ from moesched.planner.ranking import Ranked, in_order, misfit, ranked
 from moesched.planner.resources import Gain, gains
 from moesched.planner.schedules import Seen
 from moesched.planner.setting import KV_SHARE, Setting, splits_kv
-from moesched.planner.trial_run import TrialRun
 from moesched.planner.uncertainty import Uncertainty
 from moesched.seams import is_expert_parallel
 from moesched.settings import check_settings
@@ -40,8 +39,6 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         seen: its sizes, and the predicted figures of its schedule.
-        bound: tokens per second if the lanes of this schedule overlapped perfectly.
-        lanes: seconds that one layer of a decode step keeps link, host and accelerator busy.
         bound_by: the busiest lane in a decode step.
         gains: relative increase of the bound for a tenth more of each resource, the most useful first.
         ranking: all policies, the best first; those that do not fit are last.
@@ -52,8 +49,6 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
     seen: Seen
     attention_on_gpu: bool
     ffn_on_gpu: bool
-    bound: float
-    lanes: dict[str, float]
     bound_by: str
     gains: list[Gain]
     ranking: list[Ranked]
@@ -127,7 +122,7 @@ def plan_best(
         )
         try:
             with no_garbage_collection():
-                candidate = Candidate(name, setting, deep=len(names) == 1)
+                candidate = Candidate(name, setting)
                 seen[candidate] = candidate.look() if len(names) == 1 else candidate.first()
         except Exception as error:  # an installed plug-in may raise anything
             if not isinstance(error, BadInput) and (policies or name in plugins.shipped("policies")):
@@ -165,8 +160,6 @@ def _best_of(
         seen=sizes,
         attention_on_gpu=best.traits.attention_on_gpu,
         ffn_on_gpu=best.traits.ffn_on_gpu,
-        bound=best.choice.throughput,
-        lanes=best.choice.lanes,
         bound_by=max(sizes.trial_run.utilization, key=sizes.trial_run.utilization.__getitem__),
         gains=gains(best, sizes),
         ranking=in_order(rows, misfits),
@@ -202,15 +195,14 @@ def _deepen(seen: dict[Candidate, Seen], on_progress: Callable[[str], None]) -> 
         near = few.rate * close(candidate.setting.objective) >= most
         if near and few.rate in deepened:  # the same schedule by another name
             seen[candidate] = replace(deepened[few.rate], few=few.few)
-        elif near and _can_deepen(candidate, few.trial_run):
+        elif near and not few.whole and _tasks_of_all_layers(few) <= MOST_TASKS:
             on_progress(f"all layers of {candidate.name}")
             seen[candidate] = deepened[few.rate] = candidate.schedules.deepened(few)
 
 
-def _can_deepen(candidate: Candidate, trial: TrialRun) -> bool:
-    """Whether a trial run had a few layers, and one of all layers has not too many tasks."""
-    layers = candidate.setting.layout.config.layers
-    return trial.layers < layers and trial.tasks * layers / trial.layers <= MOST_TASKS
+def _tasks_of_all_layers(seen: Seen) -> float:
+    """The tasks that a run of all layers has, by one of a few."""
+    return seen.trial_run.tasks if seen.few is None else seen.trial_run.tasks / seen.few.part
 
 
 def _winner(seen: Mapping[Candidate, Seen]) -> Candidate:

@@ -92,6 +92,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             found.append((plan, policy))
         return found[0]
 
+    @property
+    def searches_shares(self) -> bool:
+        """Whether the share of the KV cache on the accelerator is to be found."""
+        return self.splits_kv and self.kv_on_gpu is None
+
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of all weights in slots."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.inputs.options import SizeOptions
 from moesched.planner.candidate import Candidate
-from moesched.planner.schedules import Seen, resident_of
+from moesched.planner.climb import CHUNK
+from moesched.planner.schedules import Point, Schedules, Seen, resident_of, with_chunk
 from moesched.planner.setting import Setting
-from moesched.planner.trial_run import trial_run
 from moesched.requests.batch import KV_BLOCK_TOKENS, Batch, cached_tokens_of_beams
 from moesched.requests.batching import BatchSizes, batches_of
 from moesched.steps.plan import Plan
@@ -53,18 +53,13 @@ def choose_sizes(
     batch_size, micro_batch_size = wanted.batch_size, wanted.micro_batch_size
     chunks: list[int | None] = [setting.prefill_chunk]
     if setting.prefill_chunk is None:
-        chunks += _smaller_chunks(max(setting.lengths) * (micro_batch_size or 1))
+        chunks += _smaller_chunks(min(CHUNK, max(setting.lengths) * (micro_batch_size or 1)))
     for number, chunk in enumerate(chunks):
-        cut = replace(setting, prefill_chunk=chunk)
         try:
-            sizes = _sizes(cut, batch_size, micro_batch_size, successive)
-            if len(chunks) > 1:
-                cut.plan(next(batches_of(cut.lengths, cut.new_tokens, sizes)))
+            return _sizes(with_chunk(setting, chunk), batch_size, micro_batch_size, successive)
         except BadInput:
             if number + 1 == len(chunks):
                 raise
-        else:
-            return sizes
     raise AssertionError("the last one was returned or raised")
 
 
@@ -78,15 +73,12 @@ def _smaller_chunks(tokens: int) -> list[int]:
 def _sizes(
     setting: Setting, batch_size: int | None, micro_batch_size: int | None, successive: bool
 ) -> BatchSizes:
-    """Choose sizes for the setting's chunks."""
+    """Choose sizes; the setting's chunks, if it has any, stay."""
     count = len(setting.lengths)
     if batch_size is None and count > 1:
         found = _search(setting, micro_batch_size, successive)
-        found = found._replace(beams=setting.beams, prefill_chunk=setting.prefill_chunk)
         return _fit_all(setting, found) if successive else found
-    batch_size = min(batch_size or 1, count)
-    size = min(micro_batch_size or _best_micro_batch(setting, batch_size), batch_size)
-    return BatchSizes(batch_size, size, beams=setting.beams, prefill_chunk=setting.prefill_chunk)
+    return _of_batch(setting, min(batch_size or 1, count), micro_batch_size)
 
 
 def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes:
@@ -95,27 +87,37 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
         given = min(given, len(setting.lengths))
         if not _fits(setting, setting.batch(1, given)):
             size = _largest(given, lambda size: _fits(setting, setting.batch(1, size)))
-            return BatchSizes(size, size)
+            return BatchSizes(size, size, beams=setting.beams, prefill_chunk=setting.prefill_chunk)
     candidate = Candidate("that was asked for", setting, [given] if given else None)
     seen = candidate.look()
     if successive and seen.batch_size < len(setting.lengths) <= MOST_AT_ONCE * seen.batch_size:
         seen = _rather_all(setting, candidate, seen)
-    batch_size, size = seen.batch_size, seen.micro_batch_size
     share = seen.kv_on_gpu if setting.splits_kv else None
-    plan, _ = setting.plan(setting.batch(-(-batch_size // size), size), kv_on_gpu=share)
-    return BatchSizes(batch_size, size, _cache_tokens(plan, setting), share)
+    cut = with_chunk(setting, seen.chunk)
+    plan, _ = cut.plan(cut.batch(seen.point.micro_batches, seen.micro_batch_size), kv_on_gpu=share)
+    return BatchSizes(
+        seen.batch_size, seen.micro_batch_size, _cache_tokens(plan, setting), share, setting.beams, seen.chunk
+    )
 
 
 def _rather_all(setting: Setting, candidate: Candidate, seen: Seen) -> Seen:
-    """All requests in one batch, if they fit and one batch is about as fast as several."""
-    requests, size = len(setting.lengths), seen.micro_batch_size
-    count = -(-requests // size)
-    at_once = candidate.schedules.see(size, count, resident_of(seen.kv_on_gpu, count))
-    batches = -(-requests // seen.batch_size)
-    in_turn = (
-        seen.throughput * requests / (batches * seen.batch_size)
-    )  # the last batch takes as long as a full one
-    return at_once if at_once.throughput * AS_FAST >= in_turn else seen
+    """Batches that take the least time for all requests: a single one, if it is about as fast as several.
+
+    The last batch takes as long as a full one.
+    """
+    requests = len(setting.lengths)
+    count = -(-requests // seen.micro_batch_size)
+    share = seen.point.resident / seen.point.micro_batches
+    candidate.schedules.see(
+        seen.point._replace(micro_batches=count, resident=resident_of(share, count)), deep=seen.whole
+    )
+
+    def rate(seen: Seen) -> float:
+        batches = -(-requests // seen.batch_size)
+        filled = requests / (batches * seen.batch_size)
+        return seen.throughput * filled * (AS_FAST if batches == 1 else 1.0)
+
+    return max((seen, *candidate.schedules.seen), key=rate)
 
 
 def _cache_tokens(plan: Plan, setting: Setting) -> int:
@@ -147,32 +149,74 @@ def _fit_all(setting: Setting, sizes: BatchSizes) -> BatchSizes:
     return sizes
 
 
-def _best_micro_batch(setting: Setting, batch_size: int) -> int:
-    """The micro-batches with which a batch of the longest requests runs fastest, of those that fit."""
+def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSizes:
+    """The sizes with which a batch of the longest requests runs fastest, of those that fit.
+
+    Raises:
+        BadInput: it does not fit.
+    """
     longest = tuple(sorted(setting.lengths, reverse=True)[:batch_size])
     setting = replace(setting, lengths=longest)
-    if batch_size == 1:
-        return 1
-    best, most, worse = 0, 0.0, 0
-    for size in _shares(batch_size):
-        batch = setting.batch(-(-batch_size // size), size)
-        try:
-            plan, policy = setting.plan(batch)
-        except BadInput:
-            continue
-        throughput = trial_run(plan, policy, setting.cost).tokens_per_second(batch)
-        if throughput > most * BETTER:
-            best, most, worse = size, throughput, 0
-            continue
-        worse += 1
-        if worse == MOST_WORSE:
+    schedules = Schedules(setting, deep=False)
+    sizes = [min(given, batch_size)] if given else list(_even_sizes(batch_size))
+    best: Seen | None = None
+    worse = 0
+    for size in sizes:
+        lines = [line for chunk in _chunks(setting, size) if (line := _shares(setting, size, chunk))]
+        if len(sizes) == len(lines) == 1 and len(lines[0]) == 1:
+            return _batch_sizes(setting, lines[0][0])
+        found = [_fastest(schedules, line) for line in lines]
+        better = [seen for seen in found if best is None or seen.throughput > best.throughput * BETTER]
+        if better:
+            best, worse = max(better, key=lambda seen: seen.throughput), 0
+        elif best is not None and (worse := worse + 1) == MOST_WORSE:
             break
-    return best or _largest(
-        batch_size, lambda size: _fits(setting, setting.batch(-(-batch_size // size), size))
-    )
+    if best is not None:
+        return _batch_sizes(setting, best.point)
+    setting.plan(setting.batch(-(-batch_size // sizes[-1]), sizes[-1]))
+    raise AssertionError("it does not fit")
 
 
-def _shares(batch_size: int) -> Iterator[int]:
+def _batch_sizes(setting: Setting, point: Point) -> BatchSizes:
+    """The sizes of a batch of all requests."""
+    share = point.resident / point.micro_batches if setting.searches_shares else None
+    return BatchSizes(len(setting.lengths), point.size, None, share, setting.beams, point.chunk)
+
+
+def _chunks(setting: Setting, size: int) -> list[int | None]:
+    """The chunks to try: the given one, or none, and one that keeps kernels busy."""
+    if setting.prefill_chunk is not None or size * max(setting.lengths) <= CHUNK:
+        return [setting.prefill_chunk]
+    return [None, CHUNK]
+
+
+def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
+    """All requests in micro-batches of a size, with the shares of the KV cache on the accelerator that fit, in order."""
+    cut, count = with_chunk(setting, chunk), -(-len(setting.lengths) // size)
+    batch = cut.batch(count, size)
+    if not setting.searches_shares:
+        return [Point(size, count, 0, chunk)] if _fits(cut, batch) else []
+    parts = setting.layout.config.layers if count == 1 else count
+    numbers = sorted({round(parts * tenth / 10) for tenth in range(11)})
+    shares = [number / parts for number in numbers if _fits(cut, batch, number / parts)]
+    return [Point(size, count, resident_of(share, count), chunk) for share in shares]
+
+
+def _fastest(schedules: Schedules, line: Sequence[Point]) -> Seen:
+    """The fastest schedule in a line of points: from its better end on, until they get slower."""
+    ahead = list(line)
+    if schedules.see(line[-1]).throughput > schedules.see(line[0]).throughput:
+        ahead.reverse()
+    found = schedules.see(ahead[0])
+    for point in ahead[1:]:
+        seen = schedules.see(point)
+        if seen.throughput < found.throughput:
+            break
+        found = seen
+    return found
+
+
+def _even_sizes(batch_size: int) -> Iterator[int]:
     """Sizes that cut a batch evenly, the largest first."""
     yield from dict.fromkeys(-(-batch_size // count) for count in COUNTS)
 

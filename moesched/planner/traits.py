@@ -83,6 +83,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         size: requests of a micro-batch, µ.
+        chunk: most tokens of a micro-batch of prefill; None for no limit.
         most: largest number of micro-batches of that size.
         shared: bytes by memory that they need together, independent of their number.
         each: cost of each of them; if the KV cache is split, of those whose cache is on the host.
@@ -93,6 +94,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     most: int
     shared: dict[str, int]
     each: Share
+    chunk: int | None = None
     resident: Share | None = None
 
 
@@ -157,6 +159,7 @@ class TraitProbe:
 
     def __init__(self, setting: Setting, size: int, *, joint: bool = False) -> None:
         self._size = size
+        self._chunk = setting.prefill_chunk
         self._most = -(-len(setting.lengths) // size)
         setting = replace(setting, lengths=(round(fmean(setting.lengths)),) * len(setting.lengths))
         cut = probed(setting)
@@ -188,6 +191,7 @@ class TraitProbe:
         """The cost of micro-batches of this size."""
         return Shape(
             size=self._size,
+            chunk=self._chunk,
             most=self._most,
             shared=self._shared,
             each=self._each.share(cost),

@@ -30,6 +30,7 @@ class TrialRun(msgspec.Struct, frozen=True):
         first_token_seconds: from the end of loading to a prompt's first token, on average.
         step_seconds: of a decode step in the middle of the generation.
         utilization: share of such a step that each lane is busy.
+        prefill_utilization: share of the prefill that each lane is busy.
         prefill: start and end of the prefill, in nanoseconds.
         decode: start and end of the decode steps that `step_seconds` is the mean of, and `steps` their number.
         layers, tasks: numbers of layers and tasks that were run.
@@ -39,6 +40,7 @@ class TrialRun(msgspec.Struct, frozen=True):
     first_token_seconds: float
     step_seconds: float
     utilization: dict[str, float]
+    prefill_utilization: dict[str, float]
     prefill: tuple[int, int]
     decode: tuple[int, int]
     steps: int
@@ -61,6 +63,12 @@ class TrialRun(msgspec.Struct, frozen=True):
     def tokens_per_second(self, batch: Batch) -> float:
         """Throughput: all generated tokens over the time from the end of loading."""
         return len(batch.prompts) * batch.new_tokens / self.seconds(batch)
+
+    def bound(self, batch: Batch) -> float:
+        """Throughput if the same tasks overlapped perfectly: prefill and steps take as long as their busiest lanes."""
+        prefill = self.prefill_seconds * max(self.prefill_utilization.values())
+        step = self.step_seconds * max(self.utilization.values(), default=0.0)
+        return len(batch.prompts) * batch.new_tokens / (prefill + (batch.new_tokens - 1) * step)
 
 
 def trial_run(
@@ -106,6 +114,7 @@ def trial_run(
         first_token_seconds=(fmean(generation.first_tokens.values()) - generation.loaded) / 1e9,
         step_seconds=(window[-1] - window[0]) / 1e9 / count,
         utilization={name: spans.share(name, window[0], window[-1]) for name in run.lanes},
+        prefill_utilization={name: spans.share(name, generation.loaded, ends[0]) for name in run.lanes},
         prefill=(generation.loaded, ends[0]),
         decode=(window[0], window[-1]),
         steps=count,
