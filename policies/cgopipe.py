@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from moesched.dispatch.kv_placement import attend, split_kv
 from moesched.dispatch.resident_pages import double_buffered
+from moesched.dispatch.setting_limits import require_at_least
 from moesched.models.layout import DENSE, Page
 from moesched.steps.memory import Pool
 from moesched.steps.plan import Plan
@@ -24,6 +25,7 @@ class CGOPipe:
     """
 
     def __init__(self, ahead: int = 2, kv_on_gpu: float = 0.0) -> None:
+        require_at_least(0, ahead=ahead)
         self.ahead = ahead
         self.kv_on_gpu = kv_on_gpu
 

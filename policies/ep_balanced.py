@@ -17,6 +17,7 @@ from moesched.dispatch.node_steps import (
     run_own,
     warm_spare,
 )
+from moesched.dispatch.setting_limits import require_at_most
 from moesched.errors import BadInput
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
@@ -47,6 +48,7 @@ class EpBalanced(NodeExperts):
 
     def choose_placement(self, plan: Plan) -> Placement:
         config, nodes = plan.layout.config, plan.nodes.count
+        require_at_most(config.experts, f"a layer of {config.name} has {config.experts} experts", experts=self.most)
         room = self.most if self.most > 0 else experts_per_node(plan, centralised=not self.decentralised)
         held = min(config.experts, max(room, -(-config.experts // nodes)))
         return best_placement(config.experts, config.top_k, nodes, held)

@@ -23,7 +23,7 @@ from moesched.dispatch.expert_placement import (
 from moesched.dispatch.kv_placement import place_kv_and_dense
 from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.dispatch.pooled_experts import PooledExperts
-from moesched.errors import BadInput
+from moesched.dispatch.setting_limits import require_at_least
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
@@ -42,8 +42,8 @@ class ExpertCache(LayerByLayer):
     """
 
     def __init__(self, experts: int = -1, popularity: str = "", buffers: int = 2) -> None:
-        if buffers < 1:
-            raise BadInput(f"buffers is {buffers}: give 1 or more")
+        require_at_least(-1, experts=experts)
+        require_at_least(1, buffers=buffers)
         self.most = experts
         self.popularity = popularity
         self.buffers = buffers

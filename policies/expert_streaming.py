@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from moesched.dispatch.kv_placement import attend
 from moesched.dispatch.resident_pages import keep_beside_buffer
+from moesched.dispatch.setting_limits import require_at_least
 from moesched.models.layout import Page
 from moesched.steps.memory import Pool
 from moesched.steps.plan import Plan
@@ -27,6 +28,8 @@ class ExpertStreaming:
     """
 
     def __init__(self, together: int = 2, ahead: int = 1) -> None:
+        require_at_least(1, together=together)
+        require_at_least(0, ahead=ahead)
         self.together = together
         self.ahead = ahead
         self.held: Pool | None = None

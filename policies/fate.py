@@ -8,7 +8,7 @@ paper also moves rare experts in fewer bits, which would change tokens and is no
 from __future__ import annotations
 
 from moesched.dispatch.adaptive_replacement import AdaptiveReplacement
-from moesched.errors import BadInput
+from moesched.dispatch.setting_limits import require_at_least
 from moesched.steps.plan import Plan
 
 from .prefetch_gate import PrefetchGate
@@ -27,8 +27,7 @@ class Fate(PrefetchGate):
     rule = AdaptiveReplacement
 
     def __init__(self, shallow: int = 1, offload_per_layer: int = -1, buffers: int = 4) -> None:
-        if shallow < 0:
-            raise BadInput(f"shallow is {shallow}: give 0 or more")
+        require_at_least(0, shallow=shallow)
         super().__init__(offload_per_layer, buffers)
         self.shallow = shallow
 

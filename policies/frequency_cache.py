@@ -14,6 +14,7 @@ from moesched.dispatch.expert_placement import Expert, Routed, tokens_of, users_
 from moesched.dispatch.kv_placement import place_kv_and_dense
 from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.dispatch.pooled_experts import PooledExperts
+from moesched.dispatch.setting_limits import require_at_least
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
@@ -27,6 +28,7 @@ class FrequencyCache(LayerByLayer):
     """
 
     def __init__(self, experts: int = -1, half_life: int = 512) -> None:
+        require_at_least(-1, experts=experts)
         self.most, self.half_life = experts, half_life
         self.used: set[Expert] = set()
         self.coming: Expert | None = None

@@ -18,6 +18,7 @@ from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.dispatch.layer_decisions import LayerDecisions
 from moesched.dispatch.pooled_experts import PooledExperts
 from moesched.dispatch.prefetches import Prefetches
+from moesched.dispatch.setting_limits import require_at_least
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
@@ -32,7 +33,10 @@ class HybriMoE(LayerByLayer):
     """
 
     def __init__(self, experts: int = -1, ahead: int = 3, buffers: int = 4) -> None:
-        self.most, self.ahead, self.buffers = experts, ahead, max(1, buffers)
+        require_at_least(-1, experts=experts)
+        require_at_least(0, ahead=ahead)
+        require_at_least(1, buffers=buffers)
+        self.most, self.ahead, self.buffers = experts, ahead, buffers
 
     def plan(self, plan: Plan) -> None:
         plan.request_times()
@@ -71,7 +75,7 @@ class HybriMoE(LayerByLayer):
 
     def _prefetch(self, step: Step, expected: Mapping[int, Routed], begins: Mapping[int, float]) -> None:
         """Prefetch the experts whose arrival shortens their layers most; `begins`: seconds until each layer does."""
-        gains = {n: self._gain(n, routed) for n, routed in expected.items()}
+        gains = {n: self._gain(n, routed) for n, routed in expected.items() if tokens_of(routed)}
         while gains and len(self.prefetches) < self.buffers - 1:
             arrival = (len(self.prefetches) + 1) * self.decisions.transfer
             best = max(gains, key=lambda n: gains[n][0] - max(0.0, arrival - begins[n]))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from moesched.dispatch.expert_placement import keep_dense, keep_experts, leave_on_host
 from moesched.dispatch.kv_placement import attend, place_kv_that_fits
-from moesched.errors import BadInput
+from moesched.dispatch.setting_limits import require_at_least, require_at_most
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
@@ -28,12 +28,14 @@ class LayerSplit:
     """
 
     def __init__(self, gpu_layers: int = -1, copy_from: int = 32) -> None:
-        if copy_from < 0:
-            raise BadInput(f"copy_from is {copy_from}: give a number of tokens, or 0 for never")
+        require_at_least(-1, gpu_layers=gpu_layers)
+        require_at_least(0, copy_from=copy_from)
         self.gpu_layers = gpu_layers
         self.copy_from = copy_from
 
     def plan(self, plan: Plan) -> None:
+        config = plan.layout.config
+        require_at_most(config.layers, f"{config.name} has {config.layers} layers", gpu_layers=self.gpu_layers)
         plan.limit_in_flight(2)
         place_kv_that_fits(plan, experts=0)
         plan.run_experts_on_host()

@@ -14,6 +14,7 @@ from moesched.dispatch.kv_placement import place_kv_and_dense
 from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.dispatch.pooled_experts import PooledExperts
 from moesched.dispatch.prefetches import Prefetches
+from moesched.dispatch.setting_limits import require_at_least
 from moesched.seams import Eviction
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
@@ -31,6 +32,8 @@ class LeastStaleCache(LayerByLayer):
     """Makes the rule of the cache."""
 
     def __init__(self, experts: int = -1, prefetches: int = 8) -> None:
+        require_at_least(-1, experts=experts)
+        require_at_least(0, prefetches=prefetches)
         self.most, self.most_ahead = experts, prefetches
 
     def plan(self, plan: Plan) -> None:

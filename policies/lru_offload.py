@@ -15,6 +15,7 @@ from moesched.dispatch.expert_placement import Routed, tokens_of, users_of
 from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
 from moesched.dispatch.kv_placement import place_kv_and_dense
 from moesched.dispatch.layer_by_layer import LayerByLayer
+from moesched.dispatch.setting_limits import require_at_least
 from moesched.errors import BadInput
 from moesched.seams import Eviction
 from moesched.steps.plan import Plan
@@ -33,8 +34,8 @@ class LruOffload(LayerByLayer):
     """Makes the rule of each layer's cache."""
 
     def __init__(self, offload_per_layer: int = -1, buffers: int = 4) -> None:
-        if buffers < 1:
-            raise BadInput(f"buffers is {buffers}: give 1 or more")
+        require_at_least(-1, offload_per_layer=offload_per_layer)
+        require_at_least(1, buffers=buffers)
         self.offload_per_layer = offload_per_layer
         self.buffers = buffers
 

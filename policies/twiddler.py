@@ -20,6 +20,7 @@ from moesched.dispatch.expert_placement import (
 )
 from moesched.dispatch.kv_placement import place_kv_and_dense
 from moesched.dispatch.layer_by_layer import LayerByLayer
+from moesched.dispatch.setting_limits import require_at_least, require_at_most
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
@@ -47,6 +48,7 @@ class Twiddler(LayerByLayer):
     def __init__(
         self, placement: str = "popular", popularity: str = "", experts: int = -1, seed: int = 0
     ) -> None:
+        require_at_least(-1, experts=experts)
         self.placement = placement
         self.popularity = popularity
         self.most = None if experts < 0 else experts
@@ -56,6 +58,8 @@ class Twiddler(LayerByLayer):
         plan.limit_in_flight(self.together)
         place_kv_and_dense(plan, experts=2)
         order = order_of(self.placement, popularity_of(plan, self.popularity), self.seed)
+        if self.most is not None:
+            require_at_most(len(order), f"{plan.layout.config.name} has {len(order)} experts", experts=self.most)
         self.latencies = latencies = ExpertLatencies(plan)
         self.cpu_lat, self.gpu_lat = latencies.at_host, latencies.at_accelerator
         self.trans_lat = latencies.transfer

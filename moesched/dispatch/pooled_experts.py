@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from moesched.dispatch.cached_experts import CachedExperts
 from moesched.dispatch.expert_placement import Expert, Routed, order_of, popularity_of, tokens_of
 from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
+from moesched.dispatch.setting_limits import require_at_most
 from moesched.routing.scores import ScoredTokens
 from moesched.seams import Eviction
 from moesched.steps.plan import Plan
@@ -43,14 +44,15 @@ class PooledExperts(CachedExperts):
         self.pool: ExpertPool | None = None
         self.on_host = False
         room = len(order)
-        if (most < 0 or most >= room) and all_fit(plan):
+        require_at_most(room, f"{plan.layout.config.name} has {room:,} experts", experts=most)
+        if (most < 0 or most == room) and all_fit(plan):
             plan.keep([page for page in plan.layout.pages if page.expert >= 0])
         else:
             self.on_host = host_has_experts(plan)
             if self.on_host:
                 plan.run_experts_on_host()
             fit = max(0, experts_that_fit(plan) - buffers)
-            room = fit if most < 0 else min(most, room)
+            room = fit if most < 0 else most
             self.pool = ExpertPool(plan, room + buffers, order[:room], on_host=self.on_host)
         super().__init__(plan.layout, rule, room, order[:room])
         if self.pool is not None:

@@ -218,7 +218,7 @@ class Candidate:
     def _probe(self, size: int, chunk: int | None) -> TraitProbe:
         if (size, chunk) not in self._probes:
             setting = with_chunk(self.setting, chunk)
-            self._probes[size, chunk] = TraitProbe(setting, size, joint=self.traits.joint)
+            self._probes[size, chunk] = TraitProbe(setting, size, few=self._lesson.few, joint=self.traits.joint)
         return self._probes[size, chunk]
 
 

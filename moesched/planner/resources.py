@@ -32,6 +32,8 @@ def gains(candidate: Candidate, seen: Seen) -> list[Gain]:
     setting = candidate.setting
     rate_with = candidate.bound_with if setting.objective == "throughput" else _trials(setting, seen)
     now = rate_with(setting)
+    if not now:  # the bound does not hold for a policy that chooses places by what is free
+        return []
     found = [
         Gain(resource, max(0.0, rate_with(richer) / now - 1)) for resource, richer in _richer(setting, seen)
     ]

@@ -101,16 +101,24 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 class Lesson:
     """A policy's plans with unlimited memory and with too little, and the traits that they show.
 
+    Attributes:
+        few: whether a few layers show them; otherwise a setting needs more, such as a number of experts.
+
     Raises:
         BadInput: it plans nothing at all.
     """
 
     def __init__(self, setting: Setting) -> None:
-        setting = probed(setting)
         batch = setting.batch(1, 1)
         unlimited = dict.fromkeys(setting.machine.memories, UNLIMITED)
         on_host = 0.0 if setting.splits_kv else None
-        roomy, _ = setting.plan(batch, unlimited, on_host)
+        self.few = True
+        try:
+            roomy, _ = probed(setting).plan(batch, unlimited, on_host)
+            setting = probed(setting)
+        except BadInput:
+            self.few = False
+            roomy, _ = setting.plan(batch, unlimited, on_host)
         resident_share = resident_bytes(roomy)
         fast = roomy.memory("accelerator")
         stages = len(roomy.stages)
@@ -154,15 +162,16 @@ def learn(setting: Setting) -> Traits:
 class TraitProbe:
     """Plans of a few micro-batches of `size` average requests, with no limit to memory.
 
+    few: whether a few layers are enough.
     joint: whether an expert runs once for all micro-batches.
     """
 
-    def __init__(self, setting: Setting, size: int, *, joint: bool = False) -> None:
+    def __init__(self, setting: Setting, size: int, *, few: bool = True, joint: bool = False) -> None:
         self._size = size
         self._chunk = setting.prefill_chunk
         self._most = -(-len(setting.lengths) // size)
         setting = replace(setting, lengths=(round(fmean(setting.lengths)),) * len(setting.lengths))
-        cut = probed(setting)
+        cut = probed(setting) if few else setting
         unlimited = dict.fromkeys(setting.machine.memories, UNLIMITED)
         count = min(self._most, MANY)
 
