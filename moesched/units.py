@@ -120,3 +120,11 @@ def _in_largest(value: float, units: Mapping[str, float]) -> str:
         if abs(rounded) >= 1:
             return f"{value / factor:,.0f} {name}" if abs(rounded) >= 1000 else f"{rounded:.3g} {name}"
     return ""
+
+
+def format_size(nbytes: int) -> str:
+    """Bytes as text that `parse_bytes` reads to the byte: a whole number of a unit, else of bytes."""
+    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("GiB", 2**30), ("MB", 10**6)):
+        if nbytes % factor == 0:
+            return f"{nbytes // factor}{unit}"
+    return f"{nbytes}B"

@@ -269,7 +269,7 @@ def test_layer_split_copies_as_many_experts_at_once_as_there_is_room_for() -> No
 
 
 def test_layer_split_refuses_a_negative_number_of_tokens() -> None:
-    with pytest.raises(BadInput, match="copy_from is -1: give a number of tokens, or 0 for never"):
+    with pytest.raises(BadInput, match="copy_from is -1: give 0 or more"):
         make_policy("layer_split", {"copy_from": -1})
 
 

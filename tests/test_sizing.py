@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import moesched
 from moesched.errors import BadInput
@@ -99,6 +100,7 @@ def test_micro_batches_of_a_given_batch_get_smaller_until_it_fits() -> None:
     roomy = asking("layer_streaming", [2000] * 12, T4)
     plan, _ = roomy.plan(roomy.batch(4, 3))
     tight = asking("layer_streaming", [2000] * 12, T4, gpu=plan.memory("accelerator").used)
+    tight = replace(tight, prefill_chunk=24_000)
     sizes = choose_sizes(tight, SizeOptions(batch_size=12))
     assert sizes.batch_size == 12
     assert sizes.micro_batch_size <= 3

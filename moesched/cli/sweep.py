@@ -15,6 +15,7 @@ from moesched.cli.sweep_options import SweepArguments
 if TYPE_CHECKING:
     from moesched.sweeps.axes import Sweep
     from moesched.sweeps.figures import Best
+    from moesched.sweeps.line import Line
     from moesched.sweeps.plots import Picture
     from moesched.sweeps.store import Store
     from moesched.sweeps.sweep import Prepared, SweepResult
@@ -77,6 +78,7 @@ def sweep(
     given: SweepArguments = WITHOUT_OPTIONS,
 ) -> int:
     """See HELP."""
+    from moesched.cli.failures import tell
     from moesched.cli.output import Bar
     from moesched.sweeps.store import Store
     from moesched.sweeps.sweep import prepare, run_sweep
@@ -93,7 +95,14 @@ def sweep(
         def progress(done: int, total: int) -> None:
             bar.update(done, total, f"{done:,} of {total:,} points")
 
-        result = run_sweep(prepared, store, workers=given.workers, retry=given.retry, progress=progress)
+        result = run_sweep(
+            prepared,
+            store,
+            workers=given.workers,
+            retry=given.retry,
+            progress=progress,
+            first_failure=lambda line: tell(f"a point failed, and the sweep goes on: {_reason(line)}"),
+        )
         bar.close()
         if not result.interrupted:
             _write(given, picture, prepared, result, store)
@@ -189,7 +198,14 @@ def _hand_out(given: SweepArguments, out: Path, prepared: Prepared, result: Swee
         done = f"{len(result.lines):,} of {result.points:,} points"
         tell(f"{interruption()} after {done}: run the same command again to go on")
         return exit_code_of_signal()
-    return FAILED if len(result.failures) == result.points else 0
+    if result.hopeless:
+        tell(f"all {len(result.failures)} points that ran failed: the sweep ended early; the same command goes on")
+    return FAILED if len(result.failures) == len(result.lines) else 0
+
+
+def _reason(line: Line) -> str:
+    """The policy and the machine of a point that failed, and why."""
+    return f"{line.inputs['policy']} on {line.inputs['machine']}: {shorten(line.failure or '', LONGEST_REASON)}"
 
 
 def _print_best(best: list[Best], *, dollars: bool) -> None:
@@ -234,7 +250,7 @@ def _print_result(given: SweepArguments, out: Path, result: SweepResult) -> None
     if not failures:
         return
     say(f"\n{len(result.failures):,} points failed; the first reasons by policy:")
-    for policy, line in list(reversed(failures.items()))[:SHOWN_FAILURES]:
-        say(f"  {policy} on {line.inputs['machine']}: {shorten(line.failure or '', LONGEST_REASON)}")
+    for line in list(reversed(failures.values()))[:SHOWN_FAILURES]:
+        say(f"  {_reason(line)}")
     if len(failures) > SHOWN_FAILURES:
         say(f"  and {len(failures) - SHOWN_FAILURES:,} more policies; each line has its reason as `failure`")

@@ -11,7 +11,6 @@ from moesched.machines.built_comments import (
     OF_PEAKS,
     cores_comment,
     disk_comment,
-    format_size,
     gpu_comment,
     times,
 )
@@ -28,7 +27,7 @@ from moesched.machines.part_names import find_chip, find_cpu, find_gpu
 from moesched.machines.part_notation import Disk, parse_disk, parse_ram
 from moesched.machines.parts import Chip, Cpu, Gpu, gpu_flops, library
 from moesched.machines.staging import staged
-from moesched.units import format_bytes, parse_bytes
+from moesched.units import format_bytes, format_size, parse_bytes
 
 LAUNCH_SECONDS = 5e-6
 APPLE_LAUNCH_SECONDS = 10e-6
@@ -36,8 +35,19 @@ DISK_BYTES = 10**12
 DISK_BANDWIDTH = 3e9
 DISK_LATENCY = 1e-4
 DESKTOP_CHANNELS = 2
-GIB_PER_GB = 2**30 / 10**9
-"""Owners may write GiB for the GB of a shop."""
+GPU_RESERVED = 700 * 10**6
+"""Bytes of a GPU's memory for driver, context and the libraries' code and workspaces: assumed, without a display."""
+SYSTEM_RESERVED = 4 * 2**30
+"""Bytes of the host's memory for system, Python, libraries and other programs: assumed, without a browser."""
+MANY_BYTES = 36 * 2**30
+"""Memory of a Mac from which on macOS lets the GPU use three quarters of it by default, not two thirds."""
+
+GPU_COMMENT = "Reserved, assumed: driver, context and the libraries' workspaces."
+SYSTEM_COMMENT = "Reserved, assumed: the system, Python and other programs."
+MAC_COMMENT = (
+    "Reserved: what macOS withholds from the GPU by default (Metal's recommendedMaxWorkingSetSize: three quarters of "
+    "the memory from 36 GiB on, two thirds below); sysctl iogpu.wired_limit_mb changes it."
+)
 
 NO_PARTS = (
     "a machine needs parts: name --gpu and --cpu, --chip, or --cpu alone; `moesched list parts` lists them"
@@ -114,12 +124,12 @@ def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
         raise BadInput("--weights disk needs a disk: add, for instance, --disk 7GB/s")
     links, link_comments = joint.links, {"links.host->gpu": joint.comment}
     memories = {
-        "gpu": Tier(capacity=gpu.memory, bandwidth=gpu.bandwidth),
-        "host": Tier(capacity=format_size(host.nbytes), bandwidth=host.bandwidth),
+        "gpu": Tier(capacity=gpu.usable or gpu.memory, bandwidth=gpu.bandwidth, reserved=format_size(GPU_RESERVED)),
+        "host": _host_tier(host),
     }
     comments = {
         "processors.gpu": gpu_comment(gpu, count),
-        "memories.gpu": f"{gpu.name}: {gpu.memory} at {format_bytes(gpu.bandwidth)}/s; {gpu.source}.",
+        "memories.gpu": f"{gpu.name}: {gpu.memory} at {format_bytes(gpu.bandwidth)}/s; {gpu.source}. {GPU_COMMENT}",
         "staging": STAGING_COMMENT,
         "accelerator_group": (
             "Assumed: a slot of its own for each GPU, and no bridge between them: up one slot and down another."
@@ -174,7 +184,7 @@ def _cpu_only(parts: Parts, cpu: Cpu, sockets: int) -> BuiltMachine:
         description=f"{times(cpu.name, sockets)}, {host.words}",
         processors={"cpu": _cpu_processor(cpu, sockets)},
         memories={
-            "host": Tier(capacity=format_size(host.nbytes), bandwidth=host.bandwidth),
+            "host": _host_tier(host),
             "disk": _disk_tier(disk),
         },
         links=[_disk_link(disk, "host")],
@@ -208,7 +218,11 @@ def _with_chip(parts: Parts, chip: Chip) -> BuiltMachine:
             ),
         },
         memories={
-            "unified": Tier(capacity=format_size(nbytes), bandwidth=chip.bandwidth),
+            "unified": Tier(
+                capacity=format_size(nbytes),
+                bandwidth=chip.bandwidth,
+                reserved=format_size(mac_reserved(nbytes) if apple else SYSTEM_RESERVED),
+            ),
             "disk": _disk_tier(disk),
         },
         links=[_disk_link(disk, "unified")],
@@ -217,7 +231,8 @@ def _with_chip(parts: Parts, chip: Chip) -> BuiltMachine:
     comments = {
         "processors.gpu": f"{chip.name}: {chip.source}. {OF_PEAKS}",
         "processors.cpu": cores_comment(chip, 1),
-        "memories.unified": f"--ram {parts.ram}. {format_bytes(chip.bandwidth)}/s: {chip.source}.",
+        "memories.unified": f"--ram {parts.ram}. {format_bytes(chip.bandwidth)}/s: {chip.source}. "
+        + (MAC_COMMENT if apple else SYSTEM_COMMENT),
         "memories.disk": disk_comment(disk, parts.disk),
         "links.disk": "Assumed: 100 us to begin.",
     }
@@ -233,7 +248,7 @@ def _built(
     assumed: Sequence[str] = (),
 ) -> BuiltMachine:
     """The machine with what a CPU and its memory say."""
-    own = {"processors.cpu": cores_comment(cpu, sockets), "memories.host": host.comment}
+    own = {"processors.cpu": cores_comment(cpu, sockets), "memories.host": f"{host.comment} {SYSTEM_COMMENT}"}
     return BuiltMachine(machine, comments | own, [*host.assumed, *assumed])
 
 
@@ -253,7 +268,6 @@ def _refuse(parts: Parts, what: str, *names: str) -> None:
 
 
 def _chip_bytes(ram: str | None, chip: Chip) -> int:
-    largest = parse_bytes(chip.largest)
     if ram is None:
         raise BadInput(
             f"chip {chip.name} is sold with up to {chip.largest}: say how much, such as --ram {chip.largest}"
@@ -263,7 +277,7 @@ def _chip_bytes(ram: str | None, chip: Chip) -> int:
         raise BadInput(
             f"--ram {ram!r}: the memory of {chip.name} has one speed: give its size only, such as --ram {chip.largest}"
         )
-    if parsed.nbytes > largest * GIB_PER_GB:
+    if parsed.nbytes > parse_bytes(chip.largest):
         raise BadInput(f"--ram {ram!r}: {chip.name} is sold with up to {chip.largest}")
     return parsed.nbytes
 
@@ -274,6 +288,17 @@ def _unified_disk(parts: Parts) -> tuple[Disk, list[str]]:
     return Disk(None, DISK_BANDWIDTH), [
         f"a disk that reads {format_bytes(DISK_BANDWIDTH)}/s: --disk says another rate"
     ]
+
+
+def mac_reserved(nbytes: int) -> int:
+    """Bytes of a Mac's memory that its GPU may not use, by the default limit of macOS."""
+    return nbytes // 4 if nbytes >= MANY_BYTES else -(-nbytes // 3)
+
+
+def _host_tier(host: HostMemory) -> Tier:
+    return Tier(
+        capacity=format_size(host.nbytes), bandwidth=host.bandwidth, reserved=format_size(SYSTEM_RESERVED)
+    )
 
 
 def _disk_tier(disk: Disk) -> Tier:

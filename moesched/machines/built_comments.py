@@ -42,11 +42,3 @@ def disk_comment(disk: Disk, given: str | None) -> str:
 def times(name: str, count: int) -> str:
     """A name with the number of parts before it, if there are several."""
     return f"{count}x {name}" if count > 1 else name
-
-
-def format_size(nbytes: int) -> str:
-    """Bytes as a machine file has them: a whole number of a unit, else the number."""
-    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("GiB", 2**30), ("MB", 10**6)):
-        if nbytes % factor == 0:
-            return f"{nbytes // factor}{unit}"
-    return f"{nbytes}B"

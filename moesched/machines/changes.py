@@ -16,7 +16,7 @@ from moesched.units import parse_bytes, parse_flops, parse_rate, parse_seconds
 
 PROPERTIES: dict[str, dict[str, Callable[[str], float]]] = {
     "link": {"bandwidth": parse_rate, "latency": parse_seconds},
-    "memory": {"capacity": parse_bytes, "bandwidth": parse_rate},
+    "memory": {"capacity": parse_bytes, "bandwidth": parse_rate, "reserved": parse_bytes},
     "processor": {
         "flops": parse_flops,
         "launch_seconds": parse_seconds,
@@ -58,7 +58,7 @@ def _changed(machine: Machine, change: str) -> Machine:
         name, key = before, last
     if key not in PROPERTIES[kind]:
         raise BadInput(f"{change!r}: a {kind} has no {key!r}, only {', '.join(PROPERTIES[kind])}")
-    if machine.cost_table and key != "capacity":
+    if machine.cost_table and key not in ("capacity", "reserved"):
         raise BadInput(
             f"{change!r}: the costs of machine {machine.name} were measured and do not follow from its rates: "
             "name a machine without measured costs, such as one of `moesched list machines`"

@@ -8,9 +8,9 @@ from moesched.errors import BadInput
 from moesched.machines.part_notation import Ram, channel_bandwidth, parse_ram
 from moesched.machines.parts import Cpu
 from moesched.system.plain_text import shown
-from moesched.units import format_bytes
+from moesched.units import format_size
 
-CHANNEL_SIZE = 32 * 10**9
+CHANNEL_SIZE = 32 * 2**30
 """Bytes of each channel's module, where no size was given."""
 
 
@@ -48,18 +48,18 @@ def host_memory(cpu: Cpu, sockets: int, ram: str | None) -> HostMemory:
     assumed = []
     if given.nbytes is None:
         assumed.append(
-            f"{format_bytes(nbytes)} of RAM: --ram '{channels}x16GB {kind}' would say another size"
+            f"{format_size(nbytes)} of RAM: --ram '{channels}x16GB {kind}' would say another size"
         )
     if given.kind is None:
         assumed.append(
             f"{kind}, the fastest that {cpu.name} supports: --ram '{channels}x16GB {kind}' would say another type"
         )
     said = f"--ram {ram}" if ram else cpu.source
-    unsaid = "" if given.nbytes else f" Assumed: {format_bytes(CHANNEL_SIZE)} per channel."
+    unsaid = "" if given.nbytes else f" Assumed: {format_size(CHANNEL_SIZE)} per channel."
     return HostMemory(
         nbytes=nbytes,
         bandwidth=bandwidth,
-        words=f"{format_bytes(nbytes)} in {channels} channels of {kind}",
+        words=f"{format_size(nbytes)} in {channels} channels of {kind}",
         comment=f"{said}: line rate of {channels} channels x 8 bytes x {kind}.{unsaid}",
         assumed=assumed,
     )

@@ -65,15 +65,22 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Tier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One memory: `capacity` in bytes (a number, or text with a unit), `bandwidth` in bytes per second."""
+    """One memory.
+
+    Attributes:
+        capacity: its size in bytes, a number or text with a unit.
+        bandwidth: bytes per second.
+        reserved: the part of it that plans leave to the system, drivers and other programs.
+    """
 
     capacity: int | str
     bandwidth: Rate
+    reserved: int | str = 0
 
     @property
     def nbytes(self) -> int:
-        """The capacity in bytes."""
-        return parse_bytes(self.capacity)
+        """The bytes that plans may use."""
+        return parse_bytes(self.capacity) - parse_bytes(self.reserved)
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

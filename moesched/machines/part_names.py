@@ -151,7 +151,7 @@ def _words_more(part: Part, asked: Counter[str]) -> int | None:
     The size of a GPU's memory may be asked for, too; its unit alone, as in GB200, is of another name.
     """
     has = Counter(_words(part.name))
-    size = Counter(_words(part.memory) if isinstance(part, Gpu) else [])
+    size = Counter(_words(part.memory.replace("GiB", "GB")) if isinstance(part, Gpu) else [])
     if any(word.isdecimal() and word not in asked for word in size):
         size = Counter()
     return None if asked - has - size else (has - asked).total()

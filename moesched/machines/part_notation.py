@@ -79,12 +79,21 @@ def parse_ram(text: str) -> Ram:
     count = int(match["count"]) if match["count"] else None
     kind = memory_kind(f"{match['type']}-{match['speed']}") if match["type"] else None
     size = match["size"] or match["total"]
-    nbytes = parse_bytes(size.replace(" ", "")) if size else None
+    nbytes = module_bytes(size) if size else None
     if count == 0 or nbytes == 0:
         raise BadInput(_not_ram(text))
     if match["size"]:
         return Ram(count, None, kind, (nbytes or 0) * (count or 1))
     return Ram(None, count, kind, nbytes)
+
+
+def module_bytes(size: str) -> int:
+    """The bytes of memory by the size that shops name: their GB are powers of 1024.
+
+    Raises:
+        BadInput: the text is not a size.
+    """
+    return parse_bytes(re.sub("([KMGT])B", r"\1iB", size.replace(" ", "").upper().replace("IB", "iB")))
 
 
 def memory_kind(text: str) -> str:

@@ -58,6 +58,7 @@ class Gpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         memory: its size, as text with a unit.
+        usable: the part of it that is not for error correction; by default all.
         bandwidth: of its memory, in bytes per second.
         watts: power limit.
         device_class: its class of device, such as "consumer-gpu", which says what its kernels sustain.
@@ -70,6 +71,7 @@ class Gpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     memory: str
+    usable: str | None = None
     bandwidth: Rate
     watts: int
     device_class: str
@@ -197,8 +199,8 @@ def gpu_flops(gpu: Gpu | Chip) -> dict[str, float]:
 
 
 def gpu_bytes(gpu: Gpu) -> int:
-    """The size of a GPU's memory in bytes."""
-    return parse_bytes(gpu.memory)
+    """The size of a GPU's memory in bytes, without error correction."""
+    return parse_bytes(gpu.usable or gpu.memory)
 
 
 def _parts(kind: str, of: type[PartT]) -> dict[str, PartT]:

@@ -157,7 +157,8 @@ def _staging_problems(machine: Machine) -> Iterator[str]:
 def _capacity_problems(key: str, tier: Tier) -> Iterator[str]:
     try:
         if tier.nbytes <= 0:
-            yield f"{key} is {tier.capacity}: give a positive capacity"
+            kept = f", of which {tier.reserved} is reserved" if tier.reserved else ""
+            yield f"{key} is {tier.capacity}{kept}: give a capacity that leaves something to plans"
     except BadInput as error:
         yield f"{key}: {error}"
 

@@ -20,6 +20,8 @@ FINER = (3, 5, 6, 7, 10, 12, 14, 20, 24, 28, 36, 40, 48, 56, 80, 96, 112, 160, 1
 """Requests of a micro-batch: all coarse sizes are tried, and the fine sizes next to the best coarse one."""
 ROUGH = (1, 16, 64, 256)
 """Sizes of the first look at a policy."""
+MOST_CHUNKS = 2048
+"""Chunks of prefill of a batch that a user may ask for, and of a micro-batch that is tried."""
 FEW = 4
 """Micro-batches of one start of the search."""
 MOST_SHARES = 8
@@ -59,6 +61,9 @@ class Candidate:
         self._coarse = sizes or sorted({*SIZES, *_even_shares(len(setting.lengths))})
         ladder = sizes or sorted({*self._coarse, *FINER, *ROUGH})
         self._ladder = [size for size in ladder if size <= len(setting.lengths)]
+        if setting.prefill_chunk is not None:
+            most = max(1, MOST_CHUNKS * setting.prefill_chunk // max(setting.lengths))
+            self._ladder = [size for size in self._ladder if size <= most] or self._ladder[:1]
         self._first = sizes or ROUGH
         self._climb = Climb(setting, self.traits, self.schedules, self._ladder, self._shape)
         shapes = self._shapes(setting, self._first)
@@ -126,7 +131,13 @@ class Candidate:
             place = len(sizes) if fits_all else self._number_that_fit(sizes[:-1], chunk)
             if place > most:
                 most = place
-                yield from (Point(sizes[place - 1], count, 0, chunk) for count in counts)
+                share = self._share or 0.0
+                yield from (Point(sizes[place - 1], count, resident_of(share, count), chunk) for count in counts)
+
+    @property
+    def _share(self) -> float | None:
+        """The share of the KV cache on the accelerator, as given, or none of it; None for a policy without one."""
+        return (self.setting.kv_on_gpu or 0.0) if self.setting.splits_kv else None
 
     def _number_that_fit(self, sizes: Sequence[int], chunk: int | None) -> int:
         return bisect_left(sizes, True, key=lambda size: not self._fits(size, chunk))
@@ -135,7 +146,7 @@ class Candidate:
         """Whether one micro-batch fits, with its KV cache where the policy has room for it."""
         setting = with_chunk(self.setting, chunk)
         try:
-            setting.plan(setting.batch(1, size), kv_on_gpu=0.0 if setting.searches_shares else None)
+            setting.plan(setting.batch(1, size), kv_on_gpu=self._share)
         except BadInput:
             return False
         return True

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from moesched.errors import BadInput
+from moesched.errors import BadInput, PolicyError
 from moesched.planner.objectives import most_steps, rate
 from moesched.planner.setting import Setting
 from moesched.planner.shallow_trial import Cut, cut_like
@@ -108,11 +108,16 @@ class Schedules:
             deep: whether to simulate all layers; by default as the schedules are.
 
         Raises:
-            BadInput: not even one such micro-batch fits.
+            BadInput: not even one such micro-batch fits, or the policy takes no such chunks, which were not asked for.
         """
         deep = self._deep if deep is None else deep
         if (point, deep) not in self._seen:
-            self._seen[point, deep] = self._simulated(point, deep)
+            try:
+                self._seen[point, deep] = self._simulated(point, deep)
+            except PolicyError as error:
+                if point.chunk == self._setting.prefill_chunk:
+                    raise
+                raise BadInput(f"the policy takes no chunks of {point.chunk} tokens: {error}") from error
         return self._seen[point, deep]
 
     def _simulated(self, point: Point, deep: bool) -> Seen:

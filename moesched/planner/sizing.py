@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.inputs.options import SizeOptions
-from moesched.planner.candidate import Candidate
+from moesched.planner.candidate import MOST_CHUNKS, Candidate
 from moesched.planner.climb import CHUNK
 from moesched.planner.schedules import Point, Schedules, Seen, resident_of, with_chunk
 from moesched.planner.setting import Setting
@@ -21,6 +22,8 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of micro-batches that a batch of a given size may be cut into."""
 MOST_AT_ONCE = 8
 """All requests are tried as one batch if they fill at most this number of the planner's batches."""
+FASTER = 1.05
+"""Factor by which batches of other sizes must beat those with the highest throughput."""
 AS_FAST = 1.02
 """Factor by which several batches must beat a single one."""
 BETTER = 1.001
@@ -51,6 +54,7 @@ def choose_sizes(
     wanted = wanted or SizeOptions()
     wanted.require_sensible()
     batch_size, micro_batch_size = wanted.batch_size, wanted.micro_batch_size
+    _require_few_chunks(setting, batch_size or 1)
     chunks: list[int | None] = [setting.prefill_chunk]
     if setting.prefill_chunk is None:
         chunks += _smaller_chunks(min(CHUNK, max(setting.lengths) * (micro_batch_size or 1)))
@@ -61,6 +65,19 @@ def choose_sizes(
             if number + 1 == len(chunks):
                 raise
     raise AssertionError("the last one was returned or raised")
+
+
+def _require_few_chunks(setting: Setting, batch_size: int) -> None:
+    """Refuse chunks so small that a batch of the longest prompts would take minutes to plan."""
+    if setting.prefill_chunk is None:
+        return
+    tokens = sum(sorted(setting.lengths, reverse=True)[:batch_size])
+    least = -(-tokens // MOST_CHUNKS)
+    if setting.prefill_chunk < least:
+        raise BadInput(
+            f"--prefill-chunk is {setting.prefill_chunk:,}, and the batch has up to {tokens:,} prompt tokens: give "
+            f"{1 << (least - 1).bit_length():,} or more, or omit it"
+        )
 
 
 def _smaller_chunks(tokens: int) -> list[int]:
@@ -117,7 +134,8 @@ def _rather_all(setting: Setting, candidate: Candidate, seen: Seen) -> Seen:
         filled = requests / (batches * seen.batch_size)
         return seen.throughput * filled * (AS_FAST if batches == 1 else 1.0)
 
-    return max((seen, *candidate.schedules.seen), key=rate)
+    best = max(candidate.schedules.seen, key=rate)
+    return best if rate(best) > FASTER * rate(seen) else seen
 
 
 def _cache_tokens(plan: Plan, setting: Setting) -> int:
@@ -165,7 +183,10 @@ def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSize
         lines = [line for chunk in _chunks(setting, size) if (line := _shares(setting, size, chunk))]
         if len(sizes) == len(lines) == 1 and len(lines[0]) == 1:
             return _batch_sizes(setting, lines[0][0])
-        found = [_fastest(schedules, line) for line in lines]
+        found = []
+        for line in lines:
+            with suppress(BadInput):  # a policy may take no chunks
+                found.append(_fastest(schedules, line))
         better = [seen for seen in found if best is None or seen.throughput > best.throughput * BETTER]
         if better:
             best, worse = max(better, key=lambda seen: seen.throughput), 0
@@ -195,7 +216,8 @@ def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
     cut, count = with_chunk(setting, chunk), -(-len(setting.lengths) // size)
     batch = cut.batch(count, size)
     if not setting.searches_shares:
-        return [Point(size, count, 0, chunk)] if _fits(cut, batch) else []
+        share = setting.kv_on_gpu or 0.0
+        return [Point(size, count, resident_of(share, count), chunk)] if _fits(cut, batch) else []
     parts = setting.layout.config.layers if count == 1 else count
     numbers = sorted({round(parts * tenth / 10) for tenth in range(11)})
     shares = [number / parts for number in numbers if _fits(cut, batch, number / parts)]

@@ -18,6 +18,9 @@ from moesched.sweeps.workers import Point, Workers
 from moesched.system.cores import usable_cores
 from moesched.system.signals import stopped_by
 
+TRIED_FIRST = 24
+"""Points that run first, from all parts of the sweep: if all of them fail, the others would too."""
+
 
 class Prepared(NamedTuple):
     """A sweep whose names are found and whose values are checked."""
@@ -41,6 +44,7 @@ class SweepResult(msgspec.Struct, frozen=True, kw_only=True):
         reused: number of points that the file had.
         others: number of lines of other sweeps in the file.
         interrupted: whether a signal ended it.
+        hopeless: whether it ended early, since all points that ran failed.
         lines: of the points that are done, in the order of the points.
     """
 
@@ -48,6 +52,7 @@ class SweepResult(msgspec.Struct, frozen=True, kw_only=True):
     reused: int
     others: int
     interrupted: bool
+    hopeless: bool
     lines: list[Line]
 
     @property
@@ -90,32 +95,50 @@ def run_sweep(
     workers: int | None = None,
     retry: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    first_failure: Callable[[Line], None] = lambda line: None,
 ) -> SweepResult:
-    """Run the points that a file of results does not have.
+    """Run the points that a file of results does not have, or fewer, if those from all parts of the sweep fail.
 
     Args:
         workers: number of processes; by default one for each core.
         retry: whether points that failed run again.
         progress: called with the numbers of points that are done and in all.
+        first_failure: called with the first point that fails.
 
     Raises:
         BadInput: a result cannot be written; those before are in the file.
     """
     points = prepared.points
-    missing = missing_points(prepared, store, retry=retry)
+    missing = _spread_first(missing_points(prepared, store, retry=retry))
+    failed, hopeless = 0, False
     reused = done = len(points) - len(missing)
     progress(done, len(points))
     with Workers(prepared.found, workers or usable_cores()) as pool:
         with stopped_by(pool.stop):
-            for line in pool.lines(missing):
-                store.append(line)
+            for encoded in pool.lines(missing):
+                line = store.append(encoded)
                 done += 1
                 progress(done, len(points))
+                if line.failure is None:
+                    continue
+                failed += 1
+                if failed == 1:
+                    first_failure(line)
+                hopeless = failed == done - reused == TRIED_FIRST < len(missing)
+                if hopeless:
+                    break
     keys = [key for key, _ in points]
     return SweepResult(
         points=len(points),
         reused=reused,
         others=len(store.lines.keys() - set(keys)),
-        interrupted=done < len(points),
+        interrupted=done < len(points) and not hopeless,
+        hopeless=hopeless,
         lines=[store.lines[key] for key in keys if key in store.lines],
     )
+
+
+def _spread_first(points: list[Point]) -> list[Point]:
+    """All points, beginning with a few from all parts of the sweep."""
+    first = range(0, len(points), max(1, len(points) // TRIED_FIRST))[:TRIED_FIRST]
+    return [points[i] for i in first] + [point for i, point in enumerate(points) if i not in first]
