@@ -246,7 +246,7 @@ def test_the_plan_for_mixtral_on_a_t4_streams_weights_and_attends_on_the_host(pr
     assert (proposal.plan.attention_on_gpu, proposal.plan.ffn_on_gpu) == (False, True)
     assert proposal.predicted.bound_by in ("accelerator", "host->gpu")
     assert proposal.predicted.utilization["host->gpu"] > 0.75
-    assert proposal.predicted.throughput_tokens_per_second <= 1.1 * proposal.predicted.bound_tokens_per_second
+    assert proposal.predicted.throughput_tokens_per_second <= proposal.predicted.bound_tokens_per_second
     assert [row.policy for row in proposal.ranking if not row.fits] == ["resident"]
     assert all(peak <= T4.memories[memory].nbytes for memory, peak in proposal.predicted.peak_bytes.items())
 

@@ -25,6 +25,10 @@ CHEAP_TASKS = 4_000
 """Tasks of a run of all layers up to which it takes the place of one of a few layers, which is only an estimate."""
 
 
+NEAR_SHARE = 0.09
+"""Most that a share of the KV cache may differ from the one that was given, since micro-batches are whole."""
+
+
 class Point(NamedTuple):
     """Sizes to try: µ, the number of micro-batches, the chunk, and the micro-batches with their KV cache on the
     accelerator.
@@ -181,6 +185,8 @@ class Schedules:
     def _plan(self, point: Point) -> tuple[Plan, Policy]:
         setting = self._of(point)
         share = point.resident / point.micro_batches if setting.splits_kv else None
+        if share is not None and abs(share - (setting.kv_on_gpu or share)) > NEAR_SHARE:
+            raise BadInput(f"{point.micro_batches} whole micro-batches have no share near {setting.kv_on_gpu:g}")
         return setting.plan(setting.batch(point.micro_batches, point.size), kv_on_gpu=share)
 
     def _of(self, point: Point) -> Setting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from random import Random
 
 from msgspec.structs import replace
 
@@ -93,18 +94,21 @@ def _sizes(
     """Choose sizes; the setting's chunks, if it has any, stay."""
     count = len(setting.lengths)
     if batch_size is None and count > 1:
-        found = _search(setting, micro_batch_size, successive)
-        return _fit_all(setting, found) if successive else found
+        return _search(setting, micro_batch_size, successive)
     return _of_batch(setting, min(batch_size or 1, count), micro_batch_size)
 
 
 def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes:
     """The planner's sizes; if the size of micro-batches is given, only their number."""
+    asked = setting
     if given is not None:
         given = min(given, len(setting.lengths))
         if not _fits(setting, setting.batch(1, given)):
             size = _largest(given, lambda size: _fits(setting, setting.batch(1, size)))
-            return BatchSizes(size, size, beams=setting.beams, prefill_chunk=setting.prefill_chunk)
+            sizes = BatchSizes(size, size, beams=setting.beams, prefill_chunk=setting.prefill_chunk)
+            return _fit_all(setting, sizes) if successive else sizes
+    if successive:  # the first batches tell about the others
+        setting = replace(setting, lengths=tuple(Random(0).sample(setting.lengths, len(setting.lengths))))
     candidate = Candidate("that was asked for", setting, [given] if given else None)
     seen = candidate.look()
     if successive and seen.batch_size < len(setting.lengths) <= MOST_AT_ONCE * seen.batch_size:
@@ -112,9 +116,11 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
     share = seen.kv_on_gpu if setting.splits_kv else None
     cut = with_chunk(setting, seen.chunk)
     plan, _ = cut.plan(cut.batch(seen.point.micro_batches, seen.micro_batch_size), kv_on_gpu=share)
-    return BatchSizes(
+    sizes = BatchSizes(
         seen.batch_size, seen.micro_batch_size, _cache_tokens(plan, setting), share, setting.beams, seen.chunk
     )
+    takes_chunks = any(each.chunk for each in candidate.schedules.seen)
+    return _fit_all(asked, sizes, CHUNK if takes_chunks else None) if successive else sizes
 
 
 def _rather_all(setting: Setting, candidate: Candidate, seen: Seen) -> Seen:
@@ -154,12 +160,16 @@ def _cache_tokens(plan: Plan, setting: Setting) -> int:
     return max(min(shares), *at_end, alone)
 
 
-def _fit_all(setting: Setting, sizes: BatchSizes) -> BatchSizes:
-    """The same sizes, or a smaller batch if later batches, whose lengths differ, would not fit."""
-    while sizes.batch_size > 1 and not all(
-        _fits(setting, batch, sizes.kv_on_gpu)
-        for batch in batches_of(setting.lengths, setting.new_tokens, sizes)
-    ):
+def _fit_all(setting: Setting, sizes: BatchSizes, chunk: int | None = None) -> BatchSizes:
+    """The same sizes, or chunks or a smaller batch if later batches, whose lengths differ, would not fit."""
+
+    def fit(sizes: BatchSizes) -> bool:
+        batches = batches_of(setting.lengths, setting.new_tokens, sizes)
+        return all(_fits(setting, batch, sizes.kv_on_gpu) for batch in batches)
+
+    if sizes.prefill_chunk is None and chunk is not None and not fit(sizes):
+        sizes = sizes._replace(prefill_chunk=chunk)
+    while sizes.batch_size > 1 and not fit(sizes):
         batch_size = sizes.batch_size - -(-sizes.batch_size // 16)
         sizes = sizes._replace(
             batch_size=batch_size, micro_batch_size=min(sizes.micro_batch_size, batch_size)
@@ -178,9 +188,11 @@ def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSize
     schedules = Schedules(setting, deep=False)
     sizes = [min(given, batch_size)] if given else list(_even_sizes(batch_size))
     best: Seen | None = None
+    fitting: Point | None = None
     worse = 0
     for size in sizes:
         lines = [line for chunk in _chunks(setting, size) if (line := _shares(setting, size, chunk))]
+        fitting = fitting or next((line[0] for line in lines), None)
         if len(sizes) == len(lines) == 1 and len(lines[0]) == 1:
             return _batch_sizes(setting, lines[0][0])
         found = []
@@ -192,10 +204,10 @@ def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSize
             best, worse = max(better, key=lambda seen: seen.throughput), 0
         elif best is not None and (worse := worse + 1) == MOST_WORSE:
             break
-    if best is not None:
-        return _batch_sizes(setting, best.point)
-    setting.plan(setting.batch(-(-batch_size // sizes[-1]), sizes[-1]))
-    raise AssertionError("it does not fit")
+    if fitting is None:
+        setting.plan(setting.batch(-(-batch_size // sizes[-1]), sizes[-1]))
+        raise AssertionError("its plan was refused before")
+    return _batch_sizes(setting, fitting if best is None else best.point)
 
 
 def _batch_sizes(setting: Setting, point: Point) -> BatchSizes:
