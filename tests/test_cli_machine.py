@@ -37,7 +37,7 @@ def test_the_command_writes_a_file_that_simulate_takes(command: Any, tmp_path: P
     said = command("machine", *DESKTOP, "--out", file)
     assert (said.code, said.err) == (0, "")
     assert f"Written to {file}" in said.out
-    assert "Assumed: 64 GB of RAM: --ram '2x16GB DDR5-5600' would say another size" in said.out
+    assert "Assumed: 64GiB of RAM: --ram '2x16GB DDR5-5600' would say another size" in said.out
     assert load_machine(str(file)).name == "RTX 3090, Ryzen 9 7950X"
     run = ("--policy", "expert_cache", "--workload", "uniform", "--batch-size", 1, "--gen", 2)
     predicted = command("simulate", "--model", "mixtral-0.8b", "--machine", file, *run, "--json")
@@ -54,7 +54,11 @@ def test_without_a_file_the_text_goes_to_standard_output(command: Any) -> None:
 def test_json_has_the_machine_its_sources_and_what_was_assumed(command: Any) -> None:
     said = command("machine", *DESKTOP, "--json").json
     assert said["file"] is None
-    assert said["machine"]["memories"]["gpu"] == {"capacity": "24GB", "bandwidth": 936e9}
+    assert said["machine"]["memories"]["gpu"] == {
+        "capacity": "24GiB",
+        "bandwidth": 936e9,
+        "reserved": "700MB",
+    }
     assert "GA102" in said["sources"]["processors.gpu"]
     assert len(said["assumed"]) == 1
 
@@ -86,8 +90,8 @@ REFUSED = [
     ((*WITH_3090, "--weights", "disk"), "--weights disk needs a disk: add, for instance, --disk 7GB/s"),
     ((*WITH_3090, "--weights", "tape"), 'Invalid value "tape" for --weights'),
     ((), "a machine needs parts: name --gpu and --cpu"),
-    (("--chip", "M2 Ultra"), "chip M2 Ultra is sold with up to 192GB: say how much, such as --ram 192GB"),
-    (("--chip", "M2 Ultra", "--ram", "1TB"), "--ram '1TB': M2 Ultra is sold with up to 192GB"),
+    (("--chip", "M2 Ultra"), "chip M2 Ultra is sold with up to 192GiB: say how much, such as --ram 192GiB"),
+    (("--chip", "M2 Ultra", "--ram", "1TB"), "--ram '1TB': M2 Ultra is sold with up to 192GiB"),
     (("--chip", "M2 Ultra", "--ram", "2xDDR5-5600"), "the memory of M2 Ultra has one speed: give its size only"),
     (("--chip", "M2 Ultra", "--ram", "64GB", "--cpu", "7950X"), "chip M2 Ultra takes no --cpu: leave out --cpu"),
     (("--cpu", "7950X", "--pcie", "4x16"), "a machine without --gpu takes no --pcie"),
@@ -108,7 +112,7 @@ def test_bad_parts_are_refused_in_one_line(
 def test_list_parts_names_them_with_their_figures(command: Any) -> None:
     lines = command("list", "parts", "rtx 3090").out.splitlines()
     assert [line.split("  ")[0] for line in lines[1:]] == ["RTX 3090 Ti", "RTX 3090"]
-    assert "24GB at 936 GB/s, 71 TFLOP/s in 16 bits, 350 W, PCIe 4x16" in lines[2]
+    assert "24GiB at 936 GB/s, 71 TFLOP/s in 16 bits, 350 W, PCIe 4x16" in lines[2]
 
 
 def test_list_parts_has_every_part_with_its_source(command: Any) -> None:

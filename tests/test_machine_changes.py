@@ -57,7 +57,7 @@ def test_each_property_can_be_changed_by_value_or_by_factor(change: str, value: 
         ("processor.gpu=65", "'65' is not a number of operations per second"),
         ("link.host->gpu.latency=soon", "'soon' is not a time: write a number and a unit"),
         ("processor.gpu=1e30TFLOP/s", r"processors\.gpu\.flops\.bfloat16 is 1e\+42: give a rate from 1 on"),
-        ("memory.gpu=0GB", r"memories\.gpu\.capacity is 0: give a positive capacity"),
+        ("memory.gpu=0GB", r"memories\.gpu\.capacity is 0: give a capacity that leaves"),
         ("link.host->gpu=x1e9", "'x1e9' is not a size in bytes"),
         ("processor.gpu.expert_bandwidth=x2", "the machine does not give it: give a value"),
     ],

@@ -152,11 +152,11 @@ def test_every_part_is_found_by_its_own_name() -> None:
     [
         ("2xDDR5-5600", Ram(None, 2, "DDR5-5600", None)),
         ("2 x ddr5 5600", Ram(None, 2, "DDR5-5600", None)),
-        ("2xDDR5-5600 64GB", Ram(None, 2, "DDR5-5600", 64 * 10**9)),
-        ("2x32GB DDR5-5600", Ram(2, None, "DDR5-5600", 64 * 10**9)),
-        ("64GB DDR4-3200", Ram(None, None, "DDR4-3200", 64 * 10**9)),
-        ("8x16 GB", Ram(8, None, None, 128 * 10**9)),
-        ("192GB", Ram(None, None, None, 192 * 10**9)),
+        ("2xDDR5-5600 64GB", Ram(None, 2, "DDR5-5600", 64 * 2**30)),
+        ("2x32GB DDR5-5600", Ram(2, None, "DDR5-5600", 64 * 2**30)),
+        ("64GB DDR4-3200", Ram(None, None, "DDR4-3200", 64 * 2**30)),
+        ("8x16 GB", Ram(8, None, None, 128 * 2**30)),
+        ("192GB", Ram(None, None, None, 192 * 2**30)),
         ("64GiB", Ram(None, None, None, 64 * 2**30)),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_desktop_has_the_rates_of_its_parts() -> None:
     assert (machine.accelerator.device_class, machine.host.device_class) == ("consumer-gpu", "desktop-cpu")
     assert machine.memories["gpu"].bandwidth == 936e9
     assert machine.memories["host"].bandwidth == 2 * 8 * 5600e6
-    assert machine.memories["host"].nbytes == 64 * 10**9
+    assert machine.memories["host"].nbytes == 60 * 2**30, "4 GiB of 64 for the system"
     assert machine.host.flops == {
         "float32": 16 * 4.5e9 * 32,
         "float16": 16 * 4.5e9 * 32,
@@ -262,7 +262,7 @@ def test_the_cpus_of_boards_are_in_the_library() -> None:
 def test_modules_beyond_the_channels_add_bytes_and_no_bandwidth() -> None:
     two, four = (built(gpu="3090", cpu="7950X", ram=f"{n}x32GB DDR5-5200").memories["host"] for n in (2, 4))
     assert four.bandwidth == two.bandwidth
-    assert four.nbytes == 2 * two.nbytes
+    assert four.nbytes - two.nbytes == 64 * 2**30
 
 
 def test_two_sockets_have_twice_the_cores_and_channels() -> None:
@@ -293,8 +293,20 @@ def test_weights_come_from_the_disk_if_that_is_said() -> None:
     assert built(gpu="3090", cpu="7950X", disk="7GB/s", weights="disk").roles.weights == "disk"
 
 
-def test_the_largest_memory_of_a_chip_may_be_written_in_gib() -> None:
-    assert built(chip="M2 Ultra", ram="192GiB").memories["unified"].nbytes == 192 * 2**30
+@pytest.mark.parametrize(
+    ("chip", "ram", "gib"), [("M2 Ultra", "192GB", 144), ("M2 Ultra", "192GiB", 144), ("M3 Pro", "36GB", 27), ("M1", "12GB", 8)]
+)
+def test_a_mac_plans_what_macos_lets_its_gpu_use(chip: str, ram: str, gib: int) -> None:
+    assert built(chip=chip, ram=ram).memories["unified"].nbytes == gib * 2**30
+
+
+@pytest.mark.parametrize(
+    ("gpu", "nbytes"), [("RTX 3060 12GB", 12 * 2**30), ("RTX 3090", 24 * 2**30), ("T4", 15 * 2**30)]
+)
+def test_a_card_has_the_gib_that_its_shop_calls_gb_without_error_correction_and_driver(
+    gpu: str, nbytes: int
+) -> None:
+    assert built(gpu=gpu, cpu="Ryzen 7950X").memories["gpu"].nbytes == nbytes - 700 * 10**6
 
 
 def test_a_chip_has_one_memory() -> None:

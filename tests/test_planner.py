@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from statistics import fmean
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -11,12 +13,16 @@ from msgspec.structs import replace
 
 from moesched.cli.main import main
 from moesched.errors import BadInput
-from moesched.machines import load_machine
+from moesched.machines import Machine, load_machine
 from moesched.machines.cost import cost_model
 from moesched.machines.sustained import at_peak
-from moesched.models.layout import weight_layout
+from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
+from moesched.jobs.simulate_model import simulate_model
 from moesched.planner import Proposal, plan_best, plan_model
+from moesched.planner.candidate import Candidate
+from moesched.planner.objectives import Objective
+from moesched.planner.schedules import Point, Schedules
 from moesched.planner.search import best
 from moesched.planner.setting import Setting
 from moesched.planner.traits import Shape, Share, TraitProbe, Traits, learn
@@ -32,12 +38,14 @@ pytestmark = pytest.mark.usefixtures("as_users_run")
 LAYOUT = weight_layout(SHAPES["mixtral-8x7b"])
 
 
-def setting(policy: str, *, new_tokens: int = 16, **budgets: int) -> Setting:
+def setting(
+    policy: str, *, new_tokens: int = 16, lengths: tuple[int, ...] = (100,) * 512, **budgets: int
+) -> Setting:
     return Setting(
         make=lambda: make_policy(policy),
         machine=T4,
         layout=LAYOUT,
-        lengths=(100,) * 512,
+        lengths=lengths,
         new_tokens=new_tokens,
         cost=cost_model(T4, "bfloat16"),
         budgets=budgets,
@@ -296,3 +304,74 @@ def test_the_command_prints_what_others_rely_on(capsys: pytest.CaptureFixture[st
     told = capsys.readouterr().out
     assert f"batch, micro-batches of  {printed['plan']['batch_size']}" in told
     assert f"{printed['predicted']['bound_by']} is the bottleneck" in told
+
+
+# -- bounds ------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    policy=st.sampled_from(["cgopipe", "expert_cache", "hybrimoe", "twiddler", "layer_split", "layer_streaming"]),
+    layout=st.sampled_from([weight_layout(SHAPES[name]) for name in ("mixtral-0.8b", "olmoe-1b-7b")]),
+    machine=st.sampled_from([load_machine(name) for name in ("t4", "rtx6000", "m2-ultra")]),
+    objective=st.sampled_from(get_args(Objective)),
+    size=st.integers(1, 8),
+    count=st.integers(1, 3),
+    new_tokens=st.integers(2, 40),
+)
+def test_a_bound_is_never_below_what_is_predicted(
+    policy: str,
+    layout: WeightLayout,
+    machine: Machine,
+    objective: Objective,
+    size: int,
+    count: int,
+    new_tokens: int,
+) -> None:
+    where = replace(
+        setting(policy, lengths=(100,) * 24, new_tokens=new_tokens),
+        layout=layout,
+        machine=machine,
+        cost=cost_model(machine, "bfloat16"),
+        objective=objective,
+    )
+    seen = Schedules(where, deep=False).see(Point(size, count))
+    assert seen.throughput <= seen.bound
+
+
+# -- the table and a simulation ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["cgopipe", "expert_cache", "layer_split"])
+@pytest.mark.parametrize("objective", ["throughput", "interactive"])
+def test_a_row_has_the_figures_that_a_simulation_of_its_sizes_has(policy: str, objective: Objective) -> None:
+    budgets: dict[str, int | str] = {"gpu": "900MB", "host": "1700MB"}
+    [row] = plan_model(
+        "mixtral-0.8b",
+        machine="t4",
+        policy=policy,
+        workload="uniform",
+        gen=24,
+        objective=objective,
+        budgets=budgets,
+    ).ranking
+    assert not row.estimate
+    report = simulate_model(
+        "mixtral-0.8b",
+        machine="t4",
+        policy=policy,
+        workload="uniform",
+        gen=24,
+        budgets=budgets,
+        batch_size=row.batch_size,
+        micro_batch_size=row.micro_batch_size,
+    )
+    assert report.throughput_tokens_per_second == pytest.approx(row.throughput_tokens_per_second, rel=0.03)
+    assert fmean(report.step_seconds[1:]) == pytest.approx(row.decode_step_seconds, rel=0.03)
+    assert report.first_token_seconds == pytest.approx(row.first_token_seconds, rel=0.03)
+
+
+def test_long_prompts_pass_in_chunks_where_that_leaves_room_for_more_requests() -> None:
+    where = setting("twiddler", lengths=(2048,) * 128, new_tokens=32)
+    whole = replace(where, prefill_chunk=2048 * 256)
+    assert Candidate("twiddler", where).first().rate > 1.05 * Candidate("twiddler", whole).first().rate

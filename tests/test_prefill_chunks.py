@@ -15,7 +15,8 @@ from hypothesis import strategies as some
 
 import moesched
 from commands import refused
-from moesched.errors import OutOfOrder, PolicyError
+from moesched.errors import BadInput, OutOfOrder, PolicyError
+from moesched.jobs.simulate_model import simulate_model
 from moesched.machines import load_machine
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
@@ -362,3 +363,11 @@ def test_a_width_that_fits_in_chunks_is_told_and_fits() -> None:
     width = int(str(refusal.value).rpartition("--beams ")[2].split(",")[0])
     assert width > 1
     assert moesched.simulate_model("mixtral-0.8b", beams=width, **wanted).plan.prefill_chunk is not None
+
+
+def test_chunks_that_would_take_minutes_are_refused_with_a_sensible_size() -> None:
+    says = "--prefill-chunk is 1, and the batch has up to .* prompt tokens: give 64 or more, or omit it"
+    with pytest.raises(BadInput, match=says):
+        simulate_model(
+            "mixtral-8x7b", machine="t4", policy="cgopipe", workload="mtbench", batch_size=1024, prefill_chunk=1
+        )

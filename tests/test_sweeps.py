@@ -10,7 +10,7 @@ from typing import Any
 
 from commands import RUN_KEYS, in_one_line, refused
 from moesched.sweeps.store import Store
-from moesched.sweeps.sweep import missing_points, run_sweep
+from moesched.sweeps.sweep import TRIED_FIRST, missing_points, run_sweep
 from moesched.sweeps.workers import KILLED, Workers
 from patience import PATIENCE_SECONDS, wait_until
 from sweeping import FAULTY, SHORT, lines_in, prepared
@@ -108,6 +108,19 @@ def test_a_sweep_whose_points_all_fail_has_failed(command: Any, tmp_path: Path) 
     said = command(*SHORT, "--policy", "resident", "--budget", "gpu=100MB", "--out", tmp_path / "x.jsonl")
     assert said.code == 1
     assert "resident on t4: policy Resident does not fit" in said.out
+
+
+def test_a_sweep_whose_points_all_fail_tells_the_first_reason_and_ends_early(
+    command: Any, tmp_path: Path
+) -> None:
+    sizes = ",".join(map(str, range(1, 61)))
+    wanted = (*SHORT[:-1], sizes, "--policy", "resident", "--budget", "gpu=100MB", "--workers", "1")
+    said = command(*wanted, "--out", tmp_path / "x.jsonl")
+    assert said.code == 1
+    assert "a point failed, and the sweep goes on: resident on t4: policy Resident does not fit" in said.err
+    assert f"all {TRIED_FIRST} points that ran failed: the sweep ended early" in said.err
+    tried = [line["inputs"]["batch_size"] for line in lines_in(tmp_path / "x.jsonl")]
+    assert len(tried) == TRIED_FIRST and max(tried) > 40, "points from all parts"
 
 
 def test_an_unwritable_picture_is_refused_before_the_first_point(command: Any, tmp_path: Path) -> None:

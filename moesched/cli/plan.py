@@ -21,7 +21,7 @@ HELP = options.paragraphs(
     "Find the best policy and sizes for a model on a machine, how fast that is, and why the others lose.",
     "All policies that one machine can run are ranked, installed plug-ins too. A search over the sizes "
     "(MoE-Lightning, section 4.2) gives a bound for each. Schedules are then simulated on the virtual clock: "
-    "a few layers of each policy, and all layers of the best. Needs neither the weights nor the machine.",
+    "all layers where that is quick, and of the best; a few layers of others, whose figures are marked as estimates. Needs neither the weights nor the machine.",
     "--for throughput maximises generated tokens per second of a batch, prefill included. The others are for "
     "one request of the workload's average length: --for latency minimises the time of a decode step, and "
     "--for interactive the time of the whole answer, from the prompt's first layer to the last token.",
@@ -257,6 +257,8 @@ def _plan_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:
         attention += " (accelerator where it has the KV cache)"
     yield "policy", plan.policy
     yield "batch, micro-batches of", f"{plan.batch_size}, {plan.micro_batch_size}"
+    if plan.prefill_chunk is not None:
+        yield "prefill in chunks of", f"{plan.prefill_chunk} tokens"
     yield "attention, FFN on", f"{attention}, {where[plan.ffn_on_gpu]}"
     yield (
         "on the accelerator",
@@ -264,7 +266,7 @@ def _plan_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:
     )
     band, tokens = proposal.band, "{:.4g}".format
     throughput = predicted.throughput_tokens_per_second
-    yield "tokens/s", tokens(throughput) + in_band(band, "throughput_tokens_per_second", tokens)
+    yield "tokens/s with prefill", tokens(throughput) + in_band(band, "throughput_tokens_per_second", tokens)
     for name, figure in (("decode step", "decode_step_seconds"), ("prefill", "prefill_seconds")):
         seconds = format_seconds(getattr(predicted, figure))
         yield name, seconds + in_band(band, figure, format_seconds)

@@ -12,9 +12,12 @@ from moesched.units import format_seconds
 if TYPE_CHECKING:
     from moesched.planner.ranking import Ranked
 
+ESTIMATE = "~"
+"""Mark of figures that a few layers tell."""
+
 COLUMNS = (
     "policy",
-    "tokens/s",
+    "tokens/s with prefill",
     "decode step",
     "first token",
     "batch",
@@ -32,6 +35,8 @@ def print_ranking(ranking: Sequence[Ranked], objective: str) -> None:
     """Print a row for each policy that fits, and a line for each that does not."""
     rows = [_row(each) for each in ranking if each.fits]
     print_table([f"policies for {objective}", *COLUMNS[1:]], rows, spare=SPARE)
+    if any(each.estimate for each in ranking):
+        say(f"{ESTIMATE}an estimate from a few layers; `simulate` has the whole")
     for each in ranking:
         if not each.fits:
             say(f"\n{each.policy} does not fit: {each.lacks}")
@@ -41,7 +46,7 @@ def _row(ranked: Ranked) -> list[str]:
     gain = ranked.gain
     return [
         ranked.policy,
-        f"{ranked.throughput_tokens_per_second:.4g}",
+        f"{ESTIMATE * ranked.estimate}{ranked.throughput_tokens_per_second:.4g}",
         format_seconds(ranked.decode_step_seconds or 0.0),
         format_seconds(ranked.first_token_seconds or 0.0),
         str(ranked.batch_size),

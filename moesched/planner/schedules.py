@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched.errors import BadInput, PolicyError
-from moesched.planner.objectives import most_steps, rate
+from moesched.planner.objectives import cheap_tasks, most_steps, rate
 from moesched.planner.setting import Setting
 from moesched.planner.shallow_trial import Cut, cut_like
 from moesched.planner.traits import resident_bytes, weight_bytes
@@ -21,8 +21,6 @@ from moesched.runs.ranks import Rank
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
 
-CHEAP_TASKS = 4_000
-"""Tasks of a run of all layers up to which it takes the place of one of a few layers, which is only an estimate."""
 
 
 NEAR_SHARE = 0.09
@@ -136,7 +134,7 @@ class Schedules:
             few, prepared = found
             seen = few.trial(steps, prepared)
             self.tasks += seen.tasks
-        if few is None or seen is None or seen.tasks / few.part <= CHEAP_TASKS:
+        if few is None or seen is None or seen.tasks / few.part <= cheap_tasks(setting.objective):
             seen = trial_run(plan, policy, most_steps=steps)
             self.tasks += seen.tasks
         count = len(batch.micro_batches)
