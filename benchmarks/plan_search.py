@@ -33,7 +33,7 @@ from moesched.planner import Best, Setting, plan_best, plannable, splits_kv
 from moesched.planner.candidate import Candidate
 from moesched.planner.objectives import Objective, requests_for
 from moesched.planner.proposal import MOST_REQUESTS
-from moesched.planner.schedules import Seen, resident_of
+from moesched.planner.schedules import Point, Seen, resident_of
 from moesched.plugins import find
 from moesched.requests.workloads import load_workload
 
@@ -203,7 +203,7 @@ def grid(case: Case) -> Iterator[tuple[Candidate, Seen]]:
             objective=case.objective,
         )
         try:
-            candidate = Candidate(name, setting, deep=False)
+            candidate = Candidate(name, setting)
         except BadInput:
             continue
         one = case.objective != "throughput"
@@ -220,7 +220,7 @@ def _of_size(candidate: Candidate, size: int, share: float) -> Iterator[tuple[Ca
     for count in sorted({max(1, round(part * most)) for part in PARTS}) if most else ():
         resident = resident_of(share, count)
         if resident or not share:
-            yield candidate, candidate.schedules.see(size, count, resident)
+            yield candidate, candidate.schedules.see(Point(size, count, resident))
 
 
 def _fits(setting: Setting, count: int, size: int, share: float) -> bool:
