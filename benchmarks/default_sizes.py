@@ -53,7 +53,8 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(policy, model, machine, prompt) for (model, machine), prompt, policy in product(PLACES, PROMPTS, POLICIES)
+    Case(policy, model, machine, prompt)
+    for (model, machine), prompt, policy in product(PLACES, PROMPTS, POLICIES)
 ]
 BENCHMARK = Benchmark(
     __doc__,
@@ -118,7 +119,11 @@ def _grid(case: Case) -> Iterator[Seen]:
 
 
 def _setting(case: Case) -> Setting:
-    machine, layout, policy = machine_named(case.machine), layout_named(case.model), find("policies", case.policy)
+    machine, layout, policy = (
+        machine_named(case.machine),
+        layout_named(case.model),
+        find("policies", case.policy),
+    )
     return Setting(
         make=partial(policy),
         machine=machine,

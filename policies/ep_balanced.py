@@ -48,7 +48,9 @@ class EpBalanced(NodeExperts):
 
     def choose_placement(self, plan: Plan) -> Placement:
         config, nodes = plan.layout.config, plan.nodes.count
-        require_at_most(config.experts, f"a layer of {config.name} has {config.experts} experts", experts=self.most)
+        require_at_most(
+            config.experts, f"a layer of {config.name} has {config.experts} experts", experts=self.most
+        )
         room = self.most if self.most > 0 else experts_per_node(plan, centralised=not self.decentralised)
         held = min(config.experts, max(room, -(-config.experts // nodes)))
         return best_placement(config.experts, config.top_k, nodes, held)

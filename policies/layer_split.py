@@ -35,7 +35,9 @@ class LayerSplit:
 
     def plan(self, plan: Plan) -> None:
         config = plan.layout.config
-        require_at_most(config.layers, f"{config.name} has {config.layers} layers", gpu_layers=self.gpu_layers)
+        require_at_most(
+            config.layers, f"{config.name} has {config.layers} layers", gpu_layers=self.gpu_layers
+        )
         plan.limit_in_flight(2)
         place_kv_that_fits(plan, experts=0)
         plan.run_experts_on_host()

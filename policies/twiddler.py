@@ -59,7 +59,9 @@ class Twiddler(LayerByLayer):
         place_kv_and_dense(plan, experts=2)
         order = order_of(self.placement, popularity_of(plan, self.popularity), self.seed)
         if self.most is not None:
-            require_at_most(len(order), f"{plan.layout.config.name} has {len(order)} experts", experts=self.most)
+            require_at_most(
+                len(order), f"{plan.layout.config.name} has {len(order)} experts", experts=self.most
+            )
         self.latencies = latencies = ExpertLatencies(plan)
         self.cpu_lat, self.gpu_lat = latencies.at_host, latencies.at_accelerator
         self.trans_lat = latencies.transfer

@@ -295,7 +295,9 @@ def test_sizes_come_with_a_share_whether_they_were_given_or_not() -> None:
     where = asking("cgopipe", WEAK_HOST)
     sizes = choose_sizes(where, successive=False)
     assert sizes.kv_on_gpu is not None and 0 < sizes.kv_on_gpu < 1
-    given = choose_sizes(where, SizeOptions(batch_size=sizes.batch_size, micro_batch_size=sizes.micro_batch_size))
+    given = choose_sizes(
+        where, SizeOptions(batch_size=sizes.batch_size, micro_batch_size=sizes.micro_batch_size)
+    )
     assert given.kv_on_gpu == pytest.approx(sizes.kv_on_gpu, abs=0.15)
 
 

@@ -294,7 +294,8 @@ def test_weights_come_from_the_disk_if_that_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chip", "ram", "gib"), [("M2 Ultra", "192GB", 144), ("M2 Ultra", "192GiB", 144), ("M3 Pro", "36GB", 27), ("M1", "12GB", 8)]
+    ("chip", "ram", "gib"),
+    [("M2 Ultra", "192GB", 144), ("M2 Ultra", "192GiB", 144), ("M3 Pro", "36GB", 27), ("M1", "12GB", 8)],
 )
 def test_a_mac_plans_what_macos_lets_its_gpu_use(chip: str, ram: str, gib: int) -> None:
     assert built(chip=chip, ram=ram).memories["unified"].nbytes == gib * 2**30

@@ -13,12 +13,12 @@ from msgspec.structs import replace
 
 from moesched.cli.main import main
 from moesched.errors import BadInput
+from moesched.jobs.simulate_model import simulate_model
 from moesched.machines import Machine, load_machine
 from moesched.machines.cost import cost_model
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.jobs.simulate_model import simulate_model
 from moesched.planner import Proposal, plan_best, plan_model
 from moesched.planner.candidate import Candidate
 from moesched.planner.objectives import Objective
@@ -311,7 +311,9 @@ def test_the_command_prints_what_others_rely_on(capsys: pytest.CaptureFixture[st
 
 @settings(max_examples=20, deadline=None)
 @given(
-    policy=st.sampled_from(["cgopipe", "expert_cache", "hybrimoe", "twiddler", "layer_split", "layer_streaming"]),
+    policy=st.sampled_from(
+        ["cgopipe", "expert_cache", "hybrimoe", "twiddler", "layer_split", "layer_streaming"]
+    ),
     layout=st.sampled_from([weight_layout(SHAPES[name]) for name in ("mixtral-0.8b", "olmoe-1b-7b")]),
     machine=st.sampled_from([load_machine(name) for name in ("t4", "rtx6000", "m2-ultra")]),
     objective=st.sampled_from(get_args(Objective)),

@@ -369,5 +369,10 @@ def test_chunks_that_would_take_minutes_are_refused_with_a_sensible_size() -> No
     says = "--prefill-chunk is 1, and the batch has up to .* prompt tokens: give 64 or more, or omit it"
     with pytest.raises(BadInput, match=says):
         simulate_model(
-            "mixtral-8x7b", machine="t4", policy="cgopipe", workload="mtbench", batch_size=1024, prefill_chunk=1
+            "mixtral-8x7b",
+            machine="t4",
+            policy="cgopipe",
+            workload="mtbench",
+            batch_size=1024,
+            prefill_chunk=1,
         )

@@ -68,5 +68,11 @@ def test_policies_run_over_the_edge_of_the_smallest_budget_that_fits(
 def test_a_setting_beyond_its_limits_is_bad_input(policy: str, setting: dict[str, int], says: str) -> None:
     with pytest.raises(BadInput, match=says):
         simulate_model(
-            "mixtral-0.8b", machine="t4", policy=policy, workload="mtbench", gen=2, batch_size=2, settings=setting
+            "mixtral-0.8b",
+            machine="t4",
+            policy=policy,
+            workload="mtbench",
+            gen=2,
+            batch_size=2,
+            settings=setting,
         )

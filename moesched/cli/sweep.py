@@ -199,13 +199,17 @@ def _hand_out(given: SweepArguments, out: Path, prepared: Prepared, result: Swee
         tell(f"{interruption()} after {done}: run the same command again to go on")
         return exit_code_of_signal()
     if result.hopeless:
-        tell(f"all {len(result.failures)} points that ran failed: the sweep ended early; the same command goes on")
+        tell(
+            f"all {len(result.failures)} points that ran failed: the sweep ended early; the same command goes on"
+        )
     return FAILED if len(result.failures) == len(result.lines) else 0
 
 
 def _reason(line: Line) -> str:
     """The policy and the machine of a point that failed, and why."""
-    return f"{line.inputs['policy']} on {line.inputs['machine']}: {shorten(line.failure or '', LONGEST_REASON)}"
+    return (
+        f"{line.inputs['policy']} on {line.inputs['machine']}: {shorten(line.failure or '', LONGEST_REASON)}"
+    )
 
 
 def _print_best(best: list[Best], *, dollars: bool) -> None:

@@ -27,4 +27,6 @@ def require_at_most(most: int, what: str, **settings: int) -> None:
     """
     for name, value in settings.items():
         if value > most:
-            raise BadInput(f"{name} is {value:,}, and {what}: give at most {most:,}, or -1 for as many as fit")
+            raise BadInput(
+                f"{name} is {value:,}, and {what}: give at most {most:,}, or -1 for as many as fit"
+            )

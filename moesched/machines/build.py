@@ -124,7 +124,9 @@ def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
         raise BadInput("--weights disk needs a disk: add, for instance, --disk 7GB/s")
     links, link_comments = joint.links, {"links.host->gpu": joint.comment}
     memories = {
-        "gpu": Tier(capacity=gpu.usable or gpu.memory, bandwidth=gpu.bandwidth, reserved=format_size(GPU_RESERVED)),
+        "gpu": Tier(
+            capacity=gpu.usable or gpu.memory, bandwidth=gpu.bandwidth, reserved=format_size(GPU_RESERVED)
+        ),
         "host": _host_tier(host),
     }
     comments = {

@@ -47,9 +47,7 @@ def host_memory(cpu: Cpu, sockets: int, ram: str | None) -> HostMemory:
     bandwidth = channels * channel_bandwidth(kind)
     assumed = []
     if given.nbytes is None:
-        assumed.append(
-            f"{format_size(nbytes)} of RAM: --ram '{channels}x16GB {kind}' would say another size"
-        )
+        assumed.append(f"{format_size(nbytes)} of RAM: --ram '{channels}x16GB {kind}' would say another size")
     if given.kind is None:
         assumed.append(
             f"{kind}, the fastest that {cpu.name} supports: --ram '{channels}x16GB {kind}' would say another type"

@@ -32,6 +32,7 @@ PROMISING = 1.2
 MOST_CLIMBS = 2
 FINALISTS = 3
 """Schedules of which all layers are simulated in the end."""
+MOST_FINAL_TASKS = 40_000
 CLOSE = 1.05
 """Factor below the best one up to which a schedule of a few layers is a finalist."""
 
@@ -132,7 +133,9 @@ class Candidate:
             if place > most:
                 most = place
                 share = self._share or 0.0
-                yield from (Point(sizes[place - 1], count, resident_of(share, count), chunk) for count in counts)
+                yield from (
+                    Point(sizes[place - 1], count, resident_of(share, count), chunk) for count in counts
+                )
 
     @property
     def _share(self) -> float | None:
@@ -172,16 +175,20 @@ class Candidate:
         if found.chunk is None or self.setting.prefill_chunk is not None:
             return
         longest = found.micro_batch_size * max(self.setting.lengths)
-        larger = [found.chunk << power for power in range(1, longest.bit_length()) if found.chunk << power < longest]
+        larger = [
+            found.chunk << power for power in range(1, longest.bit_length()) if found.chunk << power < longest
+        ]
         for chunk in (*larger, None):
             with suppress(BadInput):
                 if self.schedules.see(found.point._replace(chunk=chunk)).batch_size < found.batch_size:
                     return
 
     def _best_in_all_layers(self) -> Seen:
-        """The best schedule of those that look best in a few layers."""
+        """The best schedule of those that look best in a few layers; the first of them where all would take long."""
         few = self.schedules.seen
         finalists = [seen for seen in few[:FINALISTS] if seen.rate * CLOSE >= few[0].rate]
+        if sum(seen.tasks_of_all_layers for seen in finalists) > MOST_FINAL_TASKS:
+            return few[0]
         return max(map(self.schedules.deepened, finalists), key=lambda seen: seen.rate)
 
     def _most_layers(self, size: int, chunk: int | None) -> PolicyChoice | None:
@@ -229,7 +236,9 @@ class Candidate:
     def _probe(self, size: int, chunk: int | None) -> TraitProbe:
         if (size, chunk) not in self._probes:
             setting = with_chunk(self.setting, chunk)
-            self._probes[size, chunk] = TraitProbe(setting, size, few=self._lesson.few, joint=self.traits.joint)
+            self._probes[size, chunk] = TraitProbe(
+                setting, size, few=self._lesson.few, joint=self.traits.joint
+            )
         return self._probes[size, chunk]
 
 

@@ -59,7 +59,9 @@ class Climb:
         for size in sizes:
             count = -(-requests // size)
             with suppress(BadInput):
-                return self._see(point._replace(size=size, micro_batches=count, resident=resident_of(share, count)))
+                return self._see(
+                    point._replace(size=size, micro_batches=count, resident=resident_of(share, count))
+                )
         return self._see(point)
 
     def from_seen(self, found: Seen) -> Seen:
@@ -71,7 +73,11 @@ class Climb:
     def _see(self, point: Point) -> Seen:
         seen = self._schedules.see(point)
         bound = self._filled(seen.point)
-        if bound is None or bound.micro_batches < seen.point.micro_batches or seen.throughput > NEAR * bound.throughput:
+        if (
+            bound is None
+            or bound.micro_batches < seen.point.micro_batches
+            or seen.throughput > NEAR * bound.throughput
+        ):
             self._refuted = True
         return seen
 
@@ -107,7 +113,9 @@ class Climb:
 
         if self._refuted:
             return list(points)
-        known = {point_of(choice): point for point in points if (choice := bounds[point]) and may_be_better(point)}
+        known = {
+            point_of(choice): point for point in points if (choice := bounds[point]) and may_be_better(point)
+        }
         return sorted(known, key=lambda point: promise(known[point]), reverse=True)
 
     def _far(self, seen: Seen) -> list[Point]:
@@ -120,7 +128,11 @@ class Climb:
         points = self._of_sizes(seen, [other for other in dict.fromkeys(others) if other != size])
         points += [with_count(seen.point, 2 * count), with_count(seen.point, max(1, count // 2))]
         points += [seen.point._replace(size=other) for other in others[:1]]
-        if chunk is None and self._setting.prefill_chunk is None and size * max(self._setting.lengths) > CHUNK:
+        if (
+            chunk is None
+            and self._setting.prefill_chunk is None
+            and size * max(self._setting.lengths) > CHUNK
+        ):
             points.append(with_count(seen.point, 2 * count)._replace(chunk=CHUNK))
         return points
 

@@ -21,8 +21,6 @@ from moesched.runs.ranks import Rank
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
 
-
-
 NEAR_SHARE = 0.09
 """Most that a share of the KV cache may differ from the one that was given, since micro-batches are whole."""
 
@@ -75,6 +73,13 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     def chunk(self) -> int | None:
         """The most tokens of a micro-batch of prefill; None for no limit."""
         return self.point.chunk
+
+    @property
+    def tasks_of_all_layers(self) -> float:
+        """Tasks of a run of all layers, by those of a few."""
+        return (
+            self.trial_run.tasks if self.whole or self.few is None else self.trial_run.tasks / self.few.part
+        )
 
     @property
     def whole(self) -> bool:
@@ -184,7 +189,9 @@ class Schedules:
         setting = self._of(point)
         share = point.resident / point.micro_batches if setting.splits_kv else None
         if share is not None and abs(share - (setting.kv_on_gpu or share)) > NEAR_SHARE:
-            raise BadInput(f"{point.micro_batches} whole micro-batches have no share near {setting.kv_on_gpu:g}")
+            raise BadInput(
+                f"{point.micro_batches} whole micro-batches have no share near {setting.kv_on_gpu:g}"
+            )
         return setting.plan(setting.batch(point.micro_batches, point.size), kv_on_gpu=share)
 
     def _of(self, point: Point) -> Setting:

@@ -31,7 +31,9 @@ FIRST = "resident"
 PROMISING = 0.75
 """Share of the best rate so far from which on a policy's sizes are searched for."""
 MOST_TASKS = 60_000
-"""Most tasks of a trial run of all layers, and from which on no further policy's sizes are searched for."""
+"""Tasks from which on no further policy's sizes are searched for."""
+MOST_DEEP_TASKS = 100_000
+"""Most tasks of a trial run of all layers."""
 
 
 class Best(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,14 +197,9 @@ def _deepen(seen: dict[Candidate, Seen], on_progress: Callable[[str], None]) -> 
         near = few.rate * close(candidate.setting.objective) >= most
         if near and few.rate in deepened:  # the same schedule by another name
             seen[candidate] = replace(deepened[few.rate], few=few.few)
-        elif near and not few.whole and _tasks_of_all_layers(few) <= MOST_TASKS:
+        elif near and not few.whole and few.tasks_of_all_layers <= MOST_DEEP_TASKS:
             on_progress(f"all layers of {candidate.name}")
             seen[candidate] = deepened[few.rate] = candidate.schedules.deepened(few)
-
-
-def _tasks_of_all_layers(seen: Seen) -> float:
-    """The tasks that a run of all layers has, by one of a few."""
-    return seen.trial_run.tasks if seen.few is None else seen.trial_run.tasks / seen.few.part
 
 
 def _winner(seen: Mapping[Candidate, Seen]) -> Candidate:

@@ -224,7 +224,7 @@ def _chunks(setting: Setting, size: int) -> list[int | None]:
 
 
 def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
-    """All requests in micro-batches of a size, with the shares of the KV cache on the accelerator that fit, in order."""
+    """All requests in micro-batches of a size, by the shares of the KV cache on the accelerator that fit."""
     cut, count = with_chunk(setting, chunk), -(-len(setting.lengths) // size)
     batch = cut.batch(count, size)
     if not setting.searches_shares:

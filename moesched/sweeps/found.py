@@ -87,7 +87,9 @@ class Finder:
         if machine not in found.machines:
             found.machines[machine] = _find_machine(inputs)
         if workload not in found.workloads:
-            found.workloads[workload] = find_workload(inputs["workload"], inputs["model"], found.configs[model])
+            found.workloads[workload] = find_workload(
+                inputs["workload"], inputs["model"], found.configs[model]
+            )
         if routing not in found.sources:
             found.sources[routing] = _find_routing(inputs, found.configs[model])
         parts = (
