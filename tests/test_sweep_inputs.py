@@ -121,8 +121,8 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "batch_size": ({}, 4),
     "micro_batch_size": ({}, 1),
     "prefill_chunk": ({}, 64),
-    "policy": ({}, "resident"),
-    "settings.kv_on_gpu": ({}, 1.0),
+    "policy": ({"budgets": {"gpu": "700MB"}}, "layer_streaming"),
+    "settings.kv_on_gpu": ({}, 0.0),
 }
 """By axis, the other inputs of a point, and a value that changes its figures."""
 
