@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol
 
 from moesched.engine import Engine
@@ -61,6 +62,7 @@ class _Rank:
     """
 
     def __init__(self, engine: Engine, memories: Mapping[str, HasPeak], pools: Iterable[Pool]) -> None:
+        self._engine = engine
         self.lanes = engine.lanes
         self.joins: list[Join] = []
         self.awaits: list[tuple[int, int]] = []
@@ -77,6 +79,11 @@ class _Rank:
         engine.awaits = self.awaits
         engine.submit_delays = self.submit_delays
         engine.cancels = self.cancels
+
+    def stop(self) -> None:
+        """Keep what is known, and have the engine note nothing more."""
+        engine = self._engine
+        engine.joined = engine.awaits = engine.submit_delays = engine.cancels = None
 
 
 class _RankRecorder:
@@ -147,6 +154,36 @@ class Recorder(_RankRecorder):
         """Return the recording of the tasks that ran so far."""
         tasks = [*self._tasks, *(task for replayed in self._replayed for task in replayed())]
         return self._recorded(tasks, trimmed=False)
+
+
+class FirstSteps(Recorder):
+    """Keeps the tasks of loading and of the first `steps` steps, the prefill included: all that a replay needs.
+
+    It is used like `Recorder`.
+    """
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self._most = steps
+        self._stopped: set[int] = set()
+
+    @property
+    def ended(self) -> Callable[[Task], None]:
+        """The callback for finished tasks."""
+        return self._keep
+
+    def replayed(self, timeline: Timeline) -> None:
+        """Add the first steps of a replayed run."""
+        self._replayed.append(lambda: takewhile(lambda task: task.step < self._most, timeline.tasks()))
+
+    def _keep(self, task: Task) -> None:
+        if task.step < self._most:
+            self._append(task)
+            return
+        rank = self._rank_of[task.lane]  # which has submitted all tasks of earlier steps
+        if rank not in self._stopped:
+            self._stopped.add(rank)
+            self._ranks[rank].stop()
 
 
 class LastSteps(_RankRecorder):
