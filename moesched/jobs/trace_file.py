@@ -34,7 +34,7 @@ def recorder_for(
     """A recorder for the files of a batch, or else for its explanation; None if neither is wanted."""
     if files.wanted:
         return recorder_of(plan, predicts=predicts)
-    return FirstSteps(max(FEWEST_STEPS, MOST_TASKS // _tasks_of_a_step(plan))) if explained else None
+    return FirstSteps(FEWEST_STEPS, MOST_TASKS) if explained else None
 
 
 def recorder_of(plan: Plan, *, predicts: bool = False) -> Recorder | LastSteps:
@@ -50,17 +50,12 @@ def recorder_of(plan: Plan, *, predicts: bool = False) -> Recorder | LastSteps:
 
 
 def _recorder_of(plan: Plan) -> Recorder | LastSteps:
-    per_step = _tasks_of_a_step(plan)
+    per_step = 8 * len(plan.layers) * len(plan.micro_batches) + 2 * len(plan.layout.pages)
     if per_step * plan.batch.new_tokens <= MOST_TRACED_TASKS:
         return Recorder()
     steps = max(2, MOST_TRACED_TASKS // per_step)
     _log.warning("the run is too long for a whole trace: its last steps are kept", steps=steps)
     return LastSteps(steps)
-
-
-def _tasks_of_a_step(plan: Plan) -> int:
-    """More tasks than a step of most policies has."""
-    return 8 * len(plan.layers) * len(plan.micro_batches) + 2 * len(plan.layout.pages)
 
 
 class BatchFiles(NamedTuple):
