@@ -27,6 +27,19 @@ OPTIONS = (
 )
 
 
+SHIFTED = """
+() => new Promise((done) => {
+  let total = 0;
+  const observer = new PerformanceObserver((list) => {
+    for (const entry of list.getEntries()) total += entry.value;
+  });
+  observer.observe({ type: "layout-shift", buffered: true });
+  setTimeout(() => done(total), 500);
+})
+"""
+"""Gives the cumulative layout shift of a page, until half a second later."""
+
+
 def missing() -> str:
     """Names the missing one of browser and driver, and its installation; empty if none is missing."""
     if find_spec("playwright") is None:

@@ -89,6 +89,11 @@ def format_bytes(nbytes: float) -> str:
     return _with_prefix(nbytes, "B", f"{nbytes:.0f} B")
 
 
+def format_number(number: float) -> str:
+    """Format a number with three digits, and all digits before the point, such as "9.25", "284" or "1,470"."""
+    return f"{number:,.0f}" if abs(number) >= 999.5 else f"{number:.3g}"
+
+
 def format_flops(rate: float) -> str:
     """Format FLOP/s with three digits, in the largest unit in which they are at least 1, such as "1.6 TFLOP/s"."""
     return _with_prefix(rate, "FLOP/s", f"{rate:.0f} FLOP/s")

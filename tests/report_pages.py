@@ -48,10 +48,14 @@ class PageElements(HTMLParser):
         return [attributes for tag, attributes in self.elements if tag == name]
 
 
+def unpacked(page: str) -> bytes:
+    """The data of a page, as its scripts unpack it."""
+    return zlib.decompress(base64.b64decode(page.partition('id="data">')[2].partition("</script>")[0]))
+
+
 def data_of(page: str) -> Any:
     """The data of a page, with its columns as lists."""
-    packed = page.partition('id="data">')[2].partition("</script>")[0]
-    data = zlib.decompress(base64.b64decode(packed))
+    data = unpacked(page)
     [length] = struct.unpack_from("<I", data)
     return _with_columns(json.loads(data[4 : 4 + length]), data[4 + length :])
 

@@ -6,8 +6,11 @@ import test from "node:test";
 import { lastUpTo } from "./js/charts.js";
 import { revive } from "./js/data.js";
 import { describe, describeCancelled, describeIdle } from "./js/describe.js";
+import { Finder } from "./js/finder.js";
+import { useOf } from "./js/idle.js";
 import { press } from "./js/input.js";
 import { rectangles } from "./js/merge.js";
+import { placeOf, taskAt } from "./js/places.js";
 import { rowAt, rowsOf } from "./js/rows.js";
 import { firstAfter, inTurn, Run, row, sliceAt } from "./js/run.js";
 import { inkOn } from "./js/theme.js";
@@ -38,6 +41,8 @@ function example(shift = 0) {
     choices: ["", "E3: 2, E5: 1"],
     tasks: {
       label: ["fetch", "kernel"],
+      verb: Uint16Array.of(0, 1),
+      verbs: ["fetch", "kernel"],
       family: Uint8Array.of(2, 1),
       bytes: Float64Array.of(600, 0),
       flops: Float64Array.of(0, 8000),
@@ -49,7 +54,12 @@ function example(shift = 0) {
       expert: Int32Array.of(7, -1),
     },
     edges: { count: Uint32Array.of(0, 0, 2), back: Int32Array.of(2, 1) },
-    waits: { before: Int32Array.of(-1, 0, 1), why: Uint8Array.of(0, 3, 1) },
+    waits: {
+      before: Int32Array.of(-1, 0, 1),
+      why: Uint8Array.of(0, 3, 1),
+      policy: Float64Array.of(0, 0, 0),
+      host: Float64Array.of(0, 0, 0),
+    },
     whys: ["start", "data", "room", "lane", "rank", "await"],
     states: ["done", "failed"],
     lines: ["", "/somewhere/policies/mine.py:12"],
@@ -59,7 +69,8 @@ function example(shift = 0) {
 
 test("times, sizes and numbers have three digits and a unit", () => {
   assert.deepEqual([0, 7, 1234, 56789, 2.5e9, 3e12].map(duration), ["0 ns", "7 ns", "1.23 µs", "56.8 µs", "2.5 s", "3,000 s"]);
-  assert.deepEqual([999, 1.58e9, 64e12].map((each) => amount(each, "B")), ["999 B", "1.58 GB", "64 TB"]);
+  assert.deepEqual([999_400, 999_700, 99.97e6].map(duration), ["999 µs", "1 ms", "100 ms"]);
+  assert.deepEqual([999, 999.7e6, 1.58e9, 64e12, 7.16e15].map((each) => amount(each, "B")), ["999 B", "1 GB", "1.58 GB", "64 TB", "7.16 PB"]);
   assert.equal(whole(1234567), "1,234,567");
   assert.equal(moment(9952721234, 73.4e6), "9.95272 s");
 });
@@ -153,6 +164,40 @@ test("a cancelled transfer is found near its time, on its lane", () => {
   assert.deepEqual(describeCancelled(run, 1), [["lane", "link"], ["cancelled", "before it started"], ["pages", "1 (L4 E7 #0)"]]);
 });
 
+test("a range tells how busy a lane was, and what it waited for", () => {
+  const run = example();
+  assert.deepEqual(useOf(run, run.lanes[1], 0, 100), { busy: 20, causes: [["data", 50], ["lane", 30]] });
+  assert.deepEqual(useOf(run, run.lanes[1], 20, 90), { busy: 10, causes: [["data", 50], ["lane", 10]] });
+  assert.deepEqual(useOf(run, run.lanes[0], 60, 100), { busy: 20, causes: [["finished", 20]] });
+});
+
+test("tasks are found by the words of their names, in order of time", () => {
+  const run = example();
+  run.data.tasks.label = ["fetch L3 E1", "kernel L30"];
+  const finder = new Finder([run]);
+  const found = (text) => {
+    finder.search(text);
+    return finder.places.map(({ index }) => index);
+  };
+  assert.deepEqual([found("FETCH"), found("l3"), found("l3 e2"), found("ker"), found(" ")], [[0, 1], [0, 1], [], [2], []]);
+  finder.search("e");
+  const path = [1, 1, 1, 1, -1].reduce((places, direction) => [...places, finder.next(places.at(-1), direction)], [null]);
+  assert.deepEqual(path.slice(1).map(({ index }) => index), [0, 1, 2, 0, 2]);
+  assert.equal(finder.next({ run, index: 1 }, -1).index, 0);
+});
+
+test("a row of a table leads to the longest task of its lane, kind and phase", () => {
+  const run = example();
+  const at = (columns, cells) => taskAt(run, placeOf(columns, cells));
+  assert.equal(at(["lane", "most for"], ["link", "kernel on gpu"]), 1);
+  assert.equal(at(["kind", "lane"], ["kernel", "gpu"]), 2);
+  assert.equal(at(["", "kernel", "on", "phase"], ["1", "fetch", "somewhere", "prefill"]), 1);
+  assert.equal(at(["lane", "until"], ["gpu", "kernel, step 3"]), 2);
+  assert.equal(at(["", ""], ["kernel on gpu", "time"]), 2);
+  assert.equal(at(["change"], ['link link x2']), 1);
+  assert.equal(at(["", "measured"], ["throughput", "3"]), -1);
+});
+
 test("rows of several runs follow each other without overlap", () => {
   const { rows, height } = rowsOf([example(), example()], true);
   rows.slice(1).forEach((each, number) => assert.ok(each.y >= rows[number].y + rows[number].height));
@@ -199,13 +244,13 @@ test("keys zoom, move and select", () => {
     zoom: (factor) => done.push(factor < 1 ? "in" : "out"),
     selectNext: (direction) => done.push(`next ${direction}`),
     selectLane: (direction) => done.push(`lane ${direction}`),
-    select: (selected) => done.push(`select ${selected}`),
+    leave: () => done.push("leave"),
   };
   for (const [key, shift] of [["+", false], ["+", true], ["S", false], ["ArrowLeft", false], ["ArrowLeft", true], ["ArrowDown", true], ["Home", false], ["Escape", false]]) {
     assert.ok(press(timeline, key, shift));
   }
   assert.ok(!press(timeline, "Tab"));
-  assert.deepEqual(done, ["in", "in", "out", "pan -1", "next -1", "lane 1", "whole", "select null"]);
+  assert.deepEqual(done, ["in", "in", "out", "pan -1", "next -1", "lane 1", "whole", "leave"]);
 });
 
 test("columns are found behind the text of a buffer", () => {

@@ -32,6 +32,43 @@ def test_the_error_of_a_prediction_is_in_percent_of_what_was_measured() -> None:
     assert row.error_percents == [None, pytest.approx(-20)]
 
 
+def test_two_policies_differ_first_in_what_their_lanes_do() -> None:
+    sides = [
+        side_of_recording(policy, run.recording, run.about)
+        for policy in ("expert_cache", "flexgen")
+        for run in [virtual_run(policy, budgets=FORTY_PERCENT, requests=2)]
+    ]
+    comparison = compare(sides)
+    difference = comparison.difference
+    assert difference is not None
+    moved = next(each for each in difference.works if (each.what, each.lane) == ("bytes", "host->gpu"))
+    assert moved.amounts == tuple(
+        sum(
+            each.task.nbytes
+            for each in side.trace.recording.slices
+            if each.step >= 0 and each.lane.name == "host->gpu"
+        )
+        for side in sides
+        if side.trace is not None
+    )
+    shares = [each.amounts for each in difference.works if each.what == "experts"]
+    assert [sum(of_all) for of_all in zip(*shares, strict=True)] == pytest.approx([1, 1])
+    assert difference.works[-1].what == "hits"
+    first = comparison.reasons()[1]
+    assert first.startswith("host->gpu moved ")
+    assert " in expert_cache and " in first
+    assert comparison.causes()[1][-1][0] == "other works and their order"
+
+
+def test_a_run_and_its_twin_differ_in_no_work() -> None:
+    runs = [virtual_run("cgopipe", budgets=FORTY_PERCENT) for _ in range(2)]
+    difference = compare(
+        [side_of_recording(str(at), each.recording, each.about) for at, each in enumerate(runs)]
+    )
+    assert difference.difference is not None
+    assert difference.difference.works == []
+
+
 def test_neither_of_two_measured_runs_is_in_error() -> None:
     slow = side_of_recording("slow", recording(fetch=100), MEASURED)
     fast = side_of_recording("fast", recording(fetch=80), MEASURED)

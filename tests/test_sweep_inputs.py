@@ -95,6 +95,7 @@ def test_axes_are_the_options_of_a_simulation() -> None:
         "trace",
         "html",
         "listener",
+        "explained",
     }
     assert {*KINDS, *TABLES} == of_simulations | {"model", "workload", "machine_set"} == set(ORDER)
 
@@ -271,6 +272,24 @@ def test_pictures_name_policies_and_machines(tmp_path: Path, picture: Picture) -
         draw_sweep(
             tmp_path / "y.svg", Picture("batch_size", "dollars"), lines, axes, FIGURES._replace(prices={})
         )
+
+
+@pytest.mark.parametrize(("x", "joined"), [("machine", False), ("batch_size", True), ("policy", False)])
+def test_curves_join_numbers_only_and_a_title_names_what_all_points_share(
+    tmp_path: Path, x: str, joined: bool
+) -> None:
+    axes: Axes = {"machine": ["t4", "l4"], "batch_size": [1, 64], "policy": ["a", "b"]}
+    lines = [
+        line(size, policy, size * 2.0, machine=machine)
+        for size in (1, 64) for policy in ("a", "b") for machine in ("t4", "l4")
+    ]  # fmt: skip
+    for each in lines:
+        each.inputs.update(model="m", workload="w")
+    draw_sweep(tmp_path / "x.svg", Picture(x, "throughput"), lines, axes, FIGURES)
+    drawn = (tmp_path / "x.svg").read_text()
+    assert ("stroke-width: 1.2; stroke-linecap: square" in drawn) == joined
+    assert drawn.count(">m, w<") == 1
+    assert drawn.count(">t4<") == 1, "as a tick or as the title of its panel"
 
 
 def test_a_picture_of_many_series_names_the_best(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import pytest
 
 from commands import refused
 from moesched.cli.view import has_display
-from moesched.trace import TitledRun, summarize, write_side_by_side, write_trace
+from moesched.trace import TitledRun, write_side_by_side, write_trace
 from moesched.trace.viewer import Viewer, interface_folder
 from patience import PATIENCE_SECONDS
 from runs import FORTY_PERCENT, Run, virtual_run
@@ -69,13 +69,17 @@ def opened(viewer: Viewer) -> dict[str, str]:
     return {name: value for name, [value] in parse_qs(arguments).items()}
 
 
-def test_the_first_page_loads_the_trace_with_all_lanes_open_and_decode_in_view(
+def test_the_first_page_loads_the_trace_with_all_lanes_open_and_two_layers_in_view(
     viewer: Viewer, streamed_run: Run
 ) -> None:
     shown = opened(viewer)
-    steps = {step.step: step for step in summarize(streamed_run.recording).steps}
-    assert int(shown["visStart"]) == round(steps[1].start * 1e9)
-    assert int(shown["visEnd"]) == round(steps[2].end * 1e9)
+    computed = [
+        each
+        for each in streamed_run.recording.slices
+        if each.step == 1 and each.task.layer in (0, 1) and each.task.type != "PageTransfer"
+    ]
+    assert int(shown["visStart"]) == min(each.start for each in computed)
+    assert int(shown["visEnd"]) == max(each.end for each in computed)
     assert {"id": "dev.perfetto.ExpandTracksByRegex", "args": [".*"]} in json.loads(shown["startupCommands"])
     host, _, path = shown["url"].removeprefix("http://").partition("/")
     assert viewer.address == f"http://{host}/{viewer.secret}/"
@@ -129,7 +133,27 @@ def test_a_gzipped_trace_is_shown_like_the_plain_one(streamed_trace: Path, tmp_p
     for viewer in serving(packed):
         shown = opened(viewer)
         assert shown["url"].endswith("/a%20run.json")
-        assert get(viewer, f"/{viewer.secret}/a%20run.json").content == streamed_trace.read_bytes()
+        with Viewer(streamed_trace) as plain:
+            assert get(viewer, f"/{viewer.secret}/a%20run.json").content == plain.trace
+
+
+def test_counters_that_are_zero_throughout_are_not_shown(viewer: Viewer, streamed_trace: Path) -> None:
+    def series(data: bytes) -> dict[tuple[str, str], list[float]]:
+        found: dict[tuple[str, str], list[float]] = {}
+        for event in json.loads(data)["traceEvents"]:
+            if event["ph"] == "C":
+                for key, value in event["args"].items():
+                    found.setdefault((event["name"], key), []).append(value)
+        return found
+
+    written, shown = series(streamed_trace.read_bytes()), series(viewer.trace)
+    assert not all(any(values) for values in written.values())
+    assert shown == {name: values for name, values in written.items() if any(values)}
+
+    def others(data: bytes) -> list[Any]:
+        return [event for event in json.loads(data)["traceEvents"] if event["ph"] != "C"]
+
+    assert others(viewer.trace) == others(streamed_trace.read_bytes())
 
 
 def test_runs_side_by_side_are_shown_from_their_common_decode_step(streamed_run: Run, tmp_path: Path) -> None:

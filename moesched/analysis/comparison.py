@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
 from moesched.analysis.difference import Cause, Difference
 from moesched.analysis.sides import Section, Unit
-from moesched.units import format_bytes, format_seconds
+from moesched.units import format_bytes, format_flops, format_number, format_seconds
 
 MOST_WAITS = 5
 """The most kinds of task that are listed with the waits before them."""
@@ -80,6 +81,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
             f"Without loading, {second} took {format_seconds(took[1])} and {first} {format_seconds(took[0])}: "
             f"{_signed(difference.seconds)}{percent}."
         ]
+        titles = [self.runs[place].title for place in difference.places]
+        lines += [each.sentence(*titles) for each in difference.works]
         if took[1]:
             explained = 100 * replayed[1] / took[1]
             lines.append(
@@ -102,7 +105,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
             "part of the gap",
             "share",
         ]
-        return header, [_cause(cause) for cause in difference.causes if abs(cause.seconds) >= 5e-10]
+        graph = "other works and their order" if difference.works else _WITHOUT_KIND["graph"]
+        names = _WITHOUT_KIND | {"graph": graph}
+        return header, [_cause(cause, names) for cause in difference.causes if abs(cause.seconds) >= 5e-10]
 
     def lane_causes(self) -> tuple[list[str], list[list[str]]]:
         """Return columns and rows of the causes by lane."""
@@ -152,11 +157,15 @@ def _text(value: float | None, unit: Unit) -> str:
         return f"{100 * value:.1f} %"
     if unit == "tasks":
         return f"{value:,.0f}"
-    return f"{value:,.4g} {unit}"
+    if unit == "GB/s":
+        return f"{format_bytes(1e9 * value)}/s"
+    if unit == "GFLOP/s":
+        return format_flops(1e9 * value)
+    return f"{format_number(value)} {unit}"
 
 
-def _cause(cause: Cause) -> list[str]:
-    what = cause.kind or _WITHOUT_KIND[cause.what]
+def _cause(cause: Cause, names: Mapping[str, str]) -> list[str]:
+    what = cause.kind or names[cause.what]
     means = ["–" if mean is None else format_seconds(mean) for mean in cause.means]
     tasks = f"{cause.tasks:,}" if cause.tasks else ""
     return [what, cause.lane, cause.phase, tasks, *means, _signed(cause.seconds), _percent(cause.share)]

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from moesched.analysis.replayed_run import replay_recording, without_loading
+from moesched.analysis.work_differences import WorkDifference, work_differences
 from moesched.trace.critical import critical_path
 from moesched.trace.recording import Recording, Slice
 from moesched.trace.summary import lane_title
@@ -77,9 +78,10 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
         run_seconds: duration of each run.
         replayed_seconds: duration of each run when its graph is replayed on the virtual clock with its own durations.
         seconds: duration of the second run minus that of the first.
-        causes: parts of the gap, largest first; they add up to it.
+        causes: parts of the gap, largest first, that of the graph last; they add up to it.
         lanes: the same by lane.
         waits: gaps on the critical path of the second run, longest first.
+        works: amounts of work that differ, those of most time first.
     """
 
     places: tuple[int, int]
@@ -89,6 +91,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     causes: list[Cause]
     lanes: list[LaneCause]
     waits: list[Wait]
+    works: list[WorkDifference]
 
 
 def explain_difference(
@@ -123,9 +126,10 @@ def explain_difference(
         run_seconds=(took[0], took[1]),
         replayed_seconds=(replayed[0], replayed[1]),
         seconds=gap,
-        causes=sorted(causes, key=lambda cause: -abs(cause.seconds)),
+        causes=sorted(causes, key=lambda cause: (cause.what == "graph", -abs(cause.seconds))),
         lanes=_lanes(groups, chosen, losses, gap),
         waits=_waits(runs[1]),
+        works=work_differences(*runs),
     )
 
 

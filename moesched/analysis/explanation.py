@@ -8,6 +8,7 @@ import msgspec
 
 from moesched.analysis.bottleneck import Bottleneck, bottleneck
 from moesched.analysis.critical_time import PathPart, path_parts, stretches_of
+from moesched.analysis.helps import Help, helps
 from moesched.analysis.lane_times import LaneTime, lane_times, together
 from moesched.analysis.replayed_run import without_loading
 from moesched.analysis.what_if import Progress, WhatIf, what_if
@@ -57,6 +58,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         pools: by name and memory.
         handovers: longest first; empty for predictions.
         what_if: the replays with changes that were asked for.
+        helps: the changes that would save most, the best first.
     """
 
     policy: str
@@ -72,16 +74,23 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     pools: dict[str, PoolUses]
     handovers: list[HandoverTime]
     what_if: list[WhatIf]
+    helps: list[Help]
 
 
 def explain(
-    recording: Recording, about: About, changes: Sequence[str] = (), progress: Progress | None = None
+    recording: Recording,
+    about: About,
+    changes: Sequence[str] = (),
+    progress: Progress | None = None,
+    *,
+    decode_steps: int | None = None,
 ) -> Explanation:
     """Explain where the time of a run went.
 
     Args:
         changes: what to change in replays of the run, each as `what_if` takes it.
         progress: called with the number of replays done and the total.
+        decode_steps: of the whole run, if only its first steps were recorded.
 
     Raises:
         BadInput: no task ran, or a change names nothing of the run.
@@ -93,6 +102,7 @@ def explain(
     waits = waits_of(run)
     stretches = list(stretches_of(run, waits))
     busy = together(run)
+    path = path_parts(stretches, total)
     return Explanation(
         policy=about.policy,
         model=about.model,
@@ -103,10 +113,11 @@ def explain(
         overlap=busy.overlap,
         bottleneck=bottleneck(run, stretches),
         lanes=lane_times(run, waits, busy.alone),
-        critical_path=path_parts(stretches, total),
+        critical_path=path,
         pools=_pools(recording.pools),
         handovers=_handovers(run),
         what_if=what_if(recording, changes, progress),
+        helps=helps(recording, path, decode_steps),
     )
 
 

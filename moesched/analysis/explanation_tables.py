@@ -18,15 +18,13 @@ OF_THE_POLICY = ("policy", "router")
 """Causes that are told with the policy's line."""
 
 RELIEFS = {
-    "data": "At twice its rate, this lane",
-    "lane": "At twice its rate, this lane",
     "budget": "Pages wait for room, or leave early and come again; more room",
     "router": "The policy awaits the choice of experts; knowing it before",
     "rank": "Other ranks wait; an even load",
     "policy": "It is the time of the policy's own Python; half of it",
     "host": "It is the time of the driver and its threads; half of it",
 }
-"""The relief of a bottleneck, by its cause."""
+"""The relief of a bottleneck, by its cause; a lane's is among what would help."""
 
 DECISIONS_HELD = (
     "The policy decides as it goes; its decisions were held. `simulate --machine-set` lets it decide anew."
@@ -84,8 +82,10 @@ def bottleneck_in_words(explanation: Explanation, bottleneck: Bottleneck) -> str
     line = ""
     if bottleneck.line and bottleneck.cause in OF_THE_POLICY:
         line = f" Most of it is before tasks that {bottleneck.line} submits."
-    relief = f"{RELIEFS[bottleneck.cause]} would save {bottleneck.saved:.0%} of the time."
-    return f"{what}, {took}{others}. {relief} The lane is busy {busy:.0%} of the time.{line}"
+    relief = ""
+    if bottleneck.cause in RELIEFS:
+        relief = f" {RELIEFS[bottleneck.cause]} would save {bottleneck.saved:.0%} of the time."
+    return f"{what}, {took}{others}.{relief} The lane is busy {busy:.0%} of the time.{line}"
 
 
 def _lanes(explanation: Explanation) -> Table:

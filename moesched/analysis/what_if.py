@@ -89,19 +89,24 @@ def what_if(recording: Recording, changes: Sequence[str], progress: Progress | N
         return []
     told = progress or (lambda done, total: None)
     took = _after_loading(recording)
-    decides = any(
-        each.awaited_at >= 0 and each.step >= 0 and each.task.verb != LAST for each in recording.slices
-    )
-    before = _seconds(recording, Change())
+    decides = decides_as_it_goes(recording)
+    before = _after_loading(replayed_with(recording, Change()))
     told(1, 1 + len(asked))
     answers = []
     for number, (text, change) in enumerate(zip(changes, asked, strict=True), 2):
-        ratio = _seconds(recording, change) / before
+        ratio = _after_loading(replayed_with(recording, change)) / before
         told(number, 1 + len(asked))
         answers.append(
             WhatIf(change=text, seconds=took * ratio, speedup=1 / ratio, decisions_unchanged=decides)
         )
     return answers
+
+
+def decides_as_it_goes(recording: Recording) -> bool:
+    """Whether the policy awaited tasks, so that it might decide otherwise after a change."""
+    return any(
+        each.awaited_at >= 0 and each.step >= 0 and each.task.verb != LAST for each in recording.slices
+    )
 
 
 def parse_change(text: str, recording: Recording) -> Change:
@@ -164,11 +169,15 @@ def _with_room(recording: Recording, factors: dict[str, float]) -> Recording:
     return recording
 
 
-def _seconds(recording: Recording, change: Change) -> float:
-    """The duration of the run's replay with a change, without loading."""
+def replayed_with(recording: Recording, change: Change) -> Recording:
+    """The run's replay with a change.
+
+    Raises:
+        BadInput: the recording cannot be replayed, or a pool's rule cannot be played again.
+    """
     recording = _with_room(recording, change.pools)
     works = changed_works(recording, change)
-    return _after_loading(replay_recording(recording, works=works, handovers=change.handovers))
+    return replay_recording(recording, works=works, handovers=change.handovers)
 
 
 def _after_loading(recording: Recording) -> float:

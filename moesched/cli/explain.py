@@ -75,7 +75,7 @@ def explain(
     if json:
         print_json(explanation)
         return
-    print_explanation(explanation)
+    print_explanation(explanation, trace)
     if report is not None:
         say(f"\nreport: {report}")
 
@@ -92,12 +92,14 @@ def _write_report(path: Path, run: Trace, explanation: Explanation) -> None:
     write_run_page(path, run.recording, run.about, explanation=explanation)
 
 
-def print_explanation(explanation: Explanation) -> None:
+def print_explanation(explanation: Explanation, trace: Path) -> None:
     """Print what matters first."""
     from moesched.analysis.explanation_tables import DECISIONS_HELD, tables_of, told
+    from moesched.cli.output import say_helps
     from moesched.cli.tables import print_table
 
     say("\n".join(told(explanation)))
+    say_helps(explanation.helps, trace)
     for title, (columns, rows, figures) in tables_of(explanation).items():
         say("" if title == "Lanes" else f"\n{title}")
         print_table(columns, rows, figures=figures)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,9 +14,12 @@ from moesched.system.plain_text import plain_text
 from moesched.system.standard_output import command_output
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
     from rich.progress import Progress
 
+    from moesched.analysis.helps import Help
     from moesched.jobs.report import JobReport, NodeReport
     from moesched.planner.uncertainty import Figures
     from moesched.runs.outcome import Emulation, ForecastUse, LaneUse, PoolUse, PreviewUse
@@ -77,8 +81,12 @@ def print_json(content: Any) -> None:
     out.flush()
 
 
-def print_report(report: JobReport) -> None:
-    """Print the figures of a run: rates, lanes, memories."""
+def print_report(report: JobReport, trace: Path | None = None) -> None:
+    """Print the figures of a run: rates, lanes, memories.
+
+    Args:
+        trace: the file of the run's trace, if it was written.
+    """
     from itertools import groupby
 
     from moesched.cli.tables import print_table
@@ -118,6 +126,10 @@ def print_report(report: JobReport) -> None:
     if repeated := _repeated(report):
         say(repeated)
     say()
+    if report.bottleneck is not None:
+        say(f"bottleneck: {report.bottleneck}")
+        say_helps(report.helps, trace)
+        say()
     say_band(report.widest_rate, report.at_peak)
     _print_lanes(report.lanes, None if expected is None else expected.lanes)
     if report.no_expectation is not None:
@@ -166,6 +178,20 @@ def say_band(widest_rate: str | None, at_peak: Figures | None) -> None:
         say(f"at the stated rates: {at_peak.throughput_tokens_per_second:.4g} tokens/s")
     if widest_rate is not None or at_peak is not None:
         say()
+
+
+def say_helps(helps: Sequence[Help], trace: Path | None) -> None:
+    """Print the changes that would save most, each with its gain and its command for the trace, if there is one."""
+    from moesched.analysis.explanation_tables import DECISIONS_HELD
+
+    if not helps:
+        return
+    say("\nWhat would help")
+    for each in helps:
+        command = each.command if trace is None else each.command.replace("TRACE", shlex.quote(str(trace)))
+        say(f"{each.sentence}:\n  moesched {command}")
+    if any(each.decisions_unchanged for each in helps):
+        say(DECISIONS_HELD)
 
 
 def _rates(report: JobReport) -> dict[str, str]:

@@ -30,7 +30,7 @@ def hand_out(job: Callable[[], JobReport], given: OutputArguments) -> JobReport:
     if given.json:
         print_json(report.as_dict())
     elif ending.error is None or not _is_the_policys(ending.error):
-        print_report(report)
+        print_report(report, given.trace)
         if ending.error is None:
             _say_where(given)
     if report.failure is not None and ending.error is None:

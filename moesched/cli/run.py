@@ -70,6 +70,7 @@ def run(
             tensor_parallel=tensor_parallel,
             foreign_machine=foreign_machine,
             expect=True,
+            explained=True,
         )
     if tensor_parallel not in (None, 1):
         raise BadInput(f"--local {local} gives each node one accelerator: omit --tensor-parallel")

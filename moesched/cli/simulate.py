@@ -146,6 +146,7 @@ def simulate(*, given: SimulationArguments) -> int:
                 trace=given.trace,
                 html=given.html,
                 band=not given.no_band,
+                explained=True,
                 listener=SimulationBar(bar),
                 **given.requests_and_routing(),
                 **given.sizes_and_budgets(),

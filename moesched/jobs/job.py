@@ -96,7 +96,18 @@ class Job:
         Raises:
             BadInput: not even one request fits.
         """
-        setting = Setting(
+        setting = self.setting(lengths, new_tokens, slot_bytes)
+        try:
+            sizes = choose_sizes(setting, self.options.sizes, successive=successive)
+        except BadInput as error:
+            raise self._with_width(error, setting.batch(1, 1), slot_bytes) from error
+        if sizes.kv_on_gpu is not None:
+            self.make = partial(self.make, **{KV_SHARE: sizes.kv_on_gpu})
+        return sizes
+
+    def setting(self, lengths: Sequence[int], new_tokens: int, slot_bytes: Callable[[Page], int]) -> Setting:
+        """All that the job's plans depend on, apart from the batch; see `sizes`."""
+        return Setting(
             make=self.make,
             machine=self.machine,
             layout=self.layout,
@@ -112,13 +123,6 @@ class Job:
             nodes=self.nodes,
             process=self._process,
         )
-        try:
-            sizes = choose_sizes(setting, self.options.sizes, successive=successive)
-        except BadInput as error:
-            raise self._with_width(error, setting.batch(1, 1), slot_bytes) from error
-        if sizes.kv_on_gpu is not None:
-            self.make = partial(self.make, **{KV_SHARE: sizes.kv_on_gpu})
-        return sizes
 
     def policies(self) -> BatchPolicies:
         """The policies of a run of all batches; call it after `sizes`."""

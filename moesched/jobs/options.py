@@ -91,10 +91,12 @@ class RunOptions(PlannedOptions, DeviceOptions, GenerationOptions, OutputOptions
     Attributes:
         foreign_machine: use the machine's measured costs even if they come from another processor than this one.
         expect: predict each batch after it ran, if the machine is calibrated: `expected` of the report.
+        explained: find the bottleneck of the first batch, and what would help: `bottleneck` and `helps` of the report.
     """
 
     foreign_machine: bool = False
     expect: bool = False
+    explained: bool = False
 
 
 class RunKeywords(ProfilingKeywords, CutKeywords, GenerationKeywords, OutputKeywords, total=False):
@@ -102,6 +104,7 @@ class RunKeywords(ProfilingKeywords, CutKeywords, GenerationKeywords, OutputKeyw
 
     foreign_machine: bool
     expect: bool
+    explained: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,11 +185,14 @@ class SimulationOptions(PlannedOptions, FormatOptions, WorkloadOptions, OutputOp
         network: the network between them: a name of `moesched list networks`, a TOML file, or a Network; None for
             the machine's own.
         band: simulate the first batch some twenty times more, for the band of the figures.
+        explained: find the bottleneck of the first batch, and what would help, a faster policy included: `bottleneck`
+            and `helps` of the report.
     """
 
     nodes: int | None = None
     network: Network | str | None = None
     band: bool = True
+    explained: bool = False
 
 
 class SimulationKeywords(
@@ -204,3 +210,4 @@ class SimulationKeywords(
     nodes: int | None
     network: Network | str | None
     band: bool
+    explained: bool

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from moesched.analysis.helps import Help
 from moesched.errors import MoeschedError, attach_report
 from moesched.planner.uncertainty import Figures
 from moesched.runs.listeners import KindMeter, kind_use
@@ -55,6 +56,8 @@ class JobReport(Report, frozen=True, kw_only=True):
         band: of a prediction's figures, the low end, the expected figure and the high end; None without a band.
         at_peak: a prediction's figures at the rates that the machine states; None where its costs were measured.
         widest_rate: the rate that widens the band most, in words.
+        bottleneck: of the first batch, in words; None if it was not asked for, or no task ran.
+        helps: the changes that would save most of its time, the best first.
     """
 
     dtype: str
@@ -70,6 +73,8 @@ class JobReport(Report, frozen=True, kw_only=True):
     band: dict[str, tuple[float, float, float]] | None = None
     at_peak: Figures | None = None
     widest_rate: str | None = None
+    bottleneck: str | None = None
+    helps: list[Help] = msgspec.field(default_factory=list)
 
     @property
     def place(self) -> str:

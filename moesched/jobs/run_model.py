@@ -15,6 +15,7 @@ from moesched.inputs.prompts import Prompt, encode_prompts, require_some
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
 from moesched.jobs.expectation import Expectation, obstacle
+from moesched.jobs.explained import explained
 from moesched.jobs.job import Job
 from moesched.jobs.memory_ahead import pieces_to_take
 from moesched.jobs.options import RunKeywords, RunOptions
@@ -22,9 +23,10 @@ from moesched.jobs.report import JobReport, job_report
 from moesched.jobs.text_listener import TextListener
 from moesched.jobs.trace_file import (
     BatchFiles,
+    about_of,
     batch_files,
     recorded_outputs,
-    recorder_of,
+    recorder_for,
     roofs_of,
     write_recording,
 )
@@ -97,6 +99,7 @@ def run_model(
             with suppress(KeyboardInterrupt):
                 files = batch_files(given, number)
                 expectation = Expectation(job, batch, devices, reason, predicted) if given.expect else None
+                explains = given.explained and not number
                 reports.add(
                     _run_batch,
                     job,
@@ -109,6 +112,7 @@ def run_model(
                     texts,
                     files,
                     expectation,
+                    explains,
                 )
             texts.finish_all()
             if reports.ended_early(number):
@@ -156,6 +160,7 @@ def _run_batch(
     texts: TextListener,
     files: BatchFiles,
     expectation: Expectation | None,
+    explains: bool,
 ) -> JobReport:
     plan, policy = job.plan(batch, devices.slot_bytes, policy=policies.next_of(0))
     peers = [
@@ -164,7 +169,7 @@ def _run_batch(
     ]
     texts.listener.planned(plan)
     knows_rates = bool(plan.machine.cost_table) or isinstance(devices.first, Emulates)
-    recorder = recorder_of(plan, predicts=knows_rates) if files.wanted else None
+    recorder = recorder_for(plan, files, explained=explains, predicts=knows_rates)
     kinds = KindMeter()
     read_before = devices.bytes_read
     ending = JobEnding()
@@ -206,6 +211,9 @@ def _run_batch(
         finished = expectation.added_to(finished)
     if recorder is not None:
         roofs = roofs_of(plan.machine, finished.dtype) if knows_rates else None
-        write_recording(files, recorder.recording(), finished, texts.listener, roofs=roofs)
+        recording, explanation = recorder.recording(), None
+        if explains:
+            finished, explanation = explained(finished, recording, about_of(finished))
+        write_recording(files, recording, finished, texts.listener, roofs=roofs, explanation=explanation)
     ending.raise_error(finished)
     return finished

@@ -16,15 +16,17 @@ from moesched.inputs.options import options_from, takes
 from moesched.inputs.prompts import Prompt, require_some
 from moesched.jobs.bands import with_band
 from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
+from moesched.jobs.explained import another_policy, explained
 from moesched.jobs.job import Job
 from moesched.jobs.options import SimulationKeywords, SimulationOptions
 from moesched.jobs.report import JobReport, job_report
 from moesched.jobs.scenario import Scenario, find_scenario
 from moesched.jobs.trace_file import (
     BatchFiles,
+    about_of,
     batch_files,
     recorded_outputs,
-    recorder_of,
+    recorder_for,
     roofs_of,
     write_recording,
 )
@@ -181,7 +183,8 @@ def _simulate(
         raise NotFixed  # a task's duration depends on concurrent tasks, or on which node runs the experts
     peers = [Rank(*job.plan(batch, room_for, node, policies.next_of(node))) for node in range(1, job.nodes)]
     listener.planned(plan)
-    recorder = recorder_of(plan) if files.wanted else None
+    explains = given.explained and not batch.first_request
+    recorder = recorder_for(plan, files, explained=explains)
     kinds = KindMeter()
     ending = JobEnding()
     report = reported(
@@ -202,7 +205,12 @@ def _simulate(
     finished = job_report(report, plan, kinds, policy=given.policy, dtype=job.layout.dtype)
     if recorder is not None:
         roofs = roofs_of(plan.machine, finished.dtype)
-        write_recording(files, recorder.recording(), finished, listener, roofs=roofs)
+        recording, explanation = recorder.recording(), None
+        if explains:
+            drawn = isinstance(routing, SeededRouting)
+            more = another_policy(finished, job, batch) if drawn else []
+            finished, explanation = explained(finished, recording, about_of(finished), more)
+        write_recording(files, recording, finished, listener, roofs=roofs, explanation=explanation)
     ending.raise_error(finished)
     return finished
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from moesched.analysis.explanation import Explanation
+from moesched.analysis.helps import FEWEST_STEPS, MOST_TASKS
 from moesched.errors import BadInput
 from moesched.jobs.batch_reports import NotTraced
 from moesched.jobs.options import OutputOptions
@@ -18,12 +20,21 @@ from moesched.runs.listeners import Listener
 from moesched.steps.plan import Plan
 from moesched.system.logs import Log
 from moesched.system.outputs import Output, numbered
-from moesched.trace import About, Clock, LastSteps, Recorder, Recording, write_trace
+from moesched.trace import About, Clock, FirstSteps, LastSteps, Recorder, Recording, write_trace
 from moesched.trace.recording import Roof
 
 MOST_TRACED_TASKS = 500_000
 
 _log = Log(__name__)
+
+
+def recorder_for(
+    plan: Plan, files: BatchFiles, *, explained: bool, predicts: bool = False
+) -> Recorder | LastSteps | None:
+    """A recorder for the files of a batch, or else for its explanation; None if neither is wanted."""
+    if files.wanted:
+        return recorder_of(plan, predicts=predicts)
+    return FirstSteps(FEWEST_STEPS, MOST_TASKS) if explained else None
 
 
 def recorder_of(plan: Plan, *, predicts: bool = False) -> Recorder | LastSteps:
@@ -92,25 +103,19 @@ def write_recording(
     *,
     clocks: Mapping[str, Clock] | None = None,
     roofs: Mapping[str, Roof] | None = None,
+    explanation: Explanation | None = None,
 ) -> None:
     """Write the recording of the batch that `report` describes.
 
     Args:
         clocks: corrections of the nodes' clocks, by rank.
         roofs: limits of the processors, where they are known.
+        explanation: of the batch, if it was made already.
 
     Raises:
         NotTraced: it cannot be written.
     """
-    about = About(
-        driver="realtime" if report.measured else "virtual",
-        policy=report.policy,
-        model=report.model,
-        machine=report.place,
-        plan=msgspec.to_builtins(report.plan),
-        clocks=dict(clocks or {}),
-        roofs=dict(roofs or {}),
-    )
+    about = about_of(report, clocks, roofs)
     try:
         if files.trace is not None:
             listener.writing(files.trace)
@@ -119,8 +124,25 @@ def write_recording(
             listener.writing(files.html)
             from moesched.report import write_run_page
 
-            write_run_page(files.html, recording, about, report=report.as_dict())
+            write_run_page(files.html, recording, about, report=report.as_dict(), explanation=explanation)
     except BadInput as error:
         raise NotTraced(error, report) from error
     finally:
         listener.ran()
+
+
+def about_of(
+    report: JobReport,
+    clocks: Mapping[str, Clock] | None = None,
+    roofs: Mapping[str, Roof] | None = None,
+) -> About:
+    """The origin of a recording, from its report."""
+    return About(
+        driver="realtime" if report.measured else "virtual",
+        policy=report.policy,
+        model=report.model,
+        machine=report.place,
+        plan=msgspec.to_builtins(report.plan),
+        clocks=dict(clocks or {}),
+        roofs=dict(roofs or {}),
+    )

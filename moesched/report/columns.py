@@ -143,12 +143,14 @@ def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
 
 
 def _waits(columns: Columns, recording: Recording) -> dict[str, Any]:
-    """For each slice, the one that it waited for last, and why."""
+    """For each slice, the one that it waited for last, why, and the time between the two."""
     waits = waits_of(recording)
     return {
         "waits": {
             "before": columns.add("i32", (wait.before for wait in waits)),
             "why": columns.add("u8", (WHY.index(wait.why) for wait in waits)),
+            "policy": columns.add("f64", (wait.policy for wait in waits)),
+            "host": columns.add("f64", (wait.host for wait in waits)),
         },
         "whys": WHY,
     }

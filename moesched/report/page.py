@@ -19,13 +19,19 @@ MODULES = (
     "rows",
     "merge",
     "theme",
+    "hatches",
+    "marks",
     "paint",
     "arrows",
     "describe",
+    "idle",
     "details",
     "charts",
+    "finder",
+    "pick",
     "input",
     "timeline",
+    "places",
     "main",
 )
 """The scripts, each after those that it imports. They become one script, without imports and exports."""
@@ -35,15 +41,16 @@ _EXPORT = re.compile(r"^export ", re.MULTILINE)
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
-def page(title: str, sections: Mapping[str, str], data: str) -> str:
+def page(title: str, sections: Mapping[str, str], rules: str, data: str) -> str:
     """The text of a page.
 
     Args:
         title: of the window, as escaped text.
-        sections: HTML, by the names of the template's places: "head", "tables".
+        sections: HTML, by the names of the template's places: "head", "legend", "tables".
+        rules: style rules of this page alone.
         data: what `Columns.pack` returned.
     """
-    style, scripts = _style(), (_charts_library(), _script())
+    style, scripts = _style() + rules, (_charts_library(), _script())
     places = {
         **sections,
         "title": title,

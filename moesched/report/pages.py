@@ -9,9 +9,11 @@ from typing import Any
 from moesched.analysis.comparison import Comparison
 from moesched.analysis.explanation import Explanation, explain
 from moesched.analysis.explanation_tables import DECISIONS_HELD, bottleneck_in_words, tables_of
-from moesched.analysis.families import COLOURS, MEANINGS
+from moesched.analysis.families import COLOURS, MEANINGS, family_of
+from moesched.analysis.helps import Help
 from moesched.machines.weights_home import WeightsHome
 from moesched.report.columns import run_columns
+from moesched.report.glossary import glossary
 from moesched.report.markup import element, figures, paragraphs, table, text
 from moesched.report.packing import Columns
 from moesched.report.page import page
@@ -23,6 +25,7 @@ from moesched.report.run_figures import (
     predictions_table,
     run_figures,
 )
+from moesched.report.space import reserved
 from moesched.system.whole_file import whole_file
 from moesched.trace.chrome_writer import TitledRun, common_shifts
 from moesched.trace.recording import About, Recording
@@ -58,6 +61,7 @@ def write_run_page(
     tables = []
     if explanation is not None:
         head.append(_bottleneck(explanation))
+        head.append(_helps(explanation.helps))
         tables += [table(name, *each) for name, each in tables_of(explanation).items()]
         if any(each.decisions_unchanged for each in explanation.what_if):
             tables.append(paragraphs([DECISIONS_HELD], css="note"))
@@ -134,12 +138,37 @@ def _bottleneck(explanation: Explanation) -> str:
     return element("p", element("strong", "Bottleneck: "), text(said), css="bottleneck")
 
 
+def _helps(helps: Sequence[Help]) -> str:
+    """The changes that would save most, each with its command."""
+    if not helps:
+        return ""
+    items = (
+        element("li", text(f"{each.sentence}: "), element("code", text(f"moesched {each.command}")))
+        for each in helps
+    )
+    held = [DECISIONS_HELD] if any(each.decisions_unchanged for each in helps) else []
+    told = element("strong", "What would help"), element("ul", *items), paragraphs(held, css="note")
+    return element("div", *told, css="helps")
+
+
+def _legend(runs: Sequence[TitledRun]) -> str:
+    """The families of tasks that run, with room for their colours and hatches."""
+    known = {id(each.task): each.task for run in runs for each in run.recording.slices}
+    used = {family_of(task) for task in known.values()}
+    items = [
+        element("li", element("i", css="swatch", data_family=str(number)), text(MEANINGS[family]))
+        for number, family in enumerate(COLOURS)
+        if family in used
+    ]
+    if any(run.recording.cancelled for run in runs):
+        items.append(element("li", text("× cancelled transfer")))
+    return element("ul", *items, id="legend", aria_label="Colours and hatches")
+
+
 def _write(path: Path, title: str, sections: Mapping[str, str], runs: Sequence[TitledRun]) -> None:
     columns = Columns()
     content = {
-        "families": [
-            {"name": name, "colour": colour, "meaning": MEANINGS[name]} for name, colour in COLOURS.items()
-        ],
+        "families": [{"name": name, "colour": colour} for name, colour in COLOURS.items()],
         "runs": [
             run_columns(
                 columns, f"{run.title} ({run.about.figures})" if run.title else "", run.recording, shift
@@ -147,6 +176,14 @@ def _write(path: Path, title: str, sections: Mapping[str, str], runs: Sequence[T
             for run, shift in zip(runs, common_shifts(runs) if runs else [], strict=True)
         ],
     }
-    made = page(text(title), sections, columns.pack(content))
+    drawn = any(run.recording.slices for run in runs)
+    places = {
+        **sections,
+        "legend": _legend(runs),
+        "glossary": glossary(),
+        "without_timeline": "" if drawn else " hidden",
+        "with_timeline": " hidden" if drawn else "",
+    }
+    made = page(text(title), places, reserved(runs), columns.pack(content))
     with whole_file(path, "report") as file:
         file.write(made.encode())

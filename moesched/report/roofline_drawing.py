@@ -15,6 +15,11 @@ WIDTH, HEIGHT = 760, 380
 LEFT, RIGHT, TOP, BOTTOM = 96, 16, 16, 46
 """Sizes in pixels: the drawing, and its margins."""
 
+LEGEND_ROW = 20
+"""Height of a line of the legend, which is below the axis."""
+DASHES = ("none", "7 4", "2 3", "9 3 2 3")
+"""Lines by which roofs differ."""
+
 SHOWN_POINTS = 12
 RADIUS = 9
 SPARE = 0.35
@@ -59,7 +64,7 @@ def _drawing(points: Sequence[KernelPoint], roofs: Mapping[str, Roof]) -> str:
     return element(
         "svg",
         *parts,
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
+        viewBox=f"0 0 {WIDTH} {HEIGHT + LEGEND_ROW * len(roofs)}",
         role="img",
         aria_label="Roofline of this run's kernels; the table has the same figures",
     )
@@ -79,13 +84,17 @@ def _grid(x: _Scale, y: _Scale) -> Iterator[str]:
 
 def _roofs(roofs: Mapping[str, Roof], x: _Scale, y: _Scale) -> Iterator[str]:
     floor = 10.0**y.low
-    for name, roof in roofs.items():
+    for number, (name, roof) in enumerate(roofs.items()):
         first = max(10.0**x.low, floor / roof.bandwidth)
         xs = [first, roof.flops / roof.bandwidth, 10.0**x.high]
         line = " ".join(f"{x.at(each)},{y.at(attainable(roof, each))}" for each in xs)
-        yield element("polyline", points=line, css="roof")
+        dashes = DASHES[number % len(DASHES)]
+        yield element("polyline", points=line, css="roof", stroke_dasharray=dashes)
+        row = HEIGHT + LEGEND_ROW * number + LEGEND_ROW / 2
+        sample = f"{LEFT},{row} {LEFT + 40},{row}"
+        yield element("polyline", points=sample, css="roof", stroke_dasharray=dashes)
         words = f"{name}: {format_flops(roof.flops)}, {format_bytes(roof.bandwidth)}/s"
-        yield _word(words, WIDTH - RIGHT - 4, y.at(roof.flops) - RADIUS - 5, "end")
+        yield _word(words, LEFT + 48, row + 4, "start")
 
 
 def _points(points: Sequence[KernelPoint], x: _Scale, y: _Scale) -> Iterator[str]:

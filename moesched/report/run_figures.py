@@ -8,7 +8,7 @@ from typing import Any
 from moesched.analysis.explanation import Explanation
 from moesched.report.markup import table
 from moesched.trace.recording import Recording
-from moesched.units import format_bytes, format_seconds
+from moesched.units import format_bytes, format_number, format_seconds
 
 SHOWN_KINDS = 12
 SHOWN_MICRO_BATCHES = 32
@@ -31,7 +31,7 @@ def run_figures(
     found: dict[str, str] = {}
     for key, name in RATES.items():
         if report.get(key):
-            found[name] = f"{report[key]:,.1f} tokens/s"
+            found[name] = f"{format_number(report[key])} tokens/s"
     for key, name in TIMES.items():
         if report.get(key):
             found[name] = format_seconds(report[key])
@@ -79,8 +79,8 @@ def expectation_table(report: Mapping[str, Any]) -> str:
     rows = [
         [
             name,
-            f"{report[key]:,.1f} tokens/s",
-            f"{expected[key]:,.1f} tokens/s",
+            f"{format_number(report[key])} tokens/s",
+            f"{format_number(expected[key])} tokens/s",
             _over(report[key], expected[key]),
         ]
         for key, name in RATES.items()

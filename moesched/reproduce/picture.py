@@ -80,7 +80,7 @@ def _tables(section: Section) -> Figure:
         axes.set_ylabel("tokens/s")
     all_axes[0].bar([0], [0], color=OURS, label="ours, predicted")
     all_axes[0].bar([0], [0], color=FITTED, label="ours, fitted")
-    all_axes[0].legend(fontsize=8)
+    _legend_below(all_axes[0])
     return figure
 
 
@@ -198,7 +198,7 @@ def _expert_times(section: Section) -> Figure:
         axes.set_xlabel("tokens of the expert")
         axes.grid(linewidth=0.4, alpha=0.6)
     all_axes[0].set_ylabel("ms")
-    all_axes[0].legend(fontsize=7)
+    _legend_below(all_axes[0])
     return figure
 
 
@@ -228,7 +228,7 @@ def _breakdowns(section: Section) -> Figure:
             bottoms = [bottom + value for bottom, value in zip(bottoms, values, strict=True)]
     axes.set_xticks(range(len(names)), [f"{method}, {nodes} nodes" for method, nodes in names])
     axes.set_ylabel("seconds of a token")
-    axes.legend(fontsize=7)
+    _legend_below(axes)
     return figure
 
 
@@ -296,6 +296,11 @@ def _figure(count: int, title: str, each: float) -> tuple[Figure, list[Any]]:
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
 
+def _legend_below(axes: Any) -> None:
+    """A legend below an axis, where it hides nothing."""
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False)
+
+
 def _lines(
     axes: Any, rows: Iterable[Row], name: Callable[[Row], str], x: str, y: str, style: str = "-"
 ) -> None:
@@ -305,5 +310,5 @@ def _lines(
         lines.setdefault(name(row), []).append((row[x], row[y]))
     for number, (label, points) in enumerate(lines.items()):
         axes.plot(*zip(*points, strict=True), style, marker="o", ms=3, color=COLORS[number], label=label)
-    axes.legend(fontsize=7)
+    _legend_below(axes)
     axes.grid(linewidth=0.4, alpha=0.6)

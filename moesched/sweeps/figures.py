@@ -105,6 +105,15 @@ class Best(NamedTuple):
     next_best: tuple[str, float] | None
 
 
+COUNTED = {
+    "batch_size": "batch size, requests",
+    "gen": "new tokens of a request",
+    "micro_batch_size": "micro-batch size, requests",
+    "prefill_chunk": "chunk of prefill, tokens",
+}
+"""Axes of a sweep as those of a picture, with what they count."""
+
+
 def title_of(name: str) -> str:
     """A metric or an axis in words."""
     return METRICS[name].title if name in METRICS else (name.partition(".")[2] or name).replace("_", " ")

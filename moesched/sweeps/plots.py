@@ -1,4 +1,4 @@
-"""Pictures of a sweep: curves by policy with a panel for each machine, or Pareto fronts."""
+"""Pictures of a sweep: curves or points by policy with a panel for each machine, or Pareto fronts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moesched.analysis.families import COLOURS
 from moesched.analysis.pictures import drawing, write_picture
 from moesched.errors import BadInput
 from moesched.sweeps.axes import Axes
-from moesched.sweeps.figures import METRICS, Figures, pareto_front, title_of, varying
+from moesched.sweeps.figures import COUNTED, METRICS, Figures, pareto_front, title_of, varying
 from moesched.sweeps.line import Line
 from moesched.sweeps.points import axis_value
 
@@ -33,6 +33,9 @@ STYLES = list(
     islice(zip(cycle(MARKERS), cycle(SERIES_COLOURS), strict=False), len(MARKERS) * len(SERIES_COLOURS))
 )
 """Markers and colours, by which series differ; neither number divides the other, so that all pairs differ."""
+
+SPREAD = 0.7
+"""Share of a category's width over which the points of its series are spread."""
 
 OTHERS = (".", "#bbbbbb")
 """Points of series that have none on a Pareto front."""
@@ -90,19 +93,44 @@ def _draw(picture: Picture, lines: Sequence[Line], axes: Axes, figures: Figures)
     figure = NewFigure(figsize=(4.4 * columns + 2.2, 3.6 * rows + 0.3), layout="constrained")
     grid = list(figure.subplots(rows, columns, squeeze=False).flat)
     styles = dict(zip(_ranked(lines, within, picture, figures), cycle(STYLES), strict=False))
+    categories = _categories(lines, picture, figures)
     for panel, (title, found) in zip(grid, panels.items(), strict=False):
         front = pareto_front(found, picture.x, picture.y, figures) if picture.pareto else []
         for name, members in _grouped(found, within).items():
             style = styles[name] if not picture.pareto or any(line in front for line in members) else OTHERS
-            _draw_series(panel, name, [_position(line, picture, figures) for line in members], style, picture)
+            places = [_position(line, picture, figures) for line in members]
+            if categories:
+                beside = _beside(list(styles).index(name), len(styles))
+                places = [(categories.index(x) + beside, y) for x, y in places]
+            _draw_series(panel, name, places, style, curve=not (picture.pareto or categories))
         if picture.pareto:
             _draw_front(panel, [_position(line, picture, figures) for line in front])
-        _label(panel, title or ("" if picture.pareto else found[0].inputs["machine"]), picture)
-        _scale(panel, [_position(line, picture, figures) for line in lines], picture)
+        _label(panel, title, picture)
+        _scale(panel, [_position(line, picture, figures) for line in lines], picture, categories)
     for panel in grid[len(panels) :]:
         panel.set_visible(False)
+    figure.suptitle(_common(lines), fontsize=11)
     _add_legend(figure, list(styles))
     return figure
+
+
+def _common(lines: Sequence[Line]) -> str:
+    """The model, machine and workload that all points share, as a title."""
+    shared = {name: {line.inputs.get(name) for line in lines} for name in ("model", "machine", "workload")}
+    said = {name: _told(name, values.pop()) for name, values in shared.items() if len(values) == 1}
+    where = " on ".join(said[name] for name in ("model", "machine") if said.get(name))
+    return ", ".join(filter(None, (where, said.get("workload"))))
+
+
+def _categories(lines: Sequence[Line], picture: Picture, figures: Figures) -> list[str]:
+    """The values of the horizontal axis in the order of the points, if they are names; empty if they are numbers."""
+    values = list(dict.fromkeys(_position(line, picture, figures)[0] for line in lines))
+    return [] if all(map(_is_number, values)) else [str(each) for each in values]
+
+
+def _beside(number: int, count: int) -> float:
+    """The distance of a series' points from the middle of their category, whose width is 1."""
+    return SPREAD * ((number + 0.5) / count - 0.5)
 
 
 def _divided(axes: Axes, picture: Picture) -> tuple[list[str], list[str]]:
@@ -123,14 +151,12 @@ def _divided(axes: Axes, picture: Picture) -> tuple[list[str], list[str]]:
 
 
 def _draw_series(
-    panel: Panel, name: str, places: Sequence[Place], style: tuple[str, str], picture: Picture
+    panel: Panel, name: str, places: Sequence[Place], style: tuple[str, str], *, curve: bool
 ) -> None:
     """Draw one curve from left to right, or only its points."""
     marker, colour = style
-    if not picture.pareto and all(_is_number(x) for x, _ in places):
-        places = sorted(places)
-    line = "none" if picture.pareto else "-"
-    xs, ys = zip(*places, strict=True)
+    line = "-" if curve else "none"
+    xs, ys = zip(*sorted(places), strict=True)
     label = "others" if style == OTHERS else name
     panel.plot(xs, ys, marker=marker, markersize=4, linewidth=1.2, linestyle=line, color=colour, label=label)
 
@@ -142,15 +168,21 @@ def _draw_front(panel: Panel, front: Sequence[Place]) -> None:
 
 def _label(panel: Panel, title: str, picture: Picture) -> None:
     panel.set_title(title, fontsize=10)
-    panel.set_xlabel(title_of(picture.x))
+    panel.set_xlabel(COUNTED.get(picture.x) or title_of(picture.x))
     panel.set_ylabel(title_of(picture.y))
     panel.grid(alpha=0.3)
 
 
-def _scale(panel: Panel, places: Sequence[Place], picture: Picture) -> None:
+def _scale(panel: Panel, places: Sequence[Place], picture: Picture, categories: Sequence[str]) -> None:
     """Use logarithms where values differ much, and name the values of an axis of the sweep."""
     xs, ys = zip(*places, strict=True)
-    if _differ_much(xs):
+    if categories:
+        panel.set_xlim(-0.5, len(categories) - 0.5)
+        panel.set_xticks(range(len(categories)), categories)
+        panel.grid(visible=False, axis="x")
+        for edge in range(1, len(categories)):
+            panel.axvline(edge - 0.5, color="#b0b0b0", linewidth=0.6, alpha=0.5)
+    elif _differ_much(xs):
         panel.set_xscale("log")
         _number_logarithms(panel.xaxis)
     if _differ_much(ys):

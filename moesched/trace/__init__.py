@@ -7,7 +7,7 @@ from moesched.trace.chrome_reader import Trace, read_trace
 from moesched.trace.chrome_writer import TitledRun, write_side_by_side, write_trace
 from moesched.trace.critical import Hop, critical_path, least_nanoseconds
 from moesched.trace.merging import merge_recordings
-from moesched.trace.recorder import LastSteps, Recorder
+from moesched.trace.recorder import FirstSteps, LastSteps, Recorder
 from moesched.trace.recording import About, Clock, LaneName, MemorySample, Recording, Slice, TaskInfo
 from moesched.trace.summary import KindUse, LaneUse, StepTime, Summary, summarize
 
@@ -18,6 +18,7 @@ __all__ = [
     "KindUse",
     "LaneName",
     "LaneUse",
+    "FirstSteps",
     "LastSteps",
     "MemorySample",
     "Recorder",

@@ -7,7 +7,7 @@ everything else is computed when the recording is requested.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
@@ -61,6 +61,7 @@ class _Rank:
     """
 
     def __init__(self, engine: Engine, memories: Mapping[str, HasPeak], pools: Iterable[Pool]) -> None:
+        self._engine = engine
         self.lanes = engine.lanes
         self.joins: list[Join] = []
         self.awaits: list[tuple[int, int]] = []
@@ -77,6 +78,11 @@ class _Rank:
         engine.awaits = self.awaits
         engine.submit_delays = self.submit_delays
         engine.cancels = self.cancels
+
+    def stop(self) -> None:
+        """Keep what is known, and have the engine note nothing more."""
+        engine = self._engine
+        engine.joined = engine.awaits = engine.submit_delays = engine.cancels = None
 
 
 class _RankRecorder:
@@ -147,6 +153,58 @@ class Recorder(_RankRecorder):
         """Return the recording of the tasks that ran so far."""
         tasks = [*self._tasks, *(task for replayed in self._replayed for task in replayed())]
         return self._recorded(tasks, trimmed=False)
+
+
+class FirstSteps(Recorder):
+    """Keeps the tasks of loading and of the first steps: all that a replay needs.
+
+    It is used like `Recorder`.
+
+    Args:
+        steps: number of steps that are kept in any case, the prefill included.
+        tasks: number of tasks at which the step that runs is the last one to be kept.
+    """
+
+    def __init__(self, steps: int, tasks: int = 0) -> None:
+        super().__init__()
+        self._fewest = steps
+        self._most = tasks
+        self._end: int | None = None
+        """The first step that is not kept, once it is known."""
+        self._stopped: set[int] = set()
+
+    @property
+    def ended(self) -> Callable[[Task], None]:
+        """The callback for finished tasks."""
+        return self._keep
+
+    def replayed(self, timeline: Timeline) -> None:
+        """Add the first steps of a replayed run."""
+        self._replayed.append(lambda: self._first_of(timeline.tasks()))
+
+    def _keep(self, task: Task) -> None:
+        if self._end is None:
+            self._append(task)
+            if self._is_enough(len(self._tasks), task):
+                self._end = task.step + 1
+                self._tasks[:] = [each for each in self._tasks if each.step < self._end]
+        elif task.step < self._end:
+            self._append(task)
+        elif (rank := self._rank_of[task.lane]) not in self._stopped:  # it has submitted all earlier steps
+            self._stopped.add(rank)
+            self._ranks[rank].stop()
+
+    def _first_of(self, tasks: Iterable[Task]) -> Iterator[Task]:
+        end = None
+        for count, task in enumerate(tasks, 1):
+            if end is not None and task.step >= end:
+                return
+            if end is None and self._is_enough(count, task):
+                end = task.step + 1
+            yield task
+
+    def _is_enough(self, count: int, task: Task) -> bool:
+        return count >= self._most and task.step + 1 >= self._fewest
 
 
 class LastSteps(_RankRecorder):

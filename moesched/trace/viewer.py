@@ -23,10 +23,13 @@ import msgspec
 from moesched.errors import BadInput
 from moesched.trace.chrome_reader import Event, NameArgs, SliceArgs, decode_trace, nanoseconds, read_bytes
 from moesched.trace.chrome_writer import CRITICAL_PID
+from moesched.trace.zero_counters import without_zero_counters
 
 HOST = "127.0.0.1"
-FIRST_STEPS = 2
-"""Decode steps that are in view at the start."""
+FIRST_LAYERS = 2
+"""Layers of the first decode step that are in view at the start."""
+
+TRANSFER = "PageTransfer"
 
 _CRITICAL_PATH = """
 select slice.id, slice.ts, slice.dur, slice.name
@@ -71,10 +74,11 @@ class Viewer(ThreadingHTTPServer):
 
     def __init__(self, path: Path, port: int = 0) -> None:
         self.interface = interface_folder()
-        self.trace = read_bytes(path)
+        data = read_bytes(path)
         self.secret = token_urlsafe(16)
         self._name = quote(os.fsencode(path.name.removesuffix(".gz")))
-        events = decode_trace(self.trace, path).trace_events
+        events = decode_trace(data, path).trace_events
+        self.trace = without_zero_counters(data, events)
         self._view = start_view(events)
         self._commands = start_commands(events)
         try:
@@ -120,20 +124,24 @@ def start_commands(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def start_view(events: Sequence[Event]) -> tuple[int, int] | None:
-    """The time of the first decode steps, in nanoseconds; None for a run without decode steps.
+    """The time of the first layers of the first decode step, in nanoseconds; None for a run without decode steps.
 
-    A step ends with its last sample. Step 0, the prefill, comes before the first decode step.
+    Transfers do not count, since they may run long before the kernels that need them.
     """
     decode = msgspec.json.Decoder(SliceArgs).decode
-    ends: dict[int, int] = {}
+    spans: dict[tuple[int, int], tuple[int, int]] = {}
     for event in events:
-        if event.ph == "X" and event.cat == "sample" and event.pid != CRITICAL_PID:
+        if event.ph == "X" and event.pid != CRITICAL_PID:
             with suppress(msgspec.DecodeError, ValueError):
-                end = nanoseconds(event.ts) + nanoseconds(event.dur)
-                step = decode(event.args).step
-                ends[step] = max(ends.get(step, 0), end)
-    steps = sorted(ends)[: 1 + FIRST_STEPS]
-    return (ends[steps[0]], ends[steps[-1]]) if len(steps) > 1 else None
+                args = decode(event.args)
+                if args.type == TRANSFER or args.step < 1 or args.layer < 0:
+                    continue
+                start = nanoseconds(event.ts)
+                end = start + nanoseconds(event.dur)
+                first, last = spans.get((args.step, args.layer), (start, end))
+                spans[args.step, args.layer] = min(start, first), max(end, last)
+    shown = [spans[place] for place in sorted(spans)[:FIRST_LAYERS]]
+    return (min(start for start, _ in shown), max(end for _, end in shown)) if shown else None
 
 
 class _Handler(SimpleHTTPRequestHandler):

@@ -1,7 +1,7 @@
 // Curves of memories and pools, drawn by uPlot, on the time axis of the lanes.
 
 import { make, swatch } from "./dom.js";
-import { amount, whole } from "./units.js";
+import { amount, moment, whole } from "./units.js";
 
 const HEIGHT = 84;
 const COLOURS = ["#2E8BC9", "#D55E00", "#009E73"];
@@ -48,6 +48,20 @@ export class Charts {
     for (const chart of this.charts) if (chart.inView) this.#values(chart, time);
   }
 
+  /** The element of the first chart of a pool or a memory; undefined if there is none. */
+  named(name) {
+    return name ? this.charts.find((chart) => chart.name === name)?.element : undefined;
+  }
+
+  /** The curve under the pointer at a time, as a heading and pairs; null if there is none. */
+  under(over, time) {
+    const chart = this.charts.find((each) => each.plot?.over === over);
+    const at = chart ? lastUpTo(chart.times, time) : -1;
+    if (at < 0) return null;
+    const values = chart.values.map(({ name }, number) => [name, chart.kind.unit(chart.curves[number][at])]);
+    return { heading: chart.title, pairs: [["at", moment(time, this.view.span / 100)], ...values] };
+  }
+
   #add(parent, run, kind, data, attach) {
     const shift = run.data.shift;
     const times = data.time.map((time) => time + shift);
@@ -64,7 +78,7 @@ export class Charts {
     const element = make("div", "", names);
     element.className = "chart";
     parent.append(element);
-    const chart = { element, kind, times, curves, values, attach, plot: null, inView: false, shown: null };
+    const chart = { name: data.name, title: kind.title + where, element, kind, times, curves, values, attach, plot: null, inView: false, shown: null };
     this.charts.push(chart);
     this.#values(chart, null);
   }

@@ -26,8 +26,8 @@ export function describe(run, index) {
     ["takes", duration(took)],
   ];
   const [nbytes, flops] = [tasks.bytes[task], tasks.flops[task]];
-  if (nbytes) found.push(["bytes", `${amount(nbytes, "B")}, ${rate(nbytes / took)} GB/s`]);
-  if (flops) found.push(["compute", `${amount(flops, "FLOP")}, ${rate(flops / took)} GFLOP/s`]);
+  if (nbytes) found.push(["bytes", `${amount(nbytes, "B")}, ${amount((1e9 * nbytes) / took, "B/s")}`]);
+  if (flops) found.push(["compute", `${amount(flops, "FLOP")}, ${amount((1e9 * flops) / took, "FLOP/s")}`]);
   if (tasks.pages[task]) found.push(["pages", pagesOf(tasks, task)]);
   if (tasks.rows[task]) found.push(["rows", whole(tasks.rows[task])]);
   const step = slices.step[index];
@@ -78,8 +78,4 @@ export function describeIdle(run, lane, index, since) {
   const reason = REASONS[whys[waits.why[index]]];
   if (before >= 0 && reason) found.push(["which waited for", `${run.label(before)} (${reason})`]);
   return found;
-}
-
-function rate(perNanosecond) {
-  return perNanosecond >= 100 ? whole(perNanosecond) : String(Number(perNanosecond.toPrecision(3)));
 }

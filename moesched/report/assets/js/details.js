@@ -2,7 +2,8 @@
 
 import { describe } from "./describe.js";
 import { make } from "./dom.js";
-import { whole } from "./units.js";
+import { useOf } from "./idle.js";
+import { duration, moment, whole } from "./units.js";
 
 const SHOWN_TASKS = 8;
 const AWAY = 14;
@@ -34,6 +35,25 @@ export function showDetails(panel, selected, select) {
     tasks("depends on", run, run.producersOf(index), select),
     tasks("needed by", run, run.consumersOf(index), select),
   );
+}
+
+/** Show how busy each lane was in a range of time, and what it waited for. */
+export function showRange(panel, runs, { start, end }) {
+  const span = end - start;
+  const share = (nanoseconds) => `${((100 * nanoseconds) / span).toFixed(1)}%`;
+  const body = make("tbody");
+  for (const run of runs) {
+    for (const lane of run.lanes) {
+      const { busy, causes } = useOf(run, lane, start, end);
+      const told = causes.map(([cause, spent]) => `${cause} ${share(spent)}`).join(", ");
+      const name = run.data.title ? `${run.data.title}: ${run.laneTitle(lane)}` : run.laneTitle(lane);
+      body.append(make("tr", "", ...[name, share(busy), told].map((cell) => make("td", cell))));
+    }
+  }
+  const head = make("tr", "", ...["lane", "busy", "idle, by cause"].map((name) => make("th", name)));
+  const wide = make("div", "", make("table", "", make("thead", "", head), body));
+  wide.className = "wide";
+  panel.replaceChildren(make("h3", `${duration(span)} from ${moment(start, span)}`), wide);
 }
 
 function tasks(name, run, indices, select) {

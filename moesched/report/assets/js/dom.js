@@ -8,7 +8,7 @@ export function make(name, text = "", ...children) {
   return element;
 }
 
-/** A small rectangle of a colour. */
+/** A short line of a colour. */
 export function swatch(colour) {
   const element = make("i");
   element.className = "swatch";

@@ -22,7 +22,7 @@ const KEYS = {
   Home: (timeline) => timeline.view.whole(),
   c: (timeline) => timeline.togglePath(),
   Enter: (timeline) => timeline.zoomToSelected(),
-  Escape: (timeline) => timeline.select(null),
+  Escape: (timeline) => timeline.leave(),
 };
 
 const WITH_SHIFT = {
@@ -47,6 +47,24 @@ export function listenToKeys(element, timeline) {
   });
 }
 
+/** Find what is typed into a field; `/` anywhere on the page goes there, and Esc leaves it. */
+export function listenToFinder(field, lanes, timeline) {
+  document.addEventListener("keydown", (event) => {
+    if (event.key !== "/" || event.target.matches("input, select")) return;
+    event.preventDefault();
+    field.focus();
+    field.select();
+  });
+  field.addEventListener("input", () => timeline.find(field.value));
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Enter") timeline.findNext(event.shiftKey ? -1 : 1);
+    if (event.key !== "Escape") return;
+    field.value = "";
+    timeline.find("");
+    lanes.focus();
+  });
+}
+
 /**
  * Zoom with the wheel and move by dragging, where times begin `offset()` pixels right of an element's edge.
  *
@@ -56,17 +74,20 @@ export function listenToPointer(element, timeline, offset, scrolls = false) {
   listenToWheel(element, timeline, offset, scrolls);
   let last = null;
   let moved = 0;
+  let ranges = false;
   element.addEventListener("pointerdown", (event) => {
     if (event.button !== 0) return;
     last = event;
     moved = 0;
+    ranges = timeline.beginRange(event, element);
     element.setPointerCapture(event.pointerId);
   });
   element.addEventListener("pointermove", (event) => {
     if (last) {
       moved += Math.abs(event.clientX - last.clientX) + Math.abs(event.clientY - last.clientY);
       if (moved > CLICK) {
-        timeline.drag(event.clientX - last.clientX, event.clientY - last.clientY);
+        if (ranges) timeline.extendRange(event, element);
+        else timeline.drag(event.clientX - last.clientX, event.clientY - last.clientY);
         last = event;
       }
     }

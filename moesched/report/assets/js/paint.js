@@ -1,5 +1,7 @@
 // Draws the rows that are in view.
 
+import { tileOf } from "./hatches.js";
+import { drawFound } from "./marks.js";
 import { rectangles } from "./merge.js";
 import { AXIS } from "./rows.js";
 import { inkOn, laidOver } from "./theme.js";
@@ -9,8 +11,12 @@ const FONT = "11.5px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
 const BOLD = `600 ${FONT}`;
 const TICK_WIDTH = 110;
 const LABEL_WIDTH = 28;
+const LABEL_HEIGHT = 13;
 const PADDING = 4;
+const NAME_GAP = 2;
 const CROSS = 3;
+const HATCHED_WIDTH = 6;
+const NARROW_GUTTER = 100;
 const TINT = 0.25;
 
 export class Painter {
@@ -18,6 +24,10 @@ export class Painter {
     this.context = context;
     this.families = families.map((family) => family.colour);
     this.inks = this.families.map(inkOn);
+    this.hatches = families.map((family) => {
+      const tile = tileOf(family);
+      return tile && context.createPattern(tile, "repeat");
+    });
     this.widths = new Map();
   }
 
@@ -106,7 +116,8 @@ export class Painter {
     context.fillStyle = scene.colours.line;
     if (row.kind === "lane") context.fillRect(0, y + row.height - 1, scene.width, 1);
     const named = row.kind === "lane" && row.slices.order.length ? scene.colours.ink : scene.colours.quiet;
-    this.#name(row, y, row.run.ranks > 1 && row.kind === "lane" ? 18 : 8, named, scene.gutter);
+    const indent = scene.gutter < NARROW_GUTTER ? 3 : row.run.ranks > 1 && row.kind === "lane" ? 18 : 8;
+    this.#name(row, y, indent, named, scene.gutter);
     context.save();
     this.#clip(scene.gutter, y, scene.width - scene.gutter, row.height);
     if (row.kind === "steps") this.#steps(row, y);
@@ -118,7 +129,7 @@ export class Painter {
     const { context } = this;
     context.fillStyle = colour;
     context.font = row.kind === "title" ? BOLD : FONT;
-    context.fillText(this.#fitted(row.name, room - x - PADDING), x, y + row.height / 2 + 0.5);
+    context.fillText(this.#fitted(row.name, room - x - NAME_GAP), x, y + row.height / 2 + 0.5);
     context.font = FONT;
   }
 
@@ -142,6 +153,7 @@ export class Painter {
     const height = row.height - 5;
     const labelled = [];
     const onPath = [];
+    const hatched = [];
     let last = "";
     const fill = (colour, ...box) => {
       if (colour !== last) context.fillStyle = last = colour;
@@ -154,13 +166,17 @@ export class Painter {
       const drawn = width > 3 && place >= 0 ? width - 1 : Math.max(width, 1);
       const filled = Math.max(2, Math.round(cover * height));
       if (filled < height) fill(this.tints[family], scene.gutter + from, y + 2, drawn, height - filled);
-      fill(this.families[family], scene.gutter + from, y + 2 + height - filled, drawn, filled);
+      const box = [scene.gutter + from, y + 2 + height - filled, drawn, filled];
+      fill(this.families[family], ...box);
+      if (drawn >= HATCHED_WIDTH && this.hatches[family]) hatched.push([family, box]);
       if (place < 0) return;
       if (width >= LABEL_WIDTH) labelled.push(left, right, family, place);
       if (run.onPath[slices.order[place]]) onPath.push(left, right);
     });
+    for (const [family, box] of hatched) fill(this.hatches[family], ...box);
     this.#labels(row, labelled, y + 2.5 + height / 2);
     if (row.kind === "lane") this.#cancelled(row, y + 2 + height / 2);
+    if (row.kind === "lane" && run.found) drawFound(context, this, row, y);
     if (!scene.showPath || row.kind !== "lane") return;
     context.fillStyle = scene.colours.path;
     for (let at = 0; at < onPath.length; at += 2) {
@@ -196,6 +212,11 @@ export class Painter {
       const room = right - left - 2 * PADDING;
       const short = whole.slice(whole.indexOf(" ") + 1); // layer, expert and micro-batch tell more than half a verb
       const label = this.#width(whole) > room && this.#width(short) <= room ? short : this.#fitted(whole, room);
+      if (!label) continue;
+      if (this.hatches[family]) {
+        context.fillStyle = this.families[family]; // hatches would make letters hard to read
+        context.fillRect(scene.gutter + left + 1, y - LABEL_HEIGHT / 2, this.#width(label) + PADDING + 2, LABEL_HEIGHT);
+      }
       context.fillStyle = this.inks[family];
       context.fillText(label, scene.gutter + left + PADDING, y);
     }

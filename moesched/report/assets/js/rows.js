@@ -1,6 +1,7 @@
 // The rows of the timeline, from top to bottom.
 
 export const AXIS = 26;
+export const BELOW = 4;
 const TITLE = 26;
 const RANK = 20;
 const STEPS = 18;

@@ -77,8 +77,15 @@ export class Run {
     this.cancelled = data.cancelled.time.map((time) => time + shift);
     const path = this.#criticalPath();
     this.path = inTurn(row(this.starts, this.ends, this.families, Uint32Array.from(path)));
+    this.found = null; // by slice, whether a search found it
     this.onPath = new Uint8Array(this.count);
     for (const index of path) this.onPath[index] = 1;
+  }
+
+  /** The kind of a task. */
+  verb(index) {
+    const { tasks, slices } = this.data;
+    return tasks.verbs[tasks.verb[slices.task[index]]];
   }
 
   label(index) {

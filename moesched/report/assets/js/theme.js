@@ -5,7 +5,7 @@ const STORED = "moesched theme";
 /** The colours that the canvas needs, from the style sheet. */
 export function colours() {
   const style = getComputedStyle(document.documentElement);
-  const names = ["page", "raised", "ink", "quiet", "line", "accent", "selected", "path", "band"];
+  const names = ["page", "raised", "ink", "quiet", "line", "accent", "selected", "path", "band", "found"];
   return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 

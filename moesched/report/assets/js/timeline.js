@@ -2,21 +2,26 @@
 
 import { drawSelected } from "./arrows.js";
 import { Charts } from "./charts.js";
-import { describe, describeCancelled, describeIdle, stepName } from "./describe.js";
-import { showDetails, showTooltip } from "./details.js";
-import { listenToKeys, listenToPointer } from "./input.js";
+import { stepName } from "./describe.js";
+import { showDetails, showRange, showTooltip } from "./details.js";
+import { Finder } from "./finder.js";
+import { listenToFinder, listenToKeys, listenToPointer } from "./input.js";
+import { drawRange } from "./marks.js";
 import { Painter } from "./paint.js";
-import { AXIS, rowAt, rowsOf } from "./rows.js";
-import { firstAfter, sliceAt } from "./run.js";
+import { describePicked, pick } from "./pick.js";
+import { AXIS, BELOW, rowsOf } from "./rows.js";
+import { firstAfter } from "./run.js";
 import { colours } from "./theme.js";
-import { duration, moment } from "./units.js";
+import { whole } from "./units.js";
 import { firstView, Viewport } from "./viewport.js";
 
 const SLACK = 4;
-const MOST_OF_WINDOW = 0.62;
+const GUTTER = 200;
+const NARROW = 1000;
+const GUTTER_SHARE = 0.2;
 
 export class Timeline {
-  /** `parts` are the elements: lanes, canvas, spacer, details, tooltip, charts and pathButton. */
+  /** `parts` are the elements: lanes, canvas, spacer, details, tooltip, charts, pathButton, find and found. */
   constructor(runs, families, parts) {
     this.runs = runs;
     this.parts = parts;
@@ -40,9 +45,12 @@ export class Timeline {
     this.showPath = true;
     this.selected = null;
     this.cursor = null;
+    this.range = null;
+    this.finder = new Finder(runs);
     this.charts = new Charts(parts.charts, runs, this.view, (over) => listenToPointer(over, this, () => 0, true));
     this.#layOut();
     listenToKeys(parts.lanes, this);
+    listenToFinder(parts.find, parts.lanes, this);
     listenToPointer(parts.canvas, this, () => this.gutter);
     parts.lanes.addEventListener("scroll", () => this.draw());
     addEventListener("resize", () => this.resize());
@@ -52,16 +60,19 @@ export class Timeline {
   /** Fit the canvas to its element and the charts to the canvas. */
   resize() {
     const { lanes, canvas, spacer, charts } = this.parts;
+    const { style } = document.documentElement;
+    style.setProperty("--lanes", `${AXIS + this.height + BELOW}px`);
     const width = lanes.clientWidth;
-    const height = Math.min(AXIS + this.height + 4, Math.floor(innerHeight * MOST_OF_WINDOW));
+    const height = lanes.clientHeight;
     const size = `${width} ${height} ${devicePixelRatio} ${this.height}`;
     if (size === this.size || !width) return;
     this.size = size;
-    this.gutter = parseInt(getComputedStyle(document.documentElement).getPropertyValue("--gutter"), 10);
+    this.gutter = width < NARROW ? Math.round(width * GUTTER_SHARE) : GUTTER;
+    style.setProperty("--gutter", `${this.gutter}px`);
     canvas.width = Math.round(width * devicePixelRatio);
     canvas.height = Math.round(height * devicePixelRatio);
     canvas.style.height = `${height}px`;
-    spacer.style.height = `${AXIS + this.height + 4 - height}px`;
+    spacer.style.height = `${Math.max(0, AXIS + this.height + BELOW - height)}px`;
     this.width = width;
     this.canvasHeight = height;
     this.recolour();
@@ -102,8 +113,45 @@ export class Timeline {
   /** Select a task, given as {run, index}, or none. */
   select(selected, reveal = true) {
     this.selected = selected;
+    this.range = null;
     if (selected && reveal) this.#reveal(selected);
     showDetails(this.parts.details, selected, (each) => this.select(each));
+    this.draw();
+  }
+
+  /** Leave the range or the task that is shown. */
+  leave() {
+    this.select(null);
+  }
+
+  /** Mark the tasks that a text finds, and tell how many these are. */
+  find(text) {
+    this.finder.search(text);
+    this.parts.found.value = text.trim() ? `${whole(this.finder.places.length)} found` : "";
+    this.draw();
+  }
+
+  /** Select the next or the previous task that was found. */
+  findNext(direction) {
+    const next = this.finder.next(this.selected, direction);
+    if (next) this.select(next);
+  }
+
+  /** Begin a range if the pointer is on the time axis, or with Shift; returns whether it did. */
+  beginRange(event, element) {
+    const { canvas } = this.parts;
+    const onAxis = element === canvas && event.clientY - canvas.getBoundingClientRect().top < AXIS;
+    if (!onAxis && !event.shiftKey) return false;
+    this.rangeFrom = this.#time(event, element);
+    return true;
+  }
+
+  /** Show the range from where it began to the pointer. */
+  extendRange(event, element) {
+    const [from, to] = [this.rangeFrom, this.#time(event, element)];
+    this.selected = null;
+    this.range = { start: Math.min(from, to), end: Math.max(from, to) };
+    showRange(this.parts.details, this.runs, this.range);
     this.draw();
   }
 
@@ -150,7 +198,10 @@ export class Timeline {
     const time = event && this.#time(event, element);
     this.cursor = time === null || time < this.view.start ? null : time;
     this.charts.point(this.cursor);
-    const told = event && element === this.parts.canvas && this.cursor !== null ? this.#under(event) : null;
+    let told = null;
+    if (this.cursor !== null) {
+      told = element === this.parts.canvas ? this.#under(event) : this.charts.under(element, this.cursor);
+    }
     showTooltip(this.parts.tooltip, event && { x: event.clientX, y: event.clientY }, told?.heading, told?.pairs);
     this.draw();
   }
@@ -192,6 +243,7 @@ export class Timeline {
     context.beginPath();
     context.rect(this.gutter, AXIS, this.width - this.gutter, this.canvasHeight - AXIS);
     context.clip();
+    if (this.range) drawRange(context, painter, this.range);
     if (this.cursor !== null) {
       context.fillStyle = this.colours.quiet;
       context.fillRect(Math.round(painter.x(this.cursor)), AXIS, 1, this.canvasHeight);
@@ -221,45 +273,19 @@ export class Timeline {
     return this.view.start + ((event.clientX - box.left - offset) / (box.width - offset)) * this.view.span;
   }
 
-  /** The row, the time and the slice under the pointer; null if there is no row with slices. */
+  /** What is under the pointer; null on the axis, left of the times, and where there is no row. */
   #find(event) {
     const { canvas, lanes } = this.parts;
     const y = event.clientY - canvas.getBoundingClientRect().top;
-    const row = y < AXIS ? null : rowAt(this.rows, y - AXIS + lanes.scrollTop);
     const time = this.#time(event, canvas);
-    if (!row || time < this.view.start) return null;
-    if (!row.slices) return { row, time, index: -1 };
-    const place = sliceAt(row.slices, time, this.#slack());
-    return { row, time, index: place < 0 ? -1 : row.slices.order[place] };
-  }
-
-  /** The time of a few pixels. */
-  #slack() {
-    return (SLACK * this.view.span) / (this.width - this.gutter);
+    if (y < AXIS || time < this.view.start) return null;
+    const slack = (SLACK * this.view.span) / (this.width - this.gutter);
+    return pick(this.rows, y - AXIS + lanes.scrollTop, time, slack);
   }
 
   #under(event) {
     const found = this.#find(event);
-    if (!found) return null;
-    const { row, time, index } = found;
-    if (row.kind === "steps") return this.#step(row, time);
-    if (!row.slices) return null;
-    if (row.lane) {
-      const place = row.run.cancelledAt(row.lane, time, this.#slack());
-      if (place >= 0) return { heading: row.run.labelOfCancelled(place), pairs: describeCancelled(row.run, place) };
-    }
-    if (index >= 0) return { heading: row.run.label(index), pairs: describe(row.run, index) };
-    const next = firstAfter(row.slices, time);
-    if (row.kind !== "lane" || next >= row.slices.order.length) return null;
-    const since = next > 0 ? row.slices.ends[next - 1] : row.run.start;
-    return { heading: "", pairs: describeIdle(row.run, row.lane, row.slices.order[next], since) };
-  }
-
-  #step(row, time) {
-    const step = row.run.steps.find((each) => time >= each.start && time < each.end);
-    if (!step) return null;
-    const took = step.end - step.start;
-    return { heading: step.name, pairs: [["starts", moment(step.start, took)], ["takes", duration(took)]] };
+    return found && describePicked(found);
   }
 
   #selectFirst() {

@@ -1,0 +1,154 @@
+"""The changes of a run that would save most of its time, found by replaying its first steps with each.
+
+Candidates come from the critical path: its links at twice their rate, its kernels in half their time, twice the room of
+pools, and no time between tasks. A run is replayed up to `MOST_TASKS`; what a change saves of the prefill and of the
+decode steps that were replayed counts for all steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate
+
+import msgspec
+
+from moesched.analysis.critical_time import BETWEEN, PathPart
+from moesched.analysis.replayed_run import without_loading
+from moesched.analysis.what_if import NO_HANDOVERS, Change, decides_as_it_goes, parse_change, replayed_with
+from moesched.drivers.pricing import no_garbage_collection
+from moesched.errors import BadInput
+from moesched.trace.recording import Recording
+from moesched.trace.summary import lane_title, summarize
+
+MOST_HELPS = 3
+LEAST_SAVED = 0.02
+"""Share of the run's time from which on a change is worth a sentence."""
+MOST_TASKS = 4_000
+"""Tasks of a replay, unless the prefill and one decode step have more."""
+FEWEST_STEPS = 2
+TOO_MANY_TASKS = 40_000
+"""Tasks of the prefill and one decode step from which on nothing is replayed."""
+
+
+class Help(msgspec.Struct, frozen=True, kw_only=True):
+    """A change that would save time.
+
+    Attributes:
+        change: in words.
+        command: the arguments of `moesched` that show its effect; TRACE is the run's trace.
+        saved: share of the run's time, without loading.
+        decisions_unchanged: whether the policy decides as it goes, so that its decisions were held.
+    """
+
+    change: str
+    command: str
+    saved: float
+    decisions_unchanged: bool = False
+
+    @property
+    def sentence(self) -> str:
+        """The change and its gain."""
+        return f"{self.change} would save {self.saved:.0%} of the time"
+
+
+def helps(recording: Recording, path: Sequence[PathPart], decode_steps: int | None = None) -> list[Help]:
+    """The changes that would save most, the best first; empty if none saves much, or steps are too long to replay.
+
+    Args:
+        recording: of the whole run, or of its first or last steps.
+        path: its critical path, by kind, lane and cause.
+        decode_steps: of the whole run; by default those of the recording.
+    """
+    steps = _first_steps(recording)
+    if steps is None:
+        return []
+    if decode_steps is None:
+        decode_steps = max(each.step for each in recording.slices)
+    found = []
+    decides = decides_as_it_goes(recording)
+    with suppress(BadInput), no_garbage_collection():  # a recording that cannot be replayed has no answer
+        before = _run_seconds(replayed_with(steps, Change()), decode_steps)
+        for change, words in _candidates(steps, path).items():
+            with suppress(BadInput):
+                after = _run_seconds(replayed_with(steps, parse_change(change, steps)), decode_steps)
+                found.append(
+                    Help(
+                        change=words,
+                        command=f'explain TRACE --what-if "{change}"',
+                        saved=1 - after / before,
+                        decisions_unchanged=decides,
+                    )
+                )
+    return best_helps(found)
+
+
+def best_helps(found: Iterable[Help]) -> list[Help]:
+    """Those that save most, the best first."""
+    worth = [each for each in found if each.saved >= LEAST_SAVED]
+    return sorted(worth, key=lambda each: -each.saved)[:MOST_HELPS]
+
+
+def _candidates(recording: Recording, path: Sequence[PathPart]) -> dict[str, str]:
+    """Changes as `what_if` takes them, with their words; only those that may save enough."""
+    words: dict[str, str] = {}
+    most: dict[str, float] = {}
+    for change, said, saved in _reliefs(recording, path):
+        words[change] = said
+        most[change] = most.get(change, 0.0) + saved
+    return {change: words[change] for change, saved in most.items() if saved >= LEAST_SAVED}
+
+
+def _reliefs(recording: Recording, path: Sequence[PathPart]) -> Iterator[tuple[str, str, float]]:
+    """For each part of the critical path, changes, their words, and the share of the time that they save at most.
+
+    What is twice as fast saves half of its part at most, and what vanishes all of it.
+    """
+    ranks = len({lane.rank for lane in recording.lanes})
+    names = {lane_title(lane, ranks): lane.name for lane in recording.lanes}
+    links = {each.lane.name for each in recording.slices if each.task.type == "PageTransfer"}
+    pools = {each.task.verb: each.task.pool for each in recording.slices if each.step >= 0}
+    replayable = {each.pool for each in recording.accesses}
+    for part in path:
+        lane, pool = names.get(part.lane, ""), pools.get(part.kind, "")
+        if part.kind in BETWEEN:
+            yield NO_HANDOVERS, "No time between tasks", part.share
+        elif lane in links:
+            yield f"link {lane} x2", f"{lane} at twice its rate", part.share / 2
+        else:
+            yield f"kernel {part.kind} x0.5", f"{part.kind} in half its time", part.share / 2
+        if pool in replayable:
+            yield f"pool {pool} x2", f"Twice the room of {pool}", part.share
+
+
+def _first_steps(recording: Recording) -> Recording | None:
+    """The recording up to the last step that fits a replay; None if its steps are too long, or none ran."""
+    sizes: dict[int, int] = {}
+    for each in recording.slices:
+        sizes[each.step] = sizes.get(each.step, 0) + 1
+    steps = sorted(sizes)
+    total = dict(zip(steps, accumulate(sizes[step] for step in steps), strict=True))
+    fewest = [step for step in steps if step >= 0][:FEWEST_STEPS]
+    if not fewest or total[fewest[-1]] > TOO_MANY_TASKS:
+        return None
+    last = max([fewest[-1], *(step for step in steps if total[step] <= MOST_TASKS)])
+    kept = [index for index, each in enumerate(recording.slices) if each.step <= last]
+    places = {index: place for place, index in enumerate(kept)}
+    return msgspec.structs.replace(
+        recording,
+        slices=[recording.slices[index] for index in kept],
+        producers=[
+            tuple(places[each] for each in recording.producers[index] if each in places) for index in kept
+        ],
+    )
+
+
+def _run_seconds(replay: Recording, decode_steps: int) -> float:
+    """Seconds of a run whose other decode steps take as long as those of a replay, without loading."""
+    prefill, decode = 0.0, []
+    for each in summarize(without_loading(replay)).steps:
+        if each.step > 0:
+            decode.append(each.seconds)
+        else:
+            prefill += each.seconds
+    return prefill + (decode_steps * sum(decode) / len(decode) if decode else 0.0)

@@ -1,0 +1,104 @@
+"""Differences between the works of two runs: bytes of a lane, the place of the experts, and pages found in pools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from moesched.analysis.families import family_of
+from moesched.steps.pool_counts import Counted
+from moesched.trace.recording import Recording
+from moesched.trace.summary import lane_title
+from moesched.units import format_bytes, format_seconds
+
+MUCH = 0.01
+"""Relative difference of bytes, or difference of shares, from which on works differ."""
+
+LEAST = 0.005
+"""Share of the longer run from which on the time of a difference is worth a sentence."""
+
+
+class WorkDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """An amount of work that differs between two runs, without loading.
+
+    Attributes:
+        what: "bytes" that a lane moved; the share of the "experts" that a lane computed, by FLOPs; "hits", the share of
+            the uses that found their page in a pool.
+        lane: empty for hits.
+        amounts: of the first and the second run.
+        seconds: time of that work on the lane in the second run minus that in the first; 0 for hits.
+    """
+
+    what: Literal["bytes", "experts", "hits"]
+    lane: str
+    amounts: tuple[float, float]
+    seconds: float
+
+    def sentence(self, first: str, second: str) -> str:
+        """The difference in words, with the titles of both runs."""
+        one, other = self.amounts
+        more = f"{format_seconds(abs(self.seconds))} {'more' if self.seconds > 0 else 'less'} of its time"
+        if self.what == "bytes":
+            moved = f"{format_bytes(one)} in {first} and {format_bytes(other)} in {second}"
+            return f"{self.lane} moved {moved}: {more}."
+        shares = f"{one:.0%} in {first} and {other:.0%} in {second}"
+        if self.what == "experts":
+            return f"{self.lane} computed {shares} of the experts' work: {more}."
+        return f"Pages that were there already when they were needed: {shares}."
+
+
+def work_differences(first: Recording, second: Recording) -> list[WorkDifference]:
+    """The differences between two runs without loading, those of most time first; of hits at the end."""
+    longest = max(run.end - run.start for run in (first, second)) / 1e9
+    found = [
+        each
+        for each in _differences(_Work(first), _Work(second))
+        if each.what == "hits" or abs(each.seconds) >= LEAST * longest
+    ]
+    return sorted(found, key=lambda each: -abs(each.seconds))
+
+
+class _Work:
+    """Sums of a run, by lane: bytes and seconds of transfers, FLOPs and seconds of experts; and its hits."""
+
+    def __init__(self, run: Recording) -> None:
+        self.moved: dict[str, float] = {}
+        self.moving: dict[str, float] = {}
+        self.experts: dict[str, float] = {}
+        self.computing: dict[str, float] = {}
+        ranks = len({lane.rank for lane in run.lanes})
+        for each in run.slices:
+            lane, seconds = lane_title(each.lane, ranks), (each.end - each.start) / 1e9
+            if each.task.type == "PageTransfer":
+                _add(self.moved, lane, each.task.nbytes)
+                _add(self.moving, lane, seconds)
+            elif family_of(each.task) == "experts":
+                _add(self.experts, lane, each.task.flops)
+                _add(self.computing, lane, seconds)
+        last: dict[tuple[int, str], Counted] = {(each.rank, each.pool): each.counted for each in run.pools}
+        hits = sum(counted.hits for counted in last.values())
+        uses = hits + sum(counted.misses for counted in last.values())
+        self.hit_rate = hits / uses if uses else 0.0
+        all_flops = sum(self.experts.values())
+        self.shares = {lane: flops / all_flops for lane, flops in self.experts.items()} if all_flops else {}
+
+
+def _add(sums: dict[str, float], lane: str, amount: float) -> None:
+    sums[lane] = sums.get(lane, 0.0) + amount
+
+
+def _differences(one: _Work, other: _Work) -> Iterator[WorkDifference]:
+    for lane in sorted(one.moved.keys() | other.moved.keys()):
+        amounts = one.moved.get(lane, 0.0), other.moved.get(lane, 0.0)
+        if abs(amounts[1] - amounts[0]) > MUCH * max(amounts):
+            seconds = other.moving.get(lane, 0.0) - one.moving.get(lane, 0.0)
+            yield WorkDifference(what="bytes", lane=lane, amounts=amounts, seconds=seconds)
+    for lane in sorted(one.shares.keys() | other.shares.keys()):
+        amounts = one.shares.get(lane, 0.0), other.shares.get(lane, 0.0)
+        if abs(amounts[1] - amounts[0]) > MUCH:
+            seconds = other.computing.get(lane, 0.0) - one.computing.get(lane, 0.0)
+            yield WorkDifference(what="experts", lane=lane, amounts=amounts, seconds=seconds)
+    if abs(other.hit_rate - one.hit_rate) > MUCH:
+        yield WorkDifference(what="hits", lane="", amounts=(one.hit_rate, other.hit_rate), seconds=0.0)

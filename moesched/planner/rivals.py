@@ -1,0 +1,72 @@
+"""The policy that would be much faster than another one, from a first look at each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from moesched import plugins
+from moesched.drivers.pricing import no_garbage_collection
+from moesched.errors import BadInput
+from moesched.planner.candidate import Candidate
+from moesched.planner.schedules import Seen
+from moesched.planner.search_policies import plannable
+from moesched.planner.setting import Setting, splits_kv
+
+MUCH = 1.25
+"""Factor from which on another policy is much faster."""
+MOST_LOOKS = 3
+"""Policies whose schedules are simulated: those with the highest bounds."""
+SIZES = (64, 256)
+"""Sizes of micro-batches of the first looks."""
+MOST_TASKS = 30_000
+"""Tasks of all layers' trial run from which on a policy is left out."""
+
+
+class Rival(NamedTuple):
+    """A policy, its sizes, and the figures of its schedule with all layers."""
+
+    policy: str
+    seen: Seen
+
+
+def faster_policy(setting: Setting, policy: str, rate: float) -> Rival | None:
+    """The fastest of the shipped policies that is much faster than `policy`; None if there is none.
+
+    Args:
+        setting: that of `policy`; the lengths are those of its batch.
+        rate: generated tokens per second of `policy`, prefill included.
+    """
+    with no_garbage_collection():
+        promising = [each for each in _candidates(setting, policy) if each.choice.throughput > MUCH * rate]
+        promising.sort(key=lambda each: -each.choice.throughput)
+        looks = []
+        for candidate in promising[:MOST_LOOKS]:
+            with suppress(BadInput):
+                looks.append((candidate, candidate.first()))
+        for candidate, few in sorted(looks, key=lambda look: -look[1].throughput):
+            if few.throughput > MUCH * rate and _tasks_of_all_layers(few, setting) <= MOST_TASKS:
+                with suppress(BadInput):
+                    seen = candidate.schedules.deepened(few)
+                    if seen.throughput > MUCH * rate:
+                        return Rival(candidate.name, seen)
+    return None
+
+
+def _tasks_of_all_layers(few: Seen, setting: Setting) -> float:
+    return few.trial_run.tasks * setting.layout.config.layers / few.trial_run.layers
+
+
+def _candidates(setting: Setting, policy: str) -> Iterator[Candidate]:
+    """The other shipped policies that fit."""
+    sizes = [size for size in SIZES if size <= len(setting.lengths)] or [len(setting.lengths)]
+    shipped = plugins.shipped("policies")
+    for name in plannable():
+        if name != policy and name in shipped:
+            cls = plugins.find("policies", name)
+            theirs = replace(setting, make=cls, splits_kv=splits_kv(cls, setting.machine), kv_on_gpu=None)
+            with suppress(BadInput):
+                yield Candidate(name, theirs, sizes, deep=False)
