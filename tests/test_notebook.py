@@ -31,14 +31,14 @@ class Kernel:
             interrupt_at: the text that it prints when it is to be interrupted.
         """
         outputs: list[dict[str, Any]] = []
-        since = time.monotonic()
+        since, waits = time.monotonic(), bool(interrupt_at)
 
         def hear(message: Any) -> None:
-            nonlocal since
+            nonlocal since, waits
             outputs.append(message["content"])
-            if interrupt_at and interrupt_at in message["content"].get("text", ""):
+            if waits and interrupt_at in message["content"].get("text", ""):
                 self._manager.interrupt_kernel()
-                since = time.monotonic()
+                since, waits = time.monotonic(), False
 
         reply = self._client.execute_interactive(code, timeout=SECONDS, output_hook=hear)["content"]
         assert reply["status"] == "ok", reply
@@ -99,11 +99,13 @@ class Says(moesched.Listener):
     def planned(self, plan):
         print("simulating", flush=True)
 try:
-    moesched.simulate_model(
+    report = moesched.simulate_model(
         "mixtral-8x7b", machine="t4", policy="on_demand:OnDemand", workload=[[1]] * 8, gen=512, batch_size=8,
         listener=Says(),
     )
-except KeyboardInterrupt:
+    if report.interrupted:
+        print("ended")
+except KeyboardInterrupt:  # before it began
     print("ended")
 """
     outputs, seconds = kernel.run(code, interrupt_at="simulating")
