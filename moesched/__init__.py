@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from moesched.jobs.profiling import profile_routing
     from moesched.jobs.report import JobReport, write_report
     from moesched.jobs.run_model import run_model
+    from moesched.jobs.session import Session
     from moesched.jobs.simulate_model import simulate_model
     from moesched.jobs.sparsity import sparsity_of
     from moesched.machines import Machine, load_machine
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from moesched.steps.step import Step
     from moesched.trace import check_trace, read_trace
 
+    __version__: str
+
 _HOMES = {
     # what the commands do
     "run_model": "moesched.jobs.run_model",
@@ -59,6 +62,7 @@ _HOMES = {
     "profile_routing": "moesched.jobs.profiling",
     "sparsity_of": "moesched.jobs.sparsity",
     # what they take and give
+    "Session": "moesched.jobs.session",
     "JobReport": "moesched.jobs.report",
     "Listener": "moesched.runs.listeners",
     "Machine": "moesched.machines",
@@ -96,6 +100,7 @@ __all__ = [
     "Plan",
     "PolicyError",
     "Sampling",
+    "Session",
     "Step",
     "TaskFailed",
     "Workload",
@@ -125,6 +130,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("moesched")
     if name not in _HOMES:
         raise AttributeError(f"module 'moesched' has no attribute {name!r}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""Policies, devices and transports: found through entry points, or named as `module:Class` or `file.py:Class`."""
+"""Policies, devices and transports: classes, given as they are, by an entry point, module:Class or file.py:Class."""
 
 from __future__ import annotations
 
@@ -43,38 +43,66 @@ def for_tests(kind: Kind) -> list[str]:
 
 
 @overload
-def find(kind: Literal["policies"], name: str) -> type[Policy]: ...
+def find(kind: Literal["policies"], given: str | type) -> type[Policy]: ...
 
 
 @overload
-def find(kind: Literal["devices"], name: str) -> type[Device]: ...
+def find(kind: Literal["devices"], given: str | type) -> type[Device]: ...
 
 
 @overload
-def find(kind: Literal["transports"], name: str) -> type[Transport]: ...
+def find(kind: Literal["transports"], given: str | type) -> type[Transport]: ...
 
 
-def find(kind: Kind, name: str) -> type:
-    """Find the class of that name, or at `module:Class` (also in the current folder) or `file.py:Class`.
+def find(kind: Kind, given: str | type) -> type:
+    """The class of a name, or at `module:Class` (also in the current folder) or `file.py:Class`; or the given class.
 
     Raises:
         BadInput: there is none, it cannot be imported, or it lacks a method of its seam; the message says why.
     """
     if kind == "devices":
         require_address_space()
-    target, named = _target(kind, name)
-    cls = load(target, f"{_SINGULAR[kind]} {shown(name)}", here=not named)
+    name, found = name_of(kind, given), given
+    if isinstance(given, str):
+        target, named = _target(kind, given)
+        found = load(target, f"{_SINGULAR[kind]} {shown(name)}", here=not named)
     seam = _SEAMS[kind]
-    if not isinstance(cls, type):
-        raise BadInput(f"{name} is not a {_SINGULAR[kind]}: it is {shown(cls)}, and should be a class")
+    if not isinstance(found, type):
+        raise BadInput(f"{name} is not a {_SINGULAR[kind]}: it is {shown(found)}, and should be a class")
     for method in (
         each for each, value in vars(seam).items() if callable(value) and not each.startswith("_")
     ):
-        if not callable(getattr(cls, method, None)):
+        if not callable(getattr(found, method, None)):
             raise BadInput(
                 f"{name} is not a {_SINGULAR[kind]}: it has no {method}(); see moesched.seams.{seam.__name__}"
             )
-    return cls
+    return found
+
+
+def name_of(kind: Kind, given: object) -> str:
+    """The name of a plug-in that was given by its name, as a class or as an object."""
+    if isinstance(given, str):
+        return given
+    cls = given if isinstance(given, type) else type(given)
+    place = f"{cls.__module__}:{cls.__qualname__}"
+    return next((point.name for point in _points(kind) if point.value == place), place)
+
+
+def name_elsewhere(kind: Kind, given: object) -> str:
+    """The name by which other processes find a plug-in.
+
+    Raises:
+        BadInput: they cannot find it.
+    """
+    name = name_of(kind, given)
+    if isinstance(given, str):
+        return name
+    if isinstance(given, type) and given.__module__ != "__main__" and "." not in given.__qualname__:
+        return name
+    raise BadInput(
+        f"{_SINGULAR[kind]} {name} belongs to this program, and other processes cannot import it: put the class into a "
+        "module, and give that class"
+    )
 
 
 def load(target: str, title: str, *, here: bool = True) -> Any:

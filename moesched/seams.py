@@ -101,8 +101,8 @@ def is_expert_parallel(policy: object) -> bool:
 class Eviction(Protocol):
     """Names the page of a pool that makes room for another one: an argument of `Plan.pool`.
 
-    An object orders the pages of one pool in one run. It is called while the policy submits tasks, in program order,
-    and knows no clock: the same pages go on every machine.
+    An object orders the pages of one pool in one run; of a class, each pool makes its own. It is called while the
+    policy submits tasks, in program order, and knows no clock: the same pages go on every machine.
     """
 
     def used(self, page: Page, step: int, tokens: int) -> None:

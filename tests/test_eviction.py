@@ -264,16 +264,26 @@ class Rigid:
 @pytest.mark.parametrize(
     ("rule", "says"),
     [
-        (Told, "the eviction rule is a class: give an object, Told()"),
-        (object(), "is no rule of replacement: give 'ring', 'lru', 'none', or an object with"),
+        (
+            range,
+            "eviction rule range cannot be made (TypeError: range expected at least 1 argument, got 0): give an",
+        ),
+        (object(), "is no rule of replacement: give 'ring', 'lru', 'none', or a class or object with"),
         (None, "None is no rule of replacement"),
         (Rigid(), "runs cannot tell eviction rules of class Rigid apart: add '__weakref__' to its slots"),
     ],
-    ids=["a class", "another object", "nothing", "slots"],
+    ids=["a class of what needs arguments", "another object", "nothing", "slots"],
 )
 def test_what_is_no_rule_is_refused_where_the_pool_is_declared(rule: object, says: str) -> None:
     with pytest.raises(PolicyError, match=re.escape(says)):
         CASE.plan(Evicts(rule))
+
+
+def test_a_class_of_rules_makes_one_for_each_pool() -> None:
+    policy = Evicts(Told)
+    for _ in range(2):
+        ended = run_on_symbols(policy, CASE.plan(policy))
+        assert ended.tokens == ended.expected
 
 
 def test_a_rule_orders_one_pool_of_one_run() -> None:

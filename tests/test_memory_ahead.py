@@ -19,7 +19,7 @@ from moesched.devices.torch.resident_pages import ResidentPages
 from moesched.inputs.options import options_from
 from moesched.inputs.prompts import Prompt
 from moesched.jobs.memory_ahead import LEAST, pieces_to_take
-from moesched.jobs.options import RunOptions
+from moesched.jobs.options import SessionOptions
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import room_for, weight_layout
 from moesched.models.shapes import SHAPES
@@ -114,8 +114,8 @@ def test_memory_is_given_back_if_the_run_fails() -> None:
 
 
 def pieces(prompts: int = 1, **options: Any) -> list[int]:
-    options = {"policy": "resident", "machine": "auto", "max_new_tokens": 4, **options}
-    return pieces_to_take(options_from(RunOptions, "run_model", options), MIXTRAL, [16] * prompts, 1)
+    options = {"policy": "resident", "machine": "auto", **options}
+    return pieces_to_take(options_from(SessionOptions, "Session", options), MIXTRAL, [16] * prompts, 4, 1)
 
 
 def test_pages_that_stay_and_the_tensors_outside_of_pages_are_taken() -> None:

@@ -19,18 +19,24 @@ from moesched.cli.simulate import SimulationArguments
 from moesched.cluster.node import run_node
 from moesched.inputs.options import SizeOptions, options_from, part_of
 from moesched.jobs.options import (
+    CallKeywords,
+    CallOptions,
     ClusterKeywords,
     ClusterOptions,
     ProfilingKeywords,
     ProfilingOptions,
     RunKeywords,
     RunOptions,
+    SessionKeywords,
+    SessionOptions,
     SimulationKeywords,
     SimulationOptions,
 )
 from moesched.planner.proposal import PlanKeywords, PlanOptions
 
 PAIRS = [
+    (SessionKeywords, SessionOptions),
+    (CallKeywords, CallOptions),
     (RunKeywords, RunOptions),
     (SimulationKeywords, SimulationOptions),
     (ClusterKeywords, ClusterOptions),
@@ -38,6 +44,8 @@ PAIRS = [
     (ProfilingKeywords, ProfilingOptions),
 ]
 FUNCTIONS = [
+    (moesched.Session.__init__, SessionOptions),
+    (moesched.Session.run, CallOptions),
     (moesched.run_model, RunOptions),
     (moesched.simulate_model, SimulationOptions),
     (moesched.run_local, ClusterOptions),

@@ -239,9 +239,20 @@ def test_a_predictor_that_raises_is_told_at_its_own_line() -> None:
     assert len(frames) <= 3
 
 
-@pytest.mark.parametrize("wrong", [FollowingExperts, 3])
-def test_a_class_or_anything_else_is_no_predictor(wrong: Any) -> None:
-    assert "is no predictor: give an object" in str(refused(Prefetching(lambda plan: wrong)))
+@pytest.mark.parametrize("wrong", [type("Silent", (), {}), 3])
+def test_anything_else_is_no_predictor(wrong: Any) -> None:
+    assert "is no predictor: give a class or an object" in str(refused(Prefetching(lambda plan: wrong)))
+
+
+@pytest.mark.parametrize("kind", [FollowingExperts, LaterRouters])
+def test_a_predictor_may_be_given_by_its_class(kind: Any) -> None:
+    by_class, by_object = (
+        Prefetching(lambda plan: kind),
+        Prefetching(lambda plan: FollowingExperts(plan) if kind is FollowingExperts else kind()),
+    )
+    for policy in (by_class, by_object):
+        run_on_symbols(policy, CASE.plan(policy))
+    assert by_class.asked == by_object.asked
 
 
 def test_latencies_of_pages_are_those_of_their_transfer() -> None:

@@ -24,6 +24,7 @@ PUBLIC = [
     "Plan",
     "PolicyError",
     "Sampling",
+    "Session",
     "Step",
     "TaskFailed",
     "Workload",

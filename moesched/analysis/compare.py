@@ -9,10 +9,13 @@ from moesched.analysis.comparison import Comparison, Row, Title
 from moesched.analysis.difference import Difference, explain_difference
 from moesched.analysis.sides import Measure, Side, read_side, replayed_side, trace_of
 from moesched.errors import BadInput
+from moesched.system.cells import counted_in_cell
 from moesched.system.outputs import Output, require_outputs
+from moesched.system.own_loop import interruptible
 from moesched.trace.chrome_writer import TitledRun, write_side_by_side
 
 
+@interruptible()
 def compare(
     sides: Sequence[Side | Path | str],
     *,
@@ -50,7 +53,7 @@ def compare(
         rows=[
             _row(measure, runs) for measure in sorted(measures, key=lambda each: order.index(each.section))
         ],
-        difference=_difference(runs, progress),
+        difference=_difference(runs, progress or counted_in_cell("replaying")),
     )
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from moesched.analysis.difference import Cause, Difference
 from moesched.analysis.sides import Section, Unit
+from moesched.system.cells import html_of
 from moesched.units import format_bytes, format_flops, format_number, format_seconds
 
 MOST_WAITS = 5
@@ -54,6 +55,12 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     runs: list[Title]
     rows: list[Row]
     difference: Difference | None = None
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {' and '.join(run.title for run in self.runs)}: {len(self.rows)} figures>"
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
     def header(self) -> list[str]:
         """Return the columns of `table`."""

@@ -45,8 +45,10 @@ from moesched.machines.surfaces import Surface
 from moesched.machines.toml_text import machine_toml
 from moesched.models.config import ITEM_BYTES
 from moesched.system.cache import cache_folder
+from moesched.system.cells import counted_in_cell
 from moesched.system.cores import usable_cores
 from moesched.system.memory import available_memory
+from moesched.system.own_loop import interruptible
 from moesched.system.scratch import scratch_folder
 from moesched.system.whole_file import require_writable, whole_file
 
@@ -55,6 +57,7 @@ Progress = Callable[[int, int], object]
 PROBE = "moesched.devices.torch.probe:TorchProbe"
 
 
+@interruptible()
 def calibrate(
     out: Path | None = None, progress: Progress | None = None, *, thorough: bool = False
 ) -> Machine:
@@ -72,7 +75,7 @@ def calibrate(
     if out is None:
         cache_folder().mkdir(parents=True, exist_ok=True)
     file = calibrated_file() if out is None else out
-    return calibrate_into(file, THOROUGH if thorough else QUICK, progress)
+    return calibrate_into(file, THOROUGH if thorough else QUICK, progress or counted_in_cell("calibrating"))
 
 
 def calibrate_into(file: Path, extent: Extent, progress: Progress | None = None) -> Machine:

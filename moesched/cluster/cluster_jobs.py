@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 from msgspec.structs import replace
 
+from moesched import plugins
 from moesched.cluster.cluster_file import (
     Cluster,
     Host,
@@ -52,9 +53,12 @@ from moesched.jobs.trace_file import batch_files, recorded_outputs
 from moesched.machines.local import local_machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.requests.sampling import Sampling
+from moesched.runs.cell_progress import listener_or_cell
 from moesched.runs.listeners import Listener
+from moesched.seams import Policy
 from moesched.system.memory import available_memory
 from moesched.system.outputs import require_outputs
+from moesched.system.own_loop import interruptible
 from moesched.system.scratch import scratch_folder
 from moesched.units import parse_bytes
 
@@ -63,12 +67,13 @@ MOST_LOCAL = 64
 
 
 @takes(ClusterOptions)
+@interruptible()
 def run_local(
     model: Path | str,
     prompts: Sequence[Prompt],
     *,
     nodes: int,
-    policy: str,
+    policy: str | type[Policy],
     machine: str = MACHINE,
     start: Callable[[Path], Start] = start_here,
     **options: Unpack[ClusterKeywords],
@@ -79,7 +84,7 @@ def run_local(
         model: a Hugging Face folder.
         prompts: texts, or token ids.
         nodes: number of processes.
-        policy: a name of `moesched list policies`, or file.py:Class, for several nodes.
+        policy: for several nodes: a name of `moesched list policies`, module:Class, file.py:Class, or a class.
         machine: "auto" for this one, a name of `moesched list machines`, or a TOML file.
         start: starts the nodes' processes, given a folder for their output.
 
@@ -99,12 +104,13 @@ def run_local(
 
 
 @takes(ClusterOptions)
+@interruptible()
 def run_cluster(
     model: Path | str,
     prompts: Sequence[Prompt],
     *,
     cluster_file: Path,
-    policy: str,
+    policy: str | type[Policy],
     machine: str = MACHINE,
     key: Path | None = None,
     start: Start = start_by_ssh,
@@ -116,7 +122,7 @@ def run_cluster(
         model: a Hugging Face folder.
         prompts: texts, or token ids.
         cluster_file: nodes, addresses and keys, as docs/cluster.md describes them.
-        policy: a name of `moesched list policies`, or file.py:Class, for several nodes.
+        policy: for several nodes: a name of `moesched list policies`, module:Class, file.py:Class, or a class.
         machine: the machine of each node: "auto", a name of `moesched list machines`, or a TOML file.
         key: the file of the launcher's secret key; by default the one that `moesched keygen` writes.
         start: starts the nodes' processes.
@@ -186,21 +192,22 @@ def _launch(
     start: Start,
     given: ClusterOptions,
 ) -> ClusterReport:
+    transport = plugins.name_elsewhere("transports", given.transport)
     require_outputs(*recorded_outputs(given), model=model, inputs=[cluster_file, given.machine])
     require_some(given.max_new_tokens, "--max-new-tokens")
-    way_of(given.transport)  # before anything is started
+    way_of(transport)  # before anything is started
     checkpoint = open_checkpoint(model, partial=True)
     stop_tokens = checkpoint.config.stop_tokens
     tokenizer = find_tokenizer(checkpoint.directory)
     encoded = encode_prompts(prompts, tokenizer, checkpoint.config, given.max_new_tokens)
     node_run = _node_run(given)
     expected = Expected(version=version("moesched"), model=fingerprint(checkpoint))
-    listener = given.listener or Listener()
+    listener = listener_or_cell(given.listener)
     texts = TextListener(listener, tokenizer, encoded, 0, stop_tokens, given.max_new_tokens)
     log = TokenLog(encoded, given.max_new_tokens, stop_tokens)
     ending = JobEnding()
     with _control(cluster, cluster_file, keys) as (control, seated):
-        welcome = Welcome(run=node_run, lost_after=seated.lost_after, transport=given.transport)
+        welcome = Welcome(run=node_run, lost_after=seated.lost_after, transport=transport)
         processes = _start_all(start, seated, cluster_file, model)
         roster = Roster(seated, control, processes, expected, welcome)
         launch = Launch(roster, log, given.sizes, _LaunchEvents(listener, texts))
@@ -223,8 +230,12 @@ def _launch(
 
 
 def _node_run(given: ClusterOptions) -> NodeRun:
+    named = {
+        "policy": plugins.name_elsewhere("policies", given.policy),
+        "device": plugins.name_elsewhere("devices", given.device),
+    }
     return NodeRun(
-        **part_of(given, PolicyOptions, DeviceOptions),
+        **part_of(given, PolicyOptions, DeviceOptions) | named,
         sampling=given.sampling or Sampling(),
         machine=given.machine,
         budgets={memory: parse_bytes(size) for memory, size in (given.budgets or {}).items()},

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
-import anyio
-
 from moesched.errors import TransportError
 from moesched.seams import Exchange, Transport
+from moesched.system.own_loop import run_on_own_loop
 
 if TYPE_CHECKING:
     from moesched.seams import Array
@@ -63,7 +62,7 @@ class Metered:
         """
         self._stopped = self._stopped or reason
         threading.Thread(
-            target=anyio.run, args=(self._transport.aclose,), name="closing", daemon=True
+            target=run_on_own_loop, args=(self._transport.aclose,), name="closing", daemon=True
         ).start()
         self._begun.set()
 

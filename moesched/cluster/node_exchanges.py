@@ -6,13 +6,12 @@ import socket
 import threading
 from collections.abc import Callable
 
-import anyio
-
 from moesched.cluster.cluster_file import Host
 from moesched.cluster.endpoints import endpoint, listening_at, reserved_port
 from moesched.cluster.messages import Begin
 from moesched.cluster.metered import Metered
 from moesched.cluster.node_transports import meet
+from moesched.system.own_loop import run_on_own_loop
 
 LET_GO = "the launcher ended this epoch"
 
@@ -85,7 +84,7 @@ class NodeExchanges:
         with self._lock:
             transport, self._transport = self._transport, None
         if transport is not None:
-            anyio.run(transport.aclose)
+            run_on_own_loop(transport.aclose)
 
     def is_stopped(self, epoch: int) -> bool:
         """Whether the launcher ended an epoch."""

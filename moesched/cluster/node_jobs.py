@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import anyio
 import msgspec
 from msgspec.structs import replace
 
@@ -15,7 +14,7 @@ from moesched import plugins
 from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.inputs.budgets import PROCESS, within_process
-from moesched.inputs.defaults import MACHINE
+from moesched.inputs.defaults import DEVICE, MACHINE
 from moesched.inputs.dtype import dtype_of_nodes
 from moesched.inputs.lookup import find_machine, find_policy
 from moesched.inputs.options import DeviceOptions, PolicyOptions, SizeOptions
@@ -38,6 +37,7 @@ from moesched.runs.ranks import process_of
 from moesched.seams import JoinsRanks, Policy, StandsBy, Transport
 from moesched.settings import check_settings
 from moesched.steps.plan import Plan
+from moesched.system.own_loop import run_on_own_loop
 from moesched.system.signals import signals_held
 from moesched.tasks import Task
 from moesched.trace import Recording
@@ -48,8 +48,10 @@ LONG_PROMPTS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRun(PolicyOptions, DeviceOptions):
-    """The options that all orders of a run share."""
+    """The options that all orders of a run share; classes by names that the nodes find."""
 
+    policy: str
+    device: str = DEVICE
     sampling: Sampling = field(default_factory=Sampling)
     machine: str = MACHINE
     budgets: Mapping[str, int | str] | None = None
@@ -174,7 +176,7 @@ class NodeJob:
     def close(self) -> None:
         """Close the device."""
         with signals_held():
-            anyio.run(self._device.aclose)
+            run_on_own_loop(self._device.aclose)
 
     def _require_files(self, plan: Plan) -> None:
         """Raise BadInput if a file is absent that this node reads."""

@@ -44,9 +44,11 @@ class CachedExperts:
         PolicyError: the rule is none, or belongs to another cache.
     """
 
-    def __init__(self, layout: WeightLayout, rule: Eviction, room: int, held: Iterable[Expert] = ()) -> None:
-        self._rule = rule
+    def __init__(
+        self, layout: WeightLayout, rule: Eviction | type[Eviction], room: int, held: Iterable[Expert] = ()
+    ) -> None:
         self._ruled = RuledPages(rule, "the cache of experts", room)
+        self._rule = self._ruled.rule
         self._first = _FirstPages(layout)
         self._here: defaultdict[int, set[int]] = defaultdict(set)
         """The experts in the cache, by layer."""

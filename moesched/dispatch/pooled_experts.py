@@ -34,7 +34,7 @@ class PooledExperts(CachedExperts):
     def __init__(
         self,
         plan: Plan,
-        rule: Eviction,
+        rule: Eviction | type[Eviction],
         order: Sequence[Expert] | None = None,
         *,
         most: int = -1,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Protocol, runtime_checkable
 
 from moesched.dispatch.expert_placement import Routed
@@ -36,14 +37,20 @@ class Predictor(Protocol):
 class Forecasts:
     """The answers of a predictor, checked; reports compare them with what the routers choose (`forecasts`).
 
+    Args:
+        predictor: an object, or a class, whose constructor is given the plan if it has a parameter of that name.
+
     Raises:
         PolicyError: it is no predictor.
     """
 
-    def __init__(self, plan: Plan, predictor: Predictor) -> None:
-        if isinstance(predictor, type) or not isinstance(predictor, Predictor):
+    def __init__(self, plan: Plan, predictor: Predictor | type[Predictor]) -> None:
+        if isinstance(predictor, type):
+            make: Callable[..., Predictor] = predictor
+            predictor = make(plan=plan) if "plan" in signature(make).parameters else make()
+        if not isinstance(predictor, Predictor):
             raise PolicyError(
-                f"{predictor!r} is no predictor: give an object with the methods `routed` and `forecast` "
+                f"{predictor!r} is no predictor: give a class or an object with the methods `routed` and `forecast` "
                 "(moesched.dispatch.Predictor)"
             )
         self._experts = range(plan.layout.config.experts)

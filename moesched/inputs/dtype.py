@@ -5,12 +5,12 @@ from __future__ import annotations
 from moesched import plugins
 from moesched.errors import BadInput
 from moesched.machines import Machine
-from moesched.seams import ChoosesDtype
+from moesched.seams import ChoosesDtype, Device
 
 HALF = "float16"
 
 
-def dtype_for(own: str, given: str | None, machine: Machine, device: str | None = None) -> str:
+def dtype_for(own: str, given: str | None, machine: Machine, device: str | type[Device] | None = None) -> str:
     """The number format of a run or a prediction.
 
     Args:
@@ -28,7 +28,9 @@ def dtype_for(own: str, given: str | None, machine: Machine, device: str | None 
     if issubclass(kind, ChoosesDtype):
         return given or kind.chosen_dtype(own)
     if given == HALF:
-        raise BadInput(f"device {device} does not compute in {HALF}: give --dtype bfloat16 or float32")
+        raise BadInput(
+            f"device {plugins.name_of('devices', device)} does not compute in {HALF}: give --dtype bfloat16 or float32"
+        )
     return given or own
 
 

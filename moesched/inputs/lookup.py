@@ -59,7 +59,9 @@ def in_format(config: ModelConfig, name: str) -> ModelConfig:
     return replace(config, format=name)
 
 
-def find_machine(machine: Machine | str, device: str | None = None, *, foreign: bool = False) -> Machine:
+def find_machine(
+    machine: Machine | str, device: str | type[Device] | None = None, *, foreign: bool = False
+) -> Machine:
     """A machine by its name or file; "auto" is this one, as the device describes it.
 
     Args:

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
+from textwrap import fill
 from typing import Any, TypedDict, TypeVar
 
 from moesched.errors import BadInput
+from moesched.inputs.chosen_policy import PolicyGiven
 from moesched.inputs.defaults import DEVICE
 from moesched.machines import Machine
+from moesched.seams import Device
 
 MOST = {"batch_size": 65_536, "micro_batch_size": 65_536, "prefill_chunk": 10**8}
 """Limits of SizeOptions."""
+
+WIDTH = 120
+"""Columns of docstrings."""
 
 Options = TypeVar("Options")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -65,10 +71,11 @@ class PolicyOptions(SettingOptions):
     """The policy, with its settings.
 
     Attributes:
-        policy: a name of `moesched list policies`, or file.py:Class.
+        policy: a name of `moesched list policies`, module:Class, file.py:Class, a class, or an object, which is
+            copied for each batch.
     """
 
-    policy: str
+    policy: PolicyGiven
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,18 +158,18 @@ class DeviceOptions:
     """The device that computes.
 
     Attributes:
-        device: a name of `moesched list devices`, or file.py:Class.
+        device: a name of `moesched list devices`, module:Class, file.py:Class, or a class.
         device_settings: the device's own settings, by name.
     """
 
-    device: str = DEVICE
+    device: str | type[Device] = DEVICE
     device_settings: Mapping[str, Any] | None = None
 
 
 class DeviceKeywords(TypedDict, total=False):
     """Keywords of DeviceOptions."""
 
-    device: str
+    device: str | type[Device]
     device_settings: Mapping[str, Any] | None
 
 
@@ -190,7 +197,7 @@ def options_from(kind: type[Options], function: str, given: Mapping[str, Any], *
 
 
 def takes(kind: type) -> Callable[[Function], Function]:
-    """Decorate a function so that `help` shows the options that it takes as keywords: types, defaults, meanings."""
+    """Decorate a function so that its signature and its `Args:` have the options that it takes as keywords."""
 
     def document(function: Function) -> Function:
         own = inspect.signature(function)
@@ -206,14 +213,25 @@ def takes(kind: type) -> Callable[[Function], Function]:
             for field in listed
         ]
         function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]  # of a function
-        if function.__doc__ is None:  # python -OO drops docstrings, those of the options too
-            return function
-        meanings = _meanings(kind)
-        lines = [f"    {field.name}: {meanings[field.name]}" for field in listed]
-        function.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Options:", *lines])
+        if function.__doc__ is not None:  # python -OO drops docstrings, those of the options too
+            function.__doc__ = _with_meanings(inspect.getdoc(function) or "", own.parameters, kind)
         return function
 
     return document
+
+
+def _with_meanings(text: str, own: Iterable[str], kind: type) -> str:
+    """A docstring whose arguments end with those options that it does not explain itself."""
+    head, _, rest = text.partition("\n\nArgs:\n")
+    explained, _, tail = rest.partition("\n\n")
+    names = [field.name for field in _fields(kind) if f"    {field.name}: " not in explained]
+    names.sort(key=lambda name: name not in own)
+    meanings = _meanings(kind)
+    lines = [
+        fill(f"{name}: {meanings[name]}", WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
+        for name in names
+    ]
+    return "\n\n".join(filter(None, [head, "\n".join(["Args:", explained, *lines]), tail]))
 
 
 def _fields(kind: type) -> tuple[Field[Any], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 
 import msgspec
@@ -117,9 +118,11 @@ def encode_prompts(
     """The token ids of prompts, each checked against the model.
 
     Raises:
-        BadInput: there are no prompts, or one is empty, has an id outside the vocabulary, leaves no room for
-            `new_tokens` in the model's context, or is text without a tokenizer to read it.
+        BadInput: there are no prompts, or one is neither text nor ids, is empty, has an id outside the vocabulary,
+            leaves no room for `new_tokens` in the model's context, or is text without a tokenizer to read it.
     """
+    if isinstance(prompts, str):
+        raise BadInput(f"prompts are {shown(prompts)}, one text: give a list of texts, [{shown(prompts)}]")
     if not prompts:
         raise BadInput("no prompts were given: give at least one")
     encoded = []
@@ -134,7 +137,7 @@ def _encode(number: int, prompt: Prompt, tokenizer: Tokenizer | None, most: int)
     if not prompt:
         raise BadInput(f"prompt {number} is empty: give at least one token")
     if not isinstance(prompt, str):
-        return list(prompt)
+        return _ids(number, prompt)
     if tokenizer is None:
         raise BadInput(
             f"prompt {number} is text, but the model's folder has no {TOKENIZER_NAME}: "
@@ -149,6 +152,12 @@ def _encode(number: int, prompt: Prompt, tokenizer: Tokenizer | None, most: int)
             f"prompt {number}, {shown(prompt)}, has no tokens: give at least one that the tokenizer knows"
         )
     return ids
+
+
+def _ids(number: int, prompt: Sequence[int]) -> list[int]:
+    if not isinstance(prompt, Sequence) or not all(isinstance(token, Integral) for token in prompt):
+        raise BadInput(f"prompt {number} is {shown(prompt)}: give a text, or a list of token ids")
+    return list(prompt)
 
 
 def _check(number: int, ids: Sequence[int], config: ModelConfig, new_tokens: int) -> None:

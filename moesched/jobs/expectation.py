@@ -17,7 +17,7 @@ from moesched import plugins
 from moesched.inputs.defaults import DEVICE, MACHINE, PREVIEW_ACCURACY
 from moesched.jobs.bands import with_band
 from moesched.jobs.job import Job
-from moesched.jobs.options import RunOptions
+from moesched.jobs.options import SessionOptions
 from moesched.jobs.report import JobReport, at_the_tokens_of, job_report
 from moesched.planner.uncertainty import MOST_STEPS
 from moesched.requests.batch import Batch
@@ -128,17 +128,17 @@ class Expectation:
         return [Rank(*self._job.plan(self._batch, self._devices.slot_bytes))]
 
 
-def obstacle(given: RunOptions, job: Job, devices: Devices) -> str | None:
+def obstacle(given: SessionOptions, job: Job, devices: Devices) -> str | None:
     """The reason for which a job's runs cannot be predicted; None where the calibration is of what they use."""
     machine = job.machine
     if len(devices.all) > 1:
         return SEVERAL
-    device = plugins.find("devices", given.device)
-    if not issubclass(device, IsCalibrated) or not (machine.cost_table or given.device in CALIBRATED):
-        return f"a calibration measures devices {' and '.join(CALIBRATED)}, and this run used {given.device}"
+    device, name = plugins.find("devices", given.device), plugins.name_of("devices", given.device)
+    if not issubclass(device, IsCalibrated) or not (machine.cost_table or name in CALIBRATED):
+        return f"a calibration measures devices {' and '.join(CALIBRATED)}, and this run used {name}"
     if not machine.cost_table:
         if given.machine == MACHINE:
-            command = "moesched calibrate" + ("" if given.device == DEVICE else f" --device {given.device}")
+            command = "moesched calibrate" + ("" if name == DEVICE else f" --device {name}")
             return f"this machine is not calibrated: run `{command}`, which takes half a minute"
         return f"machine {machine.name} has no measured costs: calibrate this machine, and omit --machine"
     if machine.measured_on != (here := device.processors()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 
 from msgspec.structs import replace
@@ -10,9 +11,9 @@ from msgspec.structs import replace
 from moesched.errors import BadInput
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.inputs.budgets import within_process
+from moesched.inputs.chosen_policy import choose_policy
 from moesched.inputs.defaults import MACHINE
 from moesched.inputs.dtype import dtype_for
-from moesched.inputs.lookup import find_policy
 from moesched.jobs.options import PlannedOptions
 from moesched.machines import Machine
 from moesched.machines.cost import cost_model
@@ -25,8 +26,7 @@ from moesched.requests.batching import BatchSizes
 from moesched.requests.sampling import MOST_BEAMS
 from moesched.runs.batch_policies import BatchPolicies
 from moesched.runs.planning import plan_run
-from moesched.seams import Policy
-from moesched.settings import check_settings, require_defaults
+from moesched.seams import Device, Policy
 from moesched.steps.plan import Plan
 from moesched.steps.process import Process
 
@@ -51,22 +51,34 @@ class Job:
         *,
         beams: int = 1,
         nodes: int = 1,
-        device: str | None = None,
+        device: str | type[Device] | None = None,
     ) -> None:
         options.require_sensible()
         require_continuations(beams, config)
         self.options = options
         self.beams = beams
         self.nodes = nodes
-        cls = find_policy(options.policy)
-        require_defaults(cls, f"policy {options.policy}")
-        self.make = partial(cls, **check_settings(cls, f"policy {options.policy}", options.settings or {}))
+        chosen = choose_policy(options.policy, options.settings)
+        self.policy_name = chosen.name
+        self.policy_class = chosen.cls
+        self.make = chosen.make
         cut, self.machine, self.budgets = cut_over_ranks(
-            config, machine, options.budgets, options.tensor_parallel, cls, here=options.machine == MACHINE
+            config,
+            machine,
+            options.budgets,
+            options.tensor_parallel,
+            chosen.cls,
+            here=options.machine == MACHINE,
         )
         self._process: Process | None = None
-        self.splits_kv = splits_kv(cls, self.machine)
+        self.splits_kv = chosen.is_class and splits_kv(chosen.cls, self.machine)
         self.layout = weight_layout(cut, dtype_for(cut.dtype, options.dtype, self.machine, device))
+
+    def with_beams(self, beams: int) -> Job:
+        """A copy for a call with a beam search of this width; the sizes that it chooses are its own."""
+        job = copy(self)
+        job.beams = beams
+        return job
 
     def use_process(self, process: Process) -> None:
         """Plan for a process with these bytes beside its plans; call before `sizes` and `plan`.

@@ -11,10 +11,11 @@ from moesched.inputs.budgets import PROCESS
 from moesched.inputs.defaults import DEVICE
 from moesched.inputs.lookup import find_machine
 from moesched.jobs.job import Job
-from moesched.jobs.options import RunOptions
+from moesched.jobs.options import SessionOptions
 from moesched.models.config import ITEM_BYTES, ModelConfig
 from moesched.models.layout import room_for
 from moesched.models.tensors import global_shapes
+from moesched.plugins import name_of
 from moesched.requests.batch import Batch
 from moesched.requests.batching import batches_of
 from moesched.system.memory import available_memory
@@ -30,7 +31,9 @@ BESIDE = 1 << 30
 """Bytes that must stay available: libraries are loaded meanwhile."""
 
 
-def pieces_to_take(given: RunOptions, config: ModelConfig, lengths: Sequence[int], beams: int) -> list[int]:
+def pieces_to_take(
+    given: SessionOptions, config: ModelConfig, lengths: Sequence[int], new_tokens: int, beams: int
+) -> list[int]:
     """Bytes of each page and tensor that will stay in this process, by a preliminary plan of the first batch.
 
     None if the device keeps weights elsewhere or in another form, if something limits the process, or if the plan does
@@ -38,20 +41,22 @@ def pieces_to_take(given: RunOptions, config: ModelConfig, lengths: Sequence[int
     """
     settings = given.device_settings or {}
     limited = PROCESS in (given.budgets or {}) or _address_space_is_limited()
-    if given.device != DEVICE or settings.get("accelerator", "cpu") != "cpu" or limited:
+    if name_of("devices", given.device) != DEVICE or settings.get("accelerator", "cpu") != "cpu" or limited:
         return []
     try:
-        sizes = _sizes_by_plan(given, config, lengths, beams)
+        sizes = _sizes_by_plan(given, config, lengths, new_tokens, beams)
     except MoeschedError:
         return []
     pieces = [nbytes for nbytes in sizes if nbytes >= LEAST]
     return pieces if sum(pieces) + BESIDE <= available_memory() else []
 
 
-def _sizes_by_plan(given: RunOptions, config: ModelConfig, lengths: Sequence[int], beams: int) -> list[int]:
+def _sizes_by_plan(
+    given: SessionOptions, config: ModelConfig, lengths: Sequence[int], new_tokens: int, beams: int
+) -> list[int]:
     job = Job(given, config, find_machine(given.machine, foreign=True), beams=beams)
-    sizes = job.sizes(lengths, given.max_new_tokens, room_for)
-    batch = next(batches_of(lengths, given.max_new_tokens, sizes))
+    sizes = job.sizes(lengths, new_tokens, room_for)
+    batch = next(batches_of(lengths, new_tokens, sizes))
     if not job.machine.unified or job.layout.config.ranks > 1 or _rows(batch, config) > MOST_ROWS:
         return []
     plan, _ = job.plan(batch, room_for)

@@ -24,7 +24,9 @@ from moesched.inputs.options import (
 )
 from moesched.machines.networks import Network
 from moesched.requests.sampling import Sampling
+from moesched.routing.sources import RoutingGiven
 from moesched.runs.listeners import Listener
+from moesched.seams import Transport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,26 +87,49 @@ class ProfilingKeywords(SettingKeywords, SizeKeywords, MachineKeywords, DeviceKe
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(PlannedOptions, DeviceOptions, GenerationOptions, OutputOptions):
-    """The options of `run_model`.
+class SessionOptions(PlannedOptions, DeviceOptions):
+    """The options of `Session`, which hold for all its calls.
 
     Attributes:
         foreign_machine: use the machine's measured costs even if they come from another processor than this one.
+    """
+
+    foreign_machine: bool = False
+
+
+class SessionKeywords(ProfilingKeywords, CutKeywords, total=False):
+    """Keywords of SessionOptions that have a default."""
+
+    foreign_machine: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallOptions(GenerationOptions, OutputOptions):
+    """The options of one call of a session.
+
+    Attributes:
         expect: predict each batch after it ran, if the machine is calibrated: `expected` of the report.
         explained: find the bottleneck of the first batch, and what would help: `bottleneck` and `helps` of the report.
     """
 
-    foreign_machine: bool = False
     expect: bool = False
     explained: bool = False
 
 
-class RunKeywords(ProfilingKeywords, CutKeywords, GenerationKeywords, OutputKeywords, total=False):
-    """Keywords of RunOptions that have a default."""
+class CallKeywords(GenerationKeywords, OutputKeywords, total=False):
+    """Keywords of CallOptions."""
 
-    foreign_machine: bool
     expect: bool
     explained: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(SessionOptions, CallOptions):
+    """The options of `run_model`."""
+
+
+class RunKeywords(SessionKeywords, CallKeywords, total=False):
+    """Keywords of RunOptions that have a default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +139,12 @@ class ClusterOptions(
     """The options of `run_cluster` and `run_local`; machine, budgets and device hold for each node.
 
     Attributes:
-        transport: a name of `moesched list transports`; it carries the nodes' exchanges.
+        transport: a name of `moesched list transports`, module:Class, file.py:Class, or a class; it carries the nodes'
+            exchanges.
     """
 
     machine: str
-    transport: str = TRANSPORT
+    transport: str | type[Transport] = TRANSPORT
 
 
 class ClusterKeywords(
@@ -132,7 +158,7 @@ class ClusterKeywords(
 ):
     """Keywords of ClusterOptions that have a default."""
 
-    transport: str
+    transport: str | type[Transport]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +172,8 @@ class WorkloadOptions:
         padded: pad every prompt to the longest one of the workload.
         seed: seed of the order of prompts and of the routing.
         beams: width of a beam search, which always runs to the last token; 1 for none.
-        routing: a file with a routing profile or trace (docs/routing.md), or uniform, popularity or zipf; None for
-            uniform.
+        routing: a routing profile or trace (docs/routing.md), or a file with one, or uniform, popularity or zipf; None
+            for uniform.
         routing_settings: settings of the routing, such as its locality.
         preview_accuracy: probability that `Step.preview_route` forecasts an expert that the routing chooses, one layer
             ahead; n layers ahead it is this to the power of n.
@@ -158,7 +184,7 @@ class WorkloadOptions:
     padded: bool = False
     seed: int = 0
     beams: int = 1
-    routing: str | None = None
+    routing: RoutingGiven | None = None
     routing_settings: Mapping[str, Any] | None = None
     preview_accuracy: float = PREVIEW_ACCURACY
 
@@ -171,7 +197,7 @@ class WorkloadKeywords(TypedDict, total=False):
     padded: bool
     seed: int
     beams: int
-    routing: str | None
+    routing: RoutingGiven | None
     routing_settings: Mapping[str, Any] | None
     preview_accuracy: float
 

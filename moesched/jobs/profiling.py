@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, Unpack
 
 from moesched.errors import BadInput
+from moesched.inputs.chosen_policy import PolicyGiven
 from moesched.inputs.defaults import MACHINE, NEW_TOKENS, PROFILING_POLICY
 from moesched.inputs.options import options_from, part_of, takes
 from moesched.inputs.prompts import Prompt, encode_prompts
@@ -19,6 +20,8 @@ from moesched.machines import Machine
 from moesched.models.reading import read_config
 from moesched.routing.recorder import RoutingRecorder
 from moesched.routing.trace import RoutingTrace
+from moesched.system.cells import counted_in_cell
+from moesched.system.own_loop import interruptible
 
 
 class Profiled(NamedTuple):
@@ -29,11 +32,12 @@ class Profiled(NamedTuple):
 
 
 @takes(ProfilingOptions)
+@interruptible()
 def profile_routing(
     model: Path | str,
     prompts: Sequence[Prompt],
     *,
-    policy: str = PROFILING_POLICY,
+    policy: PolicyGiven = PROFILING_POLICY,
     machine: Machine | str = MACHINE,
     max_new_tokens: int = NEW_TOKENS,
     progress: Callable[[int, int], object] | None = None,
@@ -44,7 +48,7 @@ def profile_routing(
     Args:
         model: a Hugging Face folder.
         prompts: texts, or token ids.
-        policy: a name of `moesched list policies`, or file.py:Class; all make the same choices.
+        policy: as `run_model` takes it; all make the same choices.
         machine: "auto" for this one, a name of `moesched list machines`, a TOML file, or a Machine.
         max_new_tokens: tokens to generate for each prompt, at most; they are recorded too.
         progress: called with the number of choices so far (tokens times layers) and the largest possible number.
@@ -60,7 +64,7 @@ def profile_routing(
     encoded = encode_prompts(prompts, find_tokenizer(Path(model)), config, max_new_tokens)
     lengths = list(map(len, encoded))
     most = config.layers * (sum(lengths) + len(lengths) * (max_new_tokens - 1))
-    recorder = RoutingRecorder(config, progress, most)
+    recorder = RoutingRecorder(config, progress or counted_in_cell("choices of experts"), most)
     report = run_model(
         model,
         encoded,

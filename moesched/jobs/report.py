@@ -58,6 +58,7 @@ class JobReport(Report, frozen=True, kw_only=True):
         widest_rate: the rate that widens the band most, in words.
         bottleneck: of the first batch, in words; None if it was not asked for, or no task ran.
         helps: the changes that would save most of its time, the best first.
+        trace: file of the first batch's trace; None if none was asked for. It is not in the JSON.
     """
 
     dtype: str
@@ -75,6 +76,29 @@ class JobReport(Report, frozen=True, kw_only=True):
     widest_rate: str | None = None
     bottleneck: str | None = None
     helps: list[Help] = msgspec.field(default_factory=list)
+    trace: str | None = None
+
+    def __repr__(self) -> str:
+        rate = f"{self.throughput_tokens_per_second:,.1f} tokens/s"
+        ending = ", failed" if self.failure else ", interrupted" if self.interrupted else ""
+        return f"<{type(self).__name__}: {self.title}, batch of {self.plan.batch_size}, {rate}{ending}>"
+
+    def _repr_html_(self) -> str:
+        from moesched.jobs.report_cell import report_html  # drawing is loaded where something is drawn
+
+        return report_html(self)
+
+    @property
+    def figures(self) -> str:
+        """The kind of its figures: "measured", "emulated" or "predicted"."""
+        if self.emulation is not None:
+            return "emulated"
+        return "measured" if self.measured else "predicted"
+
+    @property
+    def title(self) -> str:
+        """The policy, the model, the machine, and the kind of the figures."""
+        return f"{self.policy} on {self.model}, {self.figures} on {self.place}"
 
     @property
     def place(self) -> str:
@@ -106,7 +130,7 @@ class JobReport(Report, frozen=True, kw_only=True):
             "weights_home",
         )
         foreign = of_predictions if self.measured else of_runs
-        for name in foreign:
+        for name in (*foreign, "trace"):
             del content[name]
         if self.expected is not None:
             content["expected"] = self.expected.as_dict()
@@ -157,6 +181,7 @@ def job_report(
     cores: CorePlan | None = None,
     bytes_read: int | None = None,
     change: str | None = None,
+    trace: Path | None = None,
 ) -> JobReport:
     """The report of one batch, with the budgets of its plan and its kinds of task.
 
@@ -178,6 +203,7 @@ def job_report(
         kinds=kinds.kinds(),
         cores=None if cores is None else cores._asdict(),
         bytes_read=bytes_read,
+        trace=None if trace is None else str(trace),
     )
 
 

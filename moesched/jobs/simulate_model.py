@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -11,6 +12,7 @@ from typing import Unpack
 from moesched.drivers.capture import NotFixed
 from moesched.errors import BadInput
 from moesched.inputs.budgets import assumed_process
+from moesched.inputs.chosen_policy import PolicyGiven
 from moesched.inputs.lookup import machine_file
 from moesched.inputs.options import options_from, takes
 from moesched.inputs.prompts import Prompt, require_some
@@ -41,13 +43,16 @@ from moesched.routing import SeededRouting
 from moesched.routing.choices import BatchRouting
 from moesched.routing.trace import RecordedChoices
 from moesched.runs.batch_policies import BatchPolicies
+from moesched.runs.cell_progress import listener_or_cell
 from moesched.runs.listeners import KindMeter, Listener
 from moesched.runs.ranks import Rank
 from moesched.runs.simulation import simulate
 from moesched.seams import Routing, keeps_state
 from moesched.steps.plan import lanes_contend
+from moesched.system.cells import PATIENCE_SECONDS
 from moesched.system.logs import Log
 from moesched.system.outputs import require_outputs
+from moesched.system.own_loop import interruptible
 
 _log = Log(__name__)
 
@@ -56,11 +61,12 @@ MOST_IN_ALL = 1_000_000
 
 
 @takes(SimulationOptions)
+@interruptible()
 def simulate_model(
     model: Path | str,
     *,
     machine: Machine | str,
-    policy: str,
+    policy: PolicyGiven,
     workload: Workload | str | Sequence[Prompt],
     **options: Unpack[SimulationKeywords],
 ) -> JobReport:
@@ -69,7 +75,6 @@ def simulate_model(
     Args:
         model: a name of `moesched list models`, or a folder with a config.json.
         machine: a name of `moesched list machines`, "auto" for this one, a TOML file, or a Machine.
-        policy: a name of `moesched list policies`, or file.py:Class.
         workload: a name of `moesched list workloads`, a TOML file, a Workload, or prompts as `run_model` takes them,
             as a list or in a .jsonl file.
 
@@ -84,6 +89,7 @@ def simulate_model(
     require_outputs(*recorded_outputs(given), model=model, inputs=inputs)
     if not 0 <= given.preview_accuracy <= 1:
         raise BadInput(f"--preview-accuracy is {given.preview_accuracy}: give a probability from 0 to 1")
+    given = replace(given, listener=listener_or_cell(given.listener, patience=PATIENCE_SECONDS))
     scenario = find_scenario(model, workload, given)
     report = simulate_scenario(scenario, given)
     _tell_unused(scenario, given, report)
@@ -131,7 +137,7 @@ def _tell_unused(scenario: Scenario, given: SimulationOptions, report: JobReport
     if unused := scenario.choices.unused(routed):
         _log.warning(
             "the routing trace is longer than the run",
-            routing=str(given.routing),
+            routing=given.routing if isinstance(given.routing, str) else "that was given",
             unused_tokens=unused,
             remedy="give longer prompts, more requests or a larger --gen",
         )
@@ -161,7 +167,7 @@ def _simulate_batch(
     routing: Routing,
     files: BatchFiles,
 ) -> JobReport:
-    if not keeps_state(job.make.func):
+    if not keeps_state(job.policy_class):
         with suppress(NotFixed):
             return _simulate(job, given, batch, policies, routing, files, replay=True)
     return _simulate(job, given, batch, policies, routing, files, replay=False)
@@ -202,7 +208,9 @@ def _simulate(
         ending,
     )
     listener.ran()
-    finished = job_report(report, plan, kinds, policy=given.policy, dtype=job.layout.dtype)
+    finished = job_report(
+        report, plan, kinds, policy=job.policy_name, dtype=job.layout.dtype, trace=files.trace
+    )
     if recorder is not None:
         roofs = roofs_of(plan.machine, finished.dtype)
         recording, explanation = recorder.recording(), None

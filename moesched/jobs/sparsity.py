@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesched.errors import BadInput
+from moesched.inputs.chosen_policy import PolicyGiven
 from moesched.inputs.defaults import MACHINE, PROFILING_POLICY
 from moesched.inputs.options import options_from, part_of, takes
 from moesched.inputs.prompts import Prompt, encode_prompts
@@ -23,6 +24,8 @@ from moesched.jobs.run_model import run_model
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
 from moesched.models.reading import read_config
+from moesched.system.cells import counted_in_cell
+from moesched.system.own_loop import interruptible
 
 THRESHOLDS = (0.001, 0.01, 0.1, 1.0)
 RANDOM_PROMPTS, RANDOM_TOKENS = 16, 64
@@ -50,11 +53,12 @@ class SparsityReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @takes(ProfilingOptions)
+@interruptible()
 def sparsity_of(
     model: Path | str,
     prompts: Sequence[Prompt] | None = None,
     *,
-    policy: str = PROFILING_POLICY,
+    policy: PolicyGiven = PROFILING_POLICY,
     machine: Machine | str = MACHINE,
     seed: int = 0,
     progress: Callable[[int, int], object] | None = None,
@@ -65,7 +69,7 @@ def sparsity_of(
     Args:
         model: a Hugging Face folder.
         prompts: texts, or token ids; by default random ids. A trained model may behave differently on text.
-        policy: a name of `moesched list policies`, or file.py:Class; all make the same choices.
+        policy: as `run_model` takes it; all make the same choices.
         machine: "auto" for this one, a name of `moesched list machines`, a TOML file, or a Machine.
         seed: seed of the random ids.
         progress: called with the number of values counted and the total.
@@ -78,7 +82,7 @@ def sparsity_of(
     encoded = encode_prompts(asked, find_tokenizer(Path(model)), config, 1)
     tokens = sum(map(len, encoded))
     most = tokens * config.layers * config.top_k * config.intermediate
-    counter = SparsityCounter(config.layers, progress, most)
+    counter = SparsityCounter(config.layers, progress or counted_in_cell("values"), most)
     report = run_model(
         model,
         encoded,

@@ -18,7 +18,9 @@ from moesched.models.layers import Shape
 from moesched.models.published import Published, StackedBy, known_tensors, stacked_tensors
 from moesched.models.random_model import Progress
 from moesched.models.shards import INDEX_NAME, read_shards
+from moesched.system.cells import counted_in_cell
 from moesched.system.new_folder import new_folder, reserve, write_at, write_json
+from moesched.system.own_loop import interruptible
 
 COPIED_BYTES = 8 << 20
 """Bytes in memory at a time, whatever the sizes of tensors."""
@@ -67,6 +69,7 @@ class _Array(NamedTuple):
         return sum(piece.nbytes for piece in self.pieces)
 
 
+@interruptible()
 def prestack_model(
     model: Path | str, directory: Path | str, *, by: StackedBy = "expert", progress: Progress | None = None
 ) -> Prestacked:
@@ -86,6 +89,7 @@ def prestack_model(
             No files are left behind.
     """
     checkpoint, target = open_checkpoint(model), Path(directory)
+    progress = progress or counted_in_cell("writing weights")
     if checkpoint.config.experts == 1:
         raise BadInput(f"{model} is a dense model and has no experts to stack; run it as it is")
     stacks = stacked_tensors(checkpoint.config, by)

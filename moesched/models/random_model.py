@@ -26,10 +26,12 @@ from moesched.models.reading import require_runs
 from moesched.models.shapes import SHAPES
 from moesched.models.shards import INDEX_NAME
 from moesched.models.tensors import count_weights
+from moesched.system.cells import counted_in_cell
 from moesched.system.near_names import with_nearest
 from moesched.system.new_folder import new_folder, reserve, write_at, write_json
+from moesched.system.own_loop import interruptible
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], object]
 
 CHUNK_VALUES = 1 << 20
 SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float32": "F32"}
@@ -51,6 +53,7 @@ class _Shard(NamedTuple):
     nbytes: int
 
 
+@interruptible()
 def write_random_model(
     shape: ModelConfig | str,
     directory: Path | str,
@@ -80,7 +83,7 @@ def write_random_model(
         target, count_weights(config) * ITEM_BYTES[config.dtype], "ask for fewer layers"
     ) as folder:
         shards = _plan_shards(config, shard_bytes)
-        _write_shards(folder, shards, config.dtype, seed, progress)
+        _write_shards(folder, shards, config.dtype, seed, progress or counted_in_cell("writing weights"))
         write_json(folder / INDEX_NAME, _index(shards))
         write_json(folder / "config.json", published_config(config))
     return target

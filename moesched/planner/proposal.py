@@ -11,9 +11,10 @@ import msgspec
 
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.inputs.budgets import assumed_process, within_process
+from moesched.inputs.chosen_policy import PolicyGiven, choose_policy
 from moesched.inputs.defaults import MACHINE, WORKLOAD
 from moesched.inputs.dtype import dtype_for
-from moesched.inputs.lookup import find_machine, find_policy, find_shape
+from moesched.inputs.lookup import find_machine, find_shape
 from moesched.inputs.options import (
     CutKeywords,
     CutOptions,
@@ -34,6 +35,8 @@ from moesched.planner.resources import Gain
 from moesched.planner.search_policies import Best, plan_best
 from moesched.planner.uncertainty import Figures
 from moesched.requests.workloads import Workload, load_workload
+from moesched.system.cells import named_in_cell
+from moesched.system.own_loop import interruptible
 
 MOST_REQUESTS = 8192
 """Most requests in one batch, if nothing else limits it."""
@@ -108,6 +111,33 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     at_peak: Figures | None
     widest_rate: str | None
 
+    def __repr__(self) -> str:
+        return f"<Proposal: {self._summary}>"
+
+    def _repr_html_(self) -> str:
+        from moesched.report.cell_drawings import cell, memory_table  # loaded where something is drawn
+        from moesched.report.markup import table
+
+        rows = [
+            [row.policy, f"{row.throughput_tokens_per_second:,.1f}", row.bound_by or ""]
+            for row in self.ranking
+            if row.throughput_tokens_per_second is not None
+        ]
+        return cell(
+            self._summary,
+            table("", ["policy", "tokens/s, predicted", "bound by"], rows, 2),
+            memory_table("peak, predicted", self.predicted.peak_bytes),
+        )
+
+    @property
+    def _summary(self) -> str:
+        plan, predicted = self.plan, self.predicted
+        return (
+            f"{plan.policy} for {self.model} on {self.machine}, batch of {plan.batch_size:,} in micro-batches of "
+            f"{plan.micro_batch_size}: {predicted.throughput_tokens_per_second:,.1f} tokens/s predicted, bound by "
+            f"{predicted.bound_by}"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(SettingOptions, MachineOptions, CutOptions, FormatOptions):
@@ -119,16 +149,17 @@ class PlanKeywords(SettingKeywords, MachineKeywords, CutKeywords, FormatKeywords
 
 
 @takes(PlanOptions)
+@interruptible()
 def plan_model(
     model: Path | str,
     *,
     machine: Machine | str,
     workload: Workload | str = WORKLOAD,
     gen: int | None = None,
-    policy: str | None = None,
+    policy: PolicyGiven | None = None,
     objective: Objective = "throughput",
     seed: int = 0,
-    on_progress: Callable[[str], None] = lambda what: None,
+    on_progress: Callable[[str], object] | None = None,
     **options: Unpack[PlanKeywords],
 ) -> Proposal:
     """Find the policy and the sizes that are best in an objective; needs no weights and no GPU.
@@ -138,7 +169,7 @@ def plan_model(
         machine: a name of `moesched list machines`, "auto" for this one, a TOML file, or a Machine.
         workload: a name of `moesched list workloads`, a TOML file, or a Workload.
         gen: tokens to generate for each prompt; None for the workload's own number.
-        policy: a name or file.py:Class; None for the best of all that one machine can run.
+        policy: as `simulate_model` takes it; None for the best of all that one machine can run.
         objective: "throughput" for the most generated tokens per second of a batch; for one request of the workload's
             average length, "latency" for the shortest decode step, and "interactive" for the shortest time of the
             answer, from the prompt's first layer to the last token.
@@ -150,7 +181,7 @@ def plan_model(
         DoesNotFit: no policy fits; the message names the missing bytes.
     """
     given = options_from(PlanOptions, "plan_model", options, machine=machine)
-    cls = None if policy is None else find_policy(policy)
+    cls = None if policy is None else choose_policy(policy).cls
     config, described, shares = cut_over_ranks(
         find_shape(model, given.format),
         find_machine(machine),
@@ -175,7 +206,7 @@ def plan_model(
         budgets=shares,
         slot_bytes=room_for,
         process=process,
-        on_progress=on_progress,
+        on_progress=on_progress or named_in_cell() or (lambda what: None),
     )
     return _proposal(best, described.name, chosen.name, new_tokens, objective, layout)
 

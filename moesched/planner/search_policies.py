@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import msgspec
@@ -12,6 +11,7 @@ from msgspec.structs import replace
 from moesched import plugins
 from moesched.drivers.pricing import no_garbage_collection
 from moesched.errors import BadInput, DoesNotFit
+from moesched.inputs.chosen_policy import PolicyGiven, choose_policy
 from moesched.machines import Machine
 from moesched.machines.cost import cost_model
 from moesched.models.layout import Page, WeightLayout
@@ -23,7 +23,6 @@ from moesched.planner.schedules import Seen
 from moesched.planner.setting import KV_SHARE, Setting, splits_kv
 from moesched.planner.uncertainty import Uncertainty
 from moesched.seams import is_expert_parallel
-from moesched.settings import check_settings
 from moesched.steps.process import Process
 
 FIRST = "resident"
@@ -81,16 +80,16 @@ def plan_best(
     new_tokens: int,
     *,
     objective: Objective = "throughput",
-    policies: Iterable[str] | None = None,
+    policies: Iterable[PolicyGiven] | None = None,
     settings: Mapping[str, Any] | None = None,
-    on_progress: Callable[[str], None] = lambda what: None,
+    on_progress: Callable[[str], object] = lambda what: None,
     **resources: Unpack[Resources],
 ) -> Best:
     """Search for the plan that is best in an objective.
 
     Args:
         lengths: prompt lengths in tokens; their number is the most requests of a batch.
-        policies: names, or file.py:Class, which all take `settings`; by default all that one machine can run.
+        policies: those that take `settings`; by default all that one machine can run.
         on_progress: called with the name of each stage of the search.
 
     Raises:
@@ -98,26 +97,27 @@ def plan_best(
         BadInput: a policy that is named does not exist, or does not take the settings.
     """
     settings = settings or {}
-    names = _names(policies, settings)
+    asked = _asked(policies, settings)
     seen: dict[Candidate, Seen] = {}
     misfits: list[Ranked] = []
-    for name in names:
+    for given in asked:
+        name = plugins.name_of("policies", given)
         on_progress(f"bound and schedule of {name}")
         try:
-            policy = plugins.find("policies", name)
+            chosen = choose_policy(given, settings)
         except BadInput as error:
             if policies is not None:
                 raise
             misfits.append(misfit(name, None, error))
             continue
         setting = Setting(
-            make=partial(policy, **check_settings(policy, name, settings)),
+            make=chosen.make,
             machine=machine,
             layout=layout,
             lengths=requests_for(objective, lengths),
             new_tokens=new_tokens,
             cost=cost_model(machine, layout.dtype),
-            splits_kv=splits_kv(policy, machine),
+            splits_kv=chosen.is_class and splits_kv(chosen.cls, machine),
             kv_on_gpu=settings.get(KV_SHARE),
             objective=objective,
             **resources,
@@ -125,7 +125,7 @@ def plan_best(
         try:
             with no_garbage_collection():
                 candidate = Candidate(name, setting)
-                seen[candidate] = candidate.look() if len(names) == 1 else candidate.first()
+                seen[candidate] = candidate.look() if len(asked) == 1 else candidate.first()
         except Exception as error:  # an installed plug-in may raise anything
             if not isinstance(error, BadInput) and (policies or name in plugins.shipped("policies")):
                 raise
@@ -133,8 +133,8 @@ def plan_best(
     return _best_of(seen, misfits, on_progress)
 
 
-def _names(policies: Iterable[str] | None, settings: Mapping[str, Any]) -> list[str]:
-    """The names of the policies to search."""
+def _asked(policies: Iterable[PolicyGiven] | None, settings: Mapping[str, Any]) -> Sequence[PolicyGiven]:
+    """The policies to search."""
     if policies is not None:
         return list(policies)
     if settings:
@@ -145,7 +145,7 @@ def _names(policies: Iterable[str] | None, settings: Mapping[str, Any]) -> list[
 
 
 def _best_of(
-    seen: dict[Candidate, Seen], misfits: Sequence[Ranked], on_progress: Callable[[str], None]
+    seen: dict[Candidate, Seen], misfits: Sequence[Ranked], on_progress: Callable[[str], object]
 ) -> Best:
     """The best plan, after a search for better sizes if there are several policies."""
     if not seen:
@@ -169,7 +169,7 @@ def _best_of(
     )
 
 
-def _search_sizes(seen: dict[Candidate, Seen], on_progress: Callable[[str], None]) -> None:
+def _search_sizes(seen: dict[Candidate, Seen], on_progress: Callable[[str], object]) -> None:
     """Look for better sizes of the promising policies, the best first, while that takes few tasks."""
     firsts: dict[float, Candidate] = {}
     ahead = sorted(seen, key=lambda each: seen[each].rate, reverse=True)
@@ -188,7 +188,7 @@ def _search_sizes(seen: dict[Candidate, Seen], on_progress: Callable[[str], None
             candidate.choice = twin.choice
 
 
-def _deepen(seen: dict[Candidate, Seen], on_progress: Callable[[str], None]) -> None:
+def _deepen(seen: dict[Candidate, Seen], on_progress: Callable[[str], object]) -> None:
     """Simulate all layers of the best policy, and of those that are too close to it to tell from a few layers."""
     deepened: dict[float, Seen] = {}
     for candidate in sorted(seen, key=lambda each: seen[each].rate, reverse=True):

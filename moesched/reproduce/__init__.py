@@ -13,6 +13,7 @@ from moesched.reproduce.report import Accuracy, Claim, Reproduction, Section
 from moesched.reproduce.twiddler.reproduction import SECTIONS as TWIDDLER_SECTIONS
 from moesched.reproduce.twiddler.reproduction import reproduce_twiddler
 from moesched.system.near_names import with_nearest
+from moesched.system.own_loop import interruptible
 
 __all__ = ["PAPERS", "SECTIONS", "Accuracy", "Claim", "Reproduction", "Section", "reproduce"]
 
@@ -25,6 +26,7 @@ SECTIONS = {
 PAPERS = tuple(SECTIONS)
 
 
+@interruptible()
 def reproduce(
     paper: str, only: Sequence[str] = (), on_progress: Callable[[str], None] = lambda what: None
 ) -> Reproduction:

@@ -1,4 +1,4 @@
-"""Sources of routing by name: a file with a profile or a trace, or a seeded generator."""
+"""Sources of routing: a profile or a trace, as they are or in a file, or a seeded generator by its name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moesched.routing.choices import ExpertChoices
 from moesched.routing.files import read_routing_file
 from moesched.routing.generated import GeneratedChoices
 from moesched.routing.popularity import GENERATORS, Counted, Popularity, expected_profile
-from moesched.routing.profile import RoutingProfile
+from moesched.routing.profile import RoutingProfile, require_shape
 from moesched.routing.trace import RecordedChoices, RoutingTrace
 from moesched.settings import check_settings
 from moesched.system.input_file import is_file
@@ -23,19 +23,23 @@ GENERATED_TOKENS = 1_000_000
 """Tokens in the profile of a generator."""
 
 
+RoutingGiven = str | RoutingTrace | RoutingProfile
+"""The name of a generator or file, or what a file holds."""
+
+
 def find_choices(
-    name: str | None, config: ModelConfig, settings: Mapping[str, Any] | None = None, seed: int = 0
+    given: RoutingGiven | None, config: ModelConfig, settings: Mapping[str, Any] | None = None, seed: int = 0
 ) -> ExpertChoices | None:
-    """Find expert choices by the name of a generator or file; None if no name is given.
+    """Find expert choices; None if no routing is given.
 
     Raises:
         BadInput: the name or a setting is unknown, or the file is invalid or of another model.
     """
-    if name is None:
+    if given is None:
         if settings:
             raise BadInput(f"--routing-set {next(iter(settings))} is given without a routing: add --routing")
         return None
-    return choices_of(find_source(name, config, settings or {}), config, seed)
+    return choices_of(find_source(given, config, settings or {}), config, seed)
 
 
 def choices_of(source: Popularity | RoutingTrace, config: ModelConfig, seed: int) -> ExpertChoices:
@@ -65,21 +69,37 @@ def profile_of(source: Popularity | RoutingTrace, config: ModelConfig, seed: int
     return expected_profile(source, config, seed, GENERATED_TOKENS)
 
 
-def find_source(name: str, config: ModelConfig, settings: Mapping[str, Any]) -> Popularity | RoutingTrace:
-    """Find a generator, or read a file.
+def find_source(
+    given: RoutingGiven, config: ModelConfig, settings: Mapping[str, Any]
+) -> Popularity | RoutingTrace:
+    """Find a generator, read a file, or take a profile or trace as it is.
 
     Raises:
         BadInput: as for `find_choices`.
     """
-    if name in GENERATORS:
-        generator = GENERATORS[name]
-        return generator(**check_settings(generator, f"routing {name}", settings))
-    if name.isidentifier() and not is_file(Path(name)):
-        remedy = with_nearest(name, GENERATORS, f"name a file, or one of {', '.join(GENERATORS)}")
-        raise BadInput(f"no routing {shown(name)}: {remedy}")
-    found = read_routing_file(Path(name), config)
+    if isinstance(given, str):
+        if given in GENERATORS:
+            generator = GENERATORS[given]
+            return generator(**check_settings(generator, f"routing {given}", settings))
+        if given.isidentifier() and not is_file(Path(given)):
+            remedy = with_nearest(given, GENERATORS, f"name a file, or one of {', '.join(GENERATORS)}")
+            raise BadInput(f"no routing {shown(given)}: {remedy}")
+        return _with_settings(read_routing_file(Path(given), config), f"routing {given}", settings)
+    if isinstance(given, RoutingTrace):
+        require_shape("the routing trace", given.model, given.shape, config)
+    elif isinstance(given, RoutingProfile):
+        shape = (given.layers, given.experts, given.top_k)
+        require_shape("the routing profile", given.model, shape, config)
+    else:
+        raise BadInput(f"routing is {shown(given)}: give a name, a file, a RoutingTrace or a RoutingProfile")
+    return _with_settings(given, "the routing", settings)
+
+
+def _with_settings(
+    found: RoutingTrace | RoutingProfile, title: str, settings: Mapping[str, Any]
+) -> Popularity | RoutingTrace:
     if isinstance(found, RoutingProfile):
-        return Counted(found, **check_settings(Counted, f"routing {name}", settings))
+        return Counted(found, **check_settings(Counted, title, settings))
     if settings:
-        raise BadInput(f"routing {name} is a trace, which takes no settings: omit --routing-set")
+        raise BadInput(f"{title} is a trace, which takes no settings: omit --routing-set")
     return found

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
-import anyio
 from msgspec.structs import replace
 
 from moesched.drivers.realtime import RealtimeDriver
@@ -25,6 +24,7 @@ from moesched.runs.ranks import OnDevices, Rank
 from moesched.seams import Device, Emulates, GivesScores, KeepsTime, Observer, Policy, ReportsHome, WarmsUp
 from moesched.steps.plan import Plan
 from moesched.system.logs import Log
+from moesched.system.own_loop import run_on_own_loop
 from moesched.system.signals import Stopped, stopped_by
 from moesched.system.source_lines import calling_line
 from moesched.trace import LastSteps, Recorder
@@ -157,7 +157,7 @@ class _HardwareRun:
 
     def run(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keep_open: bool) -> None:
         """Generate all tokens."""
-        anyio.run(self._generate, prompts, sampling, keep_open, backend_options={"use_uvloop": _has_uvloop()})
+        run_on_own_loop(partial(self._generate, prompts, sampling, keep_open))
 
     async def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, keep_open: bool) -> None:
         loop, running = asyncio.get_running_loop(), asyncio.current_task()
@@ -192,11 +192,3 @@ class _HardwareRun:
         running.cancel()
         if waiting_for := self._driver.describe_running():
             _log.warning("stopping; the next signal stops at once", waiting_for=waiting_for)
-
-
-def _has_uvloop() -> bool:
-    try:
-        import uvloop  # noqa: F401  # tests only whether the module exists, which it does not on Windows
-    except ImportError:
-        return False
-    return True

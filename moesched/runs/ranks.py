@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
-import anyio
-
 from moesched import plugins
 from moesched.drivers.lanes import Execute, Issued, Streams
 from moesched.errors import BadInput
@@ -21,6 +19,7 @@ from moesched.steps.plan import Plan
 from moesched.steps.process import Process
 from moesched.system.cores import CorePlan, DividesCores
 from moesched.system.memory import peak_resident_bytes, resident_bytes
+from moesched.system.own_loop import run_on_own_loop
 from moesched.system.signals import signals_held
 from moesched.tasks import Lane, Task
 
@@ -86,7 +85,10 @@ def process_of(devices: Sequence[Device], machine: Machine, ahead: int = 0) -> P
 
 @contextmanager
 def open_devices(
-    name: str, settings: Mapping[str, Any] | None, checkpoint: Checkpoint, layout: WeightLayout
+    device: str | type[Device],
+    settings: Mapping[str, Any] | None,
+    checkpoint: Checkpoint,
+    layout: WeightLayout,
 ) -> Iterator[Devices]:
     """Open a device for each rank of the layout's model; close them at the end, after all batches.
 
@@ -95,7 +97,8 @@ def open_devices(
     """
     ranks = layout.config.ranks
     with signals_held():
-        cls = plugins.find("devices", name)
+        cls = plugins.find("devices", device)
+    name = plugins.name_of("devices", device)
     checked = check_settings(cls, f"device {name}", settings or {})
     opened: list[Device] = []
     if ranks == 1:
@@ -108,9 +111,9 @@ def open_devices(
     transport = plugins.find("transports", TRANSPORT)(ranks)
     with _closed_at_end([transport]), _closed_at_end(opened):
         for rank in range(ranks):
-            device = cls(cut_checkpoint(checkpoint, rank, ranks), layout, **checked)
-            opened.append(device)
-            device.join(rank, transport, opened[0])
+            joining = cls(cut_checkpoint(checkpoint, rank, ranks), layout, **checked)
+            opened.append(joining)
+            joining.join(rank, transport, opened[0])
         yield Devices(opened)
 
 
@@ -125,7 +128,7 @@ def _closed_at_end(opened: Sequence[_Closable]) -> Iterator[None]:
     finally:
         with signals_held():
             for each in opened:
-                anyio.run(each.aclose)
+                run_on_own_loop(each.aclose)
 
 
 class OnDevices:

@@ -31,6 +31,7 @@ class RuledPages:
         room: number of pages that it may hold.
 
     Attributes:
+        rule: the rule, an object.
         held: the pages by id.
 
     Raises:
@@ -38,7 +39,7 @@ class RuledPages:
     """
 
     def __init__(self, rule: object, cache: str, room: int) -> None:
-        self._rule = _taken_by(cache, rule)
+        self.rule = _taken_by(cache, rule)
         self._cache = cache
         self._log: AccessLog | None = None
         self._number = -1
@@ -49,7 +50,7 @@ class RuledPages:
     @property
     def rule_name(self) -> str:
         """The name of the rule's class."""
-        return _name(self._rule)
+        return _name(self.rule)
 
     def log_to(self, log: AccessLog, number: int) -> None:
         """Log accesses from here on, under this number; the pages that are there come first."""
@@ -68,7 +69,7 @@ class RuledPages:
         if self._log is not None:
             self._log.append(Used(self._number, page, step, 0))
         try:
-            self._rule.used(page, step, 0)
+            self.rule.used(page, step, 0)
         except Exception as error:
             raise self._failed("used", [page], error) from error
 
@@ -77,7 +78,7 @@ class RuledPages:
         if self._log is not None:
             self._log.append(Used(self._number, page, step, tokens))
         try:
-            self._rule.used(page, step, tokens)
+            self.rule.used(page, step, tokens)
         except Exception as error:
             raise self._failed("used", [page], error) from error
 
@@ -87,7 +88,7 @@ class RuledPages:
             self._log.extend(
                 Used(self._number, pages[index], step, tokens[index]) for index in sorted(tokens)
             )
-        used, index = self._rule.used, -1
+        used, index = self.rule.used, -1
         try:
             for index in sorted(tokens):
                 used(pages[index], step, tokens[index])
@@ -103,7 +104,7 @@ class RuledPages:
             PolicyError: it failed, or named another page than one of those here.
         """
         try:
-            named: object = self._rule.choose(self._shown)
+            named: object = self.rule.choose(self._shown)
         except Exception as error:
             raise self._failed("choose", incoming, error) from error
         if isinstance(named, Page):
@@ -116,15 +117,15 @@ class RuledPages:
         else:
             what = f"{named!r}, which is no page"
         raise PolicyError(
-            f"{self._cache}: eviction rule {_name(self._rule)} named {what}{_for(incoming)}: return one of the pages "
-            f"that it is given ({_line(self._rule.choose)})"
+            f"{self._cache}: eviction rule {_name(self.rule)} named {what}{_for(incoming)}: return one of the pages "
+            f"that it is given ({_line(self.rule.choose)})"
         )
 
     def _failed(self, call: str, about: Sequence[Page], error: Exception) -> PolicyError:
         """The error of a rule that raised one."""
-        method = self._rule.used if call == "used" else self._rule.choose
+        method = self.rule.used if call == "used" else self.rule.choose
         return PolicyError(
-            f"{self._cache}: eviction rule {_name(self._rule)} failed in `{call}`{_for(about)} at "
+            f"{self._cache}: eviction rule {_name(self.rule)} failed in `{call}`{_for(about)} at "
             f"{_line(method, error)}: {type(error).__name__}: {' '.join(str(error).split())}"
         )
 
@@ -134,23 +135,22 @@ def _for(pages: Sequence[Page]) -> str:
     return f" for page {describe(pages[0])}" if pages else ""
 
 
-def _taken_by(cache: str, rule: object) -> Eviction:
-    """Note that a rule belongs to a cache, and return it.
+def _taken_by(cache: str, given: object) -> Eviction:
+    """Note that a rule belongs to a cache, and return it; of a class, it is a new object.
 
     Raises:
-        PolicyError: it is none, or belongs to another one.
+        PolicyError: it is none, belongs to another one, or is of a class whose constructor needs arguments.
     """
-    if isinstance(rule, type):
-        raise PolicyError(f"{cache}: the eviction rule is a class: give an object, {rule.__name__}()")
+    rule = _made(cache, given) if isinstance(given, type) else given
     if not isinstance(rule, Eviction):
         raise PolicyError(
-            f"{cache}: {rule!r} is no rule of replacement: give 'ring', 'lru', 'none', or an object with the methods "
-            "`used` and `choose` (moesched.seams.Eviction)"
+            f"{cache}: {rule!r} is no rule of replacement: give 'ring', 'lru', 'none', or a class or object with the "
+            "methods `used` and `choose` (moesched.seams.Eviction)"
         )
     if _taken.get(id(rule)) is rule:
         raise PolicyError(
             f"{cache}: eviction rule {_name(rule)} orders another cache, of this run or an earlier one: make a new "
-            "object for each, in `plan`"
+            "object for each, in `plan`, or give the class"
         )
     try:
         _taken[id(rule)] = rule
@@ -159,6 +159,15 @@ def _taken_by(cache: str, rule: object) -> Eviction:
             f"{cache}: runs cannot tell eviction rules of class {_name(rule)} apart: add '__weakref__' to its slots"
         ) from None
     return rule
+
+
+def _made(cache: str, rule: type) -> object:
+    try:
+        return rule()
+    except Exception as error:
+        raise PolicyError(
+            f"{cache}: eviction rule {rule.__name__} cannot be made ({type(error).__name__}: {error}): give an object"
+        ) from error
 
 
 def _name(rule: Eviction) -> str:

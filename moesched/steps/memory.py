@@ -175,7 +175,7 @@ class Pool(ReadOnly):
         memory: Memory,
         slots: int,
         slot_bytes: int,
-        replacement: Replacement | Eviction = "ring",
+        replacement: Replacement | Eviction | type[Eviction] = "ring",
         page_bytes: int = maxsize,
         line: str = "",
     ) -> None:

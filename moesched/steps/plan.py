@@ -31,6 +31,7 @@ from moesched.steps.process import Process
 from moesched.steps.reservations import Declared, KVPlan, NodeShare, Reservations
 from moesched.steps.roles import KV_ROLES, Role, role_named
 from moesched.steps.ruled_pool import RuledPool
+from moesched.system.cells import html_of
 from moesched.system.source_lines import calling_line
 
 VERBS_OF_A_LAYER = 20
@@ -117,6 +118,14 @@ class Plan(Declarations):
             process=process,
         )
         self._seal()
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.batch.prompts)} requests in {len(self.micro_batches)} micro-batches"
+        placed = sum(len(kept.slots) for kept in self.weights.resident)
+        return f"<Plan: {self.layout.config.name} on {self.machine.name}, {sizes}, {placed} resident pages>"
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
     # -- what a policy reads -----------------------------------------------------------------------
 
@@ -294,14 +303,15 @@ class Plan(Declarations):
         name: str,
         slots: int,
         pages: Sequence[Page],
-        replacement: Replacement | Eviction = "ring",
+        replacement: Replacement | Eviction | type[Eviction] = "ring",
         filled: Sequence[Page] = (),
     ) -> Pool:
         """Declare a pool of `slots` slots, each large enough for any of `pages`.
 
         Args:
             replacement: the page that makes room for another one: the oldest ("ring"), the least recently used ("lru"),
-                or the one that an `Eviction` names, an object that no other pool has; with "none", the policy evicts.
+                or the one that an `Eviction` names, a class or an object that no other pool has; with "none", the
+                policy evicts.
             filled: pages that are in it before the first step; they are loaded after the resident ones.
 
         Raises:

@@ -25,7 +25,7 @@ class RuledPool(Pool):
         memory: Memory,
         slots: int,
         slot_bytes: int,
-        rule: Replacement | Eviction,
+        rule: Replacement | Eviction | type[Eviction],
         page_bytes: int = maxsize,
         line: str = "",
     ) -> None:

@@ -7,7 +7,6 @@ from math import isclose
 from pathlib import Path
 from typing import get_args
 
-import anyio
 import numpy as np
 
 from moesched import plugins
@@ -26,6 +25,7 @@ from moesched.runs.planning import plan_run
 from moesched.seams import CountsReads, Device, GivesScores, KeepsTime
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
+from moesched.system.own_loop import run_on_own_loop
 from moesched.system.scratch import scratch_folder
 from moesched.tasks import Task
 from moesched.testing.asserts import require_asserts
@@ -73,7 +73,7 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
         if isinstance(scoring, GivesScores) and scoring.gives_scores:
             outcomes["a policy with scores"] = _tokens(scoring, machine, None)
         else:
-            anyio.run(scoring.aclose)
+            run_on_own_loop(scoring.aclose)
         drawn = _tokens(make(checkpoint, weight_layout(config, "float32")), machine, "resident", DRAWN)
         torch = plugins.find("devices", "torch")
         expected, expected_draws = (
@@ -106,7 +106,7 @@ def _check_unused(device: Device) -> None:
         size = device.slot_bytes(page)
         assert size >= page.nbytes, f"a slot of {size} bytes does not hold page {page.id} of {page.nbytes}"
         assert size == device.slot_bytes(page), "slot_bytes is not constant"
-    anyio.run(device.aclose)
+    run_on_own_loop(device.aclose)
 
 
 def _check_bad_prompts(device: Device, machine: Machine) -> None:

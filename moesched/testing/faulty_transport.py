@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -11,6 +10,7 @@ import numpy as np
 
 from moesched.errors import BadInput, RankLost, TransportError
 from moesched.seams import Exchange, Transport
+from moesched.system.own_loop import run_on_own_loop
 from moesched.testing.slow_transports import DelayingTransport
 from moesched.testing.wrapping_transport import Call, abandon
 
@@ -77,7 +77,7 @@ class FaultyTransport(DelayingTransport):
         faults, ticket = self._faults, call.exchange.ticket
         where = f"{call.operation} #{ticket}"
         if faults.lose_at is not None and ticket >= faults.lose_at:
-            asyncio.run(self.transport.aclose())
+            run_on_own_loop(self.transport.aclose)
             raise RankLost(f"{where}: rank {call.rank} is lost: injected fault", (call.rank,))
         if self._happens("drop", faults.drop, call.rank, ticket):
             abandon(self.transport, call, "its part was dropped")

@@ -6,7 +6,6 @@ refuse a plan that does not fit, or end with exactly the tokens of the model.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Literal
@@ -29,6 +28,7 @@ from moesched.runs.ranks import OnDevices, Rank
 from moesched.runs.virtual_run import VirtualRun
 from moesched.seams import CostModel, Observer, Policy, is_expert_parallel, keeps_state
 from moesched.steps.plan import Plan
+from moesched.system.own_loop import run_on_own_loop
 from moesched.tasks import Lane, Task
 from moesched.testing.symbolic import SymbolicDevice, expected_tokens
 
@@ -302,4 +302,4 @@ def _run_in_real_time(
     with ExitStack() as opened:
         for each in rank_runs:
             close_at_end(opened, each)
-        return asyncio.run(generate()), rank_runs[0].engine.tasks, driver.now
+        return run_on_own_loop(generate), rank_runs[0].engine.tasks, driver.now

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
@@ -13,6 +12,7 @@ import numpy as np
 
 from moesched.errors import TransportError
 from moesched.seams import Abandons, Exchange, Transport
+from moesched.system.own_loop import run_on_own_loop
 from moesched.testing.asserts import require_asserts
 
 T = TypeVar("T")
@@ -145,4 +145,4 @@ def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 def _close(transports: Sequence[Transport]) -> None:
     for transport in dict.fromkeys(transports):
-        asyncio.run(transport.aclose())
+        run_on_own_loop(transport.aclose)

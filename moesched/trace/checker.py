@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from moesched.errors import BadInput
+from moesched.system.own_loop import interruptible
 from moesched.trace.chrome_reader import (
     Event,
     SliceArgs,
@@ -49,6 +50,7 @@ class _Task(NamedTuple):
         return f"{self.event.name} at {bytes(self.event.ts).decode()}"
 
 
+@interruptible()
 def check_trace(path: Path | str) -> list[str]:
     """Return the problems of a trace in words; an empty list for a valid one.
 

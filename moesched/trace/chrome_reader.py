@@ -14,8 +14,10 @@ import msgspec
 from moesched.errors import BadInput
 from moesched.seams import Demand
 from moesched.steps.pool_counts import Counted
+from moesched.system.cells import html_of
 from moesched.system.decoding import DECODE_ERRORS, decode_json, reason
 from moesched.system.input_file import read_input
+from moesched.system.own_loop import interruptible
 from moesched.system.plain_text import shown
 from moesched.trace.chrome_writer import CANCELLED, CRITICAL_PID, FIRST_RANK_PID, FORMAT, SIDE_BY_SIDE
 from moesched.trace.recording import (
@@ -188,7 +190,18 @@ class Trace(NamedTuple):
     recording: Recording
     about: About
 
+    def __repr__(self) -> str:
+        about = self.about
+        return (
+            f"<Trace: {about.policy or 'run'} on {about.model or 'a graph'}, {about.figures} on {about.machine}, "
+            f"{len(self.recording.slices):,} tasks>"
+        )
 
+    def _repr_html_(self) -> str:
+        return html_of(self)
+
+
+@interruptible()
 def read_trace(path: Path | str) -> Trace:
     """Read a trace file.
 

@@ -208,6 +208,9 @@ class Recording(msgspec.Struct):
     accesses: list[PoolAccesses] = []
     cancelled: list[Cancelled] = []
 
+    def __repr__(self) -> str:
+        return f"<Recording: {len(self.slices):,} tasks on {len(self.lanes)} lanes, {self.end / 1e9:.3g} s>"
+
     @property
     def edges(self) -> int:
         """Number of dependencies between slices."""

@@ -1,0 +1,176 @@
+"""One call of a session: its prompts through the model, in successive batches, to a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+
+from moesched.inputs.tokenizer import Tokenizer
+from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
+from moesched.jobs.expectation import Expectation
+from moesched.jobs.explained import explained
+from moesched.jobs.job import Job
+from moesched.jobs.options import CallOptions
+from moesched.jobs.report import JobReport, job_report
+from moesched.jobs.text_listener import TextListener
+from moesched.jobs.trace_file import (
+    BatchFiles,
+    about_of,
+    batch_files,
+    recorder_for,
+    roofs_of,
+    write_recording,
+)
+from moesched.models.checkpoint import Checkpoint
+from moesched.requests.batch import Batch
+from moesched.requests.batching import batches_of
+from moesched.requests.sampling import Sampling
+from moesched.runs.batch_policies import BatchPolicies
+from moesched.runs.cell_progress import listener_or_cell
+from moesched.runs.generation import TokenHandling
+from moesched.runs.hardware import run
+from moesched.runs.listeners import KindMeter, observers_in
+from moesched.runs.ranks import Devices, Rank
+from moesched.seams import Emulates, TellsProgress
+
+
+class Call:
+    """Prompts on a model's open devices.
+
+    Args:
+        job: made for this call.
+        prompts: token ids.
+        obstacle: the reason for which no prediction is made; None if there is one.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        devices: Devices,
+        checkpoint: Checkpoint,
+        tokenizer: Tokenizer | None,
+        prompts: Sequence[Sequence[int]],
+        given: CallOptions,
+        obstacle: str | None,
+    ) -> None:
+        self._job = job
+        self._devices = devices
+        self._checkpoint = checkpoint
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._given = given
+        self._sampling = given.sampling or Sampling()
+        self._listener = listener_or_cell(given.listener)
+        self._obstacle = obstacle
+        self._policies: BatchPolicies
+        self._predicted: BatchPolicies
+
+    def run(self) -> JobReport:
+        """Run all batches, or those before the end of one that ended early.
+
+        Raises:
+            Exception: the error of a batch, with the report of all as its attribute `report`.
+        """
+        first = self._devices.first
+        self._listener.opened(first)
+        if isinstance(first, TellsProgress):
+            first.tell = self._listener.preparing
+        batches = self._batches()
+        self._checkpoint.require_unchanged()
+        self._policies, self._predicted = self._job.policies(), self._job.policies()
+        reports = BatchReports()
+        for number, batch in enumerate(batches):
+            texts = self._texts(batch)
+            with suppress(KeyboardInterrupt):
+                files, explains = batch_files(self._given, number), self._given.explained and not number
+                reports.add(self._run_batch, batch, texts, files, explains)
+            texts.finish_all()
+            if reports.ended_early(number):
+                break
+        return reports.merge(requests=len(self._prompts), batches=len(batches))
+
+    def _batches(self) -> list[Batch]:
+        """The successive batches; one that does not fit is refused before any runs."""
+        lengths, new_tokens = list(map(len, self._prompts)), self._given.max_new_tokens
+        sizes = self._job.sizes(lengths, new_tokens, self._devices.slot_bytes)
+        batches = list(batches_of(lengths, new_tokens, sizes))
+        if len(batches) > 1:
+            for batch in batches:
+                self._job.plan(batch, self._devices.slot_bytes)
+        return batches
+
+    def _prompts_of(self, batch: Batch) -> Sequence[Sequence[int]]:
+        return self._prompts[batch.first_request : batch.first_request + len(batch.prompts)]
+
+    def _texts(self, batch: Batch) -> TextListener:
+        return TextListener(
+            self._listener,
+            self._tokenizer,
+            self._prompts_of(batch),
+            batch.first_request,
+            self._checkpoint.config.stop_tokens,
+            self._given.max_new_tokens,
+        )
+
+    def _run_batch(self, batch: Batch, texts: TextListener, files: BatchFiles, explains: bool) -> JobReport:
+        job, devices = self._job, self._devices
+        expectation = None
+        if self._given.expect:
+            expectation = Expectation(job, batch, devices, self._obstacle, self._predicted)
+        plan, policy = job.plan(batch, devices.slot_bytes, policy=self._policies.next_of(0))
+        peers = [
+            Rank(*job.plan(batch, devices.slot_bytes, policy=self._policies.next_of(rank)), device)
+            for rank, device in enumerate(devices.all[1:], start=1)
+        ]
+        self._listener.planned(plan)
+        knows_rates = bool(plan.machine.cost_table) or isinstance(devices.first, Emulates)
+        recorder = recorder_for(plan, files, explained=explains, predicts=knows_rates)
+        kinds = KindMeter()
+        read_before = devices.bytes_read
+        ending = JobEnding()
+        report = reported(
+            partial(
+                run,
+                plan,
+                policy,
+                devices.first,
+                self._prompts_of(batch),
+                sampling=self._sampling,
+                tokens=TokenHandling(job.layout.config.stop_tokens, texts.tell),
+                observers=[
+                    *observers_in(self._listener),
+                    kinds,
+                    *(expectation.observers if expectation else ()),
+                ],
+                recorder=recorder,
+                peers=peers,
+                keep_open=True,
+            ),
+            ending,
+        )
+        texts.finish_all()
+        self._listener.ran()
+        read = devices.bytes_read
+        finished = job_report(
+            report,
+            plan,
+            kinds,
+            policy=job.policy_name,
+            dtype=job.layout.dtype,
+            text=texts.texts,
+            cores=devices.core_plan,
+            bytes_read=None if read is None or read_before is None else read - read_before,
+            change=self._checkpoint.change(),
+            trace=files.trace,
+        )
+        if expectation is not None:
+            finished = expectation.added_to(finished)
+        if recorder is not None:
+            roofs = roofs_of(plan.machine, finished.dtype) if knows_rates else None
+            recording, explanation = recorder.recording(), None
+            if explains:
+                finished, explanation = explained(finished, recording, about_of(finished))
+            write_recording(files, recording, finished, self._listener, roofs=roofs, explanation=explanation)
+        ending.raise_error(finished)
+        return finished

@@ -1,0 +1,81 @@
+"""A job's report as a notebook shows it: figures, the bottleneck, a timeline, lanes, memories, and the first texts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moesched.analysis.explanation import explain
+from moesched.errors import BadInput
+from moesched.report.cell_drawings import bottleneck_and_timeline, cell, figures_table, memory_table
+from moesched.report.markup import paragraphs, table
+from moesched.report.run_figures import RATES, TIMES
+from moesched.trace import read_trace
+from moesched.units import format_seconds
+
+if TYPE_CHECKING:
+    from moesched.jobs.report import JobReport
+
+SHOWN_TEXTS, SHOWN_LETTERS = 3, 200
+
+
+def report_html(report: JobReport) -> str:
+    """The content of a cell."""
+    return cell(report.title, *filter(None, _parts(report)))
+
+
+def _parts(report: JobReport) -> list[str]:
+    return [
+        paragraphs(_endings(report)),
+        figures_table(report.figures, _rates(report)),
+        _from_trace(report) or paragraphs(_busiest(report)),
+        _lanes(report),
+        memory_table("peak", report.peak_bytes, report.budget_bytes),
+        paragraphs(_texts(report)),
+    ]
+
+
+def _endings(report: JobReport) -> list[str]:
+    failed = [f"The run failed: {report.failure}"] if report.failure else []
+    return failed + (["The run was interrupted."] if report.interrupted else [])
+
+
+def _rates(report: JobReport) -> dict[str, str]:
+    rates = {name: f"{getattr(report, key):,.1f} tokens/s" for key, name in RATES.items()}
+    return rates | {
+        name: format_seconds(seconds) for key, name in TIMES.items() if (seconds := getattr(report, key))
+    }
+
+
+def _busiest(report: JobReport) -> list[str]:
+    if not report.lanes:
+        return []
+    name, lane = max(report.lanes.items(), key=lambda item: item[1].busy_seconds)
+    return [f"Busiest lane: {name}, {lane.utilization:.0%} of the time."]
+
+
+def _from_trace(report: JobReport) -> str:
+    """The bottleneck and the timeline; empty without a trace, or where its file is gone or is another run's."""
+    if report.trace is None:
+        return ""
+    try:
+        recording, about = read_trace(report.trace)
+    except BadInput:
+        return ""
+    if not recording.slices or (about.policy, about.model) != (report.policy, report.model):
+        return ""
+    return bottleneck_and_timeline(recording, explain(recording, about))
+
+
+def _lanes(report: JobReport) -> str:
+    rows = [
+        [name, format_seconds(lane.busy_seconds), f"{lane.utilization:.0%}"]
+        for name, lane in report.lanes.items()
+    ]
+    return table("", ["lane", "busy", "of the time"], rows, 2)
+
+
+def _texts(report: JobReport) -> list[str]:
+    return [
+        f"[{number}] {words[:SHOWN_LETTERS]}"
+        for number, words in enumerate((report.text or [])[:SHOWN_TEXTS])
+    ]

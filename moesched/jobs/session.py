@@ -1,0 +1,170 @@
+"""A session: a model that is opened once, and answers one call after another."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Unpack
+
+from moesched.errors import BadInput
+from moesched.inputs.chosen_policy import PolicyGiven
+from moesched.inputs.defaults import MACHINE
+from moesched.inputs.lookup import find_machine, machine_file
+from moesched.inputs.options import options_from, takes
+from moesched.inputs.prompts import Prompt, encode_prompts, require_some
+from moesched.inputs.tokenizer import find_tokenizer
+from moesched.jobs.call import Call
+from moesched.jobs.expectation import obstacle
+from moesched.jobs.job import Job, require_continuations
+from moesched.jobs.memory_ahead import pieces_to_take
+from moesched.jobs.options import CallKeywords, CallOptions, SessionKeywords, SessionOptions
+from moesched.jobs.report import JobReport
+from moesched.jobs.trace_file import recorded_outputs
+from moesched.machines import Machine
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.requests.sampling import Sampling
+from moesched.runs.ranks import Devices, open_devices, process_of
+from moesched.system.memory_ahead import MemoryAhead, UsesMemoryAhead
+from moesched.system.outputs import require_outputs
+from moesched.system.own_loop import interruptible
+
+
+class Session:
+    """A model on real hardware that answers one call after another; a context manager, which frees it at its end.
+
+    The first call opens the device. Weights that stay in fast memory in one call and in the next are read once. Each
+    call is planned anew, and gives the tokens that `run_model` gives.
+    """
+
+    @takes(SessionOptions)
+    def __init__(
+        self,
+        model: Path | str,
+        *,
+        policy: PolicyGiven = "resident",
+        machine: Machine | str = MACHINE,
+        **options: Unpack[SessionKeywords],
+    ) -> None:
+        """Open a model's files.
+
+        Args:
+            model: a Hugging Face folder.
+
+        Raises:
+            BadInput: the files are not those of a model.
+        """
+        self._given = options_from(SessionOptions, "Session", options, policy=policy, machine=machine)
+        self._checkpoint = open_checkpoint(Path(model))
+        self._tokenizer = find_tokenizer(self._checkpoint.directory)
+        self._opened: _Opened | None = None
+        self._resources = ExitStack()
+        self._release = weakref.finalize(self, self._resources.close)  # also at the program's end
+        self._turn = threading.Lock()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "not opened yet" if self._opened is None else "open"
+        return f"<Session of {self._checkpoint.config.name}: {state}>"
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @interruptible()
+    def close(self) -> None:
+        """Free the model's memory and close its files, after the call under way; the session answers no other one."""
+        with self._turn:
+            self._closed, self._opened = True, None
+            self._release()
+
+    @takes(CallOptions)
+    @interruptible()
+    def run(self, prompts: Sequence[Prompt], **options: Unpack[CallKeywords]) -> JobReport:
+        """Generate text. More prompts than fit a batch run as successive batches.
+
+        Ctrl-C ends the call cleanly: the report then says `interrupted` and holds the tokens so far. Weights that
+        cannot be read and logits that are not finite end it as well, and `failure` of the report then says where. If a
+        file of weights changes during a batch, no further one begins, and `failure` says that the tokens of this batch
+        may be wrong. Any other error after the run began has the report as its attribute `report`. The session answers
+        further calls after all of these, unless a file has changed.
+
+        Args:
+            prompts: texts, or token ids.
+
+        Raises:
+            BadInput: an argument cannot be used, a file of weights has changed, or the session is closed or answers
+                another call.
+            NotTraced: the trace could not be written; the error has the report.
+            PolicyError: the policy submitted something illegal; raised at its own line.
+            TaskFailed: a task raised on its lane.
+        """
+        given = options_from(CallOptions, "run", options)
+        checkpoint, config = self._checkpoint, self._checkpoint.config
+        with self._exclusively():
+            inputs = [machine_file(self._given.machine)]
+            require_outputs(*recorded_outputs(given), model=checkpoint.directory, inputs=inputs)
+            require_some(given.max_new_tokens, "--max-new-tokens")
+            encoded = encode_prompts(prompts, self._tokenizer, config, given.max_new_tokens)
+            beams = (given.sampling or Sampling()).beams
+            require_continuations(beams, config)
+            if self._opened is None:
+                ahead = pieces_to_take(
+                    self._given, config, list(map(len, encoded)), given.max_new_tokens, beams
+                )
+                self._opened = self._resources.enter_context(_open(self._given, checkpoint, ahead))
+            job, devices, reason = self._opened
+            call = Call(job.with_beams(beams), devices, checkpoint, self._tokenizer, encoded, given, reason)
+            return call.run()
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        if not self._turn.acquire(blocking=False):
+            raise BadInput(f"{self!r} answers another call: wait for it, or open a session for each thread")
+        try:
+            if self._closed:
+                raise BadInput(f"{self!r}: open another one")
+            yield
+        finally:
+            self._turn.release()
+
+
+class _Opened(NamedTuple):
+    """A model on its devices.
+
+    Attributes:
+        job: for one sequence of each request.
+        obstacle: the reason for which its calls cannot be predicted; None where they can.
+    """
+
+    job: Job
+    devices: Devices
+    obstacle: str | None
+
+
+@contextmanager
+def _open(given: SessionOptions, checkpoint: Checkpoint, ahead_bytes: Sequence[int]) -> Iterator[_Opened]:
+    """The job and its open devices.
+
+    Args:
+        ahead_bytes: sizes of memory for weights, which is taken while the devices are imported.
+    """
+    with MemoryAhead() as ahead:
+        ahead.begin(ahead_bytes)
+        found = find_machine(given.machine, given.device, foreign=given.foreign_machine)
+        job = Job(given, checkpoint.config, found, device=given.device)
+        with open_devices(given.device, given.device_settings, checkpoint, job.layout) as devices:
+            ahead.stop()
+            if isinstance(devices.first, UsesMemoryAhead):
+                devices.first.memory_ahead = ahead
+            else:
+                ahead.give_back()
+            job.use_process(process_of(devices.all, job.machine, ahead.nbytes))
+            yield _Opened(job, devices, obstacle(given, job, devices))

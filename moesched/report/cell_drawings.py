@@ -1,0 +1,95 @@
+"""Plans, traces and comparisons as notebooks show them: figures, the bottleneck, a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import singledispatch
+
+from moesched.analysis.comparison import Comparison
+from moesched.analysis.explanation import Explanation, explain
+from moesched.analysis.explanation_tables import bottleneck_in_words
+from moesched.analysis.timeline import choose_window, timeline_of
+from moesched.report.markup import element, paragraphs, table, text
+from moesched.report.run_figures import run_figures
+from moesched.report.timeline_drawing import timeline_drawing
+from moesched.steps.plan import Plan
+from moesched.trace.chrome_reader import Trace
+from moesched.trace.recording import Recording
+from moesched.units import format_bytes
+
+
+def cell(title: str, *content: str) -> str:
+    """The content of a cell below its title."""
+    return element("div", element("strong", text(title)), *content)
+
+
+def figures_table(heading: str, figures: Mapping[str, str]) -> str:
+    """Figures, each in a row with its name; empty without any."""
+    return (
+        table("", ["", heading], [[name, figure] for name, figure in figures.items()], 1) if figures else ""
+    )
+
+
+def memory_table(name: str, used: Mapping[str, int], most: Mapping[str, int] | None = None) -> str:
+    """The bytes of each memory that are used, in a column of this name, and the most that may be."""
+    rows = [
+        [memory, format_bytes(nbytes), *([] if most is None else [format_bytes(most[memory])])]
+        for memory, nbytes in used.items()
+    ]
+    columns = ["memory", name, *([] if most is None else ["budget"])]
+    return table("", columns, rows, len(columns) - 1)
+
+
+def bottleneck_and_timeline(recording: Recording, explanation: Explanation) -> str:
+    """The bottleneck of a run that has tasks, and the timeline of a typical step."""
+    said = []
+    if explanation.bottleneck is not None:
+        said = [f"Bottleneck: {bottleneck_in_words(explanation, explanation.bottleneck)}"]
+    window = choose_window(recording)
+    lines = paragraphs([*said, f"Timeline of {window.described}:"])
+    return lines + timeline_drawing(timeline_of(recording, window))
+
+
+@singledispatch
+def drawn(value: object) -> str:
+    """A value as the HTML of a cell."""
+    raise TypeError(f"no cell shows a {type(value).__name__}")
+
+
+@drawn.register
+def _(trace: Trace) -> str:
+    recording, about = trace
+    title = f"{about.policy or 'run'} on {about.model or 'a graph'}, {about.figures} on {about.machine}"
+    if not recording.slices:
+        return cell(title, paragraphs(["No task ran."]))
+    explanation = explain(recording, about)
+    return cell(
+        title,
+        figures_table(about.figures, run_figures(recording, explanation, {})),
+        bottleneck_and_timeline(recording, explanation),
+    )
+
+
+@drawn.register
+def _(plan: Plan) -> str:
+    used = {name: memory.used for name, memory in plan.memories.items()}
+    most = {name: memory.capacity for name, memory in plan.memories.items()}
+    pools = [
+        [pool.name, pool.memory.name, f"{len(pool.slots):,}", format_bytes(pool.nbytes)]
+        for pool in plan.weights.pools
+    ]
+    return cell(
+        repr(plan).strip("<>"),
+        memory_table("planned", used, most),
+        table("", ["pool", "in", "slots", "bytes"], pools, 2) if pools else "",
+    )
+
+
+@drawn.register
+def _(comparison: Comparison) -> str:
+    header = comparison.header()
+    return cell(
+        " and ".join(run.title for run in comparison.runs),
+        paragraphs(comparison.reasons()),
+        table("", header, comparison.table(), len(header) - 2),
+    )

@@ -1,0 +1,74 @@
+"""Progress of a run in the cell of a notebook: loading, prefill, then tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moesched.runs.listeners import Listener
+from moesched.steps.plan import Plan
+from moesched.system.cells import CellLine, in_a_notebook
+from moesched.tasks import Task
+
+if TYPE_CHECKING:
+    from moesched.drivers.replay import Timeline
+
+
+def listener_or_cell(given: Listener | None, *, patience: float = 0.0) -> Listener:
+    """The given listener; without one, progress in the cell, if a notebook runs this program.
+
+    Args:
+        patience: seconds before the cell says anything.
+    """
+    if given is not None:
+        return given
+    return CellProgress(patience) if in_a_notebook() else Listener()
+
+
+class CellProgress(Listener):
+    """Shows a run's progress in the cell that started it.
+
+    Args:
+        patience: seconds before it shows anything.
+    """
+
+    def __init__(self, patience: float = 0.0) -> None:
+        self._line = CellLine(patience)
+        self._pages = self._loaded = self._tokens = self._most = 0
+
+    def preparing(self, what: str, done: float, total: float) -> None:
+        """Show what the device does before the first step."""
+        self._line.show(what, done, total)
+
+    def planned(self, plan: Plan) -> None:
+        """Begin a batch."""
+        self._pages, self._loaded = sum(len(kept.slots) for kept in plan.weights.resident), 0
+        self._most = len(plan.batch.prompts) * plan.batch.new_tokens
+        self._tokens = 0
+        self._line.show("planned")
+
+    def loading(self, done: int, total: int) -> None:
+        """Show the pages that all nodes loaded."""
+        self._line.show("loading weights", done, total)
+
+    def ended(self, task: Task) -> None:
+        """Count the pages that are loaded, and the tokens of a simulation."""
+        if task.verb == "load":
+            self._loaded += 1
+            self._line.show("loading weights", self._loaded, self._pages)
+
+    def replayed(self, timeline: Timeline) -> None:
+        """A replay takes too little time to be shown."""
+
+    def generated(self, request: int, token: int, text: str) -> None:
+        """Count the tokens."""
+        self._tokens += 1
+        self._line.show(f"{self._tokens:,} of at most {self._most:,} tokens", self._tokens, self._most)
+
+    def writing(self, trace: Path) -> None:
+        """Name the file."""
+        self._line.show(f"writing {trace}")
+
+    def ran(self) -> None:
+        """End the batch."""
+        self._line.end(f"{self._tokens:,} tokens" if self._tokens else "done")

@@ -1,0 +1,86 @@
+"""Cells of notebooks: one line of progress in the cell that runs, and values that show themselves as HTML."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from html import escape
+from importlib import import_module
+from typing import Any
+
+SECONDS_BETWEEN = 0.25
+"""Least time between two updates of a line."""
+
+PATIENCE_SECONDS = 1.0
+"""Time in which most predictions are made, without a word."""
+
+DRAWINGS = "moesched.report.cell_drawings"
+"""The module that draws values of layers below it, loaded when the first one is shown."""
+
+
+def html_of(value: object) -> str:
+    """A value of a lower layer as a notebook shows it."""
+    drawn: str = import_module(DRAWINGS).drawn(value)
+    return drawn
+
+
+def in_a_notebook() -> bool:
+    """Whether a notebook's kernel runs this program."""
+    kernels = sys.modules.get("ipykernel.kernelapp")
+    return kernels is not None and bool(kernels.IPKernelApp.initialized())
+
+
+def counted_in_cell(what: str) -> Callable[[float, float], object] | None:
+    """Progress callback (done, total) that shows some work in the cell of a notebook; None elsewhere."""
+    if not in_a_notebook():
+        return None
+    line = CellLine(PATIENCE_SECONDS)
+    return lambda done, total: line.show(what, done, total)
+
+
+def named_in_cell() -> Callable[[str], object] | None:
+    """Progress callback that shows the name of a stage in the cell of a notebook; None elsewhere."""
+    return CellLine(PATIENCE_SECONDS).show if in_a_notebook() else None
+
+
+class CellLine:
+    """A line in the cell of a notebook that says how far some work is. Callable from any thread.
+
+    Args:
+        patience: seconds before it appears.
+    """
+
+    def __init__(self, patience: float = 0.0) -> None:
+        self._handle: Any = None
+        self._next = time.monotonic() + patience
+        self._lock = threading.Lock()
+
+    def show(self, what: str, done: float = 0, total: float | None = None) -> None:
+        """Show the work, and its part that is done if `total` is known; most calls return at once."""
+        now = time.monotonic()
+        if now < self._next or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._next = now + SECONDS_BETWEEN
+            bar = f'<progress value="{done:g}" max="{total:g}"></progress> ' if total else ""
+            self._write(f"{bar}{escape(what)}")
+        finally:
+            self._lock.release()
+
+    def end(self, what: str) -> None:
+        """Replace the line by the last one, if there is one."""
+        with self._lock:
+            if self._handle is not None:
+                self._write(escape(what))
+            self._next = 0.0
+
+    def _write(self, html: str) -> None:
+        from IPython.display import HTML, display
+
+        shown = HTML(html)
+        if self._handle is None:
+            self._handle = display(shown, display_id=True)
+        else:
+            self._handle.update(shown)

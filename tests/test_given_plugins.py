@@ -1,0 +1,176 @@
+"""Policies, devices, transports and routing that programs give: by name, as classes, or as objects."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moesched
+from moesched import plugins
+from moesched.cluster.cluster_jobs import run_local
+from moesched.planner import plan_model
+from moesched.routing.profile import write_profile
+from moesched.routing.trace import RoutingTrace, write_routing_trace
+from moesched.steps.plan import Plan
+from small_models import small_model
+
+CGOPipe: Any = plugins.find("policies", "cgopipe")
+ExpertCache: Any = plugins.find("policies", "expert_cache")
+Resident: Any = plugins.find("policies", "resident")
+
+
+class Mine(Resident):  # type: ignore[misc]  # found by its name
+    """Counts its plans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plans = 0
+
+    def plan(self, plan: Plan) -> None:
+        self.plans += 1
+        super().plan(plan)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("models") / "small", text=True)
+
+
+def simulated(policy: Any, **options: Any) -> moesched.JobReport:
+    options = {"batch_size": 2, "micro_batch_size": 2, "gen": 2, **options}
+    return moesched.simulate_model(
+        "mixtral-8x7b", machine="t4", policy=policy, workload=[[1, 2]] * 2, **options
+    )
+
+
+@pytest.mark.parametrize("given", [CGOPipe, CGOPipe()], ids=["class", "object"])
+def test_a_shipped_policy_is_the_same_by_name_and_as_it_is(model: Path, given: Any) -> None:
+    named = moesched.run_model(model, ["abc"], policy="cgopipe", max_new_tokens=3)
+    report = moesched.run_model(model, ["abc"], policy=given, max_new_tokens=3)
+    assert (report.policy, report.tokens, report.plan) == ("cgopipe", named.tokens, named.plan)
+
+
+def test_a_simulation_of_an_object_is_that_of_its_class_with_settings() -> None:
+    by_object, by_class, other = (
+        simulated(ExpertCache(experts=8)),
+        simulated(ExpertCache, settings={"experts": 8}),
+        simulated("expert_cache"),
+    )
+    assert by_object.step_seconds == by_class.step_seconds != other.step_seconds
+
+
+def test_each_plan_gets_a_copy_of_an_object(model: Path) -> None:
+    mine = Mine()
+    moesched.run_model(model, ["abc", "de"], policy=mine, batch_size=1, max_new_tokens=1)
+    assert mine.plans == 0
+
+
+def test_an_object_that_cannot_be_copied_is_refused() -> None:
+    policy = CGOPipe()
+    policy.lock = threading.Lock()
+    with pytest.raises(
+        moesched.BadInput, match=r"policy cgopipe cannot be copied .*'_thread.lock'.*: give a new"
+    ):
+        simulated(policy)
+
+
+def test_a_class_that_no_module_has_is_named_by_its_place(model: Path) -> None:
+    class Local(Resident):  # type: ignore[misc]  # found by its name
+        pass
+
+    report = moesched.run_model(model, ["abc"], policy=Local, max_new_tokens=1)
+    assert report.policy == f"{__name__}:{Local.__qualname__}"
+
+
+def test_a_plan_is_made_for_a_class_and_for_an_object() -> None:
+    by_name, by_class, by_object = (
+        plan_model("mixtral-0.8b", machine="t4", gen=2, policy=policy, objective="latency")
+        for policy in ("expert_cache", ExpertCache, ExpertCache())
+    )
+    assert by_name == by_class == by_object
+
+
+def test_a_device_may_be_a_class(model: Path) -> None:
+    report = moesched.run_model(model, ["abc"], device=plugins.find("devices", "mlx"), max_new_tokens=3)
+    assert report.tokens == moesched.run_model(model, ["abc"], device="mlx", max_new_tokens=3).tokens
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        (Path, "pathlib:Path is not a policy: it has no plan"),
+        (3, "builtins:int is not a policy: it has no plan"),
+        (None, "builtins:NoneType is not a policy"),
+    ],
+)
+def test_what_is_no_policy_is_refused(policy: Any, says: str) -> None:
+    with pytest.raises(moesched.BadInput, match=says):
+        simulated(policy)
+
+
+def test_settings_of_an_object_are_refused() -> None:
+    with pytest.raises(moesched.BadInput, match="settings are given, and policy cgopipe is an object"):
+        simulated(CGOPipe(), settings={"kv_on_gpu": 1.0})
+
+
+class Unimportable(Resident):  # type: ignore[misc]  # found by its name
+    """As a class of a notebook."""
+
+
+Unimportable.__module__ = "__main__"
+
+
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [("policy", Unimportable), ("policy", Mine()), ("device", Unimportable), ("transport", Unimportable)],
+)
+def test_processes_are_not_started_for_a_class_that_they_cannot_import(
+    model: Path, option: str, given: Any
+) -> None:
+    options = {"policy": "ep_naive", option: given}
+    with pytest.raises(moesched.BadInput, match=f"{option} .* belongs to this program, and other processes"):
+        run_local(model, ["abc"], nodes=2, **options)
+
+
+def test_processes_find_a_class_by_its_name() -> None:
+    assert plugins.name_elsewhere("policies", CGOPipe) == "cgopipe"
+    assert plugins.find("policies", plugins.name_elsewhere("policies", Mine)) is Mine
+
+
+def test_processes_do_not_find_a_class_within_another_one() -> None:
+    class Inner(Mine):
+        pass
+
+    with pytest.raises(moesched.BadInput, match="belongs to this program"):
+        plugins.name_elsewhere("policies", Inner)
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["trace", "profile"])
+def test_what_was_profiled_is_the_routing_of_a_simulation(model: Path, tmp_path: Path, counted: bool) -> None:
+    trace = moesched.profile_routing(model, ["abc"], max_new_tokens=2).trace
+    file = tmp_path / "routing.csv"
+    write_profile(trace.profile(), file) if counted else write_routing_trace(trace, file)
+
+    def steps(routing: Any) -> list[float]:
+        return moesched.simulate_model(
+            model, machine="t4", policy="expert_cache", workload=[[1, 2, 3]], gen=2, routing=routing
+        ).step_seconds
+
+    assert steps(trace.profile() if counted else trace) == steps(str(file))
+
+
+@pytest.mark.parametrize(
+    ("routing", "says"), [(3, "routing is 3: give a name"), (RoutingTrace, "routing is <class ")]
+)
+def test_what_is_no_routing_is_refused(routing: Any, says: str) -> None:
+    with pytest.raises(moesched.BadInput, match=says):
+        simulated("resident", routing=routing)
+
+
+def test_a_trace_of_another_model_is_refused(model: Path) -> None:
+    trace = moesched.profile_routing(model, ["abc"], max_new_tokens=1).trace
+    with pytest.raises(moesched.BadInput, match=r"the routing trace is of small, .* but mixtral-8x7b has"):
+        simulated("resident", routing=trace)
