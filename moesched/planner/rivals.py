@@ -48,16 +48,12 @@ def faster_policy(setting: Setting, policy: str, rate: float) -> Rival | None:
             with suppress(BadInput):
                 looks.append((candidate, candidate.first()))
         for candidate, few in sorted(looks, key=lambda look: -look[1].throughput):
-            if few.throughput > MUCH * rate and _tasks_of_all_layers(few, setting) <= MOST_TASKS:
+            if few.throughput > MUCH * rate and few.tasks_of_all_layers <= MOST_TASKS:
                 with suppress(BadInput):
                     seen = candidate.schedules.deepened(few)
                     if seen.throughput > MUCH * rate:
                         return Rival(candidate.name, seen)
     return None
-
-
-def _tasks_of_all_layers(few: Seen, setting: Setting) -> float:
-    return few.trial_run.tasks * setting.layout.config.layers / few.trial_run.layers
 
 
 def _candidates(setting: Setting, policy: str) -> Iterator[Candidate]:
@@ -69,4 +65,4 @@ def _candidates(setting: Setting, policy: str) -> Iterator[Candidate]:
             cls = plugins.find("policies", name)
             theirs = replace(setting, make=cls, splits_kv=splits_kv(cls, setting.machine), kv_on_gpu=None)
             with suppress(BadInput):
-                yield Candidate(name, theirs, sizes, deep=False)
+                yield Candidate(name, theirs, sizes)
