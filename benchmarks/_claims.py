@@ -250,6 +250,14 @@ def peers(result: Result) -> Iterator[Claim]:
     yield all_of(words, sum(reached), len(reached))
 
 
+def default_sizes(result: Result) -> Iterator[Claim]:
+    """The planner's sizes of one policy against a grid of sizes."""
+    words = (
+        f"sizes that are not given below the best of a grid of 200, worst of {len(result['cases'])} settings"
+    )
+    yield at_most(words, 100 * result["worst_regret"], 5, "{:.1f} %")
+
+
 def plan_search(result: Result) -> Iterator[Claim]:
     """The planner's choice against a grid, by objective."""
     worst = result["worst_regret"]
@@ -418,7 +426,7 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
     each.__name__: each
     for each in (
         all_reduce, attention_kernel, bottlenecks, busy_tests, check_cost, cluster_tokens, command_times,
-        damaged_policies, decision_time, dispatch, emulated, engine, engine_paired, exactness, expectation,
+        damaged_policies, decision_time, default_sizes, dispatch, emulated, engine, engine_paired, exactness, expectation,
         expert_kernel, explaining, fidelity, fuzz_inputs, fuzz_transport, gpu_hour, host_time, html_report, kill_a_node,
         lagging_device, lagging_mutants, layer_estimate, leaks, makespan, mlx_evaluations, offload_disk, opening,
         packing, papers, peak_memory, peers,
