@@ -427,11 +427,10 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
     for each in (
         all_reduce, attention_kernel, bottlenecks, busy_tests, check_cost, cluster_tokens, command_times,
         damaged_policies, decision_time, default_sizes, dispatch, emulated, engine, engine_paired, exactness,
-        expectation, expert_kernel, explaining, fidelity, fuzz_inputs, fuzz_transport, gpu_hour, host_time, html_report, kill_a_node,
-        lagging_device, lagging_mutants, layer_estimate, leaks, makespan, mlx_evaluations, offload_disk, opening,
-        packing, papers, peak_memory, peers,
-        plan_search, policy_checks, prediction, preview_accuracy, random_runs, reproduce, same_behaviour,
-        signals, soak, sweeps, tutorial, validation,
+        expectation, expert_kernel, explaining, fidelity, fuzz_inputs, fuzz_transport, gpu_hour, host_time,
+        html_report, kill_a_node, lagging_device, lagging_mutants, layer_estimate, leaks, makespan, mlx_evaluations,
+        offload_disk, opening, packing, papers, peak_memory, peers, plan_search, policy_checks, prediction,
+        preview_accuracy, random_runs, reproduce, same_behaviour, signals, soak, sweeps, tutorial, validation,
         what_ifs,
     )
 }  # fmt: skip
