@@ -24,7 +24,8 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the file; rates are as printed, and empty where none is.
 
     Attributes:
-        use: "fit" may set rates, "predict" may not, "skip" cannot be expressed.
+        use: "fit" may set rates, "predict" may not, "shown" may not and counts in no figure, since its error was
+            estimated before it was added, "skip" cannot be expressed.
         tier: how sure it is that the figure was read right; A is the surest.
     """
 

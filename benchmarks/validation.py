@@ -1,8 +1,9 @@
 """Predict runs that others measured and published, on machines that this project has never touched.
 
 benchmarks/measured_rows.csv has the rows with their sources. Each machine is built from the names of its parts. Rows
-marked `predict` set no rate of the project; those marked `fit` may, and are listed apart. Sources count once each, by
-their median error. The result does not depend on the machine that this script runs on.
+marked `predict` set no rate of the project; those marked `fit` may, and are listed apart; those marked `shown` count in
+no figure. Sources count once each, by their median error. The result does not depend on the machine that this script
+runs on.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if any("decode" in row for row in predicted):
         figures["summary"] = summary(predicted)
         figures["bars"] = bars(figures["summary"])
+        counted = [row for row in results if row["use"] != "shown"]
         figures["spread"] = {
-            name: spread(results, name) for name in FIGURES if any(name in row for row in results)
+            name: spread(counted, name) for name in FIGURES if any(name in row for row in counted)
         }
         for bar in figures["bars"]:
             progress.print(f"{bar['measure']}: {bar['value']:.2f}, bar {bar['bar']:g}")
