@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from commands import SIMULATE, refused
+from moesched.analysis.published import PREFILL_ERROR
 from moesched.trace import check_trace
 
 
@@ -17,6 +18,10 @@ def test_compare_says_why_and_shows_a_run_beside_its_replay(command: Any, tmp_pa
     said = command("compare", trace, "--replayed", "--trace", both)
     assert "trace.json replayed (predicted)" in said.out
     assert "explain" in said.out
+    [published] = [line.split() for line in said.out.splitlines() if line.startswith("published prefills")]
+    assert published == ["published", "prefills", "error", f"{PREFILL_ERROR:.0%}"], (
+        "a replay predicts no prefill"
+    )
     assert check_trace(both) == []
     told = command("compare", trace, "--replayed", "--json").json["difference"]
     assert told["run_seconds"][0] == pytest.approx(told["run_seconds"][1])

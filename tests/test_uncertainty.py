@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 import moesched
 from moesched import plan_model, simulate_model
+from moesched.analysis.published import PREFILL_ERROR, PREFILL_SPREAD
 from moesched.inputs.lookup import find_shape
 from moesched.machines import Machine, load_machine
 from moesched.machines.cost import cost_model
@@ -22,8 +23,6 @@ from moesched.planner.trial_run import trial_run
 from moesched.planner.uncertainty import (
     FIGURES,
     OMITTED,
-    PREFILL_ERROR,
-    PREFILL_SPREAD,
     Figures,
     Uncertainty,
     uncertainty,

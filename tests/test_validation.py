@@ -12,8 +12,8 @@ from _validation_summary import bars, judged, ordered_pairs, spread, summary
 from msgspec.structs import replace
 from validation import machine_of, predicted_by
 
+from moesched.analysis.published import PREFILL_ERROR, PREFILL_SPREAD
 from moesched.machines import parts
-from moesched.planner.uncertainty import PREFILL_ERROR, PREFILL_SPREAD
 
 MACHINES = Path(parts.__file__).parent
 PREDICTED = sorted(

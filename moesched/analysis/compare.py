@@ -46,7 +46,12 @@ def compare(
     return Comparison(
         runs=[
             Title(
-                title=run.title, figures=run.figures, policy=run.policy, model=run.model, machine=run.machine
+                title=run.title,
+                figures=run.figures,
+                policy=run.policy,
+                model=run.model,
+                machine=run.machine,
+                replayed=run.replayed,
             )
             for run in runs
         ],

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from moesched.analysis.difference import Cause, Difference
+from moesched.analysis.published import published_prefills
 from moesched.analysis.sides import Section, Unit
 from moesched.system.cells import html_of
 from moesched.units import format_bytes, format_flops, format_number, format_seconds
@@ -37,13 +38,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Title(msgspec.Struct, frozen=True, kw_only=True):
-    """Heading of a column: a run."""
+    """Heading of a column: a run; `replayed` if it replays the durations of another."""
 
     title: str
     figures: Literal["predicted", "measured"]
     policy: str
     model: str
     machine: str
+    replayed: bool = False
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,7 +152,19 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
                 if self._foretells(number):
                     cells.append("–" if error is None else f"{error:+,.1f} %")
             lines.append(cells)
+            if (row.section, row.name) == ("total", "prefill") and any(map(_foretold, self.runs)):
+                lines.append(self._published_prefills(len(cells)))
         return lines
+
+    def _published_prefills(self, columns: int) -> list[str]:
+        """The row below the prefill: how far predictions of published ones are off."""
+        name, error = published_prefills()
+        cells = [name, "", *(error if _foretold(run) else "" for run in self.runs)]
+        return [*cells, *[""] * (columns - len(cells))]
+
+
+def _foretold(run: Title) -> bool:
+    return run.figures == "predicted" and not run.replayed
 
 
 def _text(value: float | None, unit: Unit) -> str:

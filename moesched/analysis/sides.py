@@ -30,7 +30,11 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """A run to compare, with its figures; `trace` is None if there is only a report."""
+    """A run to compare, with its figures; `trace` is None if there is only a report.
+
+    Attributes:
+        replayed: whether it replays another run's durations, so that nothing of it follows from a machine's rates.
+    """
 
     title: str
     figures: Literal["predicted", "measured"]
@@ -39,6 +43,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     machine: str = ""
     values: dict[Measure, float]
     trace: Trace | None = None
+    replayed: bool = False
 
 
 def read_side(path: Path | str) -> Side:
@@ -95,7 +100,8 @@ def replayed_side(side: Side) -> Side:
     """
     recording, about = trace_of(side, "--replayed replays")
     again = msgspec.structs.replace(about, driver="virtual")
-    return side_of_recording(f"{side.title} replayed", replay_recording(recording), again)
+    replay = side_of_recording(f"{side.title} replayed", replay_recording(recording), again)
+    return msgspec.structs.replace(replay, replayed=True)
 
 
 def trace_of(side: Side, what: str) -> Trace:

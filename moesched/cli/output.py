@@ -118,6 +118,8 @@ def print_report(report: JobReport, trace: Path | None = None) -> None:
     if expected is None:
         print_table(["", measured], list(rates.items()), figures=1)
     else:
+        from moesched.analysis.published import published_prefills
+
         beside = _rates(expected)
         rows = [(name, figure, beside.get(name, "")) for name, figure in rates.items()]
         name, error = published_prefills()
@@ -163,13 +165,6 @@ def in_band(
     return f" ({write(low)} to {write(high)})"
 
 
-def published_prefills() -> tuple[str, str]:
-    """The error that predictions of published prefills have, as a row of a table."""
-    from moesched.planner.uncertainty import PREFILL_ERROR
-
-    return "published prefills", f"error {PREFILL_ERROR:.0%}"
-
-
 def say_band(widest_rate: str | None, at_peak: Figures | None) -> None:
     """Print what makes a band wide, and the throughput at the rates that the machine states."""
     if widest_rate is not None:
@@ -196,6 +191,7 @@ def say_helps(helps: Sequence[Help], trace: Path | None) -> None:
 
 def _rates(report: JobReport) -> dict[str, str]:
     """The rates and times of a report in words, by name."""
+    from moesched.analysis.published import published_prefills
     from moesched.units import format_seconds
 
     rates = {

@@ -248,7 +248,8 @@ def _require_unset(given: Mapping[str, object]) -> None:
 
 
 def _plan_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:
-    from moesched.cli.output import in_band, published_prefills
+    from moesched.analysis.published import published_prefills
+    from moesched.cli.output import in_band
     from moesched.units import format_seconds
 
     plan, predicted = proposal.plan, proposal.predicted

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from moesched.analysis.published import PREFILL_SPREAD
 from moesched.drivers.capture import CapturingEngine, NotFixed
 from moesched.drivers.replay import CapturedRun
 from moesched.machines import Machine
@@ -36,9 +37,6 @@ OMITTED = 1.2
 
 It is about the largest error of docs/fidelity.md on a calibrated machine; for others it is assumed.
 """
-PREFILL_ERROR, PREFILL_SPREAD = 0.66, 1.96
-"""Errors of prefills that others published, on machines built from names (docs/validation.md): the median of their
-sources, and the root mean square of all rows as a factor, which is what the model omits there."""
 
 
 class Figures(msgspec.Struct, frozen=True):

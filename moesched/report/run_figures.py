@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moesched.analysis.explanation import Explanation
+from moesched.analysis.published import published_prefills
 from moesched.report.markup import table
 from moesched.trace.recording import Recording
 from moesched.units import format_bytes, format_number, format_seconds
@@ -13,11 +14,12 @@ from moesched.units import format_bytes, format_number, format_seconds
 SHOWN_KINDS = 12
 SHOWN_MICRO_BATCHES = 32
 
+PREFILL = "prefill_seconds"
 RATES = {"decode_tokens_per_second": "decode", "throughput_tokens_per_second": "throughput"}
 TIMES = {
     "load_seconds": "load",
     "warm_up_seconds": "warm-up",
-    "prefill_seconds": "prefill",
+    PREFILL: "prefill",
     "first_token_seconds": "first token, on average",
     "between_tokens_seconds": "between tokens, average",
 }
@@ -35,6 +37,8 @@ def run_figures(
     for key, name in TIMES.items():
         if report.get(key):
             found[name] = format_seconds(report[key])
+            if key == PREFILL and not report["measured"]:
+                found |= [published_prefills()]
     if explanation is not None:
         found["run, without loading"] = format_seconds(explanation.seconds)
         found["lanes busy at a time"] = f"{explanation.overlap:.2f}"
@@ -90,7 +94,12 @@ def expectation_table(report: Mapping[str, Any]) -> str:
         f"{name}, busy": (lane["busy_seconds"], expected["lanes"][name]["busy_seconds"])
         for name, lane in report["lanes"].items()
     }
-    rows += [[name, *map(format_seconds, pair), _over(*pair)] for name, pair in seconds.items() if any(pair)]
+    for name, pair in seconds.items():
+        if any(pair):
+            rows.append([name, *map(format_seconds, pair), _over(*pair)])
+        if name == TIMES[PREFILL]:
+            name, error = published_prefills()
+            rows.append([name, "", error, ""])
     columns = ["", "measured", "expected", "measured/expected"]
     return table("Measured beside expected", columns, rows, 3)
 
