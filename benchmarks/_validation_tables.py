@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from _tables import markdown, percent
@@ -37,9 +37,9 @@ def sources_table(result: Result) -> str:
     return markdown(["source", "of", "median error", "inside the band"], rows)
 
 
-def rows_table(result: Result, use: str) -> str:
-    """Every row of a use: those outside their band first, the largest error before the others."""
-    cells = [(row, name) for row in result["rows"] if row["use"] == use for name in FIGURES if name in row]
+def rows_table(result: Result, *uses: str) -> str:
+    """Every row of some uses: those outside their band first, the largest error before the others."""
+    cells = [(row, name) for row in result["rows"] if row["use"] in uses for name in FIGURES if name in row]
     cells.sort(key=lambda cell: (cell[0][cell[1]]["inside"], -abs(cell[0][cell[1]]["error"])))
     columns = [
         "model",
@@ -53,7 +53,7 @@ def rows_table(result: Result, use: str) -> str:
         "error",
         "inside",
     ]
-    return markdown(columns, [*(line(row, name) for row, name in cells), *failures(result, use)])
+    return markdown(columns, [*(line(row, name) for row, name in cells), *failures(result, uses)])
 
 
 def line(row: Result, name: str) -> list[Any]:
@@ -67,14 +67,14 @@ def line(row: Result, name: str) -> list[Any]:
         f"{of['predicted']:.3g}",
         f"{of['low']:.3g} to {of['high']:.3g}",
         percent(of["error"]),
-        of["inside"],
+        f"{'yes' if of['inside'] else 'no'}, not counted" if row["use"] == "shown" else of["inside"],
     ]
 
 
-def failures(result: Result, use: str) -> Iterator[list[Any]]:
-    """Rows of a use that the simulator refuses."""
+def failures(result: Result, uses: Sequence[str]) -> Iterator[list[Any]]:
+    """Rows of some uses that the simulator refuses."""
     for row in result["rows"]:
-        if row["use"] == use and "fails" in row:
+        if row["use"] in uses and "fails" in row:
             where = [cell(row[key]) for key in ("model", "machine", "setting")]
             yield [*where, f"`{row['policy']}`", cell(row["fails"]), *[""] * 5]
 
@@ -107,7 +107,7 @@ def cell(text: str) -> str:
 VALIDATION: dict[str, Callable[[Result], str]] = {
     "validation-bars": bars_table,
     "validation-sources": sources_table,
-    "validation-rows": lambda result: rows_table(result, "predict"),
+    "validation-rows": lambda result: rows_table(result, "predict", "shown"),
     "validation-fitted": lambda result: rows_table(result, "fit"),
     "validation-mappings": mappings_table,
     "validation-skipped": skipped_table,
