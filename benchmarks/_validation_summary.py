@@ -31,6 +31,20 @@ def judged(measured: float, low: float, predicted: float, high: float) -> Row:
     }
 
 
+def counted(rows: Sequence[Row]) -> Row:
+    """The summary and the bars of rows marked "predict", and the spread of these and of those marked "fit".
+
+    Empty without a predicted decode rate.
+    """
+    predicted = [row for row in rows if row["use"] == "predict"]
+    if not any("decode" in row for row in predicted):
+        return {}
+    found = summary(predicted)
+    known = [row for row in rows if row["use"] in ("predict", "fit")]
+    spreads = {name: spread(known, name) for name in FIGURES if any(name in row for row in known)}
+    return {"summary": found, "bars": bars(found), "spread": spreads}
+
+
 def summary(rows: Iterable[Row]) -> Row:
     """The figures of rows, which have a `source` and, by name, figures as `judged` gives them."""
     kept = list(rows)

@@ -17,7 +17,7 @@ from typing import Any
 
 from _options import SIMULATION, Benchmark, progress, track
 from _validation_rows import PublishedRow, Run, Skipped, mapped, published_rows
-from _validation_summary import FIGURES, bars, judged, spread, summary
+from _validation_summary import FIGURES, counted, judged
 
 from moesched import JobReport, simulate_model
 from moesched.errors import BadInput
@@ -55,18 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with ProcessPoolExecutor() as pool:
         found = pool.map(result_of, rows)
         results = [next(found) for _ in track(rows, "predicting")]
-    predicted = [row for row in results if row["use"] == "predict" and "fails" not in row]
-    figures: dict[str, Any] = {"rows": results}
-    if any("decode" in row for row in predicted):
-        figures["summary"] = summary(predicted)
-        figures["bars"] = bars(figures["summary"])
-        counted = [row for row in results if row["use"] != "shown"]
-        figures["spread"] = {
-            name: spread(counted, name) for name in FIGURES if any(name in row for row in counted)
-        }
-        for bar in figures["bars"]:
-            progress.print(f"{bar['measure']}: {bar['value']:.2f}, bar {bar['bar']:g}")
-    BENCHMARK.write(figures)
+    figures = counted(results)
+    for bar in figures.get("bars", ()):
+        progress.print(f"{bar['measure']}: {bar['value']:.2f}, bar {bar['bar']:g}")
+    BENCHMARK.write({"rows": results, **figures})
 
 
 def result_of(row: PublishedRow) -> dict[str, Any]:

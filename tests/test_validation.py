@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from _results import RESULTS
 from _validation_rows import BY_SOURCE, Run, Skipped, mapped, published_rows
-from _validation_summary import bars, judged, ordered_pairs, spread, summary
+from _validation_summary import bars, counted, judged, ordered_pairs, spread, summary
+from _validation_tables import rows_table
 from msgspec.structs import replace
 from validation import machine_of, predicted_by
 
@@ -17,7 +18,9 @@ from moesched.machines import parts
 
 MACHINES = Path(parts.__file__).parent
 PREDICTED = sorted(
-    name for name in BY_SOURCE if any(name in row.source and row.use == "predict" for row in published_rows())
+    name
+    for name in BY_SOURCE
+    if any(name in row.source and row.use in ("predict", "shown") for row in published_rows())
 )
 
 
@@ -51,7 +54,7 @@ def test_every_row_is_mapped_to_a_machine_and_a_policy_or_says_why_not() -> None
     for each in published_rows():
         run = mapped(each)
         if isinstance(run, Skipped):
-            assert each.use != "predict"
+            assert each.use not in ("predict", "shown")
         else:
             assert machine_of(run).processors
 
@@ -76,6 +79,14 @@ def test_each_source_counts_once() -> None:
 def test_the_spread_of_errors_is_their_root_mean_square_as_a_factor() -> None:
     rows = [row("s", "a", 100, 200), row("s", "b", 100, 50), row("s", "c", 100, 100)]
     assert spread(rows, "decode") == pytest.approx(2 ** (2 / 3) ** 0.5)
+
+
+def test_a_row_that_is_only_shown_counts_in_no_figure_and_its_table_says_so() -> None:
+    rows = [{**row("s", "a", 100, 150), "use": "predict"}, {**row("s", "b", 100, 120), "use": "fit"}]
+    shown = {**row("t", "c", 100, 101), "use": "shown", "machine": "x", "policy": "y"}
+    assert counted([*rows, shown]) == counted(rows)
+    assert counted(rows)["spread"]["decode"] > spread([*rows, shown], "decode")
+    assert "yes, not counted" in rows_table({"rows": [shown]}, "predict", "shown")
 
 
 def test_the_errors_that_commands_print_are_those_of_the_stored_validation() -> None:
