@@ -96,7 +96,7 @@ SCHEDULED = {
     "frequency": ("popular", "popularity"),
 }
 FORMATS = {"Q4_K_M": "q4_k_m", "Q5_K_XL": "q5_k"}
-LAPTOP_BUDGET = "13.4GB"
+LAPTOP_MEMORY, LAPTOP_BUDGET = "15.4GB", "13.4GB"
 UBATCH, LEAST_TOKENS, IK_LEAST_TOKENS = 512, 32, 32 * 256 // 8
 """Tokens of llama.cpp's physical batch, and those from which on it and ik_llama.cpp copy the host's experts."""
 
@@ -211,6 +211,7 @@ def _laptop(row: PublishedRow) -> Run:
             "budgets": {"host": "8GB" if limited else LAPTOP_BUDGET},
             "routing": "popularity",
         },
+        capacity={"memory.host.capacity": LAPTOP_MEMORY},
     )
 
 
