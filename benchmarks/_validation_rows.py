@@ -96,7 +96,7 @@ SCHEDULED = {
     "frequency": ("popular", "popularity"),
 }
 FORMATS = {"Q4_K_M": "q4_k_m", "Q5_K_XL": "q5_k"}
-LAPTOP_MEMORY, LAPTOP_BUDGET = "15.4GB", "13.4GB"
+LAPTOP_MEMORY = {"memory.host.capacity": "15.4GB", "memory.host.reserved": "2GB"}
 UBATCH, LEAST_TOKENS, IK_LEAST_TOKENS = 512, 32, 32 * 256 // 8
 """Tokens of llama.cpp's physical batch, and those from which on it and ik_llama.cpp copy the host's experts."""
 
@@ -208,10 +208,10 @@ def _laptop(row: PublishedRow) -> Run:
         "0.9 GB/s. Without a limit the system keeps 2 of 15.4 GB. The prompt is not given: 32 tokens.",
         {
             "format": "q4_k_m",
-            "budgets": {"host": "8GB" if limited else LAPTOP_BUDGET},
+            "budgets": {"host": "8GB"} if limited else {},
             "routing": "popularity",
         },
-        capacity={"memory.host.capacity": LAPTOP_MEMORY},
+        capacity=LAPTOP_MEMORY,
     )
 
 
