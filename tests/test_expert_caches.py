@@ -99,7 +99,12 @@ def test_without_a_cache_every_expert_is_fetched_through_the_buffers() -> None:
         ("lru_offload", {"buffers": 0}, "buffers is 0: give 1 or more"),
         ("prefetch_gate", {"buffers": 1}, "buffers is 1: give 2 or more"),
         ("expert_cache", {"buffers": 0}, "buffers is 0: give 1 or more"),
-        ("expert_cache", {"experts": 100}, "ExpertCache does not fit .* bytes too few"),
+        (
+            "expert_cache",
+            {"experts": 100},
+            "experts is 100, and cache has 6 experts: give at most 6, or -1 for as many as fit",
+        ),
+        ("expert_cache", {"experts": 6}, "ExpertCache does not fit: .* bytes too few"),
         ("lru_offload", {"offload_per_layer": 0}, "LruOffload does not fit: .* bytes too few"),
     ],
 )

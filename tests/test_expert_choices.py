@@ -228,7 +228,7 @@ def test_a_generator_is_found_by_its_name_with_its_settings() -> None:
         (
             "zipfian",
             {},
-            "no routing 'zipfian': name a file, or one of uniform, popularity, zipf",
+            "no routing 'zipfian': did you mean zipf[?] Otherwise name a file, or one of uniform, popularity, zipf",
         ),
         ("uniform", {"exponent": 2}, "routing uniform has no setting 'exponent': it takes locality"),
         ("zipf", {"exponent": "x"}, "routing zipf: exponent is 'x': give a number"),

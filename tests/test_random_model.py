@@ -172,7 +172,10 @@ def test_a_file_in_the_place_of_a_folder_is_told(tmp_path: Path) -> None:
 
 
 def test_wrong_wishes_are_told_with_the_choices(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"unknown model shape 'mixtral-9x9b'; choose one of .*mixtral-0.8b"):
+    with pytest.raises(BadInput, match=r"unknown model shape 'gpt'; choose one of .*mixtral-0.8b"):
+        write_random_model("gpt", tmp_path / "m")
+    nearest = r"'mixtral-9x9b': did you mean mixtral-8x7b\? Otherwise choose one of .*mixtral-0.8b"
+    with pytest.raises(BadInput, match=nearest):
         write_random_model("mixtral-9x9b", tmp_path / "m")
     with pytest.raises(BadInput, match=r"dtype 'int4' cannot be written; choose one of bfloat16, float32"):
         write_random_model(TINY, tmp_path / "m", dtype="int4")

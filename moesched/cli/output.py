@@ -177,10 +177,10 @@ def say_band(widest_rate: str | None, at_peak: Figures | None) -> None:
 
 def say_helps(helps: Sequence[Help], trace: Path | None) -> None:
     """Print the changes that would save most, each with its gain and its command for the trace, if there is one."""
-    from moesched.analysis.explanation_tables import DECISIONS_HELD
-
     if not helps:
         return
+    from moesched.analysis.explanation_tables import DECISIONS_HELD
+
     say("\nWhat would help")
     for each in helps:
         command = each.command if trace is None else each.command.replace("TRACE", shlex.quote(str(trace)))

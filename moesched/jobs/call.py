@@ -9,7 +9,6 @@ from functools import partial
 from moesched.inputs.tokenizer import Tokenizer
 from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
 from moesched.jobs.expectation import Expectation
-from moesched.jobs.explained import explained
 from moesched.jobs.job import Job
 from moesched.jobs.options import CallOptions
 from moesched.jobs.report import JobReport, job_report
@@ -170,6 +169,8 @@ class Call:
             roofs = roofs_of(plan.machine, finished.dtype) if knows_rates else None
             recording, explanation = recorder.recording(), None
             if explains:
+                from moesched.jobs.explained import explained  # nothing before the first token needs it
+
                 finished, explanation = explained(finished, recording, about_of(finished))
             write_recording(files, recording, finished, self._listener, roofs=roofs, explanation=explanation)
         ending.raise_error(finished)

@@ -9,11 +9,7 @@ from msgspec.structs import replace
 from moesched.analysis.explanation import Explanation, explain
 from moesched.analysis.explanation_tables import bottleneck_in_words
 from moesched.analysis.helps import Help, best_helps
-from moesched.jobs.job import Job
 from moesched.jobs.report import JobReport
-from moesched.models.layout import room_for
-from moesched.planner.rivals import faster_policy
-from moesched.requests.batch import Batch
 from moesched.trace.recording import About, Recording
 
 
@@ -35,24 +31,3 @@ def explained(
         whole = replace(found, seconds=more * found.seconds, kind_seconds=more * found.kind_seconds)
         said = bottleneck_in_words(explanation, whole)
     return replace(report, bottleneck=said, helps=explanation.helps), explanation
-
-
-def another_policy(report: JobReport, job: Job, batch: Batch) -> list[Help]:
-    """The policy that would be much faster for a simulated batch; empty if there is none.
-
-    Beams and several nodes have none, since the planner's first looks have neither.
-    """
-    if job.beams > 1 or job.nodes > 1:
-        return []
-    rate = report.throughput_tokens_per_second
-    rival = faster_policy(job.setting(batch.prompts, batch.new_tokens, room_for), report.policy, rate)
-    if rival is None:
-        return []
-    sizes = f"--batch-size {rival.seen.batch_size} --micro-batch-size {rival.seen.micro_batch_size}"
-    return [
-        Help(
-            change=f"The policy {rival.policy} instead of {report.policy}",
-            command=f"simulate ... --policy {rival.policy} {sizes}",
-            saved=1 - rate / rival.seen.throughput,
-        )
-    ]

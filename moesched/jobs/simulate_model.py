@@ -16,9 +16,10 @@ from moesched.inputs.chosen_policy import PolicyGiven
 from moesched.inputs.lookup import machine_file
 from moesched.inputs.options import options_from, takes
 from moesched.inputs.prompts import Prompt, require_some
+from moesched.jobs.another_policy import another_policy
 from moesched.jobs.bands import with_band
 from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
-from moesched.jobs.explained import another_policy, explained
+from moesched.jobs.explained import explained
 from moesched.jobs.job import Job
 from moesched.jobs.options import SimulationKeywords, SimulationOptions
 from moesched.jobs.report import JobReport, job_report

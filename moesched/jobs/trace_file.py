@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from moesched.analysis.explanation import Explanation
 from moesched.analysis.helps import FEWEST_STEPS, MOST_TASKS
 from moesched.errors import BadInput
 from moesched.jobs.batch_reports import NotTraced
@@ -22,6 +21,9 @@ from moesched.system.logs import Log
 from moesched.system.outputs import Output, numbered
 from moesched.trace import About, Clock, FirstSteps, LastSteps, Recorder, Recording, write_trace
 from moesched.trace.recording import Roof
+
+if TYPE_CHECKING:
+    from moesched.analysis.explanation import Explanation
 
 MOST_TRACED_TASKS = 500_000
 

@@ -1,0 +1,31 @@
+"""The policy that would be much faster for a simulated batch."""
+
+from __future__ import annotations
+
+from moesched.analysis.helps import Help
+from moesched.jobs.job import Job
+from moesched.jobs.report import JobReport
+from moesched.models.layout import room_for
+from moesched.planner.rivals import faster_policy
+from moesched.requests.batch import Batch
+
+
+def another_policy(report: JobReport, job: Job, batch: Batch) -> list[Help]:
+    """The policy that would be much faster for a simulated batch; empty if there is none.
+
+    Beams and several nodes have none, since the planner's first looks have neither.
+    """
+    if job.beams > 1 or job.nodes > 1:
+        return []
+    rate = report.throughput_tokens_per_second
+    rival = faster_policy(job.setting(batch.prompts, batch.new_tokens, room_for), report.policy, rate)
+    if rival is None:
+        return []
+    sizes = f"--batch-size {rival.seen.batch_size} --micro-batch-size {rival.seen.micro_batch_size}"
+    return [
+        Help(
+            change=f"The policy {rival.policy} instead of {report.policy}",
+            command=f"simulate ... --policy {rival.policy} {sizes}",
+            saved=1 - rate / rival.seen.throughput,
+        )
+    ]
