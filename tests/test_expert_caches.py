@@ -104,7 +104,7 @@ def test_without_a_cache_every_expert_is_fetched_through_the_buffers() -> None:
             {"experts": 100},
             "experts is 100, and cache has 6 experts: give at most 6, or -1 for as many as fit",
         ),
-        ("expert_cache", {"experts": 6}, "ExpertCache does not fit: .* bytes too few"),
+        ("expert_cache", {"experts": 6}, "ExpertCache does not fit .* bytes too few"),
         ("lru_offload", {"offload_per_layer": 0}, "LruOffload does not fit: .* bytes too few"),
     ],
 )

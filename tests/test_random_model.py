@@ -172,7 +172,7 @@ def test_a_file_in_the_place_of_a_folder_is_told(tmp_path: Path) -> None:
 
 
 def test_wrong_wishes_are_told_with_the_choices(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"unknown model shape 'gpt'; choose one of .*mixtral-0.8b"):
+    with pytest.raises(BadInput, match=r"unknown model shape 'gpt': choose one of .*mixtral-0.8b"):
         write_random_model("gpt", tmp_path / "m")
     nearest = r"'mixtral-9x9b': did you mean mixtral-8x7b\? Otherwise choose one of .*mixtral-0.8b"
     with pytest.raises(BadInput, match=nearest):
