@@ -107,12 +107,12 @@ class Benchmark:
         """The result that the file has; empty if there is none."""
         return stored(self.out)
 
-    def write(self, figures: dict[str, Any], out: Path | None = None) -> None:
+    def write(self, figures: dict[str, Any], out: Path | None = None, parts: Sequence[str] = ()) -> None:
         """Write figures with the command, the machine, its load, the commit, the date and a hash of the sources.
 
         A result of some parts replaces one of all parts only where the other parts stay; it keeps its date, and `parts`
         says how each part was measured. One of no rounds keeps all that it said of the measurement. `out` is for
-        scripts that write several files.
+        scripts that write several files, `parts` for those that keep parts in them: the parts of this file.
         """
         if self._partial and not (self._named or self._keeps_parts):
             progress.print("only some parts were measured: nothing is written (name a file with --out)")
@@ -128,10 +128,12 @@ class Benchmark:
             "machine": this_machine(self._packages),
             "other_cores": {"before": round(self._before, 2), "during": round(self._load_so_far(), 2)},
         }
-        if self._partial and out is None:
-            whole = dict.fromkeys(self.parts, _of(older, about)) if older else {}
-            parts = {**older.get("parts", whole), **dict.fromkeys(self._chosen, about)}
-            about = {**about, **_of(older, about), "parts": _of(parts, self.parts)}
+        of_file = list(parts) if out else self.parts
+        chosen = [part for part in of_file if part in self._chosen]
+        if chosen != of_file:
+            whole = dict.fromkeys(of_file, _of(older, about)) if older else {}
+            measured = {**older.get("parts", whole), **dict.fromkeys(chosen, about)}
+            about = {**about, **_of(older, about), "parts": _of(measured, of_file)}
         if not self._measured:
             about, machine = _of(older, [*about, "parts"]), _of(older, machine)
         result = {**about, **machine, **figures}

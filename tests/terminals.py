@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+import pytest
+
 COLUMNS = 80
 _STYLES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -40,14 +42,18 @@ class Printed:
 
 @contextmanager
 def terminal(stream: Literal["stdout", "stderr"], columns: int = COLUMNS) -> Iterator[Printed]:
-    """Let a standard stream of this process be a terminal."""
+    """Let a standard stream of this process be a terminal, whatever COLUMNS says where the tests run."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     printed, before = Printed(), getattr(sys, stream)
     reader = threading.Thread(target=printed.read, args=(ours,))
     reader.start()
     try:
-        with open(theirs, "w", encoding="utf-8") as out:  # noqa: PTH123  # a descriptor
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            open(theirs, "w", encoding="utf-8") as out,  # noqa: PTH123  # a descriptor
+        ):
+            patch.delenv("COLUMNS", raising=False)
             setattr(sys, stream, out)
             yield printed
     finally:
