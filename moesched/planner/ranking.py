@@ -26,7 +26,8 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
         first_token_seconds: from the end of loading to a prompt's first token, on average over the batch.
         bound_by: the busiest lane in such a step.
         busy: the share of such a step that it is busy.
-        estimate: whether the figures are extrapolated from a few layers; otherwise all layers were simulated.
+        estimate: whether the figures are extrapolated from a few layers, which does not rank the row; otherwise all
+            layers were simulated.
         fits: whether it can be planned; figures are None otherwise.
         missing_bytes: the sum over the memories, for one request; 0 if that is not why it cannot be planned.
         missing: bytes that each memory lacks.
@@ -94,6 +95,8 @@ def misfit(name: str, setting: Setting | None, error: Exception) -> Ranked:
 
 
 def in_order(rows: Sequence[tuple[float, Ranked]], misfits: Sequence[Ranked]) -> list[Ranked]:
-    """All rows: the highest rate first, then those that cannot be planned, the least missing bytes first."""
-    fitting = [row for _, row in sorted(rows, key=lambda each: each[0], reverse=True)]
+    """All rows: those of which all layers were simulated, the highest rate first; estimates, which may be wrong about
+    their order; those that cannot be planned, the least missing bytes first.
+    """
+    fitting = [row for _, row in sorted(rows, key=lambda each: (each[1].estimate, -each[0]))]
     return fitting + sorted(misfits, key=lambda row: (not row.missing, row.missing_bytes))

@@ -31,8 +31,10 @@ PROMISING = 0.75
 """Share of the best rate so far from which on a policy's sizes are searched for."""
 MOST_TASKS = 60_000
 """Tasks from which on no further policy's sizes are searched for."""
-MOST_DEEP_TASKS = 100_000
-"""Most tasks of a trial run of all layers."""
+MOST_DEEP_TASKS = 200_000
+"""Most tasks of a run of all layers of a policy that comes close to the best."""
+MOST_FAR_TASKS = 100_000
+"""Most tasks of the runs of all layers of policies that do not."""
 
 
 class Best(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,17 +191,35 @@ def _search_sizes(seen: dict[Candidate, Seen], on_progress: Callable[[str], obje
 
 
 def _deepen(seen: dict[Candidate, Seen], on_progress: Callable[[str], object]) -> None:
-    """Simulate all layers of the best policy, and of those that are too close to it to tell from a few layers."""
+    """Simulate all layers of the best policy, of those that a few layers cannot tell from it, and of some others.
+
+    Others are simulated from the best on, while that takes few tasks.
+    """
     deepened: dict[float, Seen] = {}
-    for candidate in sorted(seen, key=lambda each: seen[each].rate, reverse=True):
-        most = max(one.rate for one in seen.values())
+    tasks_left = float(MOST_FAR_TASKS)
+
+    def deepen(candidate: Candidate) -> None:
         few = seen[candidate]
-        near = few.rate * close(candidate.setting.objective) >= most
-        if near and few.rate in deepened:  # the same schedule by another name
-            seen[candidate] = replace(deepened[few.rate], few=few.few)
-        elif near and not few.whole and few.tasks_of_all_layers <= MOST_DEEP_TASKS:
+        if few.rate not in deepened:  # otherwise the same schedule by another name
             on_progress(f"all layers of {candidate.name}")
-            seen[candidate] = deepened[few.rate] = candidate.schedules.deepened(few)
+            with no_garbage_collection():
+                deepened[few.rate] = candidate.schedules.deepened(few)
+        seen[candidate] = replace(deepened[few.rate], few=few.few)
+
+    for candidate in sorted(seen, key=lambda each: seen[each].rate, reverse=True):
+        few, most = seen[candidate], max(one.rate for one in seen.values())
+        if few.whole:
+            continue
+        tasks = few.tasks_of_all_layers
+        if few.rate in deepened or (
+            few.rate * close(candidate.setting.objective) >= most and tasks <= MOST_DEEP_TASKS
+        ):
+            deepen(candidate)
+        elif tasks <= tasks_left:
+            tasks_left -= tasks
+            deepen(candidate)
+    while not seen[_winner(seen)].whole:
+        deepen(_winner(seen))
 
 
 def _winner(seen: Mapping[Candidate, Seen]) -> Candidate:
