@@ -281,6 +281,14 @@ def prediction(result: Result) -> Iterator[Claim]:
     yield all_of("unseen runs whose lanes are all within 15 %", result["lanes_within_bar"], cases)
 
 
+def plan_table(result: Result) -> Iterator[Claim]:
+    """`plan`'s table against `simulate` of each row."""
+    words = "tables of `plan` whose first row is over 5 % slower than another, simulated"
+    yield none_of(words, result["wrong_first_places"], result["ranked"])
+    words = f"rows of `plan` that are no estimates, against `simulate`, worst of {result['rows'] - result['estimates']}"
+    yield at_most(words, 100 * result["worst_error"], 3, "{:.2g} %")
+
+
 def policy_checks(result: Result) -> Iterator[Claim]:
     """The shipped policies under `moesched check`."""
     policies = result["policies"]
@@ -429,8 +437,8 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
         damaged_policies, decision_time, default_sizes, dispatch, emulated, engine, engine_paired, exactness,
         expectation, expert_kernel, explaining, fidelity, fuzz_inputs, fuzz_transport, gpu_hour, host_time,
         html_report, kill_a_node, lagging_device, lagging_mutants, layer_estimate, leaks, makespan, mlx_evaluations,
-        offload_disk, opening, packing, papers, peak_memory, peers, plan_search, policy_checks, prediction,
-        preview_accuracy, random_runs, reproduce, same_behaviour, signals, soak, sweeps, tutorial, validation,
+        offload_disk, opening, packing, papers, peak_memory, peers, plan_search, plan_table, policy_checks,
+        prediction, preview_accuracy, random_runs, reproduce, same_behaviour, signals, soak, sweeps, tutorial, validation,
         what_ifs,
     )
 }  # fmt: skip

@@ -22,7 +22,7 @@ from moesched.planner.candidate import Candidate
 from moesched.planner.few_layers import few_layers
 from moesched.planner.missing import missing_bytes
 from moesched.planner.objectives import Objective
-from moesched.planner.ranking import Ranked
+from moesched.planner.ranking import Ranked, in_order
 from moesched.planner.trial_run import MOST_STEPS
 from moesched.seams import is_expert_parallel
 
@@ -155,6 +155,24 @@ def test_a_few_layers_tell_what_all_of_them_come_to(policy: str) -> None:
     assert few.tasks < every.trial_run.tasks / 1.5
     assert few.tokens_per_second(every.few.batch) == pytest.approx(every.throughput, rel=0.05)
     assert few.step_seconds == pytest.approx(every.trial_run.step_seconds, rel=0.05)
+
+
+def test_a_policy_far_from_the_best_is_simulated_whole_where_that_takes_few_tasks() -> None:
+    """A few layers of one request are far off: what a step takes beside layers counts several times."""
+    layout = weight_layout(SHAPES["qwen3-30b-a3b"])
+    policies = ["resident", "expert_cache"]
+    best = plan_best(load_machine("h100"), layout, [100], 32, objective="interactive", policies=policies)
+    first, second = best.ranking
+    assert (first.policy, second.policy, second.estimate) == ("resident", "expert_cache", False)
+    assert second.decode_step_seconds and first.decode_step_seconds
+    assert second.decode_step_seconds < 1.3 * first.decode_step_seconds
+
+
+def test_a_high_estimate_stands_below_a_row_of_all_layers() -> None:
+    rows = [(3.0, Ranked(policy="guessed", fits=True, estimate=True))]
+    rows += [(rate, Ranked(policy=f"whole {rate:g}", fits=True)) for rate in (1.0, 2.0)]
+    misfit = Ranked(policy="large", fits=False)
+    assert [row.policy for row in in_order(rows, [misfit])] == ["whole 2", "whole 1", "guessed", "large"]
 
 
 def test_a_cut_model_has_as_large_a_part_outside_its_layers() -> None:

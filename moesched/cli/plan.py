@@ -21,8 +21,8 @@ HELP = options.paragraphs(
     "Find the best policy and sizes for a model on a machine, how fast that is, and why the others lose.",
     "All policies that one machine can run are ranked, installed plug-ins too. A search over the sizes "
     "(MoE-Lightning, section 4.2) gives a bound for each. Schedules are then simulated on the virtual clock: "
-    "all layers of the best, and of others where that is quick; a few layers of the rest, whose figures are marked "
-    "as estimates. Needs neither the weights nor the machine.",
+    "all layers of the best, and of others where that is quick; a few layers of the rest, which are marked as "
+    "estimates, below the others and unranked. Needs neither the weights nor the machine.",
     "--for throughput maximises generated tokens per second of a batch, prefill included. The others are for "
     "one request of the workload's average length: --for latency minimises the time of a decode step, and "
     "--for interactive the time of the whole answer, from the prompt's first layer to the last token.",

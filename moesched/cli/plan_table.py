@@ -36,9 +36,7 @@ def print_ranking(ranking: Sequence[Ranked], objective: str) -> None:
     rows = [_row(each) for each in ranking if each.fits]
     print_table([f"policies for {objective}", *COLUMNS[1:]], rows, spare=SPARE)
     if any(each.estimate for each in ranking):
-        say(
-            f"{ESTIMATE}estimates from a few layers are below the others, and not ranked: `simulate` has the whole"
-        )
+        say(f"{ESTIMATE}estimates from a few layers, not ranked; `simulate` has the whole")
     for each in ranking:
         if not each.fits:
             say(f"\n{each.policy} does not fit: {each.lacks}")
