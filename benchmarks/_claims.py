@@ -438,8 +438,8 @@ CLAIMS: dict[str, Callable[[Result], Iterator[Claim]]] = {
         expectation, expert_kernel, explaining, fidelity, fuzz_inputs, fuzz_transport, gpu_hour, host_time,
         html_report, kill_a_node, lagging_device, lagging_mutants, layer_estimate, leaks, makespan, mlx_evaluations,
         offload_disk, opening, packing, papers, peak_memory, peers, plan_search, plan_table, policy_checks,
-        prediction, preview_accuracy, random_runs, reproduce, same_behaviour, signals, soak, sweeps, tutorial, validation,
-        what_ifs,
+        prediction, preview_accuracy, random_runs, reproduce, same_behaviour, signals, soak, sweeps, tutorial,
+        validation, what_ifs,
     )
 }  # fmt: skip
 """By benchmark."""
