@@ -92,6 +92,15 @@ class Candidate:
         self._try_chunks(self.schedules.seen[0])
         return self._best_in_all_layers()
 
+    def in_chunks(self, found: Seen) -> Seen:
+        """The same sizes with prompts in chunks where that is better, as `simulate` has them by default."""
+        if found.chunk is None and CHUNK in self._chunks(found.micro_batch_size):
+            with suppress(BadInput):
+                chunked = self.schedules.see(found.point._replace(chunk=CHUNK))
+                if chunked.batch_size == found.batch_size and chunked.rate > found.rate:
+                    return chunked
+        return found
+
     def bound_with(self, setting: Setting) -> float:
         """The bound with micro-batches of the chosen size on another machine, in tokens per second."""
         faster = setting.machine is not self.setting.machine

@@ -200,20 +200,19 @@ def _deepen(seen: dict[Candidate, Seen], on_progress: Callable[[str], object]) -
 
     def deepen(candidate: Candidate) -> None:
         few = seen[candidate]
-        if few.rate not in deepened:  # otherwise the same schedule by another name
-            on_progress(f"all layers of {candidate.name}")
-            with no_garbage_collection():
-                deepened[few.rate] = candidate.schedules.deepened(few)
-        seen[candidate] = replace(deepened[few.rate], few=few.few)
+        if few.rate in deepened:  # the same schedule by another name
+            seen[candidate] = replace(deepened[few.rate], few=few.few)
+            return
+        on_progress(f"all layers of {candidate.name}")
+        with no_garbage_collection():
+            seen[candidate] = candidate.schedules.deepened(candidate.in_chunks(few))
+        deepened[few.rate] = seen[candidate]
 
     for candidate in sorted(seen, key=lambda each: seen[each].rate, reverse=True):
         few, most = seen[candidate], max(one.rate for one in seen.values())
-        if few.whole:
-            continue
         tasks = few.tasks_of_all_layers
-        if few.rate in deepened or (
-            few.rate * close(candidate.setting.objective) >= most and tasks <= MOST_DEEP_TASKS
-        ):
+        near = few.rate * close(candidate.setting.objective) >= most and tasks <= MOST_DEEP_TASKS
+        if few.whole or near or few.rate in deepened:
             deepen(candidate)
         elif tasks <= tasks_left:
             tasks_left -= tasks
