@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from moesched.calibration.exercise import FinishedTasks
 from moesched.calibration.extent import small_model
 from moesched.calibration.gpu_exercise import GpuExercise
 from moesched.calibration.gpu_extent import GpuExtent
@@ -20,7 +21,12 @@ from moesched.devices.torch.gpu_operations import GpuOperations, is_enqueued
 from moesched.machines import load_machine
 from moesched.machines.gpu_cost import GpuCosts
 from moesched.machines.staging import staged
+from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
+from moesched.requests.batch import Batch
+from moesched.runs.planning import plan_run
+from moesched.runs.ranks import Rank
+from moesched.runs.virtual_run import VirtualRun
 from moesched.system.cores import divided_cores
 
 TINY = GpuExtent(
@@ -100,12 +106,15 @@ def test_the_small_model_has_tasks_of_every_kind(checkpoint: Path) -> None:
     assert all(point.seconds > 0 for point in points)
 
 
-def test_a_fetch_runs_beside_attention_on_the_host_or_beside_cache_writes(checkpoint: Path) -> None:
-    machine = replace(load_machine("h100"), cost_table=[])
-    policy = GpuExercise(TINY.on_host, beside=True)
-    tasks = run_exercise(
-        checkpoint, "bfloat16", policy, TINY.micro_batches, TINY.steps, LaggingDevice, machine
-    )
+def test_a_fetch_runs_beside_attention_on_the_host_or_beside_cache_writes() -> None:
+    policy, finished = GpuExercise(TINY.on_host, beside=True), FinishedTasks()
+    lengths = [length for group in TINY.micro_batches for length in group]
+    numbers = iter(range(len(lengths)))
+    groups = tuple(tuple(next(numbers) for _ in group) for group in TINY.micro_batches)
+    batch = Batch(tuple(lengths), TINY.steps, groups)
+    plan = plan_run(load_machine("h100"), weight_layout(TINY.model), batch, policy)
+    VirtualRun([Rank(plan, policy)], observers=[finished]).run()
+    tasks = finished.tasks
 
     def first_start(step: int, verb: str) -> int:
         return min(task.start for task in tasks if (task.step, task.verb) == (step, verb))

@@ -85,7 +85,8 @@ class Says(moesched.Listener):
             self.said = True
             print("decoding", flush=True)
 sampling = moesched.Sampling(temperature=9.0)
-report = moesched.run_model("tiny-mixtral", ["Return"], max_new_tokens=400, sampling=sampling, listener=Says())
+prompts = ["Return"] * 128  # seconds of work
+report = moesched.run_model("tiny-mixtral", prompts, max_new_tokens=400, sampling=sampling, listener=Says())
 assert report.interrupted and 1 <= len(report.tokens[0]) < 400, report
 """
     _, seconds = kernel.run(code, interrupt_at="decoding")
