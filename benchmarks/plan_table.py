@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from time import process_time
-from typing import Any, NamedTuple
+from typing import Any
 
 from _options import SIMULATION, Benchmark, track
 from msgspec.structs import replace
-from plan_search import machine_named
+from plan_search import Case, machine_named
 
 from moesched.errors import DoesNotFit
 from moesched.inputs.defaults import WORKLOAD
@@ -49,19 +49,6 @@ MACHINES = ("t4", "l4", "rtx6000", "a100-80g", *BUILT)
 OBJECTIVES: tuple[Objective, ...] = ("interactive", "throughput")
 WIDE = 1.05
 """Factor by which a row must be faster than the first to count as the better one."""
-
-
-class Case(NamedTuple):
-    """A question to the planner."""
-
-    model: str
-    machine: str
-    objective: Objective
-
-    @property
-    def name(self) -> str:
-        """The name of the part of the benchmark."""
-        return f"{self.model} on {self.machine}, {self.objective}"
 
 
 CASES = [

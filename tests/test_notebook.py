@@ -25,7 +25,7 @@ class Kernel:
         self._manager = manager
 
     def run(self, code: str, *, interrupt_at: str = "") -> tuple[list[dict[str, Any]], float]:
-        """What a cell shows, and the seconds from the interrupt, or its start, to its end.
+        """Run a cell. Returns its outputs and its seconds, counted from the interrupt if there is one.
 
         Args:
             interrupt_at: the text that it prints when it is to be interrupted.

@@ -78,7 +78,7 @@ def _each(value: object) -> Iterator[str]:
 
 
 def _paths(text: str) -> Iterator[Path]:
-    """What a value may name: a file, several with commas between them, file.py:Class, or this machine's own file."""
+    """Files that a value names: one, several separated by commas, that of file.py:Class, or this machine's own."""
     from moesched.inputs.lookup import machine_file
 
     for name in dict.fromkeys([text, *(part.partition(":")[0] for part in text.split(","))]):
