@@ -1,4 +1,7 @@
-"""The engine's rows of one tree, for engine_paired.py: reads the name of a row, prints its microseconds per task."""
+"""The engine's rows of one tree, for engine_paired.py: reads the name of a row, prints its microseconds per task.
+
+The arguments are the size of a page in bytes and a machine file: two trees then simulate the same graph.
+"""
 
 from __future__ import annotations
 
@@ -20,5 +23,8 @@ ROWS: dict[str, Callable[[], float]] = {
 }
 
 if __name__ == "__main__":
+    engine.PAGE_BYTES = int(sys.argv[1])
+    machine = engine.load_machine(sys.argv[2])
+    engine.load_machine = lambda _: machine
     for line in sys.stdin:
         print(ROWS[line.strip()](), flush=True)

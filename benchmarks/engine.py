@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -27,7 +28,6 @@ from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.machines import load_machine
 from moesched.machines.roofline import Roofline
-from moesched.machines.staging import staged
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
@@ -42,6 +42,7 @@ from moesched.trace import Recorder
 
 MICRO_BATCHES, MICRO_BATCH_SIZE, PROMPT_TOKENS = 15, 36, 77
 PAGE_BYTES = 112 << 20
+MACHINE = str(Path(__file__).parent / "_engine_machine.toml")
 STEPS, REPLAYED_STEPS, SHARED_STEPS, SIMPY_STEPS = 9, 129, 5, 3
 NOTHINGS, FAN = 10_000, 98
 NO_WORK = Work("nothing", "none")
@@ -76,7 +77,7 @@ def planned(steps: int) -> tuple[Plan, Policy]:
     policy = InOrder(make_policy("cgopipe"))
     layout = weight_layout(SHAPES["mixtral-8x7b"], page_bytes=PAGE_BYTES)
     batch = split_batch([PROMPT_TOKENS] * (MICRO_BATCHES * MICRO_BATCH_SIZE), steps, MICRO_BATCH_SIZE)
-    plan = plan_run(staged(load_machine("t4"), "16GB", ring=False), layout, batch, policy)
+    plan = plan_run(load_machine(MACHINE), layout, batch, policy)
     return plan, policy.policy
 
 

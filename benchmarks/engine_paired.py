@@ -4,9 +4,9 @@
 
 Each tree has a process, which measures a row when it is told to; the two take turns within a round, and the one that
 goes first changes from round to round. Both are started anew for every row and every five rounds, since where a process
-has its code and data in memory, and what it ran before, makes it some percent faster or slower for its whole life. A
-row's figure is the median over the rounds of (microseconds per task now / before), with a bootstrap interval of 95 %:
-1.03 is 3 % slower.
+has its code and data in memory, and what it ran before, makes it some percent faster or slower for its whole life. Both
+simulate the same graph: this tree's size of pages and its machine. A row's figure is the median over the rounds of
+(microseconds per task now / before), with a bootstrap interval of 95 %: 1.03 is 3 % slower.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from _engine_probe import ROWS
 from _results import commit, this_machine
+from engine import MACHINE, PAGE_BYTES
 from rich.progress import track
 from same_behaviour import ROOT, checkout, prepared
 
@@ -52,7 +53,7 @@ class Tree:
     def __init__(self, folder: Path) -> None:
         paths = os.pathsep.join([str(folder), str(folder / "benchmarks")])
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(PROBE)],
+            [sys.executable, "-P", str(PROBE), str(PAGE_BYTES), MACHINE],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": paths},
             stdin=subprocess.PIPE,

@@ -7,7 +7,6 @@ same lanes, with edges equally far back in program order), all later steps use i
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from sys import _getframe
 from typing import Any, NoReturn
 
 from moesched.drivers.policies import scheduled
@@ -74,9 +73,8 @@ Sized = tuple[int, str, int]
 
 
 class NumberedStep(Step):
-    """A step that notes whether the policy, or its kit, asks for the step's number."""
+    """A step that notes whether the policy asks for its number."""
 
-    _number = 0
     _asked = False
 
     @property
@@ -86,13 +84,8 @@ class NumberedStep(Step):
 
     @property
     def index(self) -> int:
-        if not _getframe(1).f_globals["__name__"].startswith(("moesched.steps.", "moesched.drivers.")):
-            self._asked = True
+        self._asked = True
         return self._number
-
-    @index.setter
-    def index(self, number: int) -> None:
-        self._number = number
 
 
 class Template:

@@ -87,7 +87,7 @@ def scheduled(policy: Policy, step: Step) -> Generator[Task, None, None]:
     turn, thrown = turn_of(step), None
     try:
         turn.begin()
-        main: object = policy.decode(step) if step.index else policy.prefill(step)
+        main: object = policy.prefill(step) if step.kind == "prefill" else policy.decode(step)
         if not isinstance(main, Coroutine):
             raise _no_coroutine(policy, step, main)
         while True:

@@ -57,7 +57,6 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
 
     Attributes:
         kind: "prefill" or "decode".
-        index: 0 for prefill, then 1, 2, ... for the decode steps.
         layers: the model's layers.
         micro_batches: the micro-batches. Prefill may have more of them than decode steps, where long prompts are cut.
         last: whether this is the last step, so that nothing need be fetched for a later one.
@@ -82,11 +81,11 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         batch = self._at(EMBED, -1, micro_batch)
         if batch.before is not None and batch.before.progress < self._base:
             raise OutOfOrder(f"embed: mb{micro_batch} continues mb{micro_batch - 1}: embed that first")
-        if self.index and self._state.plan.batch.beams > 1:
+        if self._number and self._state.plan.batch.beams > 1:
             stage, blocks, kv = batch.stage, batch.blocks, batch.kv
             lane, kernel = (stage.lane, Kernel) if kv.on_accelerator[0] else (stage.host, HostKernel)
             work = batch.works["reorder"]
-            reorder = kernel(lane, work, "reorder", -1, batch.index, -1, None, self.index)
+            reorder = kernel(lane, work, "reorder", -1, batch.index, -1, None, self._number)
             self._enter(reorder, (blocks.tokens,), (blocks.positions, *kv.layers))
         return self._run(EMBED, -1, batch)
 
@@ -99,8 +98,8 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
             )
         whole = batch.stage.whole
         view = whole.open.get(layer) or self._view(whole, layer)
-        if view.noted != self.index:
-            view.use(self.index, batch.works["post_attention"].tokens)
+        if view.noted != self._number:
+            view.use(self._number, batch.works["post_attention"].tokens)
         reads = view.reads if batch.room is None else (*view.reads, *self._room(batch, leaves=True))
         return self._run(POST_ATTENTION, layer, batch, view, reads)
 
@@ -126,7 +125,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
             if batch.progress != self._base + self._state.stride - 1 or batch.last is None:
                 last = f", where {batch.last.line} left it" if batch.last is not None else ""
                 raise OutOfOrder(
-                    f"{self.kind} step {self.index} ended before mb{batch.index} was sampled: "
+                    f"{self.kind} step {self._number} ended before mb{batch.index} was sampled: "
                     f"it is at {self._where(batch)}{last}"
                 )
             if batch.ends:

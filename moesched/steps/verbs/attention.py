@@ -28,15 +28,15 @@ class AttentionVerbs(Verbs):
         batch = self._at(PRE_ATTENTION, layer, micro_batch)
         if layer == batch.stage.end:
             hidden = (batch.blocks.hidden,)
-            for hop in self._state.pass_on(batch, layer, self.index):
+            for hop in self._state.pass_on(batch, layer, self._number):
                 self._enter(hop, hidden, hidden)
         dense = batch.stage.dense
         view = dense.open.get(layer) or self._view(dense, layer)
         self._enter_layer(batch, layer)
-        if view.noted != self.index:
-            view.use(self.index, batch.works["pre_attention"].tokens)
+        if view.noted != self._number:
+            view.use(self._number, batch.works["pre_attention"].tokens)
         room: tuple[Block, ...] = ()
-        if not self.index and self._state.limited:
+        if not self._number and self._state.limited:
             batch.room = self._free_room(micro_batch)
             room = (batch.room,)
         return self._run(PRE_ATTENTION, layer, batch, view, view.reads, room)
@@ -56,7 +56,7 @@ class AttentionVerbs(Verbs):
         if not kv.on_accelerator[layer]:
             if self.chunked and not unified:
                 cache = self._chunks_kv(layer, micro_batch)
-            if self.index:
+            if self._number:
                 buffer = self._take_loaded(batch, layer)
                 cache = cache if unified else self._state.kv_slots[buffer]
             kv.unsaved = layer
@@ -71,8 +71,8 @@ class AttentionVerbs(Verbs):
         state = self._state
         batch = self._in_time(LOAD_KV, layer, micro_batch)
         kv = batch.kv
-        if not self.index or kv.on_accelerator[layer]:
-            where = "the KV cache lives on the accelerator" if self.index else "a prompt has nothing cached"
+        if not self._number or kv.on_accelerator[layer]:
+            where = "the KV cache lives on the accelerator" if self._number else "a prompt has nothing cached"
             raise PolicyError(f"load_kv: {where}: omit it")
         if layer in kv.loaded:
             raise OutOfOrder(f"load_kv: keys and values of L{layer} mb{micro_batch} were loaded already")
@@ -88,7 +88,7 @@ class AttentionVerbs(Verbs):
             return batch.last  # type: ignore[return-value]  # the step has begun, so that a task was submitted
         # The micro-batch may still be at an earlier stage, so `_run` would take the wrong lane.
         work = batch.works_at[stage.number][state.works.kind_of[layer]][LOAD_KV.name]
-        task = LOAD_KV.task(lane, work, LOAD_KV.name, layer, batch.index, -1, buffer, self.index)
+        task = LOAD_KV.task(lane, work, LOAD_KV.name, layer, batch.index, -1, buffer, self._number)
         reads = (kv.layers[layer], *batch.blocks.reads[LOAD_KV.number])
         return self._enter(task, reads, (state.kv_slots[buffer],))
 

@@ -41,11 +41,16 @@ class StepFacts(ReadOnly):
         self.nodes, self.node = plan.nodes.count, plan.nodes.index
         self.attends = plan.nodes.attends
         self.kind: Kind = "decode" if index else "prefill"
-        self.index = index
+        self._number = index
         self.last = last
         self.chunked = not index and plan.batch.chunked
         self.layers = plan.layers
         self.micro_batches = plan.micro_batches if index else range(len(plan.chunks))
+
+    @property
+    def index(self) -> int:
+        """0 for prefill, then 1, 2, ... for the decode steps."""
+        return self._number
 
 
 class Verbs(StepFacts):
@@ -159,7 +164,7 @@ class Verbs(StepFacts):
         if lane is None:
             return batch.last  # type: ignore[return-value]  # every progress past INPUT was left by a task
         assert work is not None, "a verb with a lane has a work"
-        task = kind(lane, work, verb.name, layer, batch.index, -1, operands, self.index)
+        task = kind(lane, work, verb.name, layer, batch.index, -1, operands, self._number)
         if verb.moves:
             batch.last = task
         elif self._state.engine.submitted >= self._last_task:  # other verbs can be repeated without an end
@@ -244,11 +249,11 @@ class Verbs(StepFacts):
                 f"before; it is at {self._where(batch)}"
             )
         needed = self._needed[verb.number] + layer * STRIDE - self._base
-        needs = "the end of the step before" if needed == -1 else f"step {self.index} {self._point(needed)}"
+        needs = "the end of the step before" if needed == -1 else f"step {self._number} {self._point(needed)}"
         if verb.when == "until":
             needs += " or earlier in the step"
         elif verb.when == "earlier":
-            needs = f"step {self.index} routed in a layer before L{layer}"
+            needs = f"step {self._number} routed in a layer before L{layer}"
         if self._swapped(verb, layer, batch.index):
             needs += f" (the layer comes first: {verb.name}({batch.index}, {layer}) would be in order)"
         return OutOfOrder(

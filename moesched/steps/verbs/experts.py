@@ -50,8 +50,8 @@ class ExpertVerbs(Verbs):
         if self.attends:
             dense = batch.stage.dense
             view = dense.open.get(layer) or self._view(dense, layer)
-            if view.noted != self.index:
-                view.use(self.index, batch.works["route"].tokens)
+            if view.noted != self._number:
+                view.use(self._number, batch.works["route"].tokens)
         batch.routing.pending = None
         task = self._run(ROUTE, layer, batch, view, () if view is None else view.reads)
         batch.routing.decision = task
@@ -76,14 +76,14 @@ class ExpertVerbs(Verbs):
             )
         dense = batch.stage.dense
         view = dense.open.get(layer) or self._view(dense, layer)
-        if view.noted != self.index:
-            view.use(self.index, batch.works["preview_route"].tokens)
+        if view.noted != self._number:
+            view.use(self._number, batch.works["preview_route"].tokens)
         lane, _, reads, _ = batch.bound[PREVIEW_ROUTE.number]
         assert lane is not None, "an accelerator has a lane"
         ahead = layer - (batch.progress - self._base) // STRIDE
         work = batch.works_at[batch.stage.number][self._state.works.kind_of[layer]]["preview_route"]
         name = PREVIEW_ROUTE.name
-        task = Preview(lane, work, name, layer, batch.index, -1, view, self.index, ahead=ahead)
+        task = Preview(lane, work, name, layer, batch.index, -1, view, self._number, ahead=ahead)
         self._enter(task, reads + view.reads, ())
         self._state.previews.expect(layer, batch.index, task)
         return task
@@ -140,7 +140,7 @@ class ExpertVerbs(Verbs):
         ran = tuple(sorted(((each.expert, each.rows) for each in outputs), key=_expert_and_row))
         loaded = Block(f"outputs from the host mb{micro_batch}")
         routing.outputs.append(loaded)
-        task = PageTransfer(lane, work, "load_routed", layer, batch.index, -1, ran, self.index)
+        task = PageTransfer(lane, work, "load_routed", layer, batch.index, -1, ran, self._number)
         return self._enter(task, tuple(output.block for output in outputs), (loaded,))
 
     def run_expert(
@@ -322,8 +322,8 @@ class ExpertVerbs(Verbs):
         if views is None:
             raise PolicyError(f"run_expert: no processor is {at!r}: give at='accelerator' or at='host'")
         view = views.open.get((layer, expert)) or self._view(views, (layer, expert))
-        if view.noted != self.index:
-            view.use(self.index, tokens)
+        if view.noted != self._number:
+            view.use(self._number, tokens)
         return view
 
     def _expert_task(
@@ -355,8 +355,8 @@ class ExpertVerbs(Verbs):
         if stays:
             routing.called.add(at)
         if at == "accelerator":
-            return Kernel(stage.lane, work, verb.name, layer, micro_batch, expert, view, self.index)
-        return HostKernel(stage.host, work, verb.name, layer, micro_batch, expert, view, self.index)
+            return Kernel(stage.lane, work, verb.name, layer, micro_batch, expert, view, self._number)
+        return HostKernel(stage.host, work, verb.name, layer, micro_batch, expert, view, self._number)
 
 
 def note_forecast(

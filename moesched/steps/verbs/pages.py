@@ -142,13 +142,13 @@ class PageVerbs(Verbs):
             room = len(slots_of(pool))
             raise OverBudget(f"{verb}: {count} pages do not fit pool {pool.name} of {room} slots")
         moved = tuple(pages)
-        slots = pool.assign_all(moved, state.engine, arrival, self.index)
+        slots = pool.assign_all(moved, state.engine, arrival, self._number)
         if reads:
-            note_use(reads, self.index, 0)
+            note_use(reads, self._number, 0)
         origin = plan.machine.roles.weights if source is None else source.memory.name
         lane, work = state.works.move(origin, pool.memory.name, nbytes, count)
         first = moved[0]
-        task = PageTransfer(lane, work, verb, first.layer, -1, first.expert, reads, self.index)
+        task = PageTransfer(lane, work, verb, first.layer, -1, first.expert, reads, self._number)
         task.pages, task.slots = moved, slots
         policy = _getframe(2)  # a verb calls this, a policy calls the verb
         task.code = policy.f_code
