@@ -9,7 +9,7 @@ from typing import Any
 from moesched.errors import BadInput
 from moesched.system.decoding import require_few_values
 from moesched.system.input_file import is_file, read_input
-from moesched.system.silence import silent_stderr
+from moesched.system.silence import STDERR, silent
 
 TOKENIZER_NAME = "tokenizer.json"
 MOST_BYTES = 50_000_000
@@ -33,7 +33,7 @@ class Tokenizer:
         self._path = path
         data = read_input(path, "tokenizer", MOST_BYTES)
         require_few_values(data, MOST_VALUES, str(path), _RESTORE)
-        with silent_stderr():
+        with silent(STDERR):
             self._tokenizer: Any = self._call(Loaded.from_buffer, data, "is not a tokenizer")
             # Files keep those of the training; transformers resets them as well.
             self._tokenizer.no_truncation()
@@ -52,7 +52,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise BadInput(f"its character {error.start} is not valid Unicode: write it in UTF-8") from None
-        with silent_stderr():
+        with silent(STDERR):
             if most is not None and len(text) > PIECE:
                 self._require_short(text, most)
             return self._encode(text)

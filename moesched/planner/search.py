@@ -18,6 +18,7 @@ import msgspec
 
 from moesched.planner.setting import Setting
 from moesched.planner.traits import Shape, Share, Traits
+from moesched.system.silence import STDOUT, silent
 
 MOST_ROUNDS = 12
 TOLERANCE = 1e-4
@@ -138,7 +139,8 @@ class _Programme:
         self._optimal = highspy.HighsModelStatus.kOptimal
         self._setting, self._traits, self._shapes = setting, traits, shapes
         self._weights = tuple(weight_bytes(setting, traits, resident_share) for resident_share in (0.0, 1.0))
-        self._model = model = highspy.Highs()
+        with silent(STDOUT):  # newer versions greet before they can be silenced
+            self._model = model = highspy.Highs()
         model.silent()
         model.setOptionValue("threads", 1)  # the programme is small, and sweeps run one on each core
         self._taken = [model.addBinary() for _ in shapes]

@@ -1,4 +1,4 @@
-"""Standard error without the messages of libraries that write there themselves."""
+"""Standard output and error without the messages of libraries that write there themselves."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+STDOUT, STDERR = 1, 2
+
 
 @contextmanager
-def silent_stderr() -> Iterator[None]:
-    """Drop all that the process writes to standard error, as libraries in Rust do when they panic.
+def silent(descriptor: int) -> Iterator[None]:
+    """Drop all that the process writes to `STDOUT` or `STDERR`, past Python's own streams.
 
     For short calls before a run, while no other thread has something to say.
     """
     try:
-        kept = os.dup(2)
+        kept = os.dup(descriptor)
     except OSError:  # it is closed
         yield
         return
     try:
         with suppress(OSError):
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, 2)
+            os.dup2(null, descriptor)
             os.close(null)
         yield
     finally:
-        os.dup2(kept, 2)
+        os.dup2(kept, descriptor)
         os.close(kept)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-STDOUT, STDERR = 1, 2
+from moesched.system.silence import STDERR, STDOUT
+
 MOST_LINKS = 40
 _FOLDER_OF_DESCRIPTORS = re.compile(r"/dev/fd|/proc/self(/task/\d+)?/fd")
 
