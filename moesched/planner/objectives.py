@@ -19,6 +19,8 @@ the prompt's first layer to the last token.
 """
 
 STEPS_OF_ONE_REQUEST = 25
+STEPS_OF_ALL_LAYERS = 9
+"""Least steps of a trial run whose figures are shown: the experts chosen in two of them are up to 3 % from the mean."""
 
 
 def require_objective(objective: str, new_tokens: int) -> None:

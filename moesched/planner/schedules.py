@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched.errors import BadInput, PolicyError
-from moesched.planner.objectives import cheap_tasks, most_steps, rate
+from moesched.planner.objectives import STEPS_OF_ALL_LAYERS, cheap_tasks, most_steps, rate
 from moesched.planner.setting import Setting
 from moesched.planner.shallow_trial import Cut, cut_like
 from moesched.planner.traits import resident_bytes, weight_bytes
@@ -140,7 +140,7 @@ class Schedules:
             seen = few.trial(steps, prepared)
             self.tasks += seen.tasks
         if few is None or seen is None or seen.tasks / few.part <= cheap_tasks(setting.objective):
-            seen = trial_run(plan, policy, most_steps=steps)
+            seen = trial_run(plan, policy, most_steps=max(steps, STEPS_OF_ALL_LAYERS))
             self.tasks += seen.tasks
         count = len(batch.micro_batches)
         return Seen(
