@@ -29,10 +29,10 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
-from moesched.runs.outcome import Dilations, Report
+from moesched.runs.outcome import Report
 from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
-from moesched.seams import nobody_hears
+from moesched.seams import Dilations, nobody_hears
 from moesched.steps.plan import Plan
 from moesched.tasks import Work
 from moesched.testing import check_device

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
 from moesched.machines import Machine, machine_names
 from moesched.machines.local import this_processor
@@ -18,8 +17,10 @@ from moesched.requests.sampling import Sampling
 from moesched.seams import (
     ActivationObserver,
     ChoosesDtype,
+    LaneKind,
     Progress,
     RoutingObserver,
+    Streams,
     Transport,
     nobody_hears,
 )

@@ -17,7 +17,7 @@ from moesched.dispatch.eviction import (
 )
 from moesched.errors import BadInput
 from moesched.models.layout import Page
-from moesched.seams import Eviction
+from moesched.steps.eviction_rule import Eviction
 from moesched.trace.recording import LEFT, USED, CacheRule, PoolAccesses
 
 RULES = (

@@ -20,7 +20,7 @@ from moesched.analysis.handovers import Handover, mean_handovers
 from moesched.analysis.larger_pools import with_larger_pool
 from moesched.analysis.replayed_run import replay_recording, timed_work, without_loading
 from moesched.errors import BadInput
-from moesched.seams import Demand
+from moesched.machines.demand import Demand
 from moesched.tasks import Work
 from moesched.trace.recording import PoolAccesses, Recording, Slice
 

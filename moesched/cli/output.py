@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from moesched.analysis.helps import Help
     from moesched.jobs.report import JobReport, NodeReport
     from moesched.planner.uncertainty import Figures
-    from moesched.runs.outcome import Emulation, ForecastUse, LaneUse, PoolUse, PreviewUse
+    from moesched.runs.outcome import ForecastUse, LaneUse, PoolUse, PreviewUse
     from moesched.runs.process_bytes import ProcessBytes
+    from moesched.seams import Emulation
 
 PATIENCE_SECONDS = 1.0
 

@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 
 from moesched.dispatch.expert_placement import Expert
 from moesched.models.layout import Page, WeightLayout
-from moesched.seams import Eviction
 from moesched.steps.eviction import RuledPages
+from moesched.steps.eviction_rule import Eviction
 from moesched.steps.memory import Pool, counts_of
 
 

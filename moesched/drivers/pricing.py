@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moesched.seams import CostModel
+from moesched.machines.demand import CostModel
 from moesched.tasks import Work
 
 

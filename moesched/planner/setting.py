@@ -8,12 +8,13 @@ from functools import cached_property, lru_cache
 import msgspec
 
 from moesched.machines import Machine
+from moesched.machines.demand import CostModel
 from moesched.models.layout import Page, WeightLayout, bytes_of
 from moesched.planner.objectives import Objective
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes, batch_of
 from moesched.runs.planning import plan_run
-from moesched.seams import CostModel, Policy
+from moesched.seams import Policy
 from moesched.settings import takes_setting
 from moesched.steps.plan import Plan
 from moesched.steps.process import Process

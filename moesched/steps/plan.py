@@ -20,9 +20,9 @@ from moesched.models.layout import Page, WeightLayout, bytes_of
 from moesched.models.operations import Operations
 from moesched.requests.batch import Batch
 from moesched.requests.chunks import Chunk
-from moesched.seams import Eviction
 from moesched.steps.claims import claim_of_slots
 from moesched.steps.declarations import Declarations, require_slots
+from moesched.steps.eviction_rule import Eviction
 from moesched.steps.memory import Fixed, Memory, Pool, Replacement
 from moesched.steps.model_pages import describe, require_list, require_pages
 from moesched.steps.node_experts import require_placement, require_routers

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from moesched.engine import Engine
 from moesched.errors import BadInput
-from moesched.seams import CostModel, Demand
+from moesched.machines.demand import CostModel, Demand
 from moesched.steps.memory import Pool, counts_of
 from moesched.steps.pool_counts import Counted
 from moesched.tasks import (

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from moesched.seams import Demand
+from moesched.machines.demand import Demand
 from moesched.steps.pool_counts import Counted
 
 
