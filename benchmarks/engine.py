@@ -98,7 +98,7 @@ def simpy_tasks_per_second() -> float:
 
 
 def same_makespan() -> bool:
-    """Whether SimPy ends the graph at the same nanosecond."""
+    """Test whether SimPy ends the graph at the same nanosecond."""
     steps, cost = captured()
     plan, policy = planned(SIMPY_STEPS)
     report = simulate(plan, policy, sharing=False)

@@ -94,12 +94,12 @@ def keeps_state(policy: object) -> bool:
 
 
 def is_pipelined(policy: object) -> bool:
-    """Whether a policy, or its class, declares `pipelines = True`."""
+    """Test whether a policy, or its class, declares `pipelines = True`."""
     return isinstance(policy, Pipelined) and policy.pipelines
 
 
 def is_expert_parallel(policy: object) -> bool:
-    """Whether a policy, or its class, declares `expert_parallel = True`."""
+    """Test whether a policy, or its class, declares `expert_parallel = True`."""
     return isinstance(policy, ExpertParallel) and policy.expert_parallel
 
 
@@ -323,11 +323,11 @@ class Emulates(Protocol):
 
 
 Progress: TypeAlias = Callable[[str, float, float], object]
-"""Told of the work at hand: its name, the amount that is done, and the whole amount."""
+"""Progress callback: name of the work, amount done, total amount."""
 
 
-def nobody_hears(what: str, done: float, total: float) -> None:
-    """Take no note of progress."""
+def ignore_progress(what: str, done: float, total: float) -> None:
+    """Ignore progress."""
 
 
 @runtime_checkable

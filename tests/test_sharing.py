@@ -100,7 +100,7 @@ class Memory:
 
 
 def ends(*lengths: tuple[str, float]) -> dict[str, int]:
-    """When tasks of these lanes and lengths end that share a memory."""
+    """The ends of tasks of these lanes and lengths that share a memory."""
     lanes = {name: Lane(name) for name, _ in lengths}
     engine = CheckedEngine(lanes.values())
     driver = VirtualDriver([engine], Memory(), sharing=True)

@@ -62,7 +62,7 @@ def get(viewer: Viewer, path: str, **headers: str) -> Answer:
 
 
 def opened(viewer: Viewer) -> dict[str, str]:
-    """What the first page tells the interface to show."""
+    """Parameters with which the first page opens the interface."""
     target = get(viewer, f"/{viewer.secret}/").headers["Location"]
     page, _, arguments = target.partition("#!/?")
     assert page == "/index.html"

@@ -19,7 +19,7 @@ from moesched.machines.cost import cost_model
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling
-from moesched.seams import CostModel, Dilations, Emulation, LaneKind, Progress, Transport, nobody_hears
+from moesched.seams import CostModel, Dilations, Emulation, LaneKind, Progress, Transport, ignore_progress
 from moesched.steps.plan import Plan
 from moesched.system.memory import available_memory
 from moesched.tasks import Task
@@ -61,7 +61,7 @@ class EmulatedDevice:
         self._asked = Dilations(dilation, dilation) if dilation else None
         self._time = DilatedClock()
         self._leads = True
-        self.tell: Progress = nobody_hears
+        self.tell: Progress = ignore_progress
         self._cost: CostModel
         self._dilations = Dilations(1.0, 1.0)
         self._pace: Pace | None = None

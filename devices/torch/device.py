@@ -22,7 +22,7 @@ from moesched.seams import (
     RoutingObserver,
     Streams,
     Transport,
-    nobody_hears,
+    ignore_progress,
 )
 from moesched.steps.plan import Plan
 from moesched.system.memory_ahead import MemoryAhead
@@ -90,7 +90,7 @@ class TorchDevice(ChoosesDtype):
     ) -> None:
         self.layout = layout
         self.logits: list[tuple[tuple[int, ...], Tensor]] = []
-        self.tell: Progress = nobody_hears
+        self.tell: Progress = ignore_progress
         self.memory_ahead = MemoryAhead()
         self._keep_logits = keep_logits
         if threads is not None and not 1 <= threads <= MOST_THREADS:

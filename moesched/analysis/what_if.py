@@ -103,7 +103,7 @@ def what_if(recording: Recording, changes: Sequence[str], progress: Progress | N
 
 
 def decides_as_it_goes(recording: Recording) -> bool:
-    """Whether the policy awaited tasks, so that it might decide otherwise after a change."""
+    """Test whether the policy awaited tasks, so that it might decide otherwise after a change."""
     return any(
         each.awaited_at >= 0 and each.step >= 0 and each.task.verb != LAST for each in recording.slices
     )

@@ -130,12 +130,12 @@ class GpuTasks:
 
 
 def _is_timed_beside(task: Task) -> bool:
-    """Whether a task is on the host, or moves pages, or keys and values."""
+    """Test whether a task is on the host, or moves pages, or keys and values."""
     return task.work.resource == CPU or task.verb in ("fetch", CACHE_WRITING)
 
 
 def _tells_of_dispatch(task: Task) -> bool:
-    """Whether a task takes little longer than to start it: no fetch, and of a prefill's kernels attention only."""
+    """Test whether a task takes little longer than to start it: no fetch, and of a prefill's kernels attention only."""
     if task.verb == "fetch":
         return False
     copies = task.work.resource not in (GPU, CPU)

@@ -60,7 +60,7 @@ class TaskKey(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where tasks come from: the model and its dtype, and the number of the batch that it ran."""
+    """Origin of tasks: the model and its dtype, and the number of the batch that it ran."""
 
     model: ModelConfig
     dtype: DType

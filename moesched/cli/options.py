@@ -243,8 +243,8 @@ def read_prompt_file(file: Path) -> tuple[list[Prompt], int]:
     from moesched.cli.failures import BAD_INPUT, tell
     from moesched.inputs.prompts import read_prompts
 
-    told: list[str] = []
-    prompts = read_prompts(file, told.append)
-    for line in told:
+    reported: list[str] = []
+    prompts = read_prompts(file, reported.append)
+    for line in reported:
         tell(line)
-    return prompts, BAD_INPUT if told else 0
+    return prompts, BAD_INPUT if reported else 0

@@ -296,11 +296,11 @@ def _print_pools(pools: Sequence[PoolUse]) -> None:
 
 def _accuracy(source: str, forecasts: Sequence[PreviewUse | ForecastUse], noun: str) -> str:
     """The accuracy of forecasts from one source, by their distance, in words."""
-    told = [
+    rates = [
         f"{each.accuracy:.1%} {each.ahead} layer{'s' * (each.ahead > 1)} ahead ({each.forecasts:,} {noun})"
         for each in forecasts
     ]
-    return f"chosen experts that {source} forecast: {', '.join(told)}"
+    return f"chosen experts that {source} forecast: {', '.join(rates)}"
 
 
 def _process(process: ProcessBytes) -> str:

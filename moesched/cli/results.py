@@ -50,7 +50,7 @@ def _say_where(given: OutputArguments) -> None:
 
 
 def _is_the_policys(error: Exception) -> bool:
-    """Whether the error's own lines matter to the reader, and no figures."""
+    """Test whether the error's own lines matter to the reader, and no figures."""
     return isinstance(error, PolicyError) or not isinstance(error, MoeschedError)
 
 

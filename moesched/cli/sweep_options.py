@@ -126,7 +126,7 @@ class Drawing:
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """How the sweep runs, and where its results go."""
+    """Processes and outputs of the sweep."""
 
     out: Annotated[
         Path | None,
@@ -178,7 +178,7 @@ class SweepArguments(Running, Drawing, Tables, OtherAxes, MainAxes):
         return merged(read_sweep(file) if file else Sweep({}), sweep_of_options(texts, tables))
 
     def picture(self, sweep: Sweep) -> Picture:
-        """What --plot draws."""
+        """The contents of --plot's picture."""
         from moesched.errors import BadInput
         from moesched.sweeps.figures import require_figure
         from moesched.sweeps.plots import Picture, default_x

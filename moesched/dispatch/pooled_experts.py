@@ -70,7 +70,7 @@ class PooledExperts(CachedExperts):
         return self.hits(layer, tokens_of(routed), step.index)
 
     def arrived(self, step: Step, expert: Expert) -> bool:
-        """Whether an expert is on the accelerator now (see `Step.arrived`)."""
+        """Test whether an expert is on the accelerator now (see `Step.arrived`)."""
         return self.pool is None or self.pool.arrived(step, expert)
 
     def fetch(self, step: Step, expert: Expert) -> None:

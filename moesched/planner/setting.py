@@ -95,7 +95,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def searches_shares(self) -> bool:
-        """Whether the share of the KV cache on the accelerator is to be found."""
+        """True if the share of the KV cache on the accelerator is to be found."""
         return self.splits_kv and self.kv_on_gpu is None
 
     @cached_property
@@ -119,5 +119,5 @@ def _batch(lengths: tuple[int, ...], new_tokens: int, sizes: BatchSizes) -> Batc
 
 
 def splits_kv(policy: type, machine: Machine) -> bool:
-    """Whether a policy has a setting for the KV cache's share on the accelerator, and that has a memory of its own."""
+    """Test whether a policy has a setting for the KV cache's share on an accelerator with a memory of its own."""
     return not machine.unified and takes_setting(policy, KV_SHARE)

@@ -204,7 +204,7 @@ def _figures(ends: Sequence[int], batch: Batch) -> Figures:
 
 
 def _effects(base: Figures, others: Iterable[Figures]) -> dict[str, tuple[float, float]]:
-    """How far a rate moves each figure down and up, as logarithms."""
+    """Effect of a rate on each figure, down and up, as logarithms."""
     known = list(others)
     moves = {
         name: [_log_ratio(getattr(each, name), getattr(base, name)) for each in known] for name in FIGURES

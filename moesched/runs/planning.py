@@ -20,7 +20,7 @@ from moesched.tasks import Lane
 from moesched.units import format_bytes
 
 SMALLER = "raise --budget, or lower --batch-size or --max-new-tokens"
-"""What a user may do where a plan does not fit."""
+"""Remedies where a plan does not fit."""
 KERNELS_AHEAD = 8
 """Tasks that an accelerator's stream has in its queue: short kernels would otherwise wait for the host."""
 TRANSFERS_AHEAD = 2
