@@ -193,17 +193,14 @@ class GenerationArguments(
         from moesched.settings import parse_settings
 
         return {
+            **self.policy_and_dtype(),
             **self.sizes_and_budgets(),
-            "policy": self.policy,
-            "settings": parse_settings(self.settings),
+            **self.files(),
             "max_new_tokens": self.max_new_tokens,
-            "dtype": self.dtype,
             "sampling": self._sampling(),
             "device": self.device,
             "device_settings": parse_settings(self._device_settings(), "--device-set"),
             "machine": self.machine,
-            "trace": self.trace,
-            "html": self.html,
         }
 
     def _device_settings(self) -> tuple[str, ...]:
