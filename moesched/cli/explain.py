@@ -49,10 +49,8 @@ def explain(
     *,
     what_if: Annotated[
         tuple[str, ...],
-        Parameter(
+        options.repeatable(
             metavar="CHANGE",
-            negative="",
-            show_default=False,
             help='Replay the run with a change: "link host->gpu x2" (twice the rate), "kernel run_expert x0.7" (0.7 of '
             'the time), "pool experts x1.5" (more room), "no handovers" (no time between tasks), or several of them, '
             "with commas; repeatable.",

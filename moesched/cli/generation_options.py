@@ -32,9 +32,7 @@ class PromptArguments:
 
     prompt: Annotated[
         tuple[str, ...],
-        Parameter(
-            group=PROMPTS, metavar="T", negative="", show_default=False, help="Prompt text; repeatable."
-        ),
+        options.repeatable(group=PROMPTS, metavar="T", help="Prompt text; repeatable."),
     ] = ()
     prompts: Annotated[
         Path | None,
@@ -120,11 +118,9 @@ class DeviceArguments:
     ] = DEVICE
     device_settings: Annotated[
         tuple[str, ...],
-        Parameter(
+        options.repeatable(
             name="--device-set",
             metavar="KEY=VALUE",
-            negative="",
-            show_default=False,
             help="Setting of the device, such as dilation=64 of the emulated one; repeatable.",
         ),
     ] = ()

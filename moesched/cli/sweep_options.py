@@ -24,14 +24,12 @@ PICTURE = Group("Picture", sort_key=3)
 
 def axis(names: str, help: str, group: Group = MORE_AXES) -> Parameter:
     """An option with values between commas."""
-    return Parameter(group=group, metavar=names, negative="", show_default=False, help=help)
+    return options.repeatable(group=group, metavar=names, help=help)
 
 
 def table(name: str, key: str, help: str) -> Parameter:
     """A repeatable option with values between commas for each key."""
-    return Parameter(
-        name=name, group=MORE_AXES, metavar=f"{key}=V,...", negative="", show_default=False, help=help
-    )
+    return options.repeatable(name=name, group=MORE_AXES, metavar=f"{key}=V,...", help=help)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +77,8 @@ class Tables:
     routing_set: Annotated[Texts, table("--routing-set", "KEY", "Setting of the routing.")] = ()
     price: Annotated[
         Texts,
-        Parameter(
-            group=PICTURE, metavar="M=USD", negative="", show_default=False,
+        options.repeatable(
+            group=PICTURE, metavar="M=USD",
             help="Dollars for an hour of a machine; repeatable.",
         ),
     ] = ()  # fmt: skip
