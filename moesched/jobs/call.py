@@ -125,7 +125,7 @@ class Call:
         knows_rates = bool(plan.machine.cost_table) or isinstance(self._devices.first, Emulates)
         recorder = recorder_for(plan, files, explained=explains, predicts=knows_rates)
         kinds, ending = KindMeter(), JobEnding()
-        observers = [kinds, *(expectation.observers if expectation else ())]
+        observers: list[Observer] = [kinds, *(expectation.observers if expectation else ())]
         read_before = self._devices.bytes_read
         report = reported(partial(self._run, ranks, batch, texts, observers, recorder), ending)
         texts.finish_all()
