@@ -27,6 +27,8 @@ ROWS: dict[str, Callable[[], float]] = {
 if __name__ == "__main__":
     engine.PAGE_BYTES = int(sys.argv[1])
     machine = load_machine(sys.argv[2])
-    vars(engine)["load_machine"] = lambda _: machine  # a tree of an earlier revision names a machine of its own
+    vars(engine)["load_machine"] = lambda _: (
+        machine
+    )  # a tree of an earlier revision names a machine of its own
     for line in sys.stdin:
         print(ROWS[line.strip()](), flush=True)
