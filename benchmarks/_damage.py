@@ -276,7 +276,7 @@ class End(NamedTuple):
 
     @property
     def well(self) -> bool:
-        """Whether a damaged policy may end like this."""
+        """True if a damaged policy may end like this."""
         return self.how in ("raised", "raised at the end", "harmless")
 
 

@@ -83,7 +83,7 @@ class Uses:
         return busy / (until - since)
 
     def warmed(self, step: int, page: Page) -> bool:
-        """Whether the step used a page: the dense part always, an expert if a token was routed to it."""
+        """Test whether the step used a page: the dense part always, an expert if a token was routed to it."""
         return page.expert < 0 or (page.layer, page.expert) in self.experts[step]
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import engine
 
+from moesched.machines import load_machine
+
 ROWS: dict[str, Callable[[], float]] = {
     "built": lambda: 1e6 / engine.tasks_per_second(engine.STEPS),
     "replayed": lambda: 1e6 / engine.tasks_per_second(engine.REPLAYED_STEPS, replay=True),
@@ -24,7 +26,9 @@ ROWS: dict[str, Callable[[], float]] = {
 
 if __name__ == "__main__":
     engine.PAGE_BYTES = int(sys.argv[1])
-    machine = engine.load_machine(sys.argv[2])
-    engine.load_machine = lambda _: machine
+    machine = load_machine(sys.argv[2])
+    vars(engine)["load_machine"] = lambda _: (
+        machine
+    )  # a tree of an earlier revision names a machine of its own
     for line in sys.stdin:
         print(ROWS[line.strip()](), flush=True)

@@ -64,7 +64,7 @@ class EqualRun(NamedTuple):
         return "-".join([name_of(self.model), self.way.name, self.policy, *map(str, self.settings.values())])
 
     def differs(self, reference: Reference) -> bool:
-        """Whether its tokens or logits differ from those of its model with all weights in memory."""
+        """Test whether its tokens or logits differ from those of its model with all weights in memory."""
         device = self.way.kind(reference.checkpoint, reference.layout, keep_logits=True)
         found = generate(
             device,

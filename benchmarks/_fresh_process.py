@@ -54,7 +54,7 @@ class FreshProcess:
         sending.close()
 
     def done(self, seconds: float = 0.0) -> bool:
-        """Whether it has ended; waits for it, at most as long as given."""
+        """Test whether it has ended; waits for it, at most as long as given."""
         return self._receiving.poll(max(0.0, seconds))
 
     def result(self, seconds: float) -> Any:

@@ -65,7 +65,7 @@ class Sizes(NamedTuple):
 
     @property
     def small(self) -> bool:
-        """Whether figures say nothing of speed."""
+        """True if figures say nothing of speed."""
         return self.model.hidden < 1024
 
 

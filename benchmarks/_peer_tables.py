@@ -31,7 +31,7 @@ class Bar(NamedTuple):
     most: bool = False
 
     def reached(self) -> bool:
-        """Whether the figure keeps to its bar."""
+        """Test whether the figure keeps to its bar."""
         return self.figure <= self.bar if self.most else self.figure >= self.bar
 
 

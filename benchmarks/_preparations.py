@@ -72,11 +72,11 @@ class Preparations:
         return sorted(self._running)
 
     def ready(self, names: Iterable[str]) -> bool:
-        """Whether all of these are done."""
+        """Test whether all of these are done."""
         return all(name in self.seconds for name in names)
 
     def failure(self, names: Iterable[str]) -> str:
-        """Why one of these will never be there; empty if they are or may be."""
+        """The reason that one of these will never be there; empty if they are or may be."""
         for name in names:
             if name in self._failed:
                 return f"{name}: {self._failed[name]}"

@@ -64,7 +64,7 @@ class _Watch:
         self._failing = failing
 
     def fails(self, task: Task) -> bool:
-        """Whether this is the task to fail."""
+        """Test whether this is the task to fail."""
         if task.id != self._failing:
             return False
         self.failed = task

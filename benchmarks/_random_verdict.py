@@ -112,7 +112,7 @@ def _unexpected_end(graph: Graph, record: Record) -> str:
 
 
 def _broken(graph: Graph, task: Task) -> bool:
-    """Whether a collective could not take place, for what happened on any rank."""
+    """Test whether a collective could not take place, for what happened on any rank."""
     if not isinstance(task, Collective):
         return False
     parts = [rank.parts[task.ticket] for rank in graph.ranks if task.ticket < len(rank.parts)]

@@ -1,4 +1,4 @@
-"""Whether a prediction puts schedules in the order in which they were measured, where the measurements can tell."""
+"""The order of schedules by prediction, against that by measurement where the measurements can tell."""
 
 from __future__ import annotations
 
@@ -78,5 +78,5 @@ def _differ(faster: Times, slower: Times) -> bool:
 
 
 def _slower(seconds: float, than: float) -> float:
-    """By how many percent."""
+    """Relative difference, percent."""
     return round(100 * (seconds / than - 1), 2)

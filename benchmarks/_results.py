@@ -76,7 +76,7 @@ def source_hash(paths: Iterable[str]) -> str:
 
 
 def older_than_the_code(result: dict[str, Any]) -> bool:
-    """Whether the sources of a result, or of a part, changed since it was measured, or were not recorded."""
+    """Test whether the sources of a result, or of a part, changed since it was measured, or were not recorded."""
     recorded = [each.get("measures") for each in result.get("parts", {"": result}).values()]
     return any(each is None or source_hash(each["paths"]) != each["hash"] for each in recorded)
 

@@ -141,5 +141,5 @@ def fast_memory(
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of numbers are equal to the bit: 0 is not -0."""
+    """Test whether two tensors of numbers are equal to the bit: 0 is not -0."""
     return torch.equal(one.view(torch.int32), other.view(torch.int32))

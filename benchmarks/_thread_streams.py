@@ -65,5 +65,5 @@ class ThreadIssued:
             raise self.error
 
     def span(self) -> tuple[int, int]:
-        """When it ran."""
+        """Its start and end."""
         return self.times

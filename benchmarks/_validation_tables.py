@@ -80,7 +80,7 @@ def failures(result: Result, uses: Sequence[str]) -> Iterator[list[Any]]:
 
 
 def mappings_table(result: Result) -> str:
-    """How the rows of each source are expressed."""
+    """The terms of each source's rows."""
     whys = {(row["source"], row["why"]): None for row in result["rows"] if row["use"] != "skip"}
     return markdown(["source", "how"], [[source, cell(why)] for source, why in whys])
 
@@ -95,7 +95,7 @@ def skipped_table(result: Result) -> str:
 
 
 def predicted(row: Result, name: str) -> bool:
-    """Whether a row counts for a figure."""
+    """Test whether a row counts for a figure."""
     return row["use"] == "predict" and name in row
 
 

@@ -173,7 +173,7 @@ def named(peers: Sequence[Peer], options: Options) -> list[Peer]:
 
 
 def is_named(name: str, wanted: Sequence[str] | None) -> bool:
-    """Whether a name contains one of the texts that are wanted; all are if none is given."""
+    """Test whether a name contains one of the texts that are wanted; all are if none is given."""
     return wanted is None or any(text.lower() in name.lower() for text in wanted)
 
 

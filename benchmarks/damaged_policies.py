@@ -157,7 +157,7 @@ class Bench:
 
 
 def resident(policy: Policy) -> bool:
-    """Whether a policy, damaged or not, needs room for all weights."""
+    """Test whether a policy, damaged or not, needs room for all weights."""
     return type(policy.policy if isinstance(policy, Damaged) else policy).__name__ == "Resident"
 
 

@@ -171,7 +171,7 @@ class Bench:
 
 
 class Link:
-    """When the link to the accelerator was busy, and what it moved."""
+    """The busy spans of the link to the accelerator, and its contents."""
 
     def __init__(self) -> None:
         self._tasks: list[tuple[int, int, float]] = []

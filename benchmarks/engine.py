@@ -23,7 +23,6 @@ import simpy
 from _options import SIMULATION, Benchmark, track
 
 from moesched.drivers.capture import CapturingEngine, Template, capture
-from moesched.drivers.lanes import LaneKind
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.machines import load_machine
@@ -34,7 +33,7 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import make_lanes, plan_run
 from moesched.runs.simulation import simulate
-from moesched.seams import Policy
+from moesched.seams import LaneKind, Policy
 from moesched.steps.plan import Plan
 from moesched.steps.run_state import RunState
 from moesched.tasks import Block, Kernel, Lane, Task, Work
@@ -99,7 +98,7 @@ def simpy_tasks_per_second() -> float:
 
 
 def same_makespan() -> bool:
-    """Whether SimPy ends the graph at the same nanosecond."""
+    """Test whether SimPy ends the graph at the same nanosecond."""
     steps, cost = captured()
     plan, policy = planned(SIMPY_STEPS)
     report = simulate(plan, policy, sharing=False)

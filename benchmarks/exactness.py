@@ -239,7 +239,7 @@ def compare_bfloat16(directory: Path, checkpoint: Checkpoint, prompts: list[list
 
 
 def same_so_far(counts_RSLE: Tensor, exact_RSLE: Tensor) -> Tensor:
-    """Whether all experts were those of float32, up to each position (R, S)."""
+    """Test whether all experts were those of float32, up to each position (R, S)."""
     return (counts_RSLE == exact_RSLE).all(-1).all(-1).cumprod(1).bool()
 
 

@@ -175,11 +175,11 @@ class Hour:
         return self._seconds - (time.monotonic() - self._began)
 
     def _settled(self, row: Row) -> bool:
-        """Whether it can be measured, or never will be."""
+        """Test whether it can be measured, or never will be."""
         return self._made.ready(row.after) or bool(self._reason_against(row))
 
     def _reason_against(self, row: Row) -> str:
-        """Why a row is left out; empty if nothing is known against it."""
+        """The reason that a row is left out; empty if nothing is known against it."""
         if reason := self._made.failure(row.after) or row.lacks(self._bench, self._gpu["bytes"]):
             return reason
         if not self._bench.sizes.small and row.seconds > self._left():

@@ -206,7 +206,7 @@ def what_is_wrong(case: Path, name: str, number: int, code: int, said: str) -> l
 
 
 def ended_in_pythons_start(number: int, code: int, said: str) -> bool:
-    """Whether Ctrl-C came before any line of the program had run; Python then shows its own traceback."""
+    """Test whether Ctrl-C came before any line of the program had run; Python then shows its own traceback."""
     return number == signal.SIGINT and code == 1 and "KeyboardInterrupt" in said and "moesched" not in said
 
 

@@ -214,7 +214,7 @@ def seconds(recording: Recording) -> float:
 
 
 def same_sign(speedup: float, true: float) -> bool:
-    """Whether both are faster, both slower, or both the same within a thousandth."""
+    """Test whether both are faster, both slower, or both the same within a thousandth."""
     return (speedup - 1) * (true - 1) >= 0 or max(abs(speedup - 1), abs(true - 1)) < 0.001
 
 

@@ -15,16 +15,14 @@ from math import sqrt
 
 import moesched
 from moesched.dispatch import (
+    CachedLayers,
     Forecast,
     Forecasts,
-    LayerByLayer,
     PooledExperts,
-    Prefetches,
     Routed,
     keep_dense,
     place_kv_that_fits,
     tokens_of,
-    users_of,
 )
 
 Trace = list[dict[int, float]]
@@ -91,7 +89,7 @@ class LeastLikely:
         )
 
 
-class MoEInfinity(LayerByLayer):
+class MoEInfinity(CachedLayers):
     """Prefetch and cache experts by the traces of earlier batches.
 
     Settings:
@@ -111,8 +109,7 @@ class MoEInfinity(LayerByLayer):
         place_kv_that_fits(plan, experts=1)
         keep_dense(plan)
         self.forecasts = Forecasts(plan, self.traces)
-        self.cache = PooledExperts(plan, LeastLikely(self.traces), most=self.most)
-        self.prefetches = Prefetches(self.cache)
+        self.cache_in(PooledExperts(plan, LeastLikely(self.traces), most=self.most))
 
     async def route_and_run(self, step: moesched.Step, i: int, micro_batches: Sequence[int]) -> None:
         routed = {j: await step.route(i, j) for j in micro_batches}
@@ -122,17 +119,6 @@ class MoEInfinity(LayerByLayer):
             expected = await self.forecasts.of(step, i + 1, micro_batches)
             for expert in list(expected)[: self.prefetches_at_most]:
                 self.prefetches.fetch(step, (i + 1, expert))
-
-    def run_experts(self, step: moesched.Step, i: int, routed: Routed) -> None:
-        users = users_of(routed)
-        coming = self.prefetches.settle(step, i, routed)
-        hits = self.cache.routed(step, i, routed)
-        for expert in (*hits, *sorted(users.keys() - hits)):
-            if expert in coming or expert not in hits:
-                self.cache.fetch(step, (i, expert))
-            self.run_expert(step, i, expert, users[expert])
-            if expert not in hits:
-                self.cache.admit(step, (i, expert))
 
 
 class Forgetful(MoEInfinity):

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moesched.drivers.lanes import LaneKind
 from moesched.errors import BadInput
 from moesched.machines.local import unified_machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling, sample
+from moesched.seams import LaneKind
 from moesched.steps.memory import Slot
 from moesched.steps.plan import Plan
 from moesched.steps.views import View

@@ -1,29 +1,35 @@
 """The seams: protocols of everything that can be plugged in, with their promises.
 
 All of them are structural: no base class is needed. `moesched.testing` has conformance suites for plug-in authors.
+Two stand in packages below, which use them: cost models in `moesched.machines`, eviction rules in `moesched.steps`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import msgspec
+
+from moesched.machines.demand import CostModel as CostModel
+from moesched.machines.demand import Demand as Demand
+from moesched.machines.demand import at_once as at_once
+from moesched.steps.eviction_rule import Eviction as Eviction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
     import numpy.typing as npt
 
-    from moesched.drivers.lanes import LaneKind, Streams
     from moesched.machines import Machine
     from moesched.machines.weights_home import WeightsHome
     from moesched.models.checkpoint import Checkpoint
     from moesched.models.layout import Page, WeightLayout
     from moesched.requests.sampling import Sampling
-    from moesched.runs.outcome import Emulation
     from moesched.steps.plan import Plan
     from moesched.steps.step import Step
-    from moesched.tasks import Task, Work
+    from moesched.tasks import Task
 
     Array = npt.NDArray[Any]
 
@@ -88,72 +94,13 @@ def keeps_state(policy: object) -> bool:
 
 
 def is_pipelined(policy: object) -> bool:
-    """Whether a policy, or its class, declares `pipelines = True`."""
+    """Test whether a policy, or its class, declares `pipelines = True`."""
     return isinstance(policy, Pipelined) and policy.pipelines
 
 
 def is_expert_parallel(policy: object) -> bool:
-    """Whether a policy, or its class, declares `expert_parallel = True`."""
+    """Test whether a policy, or its class, declares `expert_parallel = True`."""
     return isinstance(policy, ExpertParallel) and policy.expert_parallel
-
-
-@runtime_checkable
-class Eviction(Protocol):
-    """Names the page of a pool that makes room for another one: an argument of `Plan.pool`.
-
-    An object orders the pages of one pool in one run; of a class, each pool makes its own. It is called while the
-    policy submits tasks, in program order, and knows no clock: the same pages go on every machine.
-    """
-
-    def used(self, page: Page, step: int, tokens: int) -> None:
-        """Take note that a task of this step reads the page.
-
-        tokens: the task's rows; 0 when the page comes to the pool, and when it is copied to another one. Pages that
-            are there before the first step come in step -1.
-        """
-
-    def choose(self, pages: Mapping[int, Page]) -> Page:
-        """Name one of these pages, all of which may go: the pool's, without those of the fetch that needs the room.
-
-        pages: at least one, by `Page.id`, in the order of their arrival.
-        """
-
-
-class Demand(NamedTuple):
-    """The demand of one task on the machine.
-
-    Attributes:
-        seconds: its time alone on the machine.
-        shares: the share of each resource that it uses meanwhile, from 0 to 1; rounded to three decimals, so that
-            similar tasks have equal shares.
-        sort: the kind of task by which concurrent ones are slowed; empty where that was not measured.
-        slowed: its speed beside tasks of other sorts, relative to being alone, as (`at_once` of the sorts, speed).
-        lead: the part of `seconds` that passes before it starts, until its lane's thread has it.
-        fixed: the part of `seconds` that no faster processor or link would shorten: a launch or a latency.
-    """
-
-    seconds: float
-    shares: tuple[tuple[str, float], ...]
-    sort: str = ""
-    slowed: tuple[tuple[str, float], ...] = ()
-    lead: float = 0.0
-    fixed: float = 0.0
-
-
-def at_once(sorts: Iterable[str]) -> str:
-    """The canonical name of a set of concurrent sorts of task."""
-    return " + ".join(sorted(sorts))
-
-
-class CostModel(Protocol):
-    """Estimates how long work takes. Pure and deterministic: equal work always costs the same."""
-
-    def work(self, work: Work) -> Demand:
-        """Return the time alone on the machine, and the share of each resource used meanwhile.
-
-        Raises:
-            BadInput: it has no cost for this work; it never assumes zero.
-        """
 
 
 class Delay(Protocol):
@@ -165,6 +112,31 @@ class Delay(Protocol):
 
     def __call__(self, task: Task, now: int) -> int:
         """Return the nanoseconds that a task starting now takes beyond the cost of its work."""
+
+
+LaneKind: TypeAlias = Literal["thread", "guest", "loop", "awaitable", "stream"]
+"""The way in which the tasks of a lane run."""
+
+
+class Issued(Protocol):
+    """A task that was issued to a device's stream."""
+
+    def wait(self) -> None:
+        """Block until it ends; raises its error."""
+
+    @property
+    def value(self) -> Any:
+        """Its result."""
+
+    def span(self) -> tuple[int, int]:
+        """Its start and end on the driver's clock; known once `wait` has returned."""
+
+
+class Streams(Protocol):
+    """A device's interface for its streams."""
+
+    def issue(self, task: Task, after: list[Task]) -> Issued:
+        """Issue a task to its lane's stream; it waits there for the tasks `after` on the device's other streams."""
 
 
 class Device(Protocol):
@@ -305,6 +277,43 @@ class KeepsTime(Protocol):
         """Monotonic nanoseconds on that machine's clock. Called from any thread."""
 
 
+class Dilations(msgspec.Struct, frozen=True):
+    """Real seconds for each second of an emulated machine."""
+
+    prefill: float
+    decode: float
+
+
+class EmulatedLane(msgspec.Struct, frozen=True):
+    """One lane of an emulated machine.
+
+    Attributes:
+        real_share: seconds of real work over the dilated seconds of the modelled work; below a third in a good
+            emulation.
+        overruns: tasks whose real work took more than a third of their dilated time.
+        late: those whose real work took longer than that time, so that they ended late.
+        excess_seconds: total time that tasks took longer than modelled, in the emulated machine's time.
+    """
+
+    real_share: float
+    overruns: int
+    late: int
+    excess_seconds: float
+
+
+class Emulation(msgspec.Struct, frozen=True):
+    """Quality of an emulation. All other times of a report are the emulated machine's.
+
+    Attributes:
+        dilation: factor by which time passed more slowly than on the emulated machine.
+        core_load: share of this machine's cores that the run kept busy.
+    """
+
+    dilation: Dilations
+    core_load: float
+    lanes: dict[str, EmulatedLane]
+
+
 @runtime_checkable
 class Emulates(Protocol):
     """A device that slows itself down to another machine's speed."""
@@ -314,11 +323,11 @@ class Emulates(Protocol):
 
 
 Progress: TypeAlias = Callable[[str, float, float], object]
-"""Told of the work at hand: its name, the amount that is done, and the whole amount."""
+"""Progress callback: name of the work, amount done, total amount."""
 
 
-def nobody_hears(what: str, done: float, total: float) -> None:
-    """Take no note of progress."""
+def ignore_progress(what: str, done: float, total: float) -> None:
+    """Ignore progress."""
 
 
 @runtime_checkable

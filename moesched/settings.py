@@ -85,7 +85,7 @@ def require_defaults(policy: type, title: str) -> None:
 
 
 def takes_setting(plugin: type, name: str) -> bool:
-    """Whether a plug-in has a setting of that name."""
+    """Test whether a plug-in has a setting of that name."""
     return name in setting_names(plugin)
 
 

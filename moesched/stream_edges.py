@@ -11,7 +11,7 @@ from moesched.tasks import DONE, ISSUED, Task
 
 
 def kept_on_device(task: Task, other: Task, *, data: bool = False) -> bool:
-    """Whether the device enforces a new edge from `other`; records the edge if so.
+    """Test whether the device enforces a new edge from `other`; records the edge if so.
 
     Args:
         data: whether the task needs the result of `other`.

@@ -111,5 +111,5 @@ class ExpertStreaming:
         return (1 + self.ahead) * self.together * largest
 
     def _goes_on(self, step: Step) -> bool:
-        """Whether the next step's parts follow this one's."""
+        """Test whether the next step's parts follow this one's."""
         return not step.last

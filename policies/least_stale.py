@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from moesched.dispatch.cached_layers import CachedLayers
 from moesched.dispatch.eviction import LeastStale
-from moesched.dispatch.expert_placement import Routed, tokens_of, users_of
+from moesched.dispatch.expert_placement import tokens_of
 from moesched.dispatch.kv_placement import place_kv_and_dense
-from moesched.dispatch.layer_by_layer import LayerByLayer
 from moesched.dispatch.pooled_experts import PooledExperts
-from moesched.dispatch.prefetches import Prefetches
 from moesched.dispatch.setting_limits import require_at_least
-from moesched.seams import Eviction
+from moesched.steps.eviction_rule import Eviction
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
 
-class LeastStaleCache(LayerByLayer):
+class LeastStaleCache(CachedLayers):
     """Every expert runs on the accelerator; those that the next layer's router is expected to choose are prefetched.
 
     Settings:
@@ -38,9 +37,8 @@ class LeastStaleCache(LayerByLayer):
 
     def plan(self, plan: Plan) -> None:
         place_kv_and_dense(plan, experts=1)
-        self.cache = PooledExperts(plan, self.rule(), most=self.most)
+        self.cache_in(PooledExperts(plan, self.rule(), most=self.most))
         self.ahead = 0 if self.cache.pool is None else min(self.most_ahead, len(self.cache) - 1)
-        self.prefetches = Prefetches(self.cache)
 
     async def route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
         routing = {j: step.route(i, j) for j in micro_batches}
@@ -51,14 +49,3 @@ class LeastStaleCache(LayerByLayer):
         expected = tokens_of({j: await handle for j, handle in previews.items()})
         for expert in sorted(expected, key=lambda expert: (-expected[expert], expert))[: self.ahead]:
             self.prefetches.fetch(step, (i + 1, expert))
-
-    def run_experts(self, step: Step, i: int, routed: Routed) -> None:
-        users = users_of(routed)
-        coming = self.prefetches.settle(step, i, routed)
-        hits = self.cache.routed(step, i, routed)
-        for expert in (*hits, *sorted(users.keys() - hits)):
-            if expert in coming or expert not in hits:
-                self.cache.fetch(step, (i, expert))
-            self.run_expert(step, i, expert, users[expert])
-            if expert not in hits:
-                self.cache.admit(step, (i, expert))

@@ -91,7 +91,7 @@ def one_thread() -> Iterator[None]:
 
 
 def has_gpu() -> bool:
-    """Whether torch can use a CUDA device; imported here, since torch takes seconds to load."""
+    """Test whether torch can use a CUDA device; imported here, since torch takes seconds to load."""
     import torch
 
     return torch.cuda.is_available()

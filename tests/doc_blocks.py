@@ -41,7 +41,7 @@ class Block(NamedTuple):
 
     @property
     def runs(self) -> bool:
-        """Whether the reader can follow it anywhere, in a moment, without CUDA or other machines."""
+        """True if the reader can follow it anywhere, in a moment, without CUDA or other machines."""
         return self.why_not is None
 
     @property
@@ -89,7 +89,7 @@ def outputs(page: Path) -> str:
 
 
 def agrees(shown: str, printed: str) -> bool:
-    """Whether a command printed what the page shows."""
+    """Test whether a command printed what the page shows."""
     lines = [line.rstrip() + "\n" for line in printed.strip("\n").splitlines()]
     pattern = "".join(
         "(?:.*\n)*?" if line.strip() == "…" else re.escape(line.rstrip()).replace("…", ".*") + "\n"

@@ -1,4 +1,4 @@
-"""A small call of every command that ends by itself, and a process that makes them all, among prints of others."""
+"""A small call of every command, and a process that makes them all, among prints of others."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ COMMANDS = (
     "new-policy mine",
     "check resident --limit 2 --model mixtral-0.8b --machine t4 --batch-size 1",
     "prestack model stacked",
+    "random-model mixtral-0.8b random --layers 1",
     "list policies",
     "list models",
     "list machines",
@@ -35,11 +36,16 @@ COMMANDS = (
     "profile-routing mixtral-8x7b --routing zipf",
     "sparsity model",
     "keygen --out keys",
+    "launch model --hosts cluster.toml --policy ep_naive --dry-run",
 )
 """In an order in which later ones find the files of earlier ones."""
 
-OTHERS = {"view", "calibrate", "random-model", "launch", "node"}
-"""Commands that serve until Ctrl-C, take long, or need several machines."""
+OTHERS = {
+    "calibrate": "measures for half a minute: test_terminal.py prints its result",
+    "node": "has no result: the launcher has it, so that there is no --json",
+    "view": "serves until Ctrl-C: see test_view.py",
+}
+"""Commands without a call here, and the reason of each."""
 
 SWEEP = """
 policy = ["resident"]
@@ -52,9 +58,12 @@ gen = [2]
 
 def prepare(folder: Path) -> None:
     """Write the inputs of the commands."""
+    from clusters import cluster, host
+    from moesched.cluster.cluster_file import cluster_toml
     from small_models import small_model
 
     small_model(folder / "model", text=True)
+    (folder / "cluster.toml").write_text(cluster_toml(cluster(host(0, ssh="me@mac-0"), host(1))))
     (folder / "sweep.toml").write_text(SWEEP)
 
 

@@ -26,7 +26,7 @@ from patience import PATIENCE_SECONDS
 ONE = np.ones(1, np.float32)
 FIRST = Exchange(0)
 GREETING = pack(Frame(Kind.HERE, Kind.ABANDON, 1))
-"""What rank 1 sends first on its connection."""
+"""The first frame of rank 1 on its connection."""
 
 _numbers = itertools.count()
 _random = random.SystemRandom()

@@ -10,12 +10,12 @@ import msgspec
 from _small_runs import ONE_MEMORY, Generated, generate
 
 from moesched.devices.torch.device import TorchDevice
-from moesched.drivers.lanes import LaneKind, Streams
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.plugins import make_policy
+from moesched.seams import LaneKind, Streams
 from streams import FakeStreams
 
 # Odd sizes: float32 products of operands that lie otherwise in memory then differ in their last bits.

@@ -95,7 +95,7 @@ class Bench:
         self.example = self.file.read_bytes()
 
     def accepts(self, data: bytes) -> bool:
-        """Whether the parser takes these bytes; otherwise it refuses them with a message."""
+        """Test whether the parser takes these bytes; otherwise it refuses them with a message."""
         self.file.write_bytes(data)
         try:
             self.parser.read(self.file)

@@ -1,4 +1,4 @@
-"""The same routing trace in every format that moesched reads."""
+"""The same routing trace in every format that moesched reads, and the reading of one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import pytest
 
+from moesched.errors import BadInput
+from moesched.models.config import ModelConfig
 from moesched.routing.choices import Integers
+from moesched.routing.files import read_routing_file
 from moesched.routing.trace import RoutingTrace, write_routing_trace
+from small_models import SMALL
+
+MODEL = msgspec.structs.replace(SMALL, layers=2)
 
 
 def routed(lengths: Sequence[int], *, layers: int, experts: int, top_k: int, seed: int = 0) -> RoutingTrace:
@@ -85,3 +93,21 @@ def write_rows(trace: RoutingTrace, folder: Path) -> Path:
     ]
     (folder / "routing.csv").write_text("request,layer,token,experts\n" + "".join(rows))
     return folder / "routing.csv"
+
+
+def read_trace(file: Path, config: ModelConfig = MODEL) -> RoutingTrace:
+    """The trace in a file."""
+    found = read_routing_file(file, config)
+    assert isinstance(found, RoutingTrace)
+    return found
+
+
+def refusal(file: Path, config: ModelConfig = MODEL) -> str:
+    """The one line by which a file is refused."""
+    with pytest.raises(BadInput) as error:
+        read_routing_file(file, config)
+    said = str(error.value)
+    assert said.startswith(str(file))
+    assert "\n" not in said
+    assert len(said) < 500 + len(str(file))
+    return said.removeprefix(str(file))

@@ -26,6 +26,32 @@ SMALL = msgspec.structs.replace(
     max_positions=200_000,
     stop_tokens=(),
 )
+SMALL_DBRX = msgspec.structs.replace(
+    SHAPES["dbrx"],
+    layers=2,
+    hidden=48,
+    intermediate=40,
+    heads=6,
+    kv_heads=2,
+    head_dim=8,
+    experts=5,
+    top_k=3,
+    vocabulary=97,
+    stop_tokens=(),
+)
+TINY = msgspec.structs.replace(
+    SHAPES["mixtral-0.8b"],
+    layers=2,
+    hidden=64,
+    intermediate=96,
+    heads=4,
+    kv_heads=2,
+    head_dim=24,
+    experts=3,
+    vocabulary=128,
+    max_positions=256,
+)
+"""Its weights are a few hundred kilobytes."""
 
 
 def small_model(directory: Path, *, text: bool = False, config: ModelConfig = SMALL, **changes: Any) -> Path:

@@ -174,7 +174,7 @@ def test_a_step_is_done_again_while_others_are_busy_and_tries_are_left() -> None
 
 
 def predicts(machine: Machine, dtype: DType) -> bool:
-    """Whether the machine's costs cover runs of several policies."""
+    """Test whether the machine's costs cover runs of several policies."""
     assert isinstance(cost_model(machine, dtype), Calibrated)
     layout = weight_layout(SHAPES["mixtral-0.8b"], dtype)
     seconds = []

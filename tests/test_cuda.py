@@ -21,7 +21,7 @@ from moesched.devices.torch.locked_memory import locked_bytes
 from moesched.devices.torch.registered_files import RegisteredFiles, spans_of
 from moesched.devices.torch.staging_ring import StagingRing
 from moesched.models.random_model import write_random_model
-from moesched.seams import nobody_hears
+from moesched.seams import ignore_progress
 from moesched.tasks import Kernel, Lane, Task, Work
 from odd_models import DBRX, MIXTRAL, PROMPTS, WIDE, layout_of, stored
 from odd_runs import two_batches
@@ -111,7 +111,7 @@ def test_the_gpu_copies_from_a_file_in_the_page_cache(tmp_path: Path) -> None:
     (file := tmp_path / "file").write_bytes(bytes([1, 2]) * (3 << 20))
     files, spans = RegisteredFiles(2, torch.device("cuda:0")), spans_of([(file, 0, 6 << 20)])
     files.keep(spans)
-    files.register(spans, nobody_hears)
+    files.register(spans, ignore_progress)
     memory = files[file].bytes
     assert memory.is_pinned() and memory[4096:].is_pinned()
     assert memory[1 << 20 :].to("cuda", non_blocking=True).sum().item() == 3 * (5 << 19)

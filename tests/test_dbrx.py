@@ -30,25 +30,12 @@ from moesched.models.shapes import SHAPES
 from moesched.models.tensors import tensor_shapes
 from reference import Reference, cut_in_three, read_weights
 from reference import generate as generate_in_loops
+from small_models import SMALL_DBRX
 from stored_checkpoints import refusal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Tensor = torch.Tensor
-
-SMALL = msgspec.structs.replace(
-    SHAPES["dbrx"],
-    layers=2,
-    hidden=48,
-    intermediate=40,
-    heads=6,
-    kv_heads=2,
-    head_dim=8,
-    experts=5,
-    top_k=3,
-    vocabulary=97,
-    stop_tokens=(),
-)
 
 
 # ---------------------------------------------------------------- Hugging Face
@@ -118,7 +105,7 @@ def test_bfloat16_is_about_as_close_to_float32_as_hugging_face_is(tmp_path: Path
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """A small random model in several files."""
-    return write_random_model(SMALL, tmp_path / "small", 5, dtype="float32", shard_bytes=40_000)
+    return write_random_model(SMALL_DBRX, tmp_path / "small", 5, dtype="float32", shard_bytes=40_000)
 
 
 def stored(directory: Path) -> dict[str, Tensor]:
@@ -129,7 +116,7 @@ def stored(directory: Path) -> dict[str, Tensor]:
 def test_every_tensor_is_found_in_the_one_that_holds_it(small: Path) -> None:
     checkpoint = open_checkpoint(small)
     found = read_weights(checkpoint, torch.float32)
-    assert {name: tensor.shape for name, tensor in checkpoint.tensors.items()} == tensor_shapes(SMALL)
+    assert {name: tensor.shape for name, tensor in checkpoint.tensors.items()} == tensor_shapes(SMALL_DBRX)
     published = stored(small)
     block = "transformer.blocks.1."
     q, k, v = published[block + "norm_attn_norm.attn.Wqkv.weight"].split([48, 16, 16])
@@ -206,7 +193,7 @@ def test_hugging_face_loads_a_random_model_with_every_tensor_in_its_place(small:
 
 
 def test_its_config_reads_back_as_the_shape_that_was_asked_for(small: Path) -> None:
-    assert read_config(small) == msgspec.structs.replace(SMALL, name="small", dtype="float32")
+    assert read_config(small) == msgspec.structs.replace(SMALL_DBRX, name="small", dtype="float32")
 
 
 def test_the_named_shape_has_132_billion_weights_and_uses_36_billion() -> None:
@@ -263,7 +250,7 @@ def change_config(directory: Path, section: str | None = None, **changes: Any) -
 @pytest.fixture
 def one_file(tmp_path: Path) -> Path:
     """A small random model in one file."""
-    directory = write_random_model(SMALL, tmp_path / "one", dtype="float32")
+    directory = write_random_model(SMALL_DBRX, tmp_path / "one", dtype="float32")
     save_file(stored(directory), tmp_path / "model.safetensors")
     for path in [*directory.glob("*.safetensors"), *directory.glob("*.index.json")]:
         path.unlink()

@@ -1,4 +1,4 @@
-"""Why two runs took different times: the gap in parts that add up to it, and both runs in one trace."""
+"""Reasons that two runs took different times: the gap in parts that add up to it, and both runs in one trace."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_two_runs_stand_in_one_trace_with_decoding_aligned(tmp_path: Path) -> No
 
 
 def is_last_of_prefill(event: dict[str, object], pid: int) -> bool:
-    """Whether an event is a sample of a run's prefill, the last of which ends when decoding starts."""
+    """Test whether an event is a sample of a run's prefill, the last of which ends when decoding starts."""
     args = event["args"]
     assert isinstance(args, dict)
     return event["pid"] == pid and event["cat"] == "sample" and args["step"] == 0

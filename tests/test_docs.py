@@ -140,7 +140,7 @@ def test_every_module_that_a_page_names_exists(page: Path) -> None:
 
 
 def exists(name: str) -> bool:
-    """Whether a dotted name is a module, or an attribute of one."""
+    """Test whether a dotted name is a module, or an attribute of one."""
     module, _, attribute = name.rpartition(".")
     if importlib.util.find_spec(module) is None:
         return False

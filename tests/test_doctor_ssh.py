@@ -85,7 +85,7 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ssh:
 
 
 def found(seconds: float = 30) -> Finding:
-    """What the doctor finds of the only node."""
+    """The doctor's finding of the only node."""
     facts = replace(WELL, cluster=cluster_facts(cluster(HOST, port=0), seconds))
     (finding,) = (each for each in probe_cluster(facts) if each.about.startswith("ssh"))
     return finding

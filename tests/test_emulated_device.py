@@ -29,10 +29,10 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.requests.sampling import Sampling
 from moesched.runs.hardware import run
-from moesched.runs.outcome import Dilations, Report
+from moesched.runs.outcome import Report
 from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
-from moesched.seams import nobody_hears
+from moesched.seams import Dilations, ignore_progress
 from moesched.steps.plan import Plan
 from moesched.tasks import Work
 from moesched.testing import check_device
@@ -267,7 +267,9 @@ def test_a_rehearsals_tokens_are_routed_to_more_experts_than_one_token_would_be(
 ) -> None:
     device = emulated(checkpoint)
     plan = plan_of(machine, device, make_policy("resident"), {})
-    prefill = rehearse(checkpoint, device.layout, plan, Roofline(machine, "float32"), nobody_hears)["prefill"]
+    prefill = rehearse(checkpoint, device.layout, plan, Roofline(machine, "float32"), ignore_progress)[
+        "prefill"
+    ]
     modelled = {
         each.verb: each.modelled for each in prefill
     }  # here nearly all of it is the time per operation

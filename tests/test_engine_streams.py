@@ -5,12 +5,12 @@ from __future__ import annotations
 from _small_runs import TWO_MEMORIES
 
 from engine_script import Script
-from moesched.drivers.lanes import LaneKind
 from moesched.errors import TaskCancelled
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import make_lanes, plan_run
+from moesched.seams import LaneKind
 from small_models import SMALL
 
 

@@ -233,7 +233,7 @@ class Rates(NamedTuple):
 def end_of(
     latencies: Rates, tokens: Mapping[int, int], fetched: Sequence[int], on_host: Iterable[int]
 ) -> float:
-    """When a layer's experts 0 and 1, which are there, the fetched ones and those on the host are done."""
+    """The ends of a layer's experts 0 and 1, which are there, of the fetched ones and of those on the host."""
     here = sum(latencies.at_accelerator(tokens[expert]) for expert in (0, 1))
     for number, expert in enumerate(fetched, 1):
         here = max(here, number * latencies.transfer) + latencies.at_accelerator(tokens[expert])

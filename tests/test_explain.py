@@ -1,4 +1,4 @@
-"""Where the time of a run went: causes of idle time, the critical path, the bottleneck, and `moesched explain`."""
+"""The parts of a run's time: causes of idle time, the critical path, the bottleneck, and `moesched explain`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ABOUT = About(driver="virtual", policy="by hand")
 
 
 def explained(graph: Callable[[Engine], object], lanes: list[str]) -> Explanation:
-    """What is said of a graph, whose lanes run tasks in order."""
+    """The explanation of a graph whose lanes run tasks in order."""
     return explain(run_graph(graph, lanes, "in_order"), ABOUT)
 
 

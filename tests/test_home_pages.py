@@ -34,7 +34,7 @@ from moesched.requests.batch import split_batch
 from moesched.runs.hardware import run
 from moesched.runs.outcome import Report
 from moesched.runs.planning import plan_run
-from moesched.seams import Observer, nobody_hears
+from moesched.seams import Observer, ignore_progress
 from moesched.tasks import Task
 from odd_models import PROMPTS, WIDE, layout_of
 from odd_runs import generated
@@ -82,7 +82,7 @@ def reader(checkpoint: Checkpoint) -> Iterator[PageReader]:
 def home(reader: PageReader, gpu: LaggingGpu) -> Iterator[MappedHome]:
     home = MappedHome(reader, 2, GPU_DEVICE)
     yield home
-    home.hold((), nobody_hears)
+    home.hold((), ignore_progress)
     assert not gpu.pinned.registered
     assert not gpu.pinned.faults
 
@@ -273,7 +273,7 @@ def test_mapped_pages_have_the_bytes_that_reads_give_even_if_their_tensors_lie_a
     checkpoint, pages = open_checkpoint(folder), weight_layout(WIDE, "bfloat16").pages
     with PageReader(checkpoint, weight_layout(WIDE, "bfloat16")) as reader:
         home = MappedHome(reader, 2, GPU_DEVICE)
-        home.hold(pages, nobody_hears)
+        home.hold(pages, ignore_progress)
         assert any(len(reader.location(page).runs) > 1 for page in pages)
         for page in pages:
             memory, runs = reader.new_memory(reader.slot_bytes), reader.location(page).runs
@@ -282,13 +282,13 @@ def test_mapped_pages_have_the_bytes_that_reads_give_even_if_their_tensors_lie_a
             for run in runs:
                 part = slice(run.at, run.at + run.needed)
                 assert found[part] == bytes(memory[part].numpy().data)
-        home.hold((), nobody_hears)
+        home.hold((), ignore_progress)
     assert not gpu.pinned.registered
 
 
 def test_what_is_registered_was_read_before(checkpoint: Checkpoint, home: MappedHome) -> None:
     pages = layout(checkpoint).pages
-    home.hold(pages, nobody_hears)
+    home.hold(pages, ignore_progress)
     assert mapped_bytes(checkpoint.directory) >= sum(page.nbytes for page in pages)
 
 
@@ -314,9 +314,9 @@ def test_what_one_batch_has_locked_and_the_next_needs_stays_locked(
     checkpoint: Checkpoint, gpu: LaggingGpu, home: MappedHome
 ) -> None:
     first, *_, last = pages = apart(layout(checkpoint).pages)
-    home.hold(pages[:-1], nobody_hears)
+    home.hold(pages[:-1], ignore_progress)
     before = dict(gpu.pinned.registered)
-    home.hold(pages[1:], nobody_hears)
+    home.hold(pages[1:], ignore_progress)
     assert len(gpu.pinned.registered) == len(before) == len(pages) - 1
     assert len(gpu.pinned.registered.keys() - before.keys()) == 1
     assert home.get(first) is None
@@ -333,11 +333,11 @@ def test_a_refusal_half_way_undoes_the_registrations_before(
     checkpoint: Checkpoint, gpu: LaggingGpu, home: MappedHome
 ) -> None:
     pages = apart(layout(checkpoint).pages)
-    home.hold(pages, nobody_hears)
+    home.hold(pages, ignore_progress)
     gpu.pinned.most_registered = sum(gpu.pinned.registered.values()) - 1
-    home.hold((), nobody_hears)
+    home.hold((), ignore_progress)
     with pytest.raises(Refused, match=r"CUDA registers no .* of .*safetensors \(error 2\)"):
-        home.hold(pages, nobody_hears)
+        home.hold(pages, ignore_progress)
     assert not gpu.pinned.registered
 
 
@@ -346,13 +346,13 @@ def test_a_file_that_was_cut_short_is_told_before_it_is_registered(
 ) -> None:
     os.truncate(weights_of(checkpoint), weights_of(checkpoint).stat().st_size // 2)
     with pytest.raises(MoeschedError, match=r"ends at byte \d+, .* cut short since it was opened"):
-        home.hold(layout(checkpoint).pages, nobody_hears)
+        home.hold(layout(checkpoint).pages, ignore_progress)
     assert not gpu.pinned.registered
 
 
 def test_a_page_asks_for_the_lease_on_its_file(checkpoint: Checkpoint, home: MappedHome) -> None:
     pages = layout(checkpoint).pages
-    home.hold(pages, nobody_hears)
+    home.hold(pages, ignore_progress)
     with pytest.raises(BlockingIOError):
         os.open(weights_of(checkpoint), os.O_WRONLY | os.O_NONBLOCK)
     with pytest.raises(MoeschedError, match="another process writes to"):

@@ -22,7 +22,7 @@ from moesched.models.layout import Page, weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
-from moesched.seams import Policy, nobody_hears
+from moesched.seams import Policy, ignore_progress
 from moesched.steps.memory import Pool
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
@@ -283,7 +283,7 @@ def test_logits_are_those_of_resident_to_the_bit(
 def test_a_rehearsal_sees_experts_on_the_host(checkpoint: Checkpoint) -> None:
     device = TorchDevice(checkpoint, weight_layout(checkpoint.config, "float32"))
     plan = plan_run(TWO_MEMORIES, device.layout, split_batch([4] * 4, 3, 2), EverySecond())
-    rehearsed = rehearse(checkpoint, device.layout, plan, Roofline(TWO_MEMORIES, "float32"), nobody_hears)
+    rehearsed = rehearse(checkpoint, device.layout, plan, Roofline(TWO_MEMORIES, "float32"), ignore_progress)
     for kind in ("prefill", "decode"):
         seen = {(each.lane, each.verb) for each in rehearsed[kind]}
         assert seen >= {("gpu->host", "offload_routed"), ("host", "run_expert"), ("host->gpu", "load_routed")}

@@ -1,4 +1,4 @@
-"""What a larger pool would save: its rule played again from the accesses in a trace, against a run with more room."""
+"""Savings of a larger pool: its rule played again from the accesses in a trace, against a run with more room."""
 
 from __future__ import annotations
 

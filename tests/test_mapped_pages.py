@@ -31,7 +31,7 @@ from small_models import SMALL
 
 
 def gives_leases() -> bool:
-    """Whether the system gives a lease on a temporary file; some file systems do not know leases."""
+    """Test whether the system gives a lease on a temporary file; some file systems do not know leases."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "file"
         file.touch()

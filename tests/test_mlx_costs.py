@@ -1,4 +1,4 @@
-"""What docs/mlx.md expects of a token on two Macs, beside what `simulate` says."""
+"""A token on two Macs: the expectation of docs/mlx.md beside `simulate`."""
 
 from __future__ import annotations
 

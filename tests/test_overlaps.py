@@ -35,7 +35,7 @@ class Watched:
         return [task for task in self.ended.tasks if task.step == step and task.verb == verb]
 
     def busy(self, *verbs: str) -> list[tuple[int, int]]:
-        """When some of these verbs ran, within the step's time, merged."""
+        """The spans in which some of these verbs ran, within the step's time, merged."""
         spans = sorted(
             (max(task.start, self.start), min(task.end, self.end))
             for task in self.ended.tasks

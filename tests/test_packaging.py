@@ -30,7 +30,7 @@ OPTIONAL_LIBRARIES = ("mlx",)
 
 
 def is_compiled(path: Path) -> bool:
-    """Whether a file is a library that the installation compiles."""
+    """Test whether a file is a library that the installation compiles."""
     return any(path.match(pattern) for pattern in COMPILED)
 
 

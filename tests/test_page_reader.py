@@ -23,20 +23,9 @@ from moesched.models.host_buffers import CACHE_LINE
 from moesched.models.layout import Page, room_for, weight_layout
 from moesched.models.published import published_tensors
 from moesched.models.random_model import write_random_model
-from moesched.models.shapes import SHAPES
 from moesched.models.tensors import tensor_shapes
+from small_models import TINY
 
-TINY = msgspec.structs.replace(
-    SHAPES["mixtral-0.8b"],
-    layers=2,
-    hidden=64,
-    intermediate=96,
-    heads=4,
-    kv_heads=2,
-    head_dim=24,
-    experts=3,
-    vocabulary=128,
-)
 BLOCKS_OF_ROWS = 1000  # bytes: a page of a few rows
 
 PUBLISHED = {stored.parts[0][0]: name for name, stored in published_tensors(TINY).items()}

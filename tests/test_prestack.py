@@ -19,24 +19,11 @@ from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.prestack import COPIED_BYTES, prestack_model
 from moesched.models.random_model import write_random_model
-from moesched.models.shapes import SHAPES
 from reference import read_weights
-from small_models import SMALL, small_model
+from small_models import SMALL, SMALL_DBRX, small_model
 
 BY = ("expert", "layer")
-DBRX = msgspec.structs.replace(
-    SHAPES["dbrx"],
-    layers=3,
-    hidden=48,
-    intermediate=40,
-    heads=6,
-    kv_heads=2,
-    head_dim=8,
-    experts=5,
-    top_k=3,
-    vocabulary=97,
-    stop_tokens=(),
-)
+DBRX = msgspec.structs.replace(SMALL_DBRX, layers=3)
 MODELS = {"mixtral": SMALL, "dbrx": DBRX}
 
 

@@ -55,6 +55,7 @@ PUBLIC = [
 KIT = [
     "AdaptiveReplacement",
     "CachedExperts",
+    "CachedLayers",
     "Division",
     "Expert",
     "ExpertLatencies",

@@ -19,20 +19,8 @@ from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.models.random_model import write_random_model
 from moesched.models.reading import read_config
-from moesched.models.shapes import SHAPES
+from small_models import TINY
 
-TINY = msgspec.structs.replace(
-    SHAPES["mixtral-0.8b"],
-    layers=2,
-    hidden=64,
-    intermediate=96,
-    heads=4,
-    kv_heads=2,
-    head_dim=24,
-    experts=3,
-    vocabulary=128,
-    max_positions=256,
-)
 DENSE = msgspec.structs.replace(
     TINY, experts=1, top_k=1, sliding_window=16, tied_embeddings=True, form="llama"
 )

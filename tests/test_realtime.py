@@ -10,10 +10,10 @@ from typing import Any
 import anyio
 import pytest
 
-from moesched.drivers.lanes import LaneKind
 from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.validation import CheckedSharedEngine
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed
+from moesched.seams import LaneKind
 from moesched.tasks import Block, Decision, Discipline, Kernel, Lane, Task, Work
 
 WORK = Work("test", "cpu")

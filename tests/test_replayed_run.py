@@ -235,12 +235,12 @@ def lane(engine: Engine, name: str) -> Lane:
 
 
 def timetable(recording: Recording) -> dict[str, tuple[int, int]]:
-    """When each task ran, by its verb."""
+    """The times of each task, by its verb."""
     return {each.task.verb: (each.start, each.end) for each in recording.slices}
 
 
 def by_number(recording: Recording) -> dict[int, tuple[int, int]]:
-    """When each task ran, by its number."""
+    """The times of each task, by its number."""
     return {each.id: (each.start, each.end) for each in recording.slices}
 
 

@@ -8,23 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 import moesched
-from moesched.errors import BadInput
 from moesched.inputs.lookup import find_shape
-from moesched.models.config import ModelConfig
 from moesched.models.shapes import SHAPES
-from moesched.routing.checks import layers_without_experts, routed_layers
 from moesched.routing.files import read_routing_file
 from moesched.routing.profile import RoutingProfile, write_profile
-from moesched.routing.sources import find_choices
-from moesched.routing.statistics import statistics_of
 from moesched.routing.trace import RoutingTrace
 from routing_traces import (
+    MODEL,
+    read_trace,
     records_of,
+    refusal,
     routed,
     write_megatron,
     write_npy,
@@ -33,13 +30,10 @@ from routing_traces import (
     write_records,
     write_rows,
 )
-from small_models import SMALL
-from small_shapes import small
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "routing.md"
 
-MODEL = msgspec.structs.replace(SMALL, layers=2)
 ONE = routed([5], layers=2, experts=4, top_k=2)
 TWO = routed([4, 3], layers=2, experts=4, top_k=2)
 Write = Callable[[RoutingTrace, Path], Path]
@@ -47,29 +41,12 @@ OF_REQUESTS: list[Write] = [write_own, write_npz, write_megatron, write_rows]
 WRITERS: list[Write] = [*OF_REQUESTS, write_npy]
 
 
-def read(file: Path, config: ModelConfig = MODEL) -> RoutingTrace:
-    found = read_routing_file(file, config)
-    assert isinstance(found, RoutingTrace)
-    return found
-
-
-def refusal(file: Path, config: ModelConfig = MODEL) -> str:
-    """The one line by which a file is refused."""
-    with pytest.raises(BadInput) as error:
-        read_routing_file(file, config)
-    said = str(error.value)
-    assert said.startswith(str(file))
-    assert "\n" not in said
-    assert len(said) < 500 + len(str(file))
-    return said.removeprefix(str(file))
-
-
 # -- what is read
 
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_every_format_says_the_same_of_one_request(tmp_path: Path, write: Write) -> None:
-    found = read(write(ONE, tmp_path))
+    found = read_trace(write(ONE, tmp_path))
     assert (found.chosen == ONE.chosen).all()
     assert found.chosen.dtype == np.uint8
     assert found.request_tokens.tolist() == [5]
@@ -78,7 +55,7 @@ def test_every_format_says_the_same_of_one_request(tmp_path: Path, write: Write)
 
 @pytest.mark.parametrize("write", OF_REQUESTS)
 def test_every_format_with_requests_keeps_them_apart(tmp_path: Path, write: Write) -> None:
-    found = read(write(TWO, tmp_path))
+    found = read_trace(write(TWO, tmp_path))
     assert (found.chosen == TWO.chosen).all()
     assert found.request_tokens.tolist() == [4, 3]
 
@@ -86,7 +63,7 @@ def test_every_format_with_requests_keeps_them_apart(tmp_path: Path, write: Writ
 @pytest.mark.parametrize("write", WRITERS)
 def test_a_file_is_recognised_whatever_its_name(tmp_path: Path, write: Write) -> None:
     file = write(ONE, tmp_path).rename(tmp_path / "routing.txt")
-    assert (read(file).chosen == ONE.chosen).all()
+    assert (read_trace(file).chosen == ONE.chosen).all()
 
 
 def test_a_profile_is_recognised_whatever_its_name(tmp_path: Path) -> None:
@@ -119,7 +96,7 @@ def test_the_command_prints_another_tools_trace_and_writes_it_as_its_own(
     foreign = ("profile-routing", "mixtral-0.8b", "--routing", write_megatron(trace, tmp_path))
     said = command(*foreign, "--out", tmp_path / "again.npz")
     assert said.out.split("\n", 2)[2] == command(*own).out.split("\n", 2)[2]
-    again = read(tmp_path / "again.npz", config)
+    again = read_trace(tmp_path / "again.npz", config)
     assert (again.chosen == trace.chosen).all()
     assert again.prompt_tokens.tolist() == trace.prompt_tokens.tolist()
 
@@ -139,7 +116,7 @@ def test_the_examples_of_the_page_are_the_same_trace_and_its_command_replays_the
     Path("routing.jsonl").write_text(blocks["jsonl"])
     Path("routing.csv").write_text(blocks["csv"])
     files = ("request.npy", "requests.npz", "routing.jsonl", "routing.csv")
-    traces = [read(Path(file), find_shape("examples/tiny-mixtral")) for file in files]
+    traces = [read_trace(Path(file), find_shape("examples/tiny-mixtral")) for file in files]
     assert traces[0].chosen[0].tolist() == [[3, 5], [1, 7], [0, 2], [4, 6]]
     assert all((trace.chosen == traces[0].chosen).all() for trace in traces)
     assert [trace.request_tokens.tolist() for trace in traces] == [[3]] * 4
@@ -155,13 +132,13 @@ def test_the_examples_of_the_page_are_the_same_trace_and_its_command_replays_the
 @pytest.mark.parametrize("dtype", ["i1", "u1", "<i2", ">i2", "u2", "i4", "u8"])
 def test_integers_of_any_type_and_order_are_read(tmp_path: Path, dtype: str) -> None:
     np.save(tmp_path / "a.npy", np.asfortranarray(ONE.chosen.astype(dtype)))
-    assert (read(tmp_path / "a.npy").chosen == ONE.chosen).all()
+    assert (read_trace(tmp_path / "a.npy").chosen == ONE.chosen).all()
 
 
 def test_a_prompt_apart_from_its_generated_tokens_is_one_request(tmp_path: Path) -> None:
     generated, prompt = ONE.chosen[3:], ONE.chosen[:3]
     np.savez_compressed(tmp_path / "a.npz", routed_experts=generated, prompt_routed_experts=prompt)
-    found = read(tmp_path / "a.npz")
+    found = read_trace(tmp_path / "a.npz")
     assert (found.chosen == ONE.chosen).all()
     assert (found.request_tokens.tolist(), found.prompt_tokens.tolist()) == ([5], [3])
 
@@ -256,7 +233,7 @@ def test_a_pass_is_known_by_its_step_its_rank_and_a_layer_that_comes_again(tmp_p
     for record in records:
         record["step"] = 7  # as in training, where a step has several micro-batches
     twice = [*records, *({**record, "rank": 1} for record in records)]
-    found = read(write_records(twice, tmp_path))
+    found = read_trace(write_records(twice, tmp_path))
     assert (found.chosen == np.concatenate([TWO.chosen, TWO.chosen])).all()
     assert found.request_tokens.tolist() == [4, 3, 4, 3]
     assert found.prompt_tokens.tolist() == [3, 2, 3, 2]
@@ -266,7 +243,7 @@ def test_layers_count_from_the_lowest_and_other_blocks_are_left_out(tmp_path: Pa
     records = [{**record, "layer": record["layer"] + 3} for record in records_of(TWO)]
     other = [{**record, "block": "mtp", "mtp_idx": 0, "layer": 0} for record in records]
     mixed = [each for pair in zip(records, other, strict=True) for each in pair]
-    assert (read(write_records(mixed, tmp_path)).chosen == TWO.chosen).all()
+    assert (read_trace(write_records(mixed, tmp_path)).chosen == TWO.chosen).all()
     assert refusal(write_records(other, tmp_path)).startswith(" has no record of the block 'decoder'")
 
 
@@ -349,7 +326,7 @@ def test_rows_may_have_spaces_comments_and_the_line_ends_of_windows(tmp_path: Pa
         f"{row}\n" for row in reversed(rows)
     )
     (tmp_path / "a.csv").write_bytes(text.replace("\n", "\r\n").encode())
-    assert (read(tmp_path / "a.csv").chosen == ONE.chosen).all()
+    assert (read_trace(tmp_path / "a.csv").chosen == ONE.chosen).all()
 
 
 def _rows_of(trace: RoutingTrace) -> list[tuple[tuple[int, int], list[int]]]:
@@ -447,77 +424,6 @@ def test_a_trace_takes_no_settings(command: Any, tmp_path: Path, write: Write) -
     said = command("profile-routing", "mixtral-0.8b", "--routing", file, "--routing-set", "locality=0.5")
     assert (said.code, said.out) == (2, "")
     assert said.err == f"moesched: routing {file} is a trace, which takes no settings: omit --routing-set\n"
-
-
-# -- models with layers that have no experts
-
-DENSE_FIRST = small("deepseek-v2-lite", 3)
-INTERLEAVED = small("llama-4-maverick", 4)
-
-
-def of_model(config: ModelConfig, tokens: int = 5) -> RoutingTrace:
-    """A trace with zeros in the layers without experts."""
-    trace = routed([tokens], layers=config.layers, experts=config.experts, top_k=config.top_k)
-    chosen = trace.chosen.copy()
-    chosen[:, layers_without_experts(config)] = 0
-    return trace._replace(chosen=chosen)
-
-
-def only_routed(trace: RoutingTrace, config: ModelConfig) -> RoutingTrace:
-    """The layers with experts alone."""
-    return trace._replace(chosen=trace.chosen[:, routed_layers(config)])
-
-
-def rows_without_dense(trace: RoutingTrace, folder: Path, config: ModelConfig) -> Path:
-    file = write_rows(trace, folder)
-    header, *rows = file.read_text().splitlines()
-    dense = layers_without_experts(config)
-    file.write_text("\n".join([header, *(row for row in rows if int(row.split(",")[1]) not in dense)]))
-    return file
-
-
-def megatron_without_dense(trace: RoutingTrace, folder: Path, config: ModelConfig) -> Path:
-    dense = layers_without_experts(config)
-    return write_records([each for each in records_of(trace) if each["layer"] not in dense], folder)
-
-
-@pytest.mark.parametrize("config", [DENSE_FIRST, INTERLEAVED], ids=["dense first", "interleaved"])
-@pytest.mark.parametrize("write", [write_npy, write_npz, write_rows, write_own])
-def test_a_trace_may_have_all_layers_or_those_with_experts(
-    tmp_path: Path, write: Write, config: ModelConfig
-) -> None:
-    trace = of_model(config)
-    assert layers_without_experts(config)
-    assert (read(write(trace, tmp_path), config).chosen == trace.chosen).all()
-    if write is not write_own:
-        assert (read(write(only_routed(trace, config), tmp_path), config).chosen == trace.chosen).all()
-
-
-@pytest.mark.parametrize("config", [DENSE_FIRST, INTERLEAVED], ids=["dense first", "interleaved"])
-@pytest.mark.parametrize("write", [rows_without_dense, megatron_without_dense])
-def test_numbers_of_layers_may_have_gaps_where_there_are_no_experts(
-    tmp_path: Path, write: Callable[[RoutingTrace, Path, ModelConfig], Path], config: ModelConfig
-) -> None:
-    trace = of_model(config)
-    assert (read(write(trace, tmp_path, config), config).chosen == trace.chosen).all()
-
-
-@pytest.mark.parametrize("write", [write_npy, write_rows])
-def test_experts_in_a_layer_that_has_none_are_refused(tmp_path: Path, write: Write) -> None:
-    chosen = of_model(DENSE_FIRST).chosen.copy()
-    chosen[2, 0] = range(DENSE_FIRST.top_k)
-    file = write(of_model(DENSE_FIRST)._replace(chosen=chosen), tmp_path)
-    assert f"{DENSE_FIRST.name} has no experts in" in refusal(file, DENSE_FIRST)
-
-
-def test_layers_without_experts_do_not_count_as_unpopular(tmp_path: Path) -> None:
-    trace = of_model(DENSE_FIRST, tokens=300)
-    assert set(trace.profile().counts[0]) == {0}
-    assert statistics_of(trace.profile()).minimum > 0
-    write_profile(trace.profile(), tmp_path / "counts.csv")
-    choices = find_choices(str(tmp_path / "counts.csv"), DENSE_FIRST)
-    assert choices is not None
-    assert len(choices.of_tokens(1, np.array([0]), np.array([3]))[0]) == DENSE_FIRST.top_k
 
 
 @pytest.mark.parametrize(("tokens", "unused"), [(6, 0), (8, 0), (9, 1), (300, 292)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,15 +55,20 @@ demands = st.lists(
 )
 
 
+def used_by(shares: Sequence[Mapping[str, float]], rates: Sequence[float]) -> dict[str, float]:
+    """The use of each resource by tasks that run at these rates."""
+    return {
+        name: sum(rate * each.get(name, 0) for rate, each in zip(rates, shares, strict=True))
+        for name in "abc"
+    }
+
+
 @given(demands)
 def test_nothing_is_used_beyond_what_there_is_and_nobody_could_go_faster(
     shares: list[dict[str, float]],
 ) -> None:
     rates = fair_rates([wants(**each) for each in shares])
-    used = {
-        name: sum(rate * each.get(name, 0) for rate, each in zip(rates, shares, strict=True))
-        for name in "abc"
-    }
+    used = used_by(shares, rates)
     assert all(total <= 1 + 1e-9 for total in used.values())
     for rate, each in zip(rates, shares, strict=True):
         full = [name for name, share in each.items() if share > 0 and used[name] > 1 - 1e-9]
@@ -73,10 +80,7 @@ def test_where_a_resource_holds_tasks_none_that_uses_it_is_faster_than_those_it_
     shares: list[dict[str, float]],
 ) -> None:
     rates = fair_rates([wants(**each) for each in shares])
-    used = {
-        name: sum(rate * each.get(name, 0) for rate, each in zip(rates, shares, strict=True))
-        for name in "abc"
-    }
+    used = used_by(shares, rates)
     for rate, each in zip(rates, shares, strict=True):
         if rate < 1 - 1e-9:
             rivals = [
@@ -100,7 +104,7 @@ class Memory:
 
 
 def ends(*lengths: tuple[str, float]) -> dict[str, int]:
-    """When tasks of these lanes and lengths end that share a memory."""
+    """The ends of tasks of these lanes and lengths that share a memory."""
     lanes = {name: Lane(name) for name, _ in lengths}
     engine = CheckedEngine(lanes.values())
     driver = VirtualDriver([engine], Memory(), sharing=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from command_options import commands, options_of
 from every_command import COMMANDS, OTHERS, prepare
-from moesched.cli.main import make_app
 
 TESTS = Path(__file__).parent
 POLICY = f"""
@@ -49,8 +49,15 @@ def test_each_command_prints_one_json_object_whatever_libraries_print_and_withou
 
 
 def test_no_command_is_left_out() -> None:
-    named = {command.split()[0] for command in COMMANDS} | OTHERS
-    assert named == {name for name in make_app() if not name.startswith("-")}
+    called = {command.split()[0] for command in COMMANDS}
+    assert not called & OTHERS.keys()
+    assert called | OTHERS.keys() == set(commands())
+
+
+def test_every_command_that_has_a_result_prints_it_as_json() -> None:
+    assert {name for name in commands() if "--json" not in {each.flag for each in options_of(name)}} == {
+        "node"
+    }
 
 
 @pytest.mark.parametrize("option", [[], ["--json"]])

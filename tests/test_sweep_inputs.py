@@ -1,4 +1,4 @@
-"""What a sweep consists of: axes from files and options, points, their keys, the file of results, figures."""
+"""The parts of a sweep: axes from files and options, points, their keys, the file of results, figures."""
 
 from __future__ import annotations
 

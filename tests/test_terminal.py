@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,57 +13,108 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import moesched
 from command_options import app, commands, options_of
+from every_command import COMMANDS, prepare
+from moesched.cli.calibrate import print_calibration
 from moesched.cli.generation_options import GenerationArguments
 from moesched.cli.main import EPILOGUE, main
-from moesched.cli.output import say
+from moesched.cli.output import print_report, say
 from moesched.cli.tables import print_table
 from moesched.errors import BadInput
+from moesched.jobs.report import JobReport
+from moesched.machines.profiles import load_machine
 from terminals import COLUMNS, terminal
 
-COMMANDS = (
-    "simulate --model mixtral-0.8b --machine t4 --policy cgopipe --workload mtbench --gen 2 --batch-size 2 "
-    "--trace {folder}/a.json",
+MORE = (
     "simulate --model mixtral-0.8b --machine t4 --policy expert_cache --workload mtbench --gen 2 --batch-size 1 "
-    "--budget gpu=1GB --trace {folder}/b.json",
-    "explain {folder}/b.json",
-    "compare {folder}/a.json {folder}/b.json",
+    "--budget gpu=1GB --trace c.json",
+    "explain c.json",
+    "compare a.json c.json",
     "plan --model mixtral-0.8b --machine t4 --gen 2 --policy resident",
-    "plan --model dbrx --machine m2-ultra --nodes 2 --network 10gbe",
-    "list policies",
-    "list models",
-    "list machines",
-    "list parts",
-    "list networks",
-    "list workloads",
-    "roofline --model mixtral-8x7b --machine t4",
-    "latencies --model mixtral-8x7b --machine rtx6000",
-    "profile-routing mixtral-8x7b --routing zipf",
 )
-MEASURED = re.compile(r"[0-9.]+")
-"""Figures, which differ from one call to the next."""
+"""Other forms of the commands' outputs."""
+APART = {
+    "run": "is measured: the next test prints one result twice",
+    "machine": "prints a file",
+    "keygen": "prints a line for a file",
+    "launch": "prints commands to paste",
+}
+"""Commands whose outputs are not compared here, and the reason of each."""
+
+MEASURED = re.compile(r"[0-9.]+(?:\s+[num]?s\b)?")
+"""Figures, which differ from one call to the next, with their units of time."""
 
 words = st.text("abcdefgh_->0123456789", min_size=1, max_size=30)
 cells = st.lists(words, max_size=6).map(" ".join)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A folder for outputs to a file, and one for outputs to a terminal."""
+    made = [tmp_path_factory.mktemp("runs") for _ in range(2)]
+    for each in made:
+        prepare(each)
+    return made
 
 
-@pytest.mark.parametrize("call", COMMANDS)
+@pytest.fixture(scope="module")
+def measured(folders: list[Path]) -> JobReport:
+    """The report of a run, whose trace is b.json in both folders."""
+    first, second = (folder / "b.json" for folder in folders)
+    report = moesched.run_model(
+        folders[0] / "model", [[1, 2]], policy="resident", max_new_tokens=2, trace=first
+    )
+    second.write_bytes(first.read_bytes())
+    return report
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("call", [call for call in (*COMMANDS, *MORE) if call.split()[0] not in APART])
 def test_a_command_breaks_no_word_at_80_columns(
-    call: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    call: str, folders: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = call.format(folder=folder).split()
-    assert main(arguments) == 0
-    whole = set(MEASURED.sub("", capsys.readouterr().out).split())
+    """The calls come in the order of their table: later ones read what earlier ones wrote."""
+
+    def run(folder: Path) -> None:
+        monkeypatch.chdir(folder)
+        assert main(call.split()) == 0
+
+    require_whole_words(capsys, *(partial(run, folder) for folder in folders))
+
+
+def test_the_report_of_a_run_breaks_no_word_at_80_columns(
+    measured: JobReport, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show = partial(print_report, measured)
+    require_whole_words(capsys, show, show)
+
+
+def test_the_result_of_a_calibration_breaks_no_word_and_is_one_json_object(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show = partial(print_calibration, load_machine("t4"), Path("mine.toml"), "")
+    require_whole_words(capsys, *[partial(show, json=False)] * 2)
+    show(json=True)
+    assert json.loads(capsys.readouterr().out).keys() == {"file", "machine"}
+
+
+def require_whole_words(
+    capsys: pytest.CaptureFixture[str], to_file: Callable[[], object], to_terminal: Callable[[], object]
+) -> None:
+    """Require that a terminal of 80 columns gets whole words, those that a file gets, and no longer lines."""
+    to_file()
+    whole = words_of(capsys.readouterr().out)
     with terminal("stdout") as printed:
-        assert main(arguments) == 0
+        to_terminal()
     lines = [line for line in printed.text.splitlines() if not line.startswith("left out at this width: ")]
-    assert set(MEASURED.sub("", "\n".join(lines)).split()) <= whole
-    assert max(map(len, lines)) <= COLUMNS
+    assert words_of("\n".join(lines)) <= whole
+    assert max(map(len, lines), default=0) <= COLUMNS
+
+
+def words_of(text: str) -> set[str]:
+    """The words of a text, without figures."""
+    return set(MEASURED.sub("", text).split())
 
 
 @given(

@@ -62,7 +62,7 @@ def get(viewer: Viewer, path: str, **headers: str) -> Answer:
 
 
 def opened(viewer: Viewer) -> dict[str, str]:
-    """What the first page tells the interface to show."""
+    """Parameters with which the first page opens the interface."""
     target = get(viewer, f"/{viewer.secret}/").headers["Location"]
     page, _, arguments = target.partition("#!/?")
     assert page == "/index.html"
@@ -209,14 +209,21 @@ def test_a_port_that_cannot_be_used_is_named(port: str, command: Any, streamed_t
     refused(said, f"cannot use port {number}: .*; give another --port, or omit it")
 
 
-@pytest.mark.parametrize(("by", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
-def test_ctrl_c_is_the_viewer_s_normal_end(by: signal.Signals, code: int, streamed_trace: Path) -> None:
-    arguments = [sys.executable, "-m", "moesched", "view", str(streamed_trace), "--no-open"]
+@pytest.mark.parametrize(
+    ("by", "code", "option"),
+    [(signal.SIGINT, 0, []), (signal.SIGINT, 0, ["--json"]), (signal.SIGTERM, 143, [])],
+)
+def test_ctrl_c_is_the_viewer_s_normal_end(
+    by: signal.Signals, code: int, option: list[str], streamed_trace: Path
+) -> None:
+    arguments = [sys.executable, "-m", "moesched", "view", str(streamed_trace), "--no-open", *option]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert "http://127.0.0.1:" in process.stdout.readline()
+        said = process.stdout.readline()
+        assert "http://127.0.0.1:" in (json.loads(said)["address"] if option else said)
         process.send_signal(by)
-        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+        more, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert not more
     assert process.returncode == code
     assert err == ("" if code == 0 else "moesched: interrupted (SIGTERM)\n")
 

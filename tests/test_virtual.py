@@ -62,7 +62,7 @@ class Clock:
         return sort(self.lanes[lane], Work("kernel", lane, seconds), name)
 
     def spans(self) -> dict[str, tuple[float, float]]:
-        """When each task ran, in seconds."""
+        """The times of each task, in seconds."""
         return {task.verb: (task.start / 1e9, task.end / 1e9) for task in self.done}
 
 

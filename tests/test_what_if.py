@@ -1,4 +1,4 @@
-"""What a change would save: replays of recorded runs, against the same change made for real on the virtual clock."""
+"""Savings of a change: replays of recorded runs, against the same change made for real on the virtual clock."""
 
 from __future__ import annotations
 

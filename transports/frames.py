@@ -132,7 +132,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     values: Array = NOTHING
 
     def names_the_same_as(self, other: Frame) -> bool:
-        """Whether both belong to one exchange, and, for an all-reduce, have arrays of one shape and type."""
+        """Test whether both belong to one exchange, and, for an all-reduce, have arrays of one shape and type."""
         mine = (self.ticket, self.step, self.layer, self.root, self.operation, cut(self.text))
         if mine != (other.ticket, other.step, other.layer, other.root, other.operation, cut(other.text)):
             return False

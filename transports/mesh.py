@@ -17,8 +17,8 @@ import zmq
 from moesched.errors import BadInput
 
 from .curve import Keys, check_keys, seal
-from .ear import NOW, Ear, Message, give, take
 from .frames import JOINED_UP_TO, BadFrame, Frame, Kind, pack, unpack
+from .listener import NOW, Listener, Message, receive, send
 from .watch import Watch
 
 WAITING_FRAMES = 64
@@ -79,19 +79,23 @@ class Mesh:
         self._ready: deque[zmq.Socket[bytes]] = deque()
         self._poller = zmq.Poller()
         own = listen or addresses[rank]
-        self._ear = Ear(self._socket(own, None, lost_after_seconds), callers, self.read)
-        self._mouths = {peer: self._socket(addresses[peer], peer, lost_after_seconds) for peer in range(rank)}
+        self._listener = Listener(self._socket(own, None, lost_after_seconds), callers, self.read)
+        self._dealers = {
+            peer: self._socket(addresses[peer], peer, lost_after_seconds) for peer in range(rank)
+        }
         self._bind(own)  # by all ranks, so that each is told of a port in use
-        self._sources: dict[zmq.Socket[bytes], int | None] = {m: peer for peer, m in self._mouths.items()}
+        self._sources: dict[zmq.Socket[bytes], int | None] = {
+            dealer: peer for peer, dealer in self._dealers.items()
+        }
         """The sockets that ranks send to, each with the rank if it is the only one that may."""
         if callers:
-            self._sources[self._ear.socket] = self._ear.only_caller
+            self._sources[self._listener.socket] = self._listener.only_caller
         self._only = next(iter(self._sources)) if len(self._sources) == 1 else None
         for each in self._sources:
             self._poller.register(each, zmq.POLLIN)
-        for peer, mouth in self._mouths.items():
-            mouth.connect(addresses[peer])
-            give(mouth, self._greeting, NOW)
+        for peer, dealer in self._dealers.items():
+            dealer.connect(addresses[peer])
+            send(dealer, self._greeting, NOW)
         self.watch.begin()
 
     def send(self, peer: int, data: Any) -> bool:
@@ -99,9 +103,9 @@ class Mesh:
         copy = len(data) <= JOINED_UP_TO
         try:
             if peer in self.watch.connected:
-                give(self._mouths[peer], data, NOW, copy)
-            elif peer in self._ear.names or self._met(peer):
-                self._ear.send(peer, data, copy)
+                send(self._dealers[peer], data, NOW, copy)
+            elif peer in self._listener.names or self._met(peer):
+                self._listener.send(peer, data, copy)
             else:
                 return False
         except zmq.ZMQError as error:
@@ -127,7 +131,7 @@ class Mesh:
         """The frame in a message; None where it is refused."""
         try:
             frame = unpack(message.content.buffer)
-            if frame.rank not in self._mouths and frame.rank not in self._ear.callers:
+            if frame.rank not in self._dealers and frame.rank not in self._listener.callers:
                 raise BadFrame(f"from rank {frame.rank}, which is not one of the others")
             if frame.epoch != self._epoch:
                 raise BadFrame(f"of epoch {frame.epoch}; this is epoch {self._epoch}")
@@ -139,35 +143,37 @@ class Mesh:
         return frame
 
     def is_from(self, message: Message, rank: int) -> bool:
-        """Whether a message was sent with the key of a rank; without keys, nobody can tell."""
+        """Test whether a message was sent with the key of a rank; without keys, nobody can tell."""
         if self._keys is None or message.peer == rank:
             return True
         return message.peer is None and _metadata(message, "User-Id") == str(rank)
 
     def poll(self, milliseconds: int) -> bool:
-        """Whether a message arrives within some time."""
+        """Test whether a message arrives within some time."""
         return bool(self._kept or self._poller.poll(milliseconds))
 
     def lost(self, rank: int) -> bool:
-        """Whether the connection to a rank ended; what it sent before can be received by now."""
-        if rank in self._mouths:
+        """Test whether the connection to a rank ended; what it sent before can be received by now."""
+        if rank in self._dealers:
             return rank in self.watch.lost
-        if self._ear.should_ask(rank, self.watch.ended):
+        if self._listener.should_ask(rank, self.watch.ended):
             self.send(rank, self._greeting)
         return rank in self._gone
 
     def trouble(self, rank: int) -> str:
         """The likely reason that a rank is not connected; empty where none is known."""
-        return self.watch.refusal if rank in self._ear.unmet.values() else self.watch.trouble.get(rank, "")
+        return (
+            self.watch.refusal if rank in self._listener.unmet.values() else self.watch.trouble.get(rank, "")
+        )
 
     def close(self) -> None:
         """Send the last frames, and free all sockets."""
-        for peer, mouth in self._mouths.items():
+        for peer, dealer in self._dealers.items():
             if peer in self.watch.connected:
-                mouth.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
-        self._ear.socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+                dealer.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        self._listener.socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         self.watch.end()
-        for each in (self._ear.socket, *self._mouths.values()):
+        for each in (self._listener.socket, *self._dealers.values()):
             each.close()
         self._context.term()
 
@@ -188,20 +194,20 @@ class Mesh:
 
     def _from(self, source: zmq.Socket[bytes], flags: int) -> Message:
         """The next message of a socket. Raises `zmq.Again` if none comes in time."""
-        if source is self._ear.socket:
-            return self._ear.receive(flags)
+        if source is self._listener.socket:
+            return self._listener.receive(flags)
         return Message(
-            take(source, flags, False), next(r for r, each in self._mouths.items() if each is source)
+            receive(source, flags, False), next(r for r, each in self._dealers.items() if each is source)
         )
 
     def _met(self, peer: int) -> bool:
-        """Whether a higher rank has connected, with the messages that are there by now."""
-        while peer in self._ear.unmet.values() and len(self._kept) < WAITING_FRAMES:
+        """Test whether a higher rank has connected, with the messages that are there by now."""
+        while peer in self._listener.unmet.values() and len(self._kept) < WAITING_FRAMES:
             message = self._next(0)
             if message is None:
                 break
             self._kept.append(message)
-        return peer in self._ear.names
+        return peer in self._listener.names
 
     def _socket(self, address: str, peer: int | None, lost_after_seconds: float) -> zmq.Socket[bytes]:
         heartbeat = max(1, round(1000 * lost_after_seconds))
@@ -231,7 +237,7 @@ class Mesh:
 
     def _bind(self, address: str) -> None:
         try:
-            self._ear.socket.bind(address)
+            self._listener.socket.bind(address)
         except zmq.ZMQError as error:
             self.watch.begin()
             self.close()
@@ -241,7 +247,7 @@ class Mesh:
 
 
 def is_ipv6(address: str) -> bool:
-    """Whether an address is a literal one of IPv6, such as `tcp://[::1]:7001`.
+    """Test whether an address is a literal one of IPv6, such as `tcp://[::1]:7001`.
 
     Names are resolved to IPv4: a Mac's name, such as `mac-0.local`, resolves first to an IPv6 address of one link,
     which cannot be reached without the name of the network card.

@@ -14,8 +14,8 @@ import numpy as np
 
 from moesched.seams import Exchange
 
-from .ear import Message
 from .frames import SENDER_BYTES, common_of_parts
+from .listener import Message
 from .waiting import Side
 
 if TYPE_CHECKING:

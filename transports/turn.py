@@ -13,8 +13,8 @@ import zmq
 from moesched.errors import RankLost, TransportError
 from moesched.seams import Exchange
 
-from .ear import Message
 from .frames import NAMES, NOTHING, PIECES, Frame, Kind, pack
+from .listener import Message
 from .waiting import CLOSED, Side, check_waiting, is_gone
 
 if TYPE_CHECKING:

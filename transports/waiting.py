@@ -69,7 +69,7 @@ def check_waiting(side: Side, missing: set[int], sequence: int, until: float) ->
 
 
 def is_gone(side: Side, rank: int) -> bool:
-    """Whether a rank has left or hung up, so that nothing more need be sent to it."""
+    """Test whether a rank has left or hung up, so that nothing more need be sent to it."""
     return rank in side.inbox.left or side.mesh.lost(rank)
 
 

@@ -95,7 +95,7 @@ class Worker:
 
     @property
     def ended(self) -> bool:
-        """Whether the process is no more."""
+        """True if the process is no more."""
         return self._process.poll() is not None
 
     @property

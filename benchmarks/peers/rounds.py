@@ -124,7 +124,7 @@ class Results:
                 self.failed[request, contestant.name] = str(error)
 
     def reasons(self, request: str) -> dict[str, str]:
-        """Why contestants failed a request."""
+        """The reasons that contestants failed a request."""
         return {name: reason for (failed, name), reason in self.failed.items() if failed == request}
 
     def answers(self, request: str, contestant: Contestant) -> list[Message]:

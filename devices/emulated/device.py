@@ -12,7 +12,6 @@ from math import inf
 from time import perf_counter_ns
 from typing import Any, NoReturn
 
-from moesched.drivers.lanes import LaneKind
 from moesched.drivers.pricing import nanoseconds
 from moesched.errors import BadInput
 from moesched.machines import INTERCONNECT, Machine
@@ -20,8 +19,7 @@ from moesched.machines.cost import cost_model
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling
-from moesched.runs.outcome import Dilations, Emulation
-from moesched.seams import CostModel, Progress, Transport, nobody_hears
+from moesched.seams import CostModel, Dilations, Emulation, LaneKind, Progress, Transport, ignore_progress
 from moesched.steps.plan import Plan
 from moesched.system.memory import available_memory
 from moesched.tasks import Task
@@ -63,7 +61,7 @@ class EmulatedDevice:
         self._asked = Dilations(dilation, dilation) if dilation else None
         self._time = DilatedClock()
         self._leads = True
-        self.tell: Progress = nobody_hears
+        self.tell: Progress = ignore_progress
         self._cost: CostModel
         self._dilations = Dilations(1.0, 1.0)
         self._pace: Pace | None = None

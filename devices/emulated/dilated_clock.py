@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter_ns, sleep
 
-from moesched.runs.outcome import Dilations
+from moesched.seams import Dilations
 
 SPUN_NANOSECONDS = 80_000
 """The last part of a wait, which is spun, since sleeps end late, even `sleep(0)` by some 60 µs; real time."""

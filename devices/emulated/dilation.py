@@ -7,8 +7,7 @@ from itertools import count
 
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import WeightLayout
-from moesched.runs.outcome import Dilations
-from moesched.seams import CostModel, Progress
+from moesched.seams import CostModel, Dilations, Progress
 from moesched.steps.plan import Plan
 
 from .rehearsal import Rehearsed, rehearse

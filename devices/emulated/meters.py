@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from time import perf_counter, process_time
 
-from moesched.runs.outcome import Dilations, EmulatedLane, Emulation
+from moesched.seams import Dilations, EmulatedLane, Emulation
 from moesched.system.cores import usable_cores
 
 REAL_SHARE = 1 / 3

@@ -13,13 +13,12 @@ except ImportError as error:
     text = f"{error}: pip install 'moesched[mlx]', on macOS or Linux"
     raise ModuleNotFoundError(text, name="mlx") from error
 
-from moesched.drivers.lanes import LaneKind
 from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling
-from moesched.seams import RoutingObserver, Transport
+from moesched.seams import LaneKind, RoutingObserver, Transport
 from moesched.steps.plan import Plan
 from moesched.tasks import Collective, PageTransfer, Task
 

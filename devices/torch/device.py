@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from moesched.drivers.lanes import LaneKind, Streams
 from moesched.errors import BadInput
 from moesched.machines import Machine, machine_names
 from moesched.machines.local import this_processor
@@ -18,10 +17,12 @@ from moesched.requests.sampling import Sampling
 from moesched.seams import (
     ActivationObserver,
     ChoosesDtype,
+    LaneKind,
     Progress,
     RoutingObserver,
+    Streams,
     Transport,
-    nobody_hears,
+    ignore_progress,
 )
 from moesched.steps.plan import Plan
 from moesched.system.memory_ahead import MemoryAhead
@@ -89,7 +90,7 @@ class TorchDevice(ChoosesDtype):
     ) -> None:
         self.layout = layout
         self.logits: list[tuple[tuple[int, ...], Tensor]] = []
-        self.tell: Progress = nobody_hears
+        self.tell: Progress = ignore_progress
         self.memory_ahead = MemoryAhead()
         self._keep_logits = keep_logits
         if threads is not None and not 1 <= threads <= MOST_THREADS:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from moesched.machines.weights_home import WeightsHome
 from moesched.models.layout import Page
-from moesched.seams import Progress, nobody_hears
+from moesched.seams import Progress, ignore_progress
 from moesched.steps.plan import Plan
 from moesched.system.logs import Log
 
@@ -95,7 +95,7 @@ class HomePages:
     def _free_all_but(self, kept: _Way | None) -> None:
         for way in self._ways.values():
             if way is not kept:
-                way.hold((), nobody_hears)
+                way.hold((), ignore_progress)
 
     def _refusal(self, name: str, way: _Way, pages: Sequence[Page], tell: Progress) -> str:
         """Hold the pages in a way; returns the reason why the system refuses that, which it does only once."""

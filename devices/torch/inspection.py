@@ -12,7 +12,7 @@ import torch
 
 from moesched.doctor.facts import Caching, KernelFacts
 from moesched.errors import MoeschedError, OutOfMemory
-from moesched.seams import nobody_hears
+from moesched.seams import ignore_progress
 from moesched.system.cuda import CudaFacts, GpuFacts
 
 from ..native.compiled import instruction_sets, why_unusable
@@ -100,7 +100,7 @@ def mapping_refusal(file: Path, device: str = "cuda:0") -> str:
     with closing(files):
         try:
             files.keep(spans)
-            files.register(spans, nobody_hears)
+            files.register(spans, ignore_progress)
         except MoeschedError as error:
             return str(error)
     return ""

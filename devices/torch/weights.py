@@ -10,7 +10,7 @@ import torch
 
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
-from moesched.seams import Progress, nobody_hears
+from moesched.seams import Progress, ignore_progress
 from moesched.steps.memory import Pool, Slot
 from moesched.steps.plan import Plan
 from moesched.steps.views import View
@@ -90,7 +90,7 @@ class WeightStore:
         mapped = self._mapped.bytes_mapped if self._mapped else self.home.bytes_mapped
         return self.reader.bytes_read + mapped
 
-    def begin(self, plan: Plan, tell: Progress = nobody_hears) -> None:
+    def begin(self, plan: Plan, tell: Progress = ignore_progress) -> None:
         """Allocate memory by a batch's plan, for the pages that `load` and `fetch` bring in."""
         fast = plan.memory("accelerator")
         missing = self.resident.retain(

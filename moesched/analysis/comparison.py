@@ -73,7 +73,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return columns
 
     def _foretells(self, number: int) -> bool:
-        """Whether one of a run and the first is a prediction, and the other was measured."""
+        """Test whether one of a run and the first is a prediction, and the other was measured."""
         return self.runs[number].figures != self.runs[0].figures
 
     def reasons(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The time of the critical path, by what it passed with."""
+"""Critical-path time by kind, lane and cause."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ SHOWN_PARTS = 8
 SHOWN_SPANS = 5
 
 OF_THE_POLICY = ("policy", "router")
-"""Causes that are told with the policy's line."""
+"""Causes that are reported with the policy's line."""
 
 RELIEFS = {
     "budget": "Pages wait for room, or leave early and come again; more room",
@@ -44,7 +44,7 @@ class Table(NamedTuple):
     figures: int
 
 
-def told(explanation: Explanation) -> list[str]:
+def first_lines(explanation: Explanation) -> list[str]:
     """The first lines: the run, and its bottleneck."""
     lines = [
         f"{explanation.policy or 'run'} on {explanation.model or 'a graph'}, {explanation.figures} on "

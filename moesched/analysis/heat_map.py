@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moesched.analysis.pictures import drawing, require_picture, write_picture
+from moesched.analysis.pictures import draw_picture
 from moesched.routing.profile import RoutingProfile
 
 if TYPE_CHECKING:
@@ -18,10 +19,7 @@ def draw_heat_map(profile: RoutingProfile, path: Path | str) -> None:
     Raises:
         BadInput: the file has another suffix, matplotlib is not installed, or the file cannot be written.
     """
-    path = Path(path)
-    require_picture(path, "--picture")
-    with drawing():
-        write_picture(_draw(profile), path)
+    draw_picture(partial(_draw, profile), path, "--picture")
 
 
 def _draw(profile: RoutingProfile) -> Figure:

@@ -119,7 +119,7 @@ def balance_point(hierarchy: Hierarchy, upper_intensity: float) -> float | None:
 
 
 def pays_to_fetch(hierarchy: Hierarchy, intensity: Intensity) -> bool:
-    """Whether the upper level is faster, fetching included, than computing where the data lies."""
+    """Test whether the upper level is faster, fetching included, than computing where the data lies."""
     return fetched(hierarchy, intensity).performance > in_place(hierarchy.lower, intensity.lower).performance
 
 

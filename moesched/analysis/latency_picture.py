@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesched.analysis.latency_table import LatencyReport
-from moesched.analysis.pictures import drawing, require_picture, write_picture
+from moesched.analysis.pictures import draw_picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,10 +26,7 @@ def draw_latencies(report: LatencyReport, path: Path | str) -> None:
     Raises:
         BadInput: the file has another suffix, matplotlib is not installed, or the file cannot be written.
     """
-    path = Path(path)
-    require_picture(path)
-    with drawing():
-        write_picture(_draw(report), path)
+    draw_picture(partial(_draw, report), path)
 
 
 def _draw(report: LatencyReport) -> Figure:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -42,6 +42,18 @@ def require_matplotlib(option: str = "--out") -> None:
     except ImportError:
         remedy = "pip install 'moesched[plots]'" + (f", or omit {option}" if option else "")
         raise BadInput(f"pictures need matplotlib, which is not installed: {remedy}") from None
+
+
+def draw_picture(draw: Callable[[], Figure], path: Path | str, option: str = "--out") -> None:
+    """Draw a figure to a file.
+
+    Raises:
+        BadInput: as `require_picture`, or the file cannot be written.
+    """
+    path = Path(path)
+    require_picture(path, option)
+    with drawing():
+        write_picture(draw(), path)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from moesched.dispatch.eviction import (
 )
 from moesched.errors import BadInput
 from moesched.models.layout import Page
-from moesched.seams import Eviction
+from moesched.steps.eviction_rule import Eviction
 from moesched.trace.recording import LEFT, USED, CacheRule, PoolAccesses
 
 RULES = (
@@ -31,11 +31,11 @@ RULES = (
 """The rules that depend on accesses alone."""
 
 Unit = tuple[int, int]
-"""What a cache adds and removes as one: an expert, by layer and number, or a page."""
+"""The unit that a cache adds and removes: an expert, by layer and number, or a page."""
 
 
 class Outcome(NamedTuple):
-    """What a transfer is in the larger pool.
+    """The part of a transfer in the larger pool.
 
     Attributes:
         spared: whether its pages are there already.
@@ -127,7 +127,7 @@ class _PoolReplay(ABC):
 
     @abstractmethod
     def _unit(self, page: int) -> Unit:
-        """What a cache adds and removes as one."""
+        """The unit that a cache adds and removes."""
 
     @abstractmethod
     def _use(self, cache: int, page: int, step: int, tokens: int) -> None:

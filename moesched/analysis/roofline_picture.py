@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesched.analysis.hrm import first_turning_point
-from moesched.analysis.pictures import drawing, require_picture, write_picture
+from moesched.analysis.pictures import draw_picture
 from moesched.analysis.roofline import Computation, RooflineReport
 from moesched.units import format_bytes, format_flops
 
@@ -26,10 +27,7 @@ def draw_roofline(report: RooflineReport, path: Path | str) -> None:
     Raises:
         BadInput: the file has another suffix, matplotlib is not installed, or the file cannot be written.
     """
-    path = Path(path)
-    require_picture(path)
-    with drawing():
-        write_picture(_draw(report), path)
+    draw_picture(partial(_draw, report), path)
 
 
 def _draw(report: RooflineReport) -> Figure:

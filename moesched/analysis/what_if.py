@@ -20,7 +20,7 @@ from moesched.analysis.handovers import Handover, mean_handovers
 from moesched.analysis.larger_pools import with_larger_pool
 from moesched.analysis.replayed_run import replay_recording, timed_work, without_loading
 from moesched.errors import BadInput
-from moesched.seams import Demand
+from moesched.machines.demand import Demand
 from moesched.tasks import Work
 from moesched.trace.recording import PoolAccesses, Recording, Slice
 
@@ -103,7 +103,7 @@ def what_if(recording: Recording, changes: Sequence[str], progress: Progress | N
 
 
 def decides_as_it_goes(recording: Recording) -> bool:
-    """Whether the policy awaited tasks, so that it might decide otherwise after a change."""
+    """Test whether the policy awaited tasks, so that it might decide otherwise after a change."""
     return any(
         each.awaited_at >= 0 and each.step >= 0 and each.task.verb != LAST for each in recording.slices
     )

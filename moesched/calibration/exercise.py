@@ -29,7 +29,7 @@ class Mode(Enum):
 
     @property
     def one_by_one(self) -> bool:
-        """Whether nothing runs at once."""
+        """True if nothing runs at once."""
         return self in (Mode.SERIAL, Mode.FRESH)
 
 

@@ -13,9 +13,9 @@ from moesched.calibration.gpu_probe import CPU, GPU, HOST, PINNED
 from moesched.calibration.task_times import LEAST_SECONDS, Source, TaskTimes, point
 from moesched.machines import FEW_ROWS, MANY_ROWS, CostPoint
 from moesched.machines.calibrated import ATTENTIONS, CACHE_WRITING, DISPATCH
+from moesched.machines.demand import at_once
 from moesched.machines.gpu_cost import calls
 from moesched.machines.machine import ATTENTION, CACHE_WRITE
-from moesched.seams import at_once
 from moesched.tasks import Task, Work
 
 ON_HOST = (ATTENTION, FEW_ROWS, MANY_ROWS, CACHE_WRITE)
@@ -130,12 +130,12 @@ class GpuTasks:
 
 
 def _is_timed_beside(task: Task) -> bool:
-    """Whether a task is on the host, or moves pages, or keys and values."""
+    """Test whether a task is on the host, or moves pages, or keys and values."""
     return task.work.resource == CPU or task.verb in ("fetch", CACHE_WRITING)
 
 
 def _tells_of_dispatch(task: Task) -> bool:
-    """Whether a task takes little longer than to start it: no fetch, and of a prefill's kernels attention only."""
+    """Test whether a task takes little longer than to start it: no fetch, and of a prefill's kernels attention only."""
     if task.verb == "fetch":
         return False
     copies = task.work.resource not in (GPU, CPU)

@@ -127,7 +127,7 @@ def run_exercise(
 
 
 def _counts(mode: Mode, sort: str, beside: str) -> bool:
-    """Whether a mode's runs say how fast one sort of work is beside others.
+    """Test whether a mode's runs say how fast one sort of work is beside others.
 
     A kernel that waited for its weights is slowed more by the next read than one of many that follow each other. What
     streams is what waits, so that streaming counts for kernels beside reads.

@@ -14,8 +14,8 @@ from moesched.calibration.contention import Observed, rates_beside
 from moesched.calibration.exercise import FETCHED_LAYER, RESIDENT_LAYER
 from moesched.machines import CostPoint
 from moesched.machines.calibrated import DISPATCH, HOP, sort_of
+from moesched.machines.demand import at_once
 from moesched.models.config import DType, ModelConfig
-from moesched.seams import at_once
 from moesched.tasks import PageTransfer, Task, Work, WorkPart
 
 LEAST_SECONDS = 1e-6
@@ -60,7 +60,7 @@ class TaskKey(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where tasks come from: the model and its dtype, and the number of the batch that it ran."""
+    """Origin of tasks: the model and its dtype, and the number of the batch that it ran."""
 
     model: ModelConfig
     dtype: DType

@@ -47,6 +47,12 @@ class PolicyArguments:
     settings: options.Settings = ()
     dtype: options.DType = None
 
+    def policy_and_dtype(self) -> dict[str, Any]:
+        """The same as keywords of a job."""
+        from moesched.settings import parse_settings
+
+        return {"policy": self.policy, "settings": parse_settings(self.settings), "dtype": self.dtype}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SizeArguments:
@@ -83,6 +89,10 @@ class OutputArguments:
     trace: options.Trace = None
     report: options.ReportFile = None
     json: options.Json = False
+
+    def files(self) -> dict[str, Any]:
+        """The files that a job writes itself, as its keywords."""
+        return {"trace": self.trace, "html": self.html}
 
     @property
     def html(self) -> Path | None:

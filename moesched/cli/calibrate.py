@@ -55,11 +55,9 @@ def calibrate(
     json: options.Json = False,
 ) -> None:
     """See HELP."""
-    import msgspec
-
     from moesched.calibration.calibrate import calibrate as measure
     from moesched.calibration.gpu_machine import calibrate_gpu
-    from moesched.cli.output import Bar, print_json
+    from moesched.cli.output import Bar
     from moesched.machines.local import calibrated_file
 
     with Bar("measuring") as bar:
@@ -67,13 +65,21 @@ def calibrate(
             machine = calibrate_gpu(device, out, bar.update, thorough=thorough)
         else:
             machine = measure(out, bar.update, thorough=thorough)
+    option = "--device cuda --machine auto" if device == "cuda" else "--machine auto"
     file = out or calibrated_file("cuda" if device == "cuda" else "")
+    print_calibration(machine, file, "" if out else f"; `{option}` uses it from now on", json=json)
+
+
+def print_calibration(machine: Machine, file: Path, used: str, *, json: bool) -> None:
+    """Print a calibration's result, and the sentence on its use."""
+    import msgspec
+
+    from moesched.cli.output import print_json
+
     if json:
         print_json({"file": str(file), "machine": msgspec.to_builtins(machine)})
         return
     print_machine(machine)
-    option = "--device cuda --machine auto" if device == "cuda" else "--machine auto"
-    used = "" if out else f"; `{option}` uses it from now on"
     say(f"\n{machine.description}\n\nWritten to {file}{used}")
 
 

@@ -48,31 +48,25 @@ class CheckArguments:
     settings: options.Settings = ()
     models: Annotated[
         tuple[str, ...],
-        Parameter(
+        options.repeatable(
             name="--model",
             metavar="NAME|DIR",
-            negative="",
-            show_default=False,
             help="A model of the grid; repeatable. By default mixtral-8x7b, qwen3-30b-a3b and mixtral-0.8b.",
         ),
     ] = ()
     machines: Annotated[
         tuple[str, ...],
-        Parameter(
+        options.repeatable(
             name="--machine",
             metavar="NAME|FILE",
-            negative="",
-            show_default=False,
             help="A machine of the grid; repeatable. By default t4, a100-80g and cpu-nvme.",
         ),
     ] = ()
     batch_sizes: Annotated[
         tuple[options.Whole, ...],
-        Parameter(
+        options.repeatable(
             name="--batch-size",
             metavar="N",
-            negative="",
-            show_default=False,
             help="A batch size of the grid; repeatable. By default 1 and 16; for qwen3-30b-a3b, 1.",
         ),
     ] = ()

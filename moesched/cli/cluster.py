@@ -11,7 +11,7 @@ from cyclopts import App, Group, Parameter
 
 from moesched.cli import options
 from moesched.cli.generation_options import GenerationArguments
-from moesched.cli.output import print_lines, say
+from moesched.cli.output import print_json, print_lines, say
 from moesched.inputs.defaults import JOIN_SECONDS
 
 CLUSTER = Group("Cluster", sort_key=1)
@@ -83,7 +83,6 @@ def keygen(
     json: options.Json = False,
 ) -> None:
     """See KEYGEN_HELP."""
-    from moesched.cli.output import print_json
     from moesched.cluster.curve.keys import SECRET_NAME, default_folder, write_keys
 
     folder = out or default_folder()
@@ -150,8 +149,14 @@ def launch(
 
     cluster = load_cluster(hosts)
     if dry_run:
-        for host in cluster.hosts:
-            print_lines([shlex.join(ssh_command(host, node_arguments(hosts, host, model_dir.resolve())))])
+        commands = [
+            shlex.join(ssh_command(host, node_arguments(hosts, host, model_dir.resolve())))
+            for host in cluster.hosts
+        ]
+        if given.json:
+            print_json({"commands": commands})
+        else:
+            print_lines(commands)
         return 0
     arguments: dict[str, Any] = {"cluster_file": hosts, "key": key}
     if transport is not None:

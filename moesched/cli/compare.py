@@ -70,7 +70,9 @@ def compare(
     from moesched.analysis.compare import compare as hold_against
     from moesched.analysis.compare import read_sides
     from moesched.cli.output import Bar, print_json
+    from moesched.cli.results import say_where
     from moesched.cli.tables import print_table
+    from moesched.system.outputs import is_html
 
     files = [first, *others]
     with Bar("comparing") as bar:
@@ -85,10 +87,7 @@ def compare(
         _print_difference(comparison)
     header = comparison.header()
     print_table(header, comparison.table(), figures=len(header) - 2)
-    if trace is not None:
-        say(f"\nall runs in one trace: {trace}")
-    if report is not None:
-        say(f"\nreport: {report}")
+    say_where(trace, report if is_html(report) else None)
 
 
 def _write_report(path: Path, comparison: Comparison, runs: Sequence[Side]) -> None:

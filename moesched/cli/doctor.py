@@ -89,8 +89,8 @@ def _print(found: Examination, out: Path | None) -> None:
     for finding in (*found.findings, *found.trial):
         say(_line(finding))
     count = len(found.troubles)
-    told = "all well" if not count else f"{count} trouble{'s' * (count > 1)}"
-    say(f"\n{told}, {found.seconds:.0f} s" + (f"; written to {out}" if out else ""))
+    verdict = "all well" if not count else f"{count} trouble{'s' * (count > 1)}"
+    say(f"\n{verdict}, {found.seconds:.0f} s" + (f"; written to {out}" if out else ""))
 
 
 def _line(finding: Finding) -> str:

@@ -49,10 +49,8 @@ def explain(
     *,
     what_if: Annotated[
         tuple[str, ...],
-        Parameter(
+        options.repeatable(
             metavar="CHANGE",
-            negative="",
-            show_default=False,
             help='Replay the run with a change: "link host->gpu x2" (twice the rate), "kernel run_expert x0.7" (0.7 of '
             'the time), "pool experts x1.5" (more room), "no handovers" (no time between tasks), or several of them, '
             "with commas; repeatable.",
@@ -94,11 +92,11 @@ def _write_report(path: Path, run: Trace, explanation: Explanation) -> None:
 
 def print_explanation(explanation: Explanation, trace: Path) -> None:
     """Print what matters first."""
-    from moesched.analysis.explanation_tables import DECISIONS_HELD, tables_of, told
+    from moesched.analysis.explanation_tables import DECISIONS_HELD, first_lines, tables_of
     from moesched.cli.output import say_helps
     from moesched.cli.tables import print_table
 
-    say("\n".join(told(explanation)))
+    say("\n".join(first_lines(explanation)))
     say_helps(explanation.helps, trace)
     for title, (columns, rows, figures) in tables_of(explanation).items():
         say("" if title == "Lanes" else f"\n{title}")

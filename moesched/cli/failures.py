@@ -31,7 +31,7 @@ FAILED = 1
 LONGEST_LINE = 4000
 """Characters of an error; a longer one, which quotes a long name or value, loses its middle."""
 WHOLE_TRACEBACK: ContextVar[bool] = ContextVar("whole traceback", default=False)
-"""Whether the command was called with --traceback."""
+"""True if the command was called with --traceback."""
 
 
 def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ()) -> int:

@@ -32,9 +32,7 @@ class PromptArguments:
 
     prompt: Annotated[
         tuple[str, ...],
-        Parameter(
-            group=PROMPTS, metavar="T", negative="", show_default=False, help="Prompt text; repeatable."
-        ),
+        options.repeatable(group=PROMPTS, metavar="T", help="Prompt text; repeatable."),
     ] = ()
     prompts: Annotated[
         Path | None,
@@ -120,11 +118,9 @@ class DeviceArguments:
     ] = DEVICE
     device_settings: Annotated[
         tuple[str, ...],
-        Parameter(
+        options.repeatable(
             name="--device-set",
             metavar="KEY=VALUE",
-            negative="",
-            show_default=False,
             help="Setting of the device, such as dilation=64 of the emulated one; repeatable.",
         ),
     ] = ()
@@ -193,17 +189,14 @@ class GenerationArguments(
         from moesched.settings import parse_settings
 
         return {
+            **self.policy_and_dtype(),
             **self.sizes_and_budgets(),
-            "policy": self.policy,
-            "settings": parse_settings(self.settings),
+            **self.files(),
             "max_new_tokens": self.max_new_tokens,
-            "dtype": self.dtype,
             "sampling": self._sampling(),
             "device": self.device,
             "device_settings": parse_settings(self._device_settings(), "--device-set"),
             "machine": self.machine,
-            "trace": self.trace,
-            "html": self.html,
         }
 
     def _device_settings(self) -> tuple[str, ...]:

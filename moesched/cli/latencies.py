@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
 from moesched.cli import options
 from moesched.cli.output import say
@@ -35,10 +35,8 @@ def latencies(
     dtype: options.DType = None,
     tokens: Annotated[
         tuple[options.Whole, ...],
-        Parameter(
-            negative="",
+        options.repeatable(
             metavar="N",
-            show_default=False,
             help="Number of tokens of an expert; repeatable. By default 1 to 1024.",
         ),
     ] = (),

@@ -138,5 +138,5 @@ def carry_out(arguments: Sequence[str]) -> int | None:
 
 
 def explains_only(arguments: Sequence[str]) -> bool:
-    """Whether no command runs, which needs neither logs nor the sweep of old temporary files."""
+    """Test whether no command runs, which needs neither logs nor the sweep of old temporary files."""
     return not arguments or not {"--help", "-h", "--version"}.isdisjoint(arguments)

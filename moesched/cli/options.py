@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
 
@@ -25,6 +25,15 @@ def whole_number(_: object, tokens: Sequence[Token]) -> int:
     if re.fullmatch(r"[+-]?[0-9]{1,20}", text) is None:
         raise ValueError(f"{plain_text(text)!r} is not a whole number.")
     return int(text)
+
+
+def repeatable(*, metavar: str, help: str, **more: Any) -> Parameter:
+    """An option that may be given several times; its default is in its help.
+
+    Args:
+        more: other arguments of the parameter.
+    """
+    return Parameter(metavar=metavar, negative="", show_default=False, help=help, **more)
 
 
 Whole = Annotated[int, Parameter(converter=whole_number)]
@@ -72,11 +81,9 @@ Machine = Annotated[
 ]
 MachineChanges = Annotated[
     tuple[str, ...],
-    Parameter(
+    repeatable(
         name="--machine-set",
         metavar="WHAT=VALUE",
-        negative="",
-        show_default=False,
         help="Change the machine: link.host->gpu=24GB/s, memory.gpu.capacity=24GB, processor.gpu.flops=x2 "
         "and the like; repeatable.",
     ),
@@ -90,22 +97,18 @@ Policy = Annotated[
 ]
 Settings = Annotated[
     tuple[str, ...],
-    Parameter(
+    repeatable(
         name="--set",
         metavar="KEY=VALUE",
-        negative="",
-        show_default=False,
         help="Setting of the policy, such as ahead=3; repeatable.",
     ),
 ]
 Budgets = Annotated[
     tuple[str, ...],
-    Parameter(
+    repeatable(
         name="--budget",
         group=SIZES,
         metavar="MEM=BYTES",
-        negative="",
-        show_default=False,
         help="Limit on the bytes of weights, KV cache and buffers in a memory, such as host=600MB; "
         "repeatable. By default its whole size. Python and libraries need about 360 MB more; process=1GB "
         "limits the resident memory of the whole process, and pinned=8GB the page-locked memory of a machine with a "
@@ -148,11 +151,9 @@ Routing = Annotated[
 ]
 RoutingSettings = Annotated[
     tuple[str, ...],
-    Parameter(
+    repeatable(
         name="--routing-set",
         metavar="KEY=VALUE",
-        negative="",
-        show_default=False,
         help="Setting of the routing, such as exponent=1.2 of zipf, or locality=0.5, the probability "
         "that a token repeats the experts of the token before it; repeatable.",
     ),
@@ -243,8 +244,8 @@ def read_prompt_file(file: Path) -> tuple[list[Prompt], int]:
     from moesched.cli.failures import BAD_INPUT, tell
     from moesched.inputs.prompts import read_prompts
 
-    told: list[str] = []
-    prompts = read_prompts(file, told.append)
-    for line in told:
+    reported: list[str] = []
+    prompts = read_prompts(file, reported.append)
+    for line in reported:
         tell(line)
-    return prompts, BAD_INPUT if told else 0
+    return prompts, BAD_INPUT if reported else 0

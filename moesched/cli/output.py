@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from moesched.analysis.helps import Help
     from moesched.jobs.report import JobReport, NodeReport
     from moesched.planner.uncertainty import Figures
-    from moesched.runs.outcome import Emulation, ForecastUse, LaneUse, PoolUse, PreviewUse
+    from moesched.runs.outcome import ForecastUse, LaneUse, PoolUse, PreviewUse
     from moesched.runs.process_bytes import ProcessBytes
+    from moesched.seams import Emulation
 
 PATIENCE_SECONDS = 1.0
 
@@ -295,11 +296,11 @@ def _print_pools(pools: Sequence[PoolUse]) -> None:
 
 def _accuracy(source: str, forecasts: Sequence[PreviewUse | ForecastUse], noun: str) -> str:
     """The accuracy of forecasts from one source, by their distance, in words."""
-    told = [
+    rates = [
         f"{each.accuracy:.1%} {each.ahead} layer{'s' * (each.ahead > 1)} ahead ({each.forecasts:,} {noun})"
         for each in forecasts
     ]
-    return f"chosen experts that {source} forecast: {', '.join(told)}"
+    return f"chosen experts that {source} forecast: {', '.join(rates)}"
 
 
 def _process(process: ProcessBytes) -> str:

@@ -112,21 +112,17 @@ class ProfileArguments(ProbeArguments):
     ] = NEW_TOKENS
     gpu_experts: Annotated[
         tuple[options.Whole, ...],
-        Parameter(
+        options.repeatable(
             metavar="N",
-            negative="",
-            show_default=False,
             help="Number of experts that a GPU holds; repeatable. By default 56 and 125 of 256, as in the paper.",
         ),
     ] = ()
     seed: Annotated[options.Whole, Parameter(help="Seed of the generator.")] = 0
     out: Annotated[
         tuple[Path, ...],
-        Parameter(
+        options.repeatable(
             group=options.OUTPUT,
             metavar="OUT",
-            negative="",
-            show_default=False,
             help="Write the counts (.csv), or every token's experts (.npz); repeatable.",
         ),
         Writes("routing"),

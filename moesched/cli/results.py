@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from moesched.cli.arguments import OutputArguments
 from moesched.cli.failures import interruption, tell
@@ -32,7 +33,7 @@ def hand_out(job: Callable[[], JobReport], given: OutputArguments) -> JobReport:
     elif ending.error is None or not _is_the_policys(ending.error):
         print_report(report, given.trace)
         if ending.error is None:
-            _say_where(given)
+            say_where(given.trace, given.html)
     if report.failure is not None and ending.error is None:
         tell(f"after {_tokens(report)} tokens: {report.failure}")
     if report.interrupted:
@@ -41,16 +42,16 @@ def hand_out(job: Callable[[], JobReport], given: OutputArguments) -> JobReport:
     return report
 
 
-def _say_where(given: OutputArguments) -> None:
+def say_where(trace: Path | None, html: Path | None) -> None:
     """Name the files to look at."""
-    if given.trace is not None:
-        say(f"\ntrace: {given.trace}; see it with moesched view, or in https://ui.perfetto.dev")
-    if given.html is not None:
-        say(f"\nreport: {given.html}; open it in a browser")
+    if trace is not None:
+        say(f"\ntrace: {trace}; see it with moesched view, or in https://ui.perfetto.dev")
+    if html is not None:
+        say(f"\nreport: {html}; open it in a browser")
 
 
 def _is_the_policys(error: Exception) -> bool:
-    """Whether the error's own lines matter to the reader, and no figures."""
+    """Test whether the error's own lines matter to the reader, and no figures."""
     return isinstance(error, PolicyError) or not isinstance(error, MoeschedError)
 
 

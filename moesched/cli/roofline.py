@@ -39,10 +39,8 @@ def roofline(
     machine: options.Machine,
     kv_dtype: Annotated[
         tuple[str, ...],
-        Parameter(
+        options.repeatable(
             metavar="D",
-            negative="",
-            show_default=False,
             help="Number format of the KV cache: float16, int8, int4 and others; repeatable. By default "
             "the model's, and int4.",
         ),

@@ -122,7 +122,6 @@ def simulate(*, given: SimulationArguments) -> int:
     from moesched.cli.output import Bar
     from moesched.cli.results import hand_out
     from moesched.jobs.simulate_model import simulate_model
-    from moesched.settings import parse_settings
 
     machine = given.changed_machine()
     workload: str | list[Prompt] = given.workload
@@ -135,21 +134,18 @@ def simulate(*, given: SimulationArguments) -> int:
             return simulate_model(
                 given.model,
                 machine=machine,
-                policy=given.policy,
                 workload=workload,
-                settings=parse_settings(given.settings),
-                dtype=given.dtype,
                 format=given.format,
                 tensor_parallel=given.tensor_parallel,
                 nodes=given.nodes,
                 network=given.network,
-                trace=given.trace,
-                html=given.html,
                 band=not given.no_band,
                 explained=True,
                 listener=SimulationBar(bar),
                 **given.requests_and_routing(),
+                **given.policy_and_dtype(),
                 **given.sizes_and_budgets(),
+                **given.files(),
             )
 
     hand_out(job, given)

@@ -24,14 +24,12 @@ PICTURE = Group("Picture", sort_key=3)
 
 def axis(names: str, help: str, group: Group = MORE_AXES) -> Parameter:
     """An option with values between commas."""
-    return Parameter(group=group, metavar=names, negative="", show_default=False, help=help)
+    return options.repeatable(group=group, metavar=names, help=help)
 
 
 def table(name: str, key: str, help: str) -> Parameter:
     """A repeatable option with values between commas for each key."""
-    return Parameter(
-        name=name, group=MORE_AXES, metavar=f"{key}=V,...", negative="", show_default=False, help=help
-    )
+    return options.repeatable(name=name, group=MORE_AXES, metavar=f"{key}=V,...", help=help)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +77,8 @@ class Tables:
     routing_set: Annotated[Texts, table("--routing-set", "KEY", "Setting of the routing.")] = ()
     price: Annotated[
         Texts,
-        Parameter(
-            group=PICTURE, metavar="M=USD", negative="", show_default=False,
+        options.repeatable(
+            group=PICTURE, metavar="M=USD",
             help="Dollars for an hour of a machine; repeatable.",
         ),
     ] = ()  # fmt: skip
@@ -126,7 +124,7 @@ class Drawing:
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """How the sweep runs, and where its results go."""
+    """Processes and outputs of the sweep."""
 
     out: Annotated[
         Path | None,
@@ -178,7 +176,7 @@ class SweepArguments(Running, Drawing, Tables, OtherAxes, MainAxes):
         return merged(read_sweep(file) if file else Sweep({}), sweep_of_options(texts, tables))
 
     def picture(self, sweep: Sweep) -> Picture:
-        """What --plot draws."""
+        """The contents of --plot's picture."""
         from moesched.errors import BadInput
         from moesched.sweeps.figures import require_figure
         from moesched.sweeps.plots import Picture, default_x

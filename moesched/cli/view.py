@@ -70,5 +70,5 @@ def view(
 
 
 def has_display() -> bool:
-    """Whether a browser would have a window; without one, Python would start a browser in the terminal."""
+    """Test whether a browser would have a window; without one, Python would start a browser in the terminal."""
     return sys.platform in ("darwin", "win32") or not {"DISPLAY", "WAYLAND_DISPLAY"}.isdisjoint(os.environ)

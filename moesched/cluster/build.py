@@ -31,7 +31,7 @@ def this_build() -> Build:
 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """What differs, with both values; what only one of them has is not compared."""
+    """The differences, with both values; entries of only one of them are not compared."""
     both = [name for name in one if name in other and one[name] != other[name]]
     return [f"{name} {one[name]} and {other[name]}" for name in both]
 

@@ -18,7 +18,7 @@ def plain_address(text: str) -> str:
 
 
 def is_ipv6(address: str) -> bool:
-    """Whether a plain address is a literal one of IPv6; names are resolved to IPv4."""
+    """Test whether a plain address is a literal one of IPv6; names are resolved to IPv4."""
     return ":" in address
 
 

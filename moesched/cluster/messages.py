@@ -58,7 +58,7 @@ class Serials:
         return msgspec.structs.replace(message, serial=self._last)
 
     def is_new(self, message: Message) -> bool:
-        """Whether a received message is not a replay of an earlier one."""
+        """Test whether a received message is not a replay of an earlier one."""
         if not isinstance(message, Numbered):
             return True
         before, self._last = self._last, max(self._last, message.serial)

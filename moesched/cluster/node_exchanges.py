@@ -87,7 +87,7 @@ class NodeExchanges:
             run_on_own_loop(transport.aclose)
 
     def is_stopped(self, epoch: int) -> bool:
-        """Whether the launcher ended an epoch."""
+        """Test whether the launcher ended an epoch."""
         return epoch <= self._stopped
 
     def begin(self, epoch: int) -> None:

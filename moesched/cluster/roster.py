@@ -53,16 +53,16 @@ class Node:
         self.heard = 0.0
         self.clock = ClockMeter()
         self.answered = False
-        """Whether it was admitted or refused, and so ends by itself."""
+        """True if it was admitted or refused, and so ends by itself."""
         self.ready = False
-        """Whether it has opened its device, which takes long."""
+        """True if it has opened its device, which takes long."""
         self.prepared: Prepared | None = None
         self.done: Done | None = None
         self.loading = (0, 0)
         self.loaded = False
-        """Whether it waits for the others before its first exchange."""
+        """True if it waits for the others before its first exchange."""
         self.hung_up = False
-        """Whether its connection ended."""
+        """True if its connection ended."""
         self.ending_since: float | None = None
         """The time at which its process or its connection was first seen to have ended."""
         self.lost: str | None = None

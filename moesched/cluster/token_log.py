@@ -50,7 +50,7 @@ class TokenLog:
         return counted
 
     def finished(self, request: int) -> bool:
-        """Whether a request gets no more tokens."""
+        """Test whether a request gets no more tokens."""
         tokens = self.tokens[request]
         by_itself = bool(tokens) and tokens[-1] in self._stop_tokens
         return by_itself or len(tokens) >= self._new_tokens or request in self._ended

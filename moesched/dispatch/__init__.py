@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moesched.dispatch.adaptive_replacement import AdaptiveReplacement
     from moesched.dispatch.cached_experts import CachedExperts
+    from moesched.dispatch.cached_layers import CachedLayers
     from moesched.dispatch.eviction import (
         FrequencyClasses,
         LeastFrequentlyUsed,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "adaptive_replacement": ("AdaptiveReplacement",),
     "cached_experts": ("CachedExperts",),
+    "cached_layers": ("CachedLayers",),
     "eviction": (
         "FrequencyClasses",
         "LeastFrequentlyUsed",
@@ -121,6 +123,7 @@ _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for n
 __all__ = [
     "AdaptiveReplacement",
     "CachedExperts",
+    "CachedLayers",
     "Division",
     "Expert",
     "ExpertLatencies",

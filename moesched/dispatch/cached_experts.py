@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 
 from moesched.dispatch.expert_placement import Expert
 from moesched.models.layout import Page, WeightLayout
-from moesched.seams import Eviction
 from moesched.steps.eviction import RuledPages
+from moesched.steps.eviction_rule import Eviction
 from moesched.steps.memory import Pool, counts_of
 
 
@@ -32,8 +32,8 @@ class TakesPreviews(Protocol):
 class CachedExperts:
     """Whole experts in a cache, of which a rule names the next to go; an `ExpertPool` has their slots.
 
-    The rule sees each expert as its first page. It is told of every chosen expert, whether it is in the cache or not,
-    and wherever it runs; by all tokens of a layer at once.
+    The rule sees each expert as its first page. Every chosen expert is reported to it, whether it is in the cache or
+    not, and wherever it runs; by all tokens of a layer at once.
 
     Args:
         rule: belongs to this cache from here on.

@@ -249,7 +249,7 @@ class LowestScore:
         self._scores: dict[int, list[float]] = {}
 
     def used(self, page: Page, step: int, tokens: int) -> None:
-        """Scores decide alone."""
+        """Ranks by score only."""
 
     def scored(self, layer: int, scores: Sequence[float]) -> None:
         averages = self._scores.get(layer) or [0.0] * len(scores)

@@ -7,9 +7,9 @@ from functools import cache
 
 from moesched.drivers.sharing import fair_rates
 from moesched.machines.cost import cost_model
+from moesched.machines.demand import CostModel, Demand
 from moesched.models.layout import Page
 from moesched.models.operations import Amount
-from moesched.seams import CostModel, Demand
 from moesched.steps.plan import Plan
 from moesched.steps.roles import Role
 from moesched.tasks import Work, WorkPart

@@ -16,13 +16,13 @@ def experts_that_fit(plan: Plan) -> int:
 
 
 def all_fit(plan: Plan) -> bool:
-    """Whether all experts fit in the free memory of the accelerator."""
+    """Test whether all experts fit in the free memory of the accelerator."""
     experts = (page for page in plan.layout.pages if page.expert >= 0)
     return sum(map(plan.slot_bytes, experts)) <= plan.free("accelerator")
 
 
 def host_has_experts(plan: Plan) -> bool:
-    """Whether the host has a memory of its own that holds all experts, or has room for them."""
+    """Test whether the host has a memory of its own that holds all experts, or has room for them."""
     if plan.machine.unified or plan.machine.weights_on_host:
         return not plan.machine.unified
     return sum(plan.slot_bytes(page) for page in plan.layout.pages if page.expert >= 0) <= plan.free("host")
@@ -57,7 +57,7 @@ class ExpertPool:
         return self._pages[expert][0] in self._pool
 
     def arrived(self, step: Step, expert: Expert) -> bool:
-        """Whether all pages of an expert are there now (see `Step.arrived`)."""
+        """Test whether all pages of an expert are there now (see `Step.arrived`)."""
         return all(map(step.arrived, self._pages[expert]))
 
     def fetch(self, step: Step, expert: Expert) -> None:

@@ -42,7 +42,7 @@ def evenly(count: int, chosen: int) -> list[int]:
 
 
 def _by_layers(plan: Plan) -> bool:
-    """Whether the KV cache is divided by layers, as there is a single micro-batch; beams share theirs undivided."""
+    """Test whether layers divide the KV cache, as there is a single micro-batch; beams share theirs undivided."""
     return len(plan.micro_batches) == 1 and len(plan.stages) == 1 and plan.batch.beams == 1
 
 

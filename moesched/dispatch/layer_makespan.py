@@ -199,7 +199,7 @@ class _Thresholds:
         return best
 
     def none_beats(self, best: _Threshold) -> bool:
-        """Whether no choice, by thresholds or not, beats `best` by more than 1 %."""
+        """Test whether no choice, by thresholds or not, beats `best` by more than 1 %."""
         layer, enough = self._layer, best.seconds / NEAR
         resident, missing = layer.resident_here, layer.missing_here
         if resident[:1] == resident[-1:] and missing[:1] == missing[-1:]:
@@ -215,7 +215,7 @@ class _Thresholds:
         return True
 
     def _host_is_last(self, away: int, even: int | None = None) -> bool:
-        """Whether the host ends after the accelerator's resident experts when `away` of them are sent to the host."""
+        """Test whether the host, which gets `away` experts, ends after the accelerator's resident ones."""
         even = self._even(away) if even is None else even
         return self._away[away] + self._left[even] >= self._here[away]
 

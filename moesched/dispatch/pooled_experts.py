@@ -9,7 +9,7 @@ from moesched.dispatch.expert_placement import Expert, Routed, order_of, popular
 from moesched.dispatch.expert_pool import ExpertPool, all_fit, experts_that_fit, host_has_experts
 from moesched.dispatch.setting_limits import require_at_most
 from moesched.routing.scores import ScoredTokens
-from moesched.seams import Eviction
+from moesched.steps.eviction_rule import Eviction
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 
@@ -70,7 +70,7 @@ class PooledExperts(CachedExperts):
         return self.hits(layer, tokens_of(routed), step.index)
 
     def arrived(self, step: Step, expert: Expert) -> bool:
-        """Whether an expert is on the accelerator now (see `Step.arrived`)."""
+        """Test whether an expert is on the accelerator now (see `Step.arrived`)."""
         return self.pool is None or self.pool.arrived(step, expert)
 
     def fetch(self, step: Step, expert: Expert) -> None:

@@ -29,7 +29,7 @@ OF_SSH = 255
 
 
 def cluster_facts(cluster: Cluster, seconds: float = SECONDS) -> ClusterFacts:
-    """Whether ssh starts moesched on each node, and the state of each port; all are asked at once.
+    """The answer of ssh on each node, and the state of each port; all are asked at once.
 
     seconds: time that ssh has for it.
     """
@@ -94,7 +94,7 @@ def port_state(address: str, port: int) -> PortState:
 
 
 def _own_port_state(address: str, port: int) -> PortState:
-    """Whether this user may listen on a port, where the address is this machine's."""
+    """Test whether this user may listen on a port, where the address is this machine's."""
     try:
         family = socket.AF_INET6 if ":" in address and ip_address(address).version == 6 else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listening:

@@ -49,7 +49,7 @@ SSH_PROBLEMS = (
         "switch the machine on, keep it awake, and open its port 22; " + BY_HAND,
     ),
 )
-"""What is in ssh's own words, what that says of the node, and the remedy, with `to` for the destination."""
+"""Words of ssh, their meaning for the node, and the remedy, with `to` for the destination."""
 
 
 def probe_cluster(facts: Facts) -> Iterator[Finding]:
@@ -73,9 +73,9 @@ def probe_cluster(facts: Facts) -> Iterator[Finding]:
 def _of_node(node: SshFacts, cluster: ClusterFacts) -> Finding:
     about = f"ssh {node.destination}"
     if node.problem:
-        told = node.problem.lower()
+        problem = node.problem.lower()
         _, says, remedy = next(
-            (each for each in SSH_PROBLEMS if any(word.lower() in told for word in each[0])),
+            (each for each in SSH_PROBLEMS if any(word.lower() in problem for word in each[0])),
             ((), "is not reached by ssh", BY_HAND),
         )
         return Finding(

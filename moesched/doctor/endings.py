@@ -149,8 +149,8 @@ def _finished(
             preexec_fn=limit,
         )
     except subprocess.TimeoutExpired:
-        told = f"it did not end within {PATIENCE_SECONDS:.0f} s"
-        return subprocess.CompletedProcess(command, -signal.SIGKILL, "", told)
+        problem = f"it did not end within {PATIENCE_SECONDS:.0f} s"
+        return subprocess.CompletedProcess(command, -signal.SIGKILL, "", problem)
 
 
 def _limit_address_space(nbytes: int) -> None:

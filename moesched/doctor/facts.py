@@ -15,7 +15,7 @@ PortState = Literal["free", "taken", "silent", "forbidden"]
 
 
 NO_ANSWER = "no answer"
-"""The beginning of what is told of an ssh that was given up."""
+"""The beginning of the message for an ssh that was given up."""
 
 
 class ProcessorFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,5 +20,5 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_trouble(self) -> bool:
-        """Whether something has to be done."""
+        """True if something has to be done."""
         return bool(self.remedy)

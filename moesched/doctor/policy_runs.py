@@ -107,9 +107,7 @@ def run_policies(
         except BadInput as error:
             found.refused[name] = str(error)
             continue
-        except (
-            Exception
-        ) as error:  # told in a line of the report: a policy's failure must not hide the others
+        except Exception as error:  # reported in one line: a policy's failure must not hide the others
             found.failed[name] = f"{type(error).__name__}: {error}"
             continue
         if name == FIRST:

@@ -28,7 +28,7 @@ def try_device(device: str, facts: Facts, progress: Progress) -> list[Finding]:
 
     Args:
         device: "cpu", "cuda" or "mlx".
-        progress: told the policies that are done, all of them, and what runs.
+        progress: called with the number of policies done, the number of all, and the name of the one that runs.
     """
     if reason := _why_not(device, facts):
         return [Finding(about="trial", says=f"nothing ran on {device}: {reason}", remedy="mend that first")]

@@ -168,7 +168,7 @@ class Account:
             self._lanes[task.lane].move(task, self._calls)
 
     def _on_device(self, earlier: int, task: Task) -> bool:
-        """Whether the device keeps the edge between two tasks, because a stream took the earlier one in."""
+        """Test whether the device keeps the edge between two tasks, because a stream took the earlier one in."""
         domain = task.lane.domain
         return domain is not None and domain == self.tasks[earlier].lane.domain and earlier in self._released
 

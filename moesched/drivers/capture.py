@@ -147,7 +147,7 @@ class Template:
         return task.micro_batch, task.verb, self.kind_of[task.layer]
 
     def repeats(self, other: Template) -> bool:
-        """Whether this step does the same as another one, on other data."""
+        """Test whether this step does the same as another one, on other data."""
         return (
             self.edges == other.edges
             and self.lanes == other.lanes

@@ -10,11 +10,11 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from moesched.seams import Issued, Streams
 from moesched.tasks import Lane, Task
 
-LaneKind = Literal["thread", "guest", "loop", "awaitable", "stream"]
 Execute = Callable[[Task], Any]
 Clock = Callable[[], int]
 """A monotonic clock in nanoseconds, with any origin."""
@@ -37,27 +37,6 @@ class LaneReports(Protocol):
 
     def issued(self, task: Task, mine: Runner) -> Task | None:
         """Report that a task was issued to a stream. The lock must be held."""
-
-
-class Issued(Protocol):
-    """A task that was issued to a device's stream."""
-
-    def wait(self) -> None:
-        """Block until it ends; raises its error."""
-
-    @property
-    def value(self) -> Any:
-        """Its result."""
-
-    def span(self) -> tuple[int, int]:
-        """Its start and end on the driver's clock; known once `wait` has returned."""
-
-
-class Streams(Protocol):
-    """A device's interface for its streams."""
-
-    def issue(self, task: Task, after: list[Task]) -> Issued:
-        """Issue a task to its lane's stream; it waits there for the tasks `after` on the device's other streams."""
 
 
 class Runner(Protocol):

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moesched.seams import CostModel
+from moesched.machines.demand import CostModel
 from moesched.tasks import Work
 
 
@@ -28,7 +28,7 @@ FULL = 5_000_000
 _made_old = 0
 
 _frozen_by_others = False
-"""Whether others froze objects, which must stay so; found once, since counting them takes long."""
+"""True if others froze objects, which must stay so; found once, since counting them takes long."""
 
 
 @contextmanager

@@ -19,18 +19,16 @@ from moesched.drivers.lanes import (
     AwaitableRunner,
     Clock,
     Execute,
-    LaneKind,
     LoopRunner,
     Runner,
     StreamRunner,
-    Streams,
     ThreadRunner,
 )
 from moesched.drivers.policies import PolicyRun, results_of
 from moesched.drivers.rendezvous import Rendezvous
 from moesched.engine import Engine
 from moesched.errors import TaskCancelled
-from moesched.seams import Observer
+from moesched.seams import LaneKind, Observer, Streams
 from moesched.tasks import Block, Lane, Task
 
 T = TypeVar("T", bound=Task)

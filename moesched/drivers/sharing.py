@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import ceil, inf, prod
 
-from moesched.seams import Demand, at_once
+from moesched.machines.demand import Demand, at_once
 from moesched.tasks import Work
 
 IDLE = -1

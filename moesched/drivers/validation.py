@@ -34,7 +34,7 @@ class BrokenRule(AssertionError):
 
 
 def switched_on() -> bool:
-    """Whether the environment asks for every run to be checked."""
+    """Test whether the environment asks for every run to be checked."""
     return os.environ.get(SWITCH, "") not in ("", "0")
 
 

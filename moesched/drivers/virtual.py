@@ -20,7 +20,8 @@ from moesched.drivers.rendezvous import Rendezvous
 from moesched.drivers.sharing import IDLE, Shared, SharedApart
 from moesched.engine import Engine
 from moesched.errors import PolicyError
-from moesched.seams import CostModel, Delay, Observer
+from moesched.machines.demand import CostModel
+from moesched.seams import Delay, Observer
 from moesched.tasks import Lane, Task
 
 Perform = Callable[[Task], Any]

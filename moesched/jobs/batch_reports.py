@@ -48,7 +48,7 @@ class BatchReports:
             self._ending.error = self._ending.error or error
 
     def ended_early(self, number: int) -> bool:
-        """Whether a batch has no report, or its report says that it was interrupted or failed."""
+        """Test whether a batch has no report, or its report says that it was interrupted or failed."""
         if len(self.all) <= number:
             return True
         return self.all[number].interrupted or self.all[number].failure is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -30,8 +30,11 @@ from moesched.runs.cell_progress import listener_or_cell
 from moesched.runs.generation import TokenHandling
 from moesched.runs.hardware import run
 from moesched.runs.listeners import KindMeter, observers_in
+from moesched.runs.outcome import Report
 from moesched.runs.ranks import Devices, Rank
-from moesched.seams import Emulates, TellsProgress
+from moesched.seams import Emulates, Observer, TellsProgress
+from moesched.trace import LastSteps, Recorder, Recording
+from moesched.trace.recording import Roof
 
 
 class Call:
@@ -113,53 +116,29 @@ class Call:
         )
 
     def _run_batch(self, batch: Batch, texts: TextListener, files: BatchFiles, explains: bool) -> JobReport:
-        job, devices = self._job, self._devices
         expectation = None
         if self._given.expect:
-            expectation = Expectation(job, batch, devices, self._obstacle, self._predicted)
-        plan, policy = job.plan(batch, devices.slot_bytes, policy=self._policies.next_of(0))
-        peers = [
-            Rank(*job.plan(batch, devices.slot_bytes, policy=self._policies.next_of(rank)), device)
-            for rank, device in enumerate(devices.all[1:], start=1)
-        ]
+            expectation = Expectation(self._job, batch, self._devices, self._obstacle, self._predicted)
+        ranks = self._ranks(batch)
+        plan = ranks[0].plan
         self._listener.planned(plan)
-        knows_rates = bool(plan.machine.cost_table) or isinstance(devices.first, Emulates)
+        knows_rates = bool(plan.machine.cost_table) or isinstance(self._devices.first, Emulates)
         recorder = recorder_for(plan, files, explained=explains, predicts=knows_rates)
-        kinds = KindMeter()
-        read_before = devices.bytes_read
-        ending = JobEnding()
-        report = reported(
-            partial(
-                run,
-                plan,
-                policy,
-                devices.first,
-                self._prompts_of(batch),
-                sampling=self._sampling,
-                tokens=TokenHandling(job.layout.config.stop_tokens, texts.tell),
-                observers=[
-                    *observers_in(self._listener),
-                    kinds,
-                    *(expectation.observers if expectation else ()),
-                ],
-                recorder=recorder,
-                peers=peers,
-                keep_open=True,
-            ),
-            ending,
-        )
+        kinds, ending = KindMeter(), JobEnding()
+        observers: list[Observer] = [kinds, *(expectation.observers if expectation else ())]
+        read_before = self._devices.bytes_read
+        report = reported(partial(self._run, ranks, batch, texts, observers, recorder), ending)
         texts.finish_all()
         self._listener.ran()
-        read = devices.bytes_read
         finished = job_report(
             report,
             plan,
             kinds,
-            policy=job.policy_name,
-            dtype=job.layout.dtype,
+            policy=self._job.policy_name,
+            dtype=self._job.layout.dtype,
             text=texts.texts,
-            cores=devices.core_plan,
-            bytes_read=None if read is None or read_before is None else read - read_before,
+            cores=self._devices.core_plan,
+            bytes_read=_since(read_before, self._devices.bytes_read),
             change=self._checkpoint.change(),
             trace=files.trace,
         )
@@ -167,11 +146,59 @@ class Call:
             finished = expectation.added_to(finished)
         if recorder is not None:
             roofs = roofs_of(plan.machine, finished.dtype) if knows_rates else None
-            recording, explanation = recorder.recording(), None
-            if explains:
-                from moesched.jobs.explained import explained  # nothing before the first token needs it
-
-                finished, explanation = explained(finished, recording, about_of(finished))
-            write_recording(files, recording, finished, self._listener, roofs=roofs, explanation=explanation)
+            finished = self._hand_over(finished, recorder.recording(), files, roofs, explains)
         ending.raise_error(finished)
         return finished
+
+    def _ranks(self, batch: Batch) -> list[Rank]:
+        """A plan and a policy for each device."""
+        return [
+            Rank(
+                *self._job.plan(batch, self._devices.slot_bytes, policy=self._policies.next_of(rank)), device
+            )
+            for rank, device in enumerate(self._devices.all)
+        ]
+
+    def _run(
+        self,
+        ranks: Sequence[Rank],
+        batch: Batch,
+        texts: TextListener,
+        observers: Sequence[Observer],
+        recorder: Recorder | LastSteps | None,
+    ) -> Report:
+        first, *peers = ranks
+        return run(
+            first.plan,
+            first.policy,
+            first.device,
+            self._prompts_of(batch),
+            sampling=self._sampling,
+            tokens=TokenHandling(self._job.layout.config.stop_tokens, texts.tell),
+            observers=[*observers_in(self._listener), *observers],
+            recorder=recorder,
+            peers=peers,
+            keep_open=True,
+        )
+
+    def _hand_over(
+        self,
+        report: JobReport,
+        recording: Recording,
+        files: BatchFiles,
+        roofs: Mapping[str, Roof] | None,
+        explains: bool,
+    ) -> JobReport:
+        """Write a batch's recording; returns the report, explained if that is wanted."""
+        explanation = None
+        if explains:
+            from moesched.jobs.explained import explained  # nothing before the first token needs it
+
+            report, explanation = explained(report, recording, about_of(report))
+        write_recording(files, recording, report, self._listener, roofs=roofs, explanation=explanation)
+        return report
+
+
+def _since(before: int | None, now: int | None) -> int | None:
+    """The difference of two counts; None where nothing counts."""
+    return None if before is None or now is None else now - before

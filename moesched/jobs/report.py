@@ -16,9 +16,6 @@ from moesched.errors import MoeschedError, attach_report
 from moesched.planner.uncertainty import Figures
 from moesched.runs.listeners import KindMeter, kind_use
 from moesched.runs.outcome import (
-    Dilations,
-    EmulatedLane,
-    Emulation,
     ForecastUse,
     LaneUse,
     PoolUse,
@@ -30,6 +27,7 @@ from moesched.runs.outcome import (
 )
 from moesched.runs.process_bytes import ProcessBytes, largest
 from moesched.runs.token_times import merged
+from moesched.seams import Dilations, EmulatedLane, Emulation
 from moesched.steps.plan import Plan
 from moesched.steps.preview_accuracy import Compared
 from moesched.system.cores import CorePlan

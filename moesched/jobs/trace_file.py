@@ -72,7 +72,7 @@ class BatchFiles(NamedTuple):
 
     @property
     def wanted(self) -> bool:
-        """Whether there is any, so that the batch has to be recorded."""
+        """True if there is any, so that the batch has to be recorded."""
         return self.trace is not None or self.html is not None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moesched.errors import BadInput
+from moesched.machines.demand import Demand
 from moesched.machines.kernel_times import ONLY_MOVING
 from moesched.machines.machine import (
     ATTENTION,
@@ -16,7 +17,6 @@ from moesched.machines.machine import (
 from moesched.machines.roofline import NO_LEVELS, Roofline, slowed_beside
 from moesched.machines.surfaces import Surface
 from moesched.machines.sustained import Levels
-from moesched.seams import Demand
 from moesched.tasks import Work, WorkPart
 
 CACHE_WRITING = "offload_kv"

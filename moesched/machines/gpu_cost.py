@@ -7,12 +7,12 @@ first start, and then run.
 from __future__ import annotations
 
 from moesched.machines.calibrated import CACHE_WRITING, DISPATCH, sort_of
+from moesched.machines.demand import Demand
 from moesched.machines.kernel_times import EXPERTS, is_product
 from moesched.machines.machine import ATTENTION, ATTENTION_CALLS, CACHE_WRITE, CostPoint, Machine
 from moesched.machines.roofline import NO_LEVELS, Roofline, slowed_beside
 from moesched.machines.surfaces import Surface
 from moesched.machines.sustained import Levels
-from moesched.seams import Demand
 from moesched.tasks import Work
 
 PRODUCT = "product"

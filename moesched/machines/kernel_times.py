@@ -125,10 +125,10 @@ def kernels(part: WorkPart) -> float:
 
 
 def is_attention(part: WorkPart) -> bool:
-    """Whether a part is attention itself, not a projection before or after it."""
+    """Test whether a part is attention itself, not a projection before or after it."""
     return "attention" in part.operation.split()
 
 
 def is_product(part: WorkPart) -> bool:
-    """Whether a part multiplies rows with weights."""
+    """Test whether a part multiplies rows with weights."""
     return part.size > 0 and part.operation not in ONLY_MOVING and not is_attention(part)

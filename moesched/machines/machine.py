@@ -261,17 +261,17 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def unified(self) -> bool:
-        """Whether accelerator and host share one memory, so that nothing is copied between them."""
+        """True if accelerator and host share one memory, so that nothing is copied between them."""
         return self.accelerator.memory == self.host.memory
 
     @property
     def page_locked(self) -> bool:
-        """Whether accelerators copy from and to all of the host's memory at the link's rate, without staging."""
+        """True if accelerators copy from and to all of the host's memory at the link's rate, without staging."""
         return not self.unified and self.roles.pinned is None
 
     @property
     def weights_on_host(self) -> bool:
-        """Whether the weights come from the memory that the host computes from."""
+        """True if the weights come from the memory that the host computes from."""
         return self.roles.weights == self.host.memory
 
     def peak(self, processor: str, dtype: str) -> float:
@@ -288,7 +288,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return rate
 
     def joins(self, source: str, destination: str) -> bool:
-        """Whether there is a link from one memory to another."""
+        """Test whether there is a link from one memory to another."""
         return any((link.source, link.destination) == (source, destination) for link in self.links)
 
     def link(self, source: str, destination: str) -> Link:

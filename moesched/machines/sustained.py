@@ -100,7 +100,7 @@ def copies_of(machine: Machine) -> DeviceClass:
 
 
 def is_rated(machine: Machine) -> bool:
-    """Whether the machine names classes of device, so that its stated rates are peaks."""
+    """Test whether the machine names classes of device, so that its stated rates are peaks."""
     return any(processor.device_class for processor in machine.processors.values())
 
 

@@ -155,7 +155,7 @@ class Candidate:
         return bisect_left(sizes, True, key=lambda size: not self._fits(size, chunk))
 
     def _fits(self, size: int, chunk: int | None) -> bool:
-        """Whether one micro-batch fits, with its KV cache where the policy has room for it."""
+        """Test whether one micro-batch fits, with its KV cache where the policy has room for it."""
         setting = with_chunk(self.setting, chunk)
         try:
             setting.plan(setting.batch(1, size), kv_on_gpu=self._share)

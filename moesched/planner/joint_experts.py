@@ -1,4 +1,4 @@
-"""Whether a policy runs an expert once on the tokens of several micro-batches, learned from a run of a few tasks."""
+"""Policies that run an expert once on the tokens of several micro-batches, recognised by a run of a few tasks."""
 
 from __future__ import annotations
 

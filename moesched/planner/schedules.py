@@ -83,7 +83,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def whole(self) -> bool:
-        """Whether all layers were simulated, so that the figures are no estimate from a few."""
+        """True if all layers were simulated, so that the figures are no estimate from a few."""
         return self.few is None or self.trial_run.layers > self.few.setting.layout.config.layers
 
 

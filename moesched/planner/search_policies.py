@@ -227,7 +227,7 @@ def _winner(seen: Mapping[Candidate, Seen]) -> Candidate:
 
 
 def _needs_others(name: str) -> bool:
-    """Whether a policy shares experts between machines, or only tests the framework."""
+    """Test whether a policy shares experts between machines, or only tests the framework."""
     if name in plugins.for_tests("policies"):
         return True
     try:

@@ -8,12 +8,13 @@ from functools import cached_property, lru_cache
 import msgspec
 
 from moesched.machines import Machine
+from moesched.machines.demand import CostModel
 from moesched.models.layout import Page, WeightLayout, bytes_of
 from moesched.planner.objectives import Objective
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes, batch_of
 from moesched.runs.planning import plan_run
-from moesched.seams import CostModel, Policy
+from moesched.seams import Policy
 from moesched.settings import takes_setting
 from moesched.steps.plan import Plan
 from moesched.steps.process import Process
@@ -94,7 +95,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def searches_shares(self) -> bool:
-        """Whether the share of the KV cache on the accelerator is to be found."""
+        """True if the share of the KV cache on the accelerator is to be found."""
         return self.splits_kv and self.kv_on_gpu is None
 
     @cached_property
@@ -118,5 +119,5 @@ def _batch(lengths: tuple[int, ...], new_tokens: int, sizes: BatchSizes) -> Batc
 
 
 def splits_kv(policy: type, machine: Machine) -> bool:
-    """Whether a policy has a setting for the KV cache's share on the accelerator, and that has a memory of its own."""
+    """Test whether a policy has a setting for the KV cache's share on an accelerator with a memory of its own."""
     return not machine.unified and takes_setting(policy, KV_SHARE)

@@ -116,7 +116,7 @@ def _pooled(plan: Plan) -> dict[str, int]:
 
 
 def _as_resident(few: Plan, plan: Plan) -> bool:
-    """Whether a plan of a few layers has as much of the weights and the KV cache there, in proportion."""
+    """Test whether a plan of a few layers has as much of the weights and the KV cache there, in proportion."""
     pairs = (_kept(few), _kept(plan)), (few.kv.on_gpu, plan.kv.on_gpu)
     return all(abs(ours - theirs) <= SHARE_DIFFERS for ours, theirs in pairs)
 

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from moesched.dispatch.kv_placement import evenly
 from moesched.engine import Engine
 from moesched.errors import BadInput
+from moesched.machines.demand import CostModel
 from moesched.planner.few_layers import probed
 from moesched.planner.joint_experts import runs_experts_jointly
 from moesched.planner.setting import UNLIMITED, Setting
 from moesched.runs.planning import make_lanes
-from moesched.seams import CostModel
 from moesched.steps.plan import Plan
 from moesched.steps.reservations import Declared
 from moesched.steps.roles import Role

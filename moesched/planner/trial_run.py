@@ -9,12 +9,13 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched.engine import Engine
+from moesched.machines.demand import CostModel
 from moesched.planner.trial_routing import TrialRouting
 from moesched.requests.batch import Batch
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.ranks import Rank
 from moesched.runs.virtual_run import VirtualRun
-from moesched.seams import CostModel, Observer, Policy
+from moesched.seams import Observer, Policy
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 from moesched.trace import Recorder

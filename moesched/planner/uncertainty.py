@@ -17,13 +17,13 @@ from moesched.drivers.capture import CapturingEngine, NotFixed
 from moesched.drivers.replay import CapturedRun
 from moesched.machines import Machine
 from moesched.machines.cost import cost_model
+from moesched.machines.demand import CostModel
 from moesched.machines.estimates import Level
 from moesched.machines.sustained import at_peak, groups
 from moesched.planner.trial_run import steps_of, trial_run, whole_steps
 from moesched.requests.batch import Batch
 from moesched.runs.assembly import assemble
 from moesched.runs.ranks import Rank
-from moesched.seams import CostModel
 from moesched.steps.plan import devices_contend
 from moesched.tasks import Task, Work
 
@@ -204,7 +204,7 @@ def _figures(ends: Sequence[int], batch: Batch) -> Figures:
 
 
 def _effects(base: Figures, others: Iterable[Figures]) -> dict[str, tuple[float, float]]:
-    """How far a rate moves each figure down and up, as logarithms."""
+    """Effect of a rate on each figure, down and up, as logarithms."""
     known = list(others)
     moves = {
         name: [_log_ratio(getattr(each, name), getattr(base, name)) for each in known] for name in FIGURES

@@ -108,12 +108,12 @@ def write_comparison_page(path: Path | str, comparison: Comparison, runs: Sequen
     )
     tables = []
     if comparison.difference is not None:
-        told = {
+        parts = {
             "Causes of the difference": (*comparison.causes(), 5),
             "By lane": (*comparison.lane_causes(), 4),
             "Longest waits on the critical path": (*comparison.waits(), 2),
         }
-        tables = [table(name, *each) for name, each in told.items() if each[1]]
+        tables = [table(name, *each) for name, each in parts.items() if each[1]]
     header = comparison.header()
     tables.append(table("All figures", header, comparison.table(), len(header) - 2))
     _write(Path(path), title, {"head": "".join(head), "tables": "".join(tables)}, runs)
@@ -121,14 +121,14 @@ def write_comparison_page(path: Path | str, comparison: Comparison, runs: Sequen
 
 def _endings(recording: Recording, report: Mapping[str, Any]) -> list[str]:
     """Reasons for which the page does not show a whole run."""
-    told = []
+    sentences = []
     if report.get("failure"):
-        told.append(f"The run failed: {report['failure']}")
+        sentences.append(f"The run failed: {report['failure']}")
     if report.get("interrupted"):
-        told.append("The run was interrupted; this is what there was so far.")
+        sentences.append("The run was interrupted; this is what there was so far.")
     if recording.trimmed:
-        told.append("The run was too long to record as a whole: these are its last steps.")
-    return told
+        sentences.append("The run was too long to record as a whole: these are its last steps.")
+    return sentences
 
 
 def _bottleneck(explanation: Explanation) -> str:
@@ -147,8 +147,8 @@ def _helps(helps: Sequence[Help]) -> str:
         for each in helps
     )
     held = [DECISIONS_HELD] if any(each.decisions_unchanged for each in helps) else []
-    told = element("strong", "What would help"), element("ul", *items), paragraphs(held, css="note")
-    return element("div", *told, css="helps")
+    content = element("strong", "What would help"), element("ul", *items), paragraphs(held, css="note")
+    return element("div", *content, css="helps")
 
 
 def _legend(runs: Sequence[TitledRun]) -> str:

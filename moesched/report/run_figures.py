@@ -29,7 +29,7 @@ TIMES = {
 def run_figures(
     recording: Recording, explanation: Explanation | None, report: Mapping[str, Any]
 ) -> dict[str, str]:
-    """What one wants to know first, by name."""
+    """The first figures to look at, by name."""
     found: dict[str, str] = {}
     for key, name in RATES.items():
         if report.get(key):

@@ -108,7 +108,7 @@ def ratio_claim(claim: PaperClaim, ours: Sequence[float], how: str = "", because
 
 
 def agrees(paper: tuple[float, float], ours: tuple[float, float]) -> bool:
-    """Whether two figures or ranges, each from its lowest to its highest value, agree as `AGREEMENT` says."""
+    """Test whether two figures or ranges, each from its lowest to its highest value, agree as `AGREEMENT` says."""
     (low, high), (least, most) = paper, ours
     if low < high and least < most:
         return min(high, most) - max(low, least) >= OVERLAP * max(high - low, most - least)

@@ -36,7 +36,7 @@ class Batch(msgspec.Struct, frozen=True):
 
     @property
     def chunked(self) -> bool:
-        """Whether a prompt is cut into several micro-batches of prefill."""
+        """True if a prompt is cut into several micro-batches of prefill."""
         most, prompts = self.prefill_chunk, self.prompts
         return most is not None and any(
             sum(prompts[request] for request in requests) > most for requests in self.micro_batches

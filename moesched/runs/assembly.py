@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Generic, NamedTuple, TypeVar
 
-from moesched.drivers.lanes import LaneKind
 from moesched.drivers.validation import watching
 from moesched.engine import Engine
 from moesched.runs.generation import Generation, TokenHandling
 from moesched.runs.outcome import Outcome
 from moesched.runs.planning import make_lanes
 from moesched.runs.ranks import OfLanes, Rank
-from moesched.seams import Observer
+from moesched.seams import LaneKind, Observer
 from moesched.steps.run_state import RunState
 from moesched.tasks import Lane
 from moesched.trace import LastSteps, Recorder

@@ -33,7 +33,7 @@ class TokenHandling(NamedTuple):
     stop_tokens: Collection[int] = ()
     on_tokens: OnTokens | None = None
 
-    def unheard(self) -> TokenHandling:
+    def without_receiver(self) -> TokenHandling:
         """A copy without a receiver, for ranks that generate the same tokens as the first one."""
         return self._replace(on_tokens=None)
 

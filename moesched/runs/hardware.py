@@ -88,7 +88,7 @@ def run(
         report = replace(report, warm_up_seconds=device.warm_up_seconds())
     if isinstance(device, ReportsHome):
         report = replace(report, weights_home=device.weights_home)
-    if not _is_told(ending.error, one_of_several=plan.nodes.count > 1 and not peers):
+    if not _report_suffices(ending.error, one_of_several=plan.nodes.count > 1 and not peers):
         ending.raise_error(report)
     return report
 
@@ -107,8 +107,8 @@ def _require_runnable(plan: Plan, policy: Policy, device: Device) -> None:
         )
 
 
-def _is_told(error: Exception | None, *, one_of_several: bool) -> bool:
-    """Whether a report tells enough of an error: of damaged or unreadable weights, and of nodes that are lost."""
+def _report_suffices(error: Exception | None, *, one_of_several: bool) -> bool:
+    """Test whether the report alone describes an error: damaged or unreadable weights, or lost nodes."""
     cause = error.__cause__ if isinstance(error, TaskFailed) else None
     return isinstance(cause, MoeschedError) and (one_of_several or not isinstance(cause, TransportError))
 
@@ -135,7 +135,7 @@ class _HardwareRun:
                 rank,
                 new_shared_engine,
                 kinds=rank.device.kinds,
-                tokens=tokens if number == 0 or tokens is None else tokens.unheard(),
+                tokens=tokens if number == 0 or tokens is None else tokens.without_receiver(),
             )
             for number, rank in enumerate(ranks)
         ]

@@ -16,7 +16,7 @@ from moesched.runs.token_times import (
     micro_batch_times,
     request_times,
 )
-from moesched.seams import Policy
+from moesched.seams import Emulation, Policy
 from moesched.steps.memory import Memory, counts_of
 from moesched.steps.plan import Plan
 from moesched.steps.preview_accuracy import Compared
@@ -129,43 +129,6 @@ def forecast_use(predictor: str, ahead: int, compared: Compared) -> ForecastUse:
 def preview_use(ahead: int, compared: Compared) -> PreviewUse:
     """The report of the previews from one distance."""
     return PreviewUse(ahead, *compared, _rate(compared.found, compared.chosen))
-
-
-class Dilations(msgspec.Struct, frozen=True):
-    """Real seconds for each second of an emulated machine."""
-
-    prefill: float
-    decode: float
-
-
-class EmulatedLane(msgspec.Struct, frozen=True):
-    """One lane of an emulated machine.
-
-    Attributes:
-        real_share: seconds of real work over the dilated seconds of the modelled work; below a third in a good
-            emulation.
-        overruns: tasks whose real work took more than a third of their dilated time.
-        late: those whose real work took longer than that time, so that they ended late.
-        excess_seconds: total time that tasks took longer than modelled, in the emulated machine's time.
-    """
-
-    real_share: float
-    overruns: int
-    late: int
-    excess_seconds: float
-
-
-class Emulation(msgspec.Struct, frozen=True):
-    """Quality of an emulation. All other times of a report are the emulated machine's.
-
-    Attributes:
-        dilation: factor by which time passed more slowly than on the emulated machine.
-        core_load: share of this machine's cores that the run kept busy.
-    """
-
-    dilation: Dilations
-    core_load: float
-    lanes: dict[str, EmulatedLane]
 
 
 class PlanReport(msgspec.Struct, frozen=True):

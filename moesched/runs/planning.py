@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from inspect import iscoroutinefunction
 
-from moesched.drivers.lanes import LaneKind
 from moesched.drivers.policies import policys_failures
 from moesched.errors import BadInput, OverBudget, PolicyError
 from moesched.machines import INTERCONNECT, Machine
@@ -13,7 +12,7 @@ from moesched.machines.group import numbered
 from moesched.machines.networks import NETWORK
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.batch import Batch
-from moesched.seams import Policy, is_expert_parallel, is_pipelined
+from moesched.seams import LaneKind, Policy, is_expert_parallel, is_pipelined
 from moesched.steps.plan import Plan
 from moesched.steps.process import Process
 from moesched.system.source_lines import raising_line
@@ -21,7 +20,7 @@ from moesched.tasks import Lane
 from moesched.units import format_bytes
 
 SMALLER = "raise --budget, or lower --batch-size or --max-new-tokens"
-"""What a user may do where a plan does not fit."""
+"""Remedies where a plan does not fit."""
 KERNELS_AHEAD = 8
 """Tasks that an accelerator's stream has in its queue: short kernels would otherwise wait for the host."""
 TRANSFERS_AHEAD = 2

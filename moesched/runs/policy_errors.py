@@ -52,7 +52,7 @@ class Frame(NamedTuple):
 
 
 def is_policys(error: BaseException) -> bool:
-    """Whether an error came from a policy's code: it broke a rule, or raised an exception of its own."""
+    """Test whether an error came from a policy's code: it broke a rule, or raised an exception of its own."""
     if isinstance(error, MoeschedError):
         return isinstance(error, PolicyError)
     return bool(own_frames(error)) or _has_other_arguments(error)
@@ -94,7 +94,7 @@ def own_frames(error: BaseException) -> list[Frame]:
 
 
 def _has_other_arguments(error: BaseException) -> bool:
-    """Whether a policy's method could not be called, since it takes other arguments."""
+    """Test whether a policy's method could not be called, since it takes other arguments."""
     return isinstance(error, TypeError) and bool(
         re.search(r"\.(plan|prefill|decode)\(\) (takes|missing)", str(error))
     )

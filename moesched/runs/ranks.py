@@ -7,13 +7,23 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from moesched import plugins
-from moesched.drivers.lanes import Execute, Issued, Streams
+from moesched.drivers.lanes import Execute
 from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.models.tensor_parallel import cut_checkpoint
-from moesched.seams import CountsReads, Device, Emulates, HasOwnBytes, JoinsRanks, Observer, Policy
+from moesched.seams import (
+    CountsReads,
+    Device,
+    Emulates,
+    HasOwnBytes,
+    Issued,
+    JoinsRanks,
+    Observer,
+    Policy,
+    Streams,
+)
 from moesched.settings import check_settings
 from moesched.steps.plan import Plan
 from moesched.steps.process import Process

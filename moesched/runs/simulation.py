@@ -11,6 +11,7 @@ from moesched.drivers.replay import ReplayObserver, replay_run
 from moesched.errors import BadInput
 from moesched.inputs.defaults import PREVIEW_ACCURACY
 from moesched.machines.cost import cost_model
+from moesched.machines.demand import CostModel
 from moesched.routing import SeededRouting
 from moesched.routing.router_forecast import RouterForecast
 from moesched.runs.assembly import assemble, observers_of
@@ -19,7 +20,7 @@ from moesched.runs.ending import Ending
 from moesched.runs.outcome import Outcome, Report, make_report
 from moesched.runs.ranks import Rank
 from moesched.runs.virtual_run import VirtualRun
-from moesched.seams import CostModel, Observer, Policy, Routing
+from moesched.seams import Observer, Policy, Routing
 from moesched.steps.plan import Plan, lanes_contend
 from moesched.trace import LastSteps, Recorder
 

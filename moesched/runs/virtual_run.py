@@ -11,10 +11,11 @@ from moesched.drivers.virtual import VirtualDriver
 from moesched.drivers.wired_memory import wired_memory_delays
 from moesched.engine import Engine
 from moesched.machines.cost import cost_model
+from moesched.machines.demand import CostModel
 from moesched.runs.assembly import assemble, close_at_end, observers_of
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.ranks import OnDevices, Rank
-from moesched.seams import CostModel, Observer
+from moesched.seams import Observer
 from moesched.steps.plan import lanes_contend
 from moesched.tasks import Collective, Decision, HostKernel, Kernel, Lane, PageTransfer, Preview, Task
 from moesched.trace import LastSteps, Recorder

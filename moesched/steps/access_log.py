@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Used(msgspec.Struct, frozen=True, gc=False):
-    """A rule was told of a use; by 0 tokens when the page comes to its cache."""
+    """A use that was reported to a rule; by 0 tokens when the page comes to its cache."""
 
     cache: int
     page: Page

@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary
 
 from moesched.errors import PolicyError
 from moesched.models.layout import Page
-from moesched.seams import Eviction
 from moesched.steps.access_log import Left, Used
+from moesched.steps.eviction_rule import Eviction
 from moesched.steps.model_pages import describe
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ class ExpectedEnds(NamedTuple):
 
 
 def expected_ends(lanes: Iterable[Lane], asked: Iterable[Task], now: int, price: Price) -> ExpectedEnds:
-    """When the submitted tasks end if nothing more is submitted, on the clock of `now`.
+    """The ends of the submitted tasks if nothing more is submitted, on the clock of `now`.
 
     Each task takes as long as it would alone. Tasks that a stream has taken in are left out, apart from those asked
     for.

@@ -23,7 +23,7 @@ from moesched.steps.read_only import ReadOnly
 from moesched.tasks import DONE, RUNNING, Block, PageTransfer, Task
 
 if TYPE_CHECKING:
-    from moesched.seams import Eviction
+    from moesched.steps.eviction_rule import Eviction
     from moesched.steps.views import View
 
 Replacement = Literal["ring", "lru", "none"]

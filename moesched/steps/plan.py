@@ -20,9 +20,9 @@ from moesched.models.layout import Page, WeightLayout, bytes_of
 from moesched.models.operations import Operations
 from moesched.requests.batch import Batch
 from moesched.requests.chunks import Chunk
-from moesched.seams import Eviction
 from moesched.steps.claims import claim_of_slots
 from moesched.steps.declarations import Declarations, require_slots
+from moesched.steps.eviction_rule import Eviction
 from moesched.steps.memory import Fixed, Memory, Pool, Replacement
 from moesched.steps.model_pages import describe, require_list, require_pages
 from moesched.steps.node_experts import require_placement, require_routers
@@ -425,17 +425,17 @@ def _default_task_limit(layout: WeightLayout, micro_batches: int) -> int:
 
 
 def lanes_contend(plan: Plan) -> bool:
-    """Whether tasks on one lane slow others."""
+    """Test whether tasks on one lane slow others."""
     return devices_contend(plan) or host_contends(plan)
 
 
 def devices_contend(plan: Plan) -> bool:
-    """Whether accelerator and host share a memory, several stages' links do, or contention was measured."""
+    """Test whether accelerator and host share a memory, several stages' links do, or contention was measured."""
     return plan.machine.unified or len(plan.stages) > 1 or bool(plan.machine.contention)
 
 
 def host_contends(plan: Plan) -> bool:
-    """Whether the host computes from the memory that copies to the accelerator read meanwhile.
+    """Test whether the host computes from the memory that copies to the accelerator read meanwhile.
 
     A machine without classes of device, or with measured costs, is taken at its word.
     """
@@ -446,7 +446,7 @@ def host_contends(plan: Plan) -> bool:
 
 
 def _without_staging(machine: Machine) -> str:
-    """Why a machine has no pinned memory."""
+    """The reason that a machine has no pinned memory."""
     return "accelerator and host share one" if machine.unified else "all of the host's is page-locked"
 
 

@@ -53,7 +53,7 @@ class NodeShare:
 
     @property
     def attends(self) -> bool:
-        """Whether this node has attention, router and sampling."""
+        """True if this node has attention, router and sampling."""
         return self.index == 0 or not self.centralised
 
     def pages(self, layout: WeightLayout) -> tuple[Page, ...]:

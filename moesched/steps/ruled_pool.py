@@ -7,8 +7,8 @@ from sys import maxsize
 
 from moesched.engine import Engine
 from moesched.models.layout import Page
-from moesched.seams import Eviction
 from moesched.steps.eviction import RuledPages
+from moesched.steps.eviction_rule import Eviction
 from moesched.steps.memory import Memory, Pool, Replacement, Slot
 
 

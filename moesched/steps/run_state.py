@@ -74,7 +74,7 @@ class RunState:
 
     @property
     def limited(self) -> bool:
-        """Whether the plan limits the micro-batches within a layer in prefill."""
+        """True if the plan limits the micro-batches within a layer in prefill."""
         return self.plan.declared.in_flight < len(self.prefill_batches)
 
     def batches(self, index: int) -> dict[int, MicroBatch]:

@@ -68,12 +68,12 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
     """
 
     def kv_on_accelerator(self, micro_batch: int, layer: int | None = None) -> bool:
-        """Whether a micro-batch's KV cache of a layer, or of all, is on the accelerator, rather than on the host."""
+        """Test whether a micro-batch's KV cache of a layer, or of all, is on the accelerator, not on the host."""
         here = self._batches[micro_batch].kv.on_accelerator
         return all(here) if layer is None else here[layer]
 
     def goes_on(self, micro_batch: int) -> bool:
-        """Whether it is a chunk that continues the one before it, in prefill."""
+        """Test whether it is a chunk that continues the one before it, in prefill."""
         return self._batches[micro_batch].before is not None
 
     def embed(self, micro_batch: int) -> Task:

@@ -7,7 +7,7 @@ from threading import current_thread, get_ident
 from moesched.errors import PolicyError
 
 NOBODY = 0
-"""The identifier of no thread."""
+"""Sentinel: no thread may call verbs."""
 
 
 class Turn:

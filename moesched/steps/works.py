@@ -8,10 +8,10 @@ from operator import add
 from typing import Literal
 
 from moesched.machines.cost import cost_model
+from moesched.machines.demand import CostModel
 from moesched.models.operations import Amount, Operations
 from moesched.models.tensor_sizes import ResidentShare
 from moesched.requests.batch import KV_BLOCK_TOKENS
-from moesched.seams import CostModel
 from moesched.steps.micro_batch import MicroBatch
 from moesched.steps.pipeline_stages import PipelineStage
 from moesched.steps.plan import Plan

@@ -26,7 +26,7 @@ class Metric(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What the figures need beside the lines.
+    """Facts for the figures beside the lines.
 
     Attributes:
         fast: name of the accelerator's memory, by machine.

@@ -35,7 +35,7 @@ _KEY_DIGITS = 32
 
 
 class Found(msgspec.Struct):
-    """What points name: each object once, however many points share it. Worker processes get a copy.
+    """The objects that points name, each once, however many points share it. Worker processes get a copy.
 
     Attributes:
         code: the version of the package.

@@ -42,11 +42,11 @@ OTHERS = (".", "#bbbbbb")
 
 
 Place = tuple[Any, Any]
-"""Where a point is in a panel."""
+"""The place of a point in a panel."""
 
 
 class Picture(NamedTuple):
-    """What a picture shows.
+    """The contents of a picture.
 
     Attributes:
         x, y: metrics, or `x` the name of an axis of the sweep.

@@ -153,7 +153,7 @@ def _open_locked(path: Path) -> int:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Whether a last line without an end is the beginning of a result, and no text of somebody else's."""
+    """Test whether a last line without an end is the beginning of a result, and no text of somebody else's."""
     return line.startswith(LINE_START) or LINE_START.startswith(line)
 
 

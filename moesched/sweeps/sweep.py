@@ -31,7 +31,7 @@ class Prepared(NamedTuple):
 
     @property
     def figures(self) -> Figures:
-        """What the figures of its points need."""
+        """Facts for the figures of its points."""
         fast = {inputs: machine.accelerator.memory for (inputs, *_), machine in self.found.machines.items()}
         return Figures(fast, self.sweep.prices)
 

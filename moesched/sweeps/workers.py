@@ -133,7 +133,7 @@ class _Worker:
             return broken
 
     def has_begun(self) -> bool:
-        """Whether the process was ready for points."""
+        """Test whether the process was ready for points."""
         return self._begun.done() and self._begun.exception() is None
 
     def kill(self) -> None:
@@ -142,7 +142,7 @@ class _Worker:
 
 
 _found = Found()
-"""What the points of this process name."""
+"""The objects that the points of this process name."""
 
 
 def _begin(parent: Connection, found: Found) -> None:

@@ -98,7 +98,7 @@ def trouble_of_gpu(gpu: GpuFacts, cuda: CudaFacts) -> Trouble | None:
 
 
 def has_kernels(capability: tuple[int, int], kernels_for: list[str]) -> bool:
-    """Whether kernels for these architectures run on a GPU.
+    """Test whether kernels for these architectures run on a GPU.
 
     Binaries ("sm_80") run on GPUs of the same major version and the same or a later minor one; those with a letter
     ("sm_90a") only on exactly that one. Code that the driver compiles ("compute_80") runs on all later ones.

@@ -71,17 +71,17 @@ def open_input(
 
 
 def exists(path: Path) -> bool:
-    """Whether there is anything; False also for a path that nothing can have."""
+    """Test whether there is anything; False also for a path that nothing can have."""
     return _mode(path) != 0
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a regular file; False also for a path that no file can have."""
+    """Test whether there is a regular file; False also for a path that no file can have."""
     return stat.S_ISREG(_mode(path))
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is a folder; False also for a path that no folder can have."""
+    """Test whether there is a folder; False also for a path that no folder can have."""
     return stat.S_ISDIR(_mode(path))
 
 

@@ -1,4 +1,4 @@
-"""What macOS tells by programs, where Linux has files: the processor's name, and the memory that is free."""
+"""Facts that macOS gives by programs, where Linux has files: the processor's name, and the memory that is free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FREE_PAGES = ("free", "speculative", "inactive")
 
 
 def output_of(command: Sequence[str]) -> str:
-    """What a program prints; empty where it is not there or fails."""
+    """The output of a program; empty where it is not there or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):

@@ -31,7 +31,7 @@ class Output(NamedTuple):
 
 
 def is_html(path: Path | str | None) -> bool:
-    """Whether a report of this name is a page to look at, and not JSON."""
+    """Test whether a report of this name is a page to look at, and not JSON."""
     return path is not None and Path(path).suffix.lower() == ".html"
 
 
@@ -96,7 +96,7 @@ def _files(output: Output) -> Iterator[Path]:
 
 
 def _is_numbered(output: Output, *, of: Output) -> bool:
-    """Whether an output is where a later batch of the other would write, once there is one."""
+    """Test whether an output is where a later batch of the other would write, once there is one."""
     path, base = Path(output.path or ""), Path(of.path or "")
     return of.numbered and any(
         _real(each.parent) == _real(base.parent) and _number_pattern(base).fullmatch(each.name)
@@ -111,7 +111,7 @@ def _number_pattern(path: Path) -> re.Pattern[str]:
 
 
 def _belongs_to(path: Path, model: Path) -> bool:
-    """Whether a file is in a model's folder, or linked from there."""
+    """Test whether a file is in a model's folder, or linked from there."""
     if not is_folder(model) or _is_special(path):
         return False
     if _real(model) in (_real(path.parent), _real(path).parent):
@@ -120,7 +120,7 @@ def _belongs_to(path: Path, model: Path) -> bool:
 
 
 def _same(path: Path, other: Path) -> bool:
-    """Whether two paths lead to one file, which need not exist; devices and pipes are no one's own."""
+    """Test whether two paths lead to one file, which need not exist; devices and pipes are no one's own."""
     if _is_special(path):
         return False
     here, there = _status(path), _status(other)

@@ -109,7 +109,7 @@ def _at_ctrl_c(handler: Callable[..., object]) -> Iterator[None]:
 
 
 def _a_loop_runs() -> bool:
-    """Whether an event loop runs on this thread."""
+    """Test whether an event loop runs on this thread."""
     for found in (asyncio.get_running_loop, anyio.get_cancelled_exc_class):  # the second one knows trio
         with suppress(RuntimeError):
             found()

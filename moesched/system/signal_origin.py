@@ -15,7 +15,7 @@ RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def came_from_a_signal(error: BaseException) -> bool:
-    """Whether a signal's handler raised an exception, rather than the code that it interrupted.
+    """Test whether a signal's handler raised an exception, rather than the code that it interrupted.
 
     Handlers written in Python have a frame in the traceback. Python's own handler of Ctrl-C has none: it raises between
     two instructions, so that the innermost frame is at no `raise` statement.

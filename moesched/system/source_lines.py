@@ -34,21 +34,21 @@ def raising_line(error: BaseException) -> str:
 
 
 def is_ours(module: str) -> bool:
-    """Whether a module belongs to the framework; the policies that ship do not."""
+    """Test whether a module belongs to the framework; the policies that ship do not."""
     return f"{module}.".startswith("moesched.") and not module.startswith("moesched.policies")
 
 
 def is_our_file(file: str) -> bool:
-    """Whether a file belongs to the framework; the policies that ship do not."""
+    """Test whether a file belongs to the framework; the policies that ship do not."""
     path = Path(file)
     return path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "policies")
 
 
 def is_pythons(file: str) -> bool:
-    """Whether a file belongs to Python itself."""
+    """Test whether a file belongs to Python itself."""
     return file.startswith((_STANDARD_LIBRARY, "<frozen")) and "site-packages" not in file
 
 
 def is_a_librarys(file: str) -> bool:
-    """Whether a file belongs to Python or to an installed package."""
+    """Test whether a file belongs to Python or to an installed package."""
     return is_pythons(file) or "site-packages" in file

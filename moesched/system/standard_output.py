@@ -55,7 +55,7 @@ def command_output() -> TextIO:
 
 
 def is_stdout(path: Path) -> bool:
-    """Whether what is written to a path reaches standard output; never where that is /dev/null."""
+    """Test whether what is written to a path reaches standard output; never where that is /dev/null."""
     if str(path) == "-" or _descriptor(path) == STDOUT:
         return True
     try:

@@ -150,7 +150,7 @@ class Adversarial:
                 yield step.offload_kv(i, j)
 
     def _takes_slot(self, step: Step, i: int, j: int) -> bool:
-        """Whether to load the KV cache and run attention on the accelerator; takes a KV buffer if so."""
+        """Choose the accelerator or the host for the KV cache and attention; takes a KV buffer for the former."""
         loads = step.kind == "decode" and not step.kv_on_accelerator(j, i)
         taken = loads and self.kv_slots > 0 and self.random.random() < 0.5
         self.kv_slots -= taken

@@ -10,7 +10,6 @@ from typing import get_args
 import numpy as np
 
 from moesched import plugins
-from moesched.drivers.lanes import LaneKind
 from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
@@ -22,7 +21,7 @@ from moesched.requests.sampling import Sampling
 from moesched.routing import ScoredTokens
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
-from moesched.seams import CountsReads, Device, GivesScores, KeepsTime
+from moesched.seams import CountsReads, Device, GivesScores, KeepsTime, LaneKind
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.system.own_loop import run_on_own_loop

@@ -16,6 +16,7 @@ from moesched.drivers.realtime import RealtimeDriver
 from moesched.drivers.validation import CheckedEngine, CheckedSharedEngine
 from moesched.errors import BadInput
 from moesched.machines import Machine, load_machine
+from moesched.machines.demand import CostModel
 from moesched.machines.local import unified_machine
 from moesched.machines.networks import load_network
 from moesched.machines.staging import staged
@@ -26,7 +27,7 @@ from moesched.runs.assembly import assemble, close_at_end
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import OnDevices, Rank
 from moesched.runs.virtual_run import VirtualRun
-from moesched.seams import CostModel, Observer, Policy, is_expert_parallel, keeps_state
+from moesched.seams import Observer, Policy, is_expert_parallel, keeps_state
 from moesched.steps.plan import Plan
 from moesched.system.own_loop import run_on_own_loop
 from moesched.tasks import Lane, Task

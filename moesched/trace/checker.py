@@ -242,7 +242,7 @@ def _critical(path: list[Event], tasks: list[Event]) -> Iterator[str]:
 
 
 def _ends_alike(event: Event, task: Event) -> bool:
-    """Whether an event is the last part of a task's slice, or all of it."""
+    """Test whether an event is the last part of a task's slice, or all of it."""
     start, since = nanoseconds(event.ts), nanoseconds(task.ts)
     return since <= start and start + nanoseconds(event.dur) == since + nanoseconds(task.dur)
 

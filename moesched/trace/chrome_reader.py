@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from moesched.errors import BadInput
-from moesched.seams import Demand
+from moesched.machines.demand import Demand
 from moesched.steps.pool_counts import Counted
 from moesched.system.cells import html_of
 from moesched.system.decoding import DECODE_ERRORS, decode_json, reason

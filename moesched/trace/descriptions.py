@@ -41,7 +41,7 @@ class Descriptions:
 
 
 class _Moved(NamedTuple):
-    """What a transfer moves; see `TaskInfo`."""
+    """The subject of a transfer; see `TaskInfo`."""
 
     pages: Sequence[Page]
     pool: str

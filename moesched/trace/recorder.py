@@ -8,81 +8,24 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from moesched.engine import Engine
-from moesched.errors import BadInput
-from moesched.seams import CostModel, Demand
-from moesched.steps.memory import Pool, counts_of
-from moesched.steps.pool_counts import Counted
+from moesched.machines.demand import CostModel
+from moesched.steps.memory import Pool
 from moesched.tasks import (
-    STATE_NAMES,
-    Block,
-    Collective,
-    Decision,
-    Join,
     Lane,
     PageTransfer,
     Task,
-    Work,
 )
-from moesched.trace.access_records import accesses_of, log_accesses, title_of
-from moesched.trace.descriptions import Descriptions
-from moesched.trace.instants import lengthen
+from moesched.trace.access_records import accesses_of, log_accesses
+from moesched.trace.recorded_tasks import HasPeak, RankRecord, by_id, costs_of, predictions_of, record
 from moesched.trace.recording import (
-    Cancelled,
-    LaneName,
-    MemorySample,
-    PoolSample,
     Recording,
-    Slice,
-    WorkKey,
 )
 
 if TYPE_CHECKING:
     from moesched.drivers.replay import Timeline
-
-
-class HasPeak(Protocol):
-    """The part of a memory's ledger that traces need."""
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that were reserved at a time."""
-
-
-class _Rank:
-    """Data of one rank: lanes, joins, awaited tasks, submit delays, cancelled tasks, memories, filled slots.
-
-    Attributes:
-        filled: slots that were filled by dropped tasks.
-        counts: the log of each pool.
-    """
-
-    def __init__(self, engine: Engine, memories: Mapping[str, HasPeak], pools: Iterable[Pool]) -> None:
-        self._engine = engine
-        self.lanes = engine.lanes
-        self.joins: list[Join] = []
-        self.awaits: list[tuple[int, int]] = []
-        self.submit_delays: list[tuple[int, int]] = []
-        self.cancels: list[tuple[Task, int]] = []
-        self.memories = memories
-        self.filled: set[Block] = set()
-        self.pools = list(pools)
-        self.counts: list[list[tuple[int, Counted]]] = []
-        for pool in self.pools:
-            log = counts_of(pool).log = []
-            self.counts.append(log)
-        engine.joined = self.joins
-        engine.awaits = self.awaits
-        engine.submit_delays = self.submit_delays
-        engine.cancels = self.cancels
-
-    def stop(self) -> None:
-        """Keep what is known, and have the engine note nothing more."""
-        engine = self._engine
-        engine.joined = engine.awaits = engine.submit_delays = engine.cancels = None
 
 
 class _RankRecorder:
@@ -98,7 +41,7 @@ class _RankRecorder:
         self.origin = 0
         self.sharing = False
         self.cost: CostModel | None = None
-        self._ranks: list[_Rank] = []
+        self._ranks: list[RankRecord] = []
         self._rank_of: dict[Lane, int] = {}
 
     def watch(
@@ -106,13 +49,13 @@ class _RankRecorder:
     ) -> None:
         """Record the next rank, with its lanes, joins, memories and pools. Call it before the engine runs."""
         self._rank_of.update(dict.fromkeys(engine.lanes, len(self._ranks)))
-        self._ranks.append(_Rank(engine, memories or {}, pools))
+        self._ranks.append(RankRecord(engine, memories or {}, pools))
 
     def _recorded(self, tasks: Sequence[Task], *, trimmed: bool) -> Recording:
-        recording = _record(tasks, self._ranks, self.origin, trimmed=trimmed)
-        recording.costs = _costs(tasks, sharing=self.sharing)
+        recording = record(tasks, self._ranks, self.origin, trimmed=trimmed)
+        recording.costs = costs_of(tasks, sharing=self.sharing)
         if self.cost is not None:
-            recording.predictions = _predictions(tasks, self.cost)
+            recording.predictions = predictions_of(tasks, self.cost)
         accesses = [
             accesses_of(number, pool) for number, rank in enumerate(self._ranks) for pool in rank.pools
         ]
@@ -245,7 +188,7 @@ class LastSteps(_RankRecorder):
             # Steps are submitted one after another, so the earliest kept task belongs to the first kept step.
             ids = [task.id for task in self._steps[self._first] if self._rank_of.get(task.lane) == number]
             if ids:  # joins before all kept tasks depend on none of them
-                del rank.joins[: bisect_left(rank.joins, min(ids), key=_by_id)]
+                del rank.joins[: bisect_left(rank.joins, min(ids), key=by_id)]
                 for pairs in (rank.awaits, rank.submit_delays):
                     pairs[:] = [each for each in pairs if each[0] >= min(ids)]
                 rank.cancels[:] = [each for each in rank.cancels if each[0].step >= self._first]
@@ -255,214 +198,3 @@ class LastSteps(_RankRecorder):
         for task in tasks:
             if isinstance(task, PageTransfer) and task.slots:
                 self._ranks[self._rank_of[task.lane]].filled.update(task.slots)
-
-
-def _record(tasks: Sequence[Task], ranks: Sequence[_Rank], origin: int, *, trimmed: bool) -> Recording:
-    joins: list[Sequence[Join]] = [rank.joins for rank in ranks]
-    replayed = [task for task in tasks if isinstance(task, Join)]
-    if replayed:  # a replay has one rank, and its joins are among its tasks
-        joins = [replayed]
-    tasks = sorted((task for task in tasks if not isinstance(task, Join)), key=_by_id)
-    tasks.sort(key=_by_end)  # those that end together stay in program order
-    lanes = {lane: LaneName(rank, lane.name) for rank, each in enumerate(ranks) for lane in each.lanes}
-    numbers = _numbers(tasks, lanes, joins)
-    descriptions = Descriptions()
-    producers = [numbers[lanes[task.lane].rank].of(task.deps) for task in tasks]
-    slices = [_slice(task, lanes[task.lane], descriptions) for task in tasks]
-    lengthen(slices, producers)
-    _note_policies(slices, ranks, numbers)
-    recording = Recording(
-        list(lanes.values()),
-        slices,
-        producers,
-        [],
-        trimmed,
-        sum(map(len, joins)),
-        frozenset(name for lane, name in lanes.items() if lane.in_order),
-        origin,
-        cancelled=_cancelled(ranks, lanes, descriptions),
-    )
-    recording.memory = _memory(tasks, lanes, ranks, recording.start, recording.end)
-    recording.pools = _pools(recording, ranks)
-    return recording
-
-
-def _slice(task: Task, lane: LaneName, descriptions: Descriptions) -> Slice:
-    return Slice(
-        task.id,
-        lane,
-        descriptions.of(task),
-        task.step,
-        task.start,
-        task.end,
-        STATE_NAMES[task.state],
-        task.ticket if isinstance(task, Collective) else -1,
-        descriptions.line_of(task),
-        dispatch=task.start - task.taken if task.taken >= 0 and task.lane.domain is None else 0,
-        experts=dict(task.value) if isinstance(task, Decision) and isinstance(task.value, Mapping) else None,
-    )
-
-
-def _cancelled(
-    ranks: Sequence[_Rank], lanes: Mapping[Lane, LaneName], descriptions: Descriptions
-) -> list[Cancelled]:
-    cancelled = [
-        Cancelled(
-            task.id,
-            lanes[task.lane],
-            descriptions.of(task),
-            task.step,
-            time,
-            descriptions.line_of(task),
-        )
-        for rank in ranks
-        for task, time in rank.cancels
-    ]
-    return sorted(cancelled, key=lambda each: each.time)
-
-
-def _costs(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
-    """The demands of the works, where they were modelled."""
-    works = {id(task.work): task.work for task in tasks if task.work.demand is not None}
-    costs = {}
-    for work in works.values():
-        demand = work.demand if sharing else work.demand._replace(shares=(), slowed=())
-        costs[_key(work)] = demand
-    return costs
-
-
-def _predictions(tasks: Iterable[Task], cost: CostModel) -> dict[WorkKey, float]:
-    """The seconds of the works, alone; those without a cost are left out."""
-    predictions = {}
-    for work in {id(task.work): task.work for task in tasks}.values():
-        with suppress(BadInput):
-            predictions[_key(work)] = cost.work(work).seconds
-    return predictions
-
-
-def _key(work: Work) -> WorkKey:
-    return WorkKey(work.kind, work.resource, work.flops, work.nbytes)
-
-
-class _Numbers:
-    """Indices of the recorded tasks of one rank by task id; a join maps to the tasks that it depends on."""
-
-    def __init__(self) -> None:
-        self._tasks: dict[int, int] = {}
-        self._joins: dict[int, tuple[int, ...]] = {}
-
-    def add(self, task: Task, index: int) -> None:
-        self._tasks[task.id] = index
-
-    def join(self, join: Join) -> None:
-        """Add a join; joins are added in program order, so that a join of joins follows them."""
-        self._joins[join.id] = self.of(join.deps)
-
-    def of(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of the recorded tasks behind these ids, without duplicates and unrecorded tasks."""
-        tasks = self._tasks
-        try:
-            return tuple(dict.fromkeys([tasks[each] for each in ids]))
-        except KeyError:
-            found: dict[int, None] = {}
-            for each in ids:
-                index = tasks.get(each)
-                if index is not None:
-                    found[index] = None
-                else:
-                    found.update(dict.fromkeys(self._joins.get(each, ())))
-            return tuple(found)
-
-
-def _numbers(
-    tasks: Sequence[Task], lanes: Mapping[Lane, LaneName], joins: Sequence[Sequence[Join]]
-) -> list[_Numbers]:
-    """Number the tasks of each rank."""
-    numbers = [_Numbers() for _ in joins]
-    for index, task in enumerate(tasks):
-        numbers[lanes[task.lane].rank].add(task, index)
-    for of_rank, its_joins in zip(numbers, joins, strict=True):
-        for join in its_joins:
-            of_rank.join(join)
-    return numbers
-
-
-def _note_policies(slices: Sequence[Slice], ranks: Sequence[_Rank], numbers: Sequence[_Numbers]) -> None:
-    for rank, of_rank in zip(ranks, numbers, strict=False):  # a replay has one rank
-        for task, submitted in rank.awaits:
-            for index in of_rank.of((task,)):
-                slices[index].awaited_at = submitted
-        for task, nanoseconds in rank.submit_delays:
-            for index in of_rank.of((task,)):
-                slices[index].submit_delay = nanoseconds
-
-
-def _memory(
-    tasks: Sequence[Task], lanes: Mapping[Lane, LaneName], ranks: Sequence[_Rank], start: int, end: int
-) -> list[MemorySample]:
-    """Sample every memory at the start, at the start of each transfer into an empty slot, and at the end."""
-    filled = [set(rank.filled) for rank in ranks]
-    held = [dict.fromkeys(rank.memories, 0) for rank in ranks]
-    for totals, slots in zip(held, filled, strict=True):
-        for slot in slots:
-            totals[slot.memory] = totals.get(slot.memory, 0) + slot.nbytes
-    samples = []
-
-    def sample(rank: int, memory: str, time: int) -> None:
-        ledger = ranks[rank].memories.get(memory)
-        pages = held[rank].get(memory, 0)
-        samples.append(MemorySample(rank, memory, time, pages if ledger is None else ledger.peak, pages))
-
-    for rank, totals in enumerate(held):
-        for memory in totals:
-            sample(rank, memory, start)
-    transfers = [task for task in tasks if isinstance(task, PageTransfer) and task.slots]
-    for task in sorted(transfers, key=_by_start):
-        rank = lanes[task.lane].rank
-        fresh = [slot for slot in task.slots if slot not in filled[rank]]
-        for slot in fresh:
-            filled[rank].add(slot)
-            held[rank][slot.memory] = held[rank].get(slot.memory, 0) + slot.nbytes
-        for memory in dict.fromkeys(slot.memory for slot in fresh):
-            sample(rank, memory, task.start)
-    for rank, totals in enumerate(held):
-        for memory in totals:
-            sample(rank, memory, end)
-    return samples
-
-
-def _pools(recording: Recording, ranks: Sequence[_Rank]) -> list[PoolSample]:
-    """Sample the pools' counts at the start of the task that was submitted next, and at the end."""
-    samples = []
-    for rank, each in enumerate(ranks):
-        if not each.pools:
-            continue
-        starts = sorted((task.id, task.start) for task in recording.slices if task.lane.rank == rank)
-        for pool, log in zip(each.pools, each.counts, strict=True):
-            counts: dict[int, Counted] = {}
-            time, last = recording.start, None
-            for submitted, counted in log:
-                if counted == last:
-                    continue
-                last = counted
-                place = bisect_left(starts, (submitted, 0))
-                # Tasks start in another order than they are submitted in; counts never fall.
-                time = max(time, starts[place][1] if place < len(starts) else recording.end)
-                counts[time] = counted
-            if last is not None:
-                counts[recording.end] = last
-            title = title_of(pool)
-            samples += [PoolSample(rank, title, time, counted) for time, counted in counts.items()]
-    return samples
-
-
-def _by_id(task: Task) -> int:
-    return task.id
-
-
-def _by_start(task: Task) -> int:
-    return task.start
-
-
-def _by_end(task: Task) -> int:
-    return task.end

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from moesched.seams import Demand
+from moesched.machines.demand import Demand
 from moesched.steps.pool_counts import Counted
 
 
@@ -160,7 +160,7 @@ class PoolAccesses(msgspec.Struct, frozen=True, kw_only=True):
         caches: those whose rules order the pool; empty if its own order does.
         pages: those that the accesses name.
         accesses: in program order, as numbers: a transfer's id and its pages; or `USED`, a cache, a page, a step and
-            the tokens that a rule was told of; or `LEFT`, a cache and a page that the policy dropped, from the pool
+            the tokens reported to a rule; or `LEFT`, a cache and a page that the policy dropped, from the pool
             itself if the cache is -1. Empty for a ring, whose order follows from its transfers.
     """
 
@@ -268,5 +268,5 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def figures(self) -> Literal["predicted", "measured"]:
-        """Whether the times were predicted or measured."""
+        """True if the times were predicted or measured."""
         return "predicted" if self.driver == "virtual" else "measured"

@@ -71,7 +71,7 @@ def _candidates(
 
 
 def lacked_room(before: Slice, each: Slice) -> bool:
-    """Whether a transfer of weights waited for its destination, which the slice used, and not for its source."""
+    """Test whether a transfer of weights waited for its destination, which the slice used, and not for its source."""
     one, other = before.task, each.task
     return other.pages > 0 and not (one.pages and (one.layer, one.expert) == (other.layer, other.expert))
 

@@ -43,7 +43,7 @@ class PrintedSystem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def centralised(self) -> bool:
-        """Whether attention is on the first node only."""
+        """True if attention is on the first node only."""
         return not self.settings.get("decentralised", True)
 
 

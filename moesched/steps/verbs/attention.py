@@ -141,7 +141,7 @@ class AttentionVerbs(Verbs):
         return rooms.popleft()
 
     def _attended(self, batch: MicroBatch, layer: int) -> bool:
-        """Whether a micro-batch was attended to in a layer, on either processor."""
+        """Test whether a micro-batch was attended to in a layer, on either processor."""
         return batch.progress >= self._base + layer * STRIDE + ATTENDED_HOST
 
     def _require_before(self, verb: str, layer: int, micro_batch: int) -> None:

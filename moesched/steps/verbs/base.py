@@ -230,7 +230,7 @@ class Verbs(StepFacts):
         return OutOfOrder(f"{verb.name}: there is no {named} in this step: {known}")
 
     def _swapped(self, verb: Verb, layer: int, micro_batch: int) -> bool:
-        """Whether a verb would be in order with its layer and micro-batch the other way round."""
+        """Test whether a verb would be in order with its layer and micro-batch the other way round."""
         other = self._batches.get(layer)
         needed = self._needed[verb.number] + micro_batch * STRIDE
         return verb.in_layer and layer != micro_batch and other is not None and other.progress == needed

@@ -92,7 +92,7 @@ class Verb:
 
     @property
     def copies(self) -> bool:
-        """Whether it only moves data, and has nothing to do where accelerator and host share a memory."""
+        """True if it only moves data, and has nothing to do where accelerator and host share a memory."""
         return self.lane in ("to host", "from host")
 
 

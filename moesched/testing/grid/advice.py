@@ -40,7 +40,7 @@ def advice_of(case: str, plan: Plan, transfers: Sequence[PageTransfer]) -> list[
 
 
 def used_lanes(recording: Recording) -> dict[str, bool]:
-    """Whether a step submitted a task to each lane."""
+    """Test whether a step submitted a task to each lane."""
     used = {each.lane.name for each in recording.slices if each.step >= 0}
     return {lane.name: lane.name in used for lane in recording.lanes}
 

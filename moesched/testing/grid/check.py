@@ -25,7 +25,7 @@ LEAST_PATIENCE = 1.0
 """Least time that a small case has, in seconds; otherwise a sixth of the limit."""
 
 Progress = Callable[[int, int, str], object]
-"""Told of the number of items done and of all, and of the name of the one that begins."""
+"""Progress callback: number of items done, number of all, name of the one that begins."""
 
 
 def check_on_grid(

@@ -68,7 +68,7 @@ def reason_of(error: BadInput) -> str:
 
 
 def begins_traceback(line: str) -> bool:
-    """Whether `faulthandler` begins a traceback with this line."""
+    """Test whether `faulthandler` begins a traceback with this line."""
     return "most recent call first" in line
 
 

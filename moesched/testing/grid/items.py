@@ -63,7 +63,7 @@ class Item(Protocol):
         """The case, for people."""
 
     def is_needed(self, earlier: Iterable[Outcome]) -> bool:
-        """Whether it can tell more than the items before it."""
+        """Test whether it can tell more than the items before it."""
 
     def run(self, subject: Subject) -> Outcome:
         """Run the policy."""
@@ -80,7 +80,7 @@ class TrialItem(msgspec.Struct, frozen=True):
         return self.trial.name
 
     def is_needed(self, earlier: Iterable[Outcome]) -> bool:
-        """Whether the same case at the machine's own durations had no fault."""
+        """Test whether the same case at the machine's own durations had no fault."""
         case = self.trial.case.name
         return not any(fault.case == case for each in earlier for fault in each.faults)
 
@@ -140,7 +140,7 @@ class RivalsItem(msgspec.Struct, frozen=True):
         return f"rank in {self.cell.name}"
 
     def is_needed(self, earlier: Iterable[Outcome]) -> bool:
-        """Whether there is a time to compare with."""
+        """Test whether there is a time to compare with."""
         return any(each.of(self.cell) and each.seconds for outcome in earlier if (each := outcome.cell))
 
     def run(self, subject: Subject) -> Outcome:

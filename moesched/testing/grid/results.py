@@ -82,7 +82,7 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
     def of(self, cell: Cell) -> bool:
-        """Whether it is the result of that cell."""
+        """Test whether it is the result of that cell."""
         return (self.model, self.machine, self.batch_size) == (cell.model, cell.machine, cell.batch_size)
 
 

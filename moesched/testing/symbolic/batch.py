@@ -52,7 +52,7 @@ class SymbolicBatch:
         return () if task.step else self._chunks[task.micro_batch].starts
 
     def continues(self, task: Task) -> bool:
-        """Whether the micro-batch has keys and values of an earlier step or chunk."""
+        """Test whether the micro-batch has keys and values of an earlier step or chunk."""
         return bool(task.step) or self._chunks[task.micro_batch].before >= 0
 
     def sampled(self, task: Task) -> tuple[int, ...]:
@@ -64,5 +64,5 @@ class SymbolicBatch:
         return task.micro_batch if task.step else self._chunks[task.micro_batch].micro_batch
 
     def kv_on_host(self, task: Task) -> bool:
-        """Whether the KV cache is in the host's memory, away from the accelerator."""
+        """Test whether the KV cache is in the host's memory, away from the accelerator."""
         return self._kv_roles is not None and self._kv_roles[self.whole(task)][task.layer] == "host"

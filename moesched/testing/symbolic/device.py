@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moesched.drivers.lanes import LaneKind
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling
-from moesched.seams import Device, Transport
+from moesched.seams import Device, LaneKind, Transport
 from moesched.steps.memory import slots_of
 from moesched.steps.plan import Plan
 from moesched.tasks import Task

@@ -14,7 +14,7 @@ from .frames import SENDER_BYTES, Frame, Kind, sender
 
 NOW = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-give, take = (
+send, receive = (
     BareSocket.send,
     BareSocket.recv,
 )  # `zmq.Socket` looks for options of other sockets first, in Python
@@ -35,7 +35,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     peer: int | None
 
 
-class Ear:
+class Listener:
     """A ROUTER that sends only on connections on which a rank has greeted, so that a stranger learns nothing.
 
     Args:
@@ -63,8 +63,8 @@ class Ear:
         Raises:
             zmq.ZMQError: EAGAIN if its queue is full, EHOSTUNREACH if its connection ended.
         """
-        give(self.socket, self.names[rank], _MORE)
-        give(self.socket, data, NOW, copy)
+        send(self.socket, self.names[rank], _MORE)
+        send(self.socket, data, NOW, copy)
 
     def receive(self, flags: int) -> Message:
         """The next message that is not the first greeting of a rank.
@@ -73,17 +73,17 @@ class Ear:
             zmq.Again: none came in time.
         """
         while True:
-            name = take(self.socket, flags)
-            content = take(self.socket, flags, False)
+            name = receive(self.socket, flags)
+            content = receive(self.socket, flags, False)
             if content.more:  # a stranger's: no rank sends several parts
-                while take(self.socket, flags, False).more:
+                while receive(self.socket, flags, False).more:
                     pass
             message = Message(content, self.only_caller)
             if not (self.unmet and self._meets(name, message)):
                 return message
 
     def should_ask(self, rank: int, ended: float) -> bool:
-        """Whether a connection ended of late, which may be that of a rank; a frame to it will tell.
+        """Test whether a connection ended of late, which may be that of a rank; a frame to it will tell.
 
         Args:
             ended: the time at which a connection ended last, on the monotonic clock.
@@ -94,7 +94,7 @@ class Ear:
         return due
 
     def _meets(self, name: bytes, message: Message) -> bool:
-        """Whether a message is the first greeting of a rank; its connection is that rank's from then on."""
+        """Test whether a message is the first greeting of a rank; its connection is that rank's from then on."""
         first = bytes(message.content.buffer[:SENDER_BYTES])
         if first not in self.unmet:
             return False
