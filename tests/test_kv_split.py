@@ -36,7 +36,7 @@ from moesched.testing import Case, check_policy, policy_cases, run_on_symbols
 from runs import cached_on_host
 from small_models import SMALL, small_model
 
-SPLITTING = ("cgopipe", "fastdecode", "flexgen", "flexgen_cpu", "three_tiers")
+SPLITTING = ("cgopipe", "flexgen", "three_tiers")
 SHARES = (0.0, 0.5, 1.0)
 T4 = at_peak(load_machine("t4"))
 PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90], [11, 12], [13, 14, 15]]
@@ -98,7 +98,6 @@ def test_a_policy_with_a_split_cache_conforms(policy: str, share: float) -> None
     ("policy", "at_home", "away"),
     [
         ("cgopipe", {"attention"}, {"offload_qkv", "cpu_attention", "load_hidden"}),
-        ("flexgen_cpu", {"attention"}, {"offload_qkv", "cpu_attention", "load_hidden"}),
         ("flexgen", {"attention"}, {"load_kv", "attention", "offload_kv"}),
     ],
 )

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -41,6 +46,28 @@ def step_seconds(
     plans = [plan_run(mac, layout, batch, each, nodes=nodes, node=node) for node, each in enumerate(made)]
     first, *peers = (Rank(plan, each) for plan, each in zip(plans, made, strict=True))
     return simulate(first.plan, first.policy, peers=peers).step_seconds
+
+
+SEVERAL_NODES = """
+from test_wiring import machine, step_seconds
+print(step_seconds(machine(), "ep_router_aided", nodes=5, new_tokens=3))
+"""
+
+
+def test_the_virtual_clock_does_not_know_how_python_hashes() -> None:
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", SEVERAL_NODES],
+            cwd=Path(__file__).parent,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("0", "7")
+    ]
+    first, second = (process.communicate()[0] for process in started)
+    assert first
+    assert first == second
 
 
 def test_an_array_that_was_used_lately_is_wired() -> None:
