@@ -55,16 +55,21 @@ def step_seconds(
     return simulate(first.plan, first.policy, observers=observers, peers=peers).step_seconds
 
 
-class Shown:
-    """Observer that prints when each task of the first node ran."""
+class Ran:
+    """Observer that keeps when each task of the first node ran."""
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[object, ...]] = []
 
     def ended(self, task: Task) -> None:
-        print(task.verb, task.step, task.layer, task.expert, task.start, task.end)
+        self.tasks.append((task.verb, task.step, task.layer, task.expert, task.start, task.end))
 
 
 SEVERAL_NODES = """
-from test_wiring import Shown, machine, step_seconds
-print(step_seconds(machine(), "ep_router_aided", nodes=5, new_tokens=3, observers=[Shown()]))
+from test_wiring import Ran, machine, step_seconds
+ran = Ran()
+step_seconds(machine(), "ep_router_aided", nodes=5, new_tokens=3, observers=[ran])
+print(ran.tasks)
 """
 
 

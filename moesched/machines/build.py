@@ -38,8 +38,8 @@ DESKTOP_CHANNELS = 2
 GPU_RESERVED = 700 * 10**6
 """Bytes of a GPU's memory for driver, context and the libraries' code and workspaces, without a display.
 
-A CUDA context with torch's kernels takes 300 to 400 MB (pytorch/pytorch, issues 20532 and 109888); assumed: about as much
-again for workspaces of cuBLAS and what allocators cannot use.
+A CUDA context with torch's kernels takes 300 to 400 MB (pytorch/pytorch, issues 20532 and 109888); assumed: about as
+much again for workspaces of cuBLAS and what allocators cannot use.
 """
 SYSTEM_RESERVED = 4 * 2**30
 """Bytes of the host's memory for system, Python, libraries and other programs: assumed, without a browser."""
