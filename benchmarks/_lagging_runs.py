@@ -39,7 +39,7 @@ Settings = Mapping[str, int]
 EVEN = replace(MIXTRAL, intermediate=88, heads=4, kv_heads=2, vocabulary=98)
 """A model that two ranks can share; each of them streams its half."""
 
-BY_LAYERS = {"cgopipe", "cpu_ffn", "flexgen", "flexgen_cpu"}
+BY_LAYERS = {"cgopipe", "cpu_ffn", "flexgen"}
 """Policies that divide a KV cache by layers."""
 
 LOCKED = {"cgopipe", "fastdecode", "layer_split", "twiddler"}

@@ -14,12 +14,14 @@ from .cgopipe import CGOPipe
 
 
 class FastDecode(CGOPipe):
-    """CGOPipe without the paging of weights.
+    """CGOPipe without the paging of weights, and with the whole KV cache on the host.
 
     Settings:
         ahead: number of micro-batches that CPU attention runs ahead of the accelerator.
-        kv_on_gpu: share of the KV cache that stays on the GPU, which attends to that part (r_c).
     """
+
+    def __init__(self, ahead: int = 2) -> None:
+        super().__init__(ahead, kv_on_gpu=0.0)
 
     def plan(self, plan: Plan) -> None:
         plan.discipline = "in_order"

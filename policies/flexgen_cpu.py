@@ -1,12 +1,12 @@
 """FlexGen's schedule with attention on the CPU (ICML'23; the third schedule of MoE-Lightning's Fig. 6).
 
-Keys and values stay in place, but nothing runs ahead. A micro-batch with its KV cache on the host goes to the CPU and
-returns before the next one begins, and its hidden states wait behind the next layer's weights.
+Keys and values stay on the host, but nothing runs ahead. A micro-batch goes to the CPU and returns before the next one
+begins, and its hidden states wait behind the next layer's weights.
 """
 
 from __future__ import annotations
 
-from moesched.dispatch.kv_placement import attend, split_kv
+from moesched.dispatch.kv_placement import attend
 from moesched.dispatch.resident_pages import double_buffered
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
@@ -15,16 +15,15 @@ from .flexgen import FlexGen
 
 
 class FlexGenCPU(FlexGen):
-    """FlexGen(c): the same block schedule, one micro-batch at a time through GPU, CPU and GPU.
+    """FlexGen(c): the same block schedule, one micro-batch at a time through GPU, CPU and GPU."""
 
-    Settings:
-        kv_on_gpu: share of the KV cache that stays on the GPU, which attends to that part (r_c).
-    """
+    def __init__(self) -> None:
+        super().__init__(kv_on_gpu=0.0)
 
     def plan(self, plan: Plan) -> None:
         plan.discipline = "in_order"
         plan.limit_in_flight(2)
-        split_kv(plan, self.kv_on_gpu)
+        plan.place_kv("host")
         self.streamed, self.buffer = double_buffered(plan)
 
     async def decode(self, step: Step) -> None:

@@ -321,7 +321,7 @@ def test_a_bias_is_refused_since_no_kernel_adds_it(one_file: Path) -> None:
             "rope_theta is 10000 in attn_config and 500000 in rope_parameters",
         ),
         (None, {"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
-        (None, {"quantization_config": {"quant_method": "awq"}}, "quantization_config is 'awq'"),
+        (None, {"quantization_config": {"quant_method": "exl2"}}, "quant_method is 'exl2'"),
         (None, {"n_layers": 0}, "layers is 0"),
     ],
 )

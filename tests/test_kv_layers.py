@@ -48,7 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 # -- what a run comes to -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["cgopipe", "cpu_ffn", "flexgen", "flexgen_cpu", "moe_gen"])
+@pytest.mark.parametrize("policy", ["cgopipe", "cpu_ffn", "flexgen", "moe_gen"])
 @pytest.mark.parametrize("prompt", [[5, 6, 7, 8, 9], list(range(1, 40))])
 def test_every_share_of_one_request_gives_the_same_logits_to_the_bit(
     checkpoint: Checkpoint, policy: str, prompt: list[int]

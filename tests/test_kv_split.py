@@ -17,6 +17,7 @@ from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput, PolicyError
 from moesched.inputs.options import SizeOptions
+from moesched.jobs.simulate_model import simulate_model
 from moesched.machines import Machine, load_machine
 from moesched.machines.cost import cost_model
 from moesched.machines.sustained import at_peak
@@ -36,7 +37,7 @@ from moesched.testing import Case, check_policy, policy_cases, run_on_symbols
 from runs import cached_on_host
 from small_models import SMALL, small_model
 
-SPLITTING = ("cgopipe", "fastdecode", "flexgen", "flexgen_cpu", "three_tiers")
+SPLITTING = ("cgopipe", "flexgen", "three_tiers")
 SHARES = (0.0, 0.5, 1.0)
 T4 = at_peak(load_machine("t4"))
 PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90], [11, 12], [13, 14, 15]]
@@ -98,7 +99,6 @@ def test_a_policy_with_a_split_cache_conforms(policy: str, share: float) -> None
     ("policy", "at_home", "away"),
     [
         ("cgopipe", {"attention"}, {"offload_qkv", "cpu_attention", "load_hidden"}),
-        ("flexgen_cpu", {"attention"}, {"offload_qkv", "cpu_attention", "load_hidden"}),
         ("flexgen", {"attention"}, {"load_kv", "attention", "offload_kv"}),
     ],
 )
@@ -314,3 +314,9 @@ def test_a_simulation_without_sizes_has_the_planners_share(
         shares.append(json.loads(capsys.readouterr().out)["plan"]["kv_on_gpu"])
     assert 0 < shares[0] < 1
     assert shares[1] == pytest.approx(shares[0], abs=0.1)
+
+
+@pytest.mark.parametrize("policy", ["fastdecode", "flexgen_cpu"])
+def test_a_policy_named_for_attention_on_the_cpu_attends_there_whatever_fits(policy: str) -> None:
+    report = simulate_model("mixtral-0.8b", machine="h100", policy=policy, workload=[[1, 2, 3]] * 4, gen=3)
+    assert report.plan.kv_on_gpu == 0

@@ -130,7 +130,7 @@ def test_a_config_in_no_known_encoding_is_refused(tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is 'awq'"),
+        ({"quantization_config": {"quant_method": "exl2"}}, "quant_method is 'exl2'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is ['full_attention'"),
         ({"torch_dtype": "float8"}, "dtype is 'float8'"),
         ({"num_hidden_layers": 0}, "layers is 0"),

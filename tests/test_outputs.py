@@ -358,6 +358,22 @@ def test_a_program_that_runs_a_model_is_told_as_well(model: Path, tmp_path: Path
         moesched.simulate_model(model, machine="t4", workload="mtbench", **given)
 
 
+@pytest.mark.parametrize("out", ["trace", "html"])
+def test_a_program_does_not_replace_the_file_of_its_policy(model: Path, tmp_path: Path, out: str) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("from moesched.policies.ep_naive import EpNaive as Own\n")
+    given: dict[str, Any] = {"policy": f"{file}:Own", out: file}
+    calls: list[Callable[[], object]] = [
+        lambda: moesched.run_model(model, [[1]], **given),
+        lambda: moesched.simulate_model(model, machine="t4", workload="mtbench", **given),
+        lambda: moesched.run_local(model, [[1]], nodes=2, **given),
+    ]
+    for each in calls:
+        with pytest.raises(BadInput, match=r"own\.py, which this command reads"):
+            each()
+    assert file.read_text().endswith("as Own\n")
+
+
 # ---------------------------------------------------------------- full disks
 
 

@@ -226,6 +226,7 @@ def test_gpus_share_the_lanes_of_the_cpu() -> None:
     assert rate("2x RTX 3090", "Ryzen 7950X") == pytest.approx(alone / 2, rel=1e-3)
     assert rate("4x RTX 3090", "Ryzen 7950X") == pytest.approx(alone / 4, rel=1e-3)
     assert rate("4x RTX 3090", "EPYC 7302") == alone
+    assert rate("16x RTX 3090", "2x EPYC 7302") == pytest.approx(alone / 2, rel=1e-3), "160 lanes, not 256"
     [shared] = build_machine(Parts(gpu="2x RTX 3090", cpu="i9-13900K", ram="2x32GB DDR5-5600")).assumed
     assert shared.startswith("PCIe 4.0 x8 for each GPU, as Core i9-13900K has 16 lanes for GPUs")
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 import moesched
 from moesched import plugins
 from moesched.errors import BadInput
-from moesched.inputs.lookup import find_shape, in_format
+from moesched.inputs.lookup import find_shape
 from moesched.jobs.options import SimulationOptions
 from moesched.jobs.report import JobReport
 from moesched.jobs.scenario import Scenario
@@ -25,11 +25,14 @@ from moesched.machines import load_machine
 from moesched.machines.networks import load_network
 from moesched.machines.sustained import at_peak
 from moesched.models.architectures import ARCHITECTURES
+from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.formats import CHOICES, FORMATS
 from moesched.models.layers import LatentAttention, LinearAttention
 from moesched.models.layout import weight_layout
 from moesched.models.operations import Operations
+from moesched.models.published import published_config
+from moesched.models.reading import in_format
 from moesched.models.shapes import SHAPES
 from moesched.models.tensor_parallel import cut_config
 from moesched.models.tensors import count_active_weights, count_weights, file_bytes
@@ -334,6 +337,11 @@ def test_an_unknown_storage_format_of_a_folder_is_refused_with_its_name(tmp_path
         ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "int4_g32"),
         ({"quant_method": "auto-round", "bits": 4, "group_size": -1}, "int4"),
         ({"quant_method": "awq"}, "int4"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4_g64"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]},
+            "int8",
+        ),
         ({"quant_method": "awq", "w_bit": 8, "q_group_size": 64}, "int8_g64"),
         ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["self_attn"]}, "int4_experts"),
         (
@@ -361,6 +369,7 @@ def test_the_format_has_the_bits_that_quantization_config_gives(
     ("quantization", "complaint"),
     [
         ({"quant_method": "gptq"}, "bits is None"),
+        ({"quant_method": "exl2"}, "or simulate it with --format"),
         ({"quant_method": "gptq", "bits": 3}, "bits is 3"),
         ({"quant_method": "gptq", "bits": "4"}, "quantization_config: Expected `int"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
@@ -376,6 +385,33 @@ def test_other_bits_are_refused_with_their_number(
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(BadInput, match=re.escape(complaint)):
         find_shape(tmp_path)
+
+
+def quantised_mixtral(folder: Path, method: str) -> Path:
+    """The folder of a model of a family that runs, quantised."""
+    values = published_config(SHAPES["mixtral-8x7b"]) | {"quantization_config": {"quant_method": method}}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_a_quantised_model_of_a_family_that_runs_is_simulated_and_refused_by_devices(tmp_path: Path) -> None:
+    folder = quantised_mixtral(tmp_path, "awq")
+    assert file_bytes(find_shape(folder)) < 0.3 * file_bytes(SHAPES["mixtral-8x7b"])
+    with pytest.raises(BadInput, match="no device has kernels for weights in int4: use `moesched simulate`"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("stored", ["lm_head.weight", "model.norm.weight"])
+def test_a_simulated_folder_has_the_head_that_its_files_have(tmp_path: Path, stored: str) -> None:
+    values = published_config(SHAPES["mixtral-8x7b"]) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    index = {"weight_map": {stored: "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert find_shape(tmp_path).tied_embeddings == (stored != "lm_head.weight")
+
+
+def test_a_given_format_replaces_one_that_is_not_known(tmp_path: Path) -> None:
+    assert find_shape(quantised_mixtral(tmp_path, "exl2"), "q4_k_m").format == "q4_k_m"
 
 
 def test_models_that_do_not_run_are_not_written_either(command: Any, tmp_path: Path) -> None:

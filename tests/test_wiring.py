@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -18,6 +24,7 @@ from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
 from moesched.runs.simulation import simulate
+from moesched.seams import Observer
 from moesched.tasks import Task
 
 MS = 1_000_000
@@ -33,14 +40,53 @@ def machine(**changes: object) -> Machine:
 
 
 def step_seconds(
-    mac: Machine, policy: str, nodes: int = 2, new_tokens: int = 5, **settings: bool
+    mac: Machine,
+    policy: str,
+    nodes: int = 2,
+    new_tokens: int = 5,
+    observers: Sequence[Observer] = (),
+    **settings: bool,
 ) -> list[float]:
     """Of one request with a small model, prefill first."""
     layout, batch = weight_layout(SHAPES["mixtral-0.8b"]), split_batch([4], new_tokens, 1)
     made = [make_policy(policy, settings) for _ in range(nodes)]
     plans = [plan_run(mac, layout, batch, each, nodes=nodes, node=node) for node, each in enumerate(made)]
     first, *peers = (Rank(plan, each) for plan, each in zip(plans, made, strict=True))
-    return simulate(first.plan, first.policy, peers=peers).step_seconds
+    return simulate(first.plan, first.policy, observers=observers, peers=peers).step_seconds
+
+
+class Ran:
+    """Observer that keeps when each task of the first node ran."""
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[object, ...]] = []
+
+    def ended(self, task: Task) -> None:
+        self.tasks.append((task.verb, task.step, task.layer, task.expert, task.start, task.end))
+
+
+SEVERAL_NODES = """
+from test_wiring import Ran, machine, step_seconds
+ran = Ran()
+step_seconds(machine(), "ep_router_aided", nodes=5, new_tokens=3, observers=[ran])
+print(ran.tasks)
+"""
+
+
+def test_the_virtual_clock_does_not_know_how_python_hashes() -> None:
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", SEVERAL_NODES],
+            cwd=Path(__file__).parent,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("0", "2")
+    ]
+    first, second = (process.communicate()[0] for process in started)
+    assert first
+    assert first == second
 
 
 def test_an_array_that_was_used_lately_is_wired() -> None:

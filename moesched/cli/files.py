@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from moesched.errors import BadInput
-from moesched.system.input_file import is_file
-from moesched.system.outputs import Output, require_outputs
+from moesched.system.outputs import Output
 from moesched.system.standard_output import is_stdout
 
 
@@ -27,13 +26,15 @@ def require_files(command: Callable[..., Any], arguments: Mapping[str, Any]) -> 
     Raises:
         BadInput: as `require_apart`.
     """
+    from moesched.inputs.files import texts_in
+
     written: list[Output] = []
     named: list[str] = []
     for mark, value in _options(command, arguments):
         if mark is None:
-            named += _each(value)
+            named += texts_in(value)
         else:
-            written += [Output(mark.kind, path, mark.numbered) for path in _each(value)]
+            written += [Output(mark.kind, path, mark.numbered) for path in texts_in(value)]
     require_apart(written, named)
 
 
@@ -43,18 +44,14 @@ def require_apart(written: Sequence[Output], named: Iterable[str]) -> None:
     Raises:
         BadInput: an output cannot be written, is an input, is in a model's folder, or is standard output.
     """
-    if not written:
-        return
+    from moesched.inputs import files
+
     for output in written:
         if is_stdout(Path(output.path or "")):
             raise BadInput(
                 f"cannot write {output.kind} {output.path}: standard output has the command's results: name a file"
             )
-    paths = [path for value in named for path in _paths(value)]
-    models: list[Path | None] = [path for path in paths if is_file(path / "config.json")]
-    inputs = [path for path in paths if is_file(path)]
-    for model in models or [None]:
-        require_outputs(*written, model=model, inputs=inputs)
+    files.require_apart(written, named)
 
 
 def _options(owner: Any, given: Mapping[str, Any]) -> Iterator[tuple[Writes | None, object]]:
@@ -66,21 +63,3 @@ def _options(owner: Any, given: Mapping[str, Any]) -> Iterator[tuple[Writes | No
         else:
             marks = (each for each in get_args(hints[name]) if isinstance(each, Writes))
             yield next(marks, None), value
-
-
-def _each(value: object) -> Iterator[str]:
-    """The texts of an option that may be repeated."""
-    if isinstance(value, str | Path):
-        yield str(value)
-    elif isinstance(value, tuple):
-        for each in value:
-            yield from _each(each)
-
-
-def _paths(text: str) -> Iterator[Path]:
-    """Files that a value names: one, several separated by commas, that of file.py:Class, or this machine's own."""
-    from moesched.inputs.lookup import machine_file
-
-    for name in dict.fromkeys([text, *(part.partition(":")[0] for part in text.split(","))]):
-        if name and (path := machine_file(name)):
-            yield path

@@ -49,7 +49,7 @@ from moesched.jobs.batch_reports import JobEnding, NotTraced
 from moesched.jobs.options import ClusterKeywords, ClusterOptions
 from moesched.jobs.report import ClusterReport
 from moesched.jobs.text_listener import TextListener
-from moesched.jobs.trace_file import batch_files, recorded_outputs
+from moesched.jobs.trace_file import batch_files, require_outputs_apart
 from moesched.machines.local import local_machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.requests.sampling import Sampling
@@ -57,7 +57,6 @@ from moesched.runs.cell_progress import listener_or_cell
 from moesched.runs.listeners import Listener
 from moesched.seams import Policy
 from moesched.system.memory import available_memory
-from moesched.system.outputs import require_outputs
 from moesched.system.own_loop import interruptible
 from moesched.system.scratch import scratch_folder
 from moesched.units import parse_bytes
@@ -193,7 +192,7 @@ def _launch(
     given: ClusterOptions,
 ) -> ClusterReport:
     transport = plugins.name_elsewhere("transports", given.transport)
-    require_outputs(*recorded_outputs(given), model=model, inputs=[cluster_file, given.machine])
+    require_outputs_apart(given, model, cluster_file)
     require_some(given.max_new_tokens, "--max-new-tokens")
     way_of(transport)  # before anything is started
     checkpoint = open_checkpoint(model, partial=True)

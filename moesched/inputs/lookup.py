@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from moesched import plugins
 from moesched.errors import BadInput
 from moesched.inputs.defaults import NEW_TOKENS
@@ -14,9 +12,8 @@ from moesched.inputs.prompts import Prompt, encode_prompts, read_prompts
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.machines import Machine, load_machine
 from moesched.machines.local import calibrated_file, local_machine, require_measured_on, this_processor
-from moesched.models.architectures import ARCHITECTURES
 from moesched.models.config import ModelConfig
-from moesched.models.reading import read_config
+from moesched.models.reading import in_format, read_config
 from moesched.models.shapes import SHAPES
 from moesched.requests.workloads import Workload, given_lengths, load_workload
 from moesched.seams import ChecksMachine, DescribesMachine, Device, Emulates, IsCalibrated, Policy
@@ -35,28 +32,12 @@ def find_shape(name_or_folder: Path | str, stored_as: str | None = None) -> Mode
     """
     if str(name_or_folder) in SHAPES:
         config = SHAPES[str(name_or_folder)]
-    elif is_folder(Path(name_or_folder)):
-        config = read_config(Path(name_or_folder))
-    else:
-        name = str(name_or_folder)
-        remedy = f"name a folder with a config.json, or one of {', '.join(SHAPES)}"
-        raise BadInput(f"no model {name!r}: {with_nearest(name, SHAPES, remedy)}")
-    return config if stored_as is None else in_format(config, stored_as)
-
-
-def in_format(config: ModelConfig, name: str) -> ModelConfig:
-    """The model with its weights in a storage format.
-
-    Raises:
-        BadInput: there is no such format, or models of this family do not have it.
-    """
-    formats = ARCHITECTURES[config.form].formats
-    if name not in formats:
-        raise BadInput(
-            f"--format is {name!r}, and models of the family {config.form}, such as {config.name}, have "
-            f"{', '.join(formats)}: give one of these"
-        )
-    return replace(config, format=name)
+        return config if stored_as is None else in_format(config, stored_as)
+    if is_folder(Path(name_or_folder)):
+        return read_config(Path(name_or_folder), stored_as)
+    name = str(name_or_folder)
+    remedy = f"name a folder with a config.json, or one of {', '.join(SHAPES)}"
+    raise BadInput(f"no model {name!r}: {with_nearest(name, SHAPES, remedy)}")
 
 
 def find_machine(

@@ -13,7 +13,7 @@ from typing import NamedTuple, Unpack
 from moesched.errors import BadInput
 from moesched.inputs.chosen_policy import PolicyGiven
 from moesched.inputs.defaults import MACHINE
-from moesched.inputs.lookup import find_machine, machine_file
+from moesched.inputs.lookup import find_machine
 from moesched.inputs.options import options_from, takes
 from moesched.inputs.prompts import Prompt, encode_prompts, require_some
 from moesched.inputs.tokenizer import find_tokenizer
@@ -23,13 +23,12 @@ from moesched.jobs.job import Job, require_continuations
 from moesched.jobs.memory_ahead import pieces_to_take
 from moesched.jobs.options import CallKeywords, CallOptions, SessionKeywords, SessionOptions
 from moesched.jobs.report import JobReport
-from moesched.jobs.trace_file import recorded_outputs
+from moesched.jobs.trace_file import require_outputs_apart
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.requests.sampling import Sampling
 from moesched.runs.ranks import Devices, open_devices, process_of
 from moesched.system.memory_ahead import MemoryAhead, UsesMemoryAhead
-from moesched.system.outputs import require_outputs
 from moesched.system.own_loop import interruptible
 
 
@@ -109,8 +108,7 @@ class Session:
         given = options_from(CallOptions, "run", options)
         checkpoint, config = self._checkpoint, self._checkpoint.config
         with self._exclusively():
-            inputs = [machine_file(self._given.machine)]
-            require_outputs(*recorded_outputs(given), model=checkpoint.directory, inputs=inputs)
+            require_outputs_apart(given, checkpoint.directory, self._given)
             require_some(given.max_new_tokens, "--max-new-tokens")
             encoded = encode_prompts(prompts, self._tokenizer, config, given.max_new_tokens)
             beams = (given.sampling or Sampling()).beams

@@ -13,7 +13,6 @@ from moesched.drivers.capture import NotFixed
 from moesched.errors import BadInput
 from moesched.inputs.budgets import assumed_process
 from moesched.inputs.chosen_policy import PolicyGiven
-from moesched.inputs.lookup import machine_file
 from moesched.inputs.options import options_from, takes
 from moesched.inputs.prompts import Prompt, require_some
 from moesched.jobs.another_policy import another_policy
@@ -28,8 +27,8 @@ from moesched.jobs.trace_file import (
     BatchFiles,
     about_of,
     batch_files,
-    recorded_outputs,
     recorder_for,
+    require_outputs_apart,
     roofs_of,
     write_recording,
 )
@@ -52,7 +51,6 @@ from moesched.seams import Routing, keeps_state
 from moesched.steps.plan import lanes_contend
 from moesched.system.cells import PATIENCE_SECONDS
 from moesched.system.logs import Log
-from moesched.system.outputs import require_outputs
 from moesched.system.own_loop import interruptible
 
 _log = Log(__name__)
@@ -85,16 +83,12 @@ def simulate_model(
         PolicyError: the policy submitted something illegal; raised at its own line.
     """
     given = options_from(SimulationOptions, "simulate_model", options, policy=policy, machine=machine)
-    named = (each for each in (workload, given.network, given.routing) if isinstance(each, str))
-    inputs = [machine_file(given.machine), *named]
-    require_outputs(*recorded_outputs(given), model=model, inputs=inputs)
+    require_outputs_apart(given, model, workload if isinstance(workload, str) else None)
     if not 0 <= given.preview_accuracy <= 1:
         raise BadInput(f"--preview-accuracy is {given.preview_accuracy}: give a probability from 0 to 1")
     given = replace(given, listener=listener_or_cell(given.listener, patience=PATIENCE_SECONDS))
     scenario = find_scenario(model, workload, given)
-    report = simulate_scenario(scenario, given)
-    _tell_unused(scenario, given, report)
-    return report
+    return simulate_scenario(scenario, given)
 
 
 def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport:
@@ -122,6 +116,7 @@ def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport
         if reports.ended_early(number):
             break
     report = reports.merge(requests=len(lengths), batches=len(batches), padded=given.padded)
+    _tell_unused(scenario, given, report)
     if not given.band:
         return report
     listener = given.listener or Listener()
@@ -139,6 +134,7 @@ def _tell_unused(scenario: Scenario, given: SimulationOptions, report: JobReport
         _log.warning(
             "the routing trace is longer than the run",
             routing=given.routing if isinstance(given.routing, str) else "that was given",
+            trace_tokens=scenario.choices.tokens,
             unused_tokens=unused,
             remedy="give longer prompts, more requests or a larger --gen",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,6 +11,7 @@ import msgspec
 
 from moesched.analysis.helps import FEWEST_STEPS, MOST_TASKS
 from moesched.errors import BadInput
+from moesched.inputs.files import require_apart, texts_in
 from moesched.jobs.batch_reports import NotTraced
 from moesched.jobs.options import OutputOptions
 from moesched.jobs.report import JobReport
@@ -83,9 +85,19 @@ def batch_files(outputs: OutputOptions, number: int) -> BatchFiles:
     )
 
 
-def recorded_outputs(outputs: OutputOptions) -> list[Output]:
-    """The files of all batches, to be checked before they are written."""
-    return [Output("trace", outputs.trace, numbered=True), Output("report", outputs.html, numbered=True)]
+def require_outputs_apart(outputs: OutputOptions, *read: object) -> None:
+    """Require that a job can write the files of all batches, and that none replaces one that it reads.
+
+    Args:
+        outputs: the job's options or those of a call; what they name beside outputs is read.
+        read: further arguments and options, which name files that are read.
+
+    Raises:
+        BadInput: an output cannot be written, is an input, or is in a model's folder.
+    """
+    written = [Output("trace", outputs.trace, numbered=True), Output("report", outputs.html, numbered=True)]
+    without_outputs = replace(outputs, trace=None, html=None)
+    require_apart(written, texts_in([without_outputs, *read]))
 
 
 def roofs_of(machine: Machine, dtype: str) -> dict[str, Roof]:

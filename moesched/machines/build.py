@@ -36,11 +36,19 @@ DISK_BANDWIDTH = 3e9
 DISK_LATENCY = 1e-4
 DESKTOP_CHANNELS = 2
 GPU_RESERVED = 700 * 10**6
-"""Bytes of a GPU's memory for driver, context and the libraries' code and workspaces: assumed, without a display."""
+"""Bytes of a GPU's memory for driver, context and the libraries' code and workspaces, without a display.
+
+A CUDA context with torch's kernels takes 300 to 400 MB (pytorch/pytorch, issues 20532 and 109888); assumed: about as
+much again for workspaces of cuBLAS and what allocators cannot use.
+"""
 SYSTEM_RESERVED = 4 * 2**30
 """Bytes of the host's memory for system, Python, libraries and other programs: assumed, without a browser."""
 MANY_BYTES = 36 * 2**30
-"""Memory of a Mac from which on macOS lets the GPU use three quarters of it by default, not two thirds."""
+"""Memory of a Mac from which on macOS lets the GPU use three quarters of it by default, not two thirds.
+
+Apple publishes no rule. Metal reports 10,922.67 MiB of 16 GiB (abetlen/llama-cpp-python, issue 687), 21,845.34 of 32
+(ollama/ollama, issue 434) and 49,152 of 64 (ggml-org/llama.cpp, issue 1870); the bound between them is assumed.
+"""
 
 GPU_COMMENT = "Reserved, assumed: driver, context and the libraries' workspaces."
 SYSTEM_COMMENT = "Reserved, assumed: the system, Python and other programs."

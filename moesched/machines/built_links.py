@@ -89,7 +89,7 @@ def _on_board(gpu: Gpu, board: Board, count: int, cpu: Cpu, sockets: int, slot: 
 
 def _pcie(gpu: Gpu, count: int, cpu: Cpu, sockets: int, slot: str | None) -> tuple[Pcie, list[str]]:
     """The generation and lanes that a GPU and its slot settle on, the lower of both; and what was assumed."""
-    card, lanes = parse_pcie(gpu.pcie), sockets * cpu.lanes
+    card, lanes = parse_pcie(gpu.pcie), cpu.lanes_of(sockets)
     shared = max(each for each in LANES if each * count <= max(lanes, count))
     if slot is not None:
         here = parse_pcie(slot)

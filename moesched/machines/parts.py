@@ -121,6 +121,7 @@ class Cpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
         channels: memory channels of 64 bits.
         pcie: generation of its PCIe lanes.
         lanes: PCIe lanes of a socket that all GPUs share.
+        lanes_of_two: those of two sockets, where they use some of their lanes as the link between them.
     """
 
     architecture: str
@@ -130,6 +131,11 @@ class Cpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     channels: int
     pcie: int
     lanes: int
+    lanes_of_two: int | None = None
+
+    def lanes_of(self, sockets: int) -> int:
+        """PCIe lanes of a board's sockets."""
+        return self.lanes_of_two if sockets == 2 and self.lanes_of_two else sockets * self.lanes
 
 
 class MemoryType(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
-from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, ModelConfig
@@ -17,15 +16,12 @@ from moesched.models.file_identity import FileIdentity
 from moesched.models.headers import MOST_TENSORS, Found
 from moesched.models.layers import Shape
 from moesched.models.published import Published, extra_names, other_tensors, published_tensors
-from moesched.models.reading import read_config, require_runs
+from moesched.models.reading import read_config, require_runs, without_prefix
 from moesched.models.shards import FLOATS, read_shards
 from moesched.models.tensors import count_tensors, count_weights, tensor_shapes
 from moesched.system.logs import Log
 
 _log = Log(__name__)
-
-HEAD = "lm_head.weight"
-"""The LM head in files of all families. Where there is one it is used, whatever config.json says of tied embeddings."""
 
 
 class Columns(NamedTuple):
@@ -135,8 +131,6 @@ def open_checkpoint(directory: Path | str, *, partial: bool = False) -> Checkpoi
     config = read_config(directory)
     require_runs(config)
     shards = read_shards(directory, partial=partial)
-    if any(_without_prefix(found.name) == HEAD for found in shards.tensors):
-        config = replace(config, tied_embeddings=False)
     _require_counts(directory, config, shards.tensors)
     known = _Known(config)
     tensors: dict[str, StoredTensor] = {}
@@ -179,7 +173,7 @@ class _Known:
         Raises:
             BadInput: the architecture has no such tensor.
         """
-        name = _without_prefix(found.name)
+        name = without_prefix(found.name)
         stored = self._published.get(name) or self._others.get(name)
         if stored is None and not self._extra.fullmatch(name):
             _refuse_bias(found)
@@ -192,20 +186,15 @@ class _Known:
         return stored
 
 
-def _without_prefix(name: str) -> str:
-    """The name in a checkpoint that was saved without an LM head."""
-    return name.removeprefix("model.")
-
-
 def parts_in(found: Found, known: Mapping[str, Published]) -> list[str]:
     """Canonical names of the tensors that a stored one holds; none if the model does not use it."""
-    stored = known.get(_without_prefix(found.name))
+    stored = known.get(without_prefix(found.name))
     return [] if stored is None else [name for name, _ in stored.parts]
 
 
 def by_stored_name(tensors: Mapping[str, Published]) -> dict[str, Published]:
     """Key the tensors by the names that `parts_in` looks up."""
-    return {_without_prefix(name): stored for name, stored in tensors.items()}
+    return {without_prefix(name): stored for name, stored in tensors.items()}
 
 
 def _parts_of(found: Found, published: Published) -> Iterator[tuple[str, StoredTensor]]:

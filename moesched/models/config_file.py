@@ -64,7 +64,6 @@ class Keys(msgspec.Struct, kw_only=True):
     hidden_act: str = "silu"
     attention_bias: bool = False
     mlp_bias: bool = False
-    quantization_config: dict[str, Any] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     per_layer_config: dict[str, Any] = {}
@@ -72,6 +71,10 @@ class Keys(msgspec.Struct, kw_only=True):
 
 class _TypeKey(msgspec.Struct):
     model_type: str | None = None
+
+
+class _QuantizationKey(msgspec.Struct):
+    quantization_config: dict[str, Any] | None = None
 
 
 class _GenerationKeys(msgspec.Struct):
@@ -95,6 +98,11 @@ class ConfigFile:
     def model_type(self) -> str | None:
         """The value that selects the architecture."""
         return self.keys(_TypeKey).model_type
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """The storage format of the weights, as the tool that quantised them describes it; None if none did."""
+        return self.text_keys(_QuantizationKey).quantization_config
 
     def keys(self, kind: type[T]) -> T:
         """Decode the keys of an architecture.
@@ -186,9 +194,6 @@ class ConfigFile:
         self.require("attention_bias", keys.attention_bias, False)
         self.require("mlp_bias", keys.mlp_bias, False)
         self.require("per_layer_config", keys.per_layer_config, {})
-        if keys.quantization_config is not None:
-            method = keys.quantization_config.get("quant_method")
-            raise self.unsupported("quantization_config", method, "weights in bfloat16, float16 or float32")
 
     def _stop_tokens(self, keys: Keys) -> tuple[int, ...]:
         tokens = keys.eos_token_id

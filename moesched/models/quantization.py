@@ -13,7 +13,9 @@ from moesched.system.decoding import convert_value
 
 ATTENTION = re.compile(r"attn(?!.*(norm|kv_a_proj))")
 """Matches attention's projections by name; its norms, and the small projection of DeepSeek, say nothing of these."""
-METHODS = ("fp8", "mxfp4", "awq", "gptq", "auto-round", "compressed-tensors")
+METHODS = ("fp8", "mxfp4", "awq", "gptq", "auto-round", "compressed-tensors", "bitsandbytes")
+BLOCK_OF_NF4 = 64
+"""Weights that share a scale in the four-bit formats of bitsandbytes."""
 
 
 class _Weights(msgspec.Struct, frozen=True):
@@ -41,6 +43,9 @@ class _Keys(msgspec.Struct, kw_only=True):
     ignore: list[str] = []
     ignored_layers: list[str] = []
     modules_to_not_convert: list[str] = []
+    llm_int8_skip_modules: list[str] | None = None
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
 
 
 def stored_format(file: ConfigFile, quantization: dict[str, Any]) -> str:
@@ -51,7 +56,12 @@ def stored_format(file: ConfigFile, quantization: dict[str, Any]) -> str:
     """
     keys = convert_value(quantization, _Keys, f"{file.path}: quantization_config", RESTORE)
     name = _format_of_matrices(file, keys)
-    left_out = keys.ignore + keys.ignored_layers + keys.modules_to_not_convert
+    left_out = [
+        *keys.ignore,
+        *keys.ignored_layers,
+        *keys.modules_to_not_convert,
+        *(keys.llm_int8_skip_modules or ()),
+    ]
     attention_stays = any(map(ATTENTION.search, left_out))
     return name + EXPERTS_ONLY if attention_stays and name != "mxfp4" else name
 
@@ -69,7 +79,13 @@ def _format_of_matrices(file: ConfigFile, keys: _Keys) -> str:
             return _integers(file, keys.bits, keys.group_size)
         case "compressed-tensors":
             return _compressed(file, keys)
-    raise file.unsupported("quant_method", keys.quant_method, f"one of {', '.join(METHODS)}")
+        case "bitsandbytes" if keys.load_in_4bit:
+            return _integers(file, 4, BLOCK_OF_NF4)
+        case "bitsandbytes":
+            return _integers(file, 8 if keys.load_in_8bit else None, None)
+    raise file.unsupported(
+        "quant_method", keys.quant_method, f"one of {', '.join(METHODS)}, or simulate it with --format"
+    )
 
 
 def _compressed(file: ConfigFile, keys: _Keys) -> str:

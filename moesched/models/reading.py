@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from moesched.errors import BadInput
 from moesched.models.architectures import ARCHITECTURES
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
+from moesched.models.quantization import stored_format
+from moesched.models.shards import stored_names
+
+HEAD = "lm_head.weight"
+"""The LM head in files of all families. Where there is one it is used, whatever config.json says of tied embeddings."""
 
 
-def read_config(directory: Path | str) -> ModelConfig:
+def read_config(directory: Path | str, stored_as: str | None = None) -> ModelConfig:
     """Read directory/config.json, of any of the architectures.
 
     A missing or null setting has Hugging Face's default.
+
+    Args:
+        stored_as: storage format of the weights; None for the one that the file describes.
 
     Raises:
         BadInput: the file cannot be read, or asks for a feature that the kernels do not support; the message names
@@ -23,15 +33,44 @@ def read_config(directory: Path | str) -> ModelConfig:
     known = {model_type: each for each in ARCHITECTURES.values() for model_type in each.model_types}
     if file.model_type not in known:
         raise file.unsupported("model_type", file.model_type, f"one of {', '.join(sorted(known))}")
-    return known[str(file.model_type)].read(file)
+    config = known[str(file.model_type)].read(file)
+    quantization = file.quantization
+    if stored_as is not None:
+        config = in_format(config, stored_as)
+    elif quantization is not None:
+        config = replace(config, format=stored_format(file, quantization))
+    if config.tied_embeddings and HEAD in map(without_prefix, stored_names(Path(directory))):
+        config = replace(config, tied_embeddings=False)
+    return config
+
+
+def in_format(config: ModelConfig, name: str) -> ModelConfig:
+    """The model with its weights in a storage format.
+
+    Raises:
+        BadInput: there is no such format, or models of this family do not have it.
+    """
+    formats = ARCHITECTURES[config.form].formats
+    if name not in formats:
+        raise BadInput(
+            f"--format is {name!r}, and models of the family {config.form}, such as {config.name}, have "
+            f"{', '.join(formats)}: give one of these"
+        )
+    return replace(config, format=name)
+
+
+def without_prefix(name: str) -> str:
+    """The name of a tensor in a checkpoint that was saved without an LM head."""
+    return name.removeprefix("model.")
 
 
 def require_runs(config: ModelConfig) -> None:
     """Raise BadInput where no device has kernels for the model's family or for the storage format of its weights."""
-    if not ARCHITECTURES[config.form].runs:
-        stored = "" if config.format is None else f", and for weights in {config.format}"
+    family = [] if ARCHITECTURES[config.form].runs else [f"the family {config.form}"]
+    stored = [] if config.format is None else [f"weights in {config.format}"]
+    if family or stored:
         raise BadInput(
-            f"{config.name}: no device has kernels for the family {config.form}{stored}: "
-            "use `moesched simulate` or `moesched plan`, or a model of "
+            f"{config.name}: no device has kernels for {', and for '.join(family + stored)}: "
+            "use `moesched simulate` or `moesched plan`, or a model in bfloat16, float16 or float32 of "
             + ", ".join(name for name, each in ARCHITECTURES.items() if each.runs)
         )

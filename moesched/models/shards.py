@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -76,6 +77,18 @@ def read_shards(directory: Path, *, partial: bool = False) -> Shards:
                 raise BadInput(f"{path} has {tensor.name}, which {INDEX_NAME} does not put there; {RESTORE}")
         shards.tensors.extend(found)
     return shards
+
+
+def stored_names(directory: Path) -> Collection[str]:
+    """The names of all tensors, by the index or the only file; none where neither is here.
+
+    Raises:
+        BadInput: the index, or the file, cannot be read.
+    """
+    single, index = directory / SINGLE_NAME, directory / INDEX_NAME
+    if is_file(single):
+        return [found.name for found in _read_into(Shards([], {}, {}), single)]
+    return _read_index(index).keys() if is_file(index) else ()
 
 
 def stored_dtype(directory: Path) -> str | None:

@@ -89,6 +89,8 @@ def _alike(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tupl
         except BadInput:
             continue
         slots = _pooled(prepared[0])
+        if any(pooled[name] > 0 >= slots[name] for name in slots):
+            continue  # a policy without room for its pool has another schedule
         if fixed is pooled or all(slots[name] <= POOL_DIFFERS * part * pooled[name] for name in slots):
             return few, prepared
     return None

@@ -75,6 +75,11 @@ class RecordedChoices:
         experts_Tk: Integers = self._chosen[rows_T, layer]
         return experts_Tk
 
+    @property
+    def tokens(self) -> int:
+        """Number of its tokens."""
+        return int(self._lengths.sum())
+
     def unused(self, lengths: Sequence[int]) -> int:
         """The tokens of the trace that requests of these lengths leave out."""
         used = np.zeros_like(self._lengths)

@@ -12,7 +12,6 @@ from moesched.models.architectures.architecture import COMMON_FORMATS, Architect
 from moesched.models.config import DType, ModelConfig
 from moesched.models.config_file import ConfigFile
 from moesched.models.layers import Layer, LinearAttention, elements
-from moesched.models.quantization import stored_format
 from moesched.models.tensors import dense_shapes, expert_shapes
 
 _NO_INFLUENCE: dict[str, Any] = {"norm_eps": 1e-6, "rope_theta": 1e4}
@@ -53,7 +52,6 @@ class SimulatedKeys(msgspec.Struct, kw_only=True):
     max_position_embeddings: int
     tie_word_embeddings: bool = False
     eos_token_id: int | list[int] | None = None
-    quantization_config: dict[str, Any] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     layer_types: tuple[str, ...] = ()
@@ -124,10 +122,8 @@ class Family(NamedTuple):
         """
         keys = file.text_keys(self.keys[str(file.model_type)])
         _check(file, keys)
-        quantization = keys.quantization_config
-        stored = None if quantization is None else stored_format(file, quantization)
         dtype = file.dtype(keys.dtype or keys.torch_dtype, "bfloat16")
-        return file.checked(self.model(file.name, keys, stored, dtype))
+        return file.checked(self.model(file.name, keys, dtype=dtype))
 
     def architecture(
         self,

@@ -1,0 +1,46 @@
+"""Outputs apart from inputs: whatever the options of a command or a call name, and it does not write, it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+from moesched.inputs.lookup import machine_file
+from moesched.system.input_file import is_file
+from moesched.system.outputs import Output, require_outputs
+
+
+def require_apart(written: Sequence[Output], named: Iterable[str]) -> None:
+    """Require outputs that can be written, apart from each other and from all that values of options name.
+
+    Raises:
+        BadInput: an output cannot be written, is an input, or is in a model's folder.
+    """
+    if not any(output.path is not None for output in written):
+        return
+    paths = [path for value in named for path in _paths(value)]
+    models: list[Path | None] = [path for path in paths if is_file(path / "config.json")]
+    inputs = [path for path in paths if is_file(path)]
+    for model in models or [None]:
+        require_outputs(*written, model=model, inputs=inputs)
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """The texts and paths of a value: of an option, of one that may be repeated, or of all fields of options."""
+    if isinstance(value, str | Path):
+        yield str(value)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from texts_in(each)
+    elif isinstance(value, Mapping):
+        yield from texts_in(list(value.values()))
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from texts_in([getattr(value, each.name) for each in fields(value)])
+
+
+def _paths(text: str) -> Iterator[Path]:
+    """Files that a value names: one, several separated by commas, that of file.py:Class, or this machine's own."""
+    for name in dict.fromkeys([text, *(part.partition(":")[0] for part in text.split(","))]):
+        if name and (path := machine_file(name)):
+            yield path
