@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from commands import SIMULATE
+from commands import SIMULATE, refused
 from moesched.analysis.explanation import explain
 from moesched.analysis.helps import LEAST_SAVED, MOST_HELPS, helps
 from moesched.analysis.what_if import what_if
@@ -98,3 +98,18 @@ def test_run_and_simulate_show_the_bottleneck_and_what_would_help(
         assert "would save" in said
     sentence = predicted.out.partition("What would help\n")[2].partition(":\n")[0]
     assert sentence in page.read_text(encoding="utf-8")
+
+
+def test_run_and_simulate_say_neither_where_only_the_figures_are_wanted(command: Any, no_text: Path) -> None:
+    predicted = command(
+        *SIMULATE, "--policy", "cgopipe", "--batch-size", 2, "--gen", 4, "--no-helps", "--json"
+    )
+    measured = command("run", no_text, "--policy", "resident", "--prompt-ids", "1", "--no-helps", "--json")
+    for said in (predicted, measured):
+        assert (said.json["bottleneck"], said.json["helps"]) == (None, [])
+
+
+@pytest.mark.parametrize("option", ["--no-band", "--no-helps"])
+def test_several_processes_have_neither_to_omit(command: Any, no_text: Path, option: str) -> None:
+    said = command("run", no_text, "--policy", "ep_naive", "--prompt-ids", "1", "--local", 2, option)
+    refused(said, f"a run with --local has neither a band nor what would help: omit {option}")

@@ -169,7 +169,8 @@ class _Replay:
             self._tasks[index] = engine.collective(part, reads, writes)
         else:
             task = Kernel(lane, work, each.task.verb)
-            self._tasks[index] = engine.submit(task, reads, writes, priority_class=each.task.priority_class)
+            # by position, as `Engine.submit` takes them fastest
+            self._tasks[index] = engine.submit(task, reads, writes, (), each.task.priority_class)
 
     def _submitted(self, index: int) -> Task:
         task = self._tasks[index]
