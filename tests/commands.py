@@ -19,7 +19,11 @@ RUN_KEYS = {
 }
 """Keys in the JSON of every run and simulation."""
 
-SIMULATE = ("simulate", "--model", "mixtral-0.8b", "--machine", "t4", "--workload", "mtbench")
+ONLY_FIGURES = ("--no-band", "--no-helps")
+"""Options of `simulate` that save its runs for the band, and its replays."""
+
+EXPLAINED = ("simulate", "--model", "mixtral-0.8b", "--machine", "t4", "--workload", "mtbench")
+SIMULATE = (*EXPLAINED, *ONLY_FIGURES)
 
 
 class Said(NamedTuple):

@@ -30,6 +30,9 @@ os.environ["MOESCHED_VALIDATE"] = "1"
 os.environ["MOESCHED_CACHE"] = mkdtemp(prefix="moesched-tests-")
 atexit.register(rmtree, os.environ["MOESCHED_CACHE"], ignore_errors=True)
 
+# Work as small as that of the tests is done sooner by one of torch's threads, and other tests need the other cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # On AMD's processors the bits of MKL's products depend on whether operands are at multiples of 16 bytes. They are there
 # on a GPU, whose imitation is compared with the host to the bit, and not in files.
 if Path("/proc/cpuinfo").exists() and "AuthenticAMD" in Path("/proc/cpuinfo").read_text():
@@ -77,17 +80,6 @@ def as_users_run() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MOESCHED_VALIDATE")
         yield
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Keep torch to one thread, by which small work is done sooner."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def has_gpu() -> bool:

@@ -20,8 +20,6 @@ from moesched.models.random_model import write_random_model
 from moesched.plugins import make_policy
 from odd_models import MIXTRAL, OLMOE
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SIZES = {
     "layers": 3,
     "hidden": 256,

@@ -24,8 +24,6 @@ from moesched.requests.beams import BeamSearch
 from moesched.requests.sampling import Sampling
 from small_models import small_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STOP_TOKENS = [3, 14, 15, 92, 65]
 POLICIES = [
     "layer_streaming",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from commands import refused
+from commands import ONLY_FIGURES, refused
 from moesched.trace import check_trace, read_trace
 
 DBRX = ("simulate", "--model", "dbrx", "--machine", "m2-ultra", "--workload", "uniform")
@@ -17,7 +17,7 @@ ETHERNET = ("--network", "10gbe")
 
 def tokens_per_second(command: Any, policy: str, nodes: int, *options: object, gen: int = 2) -> float:
     of = ("--batch-size", 1, "--gen", gen, "--policy", policy, "--nodes", nodes)
-    said = command(*DBRX, *ETHERNET, *of, *options, "--json")
+    said = command(*DBRX, *ETHERNET, *of, *options, *ONLY_FIGURES, "--json")
     assert (said.code, said.err) == (0, "")
     rate: float = said.json["decode_tokens_per_second"]
     return rate
@@ -50,7 +50,8 @@ def test_copies_that_nobody_needs_stay_wired(command: Any) -> None:
     """With eleven experts on each of four nodes, every node runs one a layer: none has to wait for another."""
     machine = ("--machine", "m2-ultra-macos14")
     model = ("simulate", "--model", "dbrx", *machine, "--workload", "uniform", "--gen", 12)
-    said = command(*model, "--batch-size", 1, *ETHERNET, "--policy", "ep_balanced", "--nodes", 4, "--json")
+    of = ("--batch-size", 1, "--policy", "ep_balanced", "--nodes", 4)
+    said = command(*model, *ETHERNET, *of, *ONLY_FIGURES, "--json")
     assert said.json["decode_tokens_per_second"] > 7
 
 

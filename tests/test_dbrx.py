@@ -33,8 +33,6 @@ from reference import generate as generate_in_loops
 from small_models import SMALL_DBRX
 from stored_checkpoints import refusal
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Tensor = torch.Tensor
 
 

@@ -23,8 +23,6 @@ from moesched.tasks import Task
 from odd_models import MIXTRAL, PROMPTS, layout_of, stored
 from odd_runs import generated
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 HALF = 8
 """Numbers in a half of a small ring."""
 

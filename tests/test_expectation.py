@@ -17,6 +17,7 @@ from moesched.jobs.expectation import extrapolated
 from moesched.machines import COST_FORMAT, CostPoint, Machine, load_machine
 from moesched.machines.local import assumed_machine, calibrated_file, processor_with, this_processor
 from moesched.machines.toml_text import machine_toml
+from moesched.runs.listeners import Listener
 from moesched.system.cores import usable_cores
 from moesched.system.signals import Stopped
 from moesched.trace import read_trace
@@ -148,6 +149,33 @@ def test_an_expectation_has_a_band_around_its_figures(model: Path, batch_size: i
     assert low < middle < high
     assert middle == pytest.approx(expected.throughput_tokens_per_second)
     assert expected.band["prefill_seconds"][1] == pytest.approx(expected.prefill_seconds)
+
+
+class Estimates(Listener):
+    """Writes down the runs for a band, and the ends."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def estimating(self, done: int, total: int) -> None:
+        self.heard.append(done)
+
+    def ran(self) -> None:
+        self.heard.append("ran")
+
+
+def test_a_run_tells_of_the_runs_for_its_band_and_ends_again_after_them(model: Path) -> None:
+    listener = Estimates()
+    run(model, listener=listener)
+    assert listener.heard == ["ran", *range(len(listener.heard) - 2), "ran"]
+    assert len(listener.heard) > 2
+
+
+def test_an_expectation_without_a_band_takes_no_runs_for_one(model: Path) -> None:
+    listener = Estimates()
+    expected = run(model, listener=listener, band=False).expected
+    assert (expected.band, listener.heard) == (None, ["ran", "ran"])
+    assert len(expected.step_seconds) == 4
 
 
 class LaggingHere(LaggingDevice):

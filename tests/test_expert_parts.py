@@ -62,7 +62,7 @@ def random_expert(dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("rows", [1, 7, 32, 33, 100, EXPERT_TILE, 2 * EXPERT_TILE + 5])
 def test_parts_of_an_expert_s_rows_have_the_bits_of_the_whole(
-    products: tuple[torch.dtype, Counted], rows: int, one_thread: None
+    products: tuple[torch.dtype, Counted], rows: int
 ) -> None:
     dtype, multiply = products
     torch.manual_seed(rows)
@@ -77,9 +77,7 @@ def test_parts_of_an_expert_s_rows_have_the_bits_of_the_whole(
     assert torch.equal(parts, whole)
 
 
-def test_rows_of_several_micro_batches_have_the_bits_of_each(
-    products: tuple[torch.dtype, Counted], one_thread: None
-) -> None:
+def test_rows_of_several_micro_batches_have_the_bits_of_each(products: tuple[torch.dtype, Counted]) -> None:
     dtype, multiply = products
     torch.manual_seed(1)
     weights = random_expert(dtype)

@@ -318,6 +318,7 @@ def test_where_links_are_slow_and_answers_short_the_planner_has_the_ffn_on_the_c
         workload="synthetic-reasoning",
         gen=4,
         budgets={"gpu": "600MB", "host": "1590MB"},
+        band=False,
     )
     assert proposal.plan.policy == "cpu_ffn"
     assert not proposal.plan.ffn_on_gpu

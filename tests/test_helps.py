@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from commands import SIMULATE
+from commands import EXPLAINED, refused
 from moesched.analysis.explanation import explain
 from moesched.analysis.helps import LEAST_SAVED, MOST_HELPS, helps
 from moesched.analysis.what_if import what_if
@@ -77,7 +77,7 @@ def test_decisions_that_were_held_are_told() -> None:
 
 
 def test_simulate_names_a_much_faster_policy_with_sizes_that_give_its_rate(command: Any) -> None:
-    job = (*SIMULATE, "--gen", 8, "--json")
+    job = (*EXPLAINED, "--gen", 8, "--json")
     slow = command(*job, "--policy", "layer_streaming", "--batch-size", 4).json
     [faster] = [each for each in slow["helps"] if each["command"].startswith("simulate")]
     fast = command(*job, *faster["command"].removeprefix("simulate ... ").split()).json
@@ -89,7 +89,7 @@ def test_run_and_simulate_show_the_bottleneck_and_what_would_help(
     command: Any, no_text: Path, tmp_path: Path
 ) -> None:
     page = tmp_path / "page.html"
-    job = (*SIMULATE, "--policy", "cgopipe", "--batch-size", 2, "--gen", 4)
+    job = (*EXPLAINED, "--policy", "cgopipe", "--batch-size", 2, "--gen", 4)
     predicted = command(*job, "--report", page)
     measured = command("run", no_text, "--policy", "resident", "--prompt-ids", "1,2", "--max-new-tokens", 4)
     for said in (predicted.out, measured.out):
@@ -98,3 +98,18 @@ def test_run_and_simulate_show_the_bottleneck_and_what_would_help(
         assert "would save" in said
     sentence = predicted.out.partition("What would help\n")[2].partition(":\n")[0]
     assert sentence in page.read_text(encoding="utf-8")
+
+
+def test_run_and_simulate_say_neither_where_only_the_figures_are_wanted(command: Any, no_text: Path) -> None:
+    predicted = command(
+        *EXPLAINED, "--policy", "cgopipe", "--batch-size", 2, "--gen", 4, "--no-helps", "--json"
+    )
+    measured = command("run", no_text, "--policy", "resident", "--prompt-ids", "1", "--no-helps", "--json")
+    for said in (predicted, measured):
+        assert (said.json["bottleneck"], said.json["helps"]) == (None, [])
+
+
+@pytest.mark.parametrize("option", ["--no-band", "--no-helps"])
+def test_several_processes_have_neither_to_omit(command: Any, no_text: Path, option: str) -> None:
+    said = command("run", no_text, "--policy", "ep_naive", "--prompt-ids", "1", "--local", 2, option)
+    refused(said, f"a run with --local has neither a band nor what would help: omit {option}")

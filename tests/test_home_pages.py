@@ -40,7 +40,7 @@ from odd_models import PROMPTS, WIDE, layout_of
 from odd_runs import generated
 from test_mapped_pages import linux, mapped_bytes
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), linux]
+pytestmark = linux
 
 MAPPED, REGISTERED, ORDINARY = "mapped files", "registered memory", "ordinary memory"
 

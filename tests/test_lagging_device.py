@@ -29,8 +29,6 @@ from odd_models import MIXTRAL, PROMPTS, WIDE, layout_of, stored
 from odd_runs import generated, two_batches
 from policies_for_two_memories import STREAM_MOST
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WAY_OF = {
     "resident": "prompts in chunks",
     "layer_streaming": "weights on the disk",

@@ -29,8 +29,6 @@ from reference import Reference, cut_in_three, read_weights
 from reference import generate as generate_in_loops
 from stored_checkpoints import refusal
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Tensor = torch.Tensor
 
 

@@ -50,9 +50,6 @@ from test_nodes import MODELS as NODE_MODELS
 from test_nodes import expected as one_machines_tokens
 from test_nodes import run_nodes
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # ---------------------------------------------------------------- the models
 
 

@@ -17,8 +17,6 @@ from moesched.devices.mlx.thread import OneThread
 from moesched.models.random_model import write_random_model
 from moesched.trace import check_trace
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TOKENS = 5
 MOST_FOR_A_TOKEN = 90
 

@@ -40,8 +40,6 @@ PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90], [11, 12]]
 NEW_TOKENS = 4
 POLICIES = ["ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced"]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

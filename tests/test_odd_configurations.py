@@ -23,8 +23,6 @@ from transformers import (
 
 from against_hugging_face import assert_same_tokens, generated
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DEVICES = {
     "torch": "moesched.devices.torch.device:TorchDevice",
     "mlx": "moesched.devices.mlx.device:MlxDevice",

@@ -52,7 +52,9 @@ def asking(policy: str, *, objective: Objective = "throughput", **budgets: int) 
 def proposals() -> dict[Objective, Proposal]:
     objectives: tuple[Objective, ...] = ("throughput", "latency", "interactive")
     return {
-        each: plan_model("mixtral-0.8b", machine="t4", objective=each, gen=16, budgets=FEW_GPU_BYTES)
+        each: plan_model(
+            "mixtral-0.8b", machine="t4", objective=each, gen=16, budgets=FEW_GPU_BYTES, band=False
+        )
         for each in objectives
     }
 

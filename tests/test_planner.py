@@ -300,8 +300,10 @@ def test_the_command_prints_what_others_rely_on(capsys: pytest.CaptureFixture[st
         "bound_by",
         "peak_bytes",
     }
-    main(arguments)
+    main([*arguments, "--no-band"])
     told = capsys.readouterr().out
+    assert printed["band"] is not None
+    assert "least certain rate" not in told
     assert f"batch, micro-batches of  {printed['plan']['batch_size']}" in told
     assert f"{printed['predicted']['bound_by']} is the bottleneck" in told
 

@@ -32,8 +32,6 @@ from moesched.steps.step import Step
 from moesched.testing.symbolic import SymbolicDevice, expected_tokens
 from small_models import small_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 POLICIES = (
     "resident",
     "layer_streaming",

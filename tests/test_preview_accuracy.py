@@ -25,8 +25,6 @@ from moesched.testing import Case
 CASE = Case(name="previews", machine=load_machine("t4"), layers=4, experts=8, weights=1.5)
 MODEL = Path(__file__).parent.parent / "examples" / "tiny-mixtral"
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Told:
     """A routing, and with an accuracy of 1 its forecast, by layer."""

@@ -32,6 +32,7 @@ class FakeProcess:
 
     def __init__(self) -> None:
         self.code: int | None = None
+        self.patience = 0.0
 
     def poll(self) -> int | None:
         return self.code
@@ -40,6 +41,7 @@ class FakeProcess:
         self.code = -9 if self.code is None else self.code
 
     def wait(self, timeout: float | None = None) -> int:
+        self.patience = max(self.patience, timeout or 0)
         if self.code is None:
             raise subprocess.TimeoutExpired("node", timeout or 0)
         return self.code
@@ -125,3 +127,9 @@ def test_a_node_that_was_silent_for_too_long_and_goes_on_is_not_heard_any_more(r
         rig.look_until(lambda: logs)
     assert rig.heard == []
     assert logs[0]["event"] == "dropped a message of a node that has not joined, or is lost"
+
+
+def test_after_ctrl_c_a_node_that_goes_on_is_killed_within_half_a_second(rig: Rig) -> None:
+    with capture_logs() as logs:
+        rig.roster.end(interrupted=True)
+    assert (rig.process.code, rig.process.patience <= 0.5, logs) == (-9, True, [])

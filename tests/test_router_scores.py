@@ -47,8 +47,6 @@ DEVICES = [
     pytest.param("mlx", marks=pytest.mark.skipif(find_spec("mlx") is None, reason="there is no MLX here")),
 ]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 # -- on tensors ------------------------------------------------------------------------------------
 

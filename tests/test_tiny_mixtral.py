@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 from tiny_corpus import Corpus, is_held_out, read_corpus
 from tiny_evaluation import Sample, bits_per_byte, expert_shares, load, windows, words_share, write_samples
@@ -32,12 +30,9 @@ def corpus() -> Any:
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Iterator[Any]:
-    """The model and its tokenizer, loaded by transformers, on one thread: its matrices are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield load(MODEL)
-    torch.set_num_threads(threads)
+def loaded() -> Any:
+    """The model and its tokenizer, loaded by transformers."""
+    return load(MODEL)
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,6 @@ from moesched.devices.torch.kernels import KVView
 from moesched.models.footprint import QUERY_TILE
 from reference import Reference, cut_in_three, generate, whole
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Tensor = torch.Tensor
 
 STEPS = 6

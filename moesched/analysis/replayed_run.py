@@ -148,7 +148,7 @@ class _Replay:
                 msgspec.structs.replace(before.slices[index], start=tasks[index].start, end=tasks[index].end)
                 for index in order
             ],
-            producers=[tuple(places[each] for each in before.producers[index]) for index in order],
+            producers=[tuple(map(places.__getitem__, before.producers[index])) for index in order],
             memory=[],
             trimmed=False,
         )
@@ -158,7 +158,7 @@ class _Replay:
         work = self._works[index]
         before = (*self._recording.producers[index], *self._idle_before[index])
         reads = [self._results[producer] for producer in before]
-        if any(block.writer is None for block in reads):
+        if not all(map(self._tasks.__getitem__, before)):
             raise BadInput(
                 f"{each.task.label}, task {each.id}, waits for a task that was submitted later: record the run again"
             )
@@ -169,7 +169,8 @@ class _Replay:
             self._tasks[index] = engine.collective(part, reads, writes)
         else:
             task = Kernel(lane, work, each.task.verb)
-            self._tasks[index] = engine.submit(task, reads, writes, priority_class=each.task.priority_class)
+            # by position, as `Engine.submit` takes them fastest
+            self._tasks[index] = engine.submit(task, reads, writes, (), each.task.priority_class)
 
     def _submitted(self, index: int) -> Task:
         task = self._tasks[index]

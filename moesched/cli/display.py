@@ -24,6 +24,7 @@ _log = Log(__name__)
 
 SHOWN_PROMPT = 60
 REFRESHES_PER_SECOND = 8
+ESTIMATING = "estimating the band"
 ENDS_OF_LAYERS = ("post_attention", "combine")
 
 
@@ -92,6 +93,11 @@ class LoadingBar(Listener):
         """Begin a bar for the next batch."""
         self.close()
         self._bar = Bar(f"writing {trace}").__enter__()
+
+    def estimating(self, done: int, total: int) -> None:
+        """Begin a bar for the band of the prediction, or go on with it."""
+        self._bar = self._bar or Bar(ESTIMATING).__enter__()
+        self._bar.update(done, total, ESTIMATING)
 
     def close(self) -> None:
         """Remove the bar, if there is one."""
@@ -224,7 +230,7 @@ class SimulationBar(Listener):
 
     def estimating(self, done: int, total: int) -> None:
         """Show the runs for the band."""
-        self._bar.update(done, total, what="estimating the band")
+        self._bar.update(done, total, what=ESTIMATING)
 
     def writing(self, trace: Path) -> None:
         """Say so."""

@@ -46,6 +46,14 @@ Json = Annotated[
     bool,
     Parameter(negative="", group=OUTPUT, help="Print only one JSON object on standard output."),
 ]
+NoBand = Annotated[
+    bool,
+    Parameter(negative="", help="Omit the bands of predicted figures, which take some twenty short runs."),
+]
+NoHelps = Annotated[
+    bool,
+    Parameter(negative="", help="Omit the bottleneck and what would help, which take several replays."),
+]
 Trace = Annotated[
     Path | None,
     Parameter(

@@ -76,6 +76,7 @@ class PlanArguments(arguments.ClusterArguments, arguments.FormatArguments, argum
     dtype: options.DType = None
     seed: Annotated[options.Whole, Parameter(help="Seed of the order of the prompts.")] = 0
     budget: options.Budgets = ()
+    no_band: options.NoBand = False
     json: options.Json = False
 
 
@@ -118,6 +119,7 @@ def _propose(given: PlanArguments) -> Proposal:
             seed=given.seed,
             budgets=options.parse_budgets(given.budget),
             tensor_parallel=given.tensor_parallel,
+            band=not given.no_band,
             on_progress=lambda what: bar.update(0, what=what),
         )
 
@@ -134,6 +136,7 @@ def _propose_cluster(given: PlanArguments, nodes: int) -> ClusterProposal:
             "--seed": given.seed,
             "--format": given.format,
             "--tensor-parallel": given.tensor_parallel,
+            "--no-band": given.no_band,
         }
     )
     return plan_cluster(

@@ -46,6 +46,8 @@ def run(
         bool,
         Parameter(negative="", help="Accept a machine file whose costs were measured on another processor."),
     ] = False,
+    no_band: options.NoBand = False,
+    no_helps: options.NoHelps = False,
     local: Annotated[
         options.Whole | None,
         Parameter(
@@ -70,12 +72,16 @@ def run(
             tensor_parallel=tensor_parallel,
             foreign_machine=foreign_machine,
             expect=True,
-            explained=True,
+            band=not no_band,
+            explained=not no_helps,
         )
     if tensor_parallel not in (None, 1):
         raise BadInput(f"--local {local} gives each node one accelerator: omit --tensor-parallel")
     if foreign_machine:
         raise BadInput(f"--local {local} does not use a machine's costs: omit --foreign-machine")
+    if no_band or no_helps:
+        named = "--no-band" if no_band else "--no-helps"
+        raise BadInput(f"a run with --local has neither a band nor what would help: omit {named}")
     from moesched.cluster.cluster_jobs import run_local
 
     carried = {} if transport is None else {"transport": transport}

@@ -111,9 +111,8 @@ class SimulationArguments(
 ):
     """All options of the command."""
 
-    no_band: Annotated[
-        bool, Parameter(negative="", help="Omit the bands of the figures, which take some twenty short runs.")
-    ] = False
+    no_band: options.NoBand = False
+    no_helps: options.NoHelps = False
 
 
 def simulate(*, given: SimulationArguments) -> int:
@@ -140,7 +139,7 @@ def simulate(*, given: SimulationArguments) -> int:
                 nodes=given.nodes,
                 network=given.network,
                 band=not given.no_band,
-                explained=True,
+                explained=not given.no_helps,
                 listener=SimulationBar(bar),
                 **given.requests_and_routing(),
                 **given.policy_and_dtype(),

@@ -214,7 +214,7 @@ def _launch(
             with ending:
                 launch.run()
         finally:
-            roster.end()
+            roster.end(interrupted=ending.interrupted)
     texts.finish_all()
     listener.ran()
     report = cluster_report(launch, roster, texts.texts, ending)

@@ -37,6 +37,8 @@ _log = Log(__name__)
 PING_SECONDS = 0.1
 LOADING_SECONDS = 60.0
 ENDING_SECONDS = 5.0
+LEAVING_SECONDS = 0.3
+"""Time that processes have to end by themselves after Ctrl-C, once their results are here."""
 """Time between the ends of a node's process and connection after which the node counts as lost anyway."""
 
 OfOrder = Prepared | Loading | Loaded | Tokens | Piece | Done | Failed
@@ -190,18 +192,22 @@ class Roster:
         if node.peer is not None:
             self._control.say(node.peer, message)
 
-    def end(self) -> None:
-        """End all nodes, and kill those that do not end by themselves, or that have not joined yet."""
+    def end(self, *, interrupted: bool = False) -> None:
+        """End all nodes, and kill those that do not end by themselves, or that have not joined yet.
+
+        interrupted: whether somebody waits for the end, who pressed Ctrl-C.
+        """
         for node in self.nodes:
             if not node.answered:
                 node.process.kill()
             self.say(node, Quit())
-        deadline = time.monotonic() + GRACE_SECONDS + ENDING_SECONDS
+        patience = LEAVING_SECONDS if interrupted else GRACE_SECONDS + ENDING_SECONDS
+        deadline = time.monotonic() + patience
         for node in self.nodes:
             try:
                 node.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                if node.process.watched and node.process.poll() is None:
+                if node.process.watched and node.process.poll() is None and not interrupted:
                     _log.warning("killed, as it did not end by itself", node=str(node.host))
                 node.process.kill()
 

@@ -141,6 +141,7 @@ class Template:
             if task.verb in GROWING:
                 self.sized.setdefault(self.key(task), []).append(position)
         self._durations: list[int] = []
+        self._works, self._work_of = _numbered_works(tasks, self.lanes)
 
     def key(self, task: Task) -> Sized:
         """The key of a task's work among those that differ between steps."""
@@ -158,10 +159,8 @@ class Template:
     def nanoseconds(self, price: Price, works: dict[Sized, Work]) -> list[int]:
         """The tasks' durations in a step with these works, by micro-batch, verb and kind of layer."""
         if not self._durations:
-            self._durations = [
-                price(task.work) if lane >= 0 else 0
-                for task, lane in zip(self.tasks, self.lanes, strict=True)
-            ]
+            prices = [*map(price, self._works), 0]
+            self._durations = [prices[number] for number in self._work_of]
         durations = self._durations.copy()
         for key, positions in self.sized.items():
             duration = price(works[key])
@@ -283,6 +282,19 @@ def _identity(task: Task) -> tuple[Any, ...]:
     """The properties of a task that are the same in every step."""
     work = task.work
     return (task.verb, task.layer, task.micro_batch, task.expert, work.kind, work.resource, work.tokens)
+
+
+def _numbered_works(tasks: Sequence[Task], lanes: Sequence[int]) -> tuple[list[Work], list[int]]:
+    """The different works of tasks, and the number of each task's; -1 for joins, which take no time."""
+    works: list[Work] = []
+    numbers: dict[int, int] = {}  # by id, since many tasks share a work
+    work_of = []
+    for task, lane in zip(tasks, lanes, strict=True):
+        if lane >= 0 and id(task.work) not in numbers:
+            numbers[id(task.work)] = len(works)
+            works.append(task.work)
+        work_of.append(numbers[id(task.work)] if lane >= 0 else -1)
+    return works, work_of
 
 
 def _no_time() -> NoReturn:

@@ -143,7 +143,9 @@ class Call:
             trace=files.trace,
         )
         if expectation is not None:
-            finished = expectation.added_to(finished)
+            estimating = self._listener.estimating if self._given.band else None
+            finished = expectation.added_to(finished, estimating)
+            self._listener.ran()
         if recorder is not None:
             roofs = roofs_of(plan.machine, finished.dtype) if knows_rates else None
             finished = self._hand_over(finished, recorder.recording(), files, roofs, explains)

@@ -19,7 +19,7 @@ from moesched.jobs.bands import with_band
 from moesched.jobs.job import Job
 from moesched.jobs.options import SessionOptions
 from moesched.jobs.report import JobReport, at_the_tokens_of, job_report
-from moesched.planner.uncertainty import MOST_STEPS
+from moesched.planner.uncertainty import MOST_STEPS, RunsProgress
 from moesched.requests.batch import Batch
 from moesched.routing.observed import ObservedRouting
 from moesched.routing.router_forecast import RouterForecast
@@ -78,8 +78,10 @@ class Expectation:
         """The observers of the run."""
         return [] if self._obstacle else [self._routing]
 
-    def added_to(self, report: JobReport) -> JobReport:
+    def added_to(self, report: JobReport, estimating: RunsProgress | None) -> JobReport:
         """The report of the run with its expectation, or with the reason that there is none. Never raises an error.
+
+        estimating: called with the number of runs for the band that are done, and of all; None for no band.
 
         A signal ends the prediction, and the report then says that the job was interrupted.
         """
@@ -90,7 +92,7 @@ class Expectation:
         ending = Ending()
         with ending:
             release_signals()
-            report = replace(report, expected=self._predict(report))
+            report = replace(report, expected=self._predict(report, estimating))
         hold_signals()
         if report.expected is not None:
             return report
@@ -99,7 +101,7 @@ class Expectation:
         reason = (ending.failure or "").partition("\n")[0]
         return replace(report, no_expectation=f"it cannot be predicted: {reason}")
 
-    def _predict(self, report: JobReport) -> JobReport:
+    def _predict(self, report: JobReport, estimating: RunsProgress | None) -> JobReport:
         started = perf_counter()
         slot_bytes = self._devices.slot_bytes
         plan, policy = self._job.plan(self._batch, slot_bytes, policy=self._policies.next_of(0))
@@ -121,7 +123,9 @@ class Expectation:
             expected = _prolonged(expected, busy.seconds, steps)
         expected = at_the_tokens_of(expected, report)
         is_long = report.tasks * MOST_STEPS > MOST_TASKS_OF_A_BAND * steps
-        return expected if is_long or self._batch.first_request else with_band(expected, self._ranks)
+        if estimating is None or is_long or self._batch.first_request:
+            return expected
+        return with_band(expected, self._ranks, estimating)
 
     def _ranks(self) -> list[Rank]:
         """A plan of the first batch and a new policy."""

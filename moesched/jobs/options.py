@@ -109,10 +109,12 @@ class CallOptions(GenerationOptions, OutputOptions):
 
     Attributes:
         expect: predict each batch after it ran, if the machine is calibrated: `expected` of the report.
+        band: with `expect`, predict the first batch some twenty times more, for the band of the predicted figures.
         explained: find the bottleneck of the first batch, and what would help: `bottleneck` and `helps` of the report.
     """
 
     expect: bool = False
+    band: bool = True
     explained: bool = False
 
 
@@ -120,6 +122,7 @@ class CallKeywords(GenerationKeywords, OutputKeywords, total=False):
     """Keywords of CallOptions."""
 
     expect: bool
+    band: bool
     explained: bool
 
 

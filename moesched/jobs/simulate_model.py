@@ -120,7 +120,9 @@ def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport
     if not given.band:
         return report
     listener = given.listener or Listener()
-    return with_band(report, partial(_ranks, job, batches[0]), listener.estimating)
+    report = with_band(report, partial(_ranks, job, batches[0]), listener.estimating)
+    listener.ran()
+    return report
 
 
 def _tell_unused(scenario: Scenario, given: SimulationOptions, report: JobReport) -> None:

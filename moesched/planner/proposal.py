@@ -91,8 +91,8 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
         gains: relative increase of the bound for a tenth more of each resource, the most useful first.
         objective: the figure that the plan is best in.
         ranking: all policies that one machine can run, the best first; those that do not fit are last.
-        band: of each figure, the low end, the expected figure and the high end.
-        at_peak: the figures at the rates that the machine states; None where its costs were measured.
+        band: of each figure, the low end, the expected figure and the high end; None where it was not asked for.
+        at_peak: the figures at the rates that the machine states; None without a band, or where costs were measured.
         widest_rate: the rate that widens the band most, in words.
     """
 
@@ -107,7 +107,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     predicted: Predicted
     gains: list[Gain]
     ranking: list[Ranked]
-    band: dict[str, tuple[float, float, float]]
+    band: dict[str, tuple[float, float, float]] | None
     at_peak: Figures | None
     widest_rate: str | None
 
@@ -159,6 +159,7 @@ def plan_model(
     policy: PolicyGiven | None = None,
     objective: Objective = "throughput",
     seed: int = 0,
+    band: bool = True,
     on_progress: Callable[[str], object] | None = None,
     **options: Unpack[PlanKeywords],
 ) -> Proposal:
@@ -174,6 +175,7 @@ def plan_model(
             average length, "latency" for the shortest decode step, and "interactive" for the shortest time of the
             answer, from the prompt's first layer to the last token.
         seed: of the order of prompts.
+        band: run the plan some twenty times more, for the band of the figures.
         on_progress: called with the name of each stage of the search.
 
     Raises:
@@ -206,6 +208,7 @@ def plan_model(
         budgets=shares,
         slot_bytes=room_for,
         process=process,
+        band=band,
         on_progress=on_progress or named_in_cell() or (lambda what: None),
     )
     return _proposal(best, described.name, chosen.name, new_tokens, objective, layout)
@@ -214,6 +217,7 @@ def plan_model(
 def _proposal(
     best: Best, machine: str, workload: str, new_tokens: int, objective: Objective, layout: WeightLayout
 ) -> Proposal:
+    found = best.uncertainty
     return Proposal(
         model=layout.config.name,
         machine=machine,
@@ -226,9 +230,9 @@ def _proposal(
         predicted=_predicted(best),
         gains=best.gains,
         ranking=best.ranking,
-        band=best.uncertainty.band,
-        at_peak=best.uncertainty.at_peak,
-        widest_rate=best.uncertainty.widest_rate,
+        band=found and found.band,
+        at_peak=found and found.at_peak,
+        widest_rate=found and found.widest_rate,
     )
 
 

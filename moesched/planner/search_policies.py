@@ -45,7 +45,7 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
         bound_by: the busiest lane in a decode step.
         gains: relative increase of the bound for a tenth more of each resource, the most useful first.
         ranking: all policies, the best first; those that do not fit are last.
-        uncertainty: the band of the schedule's figures.
+        uncertainty: the band of the schedule's figures; None where it was not asked for.
     """
 
     policy: str
@@ -55,7 +55,7 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
     bound_by: str
     gains: list[Gain]
     ranking: list[Ranked]
-    uncertainty: Uncertainty
+    uncertainty: Uncertainty | None
 
 
 def plannable() -> list[str]:
@@ -84,6 +84,7 @@ def plan_best(
     objective: Objective = "throughput",
     policies: Iterable[PolicyGiven] | None = None,
     settings: Mapping[str, Any] | None = None,
+    band: bool = True,
     on_progress: Callable[[str], object] = lambda what: None,
     **resources: Unpack[Resources],
 ) -> Best:
@@ -92,6 +93,7 @@ def plan_best(
     Args:
         lengths: prompt lengths in tokens; their number is the most requests of a batch.
         policies: those that take `settings`; by default all that one machine can run.
+        band: whether to find the band of the best plan's figures.
         on_progress: called with the name of each stage of the search.
 
     Raises:
@@ -132,7 +134,7 @@ def plan_best(
             if not isinstance(error, BadInput) and (policies or name in plugins.shipped("policies")):
                 raise
             misfits.append(misfit(name, setting, error))
-    return _best_of(seen, misfits, on_progress)
+    return _best_of(seen, misfits, band, on_progress)
 
 
 def _asked(policies: Iterable[PolicyGiven] | None, settings: Mapping[str, Any]) -> Sequence[PolicyGiven]:
@@ -147,7 +149,10 @@ def _asked(policies: Iterable[PolicyGiven] | None, settings: Mapping[str, Any]) 
 
 
 def _best_of(
-    seen: dict[Candidate, Seen], misfits: Sequence[Ranked], on_progress: Callable[[str], object]
+    seen: dict[Candidate, Seen],
+    misfits: Sequence[Ranked],
+    band: bool,
+    on_progress: Callable[[str], object],
 ) -> Best:
     """The best plan, after a search for better sizes if there are several policies."""
     if not seen:
@@ -159,15 +164,18 @@ def _best_of(
     sizes = seen[best]
     on_progress("gain from more of each resource")
     rows = [(one.rate, ranked(candidate, one)) for candidate, one in seen.items()]
+    gained = gains(best, sizes)
+    if band:
+        on_progress("the band of the figures")
     return Best(
         policy=best.name,
         seen=sizes,
         attention_on_gpu=best.traits.attention_on_gpu,
         ffn_on_gpu=best.traits.ffn_on_gpu,
         bound_by=max(sizes.trial_run.utilization, key=sizes.trial_run.utilization.__getitem__),
-        gains=gains(best, sizes),
+        gains=gained,
         ranking=in_order(rows, misfits),
-        uncertainty=best.schedules.uncertainty(sizes),
+        uncertainty=best.schedules.uncertainty(sizes) if band else None,
     )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from moesched.requests.chunks import Chunk, chunks_of
+from moesched.requests.chunks import Chunk, chunks_of_batch
 
 KV_BLOCK_TOKENS = 16
 
@@ -30,9 +30,9 @@ class Batch(msgspec.Struct, frozen=True):
     beams: int = 1
     prefill_chunk: int | None = None
 
-    def chunks(self) -> dict[int, Chunk]:
+    def chunks(self) -> Mapping[int, Chunk]:
         """The chunks of prefill, by the number of their micro-batch."""
-        return chunks_of(self.prompts, self.micro_batches, self.prefill_chunk)
+        return chunks_of_batch(self.prompts, self.micro_batches, self.prefill_chunk)
 
     @property
     def chunked(self) -> bool:

@@ -8,7 +8,9 @@ chunks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -54,6 +56,14 @@ def chunks_of(
         first + index: chunk._replace(before=-1 if chunk.before < 0 else first + index - 1)
         for index, chunk in enumerate(chunks)
     }
+
+
+@lru_cache(maxsize=64)
+def chunks_of_batch(
+    prompts: tuple[int, ...], micro_batches: tuple[tuple[int, ...], ...], most: int | None
+) -> Mapping[int, Chunk]:
+    """The same, kept since many plans are made of a batch."""
+    return MappingProxyType(chunks_of(prompts, micro_batches, most))
 
 
 def _cut(number: int, requests: Sequence[int], prompts: Sequence[int], most: int | None) -> list[Chunk]:

@@ -65,6 +65,10 @@ class CellProgress(Listener):
         self._tokens += 1
         self._line.show(f"{self._tokens:,} of at most {self._most:,} tokens", self._tokens, self._most)
 
+    def estimating(self, done: int, total: int) -> None:
+        """Show the runs for the band."""
+        self._line.show("estimating the band", done, total)
+
     def writing(self, trace: Path) -> None:
         """Name the file."""
         self._line.show(f"writing {trace}")

@@ -87,7 +87,7 @@ class Plan(Declarations):
         self.batch = batch
         self.layers = range(layout.config.layers)
         self.micro_batches = range(len(batch.micro_batches))
-        self.chunks: Mapping[int, Chunk] = MappingProxyType(batch.chunks())
+        self.chunks: Mapping[int, Chunk] = batch.chunks()
         self.operations = Operations(layout.config, layout.dtype)
         self.slot_bytes = slot_bytes or bytes_of
         count = min(machine.accelerator_group.count, len(self.layers)) if pipelined else 1
