@@ -16,8 +16,8 @@ HALF_PRODUCTS = Estimate(
     low=2.2e9,
     expected=2.7e9,
     high=5e9,
-    source="caoshiyi/artifacts, benchmarks/mtbench/mtbench_moel_p_t4.jsonl, rows that may set rates: least squares over "
-    "the runs of 32, 64 and 256 new tokens; the range is assumed",
+    source="caoshiyi/artifacts, benchmarks/mtbench/mtbench_moel_p_t4.jsonl, rows that may set rates: least squares "
+    "over the runs of 32, 64 and 256 new tokens; the range is assumed",
 )
 """Bytes of the KV cache that MoE-Lightning's CPU attention reads in a second on CPUs without AVX-512.
 
