@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 import moesched
 from moesched.errors import BadInput
-from moesched.machines.sustained import at_peak
+from moesched.machines.sustained import at_peak, rates_of
 from moesched.planner.setting import UNLIMITED
 from moesched.reproduce import SECTIONS, Section, reproduce
 from moesched.reproduce.moe_lightning.attention import attention_section
@@ -130,6 +130,16 @@ def test_rates_change_the_links_and_the_gpu_and_flexgens_host_only_where_flexgen
     theirs = machine_at(machine, rates, attends_as_flexgen=True)
     assert theirs.memories["host"].bandwidth == 10e9
     assert theirs.memories["host"].capacity == machine.memories["host"].capacity
+
+
+def test_moe_lightning_attends_slower_where_its_products_of_16_bits_have_no_wide_vectors() -> None:
+    def attention(system: str, setting: str) -> float:
+        where = PAPER.settings[setting]
+        machine = setting_of(SYSTEMS[system], where, "mtbench", 32, None, requests=1).machine
+        return rates_of(machine.host)["attention"].expected * machine.memories["host"].bandwidth
+
+    assert attention("MoE-Lightning", "S1") == attention("MoE-Lightning(p)", "S1") == 2.7e9
+    assert attention("MoE-Lightning(p)", "S2") == attention("FlexGen", "S1") > 30e9
 
 
 # -- what is predicted -------------------------------------------------------------------------------------------------

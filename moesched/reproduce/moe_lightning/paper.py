@@ -11,11 +11,16 @@ from moesched.machines.staging import staged
 
 
 class PaperSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model on a machine, by our names, with the bytes of its pinned memory."""
+    """A model on a machine, by our names, with the bytes of its pinned memory.
+
+    Attributes:
+        wide_vectors: whether the host's CPU has AVX-512.
+    """
 
     model: str
     machine: str
     pinned: str
+    wide_vectors: bool
 
     def described(self) -> Machine:
         """The machine's profile as the paper's systems use it: weights are staged, and other copies are pageable."""

@@ -12,6 +12,19 @@ from moesched.machines.sustained import at_peak, rates_of
 CACHE_TRAFFIC = 9.0
 """Bytes that FlexGen's CPU attention moves for each byte of the KV cache."""
 
+HALF_PRODUCTS = Estimate(
+    low=2.2e9,
+    expected=2.7e9,
+    high=5e9,
+    source="caoshiyi/artifacts, benchmarks/mtbench/mtbench_moel_p_t4.jsonl, rows that may set rates: least squares "
+    "over the runs of 32, 64 and 256 new tokens; the range is assumed",
+)
+"""Bytes of the KV cache that MoE-Lightning's CPU attention reads in a second on CPUs without AVX-512.
+
+`cpu_flash_decode_gqa` of fastmoe/csrc/flashattention.cpp multiplies a head's keys and values by `cblas_gemm_f16f16f32`
+of MKL, which converts them first. Such products are slow where a CPU has none of 16 bits (pytorch/pytorch#146508).
+"""
+
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of the rates in a machine's profile.
@@ -64,6 +77,20 @@ def copying_caches(machine: Machine) -> Machine:
         if name in ("attention", "prompts")
     }
     changed = replace(host, rates=host.rates | slower)
+    return replace(machine, processors=machine.processors | {machine.roles.host: changed})
+
+
+def multiplying_in_half(machine: Machine) -> Machine:
+    """The machine with sustained rates, its host attending as MoE-Lightning's published code does with AVX2."""
+    host = machine.host
+    bandwidth = machine.memories[host.memory].bandwidth
+    share = Estimate(
+        low=HALF_PRODUCTS.low / bandwidth,
+        expected=HALF_PRODUCTS.expected / bandwidth,
+        high=HALF_PRODUCTS.high / bandwidth,
+        source=HALF_PRODUCTS.source,
+    )
+    changed = replace(host, rates=host.rates | {"attention": share})
     return replace(machine, processors=machine.processors | {machine.roles.host: changed})
 
 

@@ -15,7 +15,7 @@ from moesched.planner.setting import Setting
 from moesched.planner.traits import resident_bytes
 from moesched.planner.trial_run import trial_run
 from moesched.reproduce.moe_lightning.paper import PaperSetting
-from moesched.reproduce.moe_lightning.rates import Rates, copying_caches, machine_at
+from moesched.reproduce.moe_lightning.rates import Rates, copying_caches, machine_at, multiplying_in_half
 from moesched.requests.workloads import load_workload
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
@@ -31,19 +31,21 @@ class System(msgspec.Struct, frozen=True):
         policy: our policy.
         padded: whether every prompt counts as the longest of the workload.
         attends_as_flexgen: whether FlexGen's kernel attends on the CPU.
+        attends_in_half: whether the CPU attends by products of 16-bit numbers.
     """
 
     policy: str
     padded: bool = True
     attends_as_flexgen: bool = False
+    attends_in_half: bool = False
 
 
 SYSTEMS = {
     "FlexGen(c)": System("flexgen_cpu", attends_as_flexgen=True),
     "FlexGen": System("flexgen_synchronous"),
     "DeepSpeed": System("layer_streaming"),
-    "MoE-Lightning(p)": System("cgopipe"),
-    "MoE-Lightning": System("cgopipe", padded=False),
+    "MoE-Lightning(p)": System("cgopipe", attends_in_half=True),
+    "MoE-Lightning": System("cgopipe", padded=False, attends_in_half=True),
 }
 AS_DRAWN = System("flexgen")
 """FlexGen as Fig. 6 draws it: the next micro-batch's keys and values are loaded while one computes."""
@@ -88,8 +90,12 @@ def setting_of(
     layout = weight_layout(find_shape(where.model))
     if rates is not None:
         described = machine_at(machine, rates, attends_as_flexgen=system.attends_as_flexgen)
+    elif system.attends_as_flexgen:
+        described = copying_caches(machine)
+    elif system.attends_in_half and not where.wide_vectors:
+        described = multiplying_in_half(machine)
     else:
-        described = copying_caches(machine) if system.attends_as_flexgen else machine
+        described = machine
     chosen = load_workload(workload)
     lengths = [chosen.longest] * requests if system.padded else chosen.lengths(requests)
     return Setting(
