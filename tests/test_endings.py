@@ -32,17 +32,17 @@ from moesched.policies.twiddler import Twiddler
 
 class Illegal(Twiddler):
     async def decode(self, step):
-        if step.index == 5:
+        if step.index == 10:
             step.sample(step.micro_batches[0])
         await super().decode(step)
 
 class Stumbles(Twiddler):
     async def decode(self, step):
-        if step.index == 5:
+        if step.index == 10:
             raise KeyError("a key")
         await super().decode(step)
 """
-EIGHT_TOKENS = ("--prompt-ids", "1,2;3", "--max-new-tokens", 8)
+TWELVE_TOKENS = ("--prompt-ids", "1,2;3", "--max-new-tokens", 12)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with policies that fail in their fifth step."""
     (tmp_path / "failing.py").write_text(FAILING)
-    (tmp_path / "load.toml").write_text('name = "load"\nnew_tokens = [8]\nprompt_tokens = [3, 2]\n')
+    (tmp_path / "load.toml").write_text('name = "load"\nnew_tokens = [12]\nprompt_tokens = [3, 2]\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     yield tmp_path
@@ -65,7 +65,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_policy_that_fails_late_leaves_a_report_and_a_trace(
     command: Any, model: Path, here: Path, wanted: str
 ) -> None:
-    arguments = ["run", model, *EIGHT_TOKENS]
+    arguments = ["run", model, *TWELVE_TOKENS]
     if wanted == "simulate":
         arguments = ["simulate", "--model", model, "--machine", "t4", "--workload", "load.toml"]
     said = command(
@@ -74,18 +74,18 @@ def test_a_policy_that_fails_late_leaves_a_report_and_a_trace(
     failed(said, r"failing\.py:7: OutOfOrder: sample\(mb0\)")
     report = json.loads(Path("report.json").read_text())
     assert "sample(mb0)" in report["failure"]
-    assert len(report["step_seconds"]) == 4
+    assert len(report["step_seconds"]) == 9
     if wanted == "run":
-        assert [len(tokens) for tokens in report["tokens"]] == [4, 4]
+        assert [len(tokens) for tokens in report["tokens"]] == [9, 9]
     assert check_trace(Path("trace.json")) == []
 
 
 def test_any_other_error_of_a_run_has_its_report(model: Path, here: Path) -> None:
     with pytest.raises(KeyError, match="a key") as caught:
-        moesched.run_model(model, [[1, 2], [3]], policy="failing:Stumbles", max_new_tokens=8)
+        moesched.run_model(model, [[1, 2], [3]], policy="failing:Stumbles", max_new_tokens=12)
     report = report_of(caught.value)
     assert report.failure == "'a key'"
-    whole = moesched.run_model(model, [[1, 2], [3]], max_new_tokens=4)
+    whole = moesched.run_model(model, [[1, 2], [3]], max_new_tokens=9)
     assert report.tokens == whole.tokens
 
 
@@ -120,7 +120,7 @@ def devices() -> int:
 def test_nothing_of_a_failed_run_stays_in_memory(model: Path, here: Path, policy: str) -> None:
     before = devices()
     with pytest.raises((KeyError, moesched.PolicyError)):
-        moesched.run_model(model, [[1, 2], [3]], policy=policy, max_new_tokens=8)
+        moesched.run_model(model, [[1, 2], [3]], policy=policy, max_new_tokens=12)
     assert devices() == before
 
 

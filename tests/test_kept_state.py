@@ -25,7 +25,7 @@ FIXED = ("layer_streaming", "flexgen", "flexgen_pipeline", "resident")
 """Policies whose decode steps are alike, on lanes that do not share a memory."""
 
 
-def simulated(policy: str, new_tokens: int = 9, **options: Any) -> JobReport:
+def simulated(policy: str, new_tokens: int = 12, **options: Any) -> JobReport:
     """A prediction of small batches."""
     defaults: dict[str, Any] = {"batch_size": 2, "workload": "uniform", "machine": "t4"}
     return moesched.simulate_model("mixtral-0.8b", policy=policy, gen=new_tokens, **defaults | options)
@@ -41,12 +41,12 @@ def diaries(policy: type[Diary], run: Any) -> list[Diary]:
 def test_an_object_serves_all_batches_of_a_run_if_its_class_declares_it() -> None:
     made = diaries(Keeping, lambda policy: simulated(policy, requests=6))
     assert [diary.planned for diary in made if diary.planned[1:]] == [[0, 2, 4]]
-    assert 3 * 8 in [diary.steps for diary in made]
+    assert 3 * 11 in [diary.steps for diary in made]
 
 
 def test_otherwise_each_batch_has_an_object_of_its_own() -> None:
     made = diaries(Diary, lambda policy: simulated(policy, requests=6))
-    assert sorted(diary.planned for diary in made if diary.steps == 8) == [[0], [2], [4]]
+    assert sorted(diary.planned for diary in made if diary.steps == 11) == [[0], [2], [4]]
 
 
 def test_each_rank_keeps_an_object_of_its_own() -> None:
@@ -139,7 +139,7 @@ def test_a_step_that_may_differ_from_the_one_before_is_not_repeated(make: type[C
 
 
 def test_a_policy_that_keeps_state_is_simulated_whole() -> None:
-    assert simulated("policies_for_tests:Keeping").simulated_steps == 9
+    assert simulated("policies_for_tests:Keeping").simulated_steps == 12
 
 
 @pytest.mark.parametrize("policy", FIXED)
