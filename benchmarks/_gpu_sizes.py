@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import msgspec
 from _dispatch_cases import Scenario
 
 from moesched.models.config import ITEM_BYTES, ModelConfig
@@ -70,7 +69,7 @@ class Sizes(NamedTuple):
 
 
 def _with(shape: ModelConfig, layers: int) -> ModelConfig:
-    return msgspec.structs.replace(shape, layers=layers, dtype="bfloat16")
+    return shape.varied(layers=layers, dtype="bfloat16")
 
 
 MIXTRAL = SHAPES["mixtral-8x7b"]
@@ -96,8 +95,8 @@ FULL = Sizes(
     large_gpu=24 * 10**9,
     pinned=2 * 10**9,
 )
-TINY = msgspec.structs.replace(
-    SHAPES["mixtral-0.8b"], hidden=128, intermediate=128, heads=4, kv_heads=2, head_dim=32, vocabulary=256
+TINY = SHAPES["mixtral-0.8b"].varied(
+    hidden=128, intermediate=128, heads=4, kv_heads=2, head_dim=32, vocabulary=256
 )
 SMALL = Sizes(
     device="_small_gpu:SmallGpu",
@@ -129,8 +128,9 @@ def active_bytes(config: ModelConfig, rows: int) -> int:
 
     One row touches the experts that its router chooses; many rows are taken to touch all of them.
     """
-    chosen = min(config.experts, config.top_k * rows)
-    return weight_bytes(config) - _embedding_bytes(config) - _expert_bytes(config, config.experts - chosen)
+    experts = config.routed.experts
+    chosen = min(experts, config.routed.top_k * rows)
+    return weight_bytes(config) - _embedding_bytes(config) - _expert_bytes(config, experts - chosen)
 
 
 def flops_of_a_token(config: ModelConfig) -> float:
@@ -146,4 +146,4 @@ def _embedding_bytes(config: ModelConfig) -> int:
 
 def _expert_bytes(config: ModelConfig, experts: int) -> int:
     """Bytes of as many experts in each layer."""
-    return 3 * config.hidden * config.intermediate * ITEM_BYTES[config.dtype] * experts * config.layers
+    return 3 * config.hidden * config.routed.intermediate * ITEM_BYTES[config.dtype] * experts * config.layers

@@ -36,7 +36,7 @@ from policies_for_two_memories import POLICIES, STREAM_MOST
 
 Settings = Mapping[str, int]
 
-EVEN = replace(MIXTRAL, intermediate=88, heads=4, kv_heads=2, vocabulary=98)
+EVEN = MIXTRAL.varied(intermediate=88, heads=4, kv_heads=2, vocabulary=98)
 """A model that two ranks can share; each of them streams its half."""
 
 BY_LAYERS = {"cgopipe", "cpu_ffn", "flexgen"}
@@ -172,8 +172,8 @@ class Models(NamedTuple):
     def stored(cls, folder: Path, **changes: int) -> Models:
         """Models of random weights, written below a folder."""
         return cls(
-            stored(replace(MIXTRAL, **changes), folder / "odd"),
-            stored(replace(EVEN, **changes), folder / "even"),
+            stored(MIXTRAL.varied(**changes), folder / "odd"),
+            stored(EVEN.varied(**changes), folder / "even"),
         )
 
 

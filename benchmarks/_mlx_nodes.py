@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import msgspec
 import torch
 from _small_runs import ONE_MEMORY
 
@@ -25,8 +24,8 @@ from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
 from moesched.transports.inproc import InprocTransport
 
-TOY_DBRX: ModelConfig = msgspec.structs.replace(
-    SHAPES["mixtral-0.8b"], name="dbrx", form="dbrx", transposed_down=True, norm="layer", clip_qkv=8.0, rope_theta=5e5,
+TOY_DBRX: ModelConfig = SHAPES["mixtral-0.8b"].varied(
+    name="dbrx", form="dbrx", transposed_down=True, norm="layer", clip=8.0, rope_theta=5e5,
     layers=40, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, experts=16, top_k=4, vocabulary=512,
     stop_tokens=(),
 )  # fmt: skip

@@ -122,8 +122,7 @@ def measured(
 ) -> Recording:
     """A run of a small random model on worker threads."""
     with TemporaryDirectory() as folder:
-        config = replace(
-            SHAPES["mixtral-0.8b"],
+        config = SHAPES["mixtral-0.8b"].varied(
             layers=4,
             hidden=64,
             intermediate=128,

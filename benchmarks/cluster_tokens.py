@@ -16,7 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from _forked_nodes import ForkServer
 from _options import CLUSTER, Benchmark, track
@@ -45,12 +44,12 @@ BENCHMARK = Benchmark(
 BENCHMARK.parser.add_argument("--nodes", type=int, nargs="+", default=[2, 3, 4])
 BENCHMARK.parser.add_argument("--new-tokens", type=int, default=16, metavar="N")
 
-MIXTRAL = msgspec.structs.replace(
-    SHAPES["mixtral-0.8b"], name="mixtral", layers=4, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16,
+MIXTRAL = SHAPES["mixtral-0.8b"].varied(
+    name="mixtral", layers=4, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16,
     experts=8, top_k=2, vocabulary=512, stop_tokens=(),
 )  # fmt: skip
-DBRX = msgspec.structs.replace(
-    MIXTRAL, name="dbrx", form="dbrx", transposed_down=True, norm="layer", clip_qkv=8.0, rope_theta=5e5, experts=16,
+DBRX = MIXTRAL.varied(
+    name="dbrx", form="dbrx", transposed_down=True, norm="layer", clip=8.0, rope_theta=5e5, experts=16,
     top_k=4,
 )  # fmt: skip
 
@@ -131,7 +130,7 @@ def run_case(
     """One run of several processes, held against one process's."""
     settings: dict[str, Any] = {"decentralised": decentralised}
     if policy == "ep_balanced":
-        settings["experts"] = config.experts // 2
+        settings["experts"] = config.routed.experts // 2
     with TemporaryDirectory() as folder:
         report = run_local(
             model,

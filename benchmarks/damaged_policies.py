@@ -29,6 +29,7 @@ from moesched.machines.staging import staged
 from moesched.machines.sustained import at_peak
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
+from moesched.models.layers import FeedForward, GroupedAttention, Layer
 from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.plugins import make_policy
@@ -54,18 +55,16 @@ MICRO_BATCH = 2
 
 MODEL = ModelConfig(
     name="damaged",
-    layers=3,
+    pattern=(
+        Layer(
+            attention=GroupedAttention(heads=4, kv_heads=2, head_dim=8),
+            feed_forward=FeedForward(intermediate=48, experts=4, top_k=2),
+        ),
+    )
+    * 3,
     hidden=32,
-    intermediate=48,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    experts=4,
-    top_k=2,
     vocabulary=64,
     norm_eps=1e-5,
-    rope_theta=1e4,
-    sliding_window=None,
     max_positions=128,
     tied_embeddings=False,
     stop_tokens=(),

@@ -21,7 +21,6 @@ from time import thread_time
 from types import CodeType
 from typing import Any
 
-import msgspec
 from _options import Benchmark, track
 
 from moesched.errors import MoeschedError
@@ -35,8 +34,8 @@ from moesched.runs.planning import plan_run
 from moesched.steps.step import Step
 
 MACHINE = load_machine("rtx6000")
-MANY = msgspec.structs.replace(
-    SHAPES["mixtral-8x7b"], name="128 experts", layers=48, hidden=2048, intermediate=768, experts=128, top_k=8
+MANY = SHAPES["mixtral-8x7b"].varied(
+    name="128 experts", layers=48, hidden=2048, intermediate=768, experts=128, top_k=8
 )
 CASES = (("8 experts", SHAPES["mixtral-8x7b"]), ("128 experts", MANY))
 BATCHES = {"one token": 1, "12 beams": 12, "a prompt of 512": 512}
@@ -102,10 +101,10 @@ def answers(config: ModelConfig, tokens: int, seed: int) -> list[dict[int, int]]
     drawn = random.Random(seed)
     found = []
     for _ in range(config.layers):
-        weights = [0.5 + drawn.random() for _ in range(config.experts)]
+        weights = [0.5 + drawn.random() for _ in range(config.routed.experts)]
         counts: dict[int, int] = {}
         for _ in range(tokens):
-            for expert in {*drawn.choices(range(config.experts), weights, k=config.top_k)}:
+            for expert in {*drawn.choices(range(config.routed.experts), weights, k=config.routed.top_k)}:
                 counts[expert] = counts.get(expert, 0) + 1
         found.append(dict(sorted(counts.items())))
     return found
@@ -153,9 +152,9 @@ def figures(case: str, rounds: Sequence[Sequence[float]]) -> dict[str, float]:
 def settings_of(name: str, shape: ModelConfig) -> dict[str, int]:
     """Number of experts that stay, as the policy's setting."""
     if name in OF_ALL_LAYERS:
-        return {"experts": int(KEPT * shape.layers * shape.experts)}
+        return {"experts": int(KEPT * shape.layers * shape.routed.experts)}
     if name in OF_EACH_LAYER:
-        return {"offload_per_layer": shape.experts - int(KEPT * shape.experts)}
+        return {"offload_per_layer": shape.routed.experts - int(KEPT * shape.routed.experts)}
     return {}
 
 

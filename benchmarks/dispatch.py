@@ -34,11 +34,10 @@ from moesched.requests.workloads import given_lengths
 
 SMALLER = 32
 BIG = SHAPES["mixtral-8x7b"]
-SMALL = msgspec.structs.replace(
-    BIG,
+SMALL = BIG.varied(
     name="mixtral-8x7b / 32",
     hidden=BIG.hidden // SMALLER,
-    intermediate=BIG.intermediate // SMALLER,
+    intermediate=BIG.routed.intermediate // SMALLER,
     heads=8,
     kv_heads=1,
     head_dim=16,
@@ -157,7 +156,7 @@ def emulated(bench: Bench, policies: Sequence[str], folder: Path) -> None:
 
 def disk(bench: Bench, policies: Sequence[str], folder: Path) -> None:
     """Less memory than weights."""
-    config = msgspec.structs.replace(SHAPES[DISK_SHAPE], layers=DISK_LAYERS)
+    config = SHAPES[DISK_SHAPE].varied(layers=DISK_LAYERS)
     model = write_random_model(DISK_SHAPE, folder / "disk", layers=DISK_LAYERS)
     layout = weight_layout(config)
     budget = int(layout.globals_bytes + DISK_MEMORY * _bytes(layout)) + (200 << 20)

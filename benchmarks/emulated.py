@@ -60,11 +60,10 @@ COMPARED_REQUESTS = 64
 LINK = "host->gpu"
 
 BIG = SHAPES["mixtral-8x7b"]
-SHAPE = msgspec.structs.replace(
-    BIG,
+SHAPE = BIG.varied(
     name="mixtral-8x7b / 32",
     hidden=BIG.hidden // SHORTER,
-    intermediate=BIG.intermediate // SHORTER,
+    intermediate=BIG.routed.intermediate // SHORTER,
     heads=8,
     kv_heads=1,
     head_dim=16,
@@ -97,7 +96,7 @@ class Bench:
     def __init__(self, folder: Path, dilation: float) -> None:
         self._dilation = dilation
         big = weight_layout(BIG, "bfloat16")
-        row = SHAPE.intermediate * 4
+        row = SHAPE.routed.intermediate * 4
         self.layout = weight_layout(
             SHAPE, "float32", weight_layout(SHAPE).page_bytes // big.pages_per_expert + row
         )

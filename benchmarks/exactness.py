@@ -220,7 +220,7 @@ def compare_float32(directory: Path, checkpoint: Checkpoint, prompts: list[list[
 
 def compare_bfloat16(directory: Path, checkpoint: Checkpoint, prompts: list[list[int]]) -> Bfloat16:
     """Our bfloat16 logits and Hugging Face's beside float32 with the same rounded weights."""
-    routed = Routed(checkpoint.config.layers, len(prompts), checkpoint.config.experts)
+    routed = Routed(checkpoint.config.layers, len(prompts), checkpoint.config.routed.experts)
     ours = ours_in("bfloat16", checkpoint, prompts, 1, routed)
     texts = texts_of(prompts, ours)
     model = load_model(directory, torch.bfloat16)
@@ -379,7 +379,7 @@ def compare_beams(directories: Sequence[Path]) -> dict[str, Any]:
         directory
         for directory in directories
         if int(directory.name.split("-")[1]) < BEAM_MODELS
-        and open_checkpoint(directory).config.sliding_window != 1
+        and open_checkpoint(directory).config.attention.window != 1
     ]
     searches, others, largest = 0, [], 0.0
     for number, directory in enumerate(track(chosen, "beam search")):

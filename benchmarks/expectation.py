@@ -19,7 +19,6 @@ from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
 from _options import EXECUTION, Benchmark, progress
-from msgspec.structs import replace
 
 import moesched
 from moesched.models.random_model import write_random_model
@@ -31,8 +30,7 @@ from moesched.tasks import Kernel, Lane, Work
 BAR_SHARE, BAR_SECONDS = 0.02, 1.0
 LOOPS = 100_000
 LARGE = SHAPES["mixtral-0.8b"]
-SMALL = replace(
-    LARGE,
+SMALL = LARGE.varied(
     name="small",
     layers=4,
     hidden=64,

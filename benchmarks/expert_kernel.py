@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     most = {
         model: most_rows(
-            best, Matrix(SHAPES[model].intermediate, SHAPES[model].hidden), packed=packing_pays()
+            best, Matrix(SHAPES[model].routed.intermediate, SHAPES[model].hidden), packed=packing_pays()
         )
         for model in EXPERTS
     }
@@ -167,7 +167,7 @@ def measure_experts(
     found = {}
     with kernel_threads(instruction_set, cores) as threads, closing(Team(cores)) as team:
         for model in EXPERTS:
-            shape = Shape(SHAPES[model].hidden, SHAPES[model].intermediate)
+            shape = Shape(SHAPES[model].hidden, SHAPES[model].routed.intermediate)
             experts = list(experts_in(memory, shape))
             packed = experts
             if packing_pays() and instruction_set == instruction_sets()[0]:
@@ -275,7 +275,7 @@ def seconds_of(bench: Bench, call: Contender, count: int) -> float:
 
 def weights_in_memory() -> torch.Tensor:
     """Random bfloat16 numbers in huge pages, four times as many bytes as the last-level cache has."""
-    most = max(2 * 3 * SHAPES[model].hidden * SHAPES[model].intermediate for model in EXPERTS)
+    most = max(2 * 3 * SHAPES[model].hidden * SHAPES[model].routed.intermediate for model in EXPERTS)
     memory = aligned_bytes(max(4 * last_level_cache(), usable_cores() * most)).view(torch.bfloat16)
     some = (torch.randn(1 << 20) * 0.02).bfloat16()
     for piece in memory.split(len(some)):

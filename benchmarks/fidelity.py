@@ -87,7 +87,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 def shape(name: str, **sizes: Any) -> ModelConfig:
     """A Mixtral of other sizes."""
-    return msgspec.structs.replace(SHAPES["mixtral-0.8b"], name=name, **sizes)
+    return SHAPES["mixtral-0.8b"].varied(name=name, **sizes)
 
 
 CUT = shape("mixtral-0.8b-4-layers", layers=4)
@@ -247,8 +247,8 @@ def described(setting: Setting) -> dict[str, Any]:
     """A setting as the result file has it."""
     config = setting.shape
     return {
-        "model": f"{config.name}: {config.layers} layers, {config.hidden} / {config.intermediate}, "
-        f"{config.experts} experts, {setting.dtype}",
+        "model": f"{config.name}: {config.layers} layers, {config.hidden} / {config.routed.intermediate}, "
+        f"{config.routed.experts} experts, {setting.dtype}",
         "machine": "emulated, a T4 with lower rates" if setting.emulated else "this one, weights on its disk",
         "share_of_weights": setting.share,
         "batch_size": setting.batch_size,

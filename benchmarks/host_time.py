@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 from _compiled import compiled
 from _options import EXECUTION, Benchmark, track
-from msgspec.structs import replace
 
 from moesched.calibration.other_load import OtherLoad
 from moesched.devices.native.compiled import library
@@ -114,7 +113,7 @@ def small_shape() -> ModelConfig:
         "head_dim": 32,
         "vocabulary": 1024,
     }
-    return replace(SHAPES[MODEL], **sizes)
+    return SHAPES[MODEL].varied(**sizes)
 
 
 def measured(model: Path, batch: int, rounds: int) -> dict[str, Any]:

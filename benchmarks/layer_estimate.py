@@ -37,8 +37,7 @@ from moesched.runs.simulation import simulate
 from moesched.tasks import Task
 
 MIXTRAL = SHAPES["mixtral-8x7b"]
-SMALL = msgspec.structs.replace(
-    MIXTRAL,
+SMALL = MIXTRAL.varied(
     name="mixtral-small",
     layers=4,
     hidden=256,
@@ -68,7 +67,9 @@ class Ended:
 def slower(machine: Machine, layout: WeightLayout) -> Machine:
     """A machine on which the layout's experts take as long as Mixtral 8x7B's in 16 bits do on the other."""
     config = layout.config
-    smaller = MIXTRAL.hidden * MIXTRAL.intermediate * 2 / (config.hidden * config.intermediate * 4)
+    smaller = (
+        MIXTRAL.hidden * MIXTRAL.routed.intermediate * 2 / (config.hidden * config.routed.intermediate * 4)
+    )
     replace = msgspec.structs.replace
     processors = {
         name: replace(
@@ -116,7 +117,7 @@ def emulated(machine: str, case: str, checkpoint_folder: Path) -> list[dict[str,
     layout = weight_layout(checkpoint.config, "float32")
     device = EmulatedDevice(checkpoint, layout)
     policy: Any = make_policy(
-        "twiddler_makespan", {"experts": round(KEPT[machine] * SMALL.layers * SMALL.experts)}
+        "twiddler_makespan", {"experts": round(KEPT[machine] * SMALL.layers * SMALL.routed.experts)}
     )
     described = slower(load_machine(machine), layout)
     plan = plan_run(described, layout, batch_of(prompt, new_tokens, beams), policy, {}, device.slot_bytes)
@@ -129,7 +130,7 @@ def emulated(machine: str, case: str, checkpoint_folder: Path) -> list[dict[str,
 def shared(machine: str, case: str) -> list[dict[str, float]]:
     """Layers of Mixtral 8x7B on the virtual clock, where lanes share memories."""
     layout, batch = weight_layout(MIXTRAL, "bfloat16"), batch_of(*CASES[case])
-    experts = round(KEPT[machine] * MIXTRAL.layers * MIXTRAL.experts)
+    experts = round(KEPT[machine] * MIXTRAL.layers * MIXTRAL.routed.experts)
     policy: Any = make_policy("twiddler_makespan", {"experts": experts})
     plan = plan_run(load_machine(machine), layout, batch, policy)
     ended = Ended()

@@ -18,7 +18,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import msgspec
 import numpy as np
 import psutil
 from _options import CLUSTER, Benchmark, track
@@ -41,8 +40,8 @@ GROWTH = 0.02
 FEWER = {"torch": 1, "mlx": 10, "emulated": 10, "run_local": 10}
 """Divisors of `--rounds` for what takes longer."""
 
-MODEL = msgspec.structs.replace(
-    SHAPES["mixtral-0.8b"], name="mixtral", layers=3, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16,
+MODEL = SHAPES["mixtral-0.8b"].varied(
+    name="mixtral", layers=3, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16,
     experts=4, vocabulary=256, stop_tokens=(),
 )  # fmt: skip
 

@@ -130,14 +130,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def write_model() -> Path:
     """A random model in the cache folder."""
-    from msgspec.structs import replace
 
     from moesched.models.random_model import write_random_model
     from moesched.models.shapes import SHAPES
 
     folder = cache_folder() / "peak-memory"
     if not (folder / "config.json").exists():
-        write_random_model(replace(SHAPES["mixtral-0.8b"], **MODEL), folder)
+        write_random_model(SHAPES["mixtral-0.8b"].varied(**MODEL), folder)
     return folder
 
 

@@ -61,8 +61,7 @@ MODELS: dict[str, ModelConfig] = {
     shape.name: shape
     for shape in (
         MIXTRAL,
-        msgspec.structs.replace(
-            MIXTRAL,
+        MIXTRAL.varied(
             name="sixteen-experts",
             layers=6,
             hidden=896,
@@ -73,8 +72,7 @@ MODELS: dict[str, ModelConfig] = {
             top_k=4,
             vocabulary=8192,
         ),
-        msgspec.structs.replace(
-            MIXTRAL,
+        MIXTRAL.varied(
             name="sixty-four-experts",
             layers=6,
             hidden=768,

@@ -48,15 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = {}
     for part in options.only:
         chosen = {where: value for where, value in values.items() if (where[1] == 0) == (part == "prefill")}
-        found[part] = [accuracy(chosen, ahead, config.experts) for ahead in range(1, config.layers)]
+        found[part] = [accuracy(chosen, ahead, config.routed.experts) for ahead in range(1, config.layers)]
         for each in found[part]:
             print(f"{part:<8} {each['ahead']} ahead: {each['accuracy']:.1%}, by chance {each['chance']:.1%}")
     BENCHMARK.write(
         {
             "model": MODEL.name,
-            "top_k": config.top_k,
-            "experts": config.experts,
-            "popular": popular(values, config.top_k),
+            "top_k": config.routed.top_k,
+            "experts": config.routed.experts,
+            "popular": popular(values, config.routed.top_k),
             **found,
         }
     )

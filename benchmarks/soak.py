@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
-import msgspec
 import psutil
 from _options import EXECUTION, Benchmark, track
 from _small_runs import ONE_MEMORY, fast_memory
@@ -39,8 +38,8 @@ COMPARED = 4
 """Windows at either end whose medians are compared."""
 GROWTH, SLOWDOWN = 0.01, 0.05
 
-MODEL = msgspec.structs.replace(
-    SHAPES["mixtral-0.8b"], name="mixtral", layers=4, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16,
+MODEL = SHAPES["mixtral-0.8b"].varied(
+    name="mixtral", layers=4, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16,
     experts=4, vocabulary=256, stop_tokens=(),
 )  # fmt: skip
 

@@ -144,7 +144,8 @@ class NumpyDevice:
         state = self._micro_batches[task.micro_batch]
         x_TD = self._norm(state.hidden_TD, weights["attention_norm"])
         q, k, v = (
-            (x_TD @ weights[name].T).reshape(len(x_TD), -1, config.head_dim) for name in ("q", "k", "v")
+            (x_TD @ weights[name].T).reshape(len(x_TD), -1, config.attention.head_dim)
+            for name in ("q", "k", "v")
         )
         spans = zip(state.past, state.new, strict=True)
         positions_T = np.concatenate([np.arange(past, past + len(new)) for past, new in spans])
@@ -175,7 +176,8 @@ class NumpyDevice:
         state.hidden_TD = state.hidden_TD + state.attended_TX @ weights["o"].T
         state.x_TD = self._norm(state.hidden_TD, weights["ffn_norm"])
         logits_TE = state.x_TD @ weights["router"].T
-        state.experts_Tk = np.sort(np.argsort(-logits_TE, axis=1, kind="stable")[:, : self.config.top_k])
+        likeliest_TE = np.argsort(-logits_TE, axis=1, kind="stable")
+        state.experts_Tk = np.sort(likeliest_TE[:, : self.config.routed.top_k])
         state.weights_Tk = softmax(np.take_along_axis(logits_TE, state.experts_Tk, axis=1))
         state.total_TD = {}
         experts, counts = np.unique(state.experts_Tk, return_counts=True)
@@ -223,8 +225,8 @@ class NumpyDevice:
 
     def _turned(self, x_THd: Array, positions_T: npt.NDArray[np.int64]) -> Array:
         """Rotary embedding: heads rotated by the angles of their positions; entries i and i + d/2 are a pair."""
-        half = self.config.head_dim // 2
-        angles = positions_T[:, None] / self.config.rope_theta ** (np.arange(half) / half)
+        half = self.config.attention.head_dim // 2
+        angles = positions_T[:, None] / self.config.attention.rope_theta ** (np.arange(half) / half)
         cos, sin = (f(angles).astype(np.float32)[:, None] for f in (np.cos, np.sin))
         first, second = x_THd[..., :half], x_THd[..., half:]
         return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)

@@ -48,12 +48,11 @@ class EpBalanced(NodeExperts):
 
     def choose_placement(self, plan: Plan) -> Placement:
         config, nodes = plan.layout.config, plan.nodes.count
-        require_at_most(
-            config.experts, f"a layer of {config.name} has {config.experts} experts", experts=self.most
-        )
+        experts = config.routed.experts
+        require_at_most(experts, f"a layer of {config.name} has {experts} experts", experts=self.most)
         room = self.most if self.most > 0 else experts_per_node(plan, centralised=not self.decentralised)
-        held = min(config.experts, max(room, -(-config.experts // nodes)))
-        return best_placement(config.experts, config.top_k, nodes, held)
+        held = min(experts, max(room, -(-experts // nodes)))
+        return best_placement(experts, config.routed.top_k, nodes, held)
 
     def run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
         owners = assign_by_rows(routed, self.placement)

@@ -43,7 +43,7 @@ class ExpertStreaming:
     def _stream(self, plan: Plan, pages: Sequence[Page]) -> None:
         """Stream these pages through the ring."""
         self.ring = plan.pool("accelerator", "ring", min(self._slots(plan), len(pages)), pages)
-        self.experts = range(plan.layout.config.experts)
+        self.experts = range(plan.layout.config.routed.experts)
         self.parts: dict[tuple[int, int], list[Page]] = {}
         for page in pages:
             self.parts.setdefault((page.layer, page.expert), []).append(page)

@@ -32,7 +32,7 @@ class Fate(PrefetchGate):
         self.shallow = shallow
 
     def _rooms(self, plan: Plan) -> list[int]:
-        experts, even = plan.layout.config.experts, super()._rooms(plan)
+        experts, even = plan.layout.config.routed.experts, super()._rooms(plan)
         routed = [i for i in plan.layers if plan.layout.experts_of(i)]
         whole = min(self.shallow, len(routed), sum(even) // experts)
         left, layers = sum(even) - whole * experts, len(routed) - whole

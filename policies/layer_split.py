@@ -52,7 +52,8 @@ class LayerSplit:
         self.at_once = 0
         pages = [page for page in plan.layout.pages if page.expert >= 0 and page.layer not in self.whole]
         if copies and pages:
-            self.at_once = min(plan.layout.config.experts, plan.free("accelerator") // _expert_bytes(plan))
+            experts = plan.layout.config.routed.experts
+            self.at_once = min(experts, plan.free("accelerator") // _expert_bytes(plan))
         if self.at_once:
             slots = self.at_once * len(plan.layout.an_expert)
             self.copies = plan.pool("accelerator", "copies", slots, pages)

@@ -58,7 +58,7 @@ class LruOffload(LayerByLayer):
 
     def _rooms(self, plan: Plan) -> list[int]:
         """The size of each layer's cache, in experts; 0 for layers that have none."""
-        room = plan.layout.config.experts - self._offloaded(plan)
+        room = plan.layout.config.routed.experts - self._offloaded(plan)
         return [room if plan.layout.experts_of(i) else 0 for i in plan.layers]
 
     def _offloaded(self, plan: Plan) -> int:
@@ -67,7 +67,7 @@ class LruOffload(LayerByLayer):
         Raises:
             BadInput: the layer has fewer experts than that.
         """
-        experts = plan.layout.config.experts
+        experts = plan.layout.config.routed.experts
         if self.offload_per_layer > experts:
             raise BadInput(
                 f"offload_per_layer is {self.offload_per_layer}, but a layer of "

@@ -26,10 +26,8 @@ PROMPTS = [[1, 2, 3], [4, 5], [6]]
 NEW_TOKENS = 6
 
 
-MIXTRAL = msgspec.structs.replace(SMALL, layers=2, name="mixtral")
-DBRX = msgspec.structs.replace(
-    MIXTRAL, form="dbrx", transposed_down=True, norm="layer", experts=5, top_k=2, name="dbrx"
-)
+MIXTRAL = SMALL.varied(layers=2, name="mixtral")
+DBRX = MIXTRAL.varied(form="dbrx", transposed_down=True, norm="layer", experts=5, top_k=2, name="dbrx")
 
 
 @pytest.fixture(scope="session")

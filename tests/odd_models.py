@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 from _small_runs import ONE_MEMORY, Generated, generate
 
 from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig
+from moesched.models.layers import FeedForward, GroupedAttention, Layer
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.plugins import make_policy
@@ -22,56 +22,51 @@ from streams import FakeStreams
 # The window is shorter than one of the prompts and longer than the others.
 MIXTRAL = ModelConfig(
     name="mixtral",
-    layers=3,
+    pattern=(
+        Layer(
+            attention=GroupedAttention(heads=5, kv_heads=1, head_dim=18, window=4),
+            feed_forward=FeedForward(intermediate=44, experts=4, top_k=2),
+        ),
+    )
+    * 3,
     hidden=30,
-    intermediate=44,
-    heads=5,
-    kv_heads=1,
-    head_dim=18,
-    experts=4,
-    top_k=2,
     vocabulary=97,
     norm_eps=1e-5,
-    rope_theta=1e4,
-    sliding_window=4,
     max_positions=256,
     tied_embeddings=False,
     stop_tokens=(),
     dtype="float32",
 )
-DBRX = msgspec.structs.replace(
-    MIXTRAL,
+DBRX = MIXTRAL.varied(
     name="dbrx",
     layers=4,
     hidden=90,
-    sliding_window=None,
+    window=None,
     norm="layer",
-    clip_qkv=0.2,
+    clip=0.2,
     form="dbrx",
     transposed_down=True,
 )
-OLMOE = msgspec.structs.replace(
-    MIXTRAL,
+OLMOE = MIXTRAL.varied(
     name="olmoe",
     layers=4,
     experts=7,
     top_k=4,
     hidden=90,
-    sliding_window=None,
+    window=None,
     qk_norm="projection",
     weights_sum_to_one=False,
     form="olmoe",
 )
 # Heads as attention kernels of GPUs take them.
-WIDE = msgspec.structs.replace(
-    MIXTRAL,
+WIDE = MIXTRAL.varied(
     name="wide",
     hidden=64,
     intermediate=96,
     heads=2,
     head_dim=128,
     vocabulary=128,
-    sliding_window=None,
+    window=None,
 )
 # Small pages hold a few rows each: matrices come in several blocks, those that lie transposed too.
 PAGE_BYTES = {"mixtral": None, "even": None, "wide": None, "dbrx": 12_000, "olmoe": 12_000}

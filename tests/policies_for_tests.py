@@ -18,7 +18,7 @@ class ForThree:
     expert_parallel = True
 
     def plan(self, plan: Plan) -> None:
-        plan.place_experts([range(plan.layout.config.experts)] * 3)
+        plan.place_experts([range(plan.layout.config.routed.experts)] * 3)
 
     async def prefill(self, step: Step) -> None:
         """It does not get that far."""

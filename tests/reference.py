@@ -12,6 +12,7 @@ from moesched.devices.torch import kernels
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.devices.torch.kv_step import KVStep
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.layers import GroupedAttention
 from moesched.models.tensors import is_transposed
 
 Tensor = torch.Tensor
@@ -68,7 +69,8 @@ class Reference:
         config = self.config
         step = cache.extend(sequences, [len(new) for new in tokens])
         ids_T = torch.tensor([token for new in tokens for token in new])
-        angles = kernels.rotary(torch.tensor(step.positions), config.head_dim, config.rope_theta)
+        rotary = config.attention.head_dim, config.attention.rope_theta
+        angles = kernels.rotary(torch.tensor(step.positions), *rotary)
         hidden_TD = kernels.embed(ids_T, self.weights["embedding"])
         for layer in range(config.layers):
             hidden_TD = self.layer(layer, hidden_TD, cache, step, angles)
@@ -81,27 +83,30 @@ class Reference:
     ) -> Tensor:
         """One transformer layer."""
         config, prefix = self.config, f"layers.{layer}."
-        q_THd, k_TKd, v_TKd = kernels.project_qkv(hidden_TD, self.attention_weights(prefix), angles, config)
+        attention, network = config.layer(layer).grouped, config.layer(layer).feed_forward
+        weights = self.attention_weights(prefix, attention)
+        q_THd, k_TKd, v_TKd = kernels.project_qkv(hidden_TD, weights, angles, config, attention)
         cache.append(layer, step, k_TKd, v_TKd)
-        attended_TX = kernels.attention(q_THd, cache.views(layer, step), config.sliding_window)
+        attended_TX = kernels.attention(q_THd, cache.views(layer, step), attention.window)
         hidden_TD = kernels.output_projection(attended_TX, self.blocks[prefix + "o"], hidden_TD)
         x_TD = kernels.norm(hidden_TD, self.weights[prefix + "ffn_norm"], config.norm_eps, config.norm)
-        if config.experts == 1:
+        if network.experts == 1:
             return hidden_TD + self.expert(layer, 0, x_TD)
         return self.experts(layer, x_TD, hidden_TD)
 
-    def attention_weights(self, prefix: str) -> dict[str, list[Tensor]]:
+    def attention_weights(self, prefix: str, attention: GroupedAttention) -> dict[str, list[Tensor]]:
         """The row blocks of a layer's projections, and its norms."""
-        norms = ("attention_norm", "q_norm", "k_norm") if self.config.qk_norm else ("attention_norm",)
+        norms = ("attention_norm", "q_norm", "k_norm") if attention.qk_norm else ("attention_norm",)
         qkv = [block for name in "qkv" for block in self.blocks[prefix + name]]
         return {"qkv": qkv, **{name: [self.weights[prefix + name]] for name in norms}}
 
     def experts(self, layer: int, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
         """Route, run each chosen expert on its rows, combine."""
+        network = self.config.layer(layer).feed_forward
         experts_Tk, weights_Tk = kernels.route(
-            x_TD, self.blocks[f"layers.{layer}.router"], self.config.top_k, self.config.weights_sum_to_one
+            x_TD, self.blocks[f"layers.{layer}.router"], network.top_k, network.weights_sum_to_one
         )
-        tokens_n, rows_Tk, counts = kernels.group_by_expert(experts_Tk, self.config.experts)
+        tokens_n, rows_Tk, counts = kernels.group_by_expert(experts_Tk, network.experts)
         x_nD = x_TD.index_select(0, tokens_n)
         y_nD = torch.empty_like(x_nD)
         start = 0

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -18,7 +17,7 @@ from moesched.routing.files import read_routing_file
 from moesched.routing.trace import RoutingTrace, write_routing_trace
 from small_models import SMALL
 
-MODEL = msgspec.structs.replace(SMALL, layers=2)
+MODEL = SMALL.varied(layers=2)
 
 
 def routed(lengths: Sequence[int], *, layers: int, experts: int, top_k: int, seed: int = 0) -> RoutingTrace:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from moesched.models.config import ModelConfig
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 
-SMALL = msgspec.structs.replace(
-    SHAPES["mixtral-0.8b"],
+SMALL = SHAPES["mixtral-0.8b"].varied(
     name="small",
     layers=4,
     hidden=32,
@@ -26,8 +24,7 @@ SMALL = msgspec.structs.replace(
     max_positions=200_000,
     stop_tokens=(),
 )
-SMALL_DBRX = msgspec.structs.replace(
-    SHAPES["dbrx"],
+SMALL_DBRX = SHAPES["dbrx"].varied(
     layers=2,
     hidden=48,
     intermediate=40,
@@ -39,8 +36,7 @@ SMALL_DBRX = msgspec.structs.replace(
     vocabulary=97,
     stop_tokens=(),
 )
-TINY = msgspec.structs.replace(
-    SHAPES["mixtral-0.8b"],
+TINY = SHAPES["mixtral-0.8b"].varied(
     layers=2,
     hidden=64,
     intermediate=96,
@@ -56,7 +52,7 @@ TINY = msgspec.structs.replace(
 
 def small_model(directory: Path, *, text: bool = False, config: ModelConfig = SMALL, **changes: Any) -> Path:
     """A random checkpoint; with `text`, it has a tokenizer."""
-    write_random_model(msgspec.structs.replace(config, **changes), directory, dtype="float32")
+    write_random_model(config.varied(**changes), directory, dtype="float32")
     if text:
         byte_tokenizer(directory)
     return directory

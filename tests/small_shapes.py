@@ -6,13 +6,14 @@ from msgspec.structs import replace
 
 from moesched.models.config import ModelConfig
 from moesched.models.layers import Layer
+from moesched.models.reading import runs
 from moesched.models.shapes import SHAPES
 
 EXPERTS = 8
 FAMILIES = {
     each.form: each.name
     for each in reversed(SHAPES.values())
-    if each.pattern and each.name != "llama-4-scout"
+    if not runs(each) and each.name != "llama-4-scout"
 }
 """One model of each family; that of Llama 4 with dense layers."""
 
@@ -21,15 +22,7 @@ def small(name: str, layers: int = 4) -> ModelConfig:
     """A model's kinds of layers in about their shares, with 8 experts of an eighth of their width."""
     cut = SHAPES[name].cut(layers)
     pattern = tuple(map(_with_few_experts, cut.pattern))
-    last = pattern[-1].feed_forward
-    return replace(
-        cut,
-        pattern=pattern,
-        experts=last.experts,
-        top_k=last.top_k,
-        intermediate=last.intermediate,
-        vocabulary=1024,
-    )
+    return replace(cut, pattern=pattern, vocabulary=1024)
 
 
 def _with_few_experts(layer: Layer) -> Layer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
 import pytest
 import torch
 from _small_runs import TWO_MEMORIES, Generated, generate, same_bits
@@ -30,8 +29,8 @@ SIZES = {
     "experts": 4,
     "top_k": 2,
 }
-PLAIN = msgspec.structs.replace(MIXTRAL, **SIZES)
-NORMED = msgspec.structs.replace(OLMOE, **SIZES)
+PLAIN = MIXTRAL.varied(**SIZES)
+NORMED = OLMOE.varied(**SIZES)
 PAGE_BYTES = 129 * 256 * 4 + 4096
 """Room for 128 rows of a matrix, and for vectors beside them: all matrices but keys and values are cut in two."""
 LAYOUT = weight_layout(PLAIN, "float32", PAGE_BYTES)

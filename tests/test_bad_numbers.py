@@ -6,7 +6,6 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -145,7 +144,9 @@ def first_bad(checkpoint: Checkpoint, prompt: list[int], *, fused: bool) -> str:
     state.caches = (BlockedKV(config, -(-len(prompt) // KV_BLOCK_TOKENS)),)
     state.caches[0].table.open(0)
     state.extend()
-    state.angles = rotary(torch.tensor(state.step.positions), config.head_dim, config.rope_theta)
+    state.angles = rotary(
+        torch.tensor(state.step.positions), config.attention.head_dim, config.attention.rope_theta
+    )
     layout = weight_layout(config)
     with PageReader(checkpoint, layout) as reader:
         return FirstBadTensor(reader, layout, torch.device("cpu"), fused=fused).name(state)
@@ -158,10 +159,10 @@ def test_a_second_run_that_is_good_is_told_as_it_is(model: Path) -> None:
 def test_the_search_holds_few_scores_on_a_gpu_without_fused_attention(tmp_path: Path) -> None:
     from moesched.devices.torch.fused_attention import PIECE_BYTES
 
-    config = msgspec.structs.replace(MIXTRAL, layers=1, sliding_window=None)
+    config = MIXTRAL.varied(layers=1, window=None)
     with Scores() as scores:
         first_bad(stored(config, tmp_path), [1] * 2000, fused=False)
-    assert 0 < scores.most <= PIECE_BYTES < 4 * config.heads * 2000**2
+    assert 0 < scores.most <= PIECE_BYTES < 4 * config.attention.heads * 2000**2
 
 
 def test_beam_search_stops_as_well(command: Any, model: Path) -> None:

@@ -65,7 +65,7 @@ def test_an_expert_of_a_fused_tensor_is_its_range_of_bytes(tmp_path: Path) -> No
 def test_a_dense_model_has_one_expert_and_no_router(tmp_path: Path, model_type: str) -> None:
     checkpoint = open_checkpoint(write(tmp_path, dense(), model_type=model_type))
     assert_complete(checkpoint)
-    assert (checkpoint.config.experts, checkpoint.config.top_k) == (1, 1)
+    assert (checkpoint.config.routed.experts, checkpoint.config.routed.top_k) == (1, 1)
     assert "layers.0.experts.0.gate" in checkpoint.tensors
     assert "layers.0.router" not in checkpoint.tensors
 

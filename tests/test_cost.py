@@ -217,11 +217,11 @@ def test_an_operation_is_in_two_parts_where_only_some_of_its_weights_stay() -> N
     config = SHAPES["mixtral-0.8b"]
     operations = Operations(config, "bfloat16", ResidentShare(dense=1.0, experts=0.25))
     found = parts(operations.post_attention(16))
-    warmed = config.experts * (1 - (1 - config.top_k / config.experts) ** 16)
+    warmed = config.routed.experts * (1 - (1 - config.routed.top_k / config.routed.experts) ** 16)
     assert set(found) == {"resident route", "resident experts", "experts", "combine"}
     assert found["resident experts"].times == pytest.approx(warmed / 4)
     assert found["experts"].times == pytest.approx(warmed * 3 / 4)
-    assert found["experts"].rows == pytest.approx(16 * config.top_k / warmed)
+    assert found["experts"].rows == pytest.approx(16 * config.routed.top_k / warmed)
     assert found["experts"].size == operations.expert_bytes
 
 
@@ -229,7 +229,7 @@ def test_attention_is_one_call_for_neighbours_of_one_length_and_one_for_each_pro
     operations = Operations(SHAPES["mixtral-0.8b"], "bfloat16")
     steps = parts(operations.attention([(1, 8), (1, 8), (1, 9)]))
     assert steps["attention call"].times == 2
-    heads = operations.config.kv_heads
+    heads = operations.config.attention.kv_heads
     assert steps["step attention"] == WorkPart(
         "step attention", 25 * operations.kv_bytes / heads / 3, heads, 3
     )

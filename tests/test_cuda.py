@@ -90,7 +90,7 @@ def test_new_keys_and_values_come_to_the_hosts_cache_in_pieces() -> None:
     cache = BlockedKV(config, 40, block_size=16)
     cache.table.open(0)
     step = cache.extend([0], [600])
-    keys_TKd = torch.randn(600, config.kv_heads, config.head_dim)
+    keys_TKd = torch.randn(600, config.attention.kv_heads, config.attention.head_dim)
     with torch.cuda.stream(torch.cuda.Stream()):
         there = keys_TKd.to(device), -keys_TKd.to(device)
         KVOffload(config, 600, compute, piece_bytes=4096).write(cache, 1, step, *there)

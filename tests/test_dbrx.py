@@ -22,6 +22,7 @@ from moesched.devices.shared.page_reader import DTYPES, PageReader
 from moesched.machines import parse_machine
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
+from moesched.models.layers import FeedForward, GroupedAttention, Layer
 from moesched.models.layout import weight_layout
 from moesched.models.operations import Operations
 from moesched.models.random_model import write_random_model
@@ -75,7 +76,7 @@ def test_without_a_clip_nothing_is_clipped(tmp_path: Path) -> None:
     model = dbrx(attention={"clip_qkv": NO_CLIP})
     model.save_pretrained(tmp_path)
     change_config(tmp_path, "attn_config", clip_qkv=None)
-    assert read_config(tmp_path).clip_qkv is None
+    assert read_config(tmp_path).attention.clip is None
     assert_same_tokens(model, generated(tmp_path))
 
 
@@ -196,10 +197,10 @@ def test_its_config_reads_back_as_the_shape_that_was_asked_for(small: Path) -> N
 
 def test_the_named_shape_has_132_billion_weights_and_uses_36_billion() -> None:
     config = SHAPES["dbrx"]
-    expert = 3 * config.hidden * config.intermediate
+    expert = 3 * config.hidden * config.routed.intermediate
     weights = weight_layout(config, "bfloat16")
     total = (sum(page.nbytes for page in weights.pages) + weights.globals_bytes) / 2
-    unused = config.layers * (config.experts - config.top_k) * expert
+    unused = config.layers * (config.routed.experts - config.routed.top_k) * expert
     assert total == pytest.approx(132e9, rel=0.005)
     assert total - unused == pytest.approx(36e9, rel=0.02)
 
@@ -371,24 +372,20 @@ def test_what_is_missing_has_the_default_of_hugging_face(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text('{"model_type": "dbrx"}')
     assert read_config(tmp_path) == ModelConfig(
         name=tmp_path.name,
-        layers=24,
+        pattern=(
+            Layer(
+                attention=GroupedAttention(heads=16, kv_heads=1, head_dim=128),
+                feed_forward=FeedForward(intermediate=3584, experts=4, top_k=1, transposed_down=True),
+            ),
+        )
+        * 24,
         hidden=2048,
-        intermediate=3584,
-        heads=16,
-        kv_heads=1,
-        head_dim=128,
-        experts=4,
-        top_k=1,
         vocabulary=32000,
         norm_eps=1e-5,
-        rope_theta=1e4,
-        sliding_window=None,
         max_positions=2048,
         tied_embeddings=False,
         stop_tokens=(),
         dtype="float32",
         norm="layer",
-        clip_qkv=None,
         form="dbrx",
-        transposed_down=True,
     )

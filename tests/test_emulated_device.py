@@ -57,7 +57,7 @@ links = [
 roles = { accelerator = "gpu", host = "cpu", weights = "host", pinned = "pinned" }
 """
 
-CONFIG = msgspec.structs.replace(SMALL, layers=3)
+CONFIG = SMALL.varied(layers=3)
 PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90], [11, 12], [13, 14, 15]]
 TIGHT = {"gpu": 400_000}
 POLICIES = ["resident", "layer_streaming", "cgopipe", "expert_streaming"]
@@ -273,7 +273,7 @@ def test_a_rehearsals_tokens_are_routed_to_more_experts_than_one_token_would_be(
     modelled = {
         each.verb: each.modelled for each in prefill
     }  # here nearly all of it is the time per operation
-    assert modelled["run_expert"] > (CONFIG.top_k + 0.5) * modelled["route"]
+    assert modelled["run_expert"] > (CONFIG.routed.top_k + 0.5) * modelled["route"]
 
 
 def test_without_a_dilation_the_least_is_taken_that_a_rehearsal_asks_for(

@@ -122,9 +122,9 @@ def test_new_keys_and_values_reach_the_cache_whole_in_pieces_of_any_size(
             cache.table.open(sequence)
         cache.extend([0, 1, 2], [5, 1, 3])
         step = cache.extend([2, 0], [9, 6])
-        row = MIXTRAL.kv_heads * MIXTRAL.head_dim
+        row = MIXTRAL.attention.kv_heads * MIXTRAL.attention.head_dim
         offload = KVOffload(MIXTRAL, 15, compute, piece_bytes=piece * 2 * row * 4)
-        keys_TKd = torch.randn(15, MIXTRAL.kv_heads, MIXTRAL.head_dim)
+        keys_TKd = torch.randn(15, MIXTRAL.attention.kv_heads, MIXTRAL.attention.head_dim)
         offload.write(cache, 1, step, keys_TKd.to(GPU_DEVICE), (-keys_TKd).to(GPU_DEVICE))
         keys, values = cache.slots[1, :, step.slots_T]
         assert keys.equal(keys_TKd)

@@ -32,7 +32,7 @@ TOKENS = 20_000
 
 
 def shaped(layers: int, experts: int, top_k: int) -> ModelConfig:
-    return msgspec.structs.replace(MIXTRAL, layers=layers, experts=experts, top_k=top_k)
+    return MIXTRAL.varied(layers=layers, experts=experts, top_k=top_k)
 
 
 def tokens_of(requests: int, length: int) -> tuple[Any, Any]:
@@ -108,7 +108,7 @@ def test_every_token_takes_as_many_different_experts_as_it_should(
     config = shaped(layers, experts, 1 + round(share * (experts - 1)))
     choices = GeneratedChoices(GENERATORS[name](locality=locality), config, seed)
     chosen = choices.of_tokens(layers - 1, *tokens_of(3, 40))
-    assert chosen.shape == (120, config.top_k)
+    assert chosen.shape == (120, config.routed.top_k)
     assert (np.diff(chosen, axis=1) > 0).all()
     assert chosen.min() >= 0
     assert chosen.max() < experts
@@ -193,9 +193,9 @@ def test_each_beam_takes_experts_of_its_own() -> None:
     choices = GeneratedChoices(Uniform(), MIXTRAL)
     batch = msgspec.structs.replace(split_batch([5, 3], 4, 2), beams=3)
     routing = BatchRouting(choices, batch)
-    assert sum(routing.choose(0, 0, 0, 8).values()) == 8 * MIXTRAL.top_k
+    assert sum(routing.choose(0, 0, 0, 8).values()) == 8 * MIXTRAL.routed.top_k
     drawn = choices.of_tokens(1, np.arange(6), np.array([6, 6, 6, 4, 4, 4]))
-    counts = np.bincount(drawn.ravel(), minlength=MIXTRAL.experts)
+    counts = np.bincount(drawn.ravel(), minlength=MIXTRAL.routed.experts)
     assert routing.choose(2, 1, 0, 6) == {expert: n for expert, n in enumerate(counts) if n}
     assert len({tuple(row) for row in drawn[:3]}) > 1
 

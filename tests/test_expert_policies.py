@@ -84,7 +84,7 @@ def written(counts: Sequence[Sequence[int]], folder: Path, top_k: int = 2) -> st
 
 def test_a_popularity_comes_from_a_routing_profile(tmp_path: Path) -> None:
     plan = plan_of()
-    file = written(POPULARITY, tmp_path, plan.layout.config.top_k)
+    file = written(POPULARITY, tmp_path, plan.layout.config.routed.top_k)
     assert [list(counts) for counts in popularity_of(plan, file)] == POPULARITY
 
 
@@ -194,7 +194,7 @@ def test_latencies_are_those_of_the_machines_cost_model() -> None:
 
 def test_what_stays_is_the_most_popular(tmp_path: Path) -> None:
     counts = [[100 * (e == 3) + i for e in range(4)] for i in range(3)]
-    path = written(counts, tmp_path, Case(name="small", machine=T4).layout().config.top_k)
+    path = written(counts, tmp_path, Case(name="small", machine=T4).layout().config.routed.top_k)
     policy, _ = ran(T4, popularity=path, experts=4)
     assert policy.at_gpu == {(0, 3), (1, 3), (2, 3), (2, 0)}
     worst, _ = ran(T4, popularity=path, experts=4, placement="worst")
@@ -264,7 +264,7 @@ def test_layer_split_copies_as_many_experts_at_once_as_there_is_room_for() -> No
     policy = LayerSplit(gpu_layers=0)
     plan = Case(name="tight", machine=T4, weights=0.6, prompts=(80,), micro_batch_size=1).plan(policy)
     ended = run_on_symbols(policy, plan)
-    assert 0 < policy.at_once < plan.layout.config.experts
+    assert 0 < policy.at_once < plan.layout.config.routed.experts
     assert sum(task.verb == "fetch" for task in ended.tasks) == 2 * 3
 
 

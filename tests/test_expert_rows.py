@@ -101,7 +101,7 @@ class OnNodes(LayerByLayer):
     expert_parallel = True
 
     def plan(self, plan: Plan) -> None:
-        experts, nodes = range(plan.layout.config.experts), plan.nodes.count
+        experts, nodes = range(plan.layout.config.routed.experts), plan.nodes.count
         plan.place_kv("accelerator")
         plan.place_experts([frozenset(experts[node::nodes]) for node in range(nodes)])
 

@@ -125,4 +125,5 @@ def test_a_fetch_runs_beside_attention_on_the_host_or_beside_cache_writes() -> N
 
     assert last_end(1, "attention") <= min(first_start(1, "fetch"), first_start(1, "offload_kv"))
     assert first_start(2, "fetch") <= last_end(2, "cpu_attention")
-    assert len([task for task in tasks if (task.step, task.verb) == (1, "fetch")]) == 1 + TINY.model.experts
+    fetches = [task for task in tasks if (task.step, task.verb) == (1, "fetch")]
+    assert len(fetches) == 1 + TINY.model.routed.experts

@@ -21,7 +21,7 @@ from moesched.requests.workloads import Workload
 from moesched.tasks import Work, WorkPart
 
 H100 = load_machine(str(Path(__file__).parent / "machines" / "h100-pageable.toml"))
-FOUR_LAYERS = replace(SHAPES["mixtral-8x7b"], layers=4)
+FOUR_LAYERS = SHAPES["mixtral-8x7b"].varied(layers=4)
 NEW_TOKENS = 12
 
 STEPS = {

@@ -42,8 +42,7 @@ DISK = Hierarchy(Level("host", 1000.0, 100.0), Level("disk", 0.0, 5.0), link=5.0
 
 # 4 heads and 2 KV heads of 2: queries are 8 wide, keys 4. An expert has 3 x 4 x 8 weights, 192 bytes in bfloat16.
 TINY = Operations(
-    msgspec.structs.replace(
-        SHAPES["mixtral-0.8b"],
+    SHAPES["mixtral-0.8b"].varied(
         name="tiny",
         hidden=4,
         intermediate=8,
@@ -285,7 +284,7 @@ def test_grouped_query_attention_reads_each_key_for_four_queries() -> None:
     """32 heads and 8 KV heads: 4 FLOP/byte in float16, four times as many in int4."""
     assert attention_intensity(MIXTRAL, 512, "float16").lower == 4
     assert attention_intensity(MIXTRAL, 512, "int4").lower == 16
-    every_head = msgspec.structs.replace(SHAPES["mixtral-8x7b"], kv_heads=32)
+    every_head = SHAPES["mixtral-8x7b"].varied(kv_heads=32)
     assert attention_intensity(Operations(every_head, "bfloat16"), 512, "float16").lower == 1
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import msgspec
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ from moesched.models.shapes import SHAPES
 
 Tensor = torch.Tensor
 
-CONFIG = msgspec.structs.replace(SHAPES["mixtral-0.8b"], layers=2, kv_heads=3, head_dim=4)
+CONFIG = SHAPES["mixtral-0.8b"].varied(layers=2, kv_heads=3, head_dim=4)
 
 
 def small_cache(blocks: int = 8, block_size: int = 4) -> BlockedKV:

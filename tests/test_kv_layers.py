@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from _small_runs import TWO_MEMORIES, generate, same_bits
-from msgspec.structs import replace
 
 from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice
@@ -34,7 +33,7 @@ from small_models import SMALL, small_model
 
 T4 = at_peak(load_machine("t4"))
 LAYERS = 16
-LAYOUT = weight_layout(replace(SHAPES["mixtral-0.8b"], layers=LAYERS))
+LAYOUT = weight_layout(SHAPES["mixtral-0.8b"].varied(layers=LAYERS))
 LONG = split_batch([16_000], 12, 1)
 SHARES = (0.0, 1 / 3, 2 / 3, 1.0)
 
@@ -42,7 +41,7 @@ SHARES = (0.0, 1 / 3, 2 / 3, 1.0)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     folder: Path = tmp_path_factory.mktemp("models") / "model"
-    return open_checkpoint(small_model(folder, config=replace(SMALL, layers=3)))
+    return open_checkpoint(small_model(folder, config=SMALL.varied(layers=3)))
 
 
 # -- what a run comes to -----------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90], [11, 12], [13, 14, 15
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return open_checkpoint(
-        small_model(tmp_path_factory.mktemp("models") / "model", config=replace(SMALL, layers=3))
+        small_model(tmp_path_factory.mktemp("models") / "model", config=SMALL.varied(layers=3))
     )
 
 

@@ -11,7 +11,6 @@ import layer_decision
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from moesched.dispatch.expert_latencies import ExpertLatencies
 from moesched.dispatch.layer_makespan import FEW, Layer, LayerDecision, decide
@@ -29,7 +28,7 @@ from moesched.tasks import HostKernel, Task
 from moesched.testing import Case, run_on_symbols
 
 DOCS = Path(__file__).parent.parent / "docs"
-MIXTRAL = weight_layout(replace(SHAPES["mixtral-8x7b"], layers=8))
+MIXTRAL = weight_layout(SHAPES["mixtral-8x7b"].varied(layers=8))
 TABLE_1 = {"rtx6000": 56 // 4, "rtx6000-ada": 125 // 4}
 """Twiddler's two environments, and the experts of Mixtral that stay on the GPU there."""
 

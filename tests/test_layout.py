@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, ModelConfig
 from moesched.models.layout import Page, WeightLayout, kv_block_bytes, kv_bytes, weight_layout
+from moesched.models.reading import runs
 from moesched.models.shapes import SHAPES
 from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes, tensor_shapes
 
@@ -23,8 +24,7 @@ MIXTRAL = SHAPES["mixtral-0.8b"]
 def configs(draw: st.DrawFn) -> ModelConfig:
     experts = draw(st.integers(1, 4))
     kv_heads = draw(st.integers(1, 3))
-    return msgspec.structs.replace(
-        MIXTRAL,
+    return MIXTRAL.varied(
         layers=draw(st.integers(1, 3)),
         hidden=draw(st.integers(1, 40)),
         intermediate=draw(st.integers(1, 300)),
@@ -90,7 +90,7 @@ def test_pages_are_numbered_by_layer_the_dense_part_first_and_never_mix_experts(
             config, layer
         ).keys()
         in_order += layout.dense(layer)
-        for expert in range(config.experts):
+        for expert in range(config.routed.experts):
             pages = layout.expert(layer, expert)
             assert {e.tensor for p in pages for e in p.extents} == expert_shapes(config, layer, expert).keys()
             assert [(p.layer, p.expert, p.index) for p in pages] == [
@@ -98,7 +98,7 @@ def test_pages_are_numbered_by_layer_the_dense_part_first_and_never_mix_experts(
             ]
             in_order += pages
         assert layout.layer(layer) == layout.dense(layer) + sum(
-            (layout.expert(layer, expert) for expert in range(config.experts)), ()
+            (layout.expert(layer, expert) for expert in range(config.routed.experts)), ()
         )
     assert tuple(in_order) == layout.pages
     assert [page.id for page in layout.pages] == list(range(len(layout.pages)))
@@ -190,7 +190,7 @@ def test_the_named_shapes_have_the_parameters_that_they_are_known_for() -> None:
     billions = {
         name: sum(math.prod(shape) for shape in tensor_shapes(config).values()) / 1e9
         for name, config in SHAPES.items()
-        if not config.pattern
+        if runs(config)
     }
     assert billions == {
         "mixtral-0.8b": pytest.approx(0.79, abs=0.005),

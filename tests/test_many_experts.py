@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 
 def small(shape: str, **changes: Any) -> ModelConfig:
     """A named shape, made small."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "layers": 2,
         "hidden": 48,
         "intermediate": 20,
@@ -46,7 +46,7 @@ def small(shape: str, **changes: Any) -> ModelConfig:
         "vocabulary": 97,
         "stop_tokens": (),
     }
-    return msgspec.structs.replace(SHAPES[shape], **(sizes | changes))
+    return SHAPES[shape].varied(**(sizes | changes))
 
 
 SMALL = {"qwen3_moe": small("qwen3-30b-a3b", head_dim=10), "olmoe": small("olmoe-1b-7b")}
@@ -63,7 +63,7 @@ def test_tokens_of_a_random_model_cut_into_small_pages_equal_those_of_hugging_fa
     model = make(seed)
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     config = read_config(tmp_path)
-    rows = 4 * max(config.hidden, config.intermediate, config.heads * config.head_dim)
+    rows = 4 * max(config.hidden, config.routed.intermediate, config.attention.query_width)
     assert_same_tokens(model, generated(tmp_path, page_bytes=4 * rows))
 
 
@@ -142,14 +142,14 @@ def test_heads_are_normalised_as_many_together_as_the_weight_is_long(together: i
     torch.manual_seed(4)
     x_TD, qkv, cos, sin = torch.randn(5, 12), torch.randn(40, 12), torch.ones(5, 1, 8), torch.zeros(5, 1, 8)
     norms = torch.rand(8 * together), torch.rand(8)
-    config = msgspec.structs.replace(SMALL["olmoe"], heads=3, kv_heads=1, norm_eps=1e-6, qk_norm="head")
+    config = SMALL["olmoe"].varied(heads=3, kv_heads=1, norm_eps=1e-6, qk_norm="head")
     weights = {
         "attention_norm": [torch.ones(12)],
         "qkv": list(qkv.split((24, 8, 8))),
         "q_norm": [norms[0]],
         "k_norm": [norms[1]],
     }
-    q_THd, k_TKd, v_TKd = kernels.project_qkv(x_TD, weights, (cos, sin), config)
+    q_THd, k_TKd, v_TKd = kernels.project_qkv(x_TD, weights, (cos, sin), config, config.attention)
     plain = kernels.rms_norm(x_TD, torch.ones(12), 1e-6) @ qkv.T
     groups = plain[:, :24].view(5, -1, 8 * together)
     scale = groups.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
@@ -174,7 +174,7 @@ def test_hugging_face_loads_a_random_model_with_every_tensor_in_its_place(tmp_pa
 def test_its_config_reads_back_as_the_shape_that_was_asked_for(
     tmp_path: Path, form: str, changes: dict[str, Any]
 ) -> None:
-    config = msgspec.structs.replace(SMALL[form], dtype="float32", **changes)
+    config = SMALL[form].varied(dtype="float32", **changes)
     directory = write_random_model(config, tmp_path / "small", dtype="float32")
     assert read_config(directory) == msgspec.structs.replace(config, name="small")
 
@@ -251,10 +251,12 @@ def test_the_published_configuration_is_the_named_shape(tmp_path: Path, name: st
 @pytest.mark.parametrize(("name", "uses"), [("qwen3-30b-a3b", 3.3e9), ("olmoe-1b-7b", 1.3e9)])
 def test_a_token_uses_the_weights_that_the_name_says(name: str, uses: float) -> None:
     config = SHAPES[name]
-    expert = 3 * config.hidden * config.intermediate
-    attention = 2 * config.hidden * (config.heads + config.kv_heads) * config.head_dim
-    router = config.experts * config.hidden
-    layer = attention + router + config.top_k * expert
+    expert = 3 * config.hidden * config.routed.intermediate
+    attention = (
+        2 * config.hidden * (config.attention.heads + config.attention.kv_heads) * config.attention.head_dim
+    )
+    router = config.routed.experts * config.hidden
+    layer = attention + router + config.routed.top_k * expert
     assert config.layers * layer + 2 * config.vocabulary * config.hidden == pytest.approx(uses, rel=0.03)
 
 
@@ -285,4 +287,4 @@ def test_a_norm_over_all_heads_is_not_cut_over_accelerators() -> None:
     with pytest.raises(BadInput, match="normalised over all heads together: use --tensor-parallel 1"):
         cut_config(SHAPES["olmoe-1b-7b"], 2)
     assert cut_config(SHAPES["olmoe-1b-7b"], 1) == SHAPES["olmoe-1b-7b"]
-    assert cut_config(SHAPES["qwen3-30b-a3b"], 4).kv_heads == 1
+    assert cut_config(SHAPES["qwen3-30b-a3b"], 4).attention.kv_heads == 1

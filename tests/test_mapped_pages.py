@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import msgspec
 import pytest
 import torch
 
@@ -160,7 +159,7 @@ def test_a_kernel_that_still_reads_finds_its_weights_after_the_slot_got_another_
 
 @linux
 def test_no_more_is_mapped_than_what_the_slots_hold(tmp_path: Path) -> None:
-    config = msgspec.structs.replace(SMALL, hidden=256, intermediate=1024, head_dim=64)
+    config = SMALL.varied(hidden=256, intermediate=1024, head_dim=64)
     checkpoint = open_checkpoint(write_random_model(config, tmp_path / "large"))
     layout = weight_layout(config)
     two = slots(2)

@@ -10,6 +10,7 @@ import pytest
 
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.headers import header_copy
+from moesched.models.layers import FeedForward, GroupedAttention
 from moesched.models.reading import read_config
 from stored_checkpoints import (
     published,
@@ -36,10 +37,10 @@ def test_every_setting_reaches_the_configuration(tmp_path: Path) -> None:
         eos_token_id=[3, 4],
         torch_dtype="bfloat16",
     )
-    assert (config.name, config.layers, config.hidden, config.intermediate) == (tmp_path.name, 2, 6, 5)
-    assert (config.heads, config.kv_heads, config.head_dim, config.vocabulary) == (3, 1, 4, 11)
-    assert (config.experts, config.top_k, config.norm_eps, config.rope_theta) == (3, 2, 1e-4, 5e5)
-    assert (config.sliding_window, config.max_positions, config.tied_embeddings) == (8, 99, True)
+    assert (config.name, config.layers, config.hidden, config.vocabulary) == (tmp_path.name, 2, 6, 11)
+    assert config.attention == GroupedAttention(heads=3, kv_heads=1, head_dim=4, rope_theta=5e5, window=8)
+    assert config.routed == FeedForward(experts=3, top_k=2, intermediate=5)
+    assert (config.norm_eps, config.max_positions, config.tied_embeddings) == (1e-4, 99, True)
     assert (config.stop_tokens, config.dtype) == ((3, 4), "bfloat16")
 
 
@@ -54,7 +55,7 @@ def test_every_setting_reaches_the_configuration(tmp_path: Path) -> None:
     ],
 )
 def test_rope_settings_are_read_in_either_spelling(tmp_path: Path, rope: dict[str, Any]) -> None:
-    assert config_of(tmp_path, **rope).rope_theta == 77.0
+    assert config_of(tmp_path, **rope).attention.rope_theta == 77.0
 
 
 DEFAULTS = {
@@ -68,17 +69,18 @@ DEFAULTS = {
 def test_what_is_missing_has_the_default_of_hugging_face(tmp_path: Path, model_type: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     config = read_config(tmp_path)
-    assert (config.layers, config.hidden, config.heads, config.head_dim) == (32, 4096, 32, 128)
+    attention, network = config.attention, config.routed
+    assert (config.layers, config.hidden, attention.heads, attention.head_dim) == (32, 4096, 32, 128)
     assert (config.vocabulary, config.stop_tokens, config.tied_embeddings) == (32000, (2,), False)
     assert DEFAULTS[model_type] == (
-        config.intermediate,
-        config.kv_heads,
-        config.experts,
-        config.top_k,
+        network.intermediate,
+        attention.kv_heads,
+        network.experts,
+        network.top_k,
         config.max_positions,
         config.norm_eps,
-        config.rope_theta,
-        config.sliding_window,
+        attention.rope_theta,
+        attention.window,
     )
 
 
@@ -93,9 +95,10 @@ def test_a_null_means_the_default_of_hugging_face(tmp_path: Path) -> None:
         sliding_window=None,
         eos_token_id=None,
     )
-    assert (config.head_dim, config.kv_heads) == (2, 3)  # hidden_size // heads, as many as heads
-    assert (config.rope_theta, config.norm_eps) == (1e4, 1e-6)
-    assert (config.sliding_window, config.stop_tokens) == (None, ())  # null switches these off
+    attention = config.attention
+    assert (attention.head_dim, attention.kv_heads) == (2, 3)  # hidden_size // heads, as many as heads
+    assert (attention.rope_theta, config.norm_eps) == (1e4, 1e-6)
+    assert (attention.window, config.stop_tokens) == (None, ())  # null switches these off
 
 
 def test_stop_tokens_of_generation_go_before_those_of_the_model(tmp_path: Path) -> None:
@@ -132,6 +135,8 @@ def test_a_config_in_no_known_encoding_is_refused(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"quantization_config": {"quant_method": "exl2"}}, "quant_method is 'exl2'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is ['full_attention'"),
+        ({"model_type": "ministral", "layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ({"model_type": "ministral", "layer_types": ["chunked"] * 2}, "layer_types is 'chunked'"),
         ({"torch_dtype": "float8"}, "dtype is 'float8'"),
         ({"num_hidden_layers": 0}, "layers is 0"),
         ({"vocab_size": -5}, "vocabulary is -5"),

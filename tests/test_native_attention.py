@@ -11,7 +11,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from _small_runs import ONE_MEMORY, generate
-from msgspec.structs import replace
 
 from moesched.devices.native.attention import CachedLayer, NativeAttention, SequencesInBlocks
 from moesched.devices.native.compiled import availability, instruction_sets
@@ -89,11 +88,11 @@ def attend(
             half[places[start : start + blocks]] = whole.view(blocks, block_size, kv_heads, size)
         start += blocks
     keys_at, values_at = (half.data_ptr() for half in cache)
-    return NativeAttention(kernels, window).attend(
+    return NativeAttention(kernels).attend(
         step.q_SHd,
         step.k_SKd,
         step.v_SKd,
-        CachedLayer(keys_at, values_at, block_size),
+        CachedLayer(keys_at, values_at, block_size, window),
         SequencesInBlocks(array("q", step.lengths), array("q", places)),
     )
 
@@ -183,7 +182,7 @@ def test_sequences_may_share_blocks(kernels: NativeKernels) -> None:
 def test_it_stores_the_new_tokens_where_the_cache_appends_them(
     kernels: NativeKernels, dtype: torch.dtype
 ) -> None:
-    config = replace(SMALL, layers=3, heads=4, kv_heads=2, head_dim=12)
+    config = SMALL.varied(layers=3, heads=4, kv_heads=2, head_dim=12)
     caches = [BlockedKV(config, 9, block_size=4, dtype=dtype) for _ in range(2)]
     for cache in caches:
         cache.slots.zero_()

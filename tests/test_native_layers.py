@@ -22,16 +22,16 @@ from small_models import SMALL
 Tensor = torch.Tensor
 
 MOST_ROWS = 16
-PLAIN = replace(
-    SMALL, hidden=96, intermediate=72, heads=4, kv_heads=2, head_dim=24, experts=6, top_k=2, vocabulary=101
+PLAIN = SMALL.varied(
+    hidden=96, intermediate=72, heads=4, kv_heads=2, head_dim=24, experts=6, top_k=2, vocabulary=101
 )
 MODELS = {
     "Mixtral": PLAIN,
-    "norms of heads": replace(PLAIN, qk_norm="head"),
-    "norms of projections": replace(PLAIN, qk_norm="projection"),
-    "LayerNorm and clipping": replace(PLAIN, norm="layer", clip_qkv=0.5),
-    "weights of all experts": replace(PLAIN, weights_sum_to_one=False, top_k=4),
-    "one expert": replace(PLAIN, experts=1, top_k=1),
+    "norms of heads": PLAIN.varied(qk_norm="head"),
+    "norms of projections": PLAIN.varied(qk_norm="projection"),
+    "LayerNorm and clipping": PLAIN.varied(norm="layer", clip=0.5),
+    "weights of all experts": PLAIN.varied(weights_sum_to_one=False, top_k=4),
+    "one expert": PLAIN.varied(experts=1, top_k=1),
 }
 
 Weights = dict[str, list[Tensor]]
@@ -44,8 +44,11 @@ def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
 
 def weights_of(config: ModelConfig) -> LayerWeights:
     """A layer's weights; every matrix is two row blocks."""
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    normed = {None: (1, 1), "head": (config.head_dim,) * 2, "projection": (queries, keys)}[config.qk_norm]
+    attention = config.attention
+    queries, keys = attention.query_width, attention.key_width
+    normed = {None: (1, 1), "head": (attention.head_dim,) * 2, "projection": (queries, keys)}[
+        attention.qk_norm
+    ]
     shapes = {
         "attention_norm": (config.hidden,),
         "ffn_norm": (config.hidden,),
@@ -53,20 +56,22 @@ def weights_of(config: ModelConfig) -> LayerWeights:
         "q_norm": (normed[0],),
         "k_norm": (normed[1],),
         "o": (config.hidden, queries),
-        "router": (config.experts, config.hidden),
+        "router": (config.routed.experts, config.hidden),
         "lm_head": (config.vocabulary, config.hidden),
     }
-    for expert in range(config.experts):
+    for expert in range(config.routed.experts):
         for part in ("gate", "up"):
-            shapes[f"experts.{expert}.{part}"] = (config.intermediate, config.hidden)
-        shapes[f"experts.{expert}.down"] = (config.hidden, config.intermediate)
+            shapes[f"experts.{expert}.{part}"] = (config.routed.intermediate, config.hidden)
+        shapes[f"experts.{expert}.down"] = (config.hidden, config.routed.intermediate)
     shapes["final_norm"] = (config.hidden,)
-    return LayerWeights(
+    weights = LayerWeights(
         {
             name: _blocks(random(*shape, seed=seed, scale=0.2))
             for seed, (name, shape) in enumerate(shapes.items())
         }
     )
+    weights.layer = config.layer(0)
+    return weights
 
 
 def _blocks(tensor: Tensor) -> list[Tensor]:
@@ -84,7 +89,7 @@ def doubled(weights: Weights) -> Weights:
 def torch_inputs(
     config: ModelConfig, weights: Weights, x_TD: Tensor, angles: tuple[Tensor, Tensor]
 ) -> Tensor:
-    parts = kernels.project_qkv(x_TD, weights, angles, config)
+    parts = kernels.project_qkv(x_TD, weights, angles, config, config.attention)
     return torch.cat([part.flatten(1) for part in parts], dim=1).double()
 
 
@@ -93,7 +98,9 @@ def torch_layer(config: ModelConfig, weights: Weights, hidden_TD: Tensor, attend
     hidden_TD = kernels.output_projection(attended_TX, weights["o"], hidden_TD)
     x_TD = kernels.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
     logits_TE = torch.cat([x_TD @ block.T for block in weights["router"]], dim=1).double()
-    experts_Tk, weights_Tk = kernels.choose_experts(logits_TE, config.top_k, config.weights_sum_to_one)
+    experts_Tk, weights_Tk = kernels.choose_experts(
+        logits_TE, config.routed.top_k, config.routed.weights_sum_to_one
+    )
     rows = []
     for x_D, experts_k, weights_k, residual_D in zip(x_TD, experts_Tk, weights_Tk, hidden_TD, strict=True):
         total_D = residual_D.double()
@@ -145,7 +152,7 @@ def test_embeddings_are_copied_and_angles_are_those_of_torch(native: NativeKerne
     buffers = layers.buffers(3)
     layers.embed(buffers, ids, positions, embedding_VD)
     assert torch.equal(buffers.hidden_TD, embedding_VD[ids])
-    expected = kernels.rotary(torch.tensor(positions), PLAIN.head_dim, PLAIN.rope_theta)
+    expected = kernels.rotary(torch.tensor(positions), PLAIN.attention.head_dim, PLAIN.attention.rope_theta)
     for ours, theirs in zip(buffers.angles, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
 
@@ -154,7 +161,7 @@ def test_queries_keys_and_values_are_as_close_to_exact_as_those_of_torch(
     native: NativeKernels, config: ModelConfig
 ) -> None:
     weights, x_TD = weights_of(config), random(5, config.hidden, seed=50)
-    angles = kernels.rotary(torch.arange(5) * 7, config.head_dim, config.rope_theta)
+    angles = kernels.rotary(torch.arange(5) * 7, config.attention.head_dim, config.attention.rope_theta)
     exact_angles = angles[0].double(), angles[1].double()
     exact = torch_inputs(config, doubled(weights), x_TD.double(), exact_angles)
     ours = inputs(NativeLayers(config, native), x_TD, weights, angles)
@@ -166,7 +173,7 @@ def test_what_follows_attention_is_as_close_to_exact_as_torch(
     native: NativeKernels, config: ModelConfig
 ) -> None:
     weights, hidden_TD = weights_of(config), random(9, config.hidden, seed=51)
-    attended_TX = random(9, config.heads * config.head_dim, seed=52)
+    attended_TX = random(9, config.attention.query_width, seed=52)
     exact = torch_layer(config, doubled(weights), hidden_TD.double(), attended_TX.double())
     ours, _, _ = after_attention(NativeLayers(config, native), hidden_TD, attended_TX, weights)
     theirs = torch_layer(config, weights, hidden_TD, attended_TX)
@@ -200,13 +207,13 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(native: NativeKernels, co
     layers, weights = NativeLayers(config, native), weights_of(config)
     hidden_TD, attended_TX = (
         random(7, config.hidden, seed=54),
-        random(7, config.heads * config.head_dim, seed=55),
+        random(7, config.attention.query_width, seed=55),
     )
     together, chosen_Tk, counts = after_attention(layers, hidden_TD, attended_TX, weights)
 
     projected_TD = kernels.output_projection(attended_TX, weights["o"], hidden_TD, native.linear)
     x_TD, experts_Tk, weights_Tk, _ = layers.route(projected_TD, weights)
-    grouping = kernels.group_by_expert(experts_Tk, config.experts)
+    grouping = kernels.group_by_expert(experts_Tk, config.routed.experts)
     x_nD = x_TD[grouping.tokens_n]
     parts = [
         native.expert(rows, *(weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down")))
@@ -225,11 +232,11 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(native: NativeKernels, co
 def test_many_tokens_have_the_bits_that_each_has_alone(native: NativeKernels, tokens: int) -> None:
     layers, weights = NativeLayers(PLAIN, native), weights_of(PLAIN)
     hidden_TD = random(tokens, PLAIN.hidden, seed=64)
-    attended_TX = random(tokens, PLAIN.heads * PLAIN.head_dim, seed=65)
-    angles = kernels.rotary(torch.arange(tokens), PLAIN.head_dim, PLAIN.rope_theta)
+    attended_TX = random(tokens, PLAIN.attention.query_width, seed=65)
+    angles = kernels.rotary(torch.arange(tokens), PLAIN.attention.head_dim, PLAIN.attention.rope_theta)
     together = inputs(layers, hidden_TD, weights, angles)
     out_TD, _, counts = after_attention(layers, hidden_TD, attended_TX, weights)
-    assert sum(counts.values()) == tokens * PLAIN.top_k
+    assert sum(counts.values()) == tokens * PLAIN.routed.top_k
     for token in (0, 127, 128, 511, 512, tokens - 1):
         row = slice(min(token, tokens - 1), min(token, tokens - 1) + 1)
         own_angles = angles[0][row], angles[1][row]
@@ -264,8 +271,8 @@ def test_a_token_has_the_same_bits_whatever_the_other_tokens(
 ) -> None:
     layers, weights = NativeLayers(config, native), weights_of(config)
     hidden_TD = random(MOST_ROWS, config.hidden, seed=56)
-    attended_TX = random(MOST_ROWS, config.heads * config.head_dim, seed=57)
-    angles = kernels.rotary(torch.arange(MOST_ROWS), config.head_dim, config.rope_theta)
+    attended_TX = random(MOST_ROWS, config.attention.query_width, seed=57)
+    angles = kernels.rotary(torch.arange(MOST_ROWS), config.attention.head_dim, config.attention.rope_theta)
     together = inputs(layers, hidden_TD, weights, angles)
     out_TD, *_ = after_attention(layers, hidden_TD, attended_TX, weights)
     for start, stop in ((0, 1), (3, 8), (15, 16)):
@@ -279,9 +286,9 @@ def test_a_token_has_the_same_bits_whatever_the_other_tokens(
 
 @pytest.mark.skipif(not instruction_sets(), reason=availability())
 def test_the_number_of_threads_does_not_show_in_the_bits_of_a_layer() -> None:
-    config = replace(PLAIN, hidden=256, intermediate=512)  # large enough that helpers are called
+    config = PLAIN.varied(hidden=256, intermediate=512)  # large enough that helpers are called
     weights, hidden_TD = weights_of(config), random(7, config.hidden, seed=58)
-    attended_TX = random(7, config.heads * config.head_dim, seed=59)
+    attended_TX = random(7, config.attention.query_width, seed=59)
     outcomes = []
     for threads in (1, 2, 5):
         with closing(NativeKernels(MOST_ROWS, threads=threads)) as native:
@@ -308,14 +315,14 @@ def test_a_nan_stays_in_its_token(native: NativeKernels) -> None:
     layers, weights = NativeLayers(PLAIN, native), weights_of(PLAIN)
     hidden_TD, attended_TX = (
         random(3, PLAIN.hidden, seed=60),
-        random(3, PLAIN.heads * PLAIN.head_dim, seed=61),
+        random(3, PLAIN.attention.query_width, seed=61),
     )
     clean, *_ = after_attention(layers, hidden_TD, attended_TX, weights)
     hidden_TD[1, 5] = torch.nan
     out_TD, experts_Tk, _ = after_attention(layers, hidden_TD, attended_TX, weights)
     assert out_TD[1].isnan().all()
     assert torch.equal(out_TD[[0, 2]], clean[[0, 2]])
-    assert len(set(experts_Tk[1].tolist())) == PLAIN.top_k
+    assert len(set(experts_Tk[1].tolist())) == PLAIN.routed.top_k
 
 
 @pytest.mark.skipif(not instruction_sets(), reason=availability())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -30,9 +29,9 @@ from moesched.transports.inproc import InprocTransport
 from reference import Reference, generate
 from small_models import SMALL, small_model
 
-MIXTRAL = msgspec.structs.replace(SMALL, layers=3, name="mixtral")
-DBRX = msgspec.structs.replace(
-    SMALL, layers=3, name="dbrx", form="dbrx", transposed_down=True, norm="layer", clip_qkv=8.0, rope_theta=5e5,
+MIXTRAL = SMALL.varied(layers=3, name="mixtral")
+DBRX = SMALL.varied(
+    layers=3, name="dbrx", form="dbrx", transposed_down=True, norm="layer", clip=8.0, rope_theta=5e5,
     experts=5, top_k=3,
 )  # fmt: skip
 MODELS = {config.name: config for config in (MIXTRAL, DBRX)}
@@ -115,7 +114,7 @@ def test_so_they_do_with_the_first_one_at_the_centre(folder: Path, policy: str) 
 def test_a_node_reads_its_own_experts_only(folder: Path) -> None:
     _, devices = run_nodes(folder / "mixtral", "ep_naive", 2, decentralised=False)
     config = open_checkpoint(folder / "mixtral").config
-    expert = 3 * config.hidden * config.intermediate * 4
+    expert = 3 * config.hidden * config.routed.intermediate * 4
     first, second = (device.bytes_read for device in devices)
     assert second >= config.layers * 2 * expert
     assert second < first

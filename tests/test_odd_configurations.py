@@ -17,6 +17,8 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
 )
@@ -79,6 +81,16 @@ ODD = {
     "no dtype": Odd(mixtral, config_says(dtype=None, torch_dtype=None)),
     "llama": Odd(partial(dense, LlamaForCausalLM, LlamaConfig)),
     "mistral, window": Odd(partial(dense, MistralForCausalLM, MistralConfig, sliding_window=5)),
+    "ministral, a window in every second layer": Odd(
+        partial(
+            dense,
+            MinistralForCausalLM,
+            MinistralConfig,
+            head_dim=8,
+            sliding_window=3,
+            layer_types=["full_attention", "sliding_attention"],
+        )
+    ),
     "olmoe": Odd(olmoe),
     "olmoe, 8 of 64": Odd(partial(olmoe, num_experts=64, num_experts_per_tok=8)),
     "olmoe, tied embeddings": Odd(partial(olmoe, tie_word_embeddings=True)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +15,6 @@ from moesched.models.shapes import SHAPES
 def test_a_decode_step_asks_for_what_its_sequences_ask_for_one_by_one(
     window: int | None, totals: list[int]
 ) -> None:
-    config = msgspec.structs.replace(SHAPES["mixtral-0.8b"], sliding_window=window)
+    config = SHAPES["mixtral-0.8b"].varied(window=window)
     operations = Operations(config, "bfloat16")
     assert operations.attention_step(totals) == operations.attention([(1, total) for total in totals])

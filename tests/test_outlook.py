@@ -47,7 +47,7 @@ class Asking(Everything):
         plan.discipline = self.discipline
         plan.keep([page for i in plan.layers for page in plan.layout.dense(i)])
         experts = [page for page in plan.layout.pages if page.expert >= 0]
-        slots = plan.layout.config.experts * len(plan.layout.expert(0, 0))
+        slots = plan.layout.config.routed.experts * len(plan.layout.expert(0, 0))
         self.pool = plan.pool("accelerator", "experts", slots, experts)
 
     async def prefill(self, step: Step) -> None:

@@ -62,7 +62,7 @@ def write_fused(directory: Path, tensors: Tensors) -> None:
     """One file without an index, the experts of a layer in one tensor."""
     fused = {PUBLISHED[n]: t.clone() for n, t in tensors.items() if "experts" not in n}
     for layer in range(TINY.layers):
-        experts = [f"layers.{layer}.experts.{e}." for e in range(TINY.experts)]
+        experts = [f"layers.{layer}.experts.{e}." for e in range(TINY.routed.experts)]
         prefix = f"model.layers.{layer}.mlp.experts."
         gate_up = [torch.cat([tensors[e + "gate"], tensors[e + "up"]]) for e in experts]
         fused[prefix + "gate_up_proj"] = torch.stack(gate_up)
@@ -151,7 +151,7 @@ def test_one_file_may_hold_several_dtypes(model: Path) -> None:
 
 
 def test_a_tensor_larger_than_the_conversion_buffer_is_converted_whole(tmp_path: Path) -> None:
-    config = msgspec.structs.replace(TINY, layers=1, vocabulary=70_001)  # 9 MB in bfloat16
+    config = TINY.varied(layers=1, vocabulary=70_001)  # 9 MB in bfloat16
     directory = write_random_model(config, tmp_path / "m")
     move_data(directory, 1)
     checkpoint = open_checkpoint(directory)

@@ -149,6 +149,6 @@ def test_a_gguf_file_has_every_weight_in_llama_cpps_names_and_shapes(tmp_path: P
         int(np.prod(tensor.shape)) for tensor in checkpoint.tensors.values()
     )
     stacked = written["blk.0.ffn_down_exps.weight"]
-    assert stacked.shape == (config.experts, config.hidden, config.intermediate)
+    assert stacked.shape == (config.routed.experts, config.hidden, config.routed.intermediate)
     assert stacked.dtype == np.uint16
     assert written["blk.0.ffn_gate_inp.weight"].dtype == np.float32

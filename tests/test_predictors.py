@@ -275,7 +275,7 @@ class Knows:
 
     def __init__(self, plan: Plan, *, half: bool = False) -> None:
         config = plan.layout.config
-        self.routing, self.half = SeededRouting(config.experts, config.top_k), half
+        self.routing, self.half = SeededRouting(config.routed.experts, config.routed.top_k), half
 
     def routed(self, layer: int, routed: Routed) -> None: ...
 

@@ -6,7 +6,6 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from _random_models import dbrx, mixtral
@@ -23,7 +22,7 @@ from reference import read_weights
 from small_models import SMALL, SMALL_DBRX, small_model
 
 BY = ("expert", "layer")
-DBRX = msgspec.structs.replace(SMALL_DBRX, layers=3)
+DBRX = SMALL_DBRX.varied(layers=3)
 MODELS = {"mixtral": SMALL, "dbrx": DBRX}
 
 
@@ -51,11 +50,11 @@ def test_every_weight_is_where_it_was_but_in_few_arrays(model: Path, by: Any) ->
     made = prestack_model(model, model.parent / "stacked", by=by)
     config = open_checkpoint(model).config
     arrays = {name: shape for name, shape in arrays_of(made.directory).items() if "prestacked" in name}
-    assert len(arrays) == made.arrays == (config.experts if by == "expert" else 3 * config.layers)
+    assert len(arrays) == made.arrays == (config.routed.experts if by == "expert" else 3 * config.layers)
     if by == "expert":
-        assert set(arrays.values()) == {(config.layers, 3, config.hidden * config.intermediate)}
+        assert set(arrays.values()) == {(config.layers, 3, config.hidden * config.routed.intermediate)}
     else:
-        assert {shape[0] for shape in arrays.values()} == {config.experts}
+        assert {shape[0] for shape in arrays.values()} == {config.routed.experts}
     before, after = (read_weights(open_checkpoint(each), torch.float32) for each in (model, made.directory))
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
     assert (made.directory / "chat_template.jinja").read_text() == "{}"
@@ -97,7 +96,7 @@ def test_a_stacked_checkpoint_is_stacked_the_other_way_and_back(model: Path) -> 
 
 @pytest.mark.parametrize("by", BY)
 def test_memory_is_bounded_however_large_an_array_is(tmp_path: Path, by: Any) -> None:
-    wide = msgspec.structs.replace(SMALL, layers=4, hidden=256, intermediate=3072, heads=8, experts=4)
+    wide = SMALL.varied(layers=4, hidden=256, intermediate=3072, heads=8, experts=4)
     model = small_model(tmp_path / "model", config=wide)
     tracemalloc.start()
     made = prestack_model(model, tmp_path / "stacked", by=by)

@@ -51,7 +51,7 @@ class WatchedReference(Reference):
     """Remembers what its routers chose."""
 
     def experts(self, layer: int, x_TD: Any, residual_TD: Any) -> Any:
-        chosen_Tk, _ = kernels.route(x_TD, self.blocks[f"layers.{layer}.router"], self.config.top_k)
+        chosen_Tk, _ = kernels.route(x_TD, self.blocks[f"layers.{layer}.router"], self.config.routed.top_k)
         self.chosen.append(chosen_Tk.numpy())
         return super().experts(layer, x_TD, residual_TD)
 
@@ -78,7 +78,7 @@ def test_every_token_is_recorded_with_the_experts_that_a_plain_forward_pass_choo
     ]
     assert trace.request_tokens.tolist() == [len(prompt) + NEW_TOKENS - 1 for prompt in PROMPTS]
     assert trace.prompt_tokens.tolist() == list(map(len, PROMPTS))
-    assert trace.shape == (SMALL.layers, SMALL.experts, SMALL.top_k)
+    assert trace.shape == (SMALL.layers, SMALL.routed.experts, SMALL.routed.top_k)
     assert (trace.chosen == np.concatenate(expected)).all()
 
 

@@ -51,8 +51,8 @@ def attend(kernels: NativeKernels, prompts: Prompts, window: int | None = None) 
     """Native attention: (S, N, H * d)."""
     q_SNHd, keys, values = prompts
     sequences, new, _, _ = q_SNHd.shape
-    out_TX = NativeAttention(kernels, window).attend_prompts(
-        q_SNHd.flatten(0, 1).contiguous(), [(keys, values, new)]
+    out_TX = NativeAttention(kernels).attend_prompts(
+        q_SNHd.flatten(0, 1).contiguous(), [(keys, values, new)], window
     )
     assert out_TX is not None
     return out_TX.view(sequences, new, -1)

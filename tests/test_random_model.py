@@ -21,9 +21,8 @@ from moesched.models.random_model import write_random_model
 from moesched.models.reading import read_config
 from small_models import TINY
 
-DENSE = msgspec.structs.replace(
-    TINY, experts=1, top_k=1, sliding_window=16, tied_embeddings=True, form="llama"
-)
+DENSE = TINY.varied(experts=1, top_k=1, window=16, tied_embeddings=True, form="llama")
+SOME_WINDOWS = msgspec.structs.replace(DENSE, pattern=(DENSE.layer(0), DENSE.layer(1).varied(window=None)))
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
@@ -71,7 +70,7 @@ def test_weights_are_normal_of_full_rank_and_norms_are_one(tmp_path: Path, dtype
 
 
 def test_large_tensors_do_not_repeat_themselves(tmp_path: Path) -> None:
-    config = msgspec.structs.replace(TINY, layers=1, vocabulary=40_000)  # more than one chunk of values
+    config = TINY.varied(layers=1, vocabulary=40_000)  # more than one chunk of values
     rows = tensors_of(write_random_model(config, tmp_path / "m"))["model.embed_tokens.weight"]
     assert len(torch.unique(rows, dim=0)) == 40_000
 
@@ -90,13 +89,21 @@ def test_hugging_face_loads_it_with_every_tensor_in_its_place(
     assert torch.isfinite(logits).all()
 
 
-@pytest.mark.parametrize("config", [TINY, DENSE])
+@pytest.mark.parametrize("config", [TINY, DENSE, SOME_WINDOWS])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_its_config_reads_back_as_the_shape_that_was_asked_for(
     tmp_path: Path, config: ModelConfig, dtype: str
 ) -> None:
     directory = write_random_model(config, tmp_path / "m", dtype=dtype, layers=4)
-    assert read_config(directory) == msgspec.structs.replace(config, name="m", layers=4, dtype=dtype)
+    assert read_config(directory) == config.varied(name="m", layers=4, dtype=dtype)
+
+
+def test_layers_that_no_config_json_describes_are_refused(tmp_path: Path) -> None:
+    windows = msgspec.structs.replace(TINY, pattern=(TINY.layer(0).varied(window=4), TINY.layer(1)))
+    said = r"no config\.json of the family mixtral has layers that differ as those of mixtral"
+    with pytest.raises(BadInput, match=said):
+        write_random_model(windows, tmp_path / "m")
+    assert not (tmp_path / "m").exists()
 
 
 def test_shards_hold_at_most_what_was_asked_and_the_index_names_them_all(tmp_path: Path) -> None:
@@ -174,7 +181,7 @@ def test_wrong_wishes_are_told_with_the_choices(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["mixtral", "dbrx"])  # the second has all experts of a layer in one tensor
 def test_memory_stays_far_below_the_size_of_the_model(tmp_path: Path, form: str) -> None:
-    config = msgspec.structs.replace(TINY, hidden=512, intermediate=12_000, form=form)  # 110 MB of weights
+    config = TINY.varied(hidden=512, intermediate=12_000, form=form)  # 110 MB of weights
     tracemalloc.start()
     try:
         directory = write_random_model(config, tmp_path / "m")

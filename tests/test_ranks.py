@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -52,19 +51,18 @@ links = [
 roles = { accelerator = "gpu", host = "cpu", weights = "host", pinned = "pinned" }
 """
 
-MIXTRAL = msgspec.structs.replace(SMALL, layers=3, name="mixtral")
-DBRX = msgspec.structs.replace(
-    SMALL,
+MIXTRAL = SMALL.varied(layers=3, name="mixtral")
+DBRX = SMALL.varied(
     layers=3,
     name="dbrx",
     form="dbrx",
     transposed_down=True,
     norm="layer",
-    clip_qkv=8.0,
+    clip=8.0,
     rope_theta=5e5,
 )
-QWEN = msgspec.structs.replace(SMALL, layers=3, name="qwen", form="qwen3_moe", qk_norm="head")
-TIED = msgspec.structs.replace(SMALL, layers=2, name="tied", tied_embeddings=True)
+QWEN = SMALL.varied(layers=3, name="qwen", form="qwen3_moe", qk_norm="head")
+TIED = SMALL.varied(layers=2, name="tied", tied_embeddings=True)
 MODELS = {config.name: config for config in (MIXTRAL, DBRX, QWEN, TIED)}
 PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90], [11, 12]]
 NEW_TOKENS = 4

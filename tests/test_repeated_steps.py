@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from _small_runs import ONE_MEMORY, TWO_MEMORIES, fast_memory, generate
-from msgspec.structs import replace
 
 from moesched.devices.native.arguments import LayerWeights
 from moesched.devices.native.attention import CachedLayer, NativeAttention, SequencesInBlocks
@@ -41,8 +40,8 @@ pytestmark = pytest.mark.skipif(not instruction_sets(), reason=availability())
 PREPARING = {"data_ptr", "from_buffer_copy"}
 """Functions of C without which no arguments of a native call are made."""
 
-MODEL = replace(
-    SMALL, layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, experts=4, top_k=2
+MODEL = SMALL.varied(
+    layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, experts=4, top_k=2
 )
 
 

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from _previewing import Previewing
@@ -71,8 +70,8 @@ class Noting(Reference):
             self.routed[step][layer - ahead], self.weights[prefix + "ffn_norm"], config.norm_eps, config.norm
         )
         shares_TE = (x_TD @ self.weights[prefix + "router"].T).softmax(dim=-1)
-        chosen_Tk = shares_TE.topk(config.top_k).indices
-        return shares_TE.mean(dim=0), chosen_Tk.flatten().bincount(minlength=config.experts)
+        chosen_Tk = shares_TE.topk(config.routed.top_k).indices
+        return shares_TE.mean(dim=0), chosen_Tk.flatten().bincount(minlength=config.routed.experts)
 
 
 def generated(
@@ -136,7 +135,7 @@ def test_all_tensor_parallel_ranks_have_the_same_scores(no_text: Path) -> None:
 
 
 def test_a_dense_layer_has_one_score(tmp_path: Path) -> None:
-    config = msgspec.structs.replace(MIXTRAL, name="mixtral", experts=1, top_k=1)
+    config = MIXTRAL.varied(name="mixtral", experts=1, top_k=1)
     policy = Previewing(scores=True)
     generated(stored(config, tmp_path), policy, "torch")
     assert {value.scores for value in policy.seen.values()} == {(1.0,)}

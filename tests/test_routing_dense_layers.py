@@ -34,7 +34,7 @@ INTERLEAVED = small("llama-4-maverick", 4)
 
 def of_model(config: ModelConfig, tokens: int = 5) -> RoutingTrace:
     """A trace with zeros in the layers without experts."""
-    trace = routed([tokens], layers=config.layers, experts=config.experts, top_k=config.top_k)
+    trace = routed([tokens], layers=config.layers, experts=config.routed.experts, top_k=config.routed.top_k)
     chosen = trace.chosen.copy()
     chosen[:, layers_without_experts(config)] = 0
     return trace._replace(chosen=chosen)
@@ -82,7 +82,7 @@ def test_numbers_of_layers_may_have_gaps_where_there_are_no_experts(
 @pytest.mark.parametrize("write", [write_npy, write_rows])
 def test_experts_in_a_layer_that_has_none_are_refused(tmp_path: Path, write: Write) -> None:
     chosen = of_model(DENSE_FIRST).chosen.copy()
-    chosen[2, 0] = range(DENSE_FIRST.top_k)
+    chosen[2, 0] = range(DENSE_FIRST.routed.top_k)
     file = write(of_model(DENSE_FIRST)._replace(chosen=chosen), tmp_path)
     assert f"{DENSE_FIRST.name} has no experts in" in refusal(file, DENSE_FIRST)
 
@@ -94,4 +94,4 @@ def test_layers_without_experts_do_not_count_as_unpopular(tmp_path: Path) -> Non
     write_profile(trace.profile(), tmp_path / "counts.csv")
     choices = find_choices(str(tmp_path / "counts.csv"), DENSE_FIRST)
     assert choices is not None
-    assert len(choices.of_tokens(1, np.array([0]), np.array([3]))[0]) == DENSE_FIRST.top_k
+    assert len(choices.of_tokens(1, np.array([0]), np.array([3]))[0]) == DENSE_FIRST.routed.top_k

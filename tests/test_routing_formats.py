@@ -73,7 +73,7 @@ def test_a_profile_is_recognised_whatever_its_name(tmp_path: Path) -> None:
 
 def test_the_same_choices_give_the_same_simulated_run_in_each_format(tmp_path: Path) -> None:
     config = SHAPES["mixtral-0.8b"]
-    trace = routed([9], layers=config.layers, experts=config.experts, top_k=config.top_k)
+    trace = routed([9], layers=config.layers, experts=config.routed.experts, top_k=config.routed.top_k)
 
     def simulated(routing: str | None) -> dict[str, Any]:
         report = moesched.simulate_model(
@@ -91,7 +91,7 @@ def test_the_command_prints_another_tools_trace_and_writes_it_as_its_own(
     command: Any, tmp_path: Path
 ) -> None:
     config = SHAPES["mixtral-0.8b"]
-    trace = routed([6, 4], layers=config.layers, experts=config.experts, top_k=config.top_k)
+    trace = routed([6, 4], layers=config.layers, experts=config.routed.experts, top_k=config.routed.top_k)
     own = ("profile-routing", "mixtral-0.8b", "--routing", write_own(trace, tmp_path))
     foreign = ("profile-routing", "mixtral-0.8b", "--routing", write_megatron(trace, tmp_path))
     said = command(*foreign, "--out", tmp_path / "again.npz")
@@ -420,7 +420,9 @@ def test_what_is_no_routing_is_refused_with_what_can_be_given(tmp_path: Path, co
 @pytest.mark.parametrize("write", WRITERS)
 def test_a_trace_takes_no_settings(command: Any, tmp_path: Path, write: Write) -> None:
     shape = SHAPES["mixtral-0.8b"]
-    file = write(routed([3], layers=shape.layers, experts=shape.experts, top_k=shape.top_k), tmp_path)
+    file = write(
+        routed([3], layers=shape.layers, experts=shape.routed.experts, top_k=shape.routed.top_k), tmp_path
+    )
     said = command("profile-routing", "mixtral-0.8b", "--routing", file, "--routing-set", "locality=0.5")
     assert (said.code, said.out) == (2, "")
     assert said.err == f"moesched: routing {file} is a trace, which takes no settings: omit --routing-set\n"
@@ -431,7 +433,7 @@ def test_a_trace_that_is_longer_than_the_run_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tokens: int, unused: int
 ) -> None:
     config = SHAPES["mixtral-0.8b"]
-    trace = routed([tokens], layers=config.layers, experts=config.experts, top_k=config.top_k)
+    trace = routed([tokens], layers=config.layers, experts=config.routed.experts, top_k=config.routed.top_k)
     moesched.simulate_model(
         "mixtral-0.8b", machine="t4", policy="expert_cache", workload=[[1, 2, 3]], gen=6, batch_size=1,
         routing=str(write_own(trace, tmp_path)),

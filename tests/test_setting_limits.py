@@ -7,7 +7,6 @@ from bisect import bisect_left
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.jobs.simulate_model import simulate_model
@@ -23,13 +22,13 @@ from moesched.runs.simulation import simulate
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
 
-DENSE = replace(SHAPES["mixtral-0.8b"], name="dense", form="llama", experts=1, top_k=1)
+DENSE = SHAPES["mixtral-0.8b"].varied(name="dense", form="llama", experts=1, top_k=1)
 
 
 @settings(max_examples=25, deadline=None)
 @given(
     policy=st.sampled_from(plannable()),
-    model=st.sampled_from([SHAPES["mixtral-0.8b"], DENSE, replace(DENSE, sliding_window=64)]),
+    model=st.sampled_from([SHAPES["mixtral-0.8b"], DENSE, DENSE.varied(window=64)]),
     more=st.sampled_from([0, 1, 10**6, 10**8]),
     size=st.integers(1, 3),
 )

@@ -46,7 +46,7 @@ def test_the_shares_are_those_of_a_plain_forward_pass(model: Path, policy: str) 
     report = sparsity_of(model, PROMPTS, policy=policy)
     expected = WatchedReference(model).values(PROMPTS)
     assert report.values == tuple(len(values) for values in expected)
-    assert report.values[0] == 15 * SMALL.top_k * SMALL.intermediate
+    assert report.values[0] == 15 * SMALL.routed.top_k * SMALL.routed.intermediate
     for below, values in zip(report.below, expected, strict=True):
         shares = [np.mean(np.abs(values) < threshold) for threshold in THRESHOLDS]
         assert below == pytest.approx(shares, abs=2 / len(values))

@@ -56,8 +56,8 @@ def test_the_weights_have_the_names_of_published_checkpoints() -> None:
 
 def test_moesched_reads_its_shape_and_stop_token() -> None:
     config = open_checkpoint(MODEL).config
-    assert (config.layers, config.experts, config.top_k) == (4, 8, 2)
-    assert config.kv_heads < config.heads
+    assert (config.layers, config.routed.experts, config.routed.top_k) == (4, 8, 2)
+    assert config.attention.kv_heads < config.attention.heads
     assert config.stop_tokens == (1,)
     assert config.dtype == "bfloat16"
 

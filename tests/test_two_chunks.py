@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-import msgspec
 import pytest
 from _forked_nodes import ForkServer
 
@@ -21,7 +20,7 @@ LONG = [1 + number % 50 for number in range(LONG_PROMPTS + 1)]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = msgspec.structs.replace(SMALL, layers=2, max_positions=2048)
+    config = SMALL.varied(layers=2, max_positions=2048)
     return small_model(tmp_path_factory.mktemp("long") / "model", config=config)
 
 

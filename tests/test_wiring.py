@@ -117,7 +117,7 @@ def test_wiring_makes_a_step_longer_by_what_lay_idle() -> None:
     never = step_seconds(machine(idle_seconds=1e9), "ep_naive")
     always = step_seconds(machine(idle_seconds=1e-9), "ep_naive")
     config = SHAPES["mixtral-0.8b"]
-    expert = 3 * config.hidden * config.intermediate * 2
+    expert = 3 * config.hidden * config.routed.intermediate * 2
     longer = always[-1] - never[-1]
     assert longer > config.layers * expert / 100e9
 

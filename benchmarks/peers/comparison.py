@@ -79,12 +79,12 @@ def _work(config: ModelConfig, batch: int, tokens: int, context: float, weight_b
     """A pass of `tokens` per sequence, each of which attends to `context` on average; the LM head sees the last one."""
     matrices = (
         sum(shape[0] * shape[1] for shape in dense_shapes(config, 0).values() if len(shape) == 2)
-        + config.top_k * 3 * config.hidden * config.intermediate
+        + config.routed.top_k * 3 * config.hidden * config.routed.intermediate
     )
-    attention = 2 * config.heads * config.head_dim * context
+    attention = 2 * config.attention.query_width * context
     per_token = config.layers * (matrices + attention)
     flops = 2 * batch * (tokens * per_token + config.hidden * config.vocabulary)
-    cached = 2 * config.layers * config.kv_heads * config.head_dim * ITEM_BYTES[config.dtype]
+    cached = config.layers * config.attention.cache_width * ITEM_BYTES[config.dtype]
     return Work(weight_bytes + batch * max(context, tokens) * cached, flops)
 
 

@@ -62,14 +62,14 @@ def describe(writer: Any, config: ModelConfig) -> None:
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden)
     writer.add_block_count(config.layers)
-    writer.add_feed_forward_length(config.intermediate)
-    writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.kv_heads)
+    writer.add_feed_forward_length(config.routed.intermediate)
+    writer.add_head_count(config.attention.heads)
+    writer.add_head_count_kv(config.attention.kv_heads)
     writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_expert_count(config.experts)
-    writer.add_expert_used_count(config.top_k)
+    writer.add_rope_dimension_count(config.attention.head_dim)
+    writer.add_rope_freq_base(config.attention.rope_theta)
+    writer.add_expert_count(config.routed.experts)
+    writer.add_expert_used_count(config.routed.top_k)
     writer.add_tokenizer_model("no_vocab")
 
 
@@ -82,12 +82,12 @@ def tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Values]]:
         for name, theirs in IN_LAYERS.items():
             values = stored(checkpoint, f"layers.{layer}.{name}")
             if name in ("q", "k"):
-                values = interleaved(values, config.head_dim)
+                values = interleaved(values, config.attention.head_dim)
             yield f"blk.{layer}.{theirs}.weight", values
         for name in STACKED:
             experts = [
                 stored(checkpoint, f"layers.{layer}.experts.{expert}.{name}")
-                for expert in range(config.experts)
+                for expert in range(config.routed.experts)
             ]
             yield f"blk.{layer}.ffn_{name}_exps.weight", np.stack(experts)
 

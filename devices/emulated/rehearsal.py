@@ -55,7 +55,7 @@ def rehearse(
 
     Every weight streams: computing with resident ones is at least as fast. Returns the timings by kind of step.
     """
-    config = msgspec.structs.replace(checkpoint.config, layers=1)
+    config = checkpoint.config.varied(layers=1)
     short = weight_layout(config, layout.dtype, layout.page_bytes)
     device = _TimedDevice(msgspec.structs.replace(checkpoint, config=config), short, cost, tell)
     if config.ranks > 1:

@@ -48,20 +48,23 @@ class MlxAttention:
         batch = self._batches[task.micro_batch]
         batch.step = self._kv.extend(batch.requests, [len(tokens) for tokens in batch.new])
         ids_T = mx.array([token for tokens in batch.new for token in tokens])
-        batch.angles = kernels.rotary(batch.step.positions_T, self._config.head_dim, self._config.rope_theta)
+        attention = self._config.attention
+        batch.angles = kernels.rotary(batch.step.positions_T, attention.head_dim, attention.rope_theta)
         batch.hidden_TD = self._embedding_VD[ids_T]
         self._evaluations.later(task, batch.hidden_TD, *batch.angles)
 
     def pre_attention(self, task: Task) -> None:
         """Project the hidden states to queries, keys and values."""
         batch, dense = self._batches[task.micro_batch], self._weights(task.operands).dense
+        attention = self._config.layer(task.layer).grouped
         batch.qkv = kernels.project_qkv(
             batch.hidden_TD,
             dense["attention_norm"][0],
             dense["q"] + dense["k"] + dense["v"],
             *batch.angles,
             self._config,
-            (dense["q_norm"][0], dense["k_norm"][0]) if self._config.qk_norm else None,
+            attention,
+            (dense["q_norm"][0], dense["k_norm"][0]) if attention.qk_norm else None,
         )
         self._evaluations.later(task, *batch.qkv)
 
@@ -73,7 +76,7 @@ class MlxAttention:
         self._evaluations.close_others(task.micro_batch)
         cached = self._kv.append(task.layer, batch.step, k_TKd, v_TKd)
         views = self._kv.views(task.layer, batch.step)
-        batch.attended_TX = kernels.attention(q_THd, views, self._config.sliding_window)
+        batch.attended_TX = kernels.attention(q_THd, views, self._config.layer(task.layer).grouped.window)
         self._evaluations.later(task, batch.attended_TX, *cached)
 
     def project_output(self, task: Task) -> None:

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from moesched.models.config import ModelConfig, NormKind
 from moesched.models.footprint import EXPERT_TILE, EXPERTS_AT_ONCE, QUERY_TILE
+from moesched.models.layers import GroupedAttention
 
 from . import fused
 
@@ -116,24 +117,26 @@ def project_qkv(
     cos_T1d: Array,
     sin_T1d: Array,
     config: ModelConfig,
+    attention: GroupedAttention,
     qk_norms: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array, Array]:
     """Queries (T, H, d), keys and values (T, K, d) of tokens, normalised, clipped and rotated as the model requires."""
     x_TX = linear(norm(hidden_TD, norm_D, config.norm_eps, config.norm), qkv)
-    queries, keys = config.heads * config.head_dim, (config.heads + config.kv_heads) * config.head_dim
+    queries, head_dim = attention.query_width, attention.head_dim
+    keys = queries + attention.key_width
     if qk_norms is not None:
         *parts, v_TX = mx.split(x_TX, (queries, keys), axis=-1)
         normed = [
             _normed_heads(part, weight, config.norm_eps) for part, weight in zip(parts, qk_norms, strict=True)
         ]
         x_TX = mx.concatenate([*normed, v_TX], axis=-1)
-    if config.clip_qkv is not None:
-        x_TX = fused.clipped(x_TX, config.clip_qkv)
+    if attention.clip is not None:
+        x_TX = fused.clipped(x_TX, attention.clip)
     qk_TX, v_TX = mx.split(x_TX, (keys,), axis=-1)
     tokens = len(x_TX)
-    qk_THd = apply_rotary(qk_TX.reshape(tokens, -1, config.head_dim), cos_T1d, sin_T1d)
-    q_THd, k_TKd = mx.split(qk_THd, (config.heads,), axis=1)
-    return q_THd, k_TKd, v_TX.reshape(tokens, -1, config.head_dim)
+    qk_THd = apply_rotary(qk_TX.reshape(tokens, -1, head_dim), cos_T1d, sin_T1d)
+    q_THd, k_TKd = mx.split(qk_THd, (attention.heads,), axis=1)
+    return q_THd, k_TKd, v_TX.reshape(tokens, -1, head_dim)
 
 
 def _normed_heads(x_TX: Array, weight: Array, eps: float) -> Array:

@@ -43,8 +43,10 @@ class RequestsKV:
     def __init__(self, config: ModelConfig, lengths: Sequence[int], dtype: mx.Dtype) -> None:
         self._length = [0] * len(lengths)
         *self._first, slots = accumulate(lengths, initial=0)
-        shape = (slots, config.kv_heads, config.head_dim)
-        self._layers = [[mx.zeros(shape, dtype=dtype) for _ in "kv"] for _ in range(config.layers)]
+        self._layers = [
+            [mx.zeros((slots, each.grouped.kv_heads, each.grouped.head_dim), dtype=dtype) for _ in "kv"]
+            for each in config.pattern
+        ]
         mx.eval(self._layers)
 
     def extend(self, requests: Sequence[int], new: Sequence[int]) -> KVStep:

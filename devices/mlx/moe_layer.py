@@ -91,7 +91,7 @@ class MlxMoELayer:
         _finish(batch, batch.rows.apply_all(stack))
         self._evaluations.now(task.micro_batch, batch.hidden_TD, routed.experts_Tk)
         self._tell(task, batch, routed)
-        return _with_rows(self._count(routed))
+        return _with_rows(self._count(task, routed))
 
     def choose_experts(self, task: Task) -> Mapping[int, int]:
         """Norm and router; the rows of each expert that has any, with the router's scores where they are asked for."""
@@ -104,20 +104,21 @@ class MlxMoELayer:
     def route(self, task: Task) -> Routed:
         """Norm and router, which are not evaluated."""
         config, dense = self._config, self._weights(task.operands).dense
+        network = config.layer(task.layer).feed_forward
         hidden_TD = self._batches[task.micro_batch].hidden_TD
         x_TD = kernels.norm(hidden_TD, dense["ffn_norm"][0], config.norm_eps, config.norm)
-        if config.experts == 1:
+        if network.experts == 1:
             experts_T1, ones_T1 = mx.zeros((len(x_TD), 1), dtype=mx.uint32), mx.ones((len(x_TD), 1))
             return Routed(x_TD, experts_T1, ones_T1, ones_T1 if self._scores else None)
         logits_TE = kernels.router_logits(x_TD, dense["router"])
-        chosen = kernels.choose_experts(logits_TE, config.top_k, config.weights_sum_to_one)
+        chosen = kernels.choose_experts(logits_TE, network.top_k, network.weights_sum_to_one)
         return Routed(x_TD, *chosen, logits_TE if self._scores else None)
 
     def give_rows(self, task: Task, routed: Routed, *beside: Array) -> dict[int, int]:
         """Group the rows by expert, and evaluate arrays beside that; returns the number of rows of each."""
         rows = self._batches[task.micro_batch].rows = routed.rows()
         self._evaluations.now(task.micro_batch, *rows.arrays(), routed.experts_Tk, *beside)
-        rows.counts = self._count(routed)
+        rows.counts = self._count(task, routed)
         return _with_rows(rows.counts)
 
     def preview_route(self, task: Task) -> Mapping[int, int]:
@@ -125,7 +126,7 @@ class MlxMoELayer:
         routed = self.route(task)
         scores = self._scores_of(routed)
         self._evaluations.now(task.micro_batch, routed.experts_Tk, *scores)
-        return _with_scores(_with_rows(self._count(routed)), scores)
+        return _with_scores(_with_rows(self._count(task, routed)), scores)
 
     def run_expert(self, task: Task) -> None:
         """Run one expert on its rows of one or several micro-batches, each as if it ran alone."""
@@ -172,8 +173,9 @@ class MlxMoELayer:
         """The router's scores, which are not evaluated; empty where none are asked for."""
         return [] if routed.logits_TE is None else [kernels.scores(routed.logits_TE)]
 
-    def _count(self, routed: Routed) -> list[int]:
-        counts = np.bincount(np.array(routed.experts_Tk).ravel(), minlength=self._config.experts)
+    def _count(self, task: Task, routed: Routed) -> list[int]:
+        experts = self._config.layer(task.layer).feed_forward.experts
+        counts = np.bincount(np.array(routed.experts_Tk).ravel(), minlength=experts)
         return [int(count) for count in counts]
 
 

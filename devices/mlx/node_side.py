@@ -41,7 +41,7 @@ class MlxNodeSide:
         evaluations: Evaluations,
         project_output: Callable[[Task], None] | None,
     ) -> None:
-        self._top_k = plan.layout.config.top_k
+        self._top_k = plan.layout.config.routed.top_k
         self._dtype = ARRAY_DTYPES[plan.layout.dtype]
         self._batches = batches
         self._moe = moe

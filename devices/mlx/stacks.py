@@ -64,10 +64,10 @@ class StackedLayer:
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
         arrays: dict[str, list[Array]] = {part: [] for part in PARTS}
         for index, part, shape in _blocks(layout):
-            array, self._tensors[index, part] = shared((config.experts, *shape), layout.dtype)
+            array, self._tensors[index, part] = shared((config.routed.experts, *shape), layout.dtype)
             arrays[part].append(array)
         self.arrays = [array for blocks in arrays.values() for array in blocks]
-        self._stack = stack_of(arrays, config.transposed_down)
+        self._stack = stack_of(arrays, config.routed.transposed_down)
         self.missing = {page.id for page in layout.layer(layer) if page.expert >= 0}
 
     def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
@@ -114,7 +114,7 @@ class StackedExpert:
             ]
             for part in PARTS
         }
-        return stack_of(parts, self._layout.config.transposed_down), 0
+        return stack_of(parts, self._layout.config.routed.transposed_down), 0
 
 
 def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
@@ -126,12 +126,14 @@ def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
     experts = [page for page in pages if page.expert >= 0]
     config, item = layout.config, DTYPES[layout.dtype].itemsize
     in_layer = Counter(page.layer for page in experts)
-    whole = {layer for layer, count in in_layer.items() if count == config.experts * layout.pages_per_expert}
+    whole = {
+        layer for layer, count in in_layer.items() if count == config.routed.experts * layout.pages_per_expert
+    }
     others = [page for page in experts if page.layer not in whole]
     in_expert = Counter(page.expert for page in others)
-    matrix = config.hidden * config.intermediate * item
+    matrix = config.hidden * config.routed.intermediate * item
     found: dict[int, Key] = {}
-    if _allocates(config.experts * matrix):
+    if _allocates(config.routed.experts * matrix):
         found |= {page.id: Key("layer", page.layer) for page in experts if page.layer in whole}
     if _allocates(config.layers * len(PARTS) * matrix):
         all_layers = config.layers * layout.pages_per_expert

@@ -160,7 +160,7 @@ class MlxWeights:
             for part, block in stored_blocks(self._layout, views):
                 parts[part].append(memory.show(block, self._layout.dtype)[None])
         for expert, parts in single.items():
-            experts[expert] = (stack_of(parts, self._layout.config.transposed_down), 0)
+            experts[expert] = (stack_of(parts, self._layout.config.routed.transposed_down), 0)
         return Weights(dense, experts)
 
     def _is_incomplete(self) -> bool:

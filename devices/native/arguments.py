@@ -9,6 +9,7 @@ from itertools import count
 from types import MappingProxyType
 from typing import TypeVar
 
+from moesched.models import layers
 from moesched.models.config import ModelConfig
 
 from .kernels import Blocks, Tensor, address, rows_of
@@ -117,9 +118,12 @@ class LayerWeights(dict[str, list[Tensor]]):
     """The tensors of a layer by name, as row blocks, with what the kernels keep of them.
 
     Attributes:
+        layer: describes their layer; only weights outside the layers have none.
         number: of no other weights.
         plain: whether all matrices are plain row blocks; None until a kernel asks.
     """
+
+    layer: layers.Layer
 
     def __init__(self, blocks: Mapping[str, Blocks] = MappingProxyType({})) -> None:
         super().__init__({name: list(each) for name, each in blocks.items()})
@@ -143,17 +147,17 @@ class Preparation:
 
     def inputs(self, weights: LayerWeights, held: Held) -> Inputs:
         """Of `moesched_attention_inputs`."""
-        config = self._config
+        attention = weights.layer.grouped
         inputs = Inputs(
-            hidden=config.hidden,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
+            hidden=self._config.hidden,
+            heads=attention.heads,
+            kv_heads=attention.kv_heads,
+            head_dim=attention.head_dim,
             norm=self._norm(weights["attention_norm"][0]),
             weights=_held(weights["qkv"], held),
-            clip=config.clip_qkv or 0.0,
+            clip=attention.clip or 0.0,
         )
-        if config.qk_norm:
+        if attention.qk_norm:
             query, key = weights["q_norm"][0], weights["k_norm"][0]
             inputs.query_norm, inputs.query_normed = query.data_ptr(), len(query)
             inputs.key_norm, inputs.key_normed = key.data_ptr(), len(key)
@@ -161,14 +165,14 @@ class Preparation:
 
     def layer(self, weights: LayerWeights, held: Held) -> Layer:
         """Of `moesched_route` and `moesched_moe_layer`."""
-        config = self._config
+        network = weights.layer.feed_forward
         layer = Layer(
-            hidden=config.hidden,
-            attended_width=config.heads * config.head_dim,
-            experts=config.experts,
-            top_k=config.top_k,
-            width=config.intermediate,
-            sum_to_one=config.weights_sum_to_one,
+            hidden=self._config.hidden,
+            attended_width=weights.layer.attention.attended_width,
+            experts=network.experts,
+            top_k=network.top_k,
+            width=network.intermediate,
+            sum_to_one=network.weights_sum_to_one,
             norm=self._norm(weights["ffn_norm"][0]),
         )
         if "o" in weights:
@@ -176,7 +180,7 @@ class Preparation:
         if "router" in weights:
             layer.router = _held(weights["router"], held)
         names = [
-            f"experts.{expert}.{part}" for expert in range(config.experts) for part in ("gate", "up", "down")
+            f"experts.{expert}.{part}" for expert in range(network.experts) for part in ("gate", "up", "down")
         ]
         if all(name in weights for name in names):
             held.append(array("q", [_held(weights[name], held) for name in names]))

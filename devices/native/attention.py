@@ -23,11 +23,18 @@ _LENGTHS, _BLOCKS = Attend.lengths.offset // 8, Attend.blocks.offset // 8
 
 
 class CachedLayer(NamedTuple):
-    """A layer's keys and values, (slots, K, d) each, as C reads them: their addresses, and the tokens of a block."""
+    """A layer's keys and values, (slots, K, d) each, as C reads them.
+
+    Attributes:
+        keys, values: their addresses.
+        block_size: tokens of a block.
+        window: tokens that a query sees, itself included; None for all.
+    """
 
     keys: int
     values: int
     block_size: int
+    window: int | None = None
 
 
 class SequencesInBlocks(NamedTuple):
@@ -57,14 +64,11 @@ class NativeAttention:
 
     A token's bits depend on the instruction set alone: not on the other sequences, the blocks that hold its tokens, how
     prompts are cut, or the number of threads.
-
-    window: tokens that a query sees, itself included; None for all.
     """
 
-    def __init__(self, kernels: NativeKernels, window: int | None = None) -> None:
+    def __init__(self, kernels: NativeKernels) -> None:
         self._bound = kernels.bound
         self._attend = library().moesched_attend
-        self._window = window or 0
 
     def attend(
         self, q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, cached: CachedLayer, sequences: SequencesInBlocks
@@ -90,7 +94,7 @@ class NativeAttention:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            window=self._window,
+            window=cached.window or 0,
             block_size=cached.block_size,
             query_stride=heads * head_dim,
             new_stride=kv_heads * head_dim,
@@ -104,13 +108,16 @@ class NativeAttention:
         )
         return AttentionCall(self._bound(self._attend, arguments), arguments)
 
-    def attend_prompts(self, q_THd: Tensor, views: Iterable[tuple[Tensor, Tensor, int]]) -> Tensor | None:
+    def attend_prompts(
+        self, q_THd: Tensor, views: Iterable[tuple[Tensor, Tensor, int]], window: int | None = None
+    ) -> Tensor | None:
         """Attention of new tokens over keys and values that hold them already: (T, H * d), or None.
 
         None where torch is to do it: on other processors than those with AVX512_BF16 and without AMX, for other numbers
         than bfloat16, and for head sizes that are no multiple of 32 or larger than 256.
 
         views: keys and values, both (S, L, K, d) with the same strides, and the new tokens of each sequence.
+        window: as in `CachedLayer`.
         """
         tokens, heads, head_dim = q_THd.shape
         out_TX = q_THd.new_empty(tokens, heads * head_dim)
@@ -127,7 +134,7 @@ class NativeAttention:
                 heads=heads,
                 kv_heads=kv_heads,
                 head_dim=head_dim,
-                window=self._window,
+                window=window or 0,
                 sequence_stride=sequence_stride,
                 token_stride=token_stride,
                 head_stride=head_stride,

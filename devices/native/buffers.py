@@ -33,9 +33,9 @@ def choices_for(config: ModelConfig, tokens: int) -> Choices:
     """Memory for a router's result; the logits are zero, as those of a single expert stay."""
     return Choices(
         torch.empty(tokens, config.hidden, dtype=torch.bfloat16),
-        torch.empty(tokens, config.top_k, dtype=torch.int64),
-        torch.empty(tokens, config.top_k),
-        torch.zeros(tokens, config.experts),
+        torch.empty(tokens, config.routed.top_k, dtype=torch.int64),
+        torch.empty(tokens, config.routed.top_k),
+        torch.zeros(tokens, config.routed.experts),
     )
 
 
@@ -49,7 +49,7 @@ class StepBuffers:
         self._config = config
         self.tokens = tokens
         self.hidden_TD = torch.empty(tokens, config.hidden, dtype=torch.bfloat16)
-        self.counts = numbers(config.experts)
+        self.counts = numbers(config.routed.experts)
         self.embedding: EmbeddingCall | None = None
         self.inputs = Calls()
         self.attention: dict[int, AttentionCall] = {}
@@ -69,23 +69,23 @@ class StepBuffers:
     @cached_property
     def angles(self) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines (T, 1, d), float32."""
-        shape = self.tokens, 1, self._config.head_dim
+        shape = self.tokens, 1, self._config.attention.head_dim
         return torch.empty(shape), torch.empty(shape)
 
     @cached_property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (T, H, d), keys and values (T, K, d)."""
-        config = self._config
+        attention = self._config.attention
         queries, keys, values = (
-            torch.empty(self.tokens, heads, config.head_dim, dtype=torch.bfloat16)
-            for heads in (config.heads, config.kv_heads, config.kv_heads)
+            torch.empty(self.tokens, heads, attention.head_dim, dtype=torch.bfloat16)
+            for heads in (attention.heads, attention.kv_heads, attention.kv_heads)
         )
         return queries, keys, values
 
     @cached_property
     def attended_TX(self) -> Tensor:
         """Attention's output (T, H * d)."""
-        return torch.empty(self.tokens, self._config.heads * self._config.head_dim, dtype=torch.bfloat16)
+        return torch.empty(self.tokens, self._config.attention.attended_width, dtype=torch.bfloat16)
 
     @cached_property
     def choices(self) -> Choices:

@@ -33,8 +33,9 @@ class NativeLayers:
         self._call = kernels.call
         self._library = library()
         self._prepare = Preparation(config)
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        self._frequencies = 1.0 / config.rope_theta**exponents
+        attention = config.attention
+        exponents = torch.arange(0, attention.head_dim, 2, dtype=torch.float32) / attention.head_dim
+        self._frequencies = 1.0 / attention.rope_theta**exponents
 
     def takes(self, x_TD: Tensor, weights: LayerWeights) -> bool:
         """Whether the kernels take these rows, and can read these weights."""
@@ -45,7 +46,7 @@ class NativeLayers:
         if weights.plain is None:
             matrices = [blocks for name, blocks in weights.items() if not name.endswith("norm")]
             rows = all(are_rows(each, each[0].shape[1]) for each in matrices)
-            weights.plain = rows and not self._config.transposed_down
+            weights.plain = rows and not self._config.routed.transposed_down
         return weights.plain
 
     def takes_rows(self, rows: int) -> bool:
@@ -76,7 +77,7 @@ class NativeLayers:
         arguments = Tokens(
             tokens=buffers.tokens,
             hidden=self._config.hidden,
-            head_dim=self._config.head_dim,
+            head_dim=self._config.attention.head_dim,
             frequencies=self._frequencies.data_ptr(),
             x=buffers.hidden_TD.data_ptr(),
             cosines=cosines.data_ptr(),

@@ -51,7 +51,7 @@ class Attention:
         threads = compute.products.kernel
         self._native_attention: NativeAttention | None = None
         if threads and compute.dtype in DTYPES:
-            self._native_attention = NativeAttention(threads, config.sliding_window)
+            self._native_attention = NativeAttention(threads)
         self._fused = compute.fused_attention
         self._use_cores_for = compute.use_cores_for
         self._rank = rank
@@ -75,9 +75,9 @@ class Attention:
     @torch.inference_mode()
     def _embed(self, state: MicroBatchState, ids: Sequence[int]) -> None:
         use_cores(1)
-        config = self._config
+        attention = self._config.attention
         positions_T = self._indices(state.step.positions)
-        state.angles = kernels.rotary(positions_T, config.head_dim, config.rope_theta)
+        state.angles = kernels.rotary(positions_T, attention.head_dim, attention.rope_theta)
         state.hidden_TD = kernels.embed(self._indices(ids), self._embedding_VD)
 
     def pre_attention(self, task: Task) -> None:
@@ -93,10 +93,11 @@ class Attention:
 
     @torch.inference_mode()
     def _project_qkv(self, state: MicroBatchState, weights: LayerWeights) -> None:
-        config = self._config
-        width = (config.heads + 2 * config.kv_heads) * config.head_dim
-        self._use_cores_for(len(state.hidden_TD), config.hidden * width)
-        state.qkv = kernels.project_qkv(state.hidden_TD, weights, state.angles, config, self._products.linear)
+        config, attention = self._config, weights.layer.grouped
+        self._use_cores_for(len(state.hidden_TD), config.hidden * attention.qkv_width)
+        state.qkv = kernels.project_qkv(
+            state.hidden_TD, weights, state.angles, config, attention, self._products.linear
+        )
 
     def attention(self, task: Task) -> None:
         """Store keys and values in the cache, and attend over it."""
@@ -127,27 +128,27 @@ class Attention:
         if native:
             return native.attend(q_THd, k_TKd, v_TKd, cache.layer(task.layer), step.in_blocks)
         cache.append(task.layer, step, k_TKd, v_TKd)
-        return self.attend(state, q_THd, cache.views(task.layer, step))
+        return self.attend(task, state, q_THd, cache.views(task.layer, step))
 
     def native_for(self, task: Task, state: MicroBatchState, q_THd: Tensor) -> NativeAttention | None:
         """Native attention if it takes this task: a decode step on the CPU. None otherwise."""
         return self._native_attention if task.step and state.step.one_each and q_THd.is_cpu else None
 
-    def attend(self, state: MicroBatchState, q_THd: Tensor, views: Sequence[KVView]) -> Tensor:
+    def attend(self, task: Task, state: MicroBatchState, q_THd: Tensor, views: Sequence[KVView]) -> Tensor:
         """Attention of new queries over the keys and values of any views: (T, H * d)."""
-        native = self._native_attention
-        attended_TX = native.attend_prompts(q_THd, views) if native else None
+        native, attention = self._native_attention, self._config.layer(task.layer).grouped
+        attended_TX = native.attend_prompts(q_THd, views, attention.window) if native else None
         if attended_TX is not None:
             return attended_TX
         seen = sum(state.step.past) + len(q_THd)
-        self._use_cores_for(max(state.step.new), 2 * seen * self._config.kv_heads * self._config.head_dim)
-        return kernels.attention(q_THd, views, self._config.sliding_window, fused=self._fused)
+        self._use_cores_for(max(state.step.new), seen * attention.cache_width)
+        return kernels.attention(q_THd, views, attention.window, fused=self._fused)
 
     def project_output(self, task: Task) -> None:
         """Bring attention's output back to the hidden size and add the residual."""
-        config, state = self._config, self._states[task.micro_batch]
-        weights = self._weights(task.operands)
-        self._use_cores_for(len(state.hidden_TD), config.hidden * config.heads * config.head_dim)
+        state, weights = self._states[task.micro_batch], self._weights(task.operands)
+        width = weights.layer.attention.attended_width
+        self._use_cores_for(len(state.hidden_TD), self._config.hidden * width)
         state.hidden_TD = kernels.output_projection(
             state.attended_TX, weights["o"], self.residual(state), self._products.linear
         )

@@ -52,7 +52,7 @@ class Compute:
     def __init__(
         self, accelerator: str, layout: WeightLayout, kernel: str, pin: bool, threads: int | None
     ) -> None:
-        transposed = layout.config.transposed_down
+        transposed = layout.config.routed.transposed_down
         self.accelerator = torch.device(accelerator)
         self.dtype = DTYPES[layout.dtype]
         cores = usable_cores()
@@ -65,7 +65,7 @@ class Compute:
         self.native: NativeLayers | None = None
         self._config = layout.config
         check_choice(kernel)
-        expert = Shape(layout.config.intermediate, layout.config.hidden)
+        expert = Shape(layout.config.routed.intermediate, layout.config.hidden)
         self._kernel_rows = partial(rows_for_kernel, kernel, layout.dtype, expert)
         self._make_kernel = partial(
             make_kernel, kernel, cores=self.cores, pin=pin, left=self.core_plan.issuing

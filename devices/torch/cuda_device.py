@@ -61,7 +61,7 @@ class CudaDevice(TorchDevice):
             threads=threads,
         )
         self._compute.fused_attention = has_fused_attention(
-            self._compute.dtype, layout.config.head_dim, torch.cuda.get_device_capability(0)
+            self._compute.dtype, layout.config.attention.head_dim, torch.cuda.get_device_capability(0)
         )
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:

@@ -200,7 +200,7 @@ class TorchDevice(ChoosesDtype):
         self._store.reader.ahead = self.memory_ahead
         # Mean rows of an expert in a decode step of the largest micro-batch: the same for every policy.
         largest = max(map(len, plan.batch.micro_batches))
-        self._compute.start(largest * config.top_k / config.experts)
+        self._compute.start(largest * config.routed.top_k / config.routed.experts)
         if plan.nodes.attends and self._global_weights is None:
             self._global_weights = read_global_weights(config, self._store.reader, self._compute, self._rank)
         self._store.begin(plan, self.tell)

@@ -30,7 +30,8 @@ class DeviceKV:
         for sequence, length in lengths.items():
             self._first[sequence] = slots
             slots += cached_tokens(length)
-        self._slots = torch.empty((2, slots, config.kv_heads, config.head_dim), dtype=dtype, device=device)
+        size = 2, slots, config.attention.kv_heads, config.attention.head_dim
+        self._slots = torch.empty(size, dtype=dtype, device=device)
 
     def extended(self, state: MicroBatchState, k_TKd: Tensor, v_TKd: Tensor) -> list[KVView]:
         """Store a chunk's keys and values; returns views of all that its sequences have by now, in order."""

@@ -115,13 +115,15 @@ class _Shapes:
         self._dtype = dtype
 
     def attention(self, tokens: int) -> Sequence[Shape]:
-        config, dtype = self._config, self._dtype
-        queries, keys = (tokens, config.heads, config.head_dim), (tokens, config.kv_heads, config.head_dim)
-        attended = tokens, config.heads * config.head_dim
-        return [Shape(size, dtype) for size in (queries, keys, keys, attended)]
+        attention = self._config.attention
+        queries, keys = (
+            (tokens, heads, attention.head_dim) for heads in (attention.heads, attention.kv_heads)
+        )
+        sizes = queries, keys, keys, (tokens, attention.attended_width)
+        return [Shape(size, self._dtype) for size in sizes]
 
     def routed(self, tokens: int) -> Sequence[Shape]:
-        config, rows = self._config, tokens * self._config.top_k
+        config, rows = self._config, tokens * self._config.routed.top_k
         return [
             Shape((tokens, config.hidden), self._dtype),
             Shape((rows,), torch.int64),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from moesched.models.config import ModelConfig
+from moesched.models.layers import FeedForward
 from moesched.models.layout import Page, WeightLayout
 
 from ..products.linear import Tensor, Weights, expert_ffn
@@ -61,12 +62,13 @@ class FirstBadTensor:
         ids_T = torch.tensor([token for tokens in state.new for token in tokens]).to(self._accelerator)
         hidden_TD = kernels.embed(ids_T, embedding)
         yield "weight embedding", hidden_TD
-        for layer in range(config.layers):
+        for layer, described in enumerate(config.pattern):
+            attention, network = described.grouped, described.feed_forward
             weights = self._weights(self._layout.dense(layer))
             yield from _named(weights)
             weights = _within_layer(weights)
             weights["qkv"] = [*weights.pop("q"), *weights.pop("k"), *weights.pop("v")]
-            qkv = kernels.project_qkv(hidden_TD, weights, state.angles, config)
+            qkv = kernels.project_qkv(hidden_TD, weights, state.angles, config, attention)
             for name, tensor in zip(("queries", "keys", "values"), qkv, strict=True):
                 yield f"the {name} of layer {layer}", tensor
             q_THd, k_TKd, v_TKd = qkv
@@ -74,14 +76,14 @@ class FirstBadTensor:
             for keys, values, new in views:
                 yield f"the cached keys of layer {layer}", keys[:, :-new]
                 yield f"the cached values of layer {layer}", values[:, :-new]
-            attended_TX = kernels.attention(q_THd, views, config.sliding_window, fused=self._fused)
+            attended_TX = kernels.attention(q_THd, views, attention.window, fused=self._fused)
             yield f"attention's output in layer {layer}", attended_TX
             hidden_TD = kernels.output_projection(attended_TX, weights["o"], hidden_TD)
             yield f"the hidden states after attention in layer {layer}", hidden_TD
             x_TD = kernels.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
-            experts_Tk, weights_Tk = self._route(x_TD, weights)
+            experts_Tk, weights_Tk = _route(x_TD, weights, network)
             yield f"the router's weights in layer {layer}", weights_Tk
-            grouping = kernels.group_by_expert(experts_Tk, config.experts)
+            grouping = kernels.group_by_expert(experts_Tk, network.experts)
             outputs = []
             groups = torch.split(x_TD[grouping.tokens_n], grouping.counts)
             for expert, x_nD in enumerate(groups):
@@ -103,13 +105,6 @@ class FirstBadTensor:
         yield f"weight {head_name}", head
         last_SD = hidden_TD[torch.tensor(state.step.last).to(self._accelerator)]
         yield "the logits", kernels.lm_head(last_SD, final_norm, [head], config.norm_eps, config.norm)
-
-    def _route(self, x_TD: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        config = self._config
-        if config.experts == 1:
-            tokens = (len(x_TD), 1)
-            return x_TD.new_zeros(tokens, dtype=torch.int64), x_TD.new_ones(tokens, dtype=torch.float32)
-        return kernels.route(x_TD, weights["router"], config.top_k, config.weights_sum_to_one)
 
     def _cached(self, state: MicroBatchState, layer: int, k_TKd: Tensor, v_TKd: Tensor) -> Sequence[KVView]:
         """Copies of the keys and values of the step's sequences in the cache, with the new ones at their ends.
@@ -140,6 +135,13 @@ class FirstBadTensor:
 
     def _global(self, name: str) -> Tensor:
         return self._reader.read_tensor(name).to(self._accelerator)
+
+
+def _route(x_TD: Tensor, weights: Weights, network: FeedForward) -> tuple[Tensor, Tensor]:
+    if network.experts == 1:
+        tokens = (len(x_TD), 1)
+        return x_TD.new_zeros(tokens, dtype=torch.int64), x_TD.new_ones(tokens, dtype=torch.float32)
+    return kernels.route(x_TD, weights["router"], network.top_k, network.weights_sum_to_one)
 
 
 def _named(weights: Weights) -> Iterator[tuple[str, Tensor]]:

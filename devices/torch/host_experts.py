@@ -40,7 +40,7 @@ class HostExperts:
         there: MoELayer,
         device_observers: DeviceObservers,
     ) -> None:
-        self._expert_weights = config.hidden * config.intermediate
+        self._expert_weights = config.hidden * config.routed.intermediate
         self._exchanged = exchanged
         self._states = states
         self._weights = weights

@@ -13,7 +13,7 @@ from moesched.steps.memory import Slot
 from moesched.steps.plan import Plan
 from moesched.tasks import PageTransfer, Task
 
-from ..native.attention import CachedLayer, SequencesInBlocks, one_after_the_other
+from ..native.attention import SequencesInBlocks, one_after_the_other
 from ..products.linear import Tensor
 from .attention import Attention
 from .compute import Compute
@@ -110,8 +110,9 @@ class HostSide:
         native = self._there.native_for(task, state, q_THd)
         if native:
             keys, values = (half.data_ptr() for half in self.kv_slots[task.operands].chunk(2))
-            lengths, blocks = state.cached(task.layer)[1].in_blocks
-            loaded = CachedLayer(keys, values, KV_BLOCK_TOKENS)
+            cache, step = state.cached(task.layer)
+            lengths, blocks = step.in_blocks
+            loaded = cache.layer(task.layer)._replace(keys=keys, values=values)
             in_blocks = SequencesInBlocks(lengths, one_after_the_other(len(blocks)))
             state.attended_TX = native.attend(q_THd, k_TKd, v_TKd, loaded, in_blocks)
             return
@@ -123,7 +124,7 @@ class HostSide:
             keys_SLKd[:, -new:].copy_(k_TKd[start:end].reshape(shape))
             values_SLKd[:, -new:].copy_(v_TKd[start:end].reshape(shape))
             start = end
-        state.attended_TX = self._attend(state, q_THd, views)
+        state.attended_TX = self._attend(task, state, q_THd, views)
 
     def _attend_to_prompt(self, task: Task) -> None:
         """Attention within the prompts, over keys and values on the accelerator, while the cache is on the host.
@@ -134,7 +135,7 @@ class HostSide:
         q_THd, k_TKd, v_TKd = state.qkv
         device_kv = self._device_kv.get(task.micro_batch)
         if device_kv is not None:
-            state.attended_TX = self._attend(state, q_THd, device_kv.extended(state, k_TKd, v_TKd))
+            state.attended_TX = self._attend(task, state, q_THd, device_kv.extended(state, k_TKd, v_TKd))
             return
         views = []
         start = 0
@@ -143,7 +144,7 @@ class HostSide:
             keys, values = (_laid_out(tensor[start:end], sequences) for tensor in (k_TKd, v_TKd))
             views.append(KVView(keys, values, new))
             start = end
-        state.attended_TX = self._attend(state, q_THd, views)
+        state.attended_TX = self._attend(task, state, q_THd, views)
 
     def offload_qkv(self, task: Task) -> None:
         state = self._states[task.micro_batch]

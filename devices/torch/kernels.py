@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from moesched.models.config import ModelConfig, NormKind
 from moesched.models.footprint import QUERY_TILE
+from moesched.models.layers import GroupedAttention
 
 from ..products.linear import Blocks, Linear, Tensor, linear
 from .fused_attention import queries_in_a_piece
@@ -95,6 +96,7 @@ def project_qkv(
     weights: Mapping[str, Blocks],
     angles: tuple[Tensor, Tensor],
     config: ModelConfig,
+    attention: GroupedAttention,
     linear: Linear = linear,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, projection and rotation: queries (T, H, d), keys and values (T, K, d), all contiguous.
@@ -102,16 +104,17 @@ def project_qkv(
     Args:
         weights: a layer's row blocks by name: attention_norm, qkv, and q_norm and k_norm where it has them.
         angles: cosines and signed sines as `rotary` gives them.
+        attention: describes the layer's.
         linear: multiplies by weights.
     """
-    heads, kv_heads = config.heads, config.kv_heads
+    heads, kv_heads = attention.heads, attention.kv_heads
     x_TD = norm(hidden_TD, weights["attention_norm"][0], config.norm_eps, config.norm)
     x_TX = linear(x_TD, weights["qkv"])
-    if config.qk_norm:
+    if attention.qk_norm:
         qk_norms = weights["q_norm"][0], weights["k_norm"][0]
         _normalise_heads(x_TX, heads, kv_heads, qk_norms, config.norm_eps)
-    if config.clip_qkv is not None:
-        x_TX = x_TX.clamp(-config.clip_qkv, config.clip_qkv)
+    if attention.clip is not None:
+        x_TX = x_TX.clamp(-attention.clip, attention.clip)
     x_TXd = x_TX.view(x_TX.shape[0], heads + 2 * kv_heads, -1)
     turned = apply_rotary(x_TXd[:, : heads + kv_heads], *angles)
     parts = turned[:, :heads], turned[:, heads:], x_TXd[:, heads + kv_heads :]

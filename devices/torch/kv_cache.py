@@ -57,9 +57,11 @@ class BlockedKV:
             raise BadInput(
                 f"a KV cache of {blocks} blocks of {block_size} tokens holds nothing; give 1 or more"
             )
+        self._config = config
         held = range(config.layers) if layers is None else layers
         self.places = {layer: place for place, layer in enumerate(held)}
-        shape = (len(held), 2, blocks * block_size, config.kv_heads, config.head_dim)
+        attention = config.attention
+        shape = (len(held), 2, blocks * block_size, attention.kv_heads, attention.head_dim)
         self.block_size = block_size
         if allocate is None:
             self.slots = torch.empty(shape, dtype=dtype, device=device)
@@ -125,7 +127,8 @@ class BlockedKV:
     def layer(self, layer: int) -> CachedLayer:
         """A layer's keys and values, for native attention."""
         keys = self.slots.data_ptr() + 2 * self.places[layer] * self._half_bytes
-        return CachedLayer(keys, keys + self._half_bytes, self.block_size)
+        window = self._config.layer(layer).grouped.window
+        return CachedLayer(keys, keys + self._half_bytes, self.block_size, window)
 
     def _view(self, slots: Tensor, part: Run | Gather) -> KVView:
         _, _, kv_heads, head_dim = slots.shape

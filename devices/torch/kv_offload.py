@@ -27,9 +27,10 @@ class KVOffload:
         self, config: ModelConfig, tokens: int, compute: Compute, piece_bytes: int = KV_PIECE_BYTES
     ) -> None:
         self._accelerator = compute.accelerator
-        token_bytes = 2 * config.kv_heads * config.head_dim * compute.dtype.itemsize
+        attention = config.attention
+        token_bytes = attention.cache_width * compute.dtype.itemsize
         self._tokens = kv_piece_tokens(token_bytes, tokens, piece_bytes)
-        shape = 2, 2, self._tokens, config.kv_heads, config.head_dim
+        shape = 2, 2, self._tokens, attention.kv_heads, attention.head_dim
         memory = locked_if_possible(
             2 * self._tokens * token_bytes, self._accelerator, "memory for new keys and values"
         )

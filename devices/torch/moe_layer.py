@@ -93,7 +93,7 @@ class MoELayer:
     def run_all(self, task: Task) -> dict[int, int]:
         """Run all that follows the output projection: router, experts, combine."""
         state = self._states[task.micro_batch]
-        counts = self.give_rows(state, self.route(task))
+        counts = self.give_rows(task, self.route(task))
         weights = self._weights(task.operands)
         if self._device_observers.activations is not None:
             for expert in counts:
@@ -111,7 +111,7 @@ class MoELayer:
     def choose_experts(self, task: Task) -> Mapping[int, int]:
         """Norm and router; the rows of each expert that has any, with the router's scores where they are asked for."""
         routed = self.route(task)
-        return _with_scores(self.give_rows(self._states[task.micro_batch], routed), routed)
+        return _with_scores(self.give_rows(task, routed), routed)
 
     def route(self, task: Task) -> Routed:
         """Norm and router."""
@@ -121,32 +121,34 @@ class MoELayer:
         self._device_observers.routed(task.layer, state, self._first_request, routed.experts_Tk)
         return routed
 
-    def give_rows(self, state: MicroBatchState, routed: Routed) -> dict[int, int]:
+    def give_rows(self, task: Task, routed: Routed) -> dict[int, int]:
         """Group the rows by expert; returns the number of rows of each."""
-        grouping = kernels.group_by_expert(routed.experts_Tk, self._config.experts)
-        state.rows = ExpertRows(routed.x_TD, grouping, routed.weights_Tk)
+        experts = self._config.layer(task.layer).feed_forward.experts
+        grouping = kernels.group_by_expert(routed.experts_Tk, experts)
+        self._states[task.micro_batch].rows = ExpertRows(routed.x_TD, grouping, routed.weights_Tk)
         return {expert: count for expert, count in enumerate(grouping.counts) if count}
 
     def preview_route(self, task: Task) -> Mapping[int, int]:
         """Apply another layer's norm and router to the hidden state; returns the rows that each expert would have."""
-        state = self._states[task.micro_batch]
-        self._use_cores_for(len(state.hidden_TD), self._config.hidden * self._config.experts)
-        routed = self._route(state.hidden_TD, self._weights(task.operands))
-        counts = kernels.counts_of_sorted(routed.experts_Tk.view(-1).sort().values, self._config.experts)
+        state, weights = self._states[task.micro_batch], self._weights(task.operands)
+        experts = weights.layer.feed_forward.experts
+        self._use_cores_for(len(state.hidden_TD), self._config.hidden * experts)
+        routed = self._route(state.hidden_TD, weights)
+        counts = kernels.counts_of_sorted(routed.experts_Tk.view(-1).sort().values, experts)
         return _with_scores({expert: count for expert, count in enumerate(counts) if count}, routed)
 
     def _route(self, hidden_TD: Tensor, weights: LayerWeights, into: Choices | None = None) -> Routed:
-        config = self._config
+        config, network = self._config, weights.layer.feed_forward
         if self._native and self._native.takes(hidden_TD, weights):
             x_TD, experts_Tk, weights_Tk, logits_TE = self._native.route(hidden_TD, weights, into)
             return Routed(x_TD, experts_Tk, weights_Tk, logits_TE if self._scores else None)
         x_TD = kernels.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
-        if config.experts == 1:
+        if network.experts == 1:
             experts_Tk = x_TD.new_zeros((len(x_TD), 1), dtype=torch.int64)
             ones_T1 = x_TD.new_ones((len(x_TD), 1), dtype=torch.float32)
             return Routed(x_TD, experts_Tk, ones_T1, ones_T1 if self._scores else None)
         logits_TE = kernels.router_logits(x_TD, weights["router"])
-        chosen = kernels.choose_experts(logits_TE, config.top_k, config.weights_sum_to_one)
+        chosen = kernels.choose_experts(logits_TE, network.top_k, network.weights_sum_to_one)
         return Routed(x_TD, *chosen, logits_TE if self._scores else None)
 
     def run_expert(self, task: Task) -> None:
@@ -193,11 +195,11 @@ class MoELayer:
 
     def _is_shared_out(self, rows: int) -> bool:
         """Whether an expert with that many rows gets one core; the expert kernel uses all cores for each expert."""
-        by_kernel = rows <= self._products.most_rows and not self._config.transposed_down
+        by_kernel = rows <= self._products.most_rows and not self._config.routed.transposed_down
         return self._team is not None and not by_kernel
 
     def _use_cores_for_expert(self, tokens: int) -> None:
-        self._use_cores_for(tokens, self._config.hidden * self._config.intermediate)
+        self._use_cores_for(tokens, self._config.hidden * self._config.routed.intermediate)
 
     def _apply(self, rows: ExpertRows, expert: int, weights: LayerWeights) -> None:
         apply_expert(rows.part(expert), expert, weights, self._products)

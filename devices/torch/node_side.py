@@ -35,7 +35,7 @@ class NodeSide:
         project_output: Callable[[Task], None],
     ) -> None:
         self._node = plan.nodes.index
-        self._top_k = plan.layout.config.top_k
+        self._top_k = plan.layout.config.routed.top_k
         self._states = states
         self._moe = moe
         self._accelerator = compute.accelerator
@@ -63,14 +63,14 @@ class NodeSide:
         routed = self._moe.route(task)
         parts = (routed.x_TD, routed.experts_Tk, routed.weights_Tk)
         routed_TX = self.on_host(torch.cat([each.float() for each in parts], dim=-1))
-        return self._moe.give_rows(self._states[task.micro_batch], routed), routed_TX
+        return self._moe.give_rows(task, routed), routed_TX
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
         """The rows of each expert, as the first node routed them."""
         ends = (-2 * self._top_k, -self._top_k)
         x_TD, experts_Tk, weights_Tk = self._on_device(routed_TX).tensor_split(ends, dim=-1)
         routed = Routed(x_TD.to(self._dtype), experts_Tk.long(), weights_Tk)
-        return self._moe.give_rows(self._states[task.micro_batch], routed)
+        return self._moe.give_rows(task, routed)
 
     def _on_device(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self._accelerator)

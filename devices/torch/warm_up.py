@@ -186,7 +186,7 @@ class WarmUp:
 
 def _blocks_in(kv: Tensor, config: ModelConfig) -> int:
     """The blocks of one layer that memory for keys and values holds."""
-    return kv.numel() // (2 * KV_BLOCK_TOKENS * config.kv_heads * config.head_dim)
+    return kv.numel() // (KV_BLOCK_TOKENS * config.attention.cache_width)
 
 
 class WarmUps:
@@ -266,7 +266,7 @@ def stand_in(layout: WeightLayout, store: WeightStore, device: torch.device) -> 
         store.reader.views(each, page, aligned=True)
         for each, page in zip(memory, layout.layer(0), strict=True)
     )
-    return merged_tensors(shown, joins=True)
+    return merged_tensors(shown, joins=True, layer=layout.config.layer(0))
 
 
 def _timed(work: Callable[[], object]) -> float:

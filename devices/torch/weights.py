@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from moesched.models.checkpoint import Checkpoint
+from moesched.models.layers import Layer
 from moesched.models.layout import Page, WeightLayout
 from moesched.seams import Progress, ignore_progress
 from moesched.steps.memory import Pool, Slot
@@ -166,6 +167,7 @@ class WeightStore:
                     for page, slot in zip(view.pages, view.slots, strict=True)
                 ),
                 joins=not self._compute.on_cpu,
+                layer=self._layout.config.layer(view.pages[0].layer),
             )
         bound: LayerWeights = view.bound
         return bound
@@ -228,12 +230,13 @@ class WeightStore:
         return self.reader.views(memory, page, aligned=not memory.is_cpu)
 
 
-def merged_tensors(pages: Iterable[Weights], *, joins: bool) -> LayerWeights:
+def merged_tensors(pages: Iterable[Weights], *, joins: bool, layer: Layer) -> LayerWeights:
     """The tensors of some pages of a layer, by their names within the layer; queries, keys and values are one matrix.
 
     joins: make one block of those that follow each other in memory.
     """
     merged = LayerWeights()
+    merged.layer = layer
     for tensors in pages:
         for name, blocks in tensors.items():
             merged.setdefault(name.split(".", 2)[2], []).extend(blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from moesched.models.config import DType, ModelConfig
+from moesched.models.layers import FeedForward, GroupedAttention, Layer
 
 
 class OperationExtent(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,18 +99,16 @@ def small_model(
     """A shape of two layers to measure with."""
     return ModelConfig(
         name=name,
-        layers=2,
+        pattern=(
+            Layer(
+                attention=GroupedAttention(heads=heads, kv_heads=heads // 4, head_dim=head_dim),
+                feed_forward=FeedForward(intermediate=intermediate, experts=experts, top_k=top_k),
+            ),
+        )
+        * 2,
         hidden=hidden,
-        intermediate=intermediate,
-        heads=heads,
-        kv_heads=heads // 4,
-        head_dim=head_dim,
-        experts=experts,
-        top_k=top_k,
         vocabulary=vocabulary,
         norm_eps=1e-5,
-        rope_theta=1e4,
-        sliding_window=None,
         max_positions=4096,
         tied_embeddings=False,
         stop_tokens=(),

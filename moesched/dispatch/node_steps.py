@@ -33,7 +33,7 @@ class NodeExperts(ABC):
 
     def choose_placement(self, plan: Plan) -> Placement:
         """The experts that each node holds: by default two halves on alternating nodes, as in the cluster paper."""
-        return mirrored(plan.layout.config.experts, plan.nodes.count)
+        return mirrored(plan.layout.config.routed.experts, plan.nodes.count)
 
     async def prefill(self, step: Step) -> None:
         if step.attends:

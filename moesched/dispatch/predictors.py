@@ -53,7 +53,7 @@ class Forecasts:
                 f"{predictor!r} is no predictor: give a class or an object with the methods `routed` and `forecast` "
                 "(moesched.dispatch.Predictor)"
             )
-        self._experts = range(plan.layout.config.experts)
+        self._experts = range(plan.layout.config.routed.experts)
         self._predictor = predictor
 
     def routed(self, layer: int, routed: Routed) -> None:
@@ -120,7 +120,9 @@ class FollowingExperts:
         if ahead < 1:
             raise BadInput(f"ahead is {ahead}: give 1 or more")
         distances = range(1, ahead + 1)
-        self._counts = {each: TransitionCounts(config.layers, config.experts, each) for each in distances}
+        self._counts = {
+            each: TransitionCounts(config.layers, config.routed.experts, each) for each in distances
+        }
         self._chosen: dict[int, dict[int, Mapping[int, int]]] = {}
         """Each micro-batch's choices so far in the step, by layer."""
         if trace:

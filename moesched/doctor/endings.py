@@ -31,7 +31,7 @@ NOT_TRIED_ON_MLX = (
     "is not tried on MLX: allocations pass its memory limit, and filling the machine would harm others"
 )
 NEW_TOKENS = 100_000
-KV_BYTES = 2 * TINY.layers * TINY.kv_heads * TINY.head_dim * 4
+KV_BYTES = 2 * TINY.layers * TINY.attention.kv_heads * TINY.attention.head_dim * 4
 """Bytes of the KV cache for each token."""
 EXIT_BY_SIGINT = 130
 MOST_SLACK, LEAST_SLACK = 0.1, 64_000_000

@@ -8,22 +8,21 @@ import numpy as np
 
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
+from moesched.models.layers import FeedForward, GroupedAttention, Layer
 from moesched.models.random_model import write_random_model
 
 TINY = ModelConfig(
     name="mixtral",
-    layers=4,
+    pattern=(
+        Layer(
+            attention=GroupedAttention(heads=4, kv_heads=2, head_dim=128),
+            feed_forward=FeedForward(intermediate=192, experts=4, top_k=2),
+        ),
+    )
+    * 4,
     hidden=128,
-    intermediate=192,
-    heads=4,
-    kv_heads=2,
-    head_dim=128,
-    experts=4,
-    top_k=2,
     vocabulary=512,
     norm_eps=1e-5,
-    rope_theta=1e4,
-    sliding_window=None,
     max_positions=131_072,
     tied_embeddings=False,
     stop_tokens=(),

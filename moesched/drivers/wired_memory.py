@@ -94,7 +94,7 @@ def _sizes(plan: Plan, *, prestacked: bool) -> Mapping[Hashable, int]:
         "expert": experts,
         "pre_attention": operations.before_attention.nbytes,
         "route": output + operations.routing.nbytes + operations.shared_experts.nbytes,
-        "post_attention": output + config.experts * operations.expert_bytes,
+        "post_attention": output + config.routed.experts * operations.expert_bytes,
         "embed": vocabulary,
         "sample": vocabulary,
     }

@@ -107,7 +107,7 @@ class Expectation:
         plan, policy = self._job.plan(self._batch, slot_bytes, policy=self._policies.next_of(0))
         config, steps = plan.layout.config, len(report.step_seconds)
         simulated = min(steps, self._most_steps, max(LEAST_STEPS, steps * MOST_TASKS // report.tasks))
-        forecast = RouterForecast(self._routing, config.experts, _accuracy(report.previews))
+        forecast = RouterForecast(self._routing, config.routed.experts, _accuracy(report.previews))
         kinds, busy = KindMeter(), _BusyBySteps(simulated)
         virtual = VirtualRun(
             [Rank(plan, policy)],

@@ -71,4 +71,4 @@ def _address_space_is_limited() -> bool:
 
 def _rows(batch: Batch, config: ModelConfig) -> float:
     """Mean rows of an expert in a decode step of the largest micro-batch."""
-    return max(map(len, batch.micro_batches)) * config.top_k / config.experts
+    return max(map(len, batch.micro_batches)) * config.routed.top_k / config.routed.experts

@@ -57,7 +57,7 @@ def profile_routing(
     """
     given = options_from(ProfilingOptions, "profile_routing", options, policy=policy, machine=machine)
     config = read_config(model)
-    if config.experts == 1:
+    if config.routed.experts == 1:
         raise BadInput(
             f"model {config.name} has one expert in a layer and no router: nothing is chosen there"
         )

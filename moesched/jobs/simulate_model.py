@@ -108,7 +108,9 @@ def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport
     batches = list(batches_of(lengths, new_tokens, sizes))[: None if all_run else 1]
     reports, policies = BatchReports(), job.policies()
     for number, batch in enumerate(batches):
-        routing: Routing = SeededRouting(job.layout.config.experts, job.layout.config.top_k, given.seed)
+        routing: Routing = SeededRouting(
+            job.layout.config.routed.experts, job.layout.config.routed.top_k, given.seed
+        )
         if choices is not None:
             routing = BatchRouting(choices, batch)
         with suppress(KeyboardInterrupt):

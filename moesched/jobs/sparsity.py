@@ -81,7 +81,7 @@ def sparsity_of(
     asked = random_prompts(config, seed) if prompts is None else prompts
     encoded = encode_prompts(asked, find_tokenizer(Path(model)), config, 1)
     tokens = sum(map(len, encoded))
-    most = tokens * config.layers * config.top_k * config.intermediate
+    most = tokens * config.layers * config.routed.top_k * config.routed.intermediate
     counter = SparsityCounter(config.layers, progress or counted_in_cell("values"), most)
     report = run_model(
         model,

@@ -178,7 +178,7 @@ class _Known:
         if stored is None and not self._extra.fullmatch(name):
             _refuse_bias(found)
             config = self._config
-            of = f"a model of {config.layers:,} layers with {config.experts:,} experts"
+            of = f"a model of {config.layers:,} layers with {config.routed.experts:,} experts"
             raise BadInput(
                 f"{found.file}: {found.name} is no tensor of {of}, as config.json describes it; "
                 "use the config.json and the weights of one checkpoint"
@@ -247,7 +247,7 @@ def _require_counts(directory: Path, config: ModelConfig, found: Iterable[Found]
     described, tensors = count_weights(config), count_tensors(config)
     if described > 2 * stored or tensors > MOST_TENSORS:
         raise BadInput(
-            f"{directory}: config.json describes {config.layers:,} layers with {config.experts:,} experts, "
+            f"{directory}: config.json describes {config.layers:,} layers with {config.routed.experts:,} experts, "
             f"{described:,} weights in {tensors:,} tensors, and the files hold {stored:,}; "
             "copy all files of the checkpoint, or correct config.json"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,6 +11,7 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.models.config import DType, ModelConfig
+from moesched.models.layers import Attention, GroupedAttention, Layer
 from moesched.models.shards import stored_dtype
 from moesched.system.decoding import convert_value, decode_json, reason
 from moesched.system.input_file import is_file, read_input
@@ -26,6 +29,10 @@ FLOAT32_RANGE = (2.0**-126, 2.0**127)
 """Magnitudes that float32 has in full precision."""
 LEAST = {"rope_theta": 1.0}
 """Limits of single numbers: with a smaller base, angles of the rotary embedding overflow."""
+MAY_BE_ZERO = ("unused_weights", "shared")
+"""Numbers of which 0 says that a model lacks a part."""
+_KEYS = {"window": "sliding_window", "clip": "clip_qkv"}
+"""Names of numbers in config.json, where they differ."""
 RESTORE = "restore the file that came with the checkpoint"
 
 NULL_SAYS_SOMETHING = (
@@ -150,17 +157,21 @@ class ConfigFile:
         self._check(config)
         return config
 
-    def build(self, keys: Keys, **particular: Any) -> ModelConfig:
+    def build(self, keys: Keys, layers: int, kinds: Sequence[Layer], **particular: Any) -> ModelConfig:
         """Build the configuration from the common keys and the architecture's own settings.
+
+        kinds: of the first layers, and again of those that follow, up to the number of `layers`.
 
         Raises:
             BadInput: a feature is not supported by the kernels, or a value is impossible.
         """
         self._refuse_unknown_features(keys)
+        self.require_size("layers", layers)
+        self.require_layers(layers)
         settings: dict[str, Any] = {
             "name": self.name,
+            "pattern": tuple(islice(cycle(kinds), layers)),
             "vocabulary": keys.vocab_size,
-            "rope_theta": _rope_theta(keys),
             "tied_embeddings": keys.tie_word_embeddings,
             "stop_tokens": self._stop_tokens(keys),
             "dtype": self.dtype(keys.dtype or keys.torch_dtype, "float32"),
@@ -225,30 +236,37 @@ class ConfigFile:
         elif not LEAST.get(name, FLOAT32_RANGE[0]) <= value <= FLOAT32_RANGE[1]:
             raise self.impossible(f"{name} is {shown(value)}", "float32 overflows or loses it")
 
+    def _require_numbers(self, of: msgspec.Struct) -> None:
+        for name in of.__struct_fields__:
+            value = getattr(of, name)
+            if isinstance(value, int | float) and not isinstance(value, bool) and name not in MAY_BE_ZERO:
+                self._require_number(_KEYS.get(name, name), value)
+
     def _check(self, config: ModelConfig) -> None:
-        for field in msgspec.structs.fields(ModelConfig):
-            value = getattr(config, field.name)
-            if (
-                isinstance(value, int | float)
-                and not isinstance(value, bool)
-                and field.name != "unused_weights"
-            ):
-                self._require_number(field.name, value)
-        self.require_layers(config.layers)
-        if config.layers * config.experts > MOST_EXPERTS:
-            what = f"{config.layers:,} layers have {config.experts:,} experts each"
+        self._require_numbers(config)
+        routed = config.routed
+        self._require_numbers(routed)
+        for layer in config.kinds:
+            self._check_attention(layer.attention)
+        if config.layers * routed.experts > MOST_EXPERTS:
+            what = f"{config.layers:,} layers have {routed.experts:,} experts each"
             raise self.impossible(what, f"there may be {MOST_EXPERTS:,} in all")
-        if config.heads % config.kv_heads:
-            what = f"{config.heads} attention heads and {config.kv_heads} key-value heads"
-            raise self.impossible(what, "the second must divide the first")
-        if config.head_dim % 2:
-            raise self.impossible(f"head_dim is {config.head_dim}", "rotary embedding needs an even number")
-        if config.top_k > config.experts:
-            what = f"num_experts_per_tok is {config.top_k}, num_local_experts {config.experts}"
+        if routed.top_k > routed.experts:
+            what = f"num_experts_per_tok is {routed.top_k}, num_local_experts {routed.experts}"
             raise self.impossible(what, "the first cannot be larger")
 
+    def _check_attention(self, attention: Attention) -> None:
+        self._require_numbers(attention)
+        if attention.heads % attention.cached_heads:
+            what = f"{attention.heads} attention heads and {attention.cached_heads} key-value heads"
+            raise self.impossible(what, "the second must divide the first")
+        if isinstance(attention, GroupedAttention) and attention.head_dim % 2:
+            what = f"head_dim is {attention.head_dim}"
+            raise self.impossible(what, "rotary embedding needs an even number")
 
-def _rope_theta(keys: Keys) -> float:
+
+def rope_theta(keys: Keys) -> float:
+    """The base of the rotary embedding's frequencies."""
     nested = [rope.rope_theta for rope in (keys.rope_scaling, keys.rope_parameters) if rope is not None]
     return next((theta for theta in nested if theta is not None), keys.rope_theta)
 

@@ -19,12 +19,14 @@ _FLOAT = 4
 
 def staying_bytes(operations: Operations, tokens: int) -> int:
     """Bytes that a micro-batch keeps across layers: hidden states, and rotary angles of its positions."""
-    return tokens * (operations.hidden_bytes + 2 * _FLOAT * operations.config.head_dim)
+    attention = operations.config.typical_layer.attention
+    head = attention.attended_width // attention.heads
+    return tokens * (operations.hidden_bytes + 2 * _FLOAT * head)
 
 
 def layer_bytes(operations: Operations, tokens: int) -> int:
     """Bytes that a micro-batch needs within a layer: queries, keys, values, attention output, the experts' rows."""
-    top_k = operations.config.top_k
+    top_k = operations.config.routed.top_k
     rows = top_k * (2 * operations.hidden_bytes + 3 * 8)
     widest = max(kind.qkv_bytes + kind.attention_bytes for kind in operations.kinds.values())
     return tokens * (widest + rows)
@@ -48,7 +50,7 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int) -> int:
     rotate = projected * element + (query + keys) * (2 * _FLOAT + 2 * element)
     attend = 2 * query * element + projected * element
     output = (query + hidden) * mixed
-    combine = hidden * (config.top_k * element + _FLOAT + element)
+    combine = hidden * (config.routed.top_k * element + _FLOAT + element)
     by_token = tokens * max(norm, project, rotate, attend, output + norm, combine)
     logits = sequences * config.vocabulary * (2 * _FLOAT + mixed)
     return max(by_token, expert_workspace_bytes(operations, tokens), logits)
@@ -62,7 +64,7 @@ def mask_bytes(tokens: int, cached: int) -> int:
 def expert_workspace_bytes(operations: Operations, tokens: int) -> int:
     """Workspace in bytes of the experts' kernels, beside their rows and outputs; bounded by the tile size."""
     config, element = operations.config, operations.element
-    rows = min(tokens * config.top_k, EXPERTS_AT_ONCE * EXPERT_TILE)
+    rows = min(tokens * config.routed.top_k, EXPERTS_AT_ONCE * EXPERT_TILE)
     networks = [kind.layer.feed_forward for kind in operations.kinds.values()]
     width = max(max(each.intermediate, each.shared) for each in networks)
     return rows * (2 * config.hidden * (_FLOAT + element) + width * (_FLOAT + 2 * element))

@@ -78,7 +78,7 @@ def in_pages(nbytes: int) -> int:
 
 
 def _routed(operations: Operations, tokens: int) -> Sequence[int]:
-    rows, hidden = tokens * operations.config.top_k, operations.hidden_bytes
+    rows, hidden = tokens * operations.config.routed.top_k, operations.hidden_bytes
     return tokens * hidden, rows * NUMBER_BYTES, rows * hidden, rows * hidden
 
 

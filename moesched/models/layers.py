@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -25,7 +25,9 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         window: most tokens that a token attends to; None for all before it.
         rolling: the cache keeps no tokens that have left the window.
-        norm: RMS norm of queries and keys: of each head, or of the whole projection; None for none.
+        rope_theta: base of the rotary embedding's frequencies; only kernels need it.
+        qk_norm: RMS norm of queries and keys: of each head, or of the whole projection; None for none.
+        clip: the largest magnitude of queries, keys and values; None does not clip.
         biases: projections of queries, keys and values that have a bias, and of the output: a part of "qkvo".
         sinks: each head has a learned logit that no token belongs to.
         gated: the output is multiplied by a gate, which the query projection computes.
@@ -37,7 +39,9 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     window: int | None = None
     rolling: bool = False
-    norm: HeadNorm | None = None
+    rope_theta: float = 1e4
+    qk_norm: HeadNorm | None = None
+    clip: float | None = None
     biases: str = ""
     sinks: bool = False
     gated: bool = False
@@ -96,8 +100,8 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
             widths["v"] = key
         shapes: dict[str, Shape] = {name: (width, hidden) for name, width in widths.items()}
         shapes |= {f"{name}_bias": (width,) for name, width in widths.items() if name in self.biases}
-        if self.norm:
-            together = self.norm == "projection"
+        if self.qk_norm:
+            together = self.qk_norm == "projection"
             shapes["q_norm"] = (query if together else self.head_dim,)
             shapes["k_norm"] = (key if together else self.head_dim,)
         if self.sinks:
@@ -211,6 +215,11 @@ class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
     convolution: int = 4
 
     @property
+    def heads(self) -> int:
+        """Heads of the attention output."""
+        return self.value_heads
+
+    @property
     def mixed_width(self) -> int:
         """Query, key and value of one token, which pass the convolution."""
         return 2 * self.key_heads * self.key + self.value_heads * self.value
@@ -278,6 +287,9 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
         intermediate: inner width of each expert.
         shared: inner width of the part that every token uses: shared experts, or a dense layer's network.
         biases: matrices and router have biases.
+        weights_sum_to_one: the weights of a token's experts are a softmax over those experts; otherwise they are taken
+            from a softmax over all experts.
+        transposed_down: checkpoints store the experts' down matrices as (inputs, outputs).
         weighted: the shared part's output is weighted by a gate of its own.
         router_bias: the router's choice has a bias per expert, which its weights do not see.
     """
@@ -287,6 +299,8 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
     intermediate: int = 0
     shared: int = 0
     biases: bool = False
+    weights_sum_to_one: bool = True
+    transposed_down: bool = False
     weighted: bool = False
     router_bias: bool = False
 
@@ -310,7 +324,7 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, intermediate=self.intermediate // ranks, shared=self.shared // ranks)
 
 
-class Layer(msgspec.Struct, frozen=True, kw_only=True):
+class Layer(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """A layer's attention and feed-forward network.
 
     Attributes:
@@ -320,6 +334,23 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     attention: Attention
     feed_forward: FeedForward
     norms: int = 2
+
+    @property
+    def grouped(self) -> GroupedAttention:
+        """The attention of a layer that devices run."""
+        assert isinstance(self.attention, GroupedAttention), "no device has kernels for other kinds"
+        return self.attention
+
+    def varied(self, **settings: Any) -> Layer:
+        """The layer with other settings of its attention, or else of its feed-forward network."""
+        of_attention = {
+            name: settings.pop(name) for name in self.attention.__struct_fields__ if name in settings
+        }
+        return replace(
+            self,
+            attention=replace(self.attention, **of_attention),
+            feed_forward=replace(self.feed_forward, **settings),
+        )
 
     def split(self, ranks: int) -> Layer:
         """The share of one of `ranks` ranks."""

@@ -193,7 +193,7 @@ def kv_bytes(
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str | None = None) -> int:
     """Bytes of one block of the KV cache: the keys and values of block_size tokens in every layer."""
     item = ITEM_BYTES[config.dtype if dtype is None else dtype]
-    return 2 * config.layers * block_size * config.kv_heads * config.head_dim * item
+    return block_size * item * sum(layer.attention.cache_width for layer in config.pattern)
 
 
 def _default_page_bytes(tensors: Sequence[_Tensor]) -> int:

@@ -90,7 +90,7 @@ def prestack_model(
     """
     checkpoint, target = open_checkpoint(model), Path(directory)
     progress = progress or counted_in_cell("writing weights")
-    if checkpoint.config.experts == 1:
+    if checkpoint.config.routed.experts == 1:
         raise BadInput(f"{model} is a dense model and has no experts to stack; run it as it is")
     stacks = stacked_tensors(checkpoint.config, by)
     stacked = [_stack(checkpoint, name, stored) for name, stored in stacks.items()]

@@ -51,7 +51,7 @@ def extra_names(config: ModelConfig) -> re.Pattern[str]:
     """Matches the names, without "model.", of tensors in files that the model has no use for."""
     architecture, shapes = ARCHITECTURES[config.form], tensor_shapes(config)
     patterns = [*architecture.extra_tensors(config)]
-    if config.experts == 1:  # a choice of one has no weights
+    if config.routed.experts == 1:  # a choice of one has no weights
         forms = chain(architecture.tensors(config), architecture.other_tensors(config))
         patterns += [each.name for each in forms if each.parts[0] not in shapes]
     return re.compile("|".join(fnmatch.translate(each.removeprefix("model.")) for each in patterns))
@@ -65,7 +65,8 @@ def stacked_tensors(config: ModelConfig, by: StackedBy) -> dict[str, Published]:
     """
     if by == "expert":
         return {
-            f"prestacked.experts.{expert}": _one_expert(config, expert) for expert in range(config.experts)
+            f"prestacked.experts.{expert}": _one_expert(config, expert)
+            for expert in range(config.routed.experts)
         }
     layers = range(config.layers)
     return {name: each for layer in layers for name, each in _one_layer(config, layer).items()}
@@ -73,15 +74,15 @@ def stacked_tensors(config: ModelConfig, by: StackedBy) -> dict[str, Published]:
 
 def _one_expert(config: ModelConfig, expert: int) -> Published:
     parts = [part for layer in range(config.layers) for part in expert_shapes(config, layer, expert).items()]
-    items = config.hidden * config.intermediate
+    items = config.hidden * config.routed.intermediate
     return Published((config.layers, len(parts) // config.layers, items), tuple(parts))
 
 
 def _one_layer(config: ModelConfig, layer: int) -> dict[str, Published]:
-    of_experts = [expert_shapes(config, layer, expert) for expert in range(config.experts)]
+    of_experts = [expert_shapes(config, layer, expert) for expert in range(config.routed.experts)]
     return {
         f"prestacked.layers.{layer}.{parts[0][0].rpartition('.')[2]}": Published(
-            (config.experts, *parts[0][1]), parts
+            (config.routed.experts, *parts[0][1]), parts
         )
         for parts in zip(*(shapes.items() for shapes in of_experts), strict=True)
     }

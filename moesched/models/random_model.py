@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,7 +21,7 @@ from moesched.errors import BadInput
 from moesched.models.config import ITEM_BYTES, ModelConfig
 from moesched.models.config_file import MOST_LAYERS
 from moesched.models.published import STANDARD_DEVIATION, published_config, published_tensors
-from moesched.models.reading import require_runs
+from moesched.models.reading import read_config, require_runs, runs
 from moesched.models.shapes import SHAPES
 from moesched.models.shards import INDEX_NAME
 from moesched.models.tensors import count_weights
@@ -75,24 +74,30 @@ def write_random_model(
         progress: called with the bytes written and the total, in the calling thread.
 
     Raises:
-        BadInput: the shape or dtype is unknown, the directory is in use, or the disk has too little space.
+        BadInput: the shape or dtype is unknown, no config.json of the family has layers that differ so, the directory
+            is in use, or the disk has too little space.
     """
     config = _resolve(shape, layers, dtype)
     target = Path(directory)
     with new_folder(
         target, count_weights(config) * ITEM_BYTES[config.dtype], "ask for fewer layers"
     ) as folder:
+        write_json(folder / "config.json", published_config(config))
+        if len(config.kinds) > 1 and read_config(folder).pattern != config.pattern:
+            raise BadInput(
+                f"no config.json of the family {config.form} has layers that differ as those of {config.name}: "
+                "use layers that are alike"
+            )
         shards = _plan_shards(config, shard_bytes)
         _write_shards(folder, shards, config.dtype, seed, progress or counted_in_cell("writing weights"))
         write_json(folder / INDEX_NAME, _index(shards))
-        write_json(folder / "config.json", published_config(config))
     return target
 
 
 def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelConfig:
     if isinstance(shape, str):
         if shape not in SHAPES:
-            known = sorted(name for name, config in SHAPES.items() if not config.pattern)
+            known = sorted(name for name, config in SHAPES.items() if runs(config))
             remedy = with_nearest(shape, known, f"choose one of {', '.join(known)}")
             raise BadInput(f"unknown model shape {shape!r}: {remedy}")
         shape = SHAPES[shape]
@@ -102,7 +107,7 @@ def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelC
     layers = shape.layers if layers is None else layers
     if not 1 <= layers <= MOST_LAYERS:
         raise BadInput(f"a model of {layers:,} layers cannot be written; ask for 1 to {MOST_LAYERS:,}")
-    return msgspec.structs.replace(shape, layers=layers, dtype=dtype)
+    return shape.varied(layers, dtype=dtype)
 
 
 # ---------------------------------------------------------------- tensors and shards

@@ -64,9 +64,14 @@ def without_prefix(name: str) -> str:
     return name.removeprefix("model.")
 
 
+def runs(config: ModelConfig) -> bool:
+    """Whether devices have kernels for the model's family."""
+    return ARCHITECTURES[config.form].runs
+
+
 def require_runs(config: ModelConfig) -> None:
     """Raise BadInput where no device has kernels for the model's family or for the storage format of its weights."""
-    family = [] if ARCHITECTURES[config.form].runs else [f"the family {config.form}"]
+    family = [] if runs(config) else [f"the family {config.form}"]
     stored = [] if config.format is None else [f"weights in {config.format}"]
     if family or stored:
         raise BadInput(

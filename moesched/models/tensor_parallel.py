@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from moesched.errors import BadInput
 from moesched.models.checkpoint import Checkpoint, Columns, StoredTensor
 from moesched.models.config import ModelConfig
+from moesched.models.reading import runs
 from moesched.models.tensors import is_transposed, tensor_shapes
 
 BY_COLUMNS = ("o", "down")
@@ -24,7 +25,7 @@ def cut_config(config: ModelConfig, ranks: int) -> ModelConfig:
     Raises:
         BadInput: the model cannot be divided into that many equal parts.
     """
-    if config.qk_norm == "projection" and ranks > 1:
+    if runs(config) and config.attention.qk_norm == "projection" and ranks > 1:
         raise BadInput(
             f"{config.name} cannot be divided among {ranks} accelerators, since its queries and keys are normalised "
             "over all heads together: use --tensor-parallel 1"
@@ -40,9 +41,6 @@ def cut_config(config: ModelConfig, ranks: int) -> ModelConfig:
             )
     return replace(
         config,
-        heads=config.heads // ranks,
-        kv_heads=max(1, config.kv_heads // ranks),
-        intermediate=config.intermediate // ranks,
         pattern=tuple(layer.split(ranks) for layer in config.pattern),
         ranks=ranks,
     )
@@ -68,11 +66,12 @@ def cut_checkpoint(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
 
 
 def _cut_sizes(config: ModelConfig) -> dict[str, int]:
-    key_value = {} if config.pattern else {"key-value heads": config.kv_heads}
+    heads = config.typical_layer.attention.heads
+    key_value = {"key-value heads": config.attention.kv_heads} if runs(config) else {}
     return {
-        "attention heads": config.heads,
+        "attention heads": heads,
         **key_value,
-        "inputs of each expert's down projection": config.intermediate,
+        "inputs of each expert's down projection": config.routed.intermediate,
         "tokens in its vocabulary": config.vocabulary,
     }
 

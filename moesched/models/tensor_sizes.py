@@ -111,4 +111,4 @@ class TensorSizes:
     @property
     def row_and_choices_bytes(self) -> int:
         """Input of the experts for one token on another node: its normalised row, experts and weights, in float32."""
-        return 4 * (self.config.hidden + 2 * self.config.top_k)
+        return 4 * (self.config.hidden + 2 * self.config.routed.top_k)

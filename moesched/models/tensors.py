@@ -11,7 +11,6 @@ Matrices are stored as (outputs, inputs), so that each row computes one output, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 
 from moesched.models.config import ModelConfig
@@ -43,7 +42,7 @@ def expert_shapes(config: ModelConfig, layer: int, expert: int) -> dict[str, Sha
     width, hidden, prefix = feed_forward.intermediate, config.hidden, f"layers.{layer}.experts.{expert}."
     shapes: dict[str, Shape] = {
         prefix + "gate": (width, hidden),
-        prefix + "down": (width, hidden) if config.transposed_down else (hidden, width),
+        prefix + "down": (width, hidden) if feed_forward.transposed_down else (hidden, width),
         prefix + "up": (width, hidden),
     }
     if feed_forward.biases:
@@ -57,7 +56,7 @@ def expert_shapes(config: ModelConfig, layer: int, expert: int) -> dict[str, Sha
 
 def is_transposed(config: ModelConfig, name: str) -> bool:
     """Whether the checkpoints of this model store a matrix as (inputs, outputs)."""
-    return config.transposed_down and name.endswith(".down")
+    return config.routed.transposed_down and name.endswith(".down")
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -136,9 +135,7 @@ def _dense(layer: Layer, hidden: int) -> dict[str, Shape]:
 
 def _examples(config: ModelConfig) -> list[tuple[int, int, int]]:
     """For each kind of layer: one layer's number, how many layers are like it, and their experts."""
-    if not config.pattern:
-        return [(0, config.layers, config.experts)]
-    counts = Counter(config.pattern)
     return [
-        (config.pattern.index(layer), times, layer.feed_forward.experts) for layer, times in counts.items()
+        (config.pattern.index(layer), times, layer.feed_forward.experts)
+        for layer, times in config.kinds.items()
     ]

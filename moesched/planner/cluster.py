@@ -141,7 +141,7 @@ def plan_cluster(
     if chosen not in POLICIES:
         raise BadInput(f"--policy {chosen} does not go with --nodes: choose one of {', '.join(POLICIES)}")
     placement = cluster.placement(chosen)
-    load = expected_load(placement, config.top_k)
+    load = expected_load(placement, config.routed.top_k)
     bound = cluster.bound(NodeShare(experts=load.experts, exchanges=cluster.exchanges))
     price = None if found.price_usd is None else nodes * (found.price_usd + joined.price_usd)
     ways = sorted(cluster.ways(), key=lambda way: way.token_seconds)
@@ -190,7 +190,7 @@ class _Cluster:
         self.exchanges = 1 if nodes > 1 else 0
         self.budget = budget
         left = budget - self.bytes.dense - self.bytes.outside
-        self.that_fit = min(config.experts, max(0, left // self.bytes.expert))
+        self.that_fit = min(config.routed.experts, max(0, left // self.bytes.expert))
 
     def bound(self, share: NodeShare) -> TokenBound:
         return token_bound(self.operations, self.machine, self.network, share)
@@ -201,7 +201,7 @@ class _Cluster:
         Raises:
             BadInput: the nodes cannot hold the experts.
         """
-        experts, nodes = self.config.experts, self.nodes
+        experts, nodes = self.config.routed.experts, self.nodes
         try:
             parts = parts_for(experts, nodes, self.that_fit)
         except BadInput:
@@ -212,7 +212,7 @@ class _Cluster:
             ) from None
         if policy == AUTHORS:
             return mirrored(experts, nodes, max(2, parts))
-        return best_placement(experts, self.config.top_k, nodes, self.that_fit)
+        return best_placement(experts, self.config.routed.top_k, nodes, self.that_fit)
 
     def needed(self, experts: float) -> int:
         """Bytes of weights on a node that holds that number of experts."""
@@ -220,31 +220,34 @@ class _Cluster:
 
     def ways(self) -> Iterator[Way]:
         """All ways that fit."""
-        config, nodes = self.config, self.nodes
-        once = mirrored(config.experts, nodes, nodes)
+        network, nodes = self.config.routed, self.nodes
+        once = mirrored(network.experts, nodes, nodes)
         authors = self.placement(AUTHORS)
-        yield from self._whole(once, AUTHORS if once == authors else None, expected_load(once, config.top_k))
+        yield from self._whole(once, AUTHORS if once == authors else None, expected_load(once, network.top_k))
         for policy in POLICIES:
             placement = self.placement(policy)
             if placement != once:
-                yield from self._whole(placement, policy, expected_load(placement, config.top_k))
+                yield from self._whole(placement, policy, expected_load(placement, network.top_k))
         if nodes > 1:
-            share = -(-config.intermediate // nodes) / config.intermediate
-            load = config.top_k * share
-            held = config.experts * share
-            yield from self._both(1.0, "cut", None, load, config.top_k, held)
+            share = -(-network.intermediate // nodes) / network.intermediate
+            load = network.top_k * share
+            held = network.experts * share
+            yield from self._both(1.0, "cut", None, load, network.top_k, held)
 
     def _whole(self, placement: Placement, policy: str | None, load: Load) -> Iterator[Way]:
         held = sum(map(len, placement))
         most = max(map(len, placement))
-        yield from self._both(held / self.config.experts, "whole", policy, load.experts, load.experts, most)
+        yield from self._both(
+            held / self.config.routed.experts, "whole", policy, load.experts, load.experts, most
+        )
 
     def _both(
         self, replicas: float, experts: str, policy: str | None, load: float, kernels: float, held: float
     ) -> Iterator[Way]:
         """The ways with attention replicated and, if its heads can be divided evenly, sharded."""
         config, nodes = self.config, self.nodes
-        heads = -(-config.kv_heads // nodes) / config.kv_heads
+        kv_heads = config.typical_layer.attention.cached_heads
+        heads = -(-kv_heads // nodes) / kv_heads
         for attention, share in (("replicated", 1.0), ("sharded", heads)):
             if attention == "sharded" and nodes == 1:
                 continue
@@ -282,8 +285,8 @@ class _Cluster:
         most = min(whole, key=lambda way: way.token_seconds)
         if most.replicas > 1:
             yield (
-                f"replicas: room for {self.that_fit} of {config.experts} experts on a node brings the busiest one from "
-                f"{once.expected_experts:.4g} to {most.expected_experts:.4g} experts a layer, which saves "
+                f"replicas: room for {self.that_fit} of {config.routed.experts} experts on a node brings the busiest "
+                f"one from {once.expected_experts:.4g} to {most.expected_experts:.4g} experts a layer, which saves "
                 f"{format_seconds(once.token_seconds - most.token_seconds)} of a token"
             )
         cut = next((way for way in ways if way.experts == "cut" and way.attention == best.attention), None)
@@ -291,7 +294,7 @@ class _Cluster:
             better, worse = (cut, most) if best.experts == "cut" else (most, cut)
             yield (
                 f"experts {better.experts}: cutting them reads {cut.expected_experts:.4g} experts' weights a layer "
-                f"instead of {most.expected_experts:.4g}, in {config.top_k} narrower kernels; "
+                f"instead of {most.expected_experts:.4g}, in {config.routed.top_k} narrower kernels; "
                 f"a token takes {format_seconds(better.token_seconds)} and not {format_seconds(worse.token_seconds)}"
             )
         other = next(
@@ -323,7 +326,7 @@ def _bytes(layout: WeightLayout) -> _Bytes:
     config = layout.config
     dense = sum(page.nbytes for page in layout.pages if page.expert < 0)
     experts = sum(page.nbytes for page in layout.pages if page.expert >= 0)
-    return _Bytes(dense, experts // config.experts, layout.globals_bytes)
+    return _Bytes(dense, experts // config.routed.experts, layout.globals_bytes)
 
 
 def _network(machine: Machine, network: Network | str | None) -> Network:
@@ -341,7 +344,7 @@ def _network(machine: Machine, network: Network | str | None) -> Network:
 def _nodes(nodes: int, config: ModelConfig) -> int:
     if not 1 <= nodes <= MOST_NODES:
         raise BadInput(f"--nodes is {nodes}: give 1 to {MOST_NODES}")
-    if config.experts < 2:
+    if config.routed.experts < 2:
         raise BadInput(
             f"{config.name} has one expert a layer, and --nodes divides experts among nodes: name a MoE model"
         )

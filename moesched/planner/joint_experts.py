@@ -23,7 +23,7 @@ def runs_experts_jointly(setting: Setting) -> bool:
     seen = _JointTasks()
     VirtualRun(
         [Rank(plan, policy)],
-        decisions=simulated_decisions(plan, _FirstExperts(setting.layout.config.top_k)),
+        decisions=simulated_decisions(plan, _FirstExperts(setting.layout.config.routed.top_k)),
         make_engine=Engine,
         observers=[seen],
         steps=min(2, batch.new_tokens),

@@ -94,4 +94,4 @@ def _expert_weights(operations: Operations) -> int:
 
 def exchanged_bytes(operations: Operations) -> int:
     """Bytes that a layer exchanges for a token: the outputs of all its experts (Table 1's note (a))."""
-    return operations.config.top_k * operations.hidden_bytes
+    return operations.config.routed.top_k * operations.hidden_bytes

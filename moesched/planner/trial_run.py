@@ -98,7 +98,7 @@ def trial_run(
     virtual = VirtualRun(
         [Rank(plan, policy), *peers],
         cost=cost,
-        decisions=simulated_decisions(plan, TrialRouting(config.experts, config.top_k)),
+        decisions=simulated_decisions(plan, TrialRouting(config.routed.experts, config.routed.top_k)),
         make_engine=Engine,
         observers=[spans, *observers],
         recorder=recorder,

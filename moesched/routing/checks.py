@@ -32,21 +32,21 @@ def sorted_choices(chosen_Nk: Integers, config: ModelConfig, place: Callable[[in
     Raises:
         BadInput: a row has an expert that the model lacks, or one expert twice.
     """
-    found_Nk = np.empty(chosen_Nk.shape, id_type(config.experts))
+    found_Nk = np.empty(chosen_Nk.shape, id_type(config.routed.experts))
     for start in range(0, len(chosen_Nk), ROWS_AT_ONCE):
         rows_Nk = np.sort(chosen_Nk[start : start + ROWS_AT_ONCE], axis=-1)
-        foreign_Nk = (rows_Nk < 0) | (rows_Nk >= config.experts)
+        foreign_Nk = (rows_Nk < 0) | (rows_Nk >= config.routed.experts)
         if foreign_Nk.any():
             row, column = np.argwhere(foreign_Nk)[0]
             raise BadInput(
                 f"{place(start + int(row))}: there is no expert {rows_Nk[row, column]}, as {config.name} has experts "
-                f"0 to {config.experts - 1}: give a trace of that model, with the experts of every token"
+                f"0 to {config.routed.experts - 1}: give a trace of that model, with the experts of every token"
             )
         twice_Nk = rows_Nk[:, 1:] == rows_Nk[:, :-1]
         if twice_Nk.any():
             row, column = np.argwhere(twice_Nk)[0]
             raise BadInput(
-                f"{place(start + int(row))}: expert {rows_Nk[row, column]} is chosen twice: give {config.top_k} "
+                f"{place(start + int(row))}: expert {rows_Nk[row, column]} is chosen twice: give {config.routed.top_k} "
                 "different experts, or remove the token"
             )
         found_Nk[start : start + ROWS_AT_ONCE] = rows_Nk
@@ -114,7 +114,8 @@ def with_all_layers(chosen_Tlk: Integers, config: ModelConfig) -> Integers:
 def other_top_k(place: str, count: int, config: ModelConfig) -> BadInput:
     """The error for tokens that have more experts than the model chooses, or fewer."""
     return BadInput(
-        f"{place}: a token has {count} experts, but {config.name} has top {config.top_k}: give a trace of that model"
+        f"{place}: a token has {count} experts, but {config.name} has top {config.routed.top_k}: "
+        "give a trace of that model"
     )
 
 

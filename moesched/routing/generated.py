@@ -43,10 +43,10 @@ class GeneratedChoices:
         self.locality = popularity.locality
         if not 0 <= self.locality < 1:
             raise BadInput(f"routing: locality is {self.locality:g}: give 0 or more, and less than 1")
-        self.experts = config.experts
-        self._top_k = config.top_k
+        self.experts = config.routed.experts
+        self._top_k = config.routed.top_k
         self._seed = seed
-        self._shares_LE = shares_of(layer_weights(popularity, config, seed), config.top_k)
+        self._shares_LE = shares_of(layer_weights(popularity, config, seed), config.routed.top_k)
         self._table = cache(self._make_table)
         self._start = cache(self._make_start)
 

@@ -80,7 +80,7 @@ def parse_megatron_trace(where: str, data: bytes, config: ModelConfig) -> Routin
             prompts.append(tokens)
         lengths[-1] += tokens
     of_requests = np.array(lengths, np.int64), np.array(prompts, np.int64)
-    return RoutingTrace(config.name, config.experts, np.concatenate(chosen), *of_requests)
+    return RoutingTrace(config.name, config.routed.experts, np.concatenate(chosen), *of_requests)
 
 
 def _passes(where: str, data: bytes, config: ModelConfig) -> Iterator[_Pass]:
@@ -117,7 +117,7 @@ def _chosen(where: str, record: _Record, config: ModelConfig) -> Integers:
             f"{where}: top_indices has {len(rows)} tokens{said}: record the step again, or remove it"
         )
     for token, row in enumerate(rows):
-        if len(row) != config.top_k:
+        if len(row) != config.routed.top_k:
             raise other_top_k(f"{where}, token {token}", len(row), config)
     return sorted_choices(np.array(rows, np.int32), config, partial("{}, token {}".format, where))
 

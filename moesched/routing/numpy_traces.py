@@ -64,7 +64,9 @@ def _of_requests(requests: Iterable[Integers], prompt_tokens: list[int], config:
     requests = list(requests)
     lengths = np.array(list(map(len, requests)), np.int64)
     chosen = requests[0] if len(requests) == 1 else np.concatenate(requests)
-    return RoutingTrace(config.name, config.experts, chosen, lengths, np.array(prompt_tokens, np.int64))
+    return RoutingTrace(
+        config.name, config.routed.experts, chosen, lengths, np.array(prompt_tokens, np.int64)
+    )
 
 
 def _request(where: str, array: Array, config: ModelConfig) -> Integers:
@@ -73,7 +75,7 @@ def _request(where: str, array: Array, config: ModelConfig) -> Integers:
         raise BadInput(
             f"{where} has shape {array.shape} of {array.dtype.name}: give a trace, integers (tokens, layers, top_k)"
         )
-    if array.shape[2] != config.top_k:
+    if array.shape[2] != config.routed.top_k:
         raise other_top_k(where, array.shape[2], config)
     return checked_layers(where, array, config)
 
@@ -95,8 +97,8 @@ def _own(where: str, arrays: dict[str, Array], config: ModelConfig) -> RoutingTr
     _require_ascending(where, chosen, config)
     return RoutingTrace(
         model,
-        config.experts,
-        chosen.astype(id_type(config.experts), copy=False),
+        config.routed.experts,
+        chosen.astype(id_type(config.routed.experts), copy=False),
         lengths.astype(np.int64),
         prompts.astype(np.int64),
     )
@@ -105,17 +107,19 @@ def _own(where: str, arrays: dict[str, Array], config: ModelConfig) -> RoutingTr
 def _require_ascending(where: str, chosen: Integers, config: ModelConfig) -> None:
     """Check choices (tokens, layers, top_k) that are sorted already, where all layers have experts without a copy."""
     routed = routed_layers(config)
-    chosen_Nk = (chosen if len(routed) == config.layers else chosen[:, routed]).reshape(-1, config.top_k)
+    chosen_Nk = (chosen if len(routed) == config.layers else chosen[:, routed]).reshape(
+        -1, config.routed.top_k
+    )
     for start in range(0, len(chosen_Nk), ROWS_AT_ONCE):
         rows_Nk = chosen_Nk[start : start + ROWS_AT_ONCE]
-        bad_N = (rows_Nk[:, 0] < 0) | (rows_Nk[:, -1] >= config.experts)
+        bad_N = (rows_Nk[:, 0] < 0) | (rows_Nk[:, -1] >= config.routed.experts)
         bad_N |= (rows_Nk[:, 1:] <= rows_Nk[:, :-1]).any(axis=1)
         if bad_N.any():
             row = int(bad_N.argmax())
             token, number = divmod(start + row, len(routed))
             raise _damaged(
                 f"{where}, token {token}, layer {routed[number]}",
-                f"{shown(rows_Nk[row].tolist())} are not ascending experts from 0 to {config.experts - 1}",
+                f"{shown(rows_Nk[row].tolist())} are not ascending experts from 0 to {config.routed.experts - 1}",
             )
 
 

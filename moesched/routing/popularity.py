@@ -121,21 +121,21 @@ def shares_of(weights_LE: Floats, top_k: int) -> Floats:
 
 def layer_weights(popularity: Popularity, config: ModelConfig, seed: int) -> Floats:
     """The weights of a model's experts (layers, experts); equal ones in layers without experts, which need none."""
-    weights_LE = popularity.weights(config.layers, config.experts, seed)
+    weights_LE = popularity.weights(config.layers, config.routed.experts, seed)
     weights_LE[layers_without_experts(config)] = 1.0
     return weights_LE
 
 
 def expected_profile(popularity: Popularity, config: ModelConfig, seed: int, tokens: int) -> RoutingProfile:
     """Return the profile expected after this number of tokens."""
-    shares_LE = shares_of(layer_weights(popularity, config, seed), config.top_k)
+    shares_LE = shares_of(layer_weights(popularity, config, seed), config.routed.top_k)
     counts_LE = np.rint(shares_LE * tokens).astype(np.int64)
     counts_LE[layers_without_experts(config)] = 0
     return RoutingProfile(
         model=config.name,
         layers=config.layers,
-        experts=config.experts,
-        top_k=config.top_k,
+        experts=config.routed.experts,
+        top_k=config.routed.top_k,
         tokens=tokens,
         counts=tuple(tuple(row) for row in counts_LE.tolist()),
     )

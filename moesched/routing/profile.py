@@ -62,7 +62,7 @@ def require_shape(source: str, of: str, shape: tuple[int, int, int], config: Mod
     Raises:
         BadInput: the shapes differ.
     """
-    needed = (config.layers, config.experts, config.top_k)
+    needed = (config.layers, config.routed.experts, config.routed.top_k)
     if shape != needed:
         raise BadInput(
             f"{source} is of {of}, {_shape_text(shape)}, but {config.name} has {_shape_text(needed)}: "

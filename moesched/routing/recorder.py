@@ -27,7 +27,7 @@ class RoutingRecorder:
         self._config = config
         self._progress = progress
         self._most = most
-        self._id = id_type(config.experts)
+        self._id = id_type(config.routed.experts)
         self._chosen: dict[int, Integers] = {}
         self._ends: dict[int, list[int]] = {}
         self._choices = 0
@@ -55,10 +55,10 @@ class RoutingRecorder:
             if min(ends) > 0
         }
         pieces = [self._chosen[request][:tokens] for request, tokens in kept.items()]
-        shape = (0, self._config.layers, self._config.top_k)
+        shape = (0, self._config.layers, self._config.routed.top_k)
         return RoutingTrace(
             self._config.name,
-            self._config.experts,
+            self._config.routed.experts,
             np.concatenate(pieces) if pieces else np.empty(shape, self._id),
             np.array(list(kept.values()), dtype=np.int64),
             np.array([min(prompt_tokens[request], tokens) for request, tokens in kept.items()], np.int64),
@@ -69,7 +69,7 @@ class RoutingRecorder:
         have = self._chosen.get(request)
         if have is None:
             self._ends[request] = [0] * self._config.layers
-            have = np.empty((0, self._config.layers, self._config.top_k), self._id)
+            have = np.empty((0, self._config.layers, self._config.routed.top_k), self._id)
         if len(have) < tokens:
             grown = np.empty((max(tokens, 2 * len(have)), *have.shape[1:]), self._id)
             grown[: len(have)] = have

@@ -53,7 +53,7 @@ def parse_token_rows(where: str, data: bytes, config: ModelConfig) -> RoutingTra
     numbers = array("i")
     for row in _rows(where, BytesIO(data), config):
         numbers.extend(row)
-    rows: Integers = np.array(numbers, np.int32).reshape(-1, _PLACES + config.top_k)
+    rows: Integers = np.array(numbers, np.int32).reshape(-1, _PLACES + config.routed.top_k)
     if not len(rows):
         raise BadInput(f"{where} has no rows: write one for each token and layer")
     _require_known_layers(where, rows, config)
@@ -64,8 +64,8 @@ def parse_token_rows(where: str, data: bytes, config: ModelConfig) -> RoutingTra
     _require_each_once(where, rows, layers)
     chosen = sorted_choices(rows[:, _PLACES:], config, lambda row: f"{where}:{lines_N[row]}")
     lengths = np.bincount(requests_N) // len(layers)
-    chosen_TLk = with_all_layers(chosen.reshape(-1, len(layers), config.top_k), config)
-    return RoutingTrace(config.name, config.experts, chosen_TLk, lengths, np.zeros_like(lengths))
+    chosen_TLk = with_all_layers(chosen.reshape(-1, len(layers), config.routed.top_k), config)
+    return RoutingTrace(config.name, config.routed.experts, chosen_TLk, lengths, np.zeros_like(lengths))
 
 
 def _rows(where: str, lines: Iterable[bytes], config: ModelConfig) -> Iterator[tuple[int, ...]]:
@@ -86,7 +86,7 @@ def _rows(where: str, lines: Iterable[bytes], config: ModelConfig) -> Iterator[t
             )
         *places, experts = found.groups()
         chosen = experts.split()
-        if len(chosen) != config.top_k:
+        if len(chosen) != config.routed.top_k:
             raise other_top_k(f"{where}:{number}", len(chosen), config)
         yield number, *([0] * (3 - len(places))), *map(int, (*places, *chosen))
 

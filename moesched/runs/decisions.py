@@ -27,8 +27,8 @@ def simulated_decisions(
         previews: forecasts the routing for `Step.preview_route`; by default with `RouterForecast`'s own accuracy.
     """
     config = plan.layout.config
-    chosen = routing or SeededRouting(config.experts, config.top_k)
-    forecast = previews or RouterForecast(chosen, config.experts)
+    chosen = routing or SeededRouting(config.routed.experts, config.routed.top_k)
+    forecast = previews or RouterForecast(chosen, config.routed.experts)
     batches = plan.batch.micro_batches
     dense = {layer for layer in plan.layers if not plan.layout.experts_of(layer)}
     scored = plan.declared.scores
@@ -36,7 +36,7 @@ def simulated_decisions(
 
     def with_scores(task: Task, tokens: dict[int, int]) -> Mapping[int, int]:
         if scores is None or isinstance(task, Preview):
-            return with_shares(tokens, config.experts)
+            return with_shares(tokens, config.routed.experts)
         return ScoredTokens(tokens, scores(task.step, task.layer, task.micro_batch, task.work.tokens))
 
     def decide(task: Task) -> Any:

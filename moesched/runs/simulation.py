@@ -66,8 +66,8 @@ def simulate(
         outcome = _replay(ranks[0], cost, observers, recorder)
     else:
         config = plan.layout.config
-        routing = routing or SeededRouting(config.experts, config.top_k)
-        previews = RouterForecast(routing, config.experts, preview_accuracy)
+        routing = routing or SeededRouting(config.routed.experts, config.routed.top_k)
+        previews = RouterForecast(routing, config.routed.experts, preview_accuracy)
         virtual = VirtualRun(
             ranks,
             cost=cost,

@@ -287,7 +287,7 @@ class Plan(Declarations):
         """
         if self.nodes.placement:
             raise PolicyError("place_experts: experts were placed already: place them once")
-        require_placement(placement, self.nodes.count, self.layout.config.experts)
+        require_placement(placement, self.nodes.count, self.layout.config.routed.experts)
         if centralised and self.batch.beams > 1:
             raise BadInput(
                 "beam search needs every node to attend: use --set decentralised=true, or --beams 1"
@@ -421,7 +421,9 @@ def _placed(
 
 def _default_task_limit(layout: WeightLayout, micro_batches: int) -> int:
     config = layout.config
-    return 20 * micro_batches * (len(layout.pages) + config.layers * (config.experts + VERBS_OF_A_LAYER))
+    return (
+        20 * micro_batches * (len(layout.pages) + config.layers * (config.routed.experts + VERBS_OF_A_LAYER))
+    )
 
 
 def lanes_contend(plan: Plan) -> bool:

@@ -174,7 +174,7 @@ class _Values:
             if task.verb in ("route", "preview_route", "post_attention"):
                 tokens = sum(1 if task.step else self._batch.prompts[request] for request in requests)
                 rows = sum(task.value.values())
-                assert rows == tokens * self._config.top_k, (
+                assert rows == tokens * self._config.routed.top_k, (
                     f"{task.label} gives {rows} rows to {tokens} tokens"
                 )
                 assert all(task.value.values()), f"{task.label} names an expert without rows"
@@ -186,7 +186,7 @@ class _Values:
     def _check_scores(self, task: Task) -> None:
         assert isinstance(task.value, ScoredTokens), f"{task.label} gives no scores"
         scores = task.value.scores
-        assert len(scores) == self._config.experts, f"{task.label} gives {len(scores)} scores"
+        assert len(scores) == self._config.routed.experts, f"{task.label} gives {len(scores)} scores"
         assert min(scores) >= 0 and isclose(sum(scores), 1, abs_tol=1e-4), (
             f"{task.label}: scores are {scores}"
         )

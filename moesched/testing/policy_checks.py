@@ -21,6 +21,7 @@ from moesched.machines.local import unified_machine
 from moesched.machines.networks import load_network
 from moesched.machines.staging import staged
 from moesched.models.config import ModelConfig
+from moesched.models.layers import FeedForward, GroupedAttention, Layer
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.requests.batch import split_batch
 from moesched.runs.assembly import assemble, close_at_end
@@ -86,18 +87,16 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         """The shape of the model."""
         return ModelConfig(
             name=self.name,
-            layers=self.layers,
+            pattern=(
+                Layer(
+                    attention=GroupedAttention(heads=4, kv_heads=2, head_dim=8),
+                    feed_forward=FeedForward(intermediate=64, experts=self.experts, top_k=self.top_k),
+                ),
+            )
+            * self.layers,
             hidden=32,
-            intermediate=64,
-            heads=4,
-            kv_heads=2,
-            head_dim=8,
-            experts=self.experts,
-            top_k=self.top_k,
             vocabulary=64,
             norm_eps=1e-5,
-            rope_theta=1e4,
-            sliding_window=None,
             max_positions=128,
             tied_embeddings=False,
             stop_tokens=(),

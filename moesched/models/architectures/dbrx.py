@@ -10,6 +10,7 @@ import msgspec
 from moesched.models.architectures.architecture import Architecture, Stored
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile, Keys
+from moesched.models.layers import FeedForward, GroupedAttention, Layer
 
 
 class AttentionKeys(msgspec.Struct):
@@ -55,24 +56,30 @@ def read(file: ConfigFile) -> ModelConfig:
     file.require("hidden_act", feed_forward.ffn_act_fn.name, "silu", "swish")
     # Normalised weights equal a softmax over the chosen experts alone, which is what the kernel computes.
     file.require("moe_normalize_expert_weights", feed_forward.moe_normalize_expert_weights, 1.0)
+    layer = Layer(
+        attention=GroupedAttention(
+            heads=keys.n_heads,
+            kv_heads=attention.kv_n_heads,
+            head_dim=keys.d_model // max(keys.n_heads, 1),
+            rope_theta=_rope_theta(file, keys),
+            clip=attention.clip_qkv,
+        ),
+        feed_forward=FeedForward(
+            experts=feed_forward.moe_num_experts,
+            top_k=feed_forward.moe_top_k,
+            intermediate=feed_forward.ffn_hidden_size,
+            transposed_down=True,
+        ),
+    )
     return file.build(
         keys,
-        layers=keys.n_layers,
+        keys.n_layers,
+        [layer],
         hidden=keys.d_model,
-        intermediate=feed_forward.ffn_hidden_size,
-        heads=keys.n_heads,
-        kv_heads=attention.kv_n_heads,
-        head_dim=keys.d_model // max(keys.n_heads, 1),
-        experts=feed_forward.moe_num_experts,
-        top_k=feed_forward.moe_top_k,
         norm_eps=1e-5,
-        rope_theta=_rope_theta(file, keys),
-        sliding_window=None,
         max_positions=keys.max_seq_len,
         norm="layer",
-        clip_qkv=attention.clip_qkv,
         form="dbrx",
-        transposed_down=True,
     )
 
 
@@ -91,28 +98,28 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "architectures": ["DbrxForCausalLM"],
         "model_type": "dbrx",
         "attn_config": {
-            "clip_qkv": config.clip_qkv,
-            "kv_n_heads": config.kv_heads,
+            "clip_qkv": config.attention.clip,
+            "kv_n_heads": config.attention.kv_heads,
             "model_type": "",
-            "rope_theta": config.rope_theta,
+            "rope_theta": config.attention.rope_theta,
         },
         "d_model": config.hidden,
         "emb_pdrop": 0.0,
         "ffn_config": {
             "ffn_act_fn": {"name": "silu"},
-            "ffn_hidden_size": config.intermediate,
+            "ffn_hidden_size": config.routed.intermediate,
             "model_type": "",
             "moe_jitter_eps": None,
             "moe_normalize_expert_weights": 1.0,
-            "moe_num_experts": config.experts,
-            "moe_top_k": config.top_k,
+            "moe_num_experts": config.routed.experts,
+            "moe_top_k": config.routed.top_k,
         },
         "max_seq_len": config.max_positions,
-        "n_heads": config.heads,
+        "n_heads": config.attention.heads,
         "n_layers": config.layers,
         "output_router_logits": False,
         "resid_pdrop": 0.0,
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+        "rope_parameters": {"rope_theta": config.attention.rope_theta, "rope_type": "default"},
     }
 
 
@@ -128,7 +135,9 @@ def tensors(config: ModelConfig) -> Iterator[Stored]:
         yield Stored(attention + "norm_2.weight", [ours + "ffn_norm"])
         yield Stored(block + "ffn.router.layer.weight", [ours + "router"])
         for name, part in (("w1", "gate"), ("v1", "up"), ("w2", "down")):
-            experts = [f"{ours}experts.{expert}.{part}" for expert in range(config.experts)]
+            experts = [
+                f"{ours}experts.{expert}.{part}" for expert in range(config.layer(layer).feed_forward.experts)
+            ]
             yield Stored(f"{block}ffn.experts.mlp.{name}", experts)
     yield Stored("transformer.norm_f.weight", ["final_norm"])
     if not config.tied_embeddings:
@@ -143,26 +152,22 @@ def extra_tensors(config: ModelConfig) -> Iterator[str]:
 SHAPES = (
     ModelConfig(
         name="dbrx",
-        layers=40,
+        pattern=(
+            Layer(
+                attention=GroupedAttention(heads=48, kv_heads=8, head_dim=128, rope_theta=5e5, clip=8.0),
+                feed_forward=FeedForward(experts=16, top_k=4, intermediate=10752, transposed_down=True),
+            ),
+        )
+        * 40,
         hidden=6144,
-        intermediate=10752,
-        heads=48,
-        kv_heads=8,
-        head_dim=128,
-        experts=16,
-        top_k=4,
         vocabulary=100352,
         norm_eps=1e-5,
-        rope_theta=5e5,
-        sliding_window=None,
         max_positions=32768,
         tied_embeddings=False,
         stop_tokens=(100257,),
         dtype="bfloat16",
         norm="layer",
-        clip_qkv=8.0,
         form="dbrx",
-        transposed_down=True,
     ),
 )
 

@@ -84,7 +84,7 @@ def _pattern(keys: Gemma4Keys) -> Iterator[Layer]:
         head_dim=keys.head_dim,
         window=keys.sliding_window,
         rolling=True,
-        norm="head",
+        qk_norm="head",
         biases="qkvo" if keys.attention_bias else "",
     )
     far = _far(keys, near)

@@ -40,7 +40,7 @@ def _pattern(keys: Glm4MoeKeys) -> Iterator[Layer]:
         heads=keys.num_attention_heads,
         kv_heads=keys.num_key_value_heads,
         head_dim=keys.head_dim,
-        norm="head" if keys.use_qk_norm else None,
+        qk_norm="head" if keys.use_qk_norm else None,
         biases="qkv" if keys.attention_bias else "",
     )
     dense = FeedForward(shared=keys.intermediate_size)

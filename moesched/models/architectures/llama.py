@@ -1,4 +1,4 @@
-"""Llama and Mistral: dense models, treated as models with a single expert."""
+"""Llama, Mistral and Ministral: dense models, treated as models with a single expert."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from moesched.models.architectures.llama_like import LlamaLikeKeys
 from moesched.models.architectures.mixtral import window
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
+from moesched.models.layers import FeedForward
+
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class LlamaKeys(LlamaLikeKeys, kw_only=True):
@@ -22,34 +25,52 @@ class LlamaKeys(LlamaLikeKeys, kw_only=True):
 
 
 class MistralKeys(LlamaLikeKeys, kw_only=True):
-    """Keys of a Mistral's config.json."""
+    """Keys of a Mistral's config.json, or of a Ministral's, in which some layers have a window."""
 
     sliding_window: int | None = 4096
     layer_types: tuple[str, ...] = ()
 
 
 def read(file: ConfigFile) -> ModelConfig:
-    """Convert the config.json of a Llama or Mistral."""
+    """Convert the config.json of a Llama, Mistral or Ministral."""
     if file.model_type == "llama":
         return _build(file, file.keys(LlamaKeys), None)
     keys = file.keys(MistralKeys)
+    if file.model_type == "ministral" and keys.layer_types:
+        return _build(file, keys, *_windows(file, keys))
     return _build(file, keys, window(file, keys.sliding_window, keys.layer_types))
 
 
-def _build(file: ConfigFile, keys: LlamaLikeKeys, sliding_window: int | None) -> ModelConfig:
-    return file.build(
-        keys, **llama_like.settings(keys), experts=1, top_k=1, sliding_window=sliding_window, form="llama"
-    )
+def _windows(file: ConfigFile, keys: MistralKeys) -> Iterator[int | None]:
+    """The window of each layer."""
+    if len(keys.layer_types) != keys.num_hidden_layers:
+        what = f"layer_types has {len(keys.layer_types):,} entries"
+        raise file.impossible(what, f"num_hidden_layers is {keys.num_hidden_layers:,}")
+    for kind in keys.layer_types:
+        file.require("layer_types", kind, FULL, SLIDING)
+        yield keys.sliding_window if kind == SLIDING else None
+
+
+def _build(file: ConfigFile, keys: LlamaLikeKeys, *windows: int | None) -> ModelConfig:
+    network = FeedForward(experts=1, top_k=1, intermediate=keys.intermediate_size)
+    layers = (llama_like.layer(keys, network, window=window) for window in windows)
+    return llama_like.build(file, keys, "llama", *layers)
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """Write a Mistral's config.json, which describes either."""
-    return llama_like.config_json(config) | {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate,
-        "sliding_window": config.sliding_window,
+    """Write a Mistral's config.json, which describes a Llama too, or a Ministral's where windows differ."""
+    windows = [layer.grouped.window for layer in config.pattern]
+    common = llama_like.config_json(config) | {
+        "head_dim": config.attention.head_dim,
+        "intermediate_size": config.routed.intermediate,
+        "sliding_window": max((each for each in windows if each is not None), default=None),
+    }
+    if len(config.kinds) == 1:
+        return common | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    return common | {
+        "architectures": ["MinistralForCausalLM"],
+        "model_type": "ministral",
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
     }
 
 
@@ -64,7 +85,7 @@ def tensors(config: ModelConfig) -> Iterator[Stored]:
 
 
 LLAMA = Architecture(
-    model_types=("llama", "mistral"),
+    model_types=("llama", "mistral", "ministral"),
     shapes=(),
     sources={},
     read=read,

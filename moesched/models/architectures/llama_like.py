@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from moesched.models.architectures.architecture import Stored
 from moesched.models.config import ModelConfig
-from moesched.models.config_file import Keys
+from moesched.models.config_file import ConfigFile, Keys, rope_theta
+from moesched.models.layers import FeedForward, GroupedAttention, Layer
 
 
 class LlamaLikeKeys(Keys, kw_only=True):
@@ -23,34 +24,47 @@ class LlamaLikeKeys(Keys, kw_only=True):
     max_position_embeddings: int = 131072
 
 
-def settings(keys: LlamaLikeKeys) -> dict[str, Any]:
-    """Convert these keys to the names of ModelConfig."""
+def layer(keys: LlamaLikeKeys, feed_forward: FeedForward, **attention: Any) -> Layer:
+    """A layer with these keys, this network, and other settings of attention."""
     heads = keys.num_attention_heads
-    return {
-        "layers": keys.num_hidden_layers,
-        "hidden": keys.hidden_size,
-        "intermediate": keys.intermediate_size,
-        "heads": heads,
-        "kv_heads": heads if keys.num_key_value_heads is None else keys.num_key_value_heads,
-        "head_dim": keys.hidden_size // max(heads, 1) if keys.head_dim is None else keys.head_dim,
-        "norm_eps": keys.rms_norm_eps,
-        "max_positions": keys.max_position_embeddings,
-    }
+    return Layer(
+        attention=GroupedAttention(
+            heads=heads,
+            kv_heads=heads if keys.num_key_value_heads is None else keys.num_key_value_heads,
+            head_dim=keys.hidden_size // max(heads, 1) if keys.head_dim is None else keys.head_dim,
+            rope_theta=rope_theta(keys),
+            **attention,
+        ),
+        feed_forward=feed_forward,
+    )
+
+
+def build(file: ConfigFile, keys: LlamaLikeKeys, form: str, *kinds: Layer) -> ModelConfig:
+    """Build the configuration from these keys and the kinds of layers, which repeat."""
+    return file.build(
+        keys,
+        keys.num_hidden_layers,
+        kinds,
+        hidden=keys.hidden_size,
+        norm_eps=keys.rms_norm_eps,
+        max_positions=keys.max_position_embeddings,
+        form=form,
+    )
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `settings`, without the size of the experts."""
+    """The keys common to these architectures, without those of experts."""
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,
         "hidden_act": "silu",
         "hidden_size": config.hidden,
         "max_position_embeddings": config.max_positions,
-        "num_attention_heads": config.heads,
+        "num_attention_heads": config.attention.heads,
         "num_hidden_layers": config.layers,
-        "num_key_value_heads": config.kv_heads,
+        "num_key_value_heads": config.attention.kv_heads,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
+        "rope_theta": config.attention.rope_theta,
     }
 
 
@@ -73,7 +87,7 @@ def tensors(config: ModelConfig, names: ExpertNames) -> Iterator[Stored]:
         block, ours = f"model.layers.{layer}.{names.block}.", f"layers.{layer}."
         yield from attention_tensors(config, layer)
         yield Stored(block + "gate.weight", [ours + "router"])
-        for expert in range(config.experts):
+        for expert in range(config.layer(layer).feed_forward.experts):
             for part, name in (("gate", names.gate), ("down", names.down), ("up", names.up)):
                 yield Stored(f"{block}experts.{expert}.{name}.weight", [f"{ours}experts.{expert}.{part}"])
 
@@ -82,11 +96,11 @@ def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
     """Yield routers, and the experts of each layer in two tensors: the form that Hugging Face uses in memory."""
     for layer in range(config.layers):
         block, ours = f"model.layers.{layer}.mlp.", f"layers.{layer}."
-        experts = [f"{ours}experts.{expert}." for expert in range(config.experts)]
+        experts = [f"{ours}experts.{expert}." for expert in range(config.layer(layer).feed_forward.experts)]
         gate_up = [expert + part for expert in experts for part in ("gate", "up")]
         yield Stored(block + "gate.weight", [ours + "router"])
-        yield Stored(block + "experts.gate_up_proj", gate_up, stacks=config.experts)
-        yield Stored(block + "experts.down_proj", [expert + "down" for expert in experts], config.experts)
+        yield Stored(block + "experts.gate_up_proj", gate_up, stacks=len(experts))
+        yield Stored(block + "experts.down_proj", [expert + "down" for expert in experts], len(experts))
 
 
 def extra_tensors(config: ModelConfig) -> Iterator[str]:
@@ -108,7 +122,7 @@ def attention_tensors(config: ModelConfig, layer: int) -> Iterator[Stored]:
     yield Stored(theirs + "input_layernorm.weight", [ours + "attention_norm"])
     for part in "qkv":
         yield Stored(f"{theirs}self_attn.{part}_proj.weight", [ours + part])
-    if config.qk_norm:
+    if config.layer(layer).grouped.qk_norm:
         for part in ("q_norm", "k_norm"):
             yield Stored(f"{theirs}self_attn.{part}.weight", [ours + part])
     yield Stored(theirs + "self_attn.o_proj.weight", [ours + "o"])

@@ -31,7 +31,7 @@ def _pattern(keys: MiniMaxM2Keys) -> Iterator[Layer]:
         heads=keys.num_attention_heads,
         kv_heads=keys.num_key_value_heads,
         head_dim=keys.head_dim,
-        norm="projection" if keys.use_qk_norm else None,
+        qk_norm="projection" if keys.use_qk_norm else None,
     )
     network = FeedForward(
         experts=keys.num_local_experts,

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from msgspec.structs import replace
-
 from moesched.models.architectures import llama_like
 from moesched.models.architectures.architecture import Architecture, Stored
 from moesched.models.architectures.llama_like import ExpertNames, LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
+from moesched.models.layers import FeedForward, GroupedAttention, Layer
 
 
 class MixtralKeys(LlamaLikeKeys, kw_only=True):
@@ -28,13 +27,11 @@ class MixtralKeys(LlamaLikeKeys, kw_only=True):
 def read(file: ConfigFile) -> ModelConfig:
     """Convert config.json to a ModelConfig."""
     keys = file.keys(MixtralKeys)
-    return file.build(
-        keys,
-        **llama_like.settings(keys),
-        experts=keys.num_local_experts,
-        top_k=keys.num_experts_per_tok,
-        sliding_window=window(file, keys.sliding_window, keys.layer_types),
+    network = FeedForward(
+        experts=keys.num_local_experts, top_k=keys.num_experts_per_tok, intermediate=keys.intermediate_size
     )
+    layer = llama_like.layer(keys, network, window=window(file, keys.sliding_window, keys.layer_types))
+    return llama_like.build(file, keys, "mixtral", layer)
 
 
 def window(file: ConfigFile, sliding_window: int | None, layer_types: Sequence[str]) -> int | None:
@@ -49,12 +46,12 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     return llama_like.config_json(config) | {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate,
-        "num_experts_per_tok": config.top_k,
-        "num_local_experts": config.experts,
+        "head_dim": config.attention.head_dim,
+        "intermediate_size": config.routed.intermediate,
+        "num_experts_per_tok": config.routed.top_k,
+        "num_local_experts": config.routed.experts,
         "output_router_logits": False,
-        "sliding_window": config.sliding_window,
+        "sliding_window": config.attention.window,
     }
 
 
@@ -65,26 +62,23 @@ def tensors(config: ModelConfig) -> Iterator[Stored]:
 
 _8X7B = ModelConfig(
     name="mixtral-8x7b",
-    layers=32,
+    pattern=(
+        Layer(
+            attention=GroupedAttention(heads=32, kv_heads=8, head_dim=128, rope_theta=1e6),
+            feed_forward=FeedForward(experts=8, top_k=2, intermediate=14336),
+        ),
+    )
+    * 32,
     hidden=4096,
-    intermediate=14336,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    experts=8,
-    top_k=2,
     vocabulary=32000,
     norm_eps=1e-5,
-    rope_theta=1e6,
-    sliding_window=None,
     max_positions=32768,
     tied_embeddings=False,
     stop_tokens=(2,),
     dtype="bfloat16",
 )
 SHAPES = (
-    replace(
-        _8X7B,
+    _8X7B.varied(
         name="mixtral-0.8b",
         layers=8,
         hidden=1024,
@@ -94,8 +88,7 @@ SHAPES = (
         head_dim=64,
     ),
     _8X7B,
-    replace(
-        _8X7B,
+    _8X7B.varied(
         name="mixtral-8x22b",
         layers=56,
         hidden=6144,

@@ -10,6 +10,7 @@ from moesched.models.architectures.architecture import Architecture, Stored
 from moesched.models.architectures.llama_like import ExpertNames, LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
+from moesched.models.layers import FeedForward, GroupedAttention, Layer
 
 
 class OlmoeKeys(LlamaLikeKeys, kw_only=True):
@@ -34,17 +35,14 @@ class OlmoeKeys(LlamaLikeKeys, kw_only=True):
 def read(file: ConfigFile) -> ModelConfig:
     """Convert config.json to a ModelConfig."""
     keys = file.keys(OlmoeKeys)
-    return file.build(
-        keys,
-        **llama_like.settings(keys),
+    network = FeedForward(
         experts=keys.num_local_experts if keys.num_experts is None else keys.num_experts,
         top_k=keys.num_experts_per_tok,
+        intermediate=keys.intermediate_size,
         weights_sum_to_one=keys.norm_topk_prob,
-        sliding_window=None,
-        clip_qkv=keys.clip_qkv,
-        qk_norm="projection",
-        form="olmoe",
     )
+    layer = llama_like.layer(keys, network, clip=keys.clip_qkv, qk_norm="projection")
+    return llama_like.build(file, keys, "olmoe", layer)
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
@@ -52,11 +50,11 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     return llama_like.config_json(config) | {
         "architectures": ["OlmoeForCausalLM"],
         "model_type": "olmoe",
-        "clip_qkv": config.clip_qkv,
-        "intermediate_size": config.intermediate,
-        "norm_topk_prob": config.weights_sum_to_one,
-        "num_experts": config.experts,
-        "num_experts_per_tok": config.top_k,
+        "clip_qkv": config.attention.clip,
+        "intermediate_size": config.routed.intermediate,
+        "norm_topk_prob": config.routed.weights_sum_to_one,
+        "num_experts": config.routed.experts,
+        "num_experts_per_tok": config.routed.top_k,
         "output_router_logits": False,
     }
 
@@ -69,24 +67,20 @@ def tensors(config: ModelConfig) -> Iterator[Stored]:
 SHAPES = (
     ModelConfig(
         name="olmoe-1b-7b",
-        layers=16,
+        pattern=(
+            Layer(
+                attention=GroupedAttention(heads=16, kv_heads=16, head_dim=128, qk_norm="projection"),
+                feed_forward=FeedForward(experts=64, top_k=8, intermediate=1024, weights_sum_to_one=False),
+            ),
+        )
+        * 16,
         hidden=2048,
-        intermediate=1024,
-        heads=16,
-        kv_heads=16,
-        head_dim=128,
-        experts=64,
-        top_k=8,
         vocabulary=50304,
         norm_eps=1e-5,
-        rope_theta=1e4,
-        sliding_window=None,
         max_positions=4096,
         tied_embeddings=False,
         stop_tokens=(50279,),
         dtype="bfloat16",
-        qk_norm="projection",
-        weights_sum_to_one=False,
         form="olmoe",
     ),
 )

@@ -10,6 +10,7 @@ from moesched.models.architectures.architecture import Architecture, Stored
 from moesched.models.architectures.llama_like import ExpertNames, LlamaLikeKeys
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
+from moesched.models.layers import FeedForward, GroupedAttention, Layer
 
 
 class Qwen3MoeKeys(LlamaLikeKeys, kw_only=True):
@@ -37,17 +38,15 @@ def read(file: ConfigFile) -> ModelConfig:
     keys = file.keys(Qwen3MoeKeys)
     file.require("decoder_sparse_step", keys.decoder_sparse_step, 1)
     file.require("mlp_only_layers", [*keys.mlp_only_layers], [])
-    settings = llama_like.settings(keys) | {"intermediate": keys.moe_intermediate_size}
-    return file.build(
-        keys,
-        **settings,
+    network = FeedForward(
         experts=keys.num_local_experts if keys.num_experts is None else keys.num_experts,
         top_k=keys.num_experts_per_tok,
+        intermediate=keys.moe_intermediate_size,
         weights_sum_to_one=keys.norm_topk_prob,
-        sliding_window=keys.sliding_window if keys.use_sliding_window else None,
-        qk_norm="head",
-        form="qwen3_moe",
     )
+    window = keys.sliding_window if keys.use_sliding_window else None
+    layer = llama_like.layer(keys, network, window=window, qk_norm="head")
+    return llama_like.build(file, keys, "qwen3_moe", layer)
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
@@ -56,15 +55,15 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "decoder_sparse_step": 1,
-        "head_dim": config.head_dim,
+        "head_dim": config.attention.head_dim,
         "mlp_only_layers": [],
-        "moe_intermediate_size": config.intermediate,
-        "norm_topk_prob": config.weights_sum_to_one,
-        "num_experts": config.experts,
-        "num_experts_per_tok": config.top_k,
+        "moe_intermediate_size": config.routed.intermediate,
+        "norm_topk_prob": config.routed.weights_sum_to_one,
+        "num_experts": config.routed.experts,
+        "num_experts_per_tok": config.routed.top_k,
         "output_router_logits": False,
-        "sliding_window": config.sliding_window,
-        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.attention.window,
+        "use_sliding_window": config.attention.window is not None,
     }
 
 
@@ -76,23 +75,22 @@ def tensors(config: ModelConfig) -> Iterator[Stored]:
 SHAPES = (
     ModelConfig(
         name="qwen3-30b-a3b",
-        layers=48,
+        pattern=(
+            Layer(
+                attention=GroupedAttention(
+                    heads=32, kv_heads=4, head_dim=128, rope_theta=1e6, qk_norm="head"
+                ),
+                feed_forward=FeedForward(experts=128, top_k=8, intermediate=768),
+            ),
+        )
+        * 48,
         hidden=2048,
-        intermediate=768,
-        heads=32,
-        kv_heads=4,
-        head_dim=128,
-        experts=128,
-        top_k=8,
         vocabulary=151936,
         norm_eps=1e-6,
-        rope_theta=1e6,
-        sliding_window=None,
         max_positions=40960,
         tied_embeddings=False,
         stop_tokens=(151645, 151643),
         dtype="bfloat16",
-        qk_norm="head",
         form="qwen3_moe",
     ),
 )

@@ -68,7 +68,7 @@ def _pattern(keys: Qwen3NextKeys) -> Iterator[Layer]:
         heads=keys.num_attention_heads,
         kv_heads=keys.num_key_value_heads,
         head_dim=keys.head_dim,
-        norm="head",
+        qk_norm="head",
         gated=True,
         biases="qkvo" if keys.attention_bias else "",
     )

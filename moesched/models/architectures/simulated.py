@@ -14,9 +14,8 @@ from moesched.models.config_file import ConfigFile
 from moesched.models.layers import Layer, LinearAttention, elements
 from moesched.models.tensors import dense_shapes, expert_shapes
 
-_NO_INFLUENCE: dict[str, Any] = {"norm_eps": 1e-6, "rope_theta": 1e4}
-"""Settings of ModelConfig that only kernels need."""
-
+_NORM_EPS = 1e-6
+"""Only kernels need it."""
 
 MAY_BE_ZERO = {
     "eos_token_id",
@@ -83,8 +82,7 @@ class Family(NamedTuple):
     ) -> ModelConfig:
         """The model with these keys."""
         pattern = tuple(self.pattern(keys))
-        attention, network = pattern[-1].attention, pattern[-1].feed_forward
-        if isinstance(attention, LinearAttention):
+        if isinstance(pattern[-1].attention, LinearAttention):
             raise BadInput(
                 f"{name}: its last layer has linear attention, which is not simulated: "
                 "use a model whose last layer attends to all tokens"
@@ -92,25 +90,17 @@ class Family(NamedTuple):
         stop = keys.eos_token_id
         config = ModelConfig(
             name=name,
-            layers=keys.num_hidden_layers,
+            pattern=pattern,
             hidden=keys.hidden_size,
-            intermediate=network.intermediate,
-            heads=attention.heads,
-            kv_heads=attention.cached_heads,
-            head_dim=attention.attended_width // attention.heads,
-            experts=network.experts,
-            top_k=network.top_k,
             vocabulary=keys.vocab_size,
-            sliding_window=None,
+            norm_eps=_NORM_EPS,
             max_positions=keys.max_position_embeddings,
             tied_embeddings=keys.tie_word_embeddings,
             stop_tokens=() if stop is None else (stop,) if isinstance(stop, int) else tuple(stop),
             dtype=dtype,
             form=self.form,
-            pattern=pattern,
             format=format_name,
             expert_format=self.expert_format,
-            **_NO_INFLUENCE,
         )
         return msgspec.structs.replace(config, unused_weights=self.unused(config, keys))
 
@@ -167,5 +157,5 @@ def prediction_layer(config: ModelConfig, *, copies: int) -> int:
     """
     hidden, last = config.hidden, config.layers - 1
     layer = elements(dense_shapes(config, last).values())
-    layer += config.experts * elements(expert_shapes(config, last, 0).values())
+    layer += config.routed.experts * elements(expert_shapes(config, last, 0).values())
     return layer + 2 * hidden * hidden + 3 * hidden + copies * config.vocabulary * hidden

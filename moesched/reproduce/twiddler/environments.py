@@ -122,7 +122,7 @@ class Bench:
 def as_measured(paper: TwiddlerPaper) -> Machines:
     """The profile, with a CPU whose time is proportional to tokens, as in the paper and its authors' code."""
     config = find_shape(paper.model)
-    rate = 6.0 * config.hidden * config.intermediate / paper.cpu.seconds_per_token
+    rate = 6.0 * config.hidden * config.routed.intermediate / paper.cpu.seconds_per_token
 
     def changed(machine: Machine) -> Machine:
         host = machine.host

@@ -100,7 +100,7 @@ class Experts:
         return project_output(task.layer, attention, hidden, weights[-1])
 
     def _with_scores(self, tokens: Mapping[int, int]) -> Mapping[int, int]:
-        return with_shares(tokens, self._batch.config.experts) if self._batch.scores else tokens
+        return with_shares(tokens, self._batch.config.routed.experts) if self._batch.scores else tokens
 
     def _choose(self, task: Task, hidden: int) -> dict[int, int]:
         return choose_experts(self._batch.config, hidden, self._batch.tokens(task))

@@ -55,9 +55,9 @@ def project_output(layer: int, attention: int, hidden: int, weights: int) -> int
 def choose_experts(config: ModelConfig, hidden: int, tokens: int) -> dict[int, int]:
     """The number of tokens of each expert that gets any, in ascending order of expert."""
     random = Random(hidden)
-    counts = [0] * config.experts
+    counts = [0] * config.routed.experts
     for _ in range(tokens):
-        for chosen in random.sample(range(config.experts), config.top_k):
+        for chosen in random.sample(range(config.routed.experts), config.routed.top_k):
             counts[chosen] += 1
     return {number: tokens for number, tokens in enumerate(counts) if tokens}
 
