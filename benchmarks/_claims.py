@@ -285,6 +285,8 @@ def plan_table(result: Result) -> Iterator[Claim]:
     """`plan`'s table against `simulate` of each row."""
     words = "tables of `plan` whose first row is over 5 % slower than another, simulated"
     yield none_of(words, result["wrong_first_places"], result["ranked"])
+    words = "plans that predict more than their own bound"
+    yield none_of(words, result["bounds_below_predictions"], result["ranked"])
     words = f"rows of `plan` that are no estimates, against `simulate`, worst of {result['rows'] - result['estimates']}"
     yield at_most(words, 100 * result["worst_error"], 3, "{:.2g} %")
 

@@ -3,6 +3,7 @@
 Each case is a model, a machine and an objective. A row's error is that of its figure for the objective: tokens per
 second of a batch, or the time of one request's answer. The first place is wrong where the first row, simulated, is more
 than 5 % slower than another row. Of rows with equal sizes and figures, which are one schedule, the first is simulated.
+No bound of a plan may be below its prediction.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def _write(case: Case, done: dict[str, Any]) -> None:
             "cases": cases,
             "ranked": sum(bool(each["rows"]) for each in cases),
             "wrong_first_places": sum(each.get("lost_by_first", 0) > WIDE - 1 for each in cases),
+            "bounds_below_predictions": sum(each.get("bound_over_predicted", 1.0) < 1.0 for each in cases),
             "worst_error": max((abs(row["error"]) for row in rows if not row["estimate"]), default=0.0),
             "worst_error_of_estimates": max(
                 (abs(row["error"]) for row in rows if row["estimate"]), default=0.0
@@ -96,12 +98,18 @@ def _compared(case: Case) -> dict[str, Any]:
     """The table's rows beside their simulations."""
     started = process_time()
     try:
-        ranking = plan_model(
+        proposal = plan_model(
             _model(case), machine=_machine(case.machine), format=_format(case), objective=case.objective
-        ).ranking
+        )
     except DoesNotFit:
-        ranking = []
-    about = {**case._asdict(), "plan_seconds": round(process_time() - started, 2)}
+        return {**case._asdict(), "rows": []}
+    ranking, predicted = proposal.ranking, proposal.predicted
+    bound = predicted.bound_tokens_per_second / predicted.throughput_tokens_per_second
+    about = {
+        **case._asdict(),
+        "plan_seconds": round(process_time() - started, 2),
+        "bound_over_predicted": round(bound, 4),
+    }
     simulated: dict[str, float] = {}
     rows = []
     for row in ranking:
@@ -110,8 +118,6 @@ def _compared(case: Case) -> dict[str, Any]:
             if schedule not in simulated:
                 simulated[schedule] = _simulated_rate(case, row)
             rows.append(_row(case, row, simulated[schedule]))
-    if not rows:
-        return {**about, "rows": []}
     fastest = min(row["simulated_seconds"] for row in rows)
     return {**about, "lost_by_first": round(rows[0]["simulated_seconds"] / fastest - 1, 4), "rows": rows}
 
