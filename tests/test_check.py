@@ -267,7 +267,7 @@ class ReservesMore(Streams):
         (
             "LeavesMemoryFree",
             "# few",
-            r"[\d.]+ GB of gpu's 16 GB stay free, while steps move pages into pool layers",
+            r"[\d.]+ GB of gpu's 15.4 GB stay free, while steps move pages into pool layers",
         ),
         ("ReservesMore", "# spare", r"pool spare in gpu: none of its 1 slots was used \(.+B\)"),
     ],

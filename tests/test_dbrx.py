@@ -223,7 +223,7 @@ def test_the_work_of_a_token_is_that_of_the_published_shape() -> None:
 def test_a_simulation_moves_every_layer_once_a_step() -> None:
     t4 = resources.files("moesched.machines").joinpath("t4.toml").read_text()
     machine = parse_machine(
-        t4.replace('"192GB"', '"400GB"').replace('"16GB"', '"64GB"').encode(), "a large machine"
+        t4.replace('"192GB"', '"400GB"').replace('"15360MiB"', '"64GB"').encode(), "a large machine"
     )
     report = moesched.simulate_model(
         "dbrx",

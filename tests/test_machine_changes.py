@@ -29,8 +29,8 @@ def test_links_of_a_lane_get_another_bandwidth_together() -> None:
     [
         ("link.gpu->host.latency=20us", lambda machine: machine.link("gpu", "host").latency == 20e-6),
         ("link.gpu->host=x0.5", lambda machine: machine.link("gpu", "host").bandwidth == 6e9),
-        ("memory.gpu=24GB", lambda machine: machine.memories["gpu"].nbytes == 24e9),
-        ("memory.gpu.capacity=x2", lambda machine: machine.memories["gpu"].nbytes == 32e9),
+        ("memory.gpu=24GB", lambda machine: machine.memories["gpu"].capacity == 24e9),
+        ("memory.gpu.capacity=x2", lambda machine: machine.memories["gpu"].capacity == 30720 * 2**20),
         ("memory.host.bandwidth=0.2TB/s", lambda machine: machine.memories["host"].bandwidth == 200e9),
         ("processor.gpu.flops=130TFLOP/s", lambda machine: machine.peak("gpu", "float32") == 130e12),
         ("processor.gpu=x2", lambda machine: machine.peak("gpu", "float32") == 16.2e12),
@@ -57,7 +57,10 @@ def test_each_property_can_be_changed_by_value_or_by_factor(change: str, value: 
         ("processor.gpu=65", "'65' is not a number of operations per second"),
         ("link.host->gpu.latency=soon", "'soon' is not a time: write a number and a unit"),
         ("processor.gpu=1e30TFLOP/s", r"processors\.gpu\.flops\.bfloat16 is 1e\+42: give a rate from 1 on"),
-        ("memory.gpu=0GB", r"memories\.gpu\.capacity is 0: give a capacity that leaves"),
+        (
+            "memory.gpu=0GB",
+            r"memories\.gpu\.capacity is 0, of which 700MB is reserved: give a capacity that leaves",
+        ),
         ("link.host->gpu=x1e9", "'x1e9' is not a size in bytes"),
         ("processor.gpu.expert_bandwidth=x2", "the machine does not give it: give a value"),
     ],
@@ -73,7 +76,7 @@ def test_measured_costs_do_not_follow_from_rates() -> None:
     measured = msgspec.convert({**msgspec.to_builtins(T4), **costs}, type(T4))
     with pytest.raises(BadInput, match="the costs of machine t4 were measured"):
         changed(measured, ["link.host->gpu=x2"])
-    assert changed(measured, ["memory.gpu=24GB"]).memories["gpu"].nbytes == 24e9
+    assert changed(measured, ["memory.gpu=24GB"]).memories["gpu"].capacity == 24e9
 
 
 def test_a_policy_decides_anew_on_the_changed_machine(command: Any) -> None:

@@ -120,8 +120,8 @@ BROKEN = [
     ("bandwidth = 320e9", "bandwidth = nan", r"memories\.gpu\.bandwidth: "),
     ("bandwidth = 320e9", "bandwidth = inf", r"memories\.gpu\.bandwidth: "),
     ("bandwidth = 320e9", 'bandwidth = "fast"', r"memories\.gpu\.bandwidth: .*`float`"),
-    ('capacity = "16GB"', 'capacity = "16 apples"', r"memories\.gpu\.capacity: '16 apples' is not a size"),
-    ('capacity = "16GB"', "capacity = -16", r"memories\.gpu\.capacity is -16: give a capacity that leaves"),
+    ('capacity = "15360MiB"', 'capacity = "16 apples"', r"memories\.gpu\.capacity: '16 apples' is not a size"),
+    ('capacity = "15360MiB"', "capacity = -16", r"memories\.gpu\.capacity is -16, of which .*: give a capacity"),
     ("float32 = 8.1e12", "float32 = -8.1e12", r"processors\.gpu\.flops\.float32 is -.*: give a rate from 1 on"),
     ('memory = "gpu"', 'memory = "vram"', r"processors\.gpu\.memory: 'vram' is not described.* gpu, host"),
     ("launch_seconds = 5e-6", "launch_seconds = -1", r"processors\.gpu\.launch_seconds: .*>= 0"),
@@ -180,11 +180,11 @@ def test_accelerators_that_share_the_host_s_memory_cannot_be_several() -> None:
 def test_list_shows_sizes_and_link_rates(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "machines"]) == 0
     lines = {line.split()[0]: line for line in capfd.readouterr().out.splitlines()}
-    assert "gpu 4 x 16 GB, host 416 GB" in lines["t4x4"]
+    assert "gpu 4 x 15.4 GB, host 412 GB" in lines["t4x4"]
     assert "host->gpu 12 GB/s" in lines["t4x4"]
     assert "unified 155 GB" in lines["m2-ultra"]
     assert main(["list", "machines", "--json"]) == 0
     entries = {entry["name"]: entry for entry in json.loads(capfd.readouterr().out)["machines"]}
     assert entries["t4x4"]["accelerators"] == 4
-    assert entries["l4"]["memories"] == {"gpu": 24 * 10**9, "host": 192 * 10**9}
+    assert entries["l4"]["memories"] == {"gpu": 23034 * 2**20 - 7 * 10**8, "host": 192 * 10**9 - 4 * 2**30}
     assert entries["l4"]["links"]["host->gpu"] == 24e9

@@ -213,7 +213,7 @@ def test_a_policy_that_does_not_fit_is_last_with_what_it_lacks() -> None:
     last = best.ranking[-1]
     assert not last.fits and last.throughput_tokens_per_second is None
     assert last.missing == {"gpu": last.missing_bytes}
-    assert last.lacks == "77.5 GB more gpu would"
+    assert last.lacks == "78.1 GB more gpu would"
 
 
 def test_where_nothing_fits_the_ranking_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,8 +135,8 @@ def test_measured_contention_stays_with_the_copies_that_it_was_measured_for() ->
 @pytest.mark.parametrize(
     ("machine", "limit", "told"),
     [
-        (T4, 0, r"pinned=0 B limits page-locked memory of 192 GB: give less than that and more than 0"),
-        (T4, "192GB", r"pinned=192 GB limits page-locked memory of 192 GB: give less"),
+        (T4, 0, r"pinned=0 B limits page-locked memory of 188 GB: give less than that and more than 0"),
+        (T4, "188GB", r"pinned=188 GB limits page-locked memory of 188 GB: give less"),
         (T4, "much", "'much' is not a size in bytes"),
         (replace(T4, staging=None), "8GB", r"t4 does not say how fast its host copies .*: add \[staging\]"),
         (staged(T4, "8GB"), "4GB", "t4 has pinned memory already"),
@@ -255,7 +255,7 @@ def test_changes_of_a_machine_apply_to_the_copies_of_a_limit(command: Callable[.
     ("machine", "budget", "told"),
     [
         ("t4", "pinned=0", "give less than that and more than 0, or omit it"),
-        ("t4", "pinned=1TB", "limits page-locked memory of 192 GB"),
+        ("t4", "pinned=1TB", "limits page-locked memory of 188 GB"),
         ("m2-ultra", "pinned=1GB", "names 'pinned', which machine m2-ultra does not have"),
     ],
 )

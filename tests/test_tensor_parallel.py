@@ -303,7 +303,7 @@ def test_shared_memories_are_reported_for_all_ranks_and_the_gpu_for_one() -> Non
     weights = weight_layout(SHAPES["mixtral-8x22b"]).pages
     assert sum(page.nbytes for page in weights) < report.peak_bytes["host"] < machine.memories["host"].nbytes
     assert report.peak_bytes["gpu"] <= machine.memories["gpu"].nbytes
-    assert report.budget_bytes == {"gpu": 16 * 10**9, "host": 416 * 10**9}
+    assert report.budget_bytes == {"gpu": 15360 * 2**20 - 7 * 10**8, "host": 416 * 10**9 - 4 * 2**30}
 
 
 def test_a_budget_of_a_shared_memory_is_for_all_ranks() -> None:

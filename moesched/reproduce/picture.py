@@ -87,7 +87,7 @@ def _tables(section: Section) -> Figure:
 def _generations(section: Section) -> Figure:
     """Throughput by generation length, a line for each system."""
     settings = list(dict.fromkeys(row["setting"] for row in section.rows))
-    figure, all_axes = _figure(len(settings), section.title, each=4.2)
+    figure, all_axes = _figure(len(settings), section.title, each=4.8)
     for axes, setting in zip(all_axes, settings, strict=True):
         _lines(
             axes,
@@ -298,7 +298,7 @@ def _figure(count: int, title: str, each: float) -> tuple[Figure, list[Any]]:
 
 def _legend_below(axes: Any) -> None:
     """A legend below an axis, where it hides nothing."""
-    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False)
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=2, frameon=False)
 
 
 def _lines(

@@ -115,7 +115,7 @@ class Bench:
             return self.machine
         gpu = self.machine.accelerator.memory
         tier = self.machine.memories[gpu]
-        roomy = replace(tier, capacity=tier.nbytes + self.dense_bytes)
+        roomy = replace(tier, capacity=tier.nbytes + self.dense_bytes, reserved=0)
         return replace(self.machine, memories={**self.machine.memories, gpu: roomy})
 
 
