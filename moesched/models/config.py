@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from itertools import cycle, islice
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -82,7 +83,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     @property
     def kinds(self) -> Mapping[Layer, int]:
         """The different kinds of layers, in the order of their first use, and the number of layers of each."""
-        return Counter(self.pattern)
+        return MappingProxyType(Counter(self.pattern))
 
     def cut(self, layers: int) -> ModelConfig:
         """A shorter model, in which each kind of layer has about its share of the whole, and at least one layer."""
