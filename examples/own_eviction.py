@@ -2,7 +2,7 @@
 
     python examples/own_eviction.py
 
-The cache holds 36 of Mixtral's 256 experts. Layers take turns, so that the least recently used expert is the one that
+The cache holds 34 of Mixtral's 256 experts. Layers take turns, so that the least recently used expert is the one that
 is needed soonest: "lru" finds nothing. Rules that count tokens keep the popular experts. Figures are predictions.
 """
 
@@ -47,7 +47,7 @@ class Cached(OnDemand):
     """
 
     def __init__(self, rule: str = "lru") -> None:
-        super().__init__(slots=36)
+        super().__init__(slots=34)
         self.rule = rule
 
     def plan(self, plan: moesched.Plan) -> None:
