@@ -10,10 +10,12 @@ from _small_runs import ONE_MEMORY, TWO_MEMORIES, generate
 from msgspec.structs import replace
 
 from moesched.devices.torch.device import TorchDevice
+from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
+from moesched.models.reading import require_runs
 from moesched.plugins import make_policy
 from odd_models import OLMOE, PROMPTS, stored
 from reference import Reference
@@ -85,3 +87,11 @@ def device_of(name: str, checkpoint: Checkpoint, dtype: str) -> TorchDevice | Ml
     from moesched.devices.mlx.device import MlxDevice
 
     return MlxDevice(checkpoint, layout, keep_logits=True)
+
+
+@pytest.mark.parametrize("setting", ["heads", "rope_theta", "intermediate", "top_k"])
+def test_what_devices_keep_alike_in_all_layers_may_not_differ(setting: str) -> None:
+    first, *others = OLMOE.pattern
+    value = getattr(first.grouped if hasattr(first.grouped, setting) else first.feed_forward, setting)
+    with pytest.raises(BadInput, match=f"its layers differ in {setting}, .*moesched simulate"):
+        require_runs(replace(OLMOE, pattern=(first.varied(**{setting: value * 2}), *others)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from moesched.errors import BadInput
 from moesched.models.architectures import ARCHITECTURES
@@ -15,6 +15,9 @@ from moesched.models.shards import stored_names
 
 HEAD = "lm_head.weight"
 """The LM head in files of all families. Where there is one it is used, whatever config.json says of tied embeddings."""
+
+ALIKE = ("heads", "kv_heads", "head_dim", "rope_theta", "experts", "top_k", "intermediate", "transposed_down")
+"""Settings that are the same in all layers of a model that runs."""
 
 
 def read_config(directory: Path | str, stored_as: str | None = None) -> ModelConfig:
@@ -70,7 +73,7 @@ def runs(config: ModelConfig) -> bool:
 
 
 def require_runs(config: ModelConfig) -> None:
-    """Raise BadInput where no device has kernels for the model's family or for the storage format of its weights."""
+    """Raise BadInput where no device has kernels for the model's family, its layers, or the format of its weights."""
     family = [] if runs(config) else [f"the family {config.form}"]
     stored = [] if config.format is None else [f"weights in {config.format}"]
     if family or stored:
@@ -78,4 +81,10 @@ def require_runs(config: ModelConfig) -> None:
             f"{config.name}: no device has kernels for {', and for '.join(family + stored)}: "
             "use `moesched simulate` or `moesched plan`, or a model in bfloat16, float16 or float32 of "
             + ", ".join(name for name, each in ARCHITECTURES.items() if each.runs)
+        )
+    kinds = [asdict(layer.attention) | asdict(layer.feed_forward) for layer in config.kinds]
+    if differing := [name for name in ALIKE if len({kind[name] for kind in kinds}) > 1]:
+        raise BadInput(
+            f"{config.name}: its layers differ in {', '.join(differing)}, for which devices keep the same memory or "
+            "angles in all layers: use `moesched simulate` or `moesched plan`"
         )
