@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from _hugging_face import kept
 
 from moesched.models.config import ModelConfig
 from moesched.models.published import published_config
@@ -76,7 +77,7 @@ def _timed(model: Any, config: ModelConfig, batch: int, prompt: int, new_tokens:
     steps = []
     for _ in range(DECODE_STEPS):
         start = time.perf_counter()
-        out = model(token.to("cuda"), past_key_values=out.past_key_values, use_cache=True)
+        out = model(token.to("cuda"), **kept(model, out.past_key_values), use_cache=True)
         token = out.logits[:, -1:].argmax(-1)
         torch.cuda.synchronize()
         steps.append(time.perf_counter() - start)

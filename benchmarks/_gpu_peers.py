@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from _fresh_process import RowFailed, in_one_line, last_line
+from _hugging_face import kept
 
 EXPERTS = ("eager", "grouped_mm")
 """Settings of Hugging Face's experts; the faster one counts in each figure."""
@@ -60,7 +61,7 @@ def _timed(model: Any, device: str, batch: int, prompt: int, new_tokens: int) ->
     with torch.inference_mode():
         for _ in range(new_tokens):
             begun = wait()
-            output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output = model(ids, **kept(model, cache), use_cache=True, logits_to_keep=1)
             cache, ids = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
             times.append(wait() - begun)
     return {

@@ -63,6 +63,7 @@ BENCHMARK = Benchmark(
         "benchmarks/_gpu_policies.py",
         "benchmarks/_dispatch_cases.py",
         "benchmarks/_accelerate.py",
+        "benchmarks/_hugging_face.py",
         "benchmarks/_cuda_probe.py",
         *EXECUTION,
     ),
