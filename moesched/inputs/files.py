@@ -1,4 +1,4 @@
-"""Outputs apart from inputs: whatever the options of a command or a call name, and it does not write, it reads."""
+"""Outputs apart from inputs: every file that an option names, and that is no output, counts as read."""
 
 from __future__ import annotations
 
