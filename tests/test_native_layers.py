@@ -15,7 +15,7 @@ from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.native.layers import NativeLayers
 from moesched.devices.products.linear import expert_ffn
-from moesched.devices.torch import kernels
+from moesched.devices.kernels import functions
 from moesched.models.config import ModelConfig
 from small_models import SMALL
 
@@ -89,16 +89,16 @@ def doubled(weights: Weights) -> Weights:
 def torch_inputs(
     config: ModelConfig, weights: Weights, x_TD: Tensor, angles: tuple[Tensor, Tensor]
 ) -> Tensor:
-    parts = kernels.project_qkv(x_TD, weights, angles, config, config.attention)
+    parts = functions.project_qkv(x_TD, weights, angles, config, config.attention)
     return torch.cat([part.flatten(1) for part in parts], dim=1).double()
 
 
 def torch_layer(config: ModelConfig, weights: Weights, hidden_TD: Tensor, attended_TX: Tensor) -> Tensor:
     """All after attention, by torch, in the dtype of the weights."""
-    hidden_TD = kernels.output_projection(attended_TX, weights["o"], hidden_TD)
-    x_TD = kernels.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
+    hidden_TD = functions.output_projection(attended_TX, weights["o"], hidden_TD)
+    x_TD = functions.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
     logits_TE = torch.cat([x_TD @ block.T for block in weights["router"]], dim=1).double()
-    experts_Tk, weights_Tk = kernels.choose_experts(
+    experts_Tk, weights_Tk = functions.choose_experts(
         logits_TE, config.routed.top_k, config.routed.weights_sum_to_one
     )
     rows = []
@@ -152,7 +152,7 @@ def test_embeddings_are_copied_and_angles_are_those_of_torch(native: NativeKerne
     buffers = layers.buffers(3)
     layers.embed(buffers, ids, positions, embedding_VD)
     assert torch.equal(buffers.hidden_TD, embedding_VD[ids])
-    expected = kernels.rotary(torch.tensor(positions), PLAIN.attention.head_dim, PLAIN.attention.rope_theta)
+    expected = functions.rotary(torch.tensor(positions), PLAIN.attention.head_dim, PLAIN.attention.rope_theta)
     for ours, theirs in zip(buffers.angles, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
 
@@ -161,7 +161,7 @@ def test_queries_keys_and_values_are_as_close_to_exact_as_those_of_torch(
     native: NativeKernels, config: ModelConfig
 ) -> None:
     weights, x_TD = weights_of(config), random(5, config.hidden, seed=50)
-    angles = kernels.rotary(torch.arange(5) * 7, config.attention.head_dim, config.attention.rope_theta)
+    angles = functions.rotary(torch.arange(5) * 7, config.attention.head_dim, config.attention.rope_theta)
     exact_angles = angles[0].double(), angles[1].double()
     exact = torch_inputs(config, doubled(weights), x_TD.double(), exact_angles)
     ours = inputs(NativeLayers(config, native), x_TD, weights, angles)
@@ -187,7 +187,7 @@ def test_logits_are_those_of_the_chosen_rows_and_the_largest_is_named(
     norm_D, last = weights["final_norm"][0], [5, 0, 3]
     logits_SV, likeliest = NativeLayers(config, native).logits(hidden_TD, last, weights)
     blocks = [block.double() for block in weights["lm_head"]]
-    exact = kernels.lm_head(hidden_TD[last].double(), norm_D.double(), blocks, config.norm_eps, config.norm)
+    exact = functions.lm_head(hidden_TD[last].double(), norm_D.double(), blocks, config.norm_eps, config.norm)
     assert torch.allclose(logits_SV.double(), exact.double(), atol=0.02, rtol=0.02)
     assert likeliest == logits_SV.numpy().argmax(axis=1).tolist()
 
@@ -211,9 +211,9 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(native: NativeKernels, co
     )
     together, chosen_Tk, counts = after_attention(layers, hidden_TD, attended_TX, weights)
 
-    projected_TD = kernels.output_projection(attended_TX, weights["o"], hidden_TD, native.linear)
+    projected_TD = functions.output_projection(attended_TX, weights["o"], hidden_TD, native.linear)
     x_TD, experts_Tk, weights_Tk, _ = layers.route(projected_TD, weights)
-    grouping = kernels.group_by_expert(experts_Tk, config.routed.experts)
+    grouping = functions.group_by_expert(experts_Tk, config.routed.experts)
     x_nD = x_TD[grouping.tokens_n]
     parts = [
         native.expert(rows, *(weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down")))
@@ -233,7 +233,7 @@ def test_many_tokens_have_the_bits_that_each_has_alone(native: NativeKernels, to
     layers, weights = NativeLayers(PLAIN, native), weights_of(PLAIN)
     hidden_TD = random(tokens, PLAIN.hidden, seed=64)
     attended_TX = random(tokens, PLAIN.attention.query_width, seed=65)
-    angles = kernels.rotary(torch.arange(tokens), PLAIN.attention.head_dim, PLAIN.attention.rope_theta)
+    angles = functions.rotary(torch.arange(tokens), PLAIN.attention.head_dim, PLAIN.attention.rope_theta)
     together = inputs(layers, hidden_TD, weights, angles)
     out_TD, _, counts = after_attention(layers, hidden_TD, attended_TX, weights)
     assert sum(counts.values()) == tokens * PLAIN.routed.top_k
@@ -272,7 +272,7 @@ def test_a_token_has_the_same_bits_whatever_the_other_tokens(
     layers, weights = NativeLayers(config, native), weights_of(config)
     hidden_TD = random(MOST_ROWS, config.hidden, seed=56)
     attended_TX = random(MOST_ROWS, config.attention.query_width, seed=57)
-    angles = kernels.rotary(torch.arange(MOST_ROWS), config.attention.head_dim, config.attention.rope_theta)
+    angles = functions.rotary(torch.arange(MOST_ROWS), config.attention.head_dim, config.attention.rope_theta)
     together = inputs(layers, hidden_TD, weights, angles)
     out_TD, *_ = after_attention(layers, hidden_TD, attended_TX, weights)
     for start, stop in ((0, 1), (3, 8), (15, 16)):

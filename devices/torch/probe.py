@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
+from ..kernels.torch_kernels import open_native, rows_for_native
 from ..native.compiled import AUTO
 from ..products.crossover import Shape, forget
+from ..products.linear import linear
 from ..products.packed_weights import pack, packing_pays
-from ..products.products import Products, make_kernel, rows_for_kernel
 from ..products.team import Team
 from ..shared.arena import aligned_bytes, round_down
 from ..shared.direct_file import DirectFile
@@ -47,12 +48,13 @@ class TorchProbe:
         self._readers = Team(READS_IN_FLIGHT)
         self._files: dict[Path, DirectFile] = {}
         forget()
-        rows = rows_for_kernel(AUTO, "bfloat16", PRODUCT, self._packing_pays)
-        self._products = Products(make_kernel(AUTO, rows, threads))
+        self._native_rows = rows_for_native(AUTO, "bfloat16", PRODUCT, self._packing_pays)
+        self._native = open_native(AUTO, self._native_rows, cores=threads)
 
     def close(self) -> None:
         """End the threads, and close the files."""
-        self._products.close()
+        if self._native is not None:
+            self._native.close()
         self._readers.close()
         for file in self._files.values():
             file.close()
@@ -77,9 +79,11 @@ class TorchProbe:
         rearranged = cycle([[pack(matrix)] for matrix in matrices]) if packed else plain
 
         def of_rows(rows: int) -> Call:
-            blocks = plain if rows <= self._products.most_rows else rearranged
             x_TD = torch.full((rows, inputs), 0.01, dtype=kind)
-            return lambda: self._products.linear(x_TD, next(blocks))
+            native = self._native if kind == torch.bfloat16 and rows <= self._native_rows else None
+            if native is not None:
+                return lambda: native.linear(x_TD, next(plain))
+            return lambda: linear(x_TD, next(rearranged))
 
         return of_rows
 
