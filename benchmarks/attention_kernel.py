@@ -29,11 +29,16 @@ import torch
 from _limits import clock_for, limit_of, measured_flops, read_limit, warm_up
 from _options import Benchmark, track
 
-from moesched.devices.native.attention import AttentionCall, LayerAddresses, NativeAttention, SequencesInBlocks
+from moesched.devices.kernels import functions
+from moesched.devices.native.attention import (
+    AttentionCall,
+    LayerAddresses,
+    NativeAttention,
+    SequencesInBlocks,
+)
 from moesched.devices.native.compiled import instruction_sets
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.products.team import use_cores
-from moesched.devices.kernels import functions
 from moesched.requests.batch import KV_BLOCK_TOKENS
 from moesched.system.cores import usable_cores
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from moesched.devices.products.linear import expert_ffn
 from moesched.devices.kernels import functions
+from moesched.devices.products.linear import expert_ffn
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.devices.torch.kv_step import KVStep
 from moesched.models.checkpoint import Checkpoint, open_checkpoint

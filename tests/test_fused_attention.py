@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from moesched.devices.kernels import functions
+from moesched.devices.kernels.functions import KVView
 from moesched.devices.kernels.fused_attention import (
     PIECE_BYTES,
     has_fused_attention,
     prefer_kernels_without_plans,
     queries_in_a_piece,
 )
-from moesched.devices.kernels.functions import KVView
 from scores import Scores
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

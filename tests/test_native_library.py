@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moesched.devices.kernels.torch_kernels import rows_for_native
 from moesched.devices.native.compiled import (
     TORCH,
     VERSION,
@@ -17,7 +18,6 @@ from moesched.devices.native.compiled import (
     load,
 )
 from moesched.devices.products.crossover import Shape
-from moesched.devices.kernels.torch_kernels import rows_for_native
 from moesched.errors import BadInput
 
 COMPILER = sysconfig.get_config_var("CC").split()[0]

@@ -11,10 +11,10 @@ import torch
 from _random_models import DECISIVE, hugging_face_logits, load_model, mixtral, prompts_of, random_mixtral
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from moesched.devices.products.linear import expert_ffn, linear
-from moesched.devices.products.packed_weights import pack, packed_bytes, packing_pays
 from moesched.devices.kernels import functions
 from moesched.devices.kernels.functions import KVView
+from moesched.devices.products.linear import expert_ffn, linear
+from moesched.devices.products.packed_weights import pack, packed_bytes, packing_pays
 from moesched.models.footprint import QUERY_TILE
 from reference import Reference, cut_in_three, generate, whole
 

@@ -221,26 +221,36 @@ class NativeMoELayer(NativeMemoryKernel):
         layer.out, layer.counts = hidden_TD.data_ptr(), address(counts)
         _write_choices(layer, choices)
         run = self._bound(library().moesched_moe_layer, layer)
-        return _MoELayer(run, layer, hidden_TD, choices.experts_Tk, counts)
+        return _MoELayer(run, layer, hidden_TD, (choices, projected_TD), counts)
 
 
 class _MoELayer:
     """The call, for hidden states and attention's output wherever they are."""
 
-    __slots__ = ("_attended_TX", "_counts", "_experts_Tk", "_layer", "_out_TD", "_residual_TD", "_run")
+    __slots__ = (
+        "_attended_TX",
+        "_between",
+        "_counts",
+        "_experts_Tk",
+        "_layer",
+        "_out_TD",
+        "_residual_TD",
+        "_run",
+    )
 
     def __init__(
         self,
         run: Callable[[], int],
         layer: Layer,
         out_TD: Tensor,
-        experts_Tk: Tensor,
+        between: tuple[Routed, Tensor],
         counts: array[int],
     ) -> None:
         self._run = run
         self._layer = layer
         self._out_TD = out_TD
-        self._experts_Tk = experts_Tk
+        self._between = between  # which C writes
+        self._experts_Tk = between[0].experts_Tk
         self._counts = counts
         self._attended_TX: Tensor | None = None
         self._residual_TD: Tensor | None = None
@@ -311,6 +321,7 @@ class HeadCall:
         self._chosen = array("q", rows)
         self._likeliest = numbers(len(rows))
         self._head = head
+        self._hidden_TD: Tensor | None = None
         self.logits_SV = torch.empty(len(rows), head.vocabulary)
         head.rows, head.chosen = len(rows), address(self._chosen)
         head.logits, head.likeliest = self.logits_SV.data_ptr(), address(self._likeliest)
@@ -318,7 +329,8 @@ class HeadCall:
 
     def __call__(self, hidden_TD: Tensor) -> list[int]:
         """Compute the logits; returns the likeliest token of each row, -1 if its logits are not finite."""
-        self._head.x = hidden_TD.data_ptr()
+        if hidden_TD is not self._hidden_TD:
+            self._hidden_TD, self._head.x = hidden_TD, hidden_TD.data_ptr()
         check(self._run())
         return self._likeliest.tolist()
 

@@ -14,12 +14,12 @@ from ..native.kernels import NativeKernels
 from ..products.crossover import Shape, most_rows
 from ..products.packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from ..products.team import Team
-from .layer_weights import Tensor, Weights
-from .memory import Memory
+from ..shared.page_reader import DTYPES
+from .binder import Binder
+from .layer_weights import Tensor
 from .native_attention import NATIVE_ATTENTION
 from .native_rows import NATIVE
 from .resources import Indices, Resources
-from .seam import OPERATIONS, Bound, Case, Kernel
 from .table import KernelTable
 from .torch_rows import TORCH as TORCH_ROWS
 
@@ -27,7 +27,7 @@ COMPUTED_IN_FLOAT32 = ".router"
 """The end of the name of weights that are converted for each use: packed ones cannot be."""
 
 
-class TorchKernels:
+class TorchKernels(Binder):
     """The kernels of a device. All batches share them, so that all get the same bits.
 
     Args:
@@ -38,7 +38,7 @@ class TorchKernels:
         use_cores_for: sets torch's number of cores for a product, given its rows and weights.
 
     Attributes:
-        table: the kernels; without any until `start`.
+        table: the kernels; none until `start`.
         threads: of the native kernels; None until `start`, and where torch does everything.
         team: divides experts and blocks of the LM head among the cores; None where products run one after the other,
             each on all cores.
@@ -61,20 +61,17 @@ class TorchKernels:
     ) -> None:
         check_choice(choice)
         transposed, on_cpu = layout.config.routed.transposed_down, device.type == "cpu"
-        self.table = KernelTable(())
+        super().__init__(KernelTable(()), layout.config, layout.dtype, device.type)
         self.threads: NativeKernels | None = None
         self.team: Team | None = None
         self.fused_attention = True
-        self._device = device.type
-        self._layout = layout
-        self._dtype = getattr(torch, layout.dtype)
         self._cores = cores
         self._use_cores_for = use_cores_for
         expert = Shape(layout.config.routed.intermediate, layout.config.hidden)
         self._rows = partial(rows_for_native, choice, layout.dtype, expert)
         self._open = partial(open_native, choice, cores=cores, pin=pin, left=left)
         self._packs = on_cpu and layout.dtype == "bfloat16" and packing_pays(transposed, cores)
-        self._shares = on_cpu and cores > 1 and cores_keep_bits(self._dtype, cores, transposed)
+        self._shares = on_cpu and cores > 1 and cores_keep_bits(DTYPES[layout.dtype], cores, transposed)
 
     def start(self, rows_an_expert: float, indices: Indices) -> None:
         """Start the threads and fill the table.
@@ -90,8 +87,8 @@ class TorchKernels:
             self.team = Team(self._cores)
         self.table = KernelTable(())
         resources = Resources(
-            config=self._layout.config,
-            dtype=self._dtype,
+            config=self._config,
+            dtype=DTYPES[self._dtype],
             indices=indices,
             use_cores_for=self._use_cores_for,
             team=self.team,
@@ -99,89 +96,7 @@ class TorchKernels:
             fused_attention=self.fused_attention,
             table=self.table,
         )
-        native = (*NATIVE, *NATIVE_ATTENTION) if self.threads else ()
-        for row in (*native, *TORCH_ROWS):
-            self.table.add(row(resources))
-
-    def bound(self, operation: str, weights: Weights, memory: Memory) -> Bound:
-        """The kernel for an operation on the accelerator, bound to weights, for as many rows as the memory has."""
-        return memory.bound((operation, weights.number)) or self._bind(
-            self._case(operation, weights, memory.rows), weights, memory
-        )
-
-    def fused(self, operation: str, weights: Weights, memory: Memory) -> Bound | None:
-        """The same for an operation that others can do; None where no kernel takes it."""
-        bound = memory.bound((operation, weights.number))
-        if bound is None:
-            case = self._case(operation, weights, memory.rows)
-            bound = self._bind(case, weights, memory) if self.table.find(case) else None
-        return bound
-
-    def attention(self, layer: int, memory: Memory, *, decodes: bool, on_host: bool = False) -> Bound:
-        """Attention over the cache of a layer.
-
-        decodes: whether it is a decode step, with one new token for each sequence.
-        """
-        device = "cpu" if on_host else self._device
-        key = "attention", layer, decodes, device
-        bound = memory.bound(key)
-        if bound is None:
-            described = self._layout.config.layer(layer)
-            case = Case("attention", memory.rows, frozenset(), self._layout.dtype, device, described, decodes)
-            bound = self.table.bind(case, None, memory)
-            memory.keep(key, bound)
-        return bound
-
-    def prompt_attention(self, layer: int, rows: int) -> Bound:
-        """Attention over views of keys and values, on the accelerator."""
-        described = self._layout.config.layer(layer)
-        return self.table.bind(
-            Case("prompt_attention", rows, frozenset(), self._layout.dtype, self._device, described)
-        )
-
-    def expert(
-        self, weights: Weights, expert: int, rows: int, *, on_host: bool = False
-    ) -> tuple[Kernel, Bound]:
-        """The kernel for an expert on some rows, and the same bound to its weights."""
-        part = weights.expert(expert)
-        case = Case(
-            "expert",
-            rows,
-            part.formats(OPERATIONS["expert"]),
-            self._layout.dtype,
-            "cpu" if on_host else self._device,
-            weights.layer,
-        )
-        kernel = self.table.require(case)
-        bound = part.bounds.get(kernel.name)
-        if bound is None:
-            bound = part.bounds[kernel.name] = self.table.bound_to(kernel, case, part)
-        return kernel, bound
-
-    def combine(self, memory: Memory) -> Bound:
-        """The weighted sum of the experts' outputs, and the residual."""
-        bound = memory.bound("combine")
-        if bound is None:
-            case = Case("combine", memory.rows, frozenset(), self._layout.dtype, self._device)
-            bound = self.table.bind(case, None, memory)
-            memory.keep("combine", bound)
-        return bound
-
-    def _case(self, operation: str, weights: Weights, rows: int) -> Case:
-        formats = weights.formats(OPERATIONS[operation])
-        return Case(operation, rows, formats, self._layout.dtype, self._device, weights.layer)
-
-    def _bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        kernel = self.table.require(case)
-        if kernel.uses_memory:
-            bound = self.table.bound_to(kernel, case, weights, memory)
-            memory.keep((case.operation, weights.number), bound)
-            return bound
-        key = case.operation, case.rows
-        found = weights.bounds.get(key)
-        if found is None:
-            found = weights.bounds[key] = self.table.bound_to(kernel, case, weights, memory)
-        return found
+        fill(self.table, resources)
 
     @property
     def arranges(self) -> bool:
@@ -203,6 +118,13 @@ class TorchKernels:
         if self.team is not None:
             self.team.close()
         self.table = KernelTable(())
+
+
+def fill(table: KernelTable, resources: Resources) -> None:
+    """Add all rows that are for a torch device; those of the native library where it is there."""
+    native = (*NATIVE, *NATIVE_ATTENTION) if resources.threads else ()
+    for row in (*native, *TORCH_ROWS):
+        table.add(row(resources))
 
 
 def rows_for_native(choice: str, dtype: str, shape: Shape, packed: bool) -> int:

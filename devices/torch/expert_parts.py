@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,10 +10,10 @@ import torch
 from moesched.models.config import ModelConfig
 from moesched.models.footprint import EXPERT_TILE
 
+from ..kernels.binder import Binder
 from ..kernels.layer_weights import Weights
 from ..kernels.seam import Bound, Kernel
 from ..products.linear import Tensor
-from .compute import Compute
 
 
 class Part(NamedTuple):
@@ -54,13 +54,21 @@ class ExpertRunner:
     """Runs experts on rows of micro-batches.
 
     Args:
+        use_cores_for: sets torch's number of cores for a product, given its rows and weights.
         on_host: whether the rows are on the host, where the accelerator has a memory of its own.
     """
 
-    def __init__(self, config: ModelConfig, compute: Compute, *, on_host: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Binder,
+        use_cores_for: Callable[[int, int], object],
+        *,
+        on_host: bool = False,
+    ) -> None:
         self._expert_weights = config.hidden * config.routed.intermediate
-        self._use_cores_for = compute.use_cores_for
-        self._kernels = compute.kernels
+        self._use_cores_for = use_cores_for
+        self._kernels = kernels
         self._on_host = on_host
 
     def apply(self, parts: Sequence[Part], expert: int, weights: Weights) -> None:

@@ -43,7 +43,7 @@ class HostExperts:
         self._exchanged = exchanged
         self._states = states
         self._weights = weights
-        self._experts = ExpertRunner(config, compute, on_host=True)
+        self._experts = ExpertRunner(config, compute.kernels, compute.use_cores_for, on_host=True)
         self._there = there
         self._device_observers = device_observers
 

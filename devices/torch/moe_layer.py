@@ -57,7 +57,7 @@ class MoELayer:
         self._use_cores_for = compute.use_cores_for
         self._kernels = compute.kernels
         self._team = compute.kernels.team
-        self._experts = ExpertRunner(config, compute)
+        self._experts = ExpertRunner(config, compute.kernels, compute.use_cores_for)
         self._device_observers = device_observers
         self._first_request = first_request
 
