@@ -5,7 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ..native.attention import DTYPES, AttentionCall, NativeAttention, refuses_prompts
+from ..native.attention import (
+    DTYPES,
+    PROMPT_INSTRUCTIONS,
+    AttentionCall,
+    NativeAttention,
+    refuses_prompts,
+)
+from ..native.compiled import instruction_sets, why_unusable
 from .layer_weights import Tensor
 from .memory import Memory
 from .resources import Resources
@@ -27,6 +34,11 @@ class NativeAttentionKernel(Kernel):
         self._attention = NativeAttention(resources.threads)
         self._dtype = resources.dtype
         self.name = f"native {self._instruction_set}"
+
+    @classmethod
+    def problem(cls) -> str | None:
+        """The library is not there, or does not load."""
+        return why_unusable() or None
 
 
 class NativeDecodeAttention(NativeAttentionKernel):
@@ -77,6 +89,12 @@ class NativePromptAttention(NativeAttentionKernel):
 
     operation = "prompt_attention"
     takes = "bfloat16 on a CPU with AVX512_BF16 and no AMX"
+
+    @classmethod
+    def problem(cls) -> str | None:
+        """The library is not there, or the processor has other instructions."""
+        best = next(iter(instruction_sets()), "")
+        return super().problem() or (None if best == PROMPT_INSTRUCTIONS else f"this processor has {best}")
 
     def refusal(self, case: Case) -> str:
         """Other devices, numbers and heads."""

@@ -15,7 +15,7 @@ import torch
 from moesched.models.config import ModelConfig
 
 from ..native.arguments import Head, Inputs, Layer, Tokens
-from ..native.compiled import library
+from ..native.compiled import library, why_unusable
 from ..native.kernels import NativeKernels, address, check, numbers
 from .layer_weights import Tensor, Weights
 from .memory import Memory
@@ -41,6 +41,11 @@ class NativeKernel(Kernel):
         self._config: ModelConfig = resources.config
         self._prepare = Preparation(resources.config)
         self.name = f"native {self._threads.instruction_set}"
+
+    @classmethod
+    def problem(cls) -> str | None:
+        """The library is not there, or does not load."""
+        return why_unusable() or None
 
     def refusal(self, case: Case) -> str:
         """Other devices and numbers; many rows, for which torch is faster; matrices that are no plain rows."""

@@ -132,7 +132,7 @@ class Kernel(ABC):
 
     Attributes:
         operation: the name of one of `OPERATIONS`.
-        name: of no other kernel for this operation.
+        name: unique among the kernels for this operation.
         takes: the cases that it takes, in words.
         independent: whether a row's bits depend on no other row.
         has_threads: whether it runs on threads of its own; otherwise on those of torch.
@@ -149,6 +149,11 @@ class Kernel(ABC):
     @abstractmethod
     def refusal(self, case: Case) -> str:
         """The reason why it does not take a case of its operation; empty if it does."""
+
+    @classmethod
+    def problem(cls) -> str | None:
+        """The reason why it takes nothing on this machine; None where it does."""
+        return None
 
     @abstractmethod
     def bind(self, case: Case, weights: Any, memory: Any) -> Bound:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 
+from moesched import plugins
+from moesched.errors import BadInput
 from moesched.models.layout import WeightLayout
+from moesched.seams import KernelRow
 
 from ..native.compiled import AUTO, TORCH, check_choice, instruction_sets
 from ..native.kernels import NativeKernels
@@ -16,10 +20,12 @@ from ..products.packed_weights import cores_keep_bits, pack, packed_bytes, packi
 from ..products.team import Team
 from ..shared.page_reader import DTYPES
 from .binder import Binder
+from .guarded import Guarded
 from .layer_weights import Tensor
 from .native_attention import NATIVE_ATTENTION
 from .native_rows import NATIVE
 from .resources import Indices, Resources
+from .seam import OPERATIONS, Kernel
 from .table import KernelTable
 from .torch_rows import TORCH as TORCH_ROWS
 
@@ -33,6 +39,7 @@ class TorchKernels(Binder):
     Args:
         device: of the accelerator's tensors.
         choice: `auto`, `torch`, or an instruction set of the native kernels.
+        own: kernels from outside the tree: classes, or names as for `moesched.plugins.find`.
         cores: for kernels on the CPU.
         pin, left: as for `NativeKernels`.
         use_cores_for: sets torch's number of cores for a product, given its rows and weights.
@@ -53,6 +60,7 @@ class TorchKernels(Binder):
         device: torch.device,
         layout: WeightLayout,
         choice: str,
+        own: Sequence[str | type],
         *,
         cores: int,
         pin: bool,
@@ -66,6 +74,7 @@ class TorchKernels(Binder):
         self.team: Team | None = None
         self.fused_attention = True
         self._cores = cores
+        self._own = [plugins.find("kernels", each) for each in [*own, *plugins.names("kernels")]]
         self._use_cores_for = use_cores_for
         expert = Shape(layout.config.routed.intermediate, layout.config.hidden)
         self._rows = partial(rows_for_native, choice, layout.dtype, expert)
@@ -96,6 +105,8 @@ class TorchKernels(Binder):
             fused_attention=self.fused_attention,
             table=self.table,
         )
+        for row in self._own:
+            self.table.add(guarded(row, resources))
         fill(self.table, resources)
 
     @property
@@ -118,6 +129,39 @@ class TorchKernels(Binder):
         if self.team is not None:
             self.team.close()
         self.table = KernelTable(())
+
+
+def guarded(row: type, resources: Resources) -> Guarded:
+    """A kernel from outside the tree.
+
+    Raises:
+        BadInput: it is none.
+    """
+    kernel = row(resources)
+    if not isinstance(kernel, Kernel):
+        raise BadInput(
+            f"{row.__module__}:{row.__qualname__} is not a kernel: derive it from moesched.devices.kernels.seam.Kernel"
+        )
+    return Guarded(kernel, resources.config, resources.dtype)
+
+
+def kernel_rows() -> list[KernelRow]:
+    """All rows of a torch device on this machine, by operation; of each the first that takes a case computes it.
+
+    Those that cannot be loaded come first, without an operation.
+    """
+    problems = {name: plugins.problem("kernels", name) for name in plugins.names("kernels")}
+    own = [cast("type[Kernel]", plugins.find("kernels", name)) for name in problems if not problems[name]]
+    rows: list[type[Kernel]] = [*own, *NATIVE, *NATIVE_ATTENTION, *TORCH_ROWS]
+    return [
+        *(KernelRow("", name, "", problem) for name, problem in problems.items() if problem),
+        *(
+            KernelRow(name, row.name, row.takes, row.problem())
+            for name in OPERATIONS
+            for row in rows
+            if row.operation == name
+        ),
+    ]
 
 
 def fill(table: KernelTable, resources: Resources) -> None:

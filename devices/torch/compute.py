@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from moesched.models.layout import WeightLayout
@@ -23,7 +25,7 @@ class Compute:
 
     Args:
         accelerator: such as "cuda:0".
-        kernel, pin, threads: as for `TorchDevice`.
+        kernel, pin, threads, own_kernels: as for `TorchDevice`.
 
     Attributes:
         accelerator: where the accelerator's tensors are.
@@ -35,7 +37,13 @@ class Compute:
     """
 
     def __init__(
-        self, accelerator: str, layout: WeightLayout, kernel: str, pin: bool, threads: int | None
+        self,
+        accelerator: str,
+        layout: WeightLayout,
+        kernel: str,
+        pin: bool,
+        threads: int | None,
+        own_kernels: Sequence[str | type] = (),
     ) -> None:
         self.accelerator = torch.device(accelerator)
         self.dtype = DTYPES[layout.dtype]
@@ -47,6 +55,7 @@ class Compute:
             self.accelerator,
             layout,
             kernel,
+            own_kernels,
             cores=self.cores,
             pin=pin,
             left=self.core_plan.issuing,
