@@ -1,7 +1,7 @@
 """The seam between operations of a layer and the kernels that compute them.
 
 An operation has inputs, weights and outputs, and no verb: the verbs of a device are made of operations. A kernel
-computes one operation where it takes the case: so many rows, weights stored in such formats, a dtype, a device. It is
+computes one operation where it takes the case: a number of rows, weights stored in such formats, a dtype, a device. It is
 bound to weights once and then called often.
 """
 
@@ -161,5 +161,5 @@ class Kernel(ABC):
 
         Args:
             weights: tensors by name, each as its row blocks.
-            memory: keeps tensors for results of so many rows.
+            memory: keeps tensors for the results of that many rows.
         """
