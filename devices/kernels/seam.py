@@ -1,8 +1,8 @@
 """The seam between operations of a layer and the kernels that compute them.
 
 An operation has inputs, weights and outputs, and no verb: the verbs of a device are made of operations. A kernel
-computes one operation where it takes the case: a number of rows, weights stored in such formats, a dtype, a device. It is
-bound to weights once and then called often.
+computes one operation for the cases that it takes: a number of rows, storage formats of the weights, a dtype, a device.
+It is bound to weights once and then called often.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from ..native.kernels import NativeKernels
 from ..products.crossover import Shape, most_rows
 from ..products.packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from ..products.team import Team
+from ..shared.arena import copy_placed_alike
 from ..shared.page_reader import DTYPES
 from .binder import Binder
 from .guarded import Guarded
@@ -114,12 +115,13 @@ class TorchKernels(Binder):
         """Whether tensors that stay are not kept as they were read."""
         return self._packs or self._device != "cpu"
 
-    def packed(self, name: str, tensor: Tensor) -> Tensor | None:
-        """A copy of a tensor that stays, packed for oneDNN; None where that does not pay."""
-        if not self._packs or tensor.dim() != 2 or name.endswith(COMPUTED_IN_FLOAT32):
-            return None
-        packed = pack(tensor)
-        return packed if packed_bytes(packed) <= tensor.nbytes else None
+    def arranged(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
+        """A copy on a device of a tensor that stays, packed for oneDNN where that pays."""
+        if self._packs and tensor.dim() == 2 and not name.endswith(COMPUTED_IN_FLOAT32):
+            packed = pack(tensor)
+            if packed_bytes(packed) <= tensor.nbytes:
+                return packed
+        return copy_placed_alike(tensor, device)
 
     def close(self) -> None:
         """End the threads."""

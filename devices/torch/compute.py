@@ -12,9 +12,7 @@ from moesched.system.cores import CorePlan, divided_cores, usable_cores
 from ..kernels.resources import Indices
 from ..kernels.torch_kernels import TorchKernels
 from ..products.bfloat16_support import has_bfloat16
-from ..products.linear import Tensor
 from ..products.row_tiles import CODE_BYTES
-from ..shared.arena import copy_placed_alike
 from ..shared.page_reader import DTYPES
 from .copies import NumberRing, host_indices
 from .cores import Cores
@@ -86,11 +84,6 @@ class Compute:
         if not self.on_cpu:
             self.indices = NumberRing(self.accelerator).indices
         self.kernels.start(rows_an_expert, self.indices)
-
-    def arranged(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy on the accelerator of a tensor that stays, packed where that pays."""
-        packed = self.kernels.packed(name, tensor)
-        return copy_placed_alike(tensor, self.accelerator) if packed is None else packed
 
     def close(self) -> None:
         """End the threads, and restore torch's number of cores."""

@@ -39,6 +39,6 @@ def read_global_weights(
     else:
         blocks = list(read("lm_head").chunk(pieces))
         if compute.kernels.arranges:
-            blocks = [compute.arranged("lm_head", block) for block in blocks]
+            blocks = [compute.kernels.arranged("lm_head", block, compute.accelerator) for block in blocks]
     head = Weights({"final_norm": [norm_D], "lm_head": blocks})
     return GlobalWeights(Weights({"embedding": [embedding_VD]}), head)

@@ -120,7 +120,8 @@ class ResidentPages:
         return weights
 
     def _packed(self, weights: NamedBlocks) -> NamedBlocks:
+        kernels, device = self._compute.kernels, self._compute.accelerator
         return {
-            name: [self._compute.arranged(name, block) for block in blocks]
+            name: [kernels.arranged(name, block, device) for block in blocks]
             for name, blocks in weights.items()
         }
