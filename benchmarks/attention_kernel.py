@@ -29,11 +29,16 @@ import torch
 from _limits import clock_for, limit_of, measured_flops, read_limit, warm_up
 from _options import Benchmark, track
 
-from moesched.devices.native.attention import AttentionCall, CachedLayer, NativeAttention, SequencesInBlocks
+from moesched.devices.kernels import functions
+from moesched.devices.native.attention import (
+    AttentionCall,
+    LayerAddresses,
+    NativeAttention,
+    SequencesInBlocks,
+)
 from moesched.devices.native.compiled import instruction_sets
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.products.team import use_cores
-from moesched.devices.torch import kernels
 from moesched.requests.batch import KV_BLOCK_TOKENS
 from moesched.system.cores import usable_cores
 
@@ -201,7 +206,7 @@ def native_calls(row: Row, layers: Tensor, attention: NativeAttention) -> list[C
 
     def native_call(layer: Tensor) -> Callable[[], object]:
         keys = layer.data_ptr()
-        cached = CachedLayer(keys, keys + row.nbytes // 2, KV_BLOCK_TOKENS)
+        cached = LayerAddresses(keys, keys + row.nbytes // 2, KV_BLOCK_TOKENS)
         return partial(call, attention.prepared(q_SHd, k_SKd, v_SKd, cached, out_SX), (step, out_SX))
 
     return [native_call(layer) for layer in layers]
@@ -215,7 +220,7 @@ def torch_calls(row: Row, layers: Tensor, cores: int) -> list[Callable[[], objec
     def call(layer: Tensor) -> None:
         use_cores(cores)
         keys, values = layer.view(shape)
-        kernels.attention(q_SHd, [kernels.KVView(keys, values, 1)])
+        functions.attention(q_SHd, [functions.KVView(keys, values, 1)])
 
     return [partial(call, layer) for layer in layers]
 

@@ -9,6 +9,7 @@ MoeschedError
 │   ├── OutOfOrder      a verb whose input does not exist yet, or was consumed already
 │   ├── NotResident     a page that is not in the memory that a kernel reads it from
 │   └── OverBudget      more bytes than the budget of a memory allows
+├── KernelFailed        a kernel from outside the tree raised, or gave something else than its operation
 ├── TaskFailed          a task raised on its lane; carries the task's story
 ├── TransportError      a collective cannot end: a rank is missing or gave up, or the transport was closed
 │   └── RankLost        a rank is gone: its process ended, its machine is silent, or it left
@@ -80,6 +81,10 @@ class NotResident(PolicyError):
 
 class OverBudget(PolicyError):
     """A request exceeds the budget of a memory."""
+
+
+class KernelFailed(MoeschedError):
+    """A kernel from outside the tree raised, or gave something else than its operation; the message names both."""
 
 
 class TaskFailed(MoeschedError):

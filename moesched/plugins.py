@@ -1,4 +1,4 @@
-"""Policies, devices and transports: classes, given as they are, by an entry point, module:Class or file.py:Class."""
+"""Plug-ins of all kinds: classes, given as they are, by an entry point, module:Class or file.py:Class."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from types import ModuleType
 from typing import Any, Literal, overload
 
 from moesched.errors import BadInput
-from moesched.seams import Device, Policy, Transport
+from moesched.seams import Device, Kernel, Policy, Transport
 from moesched.system.memory import require_address_space
 from moesched.system.near_names import with_nearest
 from moesched.system.plain_text import shown
 from moesched.system.signal_origin import came_from_a_signal
 from moesched.system.source_lines import raising_line
 
-Kind = Literal["policies", "devices", "transports"]
+Kind = Literal["policies", "devices", "transports", "kernels"]
 
-_SINGULAR = {"policies": "policy", "devices": "device", "transports": "transport"}
-_SEAMS: dict[Kind, type] = {"policies": Policy, "devices": Device, "transports": Transport}
+_SINGULAR = {"policies": "policy", "devices": "device", "transports": "transport", "kernels": "kernel"}
+_SEAMS: dict[Kind, type] = {
+    "policies": Policy,
+    "devices": Device,
+    "transports": Transport,
+    "kernels": Kernel,
+}
 
 
 def names(kind: Kind) -> list[str]:
@@ -54,13 +59,17 @@ def find(kind: Literal["devices"], given: str | type) -> type[Device]: ...
 def find(kind: Literal["transports"], given: str | type) -> type[Transport]: ...
 
 
+@overload
+def find(kind: Literal["kernels"], given: str | type) -> type[Kernel]: ...
+
+
 def find(kind: Kind, given: str | type) -> type:
     """The class of a name, or at `module:Class` (also in the current folder) or `file.py:Class`; or the given class.
 
     Raises:
         BadInput: there is none, it cannot be imported, or it lacks a method of its seam; the message says why.
     """
-    if kind == "devices":
+    if kind in ("devices", "kernels"):
         require_address_space()
     name, found = name_of(kind, given), given
     if isinstance(given, str):

@@ -364,6 +364,48 @@ class ReportsHome(Protocol):
 
 
 @runtime_checkable
+class NamesKernels(Protocol):
+    """A device that has several kernels for an operation."""
+
+    @property
+    def kernels(self) -> Mapping[str, Sequence[str]]:
+        """The names of the kernels that ran so far, by operation."""
+
+
+class KernelRow(NamedTuple):
+    """A row of a device's table of kernels.
+
+    Attributes:
+        takes: the cases that it takes, in words.
+        problem: the reason why it takes none on this machine; None where it does.
+    """
+
+    operation: str
+    name: str
+    takes: str
+    problem: str | None
+
+
+@runtime_checkable
+class ListsKernels(Protocol):
+    """A device whose table of kernels can be read without a model."""
+
+    @staticmethod
+    def kernel_rows() -> Sequence[KernelRow]:
+        """The rows by operation; of each the first that takes a case computes it."""
+
+
+class Kernel(Protocol):
+    """A kernel from outside the tree, for one operation; see `moesched.devices.kernels.seam`."""
+
+    def refusal(self, case: Any) -> str:
+        """The reason why it does not take a case; empty if it does."""
+
+    def bind(self, case: Any, weights: Any, memory: Any) -> Callable[..., Any]:
+        """Make the call for a case that it takes."""
+
+
+@runtime_checkable
 class HasOwnBytes(Protocol):
     """A device that uses memory beyond the plan's reservations."""
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from moesched.devices.kernels import functions
 from moesched.devices.products.linear import expert_ffn
-from moesched.devices.torch import kernels
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.devices.torch.kv_step import KVStep
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
@@ -70,13 +70,13 @@ class Reference:
         step = cache.extend(sequences, [len(new) for new in tokens])
         ids_T = torch.tensor([token for new in tokens for token in new])
         rotary = config.attention.head_dim, config.attention.rope_theta
-        angles = kernels.rotary(torch.tensor(step.positions), *rotary)
-        hidden_TD = kernels.embed(ids_T, self.weights["embedding"])
+        angles = functions.rotary(torch.tensor(step.positions), *rotary)
+        hidden_TD = functions.embed(ids_T, self.weights["embedding"])
         for layer in range(config.layers):
             hidden_TD = self.layer(layer, hidden_TD, cache, step, angles)
         last_SD = hidden_TD[step.last]
         head = self.blocks["embedding" if config.tied_embeddings else "lm_head"]
-        return kernels.lm_head(last_SD, self.weights["final_norm"], head, config.norm_eps, config.norm)
+        return functions.lm_head(last_SD, self.weights["final_norm"], head, config.norm_eps, config.norm)
 
     def layer(
         self, layer: int, hidden_TD: Tensor, cache: BlockedKV, step: KVStep, angles: tuple[Tensor, Tensor]
@@ -85,11 +85,11 @@ class Reference:
         config, prefix = self.config, f"layers.{layer}."
         attention, network = config.layer(layer).grouped, config.layer(layer).feed_forward
         weights = self.attention_weights(prefix, attention)
-        q_THd, k_TKd, v_TKd = kernels.project_qkv(hidden_TD, weights, angles, config, attention)
+        q_THd, k_TKd, v_TKd = functions.project_qkv(hidden_TD, weights, angles, config, attention)
         cache.append(layer, step, k_TKd, v_TKd)
-        attended_TX = kernels.attention(q_THd, cache.views(layer, step), attention.window)
-        hidden_TD = kernels.output_projection(attended_TX, self.blocks[prefix + "o"], hidden_TD)
-        x_TD = kernels.norm(hidden_TD, self.weights[prefix + "ffn_norm"], config.norm_eps, config.norm)
+        attended_TX = functions.attention(q_THd, cache.views(layer, step), attention.window)
+        hidden_TD = functions.output_projection(attended_TX, self.blocks[prefix + "o"], hidden_TD)
+        x_TD = functions.norm(hidden_TD, self.weights[prefix + "ffn_norm"], config.norm_eps, config.norm)
         if network.experts == 1:
             return hidden_TD + self.expert(layer, 0, x_TD)
         return self.experts(layer, x_TD, hidden_TD)
@@ -103,10 +103,10 @@ class Reference:
     def experts(self, layer: int, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
         """Route, run each chosen expert on its rows, combine."""
         network = self.config.layer(layer).feed_forward
-        experts_Tk, weights_Tk = kernels.route(
+        experts_Tk, weights_Tk = functions.route(
             x_TD, self.blocks[f"layers.{layer}.router"], network.top_k, network.weights_sum_to_one
         )
-        tokens_n, rows_Tk, counts = kernels.group_by_expert(experts_Tk, network.experts)
+        tokens_n, rows_Tk, counts = functions.group_by_expert(experts_Tk, network.experts)
         x_nD = x_TD.index_select(0, tokens_n)
         y_nD = torch.empty_like(x_nD)
         start = 0
@@ -115,7 +115,7 @@ class Reference:
                 rows = slice(start, start + count)
                 y_nD[rows] = self.expert(layer, expert, x_nD[rows])
                 start += count
-        return kernels.combine(y_nD, rows_Tk, weights_Tk, residual_TD)
+        return functions.combine(y_nD, rows_Tk, weights_Tk, residual_TD)
 
     def expert(self, layer: int, expert: int, x_nD: Tensor) -> Tensor:
         """One expert's FFN."""

@@ -132,9 +132,9 @@ def test_whoever_only_watches_a_run_is_told(model: Path) -> None:
 
 def first_bad(checkpoint: Checkpoint, prompt: list[int], *, fused: bool) -> str:
     """The first bad tensor of a prefill step, searched in memory of its own."""
+    from moesched.devices.kernels.functions import rotary
     from moesched.devices.shared.page_reader import PageReader
     from moesched.devices.torch.first_bad_tensor import FirstBadTensor
-    from moesched.devices.torch.kernels import rotary
     from moesched.devices.torch.kv_cache import BlockedKV
     from moesched.devices.torch.micro_batch import MicroBatchState
     from moesched.models.layout import weight_layout
@@ -157,7 +157,7 @@ def test_a_second_run_that_is_good_is_told_as_it_is(model: Path) -> None:
 
 
 def test_the_search_holds_few_scores_on_a_gpu_without_fused_attention(tmp_path: Path) -> None:
-    from moesched.devices.torch.fused_attention import PIECE_BYTES
+    from moesched.devices.kernels.fused_attention import PIECE_BYTES
 
     config = MIXTRAL.varied(layers=1, window=None)
     with Scores() as scores:

@@ -16,16 +16,20 @@ import torch
 import torch.nn.functional as F
 from _small_runs import ONE_MEMORY, generate
 
+from kernel_tables import kernels_of
+from moesched.devices.kernels.layer_weights import Weights
+from moesched.devices.kernels.memory import Memory
 from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.products import crossover
-from moesched.devices.products.products import Products
+from moesched.devices.products.linear import expert_ffn, linear
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.system.cores import affinity, usable_cores
+from small_models import SMALL
 
 Tensor = torch.Tensor
 
@@ -125,7 +129,7 @@ def test_an_expert_is_as_close_to_exact_as_torch_is(
     x, g, u, d = (each.double() for each in (x_nD, gate, up, down))
     exact = (F.silu(x @ g.T) * (x @ u.T)) @ d.T
     ours = kernel.expert(x_nD, [gate], [up], [down]).double() - exact
-    theirs = Products().expert(x_nD, [gate], [up], [down]).double() - exact
+    theirs = expert_ffn(x_nD, [gate], [up], [down]).double() - exact
     assert ours.square().mean() <= theirs.square().mean() * 1.1
 
 
@@ -180,14 +184,13 @@ def test_several_lanes_may_call_at_once(kernel: NativeKernels) -> None:
         pytest.param(random(0, 8), [random(5, 8)], id="no rows"),
         pytest.param(random(2, 8).float(), [random(5, 8).float()], id="float32"),
         pytest.param(random(2, 8), [random(8, 5).T], id="transposed"),
-        pytest.param(random(2, 8), [random(5, 4), random(5, 4)], id="column blocks"),
     ],
 )
 def test_other_work_is_left_to_torch(x_TD: Tensor, blocks: list[Tensor]) -> None:
+    weights = Weights({"matrix": blocks})
     with closing(NativeKernels(8, threads=1)) as kernel:
-        assert not kernel.takes(x_TD, blocks)
-        products = Products(kernel)
-        assert torch.equal(products.linear(x_TD, blocks), Products().linear(x_TD, blocks))
+        product = kernels_of(SMALL, kernel, x_TD.dtype).bound("product", weights, Memory(len(x_TD)))
+        assert torch.equal(product(x_TD), linear(x_TD, blocks))
 
 
 @needs_kernel

@@ -14,88 +14,114 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cut_rows import partition
+from kernel_tables import kernels_of
+from moesched.devices.kernels.binder import Binder
+from moesched.devices.kernels.layer_weights import Weights
+from moesched.devices.kernels.seam import Bound, Case, Kernel
+from moesched.devices.kernels.table import KernelTable
 from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
-from moesched.devices.products.products import Products
-from moesched.devices.torch.expert_parts import Part, apply_expert, apply_to_each, tiles_of
+from moesched.devices.torch.expert_parts import ExpertRunner, Part, tiles_of
 from moesched.models.footprint import EXPERT_TILE
+from small_models import SMALL
 
 needs_kernels = pytest.mark.skipif(not instruction_sets(), reason=availability())
 
 
-class Counted(Products):
-    """Notes the rows of each product."""
+HIDDEN, INNER = 256, 512
+CONFIG = SMALL.varied(hidden=HIDDEN, intermediate=INNER)
 
-    def __init__(self, kernel: NativeKernels | None = None) -> None:
-        super().__init__(kernel)
+
+class Counted(Kernel):
+    """Another kernel, which notes the rows of each of its calls."""
+
+    operation = "expert"
+
+    def __init__(self, kernel: Kernel, counts: list[int]) -> None:
+        self._kernel = kernel
+        self._counts = counts
+        self.name = f"{kernel.name}, counted"
+        self.independent = kernel.independent
+
+    def refusal(self, case: Case) -> str:
+        return self._kernel.refusal(case)
+
+    def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
+        run = self._kernel.bind(case, weights, memory)
+
+        def counted(x_nD: torch.Tensor, y_nD: torch.Tensor) -> None:
+            self._counts.append(len(x_nD))
+            run(x_nD, y_nD)
+
+        return counted
+
+
+class Experts(ExpertRunner):
+    """Notes the rows of each product, and those for which it was asked to set the number of cores."""
+
+    def __init__(self, dtype: torch.dtype, threads: NativeKernels | None) -> None:
+        self.dtype = dtype
+        self.has_kernel = threads is not None
         self.rows: list[int] = []
-
-    def expert(self, x_nD: torch.Tensor, *matrices: Any) -> torch.Tensor:
-        self.rows.append(len(x_nD))
-        return super().expert(x_nD, *matrices)
-
-    def expert_into(self, y_nD: torch.Tensor, x_nD: torch.Tensor, *matrices: Any) -> None:
-        if self.by_kernel(x_nD, *matrices[:3]):
-            self.rows.append(len(x_nD))
-        super().expert_into(y_nD, x_nD, *matrices)
+        self.cores: list[int] = []
+        rows = kernels_of(CONFIG, threads, dtype).table.rows
+        table = KernelTable([Counted(row, self.rows) for row in rows if row.operation == "expert"])
+        kernels = Binder(table, CONFIG, str(dtype).removeprefix("torch."), "cpu")
+        super().__init__(CONFIG, kernels, lambda rows, weights: self.cores.append(rows))
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "the expert kernel"])
-def products(request: pytest.FixtureRequest) -> Iterator[tuple[torch.dtype, Counted]]:
+def experts(request: pytest.FixtureRequest) -> Iterator[Experts]:
     with ExitStack() as opened:
         opened.enter_context(torch.inference_mode())
         if request.param != "the expert kernel":
-            yield getattr(torch, request.param), Counted()
+            yield Experts(getattr(torch, request.param), None)
         elif instruction_sets():
-            yield torch.bfloat16, opened.enter_context(closing(Counted(NativeKernels(32, threads=1))))
+            yield Experts(torch.bfloat16, opened.enter_context(closing(NativeKernels(32, threads=1))))
         else:
             pytest.skip("the expert kernel is not built")
 
 
-HIDDEN, INNER = 256, 512
-
-
-def random_expert(dtype: torch.dtype) -> Any:
+def random_expert(dtype: torch.dtype) -> Weights:
     shapes = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
-    return {f"experts.0.{part}": [torch.randn(shape).to(dtype)] for part, shape in shapes.items()}
+    return Weights(
+        {f"experts.0.{part}": [torch.randn(shape).to(dtype)] for part, shape in shapes.items()},
+        CONFIG.layer(0),
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 7, 32, 33, 100, EXPERT_TILE, 2 * EXPERT_TILE + 5])
-def test_parts_of_an_expert_s_rows_have_the_bits_of_the_whole(
-    products: tuple[torch.dtype, Counted], rows: int
-) -> None:
-    dtype, multiply = products
+def test_parts_of_an_expert_s_rows_have_the_bits_of_the_whole(experts: Experts, rows: int) -> None:
     torch.manual_seed(rows)
-    x_nD = torch.randn(3 + rows, HIDDEN).to(dtype)
-    weights = random_expert(dtype)
+    x_nD = torch.randn(3 + rows, HIDDEN).to(experts.dtype)
+    weights = random_expert(experts.dtype)
     span = range(3, 3 + rows)
     whole, parts = torch.zeros_like(x_nD), torch.zeros_like(x_nD)
-    apply_expert(Part(x_nD, whole, span, span), 0, weights, multiply)
+    experts.apply_part(Part(x_nD, whole, span, span), 0, weights)
     for wanted in partition(Random(rows), rows, most=5):
         part = Part(x_nD, parts, span, span[wanted.start : wanted.stop])
-        apply_expert(part, 0, weights, multiply)
+        experts.apply_part(part, 0, weights)
     assert torch.equal(parts, whole)
 
 
-def test_rows_of_several_micro_batches_have_the_bits_of_each(products: tuple[torch.dtype, Counted]) -> None:
-    dtype, multiply = products
+def test_rows_of_several_micro_batches_have_the_bits_of_each(experts: Experts) -> None:
     torch.manual_seed(1)
-    weights = random_expert(dtype)
+    weights = random_expert(experts.dtype)
     counts = [3, 40, 7, 20, 5, 32]
-    batches = [torch.randn(count, HIDDEN).to(dtype) for count in counts]
+    batches = [torch.randn(count, HIDDEN).to(experts.dtype) for count in counts]
     alone = [torch.zeros_like(x_nD) for x_nD in batches]
     for x_nD, y_nD in zip(batches, alone, strict=True):
-        apply_expert(Part(x_nD, y_nD, range(len(x_nD)), range(len(x_nD))), 0, weights, multiply)
-    multiply.rows.clear()
+        experts.apply_part(Part(x_nD, y_nD, range(len(x_nD)), range(len(x_nD))), 0, weights)
+    experts.rows.clear()
+    experts.cores.clear()
     together = [torch.zeros_like(x_nD) for x_nD in batches]
-    cores: list[int] = []
     parts = [Part(x, y, range(len(x)), range(len(x))) for x, y in zip(batches, together, strict=True)]
-    apply_to_each(parts, 0, weights, multiply, cores.append)
+    experts.apply(parts, 0, weights)
     assert all(map(torch.equal, together, alone))
-    if multiply.most_rows:
-        assert multiply.rows == [40, 3 + 7 + 20, 5, 32], "the kernel reads the weights once for 32 rows"
+    if experts.has_kernel:
+        assert experts.rows == [40, 3 + 7 + 20, 5, 32], "the kernel reads the weights once for 32 rows"
     else:
-        assert multiply.rows == cores == counts
+        assert experts.rows == experts.cores == counts
 
 
 class NewTensors(TorchDispatchMode):
@@ -116,12 +142,13 @@ class NewTensors(TorchDispatchMode):
 def test_the_kernel_writes_an_expert_s_outputs_where_they_belong() -> None:
     x_nD = torch.randn(12, HIDDEN).to(torch.bfloat16)
     weights, expected, y_nD = random_expert(torch.bfloat16), torch.zeros_like(x_nD), torch.zeros_like(x_nD)
-    with closing(Products(NativeKernels(32, threads=1))) as products:
+    with closing(NativeKernels(32, threads=1)) as threads:
         matrices = [weights[f"experts.0.{name}"] for name in ("gate", "up", "down")]
-        expected[3:7] = products.expert(x_nD[3:10], *matrices)[:4]
+        expected[3:7] = threads.expert(x_nD[3:10], *matrices)[:4]
+        experts = Experts(torch.bfloat16, threads)
         part = Part(x_nD, y_nD, range(3, 10), range(3, 7))
         with NewTensors() as new:
-            apply_to_each([part], 0, weights, products, lambda rows: None)
+            experts.apply([part], 0, weights)
     assert new.made == []
     assert y_nD.equal(expected)
 

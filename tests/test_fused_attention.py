@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moesched.devices.torch import kernels
-from moesched.devices.torch.fused_attention import (
+from moesched.devices.kernels import functions
+from moesched.devices.kernels.functions import KVView
+from moesched.devices.kernels.fused_attention import (
     PIECE_BYTES,
     has_fused_attention,
     prefer_kernels_without_plans,
     queries_in_a_piece,
 )
-from moesched.devices.torch.kernels import KVView
 from scores import Scores
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -50,7 +50,7 @@ def test_attention_without_a_fused_kernel_is_the_same_in_pieces(past: int, windo
     tokens, length = 700, 700 + past
     q_THd = numbers(2 * tokens, 4, 24)
     view = KVView(numbers(2, length, 2, 24), numbers(2, length, 2, 24), tokens)
-    whole, pieces = (kernels.attention(q_THd, [view], window, fused=fused) for fused in (True, False))
+    whole, pieces = (functions.attention(q_THd, [view], window, fused=fused) for fused in (True, False))
     torch.testing.assert_close(whole, pieces, rtol=1e-4, atol=1e-5)
 
 
@@ -58,9 +58,9 @@ def test_attention_without_a_fused_kernel_holds_few_scores_of_a_long_prompt() ->
     q_THd = torch.zeros(3000, 8, 8)
     view = KVView(torch.zeros(1, 3000, 2, 8), torch.zeros(1, 3000, 2, 8), 3000)
     with Scores() as whole:
-        kernels.attention(q_THd, [view])
+        functions.attention(q_THd, [view])
     with Scores() as pieces:
-        kernels.attention(q_THd, [view], fused=False)
+        functions.attention(q_THd, [view], fused=False)
     assert pieces.most <= PIECE_BYTES < whole.most
 
 

@@ -14,7 +14,7 @@ from _small_runs import ONE_MEMORY, generate, same_bits
 from transformers import AutoModelForCausalLM
 
 from against_hugging_face import STEPS, assert_same_tokens, generated
-from moesched.devices.torch import kernels
+from moesched.devices.kernels import functions
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint
@@ -131,7 +131,7 @@ def test_a_router_large_enough_to_be_packed_is_kept_as_it_is_computed_with(
 def test_weights_that_need_not_sum_to_one_are_shares_of_a_softmax_over_all_experts() -> None:
     torch.manual_seed(3)
     x_TD, router = torch.randn(30, 16), torch.randn(9, 16)
-    experts_Tk, weights_Tk = kernels.route(x_TD, [router], 4, sum_to_one=False)
+    experts_Tk, weights_Tk = functions.route(x_TD, [router], 4, sum_to_one=False)
     shares_TE = (x_TD @ router.T).softmax(-1)
     assert torch.equal(experts_Tk, shares_TE.topk(4).indices.sort(-1).values)
     assert torch.allclose(weights_Tk, shares_TE.gather(-1, experts_Tk), atol=1e-6)
@@ -149,12 +149,12 @@ def test_heads_are_normalised_as_many_together_as_the_weight_is_long(together: i
         "q_norm": [norms[0]],
         "k_norm": [norms[1]],
     }
-    q_THd, k_TKd, v_TKd = kernels.project_qkv(x_TD, weights, (cos, sin), config, config.attention)
-    plain = kernels.rms_norm(x_TD, torch.ones(12), 1e-6) @ qkv.T
+    q_THd, k_TKd, v_TKd = functions.project_qkv(x_TD, weights, (cos, sin), config, config.attention)
+    plain = functions.rms_norm(x_TD, torch.ones(12), 1e-6) @ qkv.T
     groups = plain[:, :24].view(5, -1, 8 * together)
     scale = groups.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
     assert torch.allclose(q_THd.reshape(5, -1), (groups * scale * norms[0]).reshape(5, -1), atol=1e-5)
-    assert torch.allclose(k_TKd[:, 0], kernels.rms_norm(plain[:, 24:32], norms[1], 1e-6), atol=1e-5)
+    assert torch.allclose(k_TKd[:, 0], functions.rms_norm(plain[:, 24:32], norms[1], 1e-6), atol=1e-5)
     assert torch.allclose(v_TKd[:, 0], plain[:, 32:], atol=1e-5)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from _small_runs import ONE_MEMORY, generate
 
-from moesched.devices.native.attention import CachedLayer, NativeAttention, SequencesInBlocks
+from moesched.devices.native.attention import LayerAddresses, NativeAttention, SequencesInBlocks
 from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.torch.device import TorchDevice
@@ -92,7 +92,7 @@ def attend(
         step.q_SHd,
         step.k_SKd,
         step.v_SKd,
-        CachedLayer(keys_at, values_at, block_size, window),
+        LayerAddresses(keys_at, values_at, block_size, window),
         SequencesInBlocks(array("q", step.lengths), array("q", places)),
     )
 
@@ -173,7 +173,7 @@ def test_sequences_may_share_blocks(kernels: NativeKernels) -> None:
         half[: len(tokens)] = tokens
         half[4 * BLOCK : 4 * BLOCK + 1] = tokens[48:]  # the other one has a last block of its own
     blocks = SequencesInBlocks(array("q", [50, 50]), array("q", [0, 1, 2, 3, 0, 1, 2, 4]))
-    cached = CachedLayer(keys.data_ptr(), values.data_ptr(), BLOCK)
+    cached = LayerAddresses(keys.data_ptr(), values.data_ptr(), BLOCK)
     got = NativeAttention(kernels).attend(forked.q_SHd, forked.k_SKd, forked.v_SKd, cached, blocks)
     assert torch.equal(got, attend(kernels, forked))
 

@@ -9,19 +9,20 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from moesched.devices.native.arguments import LayerWeights
-from moesched.devices.native.buffers import StepBuffers
+from kernel_tables import kernels_of
+from moesched.devices.kernels import functions
+from moesched.devices.kernels.binder import Binder
+from moesched.devices.kernels.layer_weights import Weights
+from moesched.devices.kernels.memory import Memory, Shapes
 from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
-from moesched.devices.native.layers import NativeLayers
 from moesched.devices.products.linear import expert_ffn
-from moesched.devices.torch import kernels
 from moesched.models.config import ModelConfig
 from small_models import SMALL
 
 Tensor = torch.Tensor
 
-MOST_ROWS = 16
+MOST_TOKENS = 16
 PLAIN = SMALL.varied(
     hidden=96, intermediate=72, heads=4, kv_heads=2, head_dim=24, experts=6, top_k=2, vocabulary=101
 )
@@ -34,7 +35,7 @@ MODELS = {
     "one expert": PLAIN.varied(experts=1, top_k=1),
 }
 
-Weights = dict[str, list[Tensor]]
+Blocks = dict[str, list[Tensor]]
 
 
 def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -42,7 +43,7 @@ def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, generator=generator) * scale).bfloat16()
 
 
-def weights_of(config: ModelConfig) -> LayerWeights:
+def weights_of(config: ModelConfig) -> Weights:
     """A layer's weights; every matrix is two row blocks."""
     attention = config.attention
     queries, keys = attention.query_width, attention.key_width
@@ -64,14 +65,13 @@ def weights_of(config: ModelConfig) -> LayerWeights:
             shapes[f"experts.{expert}.{part}"] = (config.routed.intermediate, config.hidden)
         shapes[f"experts.{expert}.down"] = (config.hidden, config.routed.intermediate)
     shapes["final_norm"] = (config.hidden,)
-    weights = LayerWeights(
+    return Weights(
         {
             name: _blocks(random(*shape, seed=seed, scale=0.2))
             for seed, (name, shape) in enumerate(shapes.items())
-        }
+        },
+        config.layer(0),
     )
-    weights.layer = config.layer(0)
-    return weights
 
 
 def _blocks(tensor: Tensor) -> list[Tensor]:
@@ -82,23 +82,21 @@ def _blocks(tensor: Tensor) -> list[Tensor]:
     )
 
 
-def doubled(weights: Weights) -> Weights:
+def doubled(weights: Blocks) -> Blocks:
     return {name: [block.double() for block in blocks] for name, blocks in weights.items()}
 
 
-def torch_inputs(
-    config: ModelConfig, weights: Weights, x_TD: Tensor, angles: tuple[Tensor, Tensor]
-) -> Tensor:
-    parts = kernels.project_qkv(x_TD, weights, angles, config, config.attention)
+def torch_inputs(config: ModelConfig, weights: Blocks, x_TD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    parts = functions.project_qkv(x_TD, weights, angles, config, config.attention)
     return torch.cat([part.flatten(1) for part in parts], dim=1).double()
 
 
-def torch_layer(config: ModelConfig, weights: Weights, hidden_TD: Tensor, attended_TX: Tensor) -> Tensor:
+def torch_layer(config: ModelConfig, weights: Blocks, hidden_TD: Tensor, attended_TX: Tensor) -> Tensor:
     """All after attention, by torch, in the dtype of the weights."""
-    hidden_TD = kernels.output_projection(attended_TX, weights["o"], hidden_TD)
-    x_TD = kernels.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
+    hidden_TD = functions.output_projection(attended_TX, weights["o"], hidden_TD)
+    x_TD = functions.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
     logits_TE = torch.cat([x_TD @ block.T for block in weights["router"]], dim=1).double()
-    experts_Tk, weights_Tk = kernels.choose_experts(
+    experts_Tk, weights_Tk = functions.choose_experts(
         logits_TE, config.routed.top_k, config.routed.weights_sum_to_one
     )
     rows = []
@@ -111,22 +109,30 @@ def torch_layer(config: ModelConfig, weights: Weights, hidden_TD: Tensor, attend
     return torch.stack(rows)
 
 
-def inputs(
-    layers: NativeLayers, hidden_TD: Tensor, weights: LayerWeights, angles: tuple[Tensor, Tensor]
-) -> Tensor:
+def inputs(kernels: Binder, hidden_TD: Tensor, weights: Weights, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Queries, keys and values, side by side."""
-    buffers = layers.buffers(len(hidden_TD))
-    layers.attention_inputs(buffers, hidden_TD, angles, weights)
-    return torch.cat([part.flatten(1) for part in buffers.qkv], dim=1)
+    qkv = kernels.bound("attention_inputs", weights, Memory(len(hidden_TD)))(hidden_TD, angles)
+    return torch.cat([part.flatten(1) for part in qkv], dim=1)
 
 
 def after_attention(
-    layers: NativeLayers, hidden_TD: Tensor, attended_TX: Tensor, weights: LayerWeights
+    kernels: Binder, hidden_TD: Tensor, attended_TX: Tensor, weights: Weights
 ) -> tuple[Tensor, Tensor, dict[int, int]]:
     """The new hidden states, the experts of each token, the rows of each expert."""
-    buffers = layers.buffers(len(hidden_TD))
-    counts = layers.run(buffers, hidden_TD, attended_TX, weights)
-    return buffers.hidden_TD, buffers.choices.experts_Tk, counts
+    run = kernels.fused("moe_layer", weights, Memory(len(hidden_TD)))
+    assert run is not None, "a native kernel takes it"
+    result: tuple[Tensor, Tensor, dict[int, int]] = run(attended_TX, hidden_TD)
+    return result
+
+
+def greedy(
+    config: ModelConfig, native: NativeKernels, weights: Weights, hidden_TD: Tensor, rows: list[int]
+) -> tuple[Tensor, list[int]]:
+    """Logits of some rows, and their likeliest tokens."""
+    run = kernels_of(config, native).fused("greedy", weights, Memory(len(rows)))
+    assert run is not None, "a native kernel takes it"
+    result: tuple[Tensor, list[int]] = run(hidden_TD, rows)
+    return result
 
 
 def squared_error(values: Tensor, exact: Tensor) -> float:
@@ -135,7 +141,7 @@ def squared_error(values: Tensor, exact: Tensor) -> float:
 
 @pytest.fixture
 def native(variant: str) -> Iterator[NativeKernels]:
-    with closing(NativeKernels(MOST_ROWS, variant, threads=2)) as native:
+    with closing(NativeKernels(2000, variant, threads=2)) as native:
         yield native
 
 
@@ -148,12 +154,12 @@ def config(request: pytest.FixtureRequest) -> ModelConfig:
 def test_embeddings_are_copied_and_angles_are_those_of_torch(native: NativeKernels) -> None:
     embedding_VD = random(PLAIN.vocabulary, PLAIN.hidden, seed=1)
     ids, positions = [7, 100, 0], [0, 31, 4000]
-    layers = NativeLayers(PLAIN, native)
-    buffers = layers.buffers(3)
-    layers.embed(buffers, ids, positions, embedding_VD)
-    assert torch.equal(buffers.hidden_TD, embedding_VD[ids])
-    expected = kernels.rotary(torch.tensor(positions), PLAIN.attention.head_dim, PLAIN.attention.rope_theta)
-    for ours, theirs in zip(buffers.angles, expected, strict=True):
+    weights = Weights({"embedding": [embedding_VD]})
+    embed = kernels_of(PLAIN, native).bound("embed", weights, Memory(3))
+    hidden_TD, angles = embed(ids, positions)
+    assert torch.equal(hidden_TD, embedding_VD[ids])
+    expected = functions.rotary(torch.tensor(positions), PLAIN.attention.head_dim, PLAIN.attention.rope_theta)
+    for ours, theirs in zip(angles, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
 
 
@@ -161,10 +167,10 @@ def test_queries_keys_and_values_are_as_close_to_exact_as_those_of_torch(
     native: NativeKernels, config: ModelConfig
 ) -> None:
     weights, x_TD = weights_of(config), random(5, config.hidden, seed=50)
-    angles = kernels.rotary(torch.arange(5) * 7, config.attention.head_dim, config.attention.rope_theta)
+    angles = functions.rotary(torch.arange(5) * 7, config.attention.head_dim, config.attention.rope_theta)
     exact_angles = angles[0].double(), angles[1].double()
     exact = torch_inputs(config, doubled(weights), x_TD.double(), exact_angles)
-    ours = inputs(NativeLayers(config, native), x_TD, weights, angles)
+    ours = inputs(kernels_of(config, native), x_TD, weights, angles)
     theirs = torch_inputs(config, weights, x_TD, angles)
     assert squared_error(ours, exact) <= 1.1 * squared_error(theirs, exact)
 
@@ -175,7 +181,7 @@ def test_what_follows_attention_is_as_close_to_exact_as_torch(
     weights, hidden_TD = weights_of(config), random(9, config.hidden, seed=51)
     attended_TX = random(9, config.attention.query_width, seed=52)
     exact = torch_layer(config, doubled(weights), hidden_TD.double(), attended_TX.double())
-    ours, _, _ = after_attention(NativeLayers(config, native), hidden_TD, attended_TX, weights)
+    ours, _, _ = after_attention(kernels_of(config, native), hidden_TD, attended_TX, weights)
     theirs = torch_layer(config, weights, hidden_TD, attended_TX)
     assert squared_error(ours, exact) <= 1.2 * squared_error(theirs, exact)
 
@@ -185,9 +191,9 @@ def test_logits_are_those_of_the_chosen_rows_and_the_largest_is_named(
 ) -> None:
     weights, hidden_TD = weights_of(config), random(6, config.hidden, seed=53)
     norm_D, last = weights["final_norm"][0], [5, 0, 3]
-    logits_SV, likeliest = NativeLayers(config, native).logits(hidden_TD, last, weights)
+    logits_SV, likeliest = greedy(config, native, weights, hidden_TD, last)
     blocks = [block.double() for block in weights["lm_head"]]
-    exact = kernels.lm_head(hidden_TD[last].double(), norm_D.double(), blocks, config.norm_eps, config.norm)
+    exact = functions.lm_head(hidden_TD[last].double(), norm_D.double(), blocks, config.norm_eps, config.norm)
     assert torch.allclose(logits_SV.double(), exact.double(), atol=0.02, rtol=0.02)
     assert likeliest == logits_SV.numpy().argmax(axis=1).tolist()
 
@@ -198,30 +204,30 @@ def test_of_equal_logits_the_first_is_the_likeliest_and_bad_ones_have_none(
 ) -> None:
     config = replace(PLAIN, hidden=1)
     ones = torch.ones(1).bfloat16()
-    weights = LayerWeights({"final_norm": [ones], "lm_head": [torch.full((500, 1), value).bfloat16()]})
-    _, likeliest = NativeLayers(config, native).logits(ones[None], [0], weights)
+    weights = Weights({"final_norm": [ones], "lm_head": [torch.full((500, 1), value).bfloat16()]})
+    _, likeliest = greedy(config, native, weights, ones[None], [0])
     assert likeliest == [token]
 
 
 def test_a_layer_in_one_call_has_the_bits_of_its_parts(native: NativeKernels, config: ModelConfig) -> None:
-    layers, weights = NativeLayers(config, native), weights_of(config)
+    kernels, weights = kernels_of(config, native), weights_of(config)
     hidden_TD, attended_TX = (
         random(7, config.hidden, seed=54),
         random(7, config.attention.query_width, seed=55),
     )
-    together, chosen_Tk, counts = after_attention(layers, hidden_TD, attended_TX, weights)
+    together, chosen_Tk, counts = after_attention(kernels, hidden_TD, attended_TX, weights)
 
-    projected_TD = kernels.output_projection(attended_TX, weights["o"], hidden_TD, native.linear)
-    x_TD, experts_Tk, weights_Tk, _ = layers.route(projected_TD, weights)
-    grouping = kernels.group_by_expert(experts_Tk, config.routed.experts)
+    memory = Memory(7)
+    projected_TD = kernels.bound("output_projection", weights, memory)(attended_TX, hidden_TD)
+    x_TD, experts_Tk, weights_Tk, _ = kernels.bound("route", weights, memory)(projected_TD)
+    grouping = functions.group_by_expert(experts_Tk, config.routed.experts)
     x_nD = x_TD[grouping.tokens_n]
     parts = [
         native.expert(rows, *(weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down")))
         for expert, rows in enumerate(x_nD.split(grouping.counts))
         if len(rows)
     ]
-    apart = torch.empty_like(projected_TD)
-    layers.combine(torch.cat(parts), grouping.rows_Tk, weights_Tk, projected_TD, apart)
+    apart = kernels.combine(memory)(torch.cat(parts), grouping.rows_Tk, weights_Tk, projected_TD)
 
     assert torch.equal(together, apart)
     assert torch.equal(chosen_Tk, experts_Tk)
@@ -230,28 +236,27 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(native: NativeKernels, co
 
 @pytest.mark.parametrize("tokens", [129, 513, 1100])
 def test_many_tokens_have_the_bits_that_each_has_alone(native: NativeKernels, tokens: int) -> None:
-    layers, weights = NativeLayers(PLAIN, native), weights_of(PLAIN)
+    kernels, weights = kernels_of(PLAIN, native), weights_of(PLAIN)
     hidden_TD = random(tokens, PLAIN.hidden, seed=64)
     attended_TX = random(tokens, PLAIN.attention.query_width, seed=65)
-    angles = kernels.rotary(torch.arange(tokens), PLAIN.attention.head_dim, PLAIN.attention.rope_theta)
-    together = inputs(layers, hidden_TD, weights, angles)
-    out_TD, _, counts = after_attention(layers, hidden_TD, attended_TX, weights)
+    angles = functions.rotary(torch.arange(tokens), PLAIN.attention.head_dim, PLAIN.attention.rope_theta)
+    together = inputs(kernels, hidden_TD, weights, angles)
+    out_TD, _, counts = after_attention(kernels, hidden_TD, attended_TX, weights)
     assert sum(counts.values()) == tokens * PLAIN.routed.top_k
     for token in (0, 127, 128, 511, 512, tokens - 1):
         row = slice(min(token, tokens - 1), min(token, tokens - 1) + 1)
         own_angles = angles[0][row], angles[1][row]
-        assert torch.equal(together[row], inputs(layers, hidden_TD[row], weights, own_angles))
-        assert torch.equal(out_TD[row], after_attention(layers, hidden_TD[row], attended_TX[row], weights)[0])
+        assert torch.equal(together[row], inputs(kernels, hidden_TD[row], weights, own_angles))
+        assert torch.equal(
+            out_TD[row], after_attention(kernels, hidden_TD[row], attended_TX[row], weights)[0]
+        )
 
 
-def test_a_prompts_buffers_are_not_kept(native: NativeKernels) -> None:
-    layers = NativeLayers(PLAIN, native)
-    shapes: dict[int, StepBuffers] = {}
-    few = layers.buffers(5, shapes)
-    assert few.to_keep is few
-    assert layers.buffers(5, shapes) is few
-    assert layers.buffers(1000, shapes).to_keep is None
-    assert list(shapes) == [5]
+def test_the_memory_of_prompts_is_not_kept() -> None:
+    shapes = Shapes()
+    few, many = shapes.of(5), shapes.of(1000)
+    assert few.kept and shapes.of(5) is few
+    assert not many.kept and shapes.of(1000) is not many
 
 
 def test_experts_are_weighted_and_added_to_the_residual_with_one_rounding(native: NativeKernels) -> None:
@@ -260,8 +265,8 @@ def test_experts_are_weighted_and_added_to_the_residual_with_one_rounding(native
         torch.tensor([[4, 0, 2], [1, 5, 3]]),
         torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]]),
     )
-    ours = residual_TD.clone()
-    NativeLayers(PLAIN, native).combine(y_nD, rows_Tk, weights_Tk, ours, ours)
+    config = replace(PLAIN, hidden=700)
+    ours = kernels_of(config, native).combine(Memory(2))(y_nD, rows_Tk, weights_Tk, residual_TD)
     exact = residual_TD.double() + (y_nD[rows_Tk].double() * weights_Tk[..., None].double()).sum(dim=1)
     assert ((ours.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
 
@@ -269,18 +274,20 @@ def test_experts_are_weighted_and_added_to_the_residual_with_one_rounding(native
 def test_a_token_has_the_same_bits_whatever_the_other_tokens(
     native: NativeKernels, config: ModelConfig
 ) -> None:
-    layers, weights = NativeLayers(config, native), weights_of(config)
-    hidden_TD = random(MOST_ROWS, config.hidden, seed=56)
-    attended_TX = random(MOST_ROWS, config.attention.query_width, seed=57)
-    angles = kernels.rotary(torch.arange(MOST_ROWS), config.attention.head_dim, config.attention.rope_theta)
-    together = inputs(layers, hidden_TD, weights, angles)
-    out_TD, *_ = after_attention(layers, hidden_TD, attended_TX, weights)
+    kernels, weights = kernels_of(config, native), weights_of(config)
+    hidden_TD = random(MOST_TOKENS, config.hidden, seed=56)
+    attended_TX = random(MOST_TOKENS, config.attention.query_width, seed=57)
+    angles = functions.rotary(
+        torch.arange(MOST_TOKENS), config.attention.head_dim, config.attention.rope_theta
+    )
+    together = inputs(kernels, hidden_TD, weights, angles)
+    out_TD, *_ = after_attention(kernels, hidden_TD, attended_TX, weights)
     for start, stop in ((0, 1), (3, 8), (15, 16)):
         rows = slice(start, stop)
         own_angles = angles[0][rows], angles[1][rows]
-        assert torch.equal(together[rows], inputs(layers, hidden_TD[rows], weights, own_angles))
+        assert torch.equal(together[rows], inputs(kernels, hidden_TD[rows], weights, own_angles))
         assert torch.equal(
-            out_TD[rows], after_attention(layers, hidden_TD[rows], attended_TX[rows], weights)[0]
+            out_TD[rows], after_attention(kernels, hidden_TD[rows], attended_TX[rows], weights)[0]
         )
 
 
@@ -291,9 +298,9 @@ def test_the_number_of_threads_does_not_show_in_the_bits_of_a_layer() -> None:
     attended_TX = random(7, config.attention.query_width, seed=59)
     outcomes = []
     for threads in (1, 2, 5):
-        with closing(NativeKernels(MOST_ROWS, threads=threads)) as native:
+        with closing(NativeKernels(64, threads=threads)) as native:
             outcomes += [
-                after_attention(NativeLayers(config, native), hidden_TD, attended_TX, weights)[0]
+                after_attention(kernels_of(config, native), hidden_TD, attended_TX, weights)[0]
                 for _ in range(20)
             ]
     assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
@@ -304,36 +311,38 @@ def test_the_number_of_threads_does_not_show_in_the_bits_of_a_layer() -> None:
 def test_the_likeliest_token_is_found_however_threads_share_out_the_logits(threads: int) -> None:
     config = replace(PLAIN, hidden=256, vocabulary=1234)
     weights, hidden_TD = weights_of(config), random(40, config.hidden, seed=61)
-    with closing(NativeKernels(MOST_ROWS, threads=threads)) as native:
-        layers = NativeLayers(config, native)
+    with closing(NativeKernels(64, threads=threads)) as native:
         for row in range(40):
-            logits_SV, likeliest = layers.logits(hidden_TD, [row], weights)
+            logits_SV, likeliest = greedy(config, native, weights, hidden_TD, [row])
             assert likeliest == logits_SV.numpy().argmax(axis=1).tolist()
 
 
 def test_a_nan_stays_in_its_token(native: NativeKernels) -> None:
-    layers, weights = NativeLayers(PLAIN, native), weights_of(PLAIN)
+    kernels, weights = kernels_of(PLAIN, native), weights_of(PLAIN)
     hidden_TD, attended_TX = (
         random(3, PLAIN.hidden, seed=60),
         random(3, PLAIN.attention.query_width, seed=61),
     )
-    clean, *_ = after_attention(layers, hidden_TD, attended_TX, weights)
+    clean, *_ = after_attention(kernels, hidden_TD, attended_TX, weights)
     hidden_TD[1, 5] = torch.nan
-    out_TD, experts_Tk, _ = after_attention(layers, hidden_TD, attended_TX, weights)
+    out_TD, experts_Tk, _ = after_attention(kernels, hidden_TD, attended_TX, weights)
     assert out_TD[1].isnan().all()
     assert torch.equal(out_TD[[0, 2]], clean[[0, 2]])
     assert len(set(experts_Tk[1].tolist())) == PLAIN.routed.top_k
 
 
 @pytest.mark.skipif(not instruction_sets(), reason=availability())
-def test_rows_beyond_the_limit_and_packed_weights_are_left_to_torch() -> None:
+def test_rows_beyond_the_limit_and_columns_are_left_to_torch() -> None:
     weights = weights_of(PLAIN)
-    with closing(NativeKernels(4, threads=1)) as native:
-        layers = NativeLayers(PLAIN, native)
-        assert layers.takes(random(4, PLAIN.hidden, seed=1), weights)
-        assert not layers.takes(random(5, PLAIN.hidden, seed=1), weights)
-        columns = {
+    columns = Weights(
+        {
             name: [block.T.contiguous().T if block.dim() > 1 else block for block in blocks]
             for name, blocks in weights.items()
-        }
-        assert not layers.takes(random(4, PLAIN.hidden, seed=1), LayerWeights(columns))
+        },
+        weights.layer,
+    )
+    with closing(NativeKernels(4, threads=1)) as native:
+        kernels = kernels_of(PLAIN, native)
+        assert kernels.fused("moe_layer", weights, Memory(4))
+        assert not kernels.fused("moe_layer", weights, Memory(5))
+        assert not kernels.fused("moe_layer", columns, Memory(4))

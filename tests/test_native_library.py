@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moesched.devices.kernels.torch_kernels import rows_for_native
 from moesched.devices.native.compiled import (
     TORCH,
     VERSION,
@@ -17,7 +18,6 @@ from moesched.devices.native.compiled import (
     load,
 )
 from moesched.devices.products.crossover import Shape
-from moesched.devices.products.products import rows_for_kernel
 from moesched.errors import BadInput
 
 COMPILER = sysconfig.get_config_var("CC").split()[0]
@@ -66,4 +66,4 @@ def test_an_instruction_set_that_the_processor_lacks_is_refused_with_those_it_ha
     ):
         check_choice("avx9")
     check_choice(TORCH)
-    assert rows_for_kernel(TORCH, "bfloat16", Shape(512, 512), packed=False) == 0
+    assert rows_for_native(TORCH, "bfloat16", Shape(512, 512), packed=False) == 0

@@ -14,7 +14,7 @@ import pytest
 
 import moesched
 from moesched.analysis.heat_map import draw_heat_map
-from moesched.devices.torch import kernels
+from moesched.devices.kernels import functions
 from moesched.jobs.profiling import profile_routing
 from moesched.routing.files import read_routing_file
 from moesched.routing.profile import RoutingProfile, read_profile
@@ -51,7 +51,7 @@ class WatchedReference(Reference):
     """Remembers what its routers chose."""
 
     def experts(self, layer: int, x_TD: Any, residual_TD: Any) -> Any:
-        chosen_Tk, _ = kernels.route(x_TD, self.blocks[f"layers.{layer}.router"], self.config.routed.top_k)
+        chosen_Tk, _ = functions.route(x_TD, self.blocks[f"layers.{layer}.router"], self.config.routed.top_k)
         self.chosen.append(chosen_Tk.numpy())
         return super().experts(layer, x_TD, residual_TD)
 

@@ -9,9 +9,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from kernel_tables import kernels_of
+from moesched.devices.kernels.seam import Case
 from moesched.devices.native.attention import NativeAttention
 from moesched.devices.native.compiled import instruction_sets
 from moesched.devices.native.kernels import NativeKernels
+from small_models import SMALL
 
 Tensor = torch.Tensor
 
@@ -54,7 +57,6 @@ def attend(kernels: NativeKernels, prompts: Prompts, window: int | None = None) 
     out_TX = NativeAttention(kernels).attend_prompts(
         q_SNHd.flatten(0, 1).contiguous(), [(keys, values, new)], window
     )
-    assert out_TX is not None
     return out_TX.view(sequences, new, -1)
 
 
@@ -131,7 +133,6 @@ def test_views_are_attended_to_one_after_the_other_where_they_are(kernels: Nativ
     q_THd = torch.cat((first.q_SNHd.flatten(0, 1), second.q_SNHd.flatten(0, 1)))
     views = [(wide[:, :20, 0], wide[:, :20, 1], 5), (second.keys_SLKd, second.values_SLKd, 9)]
     got = NativeAttention(kernels).attend_prompts(q_THd, views)
-    assert got is not None
     assert torch.equal(got, torch.cat([attend(kernels, each).flatten(0, 1) for each in (first, second)]))
 
 
@@ -152,20 +153,24 @@ def test_a_value_that_is_not_a_number_shows_in_the_tokens_that_see_it(kernels: N
     assert got[0, 70:].isnan().all()
 
 
-@pytest.mark.parametrize("size", [16, 33, 288])
-def test_torch_does_other_head_sizes(variant: str, size: int) -> None:
-    prompts = random_prompts(1, 4, 4, 2, 1, size)
+@pytest.mark.parametrize(
+    ("changed", "dtype"),
+    [
+        ({"head_dim": 16}, torch.bfloat16),
+        ({"head_dim": 48}, torch.bfloat16),
+        ({"head_dim": 288}, torch.bfloat16),
+        ({"heads": 494, "kv_heads": 2}, torch.bfloat16),
+        ({}, torch.float32),
+        ({}, torch.bfloat16),
+    ],
+)
+def test_torch_does_other_heads_other_numbers_and_other_instruction_sets(
+    variant: str, changed: dict[str, int], dtype: torch.dtype
+) -> None:
+    config = SMALL.varied(**{"heads": 2, "kv_heads": 1, "head_dim": 64, **changed})
+    name = str(dtype).removeprefix("torch.")
+    case = Case("prompt_attention", 4, frozenset(), name, "cpu", config.layer(0))
     with closing(NativeKernels(0, variant, threads=1)) as kernels:
-        got = NativeAttention(kernels).attend_prompts(
-            prompts.q_SNHd[0], [(prompts.keys_SLKd, prompts.values_SLKd, 4)]
-        )
-    assert got is None
-
-
-def test_torch_does_it_for_other_numbers_and_other_instruction_sets(variant: str) -> None:
-    q_SNHd, keys, values = random_prompts(1, 4, 4, 2, 1, 64)
-    with closing(NativeKernels(0, variant, threads=1)) as kernels:
-        attention = NativeAttention(kernels)
-        assert attention.attend_prompts(q_SNHd[0].float(), [(keys.float(), values.float(), 4)]) is None
-        taken = attention.attend_prompts(q_SNHd[0], [(keys, values, 4)]) is not None
-    assert taken == (variant == SET)
+        found = kernels_of(config, kernels, dtype).table.require(case)
+    taken = variant == SET and not changed and dtype == torch.bfloat16
+    assert found.name == (f"native {variant}" if taken else "torch")

@@ -15,13 +15,13 @@ import pytest
 import torch
 from _small_runs import ONE_MEMORY, TWO_MEMORIES, fast_memory, generate
 
-from moesched.devices.native.arguments import LayerWeights
-from moesched.devices.native.attention import CachedLayer, NativeAttention, SequencesInBlocks
-from moesched.devices.native.buffers import StepBuffers
-from moesched.devices.native.calls import MOST_KEPT, Calls
+from kernel_tables import kernels_of
+from moesched.devices.kernels.binder import Binder
+from moesched.devices.kernels.layer_weights import Weights
+from moesched.devices.kernels.memory import MOST_BOUND, MOST_SHAPES, Memory, Shapes
+from moesched.devices.native.attention import LayerAddresses, NativeAttention, SequencesInBlocks
 from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels
-from moesched.devices.native.layers import MOST_SHAPES, NativeLayers
 from moesched.devices.torch.compute import Compute
 from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import open_checkpoint
@@ -33,7 +33,7 @@ from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.tasks import Task
 from small_models import SMALL
-from test_native_layers import MOST_ROWS, PLAIN, random, weights_of
+from test_native_layers import PLAIN, random, weights_of
 
 pytestmark = pytest.mark.skipif(not instruction_sets(), reason=availability())
 
@@ -70,9 +70,9 @@ def _is_torchs(function: Any) -> bool:
 
 
 @pytest.fixture
-def layers() -> Iterator[NativeLayers]:
-    with closing(NativeKernels(MOST_ROWS, threads=2)) as native:
-        yield NativeLayers(PLAIN, native)
+def kernels() -> Iterator[Binder]:
+    with closing(NativeKernels(16, threads=2)) as native:
+        yield kernels_of(PLAIN, native)
 
 
 @pytest.fixture(scope="module")
@@ -100,61 +100,58 @@ def test_a_decode_step_whose_shapes_repeat_calls_nothing_of_torch_and_makes_no_a
     assert not steps & set(range(2, 18)), device.calls
 
 
-def captured(layers: NativeLayers, shapes: dict[int, StepBuffers], tokens: int) -> torch.Tensor:
-    """The hidden states after a layer of a step of that many tokens, from the buffers kept in `shapes`."""
-    weights = weights_of(PLAIN)
-    buffers = layers.buffers(tokens, shapes)
-    layers.embed(buffers, range(tokens), range(tokens), random(PLAIN.vocabulary, PLAIN.hidden, seed=1))
-    layers.attention_inputs(buffers, buffers.hidden_TD, buffers.angles, weights)
-    buffers.attended_TX.copy_(buffers.qkv[0].flatten(1))
-    layers.run(buffers, buffers.hidden_TD, buffers.attended_TX, weights)
-    return buffers.hidden_TD.clone()
+def captured(kernels: Binder, memory: Memory) -> torch.Tensor:
+    """The hidden states after a layer of a step of as many tokens as the memory has rows."""
+    weights, tokens = weights_of(PLAIN), range(memory.rows)
+    embedding = Weights({"embedding": [random(PLAIN.vocabulary, PLAIN.hidden, seed=1)]})
+    hidden_TD, angles = kernels.bound("embed", embedding, memory)(tokens, tokens)
+    queries, *_ = kernels.bound("attention_inputs", weights, memory)(hidden_TD, angles)
+    layer = kernels.fused("moe_layer", weights, memory)
+    assert layer is not None, "a native kernel takes it"
+    out_TD: torch.Tensor = layer(queries.flatten(1), hidden_TD)[0]
+    return out_TD.clone()
 
 
-def test_a_batch_that_shrinks_gets_calls_of_its_own_and_has_the_old_ones_when_it_grows(
-    layers: NativeLayers,
+def test_a_batch_that_shrinks_gets_memory_of_its_own_and_has_the_old_one_when_it_grows(
+    kernels: Binder,
 ) -> None:
-    shapes: dict[int, StepBuffers] = {}
-    large = captured(layers, shapes, 7)
-    of_seven = shapes[7]
-    small = captured(layers, shapes, 2)
+    shapes = Shapes()
+    large, of_seven = captured(kernels, shapes.of(7)), shapes.of(7)
+    small = captured(kernels, shapes.of(2))
     assert torch.equal(small, large[:2])
-    assert torch.equal(captured(layers, shapes, 7), large)
-    assert shapes[7] is of_seven
-    assert shapes[2] is not of_seven
+    assert torch.equal(captured(kernels, shapes.of(7)), large)
+    assert shapes.of(7) is of_seven
+    assert shapes.of(2) is not of_seven
 
 
-def test_the_shape_that_was_made_first_makes_room_for_another(layers: NativeLayers) -> None:
-    shapes: dict[int, StepBuffers] = {}
-    for tokens in range(1, MOST_SHAPES + 2):
-        layers.buffers(tokens, shapes)
-    assert list(shapes) == list(range(2, MOST_SHAPES + 2))
+def test_the_shape_that_was_made_first_makes_room_for_another() -> None:
+    shapes = Shapes()
+    first, *others = [shapes.of(tokens) for tokens in range(1, MOST_SHAPES + 2)]
+    assert [shapes.of(memory.rows) for memory in others] == others
+    assert shapes.of(first.rows) is not first
 
 
-def test_calls_for_streamed_weights_do_not_add_up() -> None:
-    calls = Calls()
-    for _ in range(3 * MOST_KEPT):
-        calls.keep(LayerWeights(), lambda: 0)
-    assert 0 < len(calls) <= MOST_KEPT
+def test_kernels_bound_to_streamed_weights_do_not_add_up() -> None:
+    memory = Memory(1)
+    for number in range(3 * MOST_BOUND):
+        memory.keep(number, lambda: 0)
+    kept = sum(memory.bound(number) is not None for number in range(3 * MOST_BOUND))
+    assert 0 < kept <= MOST_BOUND
 
 
-def test_hidden_states_from_elsewhere_are_read_there_and_change_no_prepared_call(
-    layers: NativeLayers,
-) -> None:
-    weights, shapes = weights_of(PLAIN), dict[int, StepBuffers]()
-    buffers = layers.buffers(3, shapes)
-    buffers.hidden_TD.copy_(random(3, PLAIN.hidden, seed=2))
-    other_TD = random(3, PLAIN.hidden, seed=3)
-    for angles in buffers.angles:
-        angles.fill_(0.5)
+def test_hidden_states_from_elsewhere_are_read_there_and_change_no_bound_kernel(kernels: Binder) -> None:
+    weights, memory = weights_of(PLAIN), Memory(3)
+    own_TD, other_TD = (random(3, PLAIN.hidden, seed=seed) for seed in (2, 3))
+    angles = tuple(torch.full((3, 1, PLAIN.attention.head_dim), 0.5) for _ in range(2))
 
     def values(hidden_TD: torch.Tensor) -> torch.Tensor:
-        layers.attention_inputs(buffers, hidden_TD, buffers.angles, weights)
-        return buffers.qkv[2].clone()
+        queries_keys_values = kernels.bound("attention_inputs", weights, memory)(hidden_TD, angles)
+        cloned: torch.Tensor = queries_keys_values[2].clone()
+        return cloned
 
-    own, others = values(buffers.hidden_TD), values(other_TD)
+    own, others = values(own_TD), values(other_TD)
     assert not torch.equal(own, others)
-    assert torch.equal(values(buffers.hidden_TD), own)
+    assert torch.equal(values(own_TD), own)
     assert torch.equal(values(other_TD.clone()), others)
 
 
@@ -163,7 +160,7 @@ def test_a_prepared_call_of_attention_follows_its_sequence_to_new_slots() -> Non
     query, key, value = (random(1, heads, 8, seed=heads).float() for heads in (4, 2, 1))
     value = value.expand(1, 2, 8).contiguous()
     cache = [random(40, 2, 8, seed=seed).float() for seed in (7, 8)]
-    cached = CachedLayer(cache[0].data_ptr(), cache[1].data_ptr(), block)
+    cached = LayerAddresses(cache[0].data_ptr(), cache[1].data_ptr(), block)
     out = torch.empty(1, 32)
     with closing(NativeKernels(0, threads=1)) as kernels:
         attention = NativeAttention(kernels)
@@ -196,4 +193,4 @@ def test_an_accelerator_with_a_memory_of_its_own_has_no_native_tasks(model: Path
     compute = Compute("cuda", layout, "auto", pin=False, threads=1)
     with closing(compute):
         compute.start(1.0)
-        assert compute.native is None
+        assert compute.kernels.fused("moe_layer", weights_of(PLAIN), Memory(1)) is None

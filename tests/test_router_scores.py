@@ -14,7 +14,7 @@ from _previewing import Previewing
 from _small_runs import ONE_MEMORY, TWO_MEMORIES, Generated, generate, same_bits
 
 from moesched import plugins
-from moesched.devices.torch import kernels
+from moesched.devices.kernels import functions
 from moesched.devices.torch.device import TorchDevice
 from moesched.dispatch import NodeExperts
 from moesched.dispatch.node_placement import Placement
@@ -66,7 +66,7 @@ class Noting(Reference):
     def scores(self, step: int, layer: int, ahead: int) -> tuple[Tensor, Tensor]:
         """The scores of a layer by the hidden states of `ahead` layers before, and the tokens of each expert."""
         config, prefix = self.config, f"layers.{layer}."
-        x_TD = kernels.norm(
+        x_TD = functions.norm(
             self.routed[step][layer - ahead], self.weights[prefix + "ffn_norm"], config.norm_eps, config.norm
         )
         shares_TE = (x_TD @ self.weights[prefix + "router"].T).softmax(dim=-1)

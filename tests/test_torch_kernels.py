@@ -11,10 +11,10 @@ import torch
 from _random_models import DECISIVE, hugging_face_logits, load_model, mixtral, prompts_of, random_mixtral
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from moesched.devices.kernels import functions
+from moesched.devices.kernels.functions import KVView
 from moesched.devices.products.linear import expert_ffn, linear
 from moesched.devices.products.packed_weights import pack, packed_bytes, packing_pays
-from moesched.devices.torch import kernels
-from moesched.devices.torch.kernels import KVView
 from moesched.models.footprint import QUERY_TILE
 from reference import Reference, cut_in_three, generate, whole
 
@@ -154,7 +154,7 @@ def test_a_prompt_in_chunks_is_the_prompt(window: int | None, chunks: list[int])
     for chunk in chunks:
         stop = start + chunk
         view = KVView(k[None, :stop], v[None, :stop], chunk)
-        parts.append(kernels.attention(q[start:stop], [view], window))
+        parts.append(functions.attention(q[start:stop], [view], window))
         start = stop
     assert torch.allclose(torch.cat(parts), plain_attention(q, k, v, window), atol=1e-6)
 
@@ -164,7 +164,7 @@ def test_attention_over_more_queries_than_a_tile(window: int | None) -> None:
     torch.manual_seed(7)
     tokens, past = QUERY_TILE + 90, 60
     q, k, v = torch.randn(tokens, 2, 4), torch.randn(tokens + past, 1, 4), torch.randn(tokens + past, 1, 4)
-    out = kernels.attention(q, [KVView(k[None], v[None], tokens)], window)
+    out = functions.attention(q, [KVView(k[None], v[None], tokens)], window)
     everything = torch.cat((torch.zeros(past, 2, 4), q))
     assert torch.allclose(out, plain_attention(everything, k, v, window)[past:], atol=1e-5)
 
@@ -185,9 +185,9 @@ def test_decoding_together_has_the_bits_of_decoding_alone(dtype: torch.dtype) ->
     torch.manual_seed(8)
     keys, values = torch.randn(2, 5, 70, 3, 16).to(dtype)
     q = torch.randn(5, 6, 16).to(dtype)
-    together = kernels.attention(q, [KVView(keys, values, 1)])
+    together = functions.attention(q, [KVView(keys, values, 1)])
     alone = [
-        kernels.attention(q[i : i + 1], [KVView(keys[i : i + 1], values[i : i + 1], 1)]) for i in range(5)
+        functions.attention(q[i : i + 1], [KVView(keys[i : i + 1], values[i : i + 1], 1)]) for i in range(5)
     ]
     assert torch.equal(together, torch.cat(alone))
 
@@ -206,8 +206,8 @@ def test_the_order_in_which_experts_run_does_not_show_in_the_bits(dtype: torch.d
     x_TD, residual_TD = torch.randn(2, 17, 24).to(dtype)
     router = torch.randn(8, 24).to(dtype)
     experts = [[torch.randn(shape).to(dtype) for shape in ((40, 24), (40, 24), (24, 40))] for _ in range(8)]
-    experts_Tk, weights_Tk = kernels.route(x_TD, [router], 3)
-    tokens_n, rows_Tk, counts = kernels.group_by_expert(experts_Tk, 8)
+    experts_Tk, weights_Tk = functions.route(x_TD, [router], 3)
+    tokens_n, rows_Tk, counts = functions.group_by_expert(experts_Tk, 8)
     starts = [sum(counts[:expert]) for expert in range(8)]
 
     def run(order: list[int]) -> Tensor:
@@ -216,7 +216,7 @@ def test_the_order_in_which_experts_run_does_not_show_in_the_bits(dtype: torch.d
             rows = slice(starts[expert], starts[expert] + counts[expert])
             gate, up, down = experts[expert]
             y_nD[rows] = expert_ffn(x_TD[tokens_n[rows]], [gate], [up], [down])
-        return kernels.combine(y_nD, rows_Tk, weights_Tk, residual_TD)
+        return functions.combine(y_nD, rows_Tk, weights_Tk, residual_TD)
 
     expected = run(list(range(8)))
     assert not expected.isnan().any()
@@ -230,7 +230,7 @@ def test_the_order_in_which_experts_run_does_not_show_in_the_bits(dtype: torch.d
 def test_routing_takes_the_largest_logits_and_softmaxes_those() -> None:
     torch.manual_seed(10)
     x_TD, router = torch.randn(30, 16), torch.randn(7, 16)
-    experts_Tk, weights_Tk = kernels.route(x_TD, [router[:3], router[3:]], 3)
+    experts_Tk, weights_Tk = functions.route(x_TD, [router[:3], router[3:]], 3)
     logits = x_TD @ router.T
     assert experts_Tk.dtype == torch.int64
     assert weights_Tk.dtype == torch.float32
@@ -240,7 +240,7 @@ def test_routing_takes_the_largest_logits_and_softmaxes_those() -> None:
 
 def test_grouping_puts_the_rows_of_an_expert_together() -> None:
     experts_Tk = torch.tensor([[0, 3], [1, 3], [0, 1]])
-    tokens_n, rows_Tk, counts = kernels.group_by_expert(experts_Tk, 5)
+    tokens_n, rows_Tk, counts = functions.group_by_expert(experts_Tk, 5)
     assert counts == [2, 2, 0, 2, 0]
     assert tokens_n.tolist() == [0, 2, 1, 2, 0, 1]
     assert rows_Tk.tolist() == [[0, 4], [2, 5], [1, 3]]
@@ -250,7 +250,7 @@ def test_combining_weighs_and_adds_to_the_residual() -> None:
     y_nD = torch.tensor([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0], [8.0, 80.0]])
     rows, weights = torch.tensor([[0, 3], [1, 2]]), torch.tensor([[0.25, 0.75], [0.5, 0.5]])
     residual = torch.tensor([[100.0, 0.0], [0.0, 100.0]])
-    assert kernels.combine(y_nD, rows, weights, residual).tolist() == [[106.25, 62.5], [3.0, 130.0]]
+    assert functions.combine(y_nD, rows, weights, residual).tolist() == [[106.25, 62.5], [3.0, 130.0]]
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
@@ -259,7 +259,7 @@ def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
 
     def score(q_position: int, k_position: int) -> float:
         turned = [
-            kernels.apply_rotary(x, *kernels.rotary(torch.tensor([position]), 12, 1e4))
+            functions.apply_rotary(x, *functions.rotary(torch.tensor([position]), 12, 1e4))
             for x, position in ((q, q_position), (k, k_position))
         ]
         assert turned[0].norm() == pytest.approx(q.norm())

@@ -111,6 +111,11 @@ class EmulatedDevice:
         return self._torch.own_bytes
 
     @property
+    def kernels(self) -> Mapping[str, Sequence[str]]:
+        """The names of the kernels that ran in batches so far, by operation."""
+        return self._torch.kernels
+
+    @property
     def bytes_read(self) -> int:
         """Bytes read from the checkpoint's files so far."""
         return self._torch.bytes_read

@@ -1,6 +1,6 @@
 """Attention as native calls: of a decode step over a KV cache in blocks, and of prompts.
 
-Shapes in names as in `devices/torch/kernels.py`.
+Shapes in names as in `devices/kernels/functions.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from .kernels import NativeKernels, Tensor, address, check
 DTYPES = (torch.float32, torch.bfloat16)
 """Types of numbers that it attends in; elsewhere torch does it."""
 
+PROMPT_INSTRUCTIONS = "avx512_bf16"
+HEAD_MULTIPLE, MOST_HEAD, MOST_GROUP = 32, 256, 246
+"""Sizes of heads, and heads that share keys, of which prompt_attention.c attends to prompts."""
+
 _LENGTHS, _BLOCKS = Attend.lengths.offset // 8, Attend.blocks.offset // 8
 
 
-class CachedLayer(NamedTuple):
+class LayerAddresses(NamedTuple):
     """A layer's keys and values, (slots, K, d) each, as C reads them.
 
     Attributes:
@@ -71,7 +75,12 @@ class NativeAttention:
         self._attend = library().moesched_attend
 
     def attend(
-        self, q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, cached: CachedLayer, sequences: SequencesInBlocks
+        self,
+        q_SHd: Tensor,
+        k_SKd: Tensor,
+        v_SKd: Tensor,
+        cached: LayerAddresses,
+        sequences: SequencesInBlocks,
     ) -> Tensor:
         """Store the new tokens' keys and values in the cache, and attend over it: (S, H * d).
 
@@ -83,7 +92,7 @@ class NativeAttention:
         return out_SX
 
     def prepared(
-        self, q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, cached: CachedLayer, out_SX: Tensor
+        self, q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, cached: LayerAddresses, out_SX: Tensor
     ) -> AttentionCall:
         """The same call, to be made often with what these tensors then have; they are to live as long."""
         count, heads, head_dim = q_SHd.shape
@@ -110,21 +119,21 @@ class NativeAttention:
 
     def attend_prompts(
         self, q_THd: Tensor, views: Iterable[tuple[Tensor, Tensor, int]], window: int | None = None
-    ) -> Tensor | None:
-        """Attention of new tokens over keys and values that hold them already: (T, H * d), or None.
+    ) -> Tensor:
+        """Attention of new tokens over keys and values that hold them already: (T, H * d).
 
-        None where torch is to do it: on other processors than those with AVX512_BF16 and without AMX, for other numbers
-        than bfloat16, and for head sizes that are no multiple of 32 or larger than 256.
+        Ask `refuses_prompts` first.
 
-        views: keys and values, both (S, L, K, d) with the same strides, and the new tokens of each sequence.
-        window: as in `CachedLayer`.
+        Args:
+            q_THd: bfloat16, contiguous, on the CPU.
+            views: keys and values, both (S, L, K, d) with the same strides, and the new tokens of each sequence.
+            window: as in `LayerAddresses`.
         """
         tokens, heads, head_dim = q_THd.shape
         out_TX = q_THd.new_empty(tokens, heads * head_dim)
         start = 0
         for keys_SLKd, values_SLKd, queries in views:
-            if not self._takes(q_THd, keys_SLKd, values_SLKd):
-                return None
+            assert keys_SLKd.stride() == values_SLKd.stride(), "one set of strides is for both"
             sequences, length, kv_heads, _ = keys_SLKd.shape
             sequence_stride, token_stride, head_stride, _ = keys_SLKd.stride()
             arguments = Prompts(
@@ -144,16 +153,21 @@ class NativeAttention:
                 new_queries=q_THd[start:].data_ptr(),
                 out=out_TX[start:].data_ptr(),
             )
-            if self._bound(library().moesched_attend_prompts, arguments)():
-                return None
+            refused = self._bound(library().moesched_attend_prompts, arguments)()
+            assert not refused, "`refuses_prompts` said that it takes them"
             start += sequences * queries
         return out_TX
 
-    def _takes(self, q_THd: Tensor, keys_SLKd: Tensor, values_SLKd: Tensor) -> bool:
-        plain = (
-            q_THd.is_contiguous() and keys_SLKd.stride(3) == 1 and keys_SLKd.stride() == values_SLKd.stride()
-        )
-        return plain and all(x.is_cpu and x.dtype == torch.bfloat16 for x in (q_THd, keys_SLKd, values_SLKd))
+
+def refuses_prompts(instruction_set: str, heads: int, kv_heads: int, head_dim: int) -> str:
+    """The reason why the library does not attend to prompts with such heads; empty if it does."""
+    if instruction_set != PROMPT_INSTRUCTIONS:
+        return f"it needs {PROMPT_INSTRUCTIONS}; with AMX, torch is faster"
+    if head_dim % HEAD_MULTIPLE or head_dim > MOST_HEAD:
+        return f"it takes heads of a multiple of {HEAD_MULTIPLE}, up to {MOST_HEAD}"
+    if heads // kv_heads > MOST_GROUP:
+        return f"it takes up to {MOST_GROUP} heads that share keys"
+    return ""
 
 
 @lru_cache(maxsize=64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 
 import torch
@@ -26,7 +27,7 @@ class NativeKernels:
     down projection.
 
     Args:
-        most_rows: most rows of a product for which `takes` is true.
+        most_rows: most rows that they are to be used for.
         instruction_set: by default the best one here.
         threads: number of threads, the caller included.
         pin: pin each helper to a core of its own. The caller is never pinned: threads that torch later starts from it
@@ -59,17 +60,8 @@ class NativeKernels:
         self._library.moesched_free_team(self._team)
         self._team = None
 
-    def takes(self, x_TD: Tensor, blocks: Blocks) -> bool:
-        """Whether the kernel takes a product: not too many rows by plain bfloat16 row blocks, on the CPU."""
-        few = 0 < len(x_TD) <= self.most_rows
-        return few and x_TD.dtype == torch.bfloat16 and x_TD.is_cpu and are_rows(blocks, x_TD.shape[1])
-
-    def takes_expert(self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> bool:
-        """The same for a whole expert."""
-        return self.takes(x_nD, gate) and self.takes(x_nD, up) and are_rows(down, _outputs(gate))
-
     def linear(self, x_TD: Tensor, blocks: Blocks) -> Tensor:
-        """x times the transpose of the matrix that the row blocks make: (T, N)."""
+        """x @ W.T, W as row blocks: (T, N)."""
         x_TD = _with_plain_rows(x_TD)
         y_TN = x_TD.new_empty(len(x_TD), _outputs(blocks))
         shape = (len(x_TD), x_TD.shape[1], y_TN.shape[1], x_TD.data_ptr(), x_TD.stride(0))
@@ -77,21 +69,24 @@ class NativeKernels:
         check(self._library.moesched_product(self._team, *shape, address(rows), y_TN.data_ptr()))
         return y_TN
 
-    def expert(
-        self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks, *, y_nD: Tensor | None = None
-    ) -> Tensor:
-        """One expert on its rows: silu(gate x) * up x, brought back to the hidden size by down.
-
-        y_nD: contiguous memory for the outputs; by default new.
-        """
-        x_nD = _with_plain_rows(x_nD)
-        if y_nD is None:
-            y_nD = x_nD.new_empty(x_nD.shape)
-        shape = (len(x_nD), x_nD.shape[1], _outputs(gate), x_nD.data_ptr(), x_nD.stride(0))
-        matrices = [rows_of(matrix) for matrix in (gate, up, down)]
-        weights = array("q", [address(rows) for rows in matrices])
-        check(self._library.moesched_expert(self._team, *shape, address(weights), y_nD.data_ptr()))
+    def expert(self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
+        """One expert on its rows: silu(gate x) * up x, brought back to the hidden size by down."""
+        y_nD = x_nD.new_empty(x_nD.shape)
+        self.prepared_expert(gate, up, down)(x_nD, y_nD)
         return y_nD
+
+    def prepared_expert(self, gate: Blocks, up: Blocks, down: Blocks) -> Callable[[Tensor, Tensor], None]:
+        """The same call, to be made often; it writes the outputs to its second argument, which is contiguous."""
+        width, matrices = _outputs(gate), [rows_of(matrix) for matrix in (gate, up, down)]
+        return partial(self._run_expert, matrices, array("q", map(address, matrices)), width)
+
+    def _run_expert(
+        self, matrices: Sequence[array[int]], weights: array[int], width: int, x_nD: Tensor, y_nD: Tensor
+    ) -> None:
+        """Call the kernel; `weights` has the addresses of the matrices' row blocks, which live as long."""
+        x_nD = _with_plain_rows(x_nD)
+        shape = (*x_nD.shape, width, x_nD.data_ptr(), x_nD.stride(0))
+        check(self._library.moesched_expert(self._team, *shape, address(weights), y_nD.data_ptr()))
 
     def call(self, function: Callable[..., int], arguments: ctypes.Structure) -> None:
         """Call a function that takes the threads and a pointer to its arguments."""
@@ -104,18 +99,6 @@ class NativeKernels:
 
 def _with_plain_rows(x_TD: Tensor) -> Tensor:
     return x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-
-
-def are_rows(blocks: Blocks, inputs: int) -> bool:
-    """Whether these are plain row blocks of bfloat16 numbers, `inputs` in each row, in memory that C can read."""
-    return all(
-        block.dtype == torch.bfloat16
-        and block.is_cpu
-        and not block.is_mkldnn
-        and block.shape[1] == inputs
-        and block.is_contiguous()
-        for block in blocks
-    )
 
 
 def _outputs(blocks: Blocks) -> int:

@@ -1,6 +1,6 @@
 """Writing new tokens' keys and values to a KV cache in blocks, as one native call.
 
-Shapes in names as in `devices/torch/kernels.py`.
+Shapes in names as in `devices/kernels/functions.py`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 
 from .arguments import NewRows
-from .attention import CachedLayer
+from .attention import LayerAddresses
 from .compiled import library
 from .kernels import NativeKernels, Tensor, address
 
@@ -17,7 +17,7 @@ def store(
     kernels: NativeKernels,
     k_TKd: Tensor,
     v_TKd: Tensor,
-    cached: CachedLayer,
+    cached: LayerAddresses,
     slots: array[int],
     start: int = 0,
 ) -> None:

@@ -19,7 +19,7 @@ from .plain_weights import plain_linear
 
 Tensor = torch.Tensor
 Blocks = Sequence[Tensor]
-Weights = dict[str, list[Tensor]]
+NamedBlocks = dict[str, list[Tensor]]
 """Tensors by name, each as its blocks."""
 Linear = Callable[[Tensor, Blocks], Tensor]
 

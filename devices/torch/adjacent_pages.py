@@ -9,7 +9,7 @@ import torch
 
 from moesched.models.layout import EXTENT_ALIGNMENT, Page
 
-from ..products.linear import Tensor, Weights
+from ..products.linear import NamedBlocks, Tensor
 from ..shared.page_reader import PageReader
 from .compute import Compute
 
@@ -48,7 +48,7 @@ class AdjacentPages:
         """The memory of a page; `elsewhere` if it has none."""
         return self._slots.get(page.id, elsewhere)
 
-    def copied(self, page: Page, weights: Weights) -> Weights:
+    def copied(self, page: Page, weights: NamedBlocks) -> NamedBlocks:
         """Copy a page's tensors to where it stays, and return them; several threads may do so with a page each."""
         placed = self._reader.views(self._slots[page.id], page, aligned=True)
         for name, blocks in placed.items():

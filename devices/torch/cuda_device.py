@@ -16,8 +16,8 @@ from moesched.seams import Transport
 from moesched.system.cores import require_threads
 from moesched.system.cuda import FIRST_WITH_BFLOAT16, CudaFacts, trouble_of_driver, trouble_of_gpu
 
+from ..kernels.fused_attention import has_fused_attention, prefer_kernels_without_plans
 from .device import TorchDevice
-from .fused_attention import has_fused_attention, prefer_kernels_without_plans
 from .gpu_memory import let_segments_grow, usable_bytes, with_usable_memory
 from .inspection import cuda_facts
 
@@ -60,7 +60,7 @@ class CudaDevice(TorchDevice):
             map_files=map_files,
             threads=threads,
         )
-        self._compute.fused_attention = has_fused_attention(
+        self._compute.kernels.fused_attention = has_fused_attention(
             self._compute.dtype, layout.config.attention.head_dim, torch.cuda.get_device_capability(0)
         )
 

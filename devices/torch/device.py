@@ -17,6 +17,7 @@ from moesched.requests.sampling import Sampling
 from moesched.seams import (
     ActivationObserver,
     ChoosesDtype,
+    KernelRow,
     LaneKind,
     Progress,
     RoutingObserver,
@@ -28,6 +29,7 @@ from moesched.steps.plan import Plan
 from moesched.system.memory_ahead import MemoryAhead
 from moesched.tasks import HostKernel, Task
 
+from ..kernels.torch_kernels import kernel_rows
 from ..products.linear import Tensor
 from ..shared.token_ids import check_token_ids
 from ..shared.verbs import Verb, after
@@ -70,6 +72,7 @@ class TorchDevice(ChoosesDtype):
             instruction set here, the name of another instruction set, or `torch`.
         map_files: have a GPU copy streamed weights from the page cache where that is possible.
         pin: pin each helper of the native kernels to a core of its own.
+        own_kernels: kernels from outside the tree, in front of all others: classes, or names such as `file.py:Class`.
         threads: threads of the kernels; by default one for each core that this process may use.
     """
 
@@ -87,6 +90,7 @@ class TorchDevice(ChoosesDtype):
         map_files: bool = True,
         pin: bool = False,
         threads: int | None = None,
+        own_kernels: str | type | Sequence[str | type] = (),
     ) -> None:
         self.layout = layout
         self.logits: list[tuple[tuple[int, ...], Tensor]] = []
@@ -95,7 +99,8 @@ class TorchDevice(ChoosesDtype):
         self._keep_logits = keep_logits
         if threads is not None and not 1 <= threads <= MOST_THREADS:
             raise BadInput(f"threads is {threads}: give 1 to {MOST_THREADS}")
-        self._compute = Compute(accelerator, layout, kernel, pin, threads)
+        own = [own_kernels] if isinstance(own_kernels, str | type) else own_kernels
+        self._compute = Compute(accelerator, layout, kernel, pin, threads, own)
         self.core_plan = None if self._compute.on_cpu else self._compute.core_plan
         self._store = WeightStore(checkpoint, layout, self._compute, direct=direct, map_files=map_files)
         self._global_weights: GlobalWeights | None = None
@@ -142,6 +147,16 @@ class TorchDevice(ChoosesDtype):
             )
         self._cuda.begin()
         return self._cuda
+
+    @staticmethod
+    def kernel_rows() -> list[KernelRow]:
+        """The rows of the table of kernels."""
+        return kernel_rows()
+
+    @property
+    def kernels(self) -> Mapping[str, Sequence[str]]:
+        """The names of the kernels that ran in batches so far, by operation."""
+        return self._compute.kernels.table.used
 
     @property
     def own_bytes(self) -> int:

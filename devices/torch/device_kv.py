@@ -10,9 +10,9 @@ from moesched.models.config import ModelConfig
 from moesched.requests.batch import cached_tokens
 from moesched.steps.plan import Plan
 
+from ..kernels.functions import KVView
 from ..products.linear import Tensor
 from .compute import Compute
-from .kernels import KVView
 from .micro_batch import MicroBatchState
 
 

@@ -19,7 +19,7 @@ from moesched.models.config import ModelConfig
 from moesched.models.host_buffers import CACHE_LINE
 from moesched.steps.plan import Plan
 
-from ..native.attention import AttentionCall
+from ..kernels.memory import Memory
 from ..products.linear import Tensor
 from ..shared.arena import aligned_bytes, typed_view
 from .compute import Compute
@@ -45,13 +45,13 @@ class AttentionRows:
     Attributes:
         qkv: queries (T, H, d), keys and values (T, K, d).
         attended_TX: attention's output (T, H * d).
-        calls: native calls from the former to the latter, by layer.
+        memory: has the output, and keeps the kernels that are bound to these rows.
     """
 
     def __init__(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, attended_TX: Tensor) -> None:
         self.qkv = q_THd, k_TKd, v_TKd
         self.attended_TX = attended_TX
-        self.calls: dict[int, AttentionCall] = {}
+        self.memory = Memory(len(attended_TX), attended=attended_TX)
 
 
 class RoutedRows(NamedTuple):

@@ -7,10 +7,13 @@ from typing import NamedTuple
 
 import torch
 
+from moesched.models.config import ModelConfig
 from moesched.models.footprint import EXPERT_TILE
 
-from ..products.linear import Blocks, Tensor, Weights
-from ..products.products import Products
+from ..kernels.binder import Binder
+from ..kernels.layer_weights import Weights
+from ..kernels.seam import Bound, Kernel
+from ..products.linear import Tensor
 
 
 class Part(NamedTuple):
@@ -47,58 +50,82 @@ def tiles_of(rows: range, wanted: range) -> Iterator[tuple[slice, slice | None]]
             yield slice(start, stop), kept
 
 
-def expert_weights(weights: Weights, expert: int) -> Sequence[Blocks]:
-    """The three matrices of one expert: gate, up, down."""
-    return [weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down")]
+class ExpertRunner:
+    """Runs experts on rows of micro-batches.
 
-
-def apply_expert(part: Part, expert: int, weights: Weights, products: Products) -> None:
-    """Run an expert on the wanted rows of x, and write its outputs to the same rows of y."""
-    x_nD, y_nD, rows, wanted = part
-    gate, up, down = expert_weights(weights, expert)
-    for tile, kept in tiles_of(rows, wanted):
-        outputs_nD = y_nD[tile] if kept is None else y_nD[tile][kept]
-        products.expert_into(outputs_nD, x_nD[tile], gate, up, down, kept)
-
-
-def apply_to_each(
-    parts: Sequence[Part],
-    expert: int,
-    weights: Weights,
-    products: Products,
-    use_cores_for: Callable[[int], object],
-) -> None:
-    """Run an expert on its parts of one micro-batch, or on all rows of several, each as if it ran alone.
-
-    Rows that go to the kernel go there together: their bits depend on no other row, and the weights are read once.
-
-    use_cores_for: sets the number of cores for a number of rows.
+    Args:
+        use_cores_for: sets torch's number of cores for a product, given its rows and weights.
+        on_host: whether the rows are on the host, where the accelerator has a memory of its own.
     """
-    few: list[Part] = []
-    for part in parts:
-        fits = len(parts) > 1 and len(part.rows) <= EXPERT_TILE
-        if fits and products.by_kernel(part.input, *expert_weights(weights, expert)):
-            few.append(part)
-        else:
-            use_cores_for(len(part.rows))
-            apply_expert(part, expert, weights, products)
-    for group in _groups(few, min(products.most_rows, EXPERT_TILE)):
-        if len(group) == 1:
-            apply_expert(group[0], expert, weights, products)
-            continue
-        gate, up, down = expert_weights(weights, expert)
-        y_nD = products.expert(torch.cat([part.input for part in group]), gate, up, down)
-        for part, output_nD in zip(group, y_nD.split([len(part.rows) for part in group]), strict=True):
-            part.y_nD[part.rows.start : part.rows.stop] = output_nD
 
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Binder,
+        use_cores_for: Callable[[int, int], object],
+        *,
+        on_host: bool = False,
+    ) -> None:
+        self._expert_weights = config.hidden * config.routed.intermediate
+        self._use_cores_for = use_cores_for
+        self._kernels = kernels
+        self._on_host = on_host
 
-def _groups(parts: Sequence[Part], most: int) -> Iterator[list[Part]]:
-    """The parts in their order, in groups of at most that many rows."""
-    group: list[Part] = []
-    for part in parts:
-        if group and sum(len(each.rows) for each in group) + len(part.rows) > most:
+    def apply(self, parts: Sequence[Part], expert: int, weights: Weights) -> None:
+        """Run an expert on its parts of one micro-batch, or on all rows of several, each as if it ran alone.
+
+        Rows of kernels whose rows do not depend on each other go there together: the weights are read once.
+        """
+        few: list[Part] = []
+        for part in parts:
+            if (
+                len(parts) > 1
+                and len(part.rows) <= EXPERT_TILE
+                and self._kernel(expert, len(part.rows), weights).independent
+            ):
+                few.append(part)
+            else:
+                self._use_cores_for(len(part.rows), self._expert_weights)
+                self.apply_part(part, expert, weights)
+        for group in self._groups(few, expert, weights):
+            if len(group) == 1:
+                self.apply_part(group[0], expert, weights)
+                continue
+            x_nD = torch.cat([part.input for part in group])
+            y_nD = torch.empty_like(x_nD)
+            self._bound(expert, len(x_nD), weights)[1](x_nD, y_nD)
+            for part, output_nD in zip(group, y_nD.split([len(part.rows) for part in group]), strict=True):
+                part.y_nD[part.rows.start : part.rows.stop] = output_nD
+
+    def apply_part(self, part: Part, expert: int, weights: Weights) -> None:
+        """Run an expert on the wanted rows of x, and write its outputs to the same rows of y."""
+        x_nD, y_nD, rows, wanted = part
+        for tile, kept in tiles_of(rows, wanted):
+            kernel, run = self._bound(expert, tile.stop - tile.start, weights)
+            if kept is None:
+                run(x_nD[tile], y_nD[tile])
+            elif kernel.independent:
+                run(x_nD[tile][kept], y_nD[tile][kept])
+            else:
+                whole_nD = torch.empty_like(x_nD[tile])
+                run(x_nD[tile], whole_nD)
+                y_nD[tile][kept] = whole_nD[kept]
+
+    def _bound(self, expert: int, rows: int, weights: Weights) -> tuple[Kernel, Bound]:
+        return self._kernels.expert(weights, expert, rows, on_host=self._on_host)
+
+    def _kernel(self, expert: int, rows: int, weights: Weights) -> Kernel:
+        return self._bound(expert, rows, weights)[0]
+
+    def _groups(self, parts: Sequence[Part], expert: int, weights: Weights) -> Iterator[list[Part]]:
+        """The parts in their order, in groups of rows that one call of their kernel takes."""
+        group: list[Part] = []
+        for part in parts:
+            rows = sum(len(each.rows) for each in [*group, part])
+            together = rows <= EXPERT_TILE and self._kernel(expert, rows, weights).independent
+            if group and not together:
+                yield group
+                group = []
+            group.append(part)
+        if group:
             yield group
-            group = []
-        group.append(part)
-    if group:
-        yield group

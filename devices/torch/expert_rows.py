@@ -7,10 +7,10 @@ from itertools import accumulate
 
 import torch
 
+from ..kernels.functions import Grouping
 from ..products.linear import Tensor
 from .exchange_rows import RoutedRows
 from .expert_parts import Part
-from .kernels import Grouping
 
 
 class HostRows:

@@ -10,12 +10,12 @@ from moesched.models.config import ModelConfig
 from moesched.models.layers import FeedForward
 from moesched.models.layout import Page, WeightLayout
 
-from ..products.linear import Tensor, Weights, expert_ffn
+from ..kernels import functions
+from ..kernels.functions import KVView
+from ..products.linear import NamedBlocks, Tensor, expert_ffn
 from ..shared.arena import aligned_bytes
 from ..shared.bad_weights import describe_first_bad_weight, first_bad
 from ..shared.page_reader import PageReader
-from . import kernels
-from .kernels import KVView
 from .micro_batch import MicroBatchState
 
 
@@ -60,7 +60,7 @@ class FirstBadTensor:
         config = self._config
         embedding = self._global("embedding")
         ids_T = torch.tensor([token for tokens in state.new for token in tokens]).to(self._accelerator)
-        hidden_TD = kernels.embed(ids_T, embedding)
+        hidden_TD = functions.embed(ids_T, embedding)
         yield "weight embedding", hidden_TD
         for layer, described in enumerate(config.pattern):
             attention, network = described.grouped, described.feed_forward
@@ -68,7 +68,7 @@ class FirstBadTensor:
             yield from _named(weights)
             weights = _within_layer(weights)
             weights["qkv"] = [*weights.pop("q"), *weights.pop("k"), *weights.pop("v")]
-            qkv = kernels.project_qkv(hidden_TD, weights, state.angles, config, attention)
+            qkv = functions.project_qkv(hidden_TD, weights, state.angles, config, attention)
             for name, tensor in zip(("queries", "keys", "values"), qkv, strict=True):
                 yield f"the {name} of layer {layer}", tensor
             q_THd, k_TKd, v_TKd = qkv
@@ -76,14 +76,14 @@ class FirstBadTensor:
             for keys, values, new in views:
                 yield f"the cached keys of layer {layer}", keys[:, :-new]
                 yield f"the cached values of layer {layer}", values[:, :-new]
-            attended_TX = kernels.attention(q_THd, views, attention.window, fused=self._fused)
+            attended_TX = functions.attention(q_THd, views, attention.window, fused=self._fused)
             yield f"attention's output in layer {layer}", attended_TX
-            hidden_TD = kernels.output_projection(attended_TX, weights["o"], hidden_TD)
+            hidden_TD = functions.output_projection(attended_TX, weights["o"], hidden_TD)
             yield f"the hidden states after attention in layer {layer}", hidden_TD
-            x_TD = kernels.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
+            x_TD = functions.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
             experts_Tk, weights_Tk = _route(x_TD, weights, network)
             yield f"the router's weights in layer {layer}", weights_Tk
-            grouping = kernels.group_by_expert(experts_Tk, network.experts)
+            grouping = functions.group_by_expert(experts_Tk, network.experts)
             outputs = []
             groups = torch.split(x_TD[grouping.tokens_n], grouping.counts)
             for expert, x_nD in enumerate(groups):
@@ -96,7 +96,7 @@ class FirstBadTensor:
                 )
                 outputs.append(expert_ffn(x_nD, gate, up, down))
                 yield f"the output of expert {expert} of layer {layer}", outputs[-1]
-            hidden_TD = kernels.combine(torch.cat(outputs), grouping.rows_Tk, weights_Tk, hidden_TD)
+            hidden_TD = functions.combine(torch.cat(outputs), grouping.rows_Tk, weights_Tk, hidden_TD)
             yield f"the hidden states after layer {layer}", hidden_TD
         final_norm = self._global("final_norm")
         yield "weight final_norm", final_norm
@@ -104,7 +104,7 @@ class FirstBadTensor:
         head = self._global(head_name)
         yield f"weight {head_name}", head
         last_SD = hidden_TD[torch.tensor(state.step.last).to(self._accelerator)]
-        yield "the logits", kernels.lm_head(last_SD, final_norm, [head], config.norm_eps, config.norm)
+        yield "the logits", functions.lm_head(last_SD, final_norm, [head], config.norm_eps, config.norm)
 
     def _cached(self, state: MicroBatchState, layer: int, k_TKd: Tensor, v_TKd: Tensor) -> Sequence[KVView]:
         """Copies of the keys and values of the step's sequences in the cache, with the new ones at their ends.
@@ -113,8 +113,7 @@ class FirstBadTensor:
         """
         views = []
         start = 0
-        cache, step = state.cached(layer)
-        for keys, values, new in cache.views(layer, step):
+        for keys, values, new in state.cached(layer).views():
             end = start + len(keys) * new
             view = KVView(keys.to(self._accelerator, copy=True), values.to(self._accelerator, copy=True), new)
             view.keys_SLKd[:, -new:] = k_TKd[start:end].reshape(view.keys_SLKd[:, -new:].shape)
@@ -123,9 +122,9 @@ class FirstBadTensor:
             start = end
         return views
 
-    def _weights(self, pages: Sequence[Page]) -> Weights:
+    def _weights(self, pages: Sequence[Page]) -> NamedBlocks:
         """The tensors of pages, read from the files, by their canonical names."""
-        weights: Weights = {}
+        weights: NamedBlocks = {}
         for page in pages:
             memory = aligned_bytes(self._reader.bytes_in_slot(page))
             self._reader.read(page, memory)
@@ -137,18 +136,18 @@ class FirstBadTensor:
         return self._reader.read_tensor(name).to(self._accelerator)
 
 
-def _route(x_TD: Tensor, weights: Weights, network: FeedForward) -> tuple[Tensor, Tensor]:
+def _route(x_TD: Tensor, weights: NamedBlocks, network: FeedForward) -> tuple[Tensor, Tensor]:
     if network.experts == 1:
         tokens = (len(x_TD), 1)
         return x_TD.new_zeros(tokens, dtype=torch.int64), x_TD.new_ones(tokens, dtype=torch.float32)
-    return kernels.route(x_TD, weights["router"], network.top_k, network.weights_sum_to_one)
+    return functions.route(x_TD, weights["router"], network.top_k, network.weights_sum_to_one)
 
 
-def _named(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+def _named(weights: NamedBlocks) -> Iterator[tuple[str, Tensor]]:
     for name, blocks in weights.items():
         for block in blocks:
             yield f"weight {name}", block
 
 
-def _within_layer(weights: Weights) -> Weights:
+def _within_layer(weights: NamedBlocks) -> NamedBlocks:
     return {name.split(".", 2)[2]: blocks for name, blocks in weights.items()}

@@ -6,23 +6,21 @@ from typing import NamedTuple
 
 from moesched.models.config import ModelConfig
 
+from ..kernels.layer_weights import Weights
 from ..products.linear import Tensor
 from ..shared.page_reader import PageReader
 from .compute import Compute
 
 
-class Head(NamedTuple):
-    """The LM head: its row blocks, one for each core that may share them, and the norm before it."""
-
-    norm_D: Tensor
-    blocks: list[Tensor]
-
-
 class GlobalWeights(NamedTuple):
-    """The weights in no page, on the accelerator."""
+    """The weights in no page, on the accelerator.
 
-    embedding_VD: Tensor
-    head: Head
+    Attributes:
+        head: the last norm, and the LM head as row blocks: one for each core that may share them.
+    """
+
+    embedding: Weights
+    head: Weights
 
 
 def read_global_weights(
@@ -34,11 +32,13 @@ def read_global_weights(
         return reader.read_tensor(name).to(compute.accelerator)
 
     embedding_VD, norm_D = read("embedding"), read("final_norm")
-    pieces = compute.team.cores if compute.team else 1
+    team = compute.kernels.team
+    pieces = team.cores if team else 1
     if config.tied_embeddings:
         blocks = list(embedding_VD.chunk(config.ranks)[rank].chunk(pieces))
     else:
         blocks = list(read("lm_head").chunk(pieces))
-        if compute.arranges:
-            blocks = [compute.arranged("lm_head", block) for block in blocks]
-    return GlobalWeights(embedding_VD, Head(norm_D, blocks))
+        if compute.kernels.arranges:
+            blocks = [compute.kernels.arranged("lm_head", block, compute.accelerator) for block in blocks]
+    head = Weights({"final_norm": [norm_D], "lm_head": blocks})
+    return GlobalWeights(Weights({"embedding": [embedding_VD]}), head)

@@ -9,7 +9,7 @@ from moesched.tasks import HostKernel, Task
 
 from .compute import Compute
 from .exchange_rows import ExchangeRows
-from .expert_parts import apply_to_each
+from .expert_parts import ExpertRunner
 from .expert_rows import HostRows
 from .micro_batch import MicroBatchState
 from .moe_layer import MoELayer
@@ -40,13 +40,11 @@ class HostExperts:
         there: MoELayer,
         device_observers: DeviceObservers,
     ) -> None:
-        self._expert_weights = config.hidden * config.routed.intermediate
         self._exchanged = exchanged
         self._states = states
         self._weights = weights
-        self._use_cores_for = compute.use_cores_for
+        self._experts = ExpertRunner(config, compute.kernels, compute.use_cores_for, on_host=True)
         self._there = there
-        self._products = compute.products
         self._device_observers = device_observers
 
     def offload_routed(self, task: Task) -> None:
@@ -69,10 +67,7 @@ class HostExperts:
             part = rows.part(task.expert, start, stop)
             parts.append(part._replace(x_nD=rows.on_host.x_nD, y_nD=rows.on_host.y_nD))
         self._device_observers.applied(task.layer, parts, task.expert, weights)
-        apply_to_each(parts, task.expert, weights, self._products, self._use_cores_for_expert)
-
-    def _use_cores_for_expert(self, tokens: int) -> None:
-        self._use_cores_for(tokens, self._expert_weights)
+        self._experts.apply(parts, task.expert, weights)
 
     def load_routed(self, task: Task) -> None:
         """Copy the output rows that were computed here; adjacent ranges are one copy."""

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 
-from ..native.attention import CachedLayer
+from ..kernels.functions import KVView
+from ..native.attention import LayerAddresses, SequencesInBlocks
 from ..native.kernels import NativeKernels
 from ..native.kv_rows import store
 from ..products.team import use_cores
 from .block_table import BlockTable
 from .copies import Indices, host_indices
-from .kernels import KVView
 from .kv_step import Gather, KVStep, Run, slots_of
 
 Tensor = torch.Tensor
@@ -124,11 +125,11 @@ class BlockedKV:
         """
         return [self._view(self.slots[self.places[layer]], part) for part in step.parts]
 
-    def layer(self, layer: int) -> CachedLayer:
+    def layer(self, layer: int) -> LayerAddresses:
         """A layer's keys and values, for native attention."""
         keys = self.slots.data_ptr() + 2 * self.places[layer] * self._half_bytes
         window = self._config.layer(layer).grouped.window
-        return CachedLayer(keys, keys + self._half_bytes, self.block_size, window)
+        return LayerAddresses(keys, keys + self._half_bytes, self.block_size, window)
 
     def _view(self, slots: Tensor, part: Run | Gather) -> KVView:
         _, _, kv_heads, head_dim = slots.shape
@@ -144,3 +145,29 @@ class BlockedKV:
             half.as_strided(shape, strides, half.storage_offset() + part.first_slot * slot) for half in slots
         )
         return KVView(keys, values, part.queries)
+
+
+class CachedLayer(NamedTuple):
+    """The keys and values of one layer, as attention reads them in a step."""
+
+    cache: BlockedKV
+    layer: int
+    step: KVStep
+
+    @property
+    def in_blocks(self) -> SequencesInBlocks:
+        """The tokens of each sequence, and the blocks that hold them."""
+        return self.step.in_blocks
+
+    @property
+    def addresses(self) -> LayerAddresses:
+        """The addresses of all keys and values."""
+        return self.cache.layer(self.layer)
+
+    def append(self, keys_TKd: Tensor, values_TKd: Tensor) -> None:
+        """Store the new tokens' keys and values."""
+        self.cache.append(self.layer, self.step, keys_TKd, values_TKd)
+
+    def views(self) -> list[KVView]:
+        """Views of each sequence's keys and values, new tokens included."""
+        return self.cache.views(self.layer, self.step)

@@ -10,7 +10,7 @@ from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.steps.memory import Slot
 
-from ..products.linear import Weights
+from ..products.linear import NamedBlocks
 from ..shared.page_reader import DTYPES, PageReader
 from .mapped_file import DONT_NEED, POPULATE_READ, MappedFile, system_takes
 
@@ -73,7 +73,7 @@ class MappedPages:
             for run in self._reader.location(page).runs
         )
 
-    def views(self, page: Page) -> Weights:
+    def views(self, page: Page) -> NamedBlocks:
         """The page's tensors by their canonical names, as row blocks from top to bottom."""
         return self._views[page.id]
 
@@ -102,8 +102,8 @@ class MappedPages:
             file.close()
         self._files.clear()
 
-    def _view(self, checkpoint: Checkpoint, page: Page, dtype: torch.dtype) -> Weights:
-        views: Weights = {}
+    def _view(self, checkpoint: Checkpoint, page: Page, dtype: torch.dtype) -> NamedBlocks:
+        views: NamedBlocks = {}
         for extent in page.extents:
             stored = checkpoint.tensors[extent.tensor]
             row_bytes = stored.nbytes // stored.shape[0]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..native.buffers import StepBuffers
+from ..kernels.memory import Memory
 from ..products.linear import Tensor
 from .expert_rows import ExpertRows
-from .kv_cache import BlockedKV
+from .kv_cache import BlockedKV, CachedLayer
 from .kv_step import KVStep
 
 
@@ -25,7 +25,7 @@ class MicroBatchState:
         chunk_of: the micro-batch that a chunk of prefill is part of; else None.
         before: the chunk that this one continues, if any.
         ends: the places of the sequences that tokens are sampled for; None for all of them.
-        buffers: those of the step's native calls; None where torch embedded its tokens, or they are many.
+        memory: that of the step's kernels for results; None where its tokens are many.
         caches: the KV caches that have its requests: one of all layers, or two of some layers each.
         rows: the rows of the layer's experts, from `route` to `combine`.
     """
@@ -38,7 +38,7 @@ class MicroBatchState:
         self.chunk_of: MicroBatchState | None = None
         self.before: MicroBatchState | None = None
         self.ends: list[int] | None = None
-        self.buffers: StepBuffers | None = None
+        self.memory: Memory | None = None
         self.caches: tuple[BlockedKV, ...] = ()
         self._steps: list[KVStep] = []
         self.angles: tuple[Tensor, Tensor]
@@ -57,10 +57,15 @@ class MicroBatchState:
         """The sequences' tokens of this step; their blocks are those of the first cache."""
         return self._steps[0]
 
-    def cached(self, layer: int) -> tuple[BlockedKV, KVStep]:
-        """The KV cache of a layer, and the new tokens' places in it."""
+    @property
+    def room(self) -> Memory:
+        """Memory for the results of a kernel; new each time where the tokens are many."""
+        return self.memory or Memory(len(self.hidden_TD))
+
+    def cached(self, layer: int) -> CachedLayer:
+        """The keys and values of a layer, and the new tokens' places among them."""
         number = 0 if len(self.caches) == 1 or layer in self.caches[0].places else 1
-        return self.caches[number], self._steps[number]
+        return CachedLayer(self.caches[number], layer, self._steps[number])
 
     @property
     def whole(self) -> MicroBatchState:

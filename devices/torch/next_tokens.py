@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,12 +13,11 @@ from moesched.requests.beams import Standing
 from moesched.requests.sampling import Sampling, require_finite, sample, traced
 from moesched.tasks import Task
 
-from ..native.arguments import LayerWeights
-from ..products.linear import Tensor, linear
-from . import kernels
+from ..kernels.layer_weights import Weights
+from ..kernels.memory import Memory
+from ..products.linear import Tensor
 from .beams import BeamSearches
 from .compute import Compute
-from .global_weights import Head
 from .micro_batch import MicroBatchState
 
 
@@ -40,6 +38,7 @@ class NextTokens:
     """Runs the verb that ends a step.
 
     Args:
+        head: the last norm and the LM head.
         choice: how tokens are chosen.
         beams: the beam searches; None without beam search.
         first_bad: names the first tensor of a micro-batch's step that is not finite.
@@ -48,7 +47,7 @@ class NextTokens:
     def __init__(
         self,
         config: ModelConfig,
-        head: Head,
+        head: Weights,
         states: Sequence[MicroBatchState],
         compute: Compute,
         choice: Choice,
@@ -57,13 +56,8 @@ class NextTokens:
     ) -> None:
         self._config = config
         self._head = head
-        self._indices = compute.indices
         self._states = states
-        self._use_cores_for = compute.use_cores_for
-        self._team = compute.team
-        self._products = compute.products
-        self._native = compute.native
-        self._native_head = LayerWeights({"final_norm": [head.norm_D], "lm_head": head.blocks})
+        self._kernels = compute.kernels
         self._choice = choice
         self._beams = beams
         self._is_greedy = beams is None and choice.kept is None and choice.sampling.temperature == 0
@@ -71,18 +65,12 @@ class NextTokens:
         self._dtype = str(compute.dtype).removeprefix("torch.")
 
     def logits(self, state: MicroBatchState) -> Tensor:
-        """The logits (S, V), float32, of the last tokens; each block of the LM head on a core of its own."""
-        config, head = self._config, self._head
-        if self._native and self._by_native(state):
-            return self._native.logits(state.hidden_TD, state.last, self._native_head)[0]
-        last_SD = state.hidden_TD.index_select(0, self._indices(state.last))
-        x_SD = kernels.norm(last_SD, head.norm_D, config.norm_eps, config.norm)
-        if self._team is None or len(x_SD) <= self._products.most_rows:
-            self._use_cores_for(len(x_SD), config.vocabulary // config.ranks * config.hidden)
-            return self._products.linear(x_SD, head.blocks).float()
-        parts: dict[int, Tensor] = {}
-        self._team.run([partial(_multiply, x_SD, block, parts, n) for n, block in enumerate(head.blocks)])
-        return torch.cat([parts[n] for n in range(len(head.blocks))], dim=-1).float()
+        """The logits (S, V), float32, of the last tokens."""
+        last = state.last
+        logits_SV: Tensor = self._kernels.bound("logits", self._head, Memory(len(last)))(
+            state.hidden_TD, last
+        )
+        return logits_SV
 
     @torch.inference_mode()
     def draw(self, task: Task, logits_SV: Tensor) -> list[int] | list[Standing]:
@@ -118,35 +106,21 @@ class NextTokens:
     def sample_next(self, task: Task) -> list[int] | list[Standing]:
         """Compute the logits, and `draw` the next tokens from them."""
         state = self._states[task.micro_batch]
-        if not self._is_greedy or not self._by_native(state):
-            return self._sample(task, state)
-        logits_SV, tokens = self._likeliest(state)
+        greedy = self._kernels.fused("greedy", self._head, self._memory(state)) if self._is_greedy else None
+        if greedy is None:
+            with torch.inference_mode():
+                return self.draw(task, self.logits(state))
+        tokens: list[int]
+        logits_SV, tokens = greedy(state.hidden_TD, state.last)
         if -1 in tokens:
             return self.draw(task, logits_SV)  # raises
         self._hand_on(state, tokens)
         return tokens
 
-    @torch.inference_mode()
-    def _sample(self, task: Task, state: MicroBatchState) -> list[int] | list[Standing]:
-        logits_SV = self.logits(state)
-        if self._is_greedy and not logits_SV.is_cpu:
-            tokens = kernels.likeliest(logits_SV)
-            if -1 not in tokens:
-                self._hand_on(state, tokens)
-                return tokens
-        return self.draw(task, logits_SV)
-
-    def _by_native(self, state: MicroBatchState) -> bool:
-        native = self._native
-        return native is not None and native.takes_rows(state.sampled) and native.reads(self._native_head)
-
-    def _likeliest(self, state: MicroBatchState) -> tuple[Tensor, list[int]]:
-        """The logits by a native call, and the likeliest tokens."""
-        assert self._native is not None
-        buffers = state.buffers
-        if buffers and state.hidden_TD is buffers.hidden_TD and state.sampled == buffers.tokens:
-            return self._native.all_logits(buffers, self._native_head)
-        return self._native.logits(state.hidden_TD, state.last, self._native_head)
+    def _memory(self, state: MicroBatchState) -> Memory:
+        """Memory for the logits: that of the step where a token is sampled for each of its rows."""
+        own = state.memory
+        return own if own and own.rows == state.sampled else Memory(state.sampled)
 
     def _hand_on(self, state: MicroBatchState, tokens: Sequence[int]) -> None:
         """Give each request its token for the next step."""
@@ -157,7 +131,3 @@ class NextTokens:
         mine = state.requests if state.ends is None else [state.requests[end] for end in state.ends]
         for request, token in zip(mine, tokens, strict=True):
             whole.new[whole.requests.index(request)] = [token]
-
-
-def _multiply(x_TD: Tensor, block: Tensor, into: dict[int, Tensor], number: int) -> None:
-    into[number] = linear(x_TD, [block])

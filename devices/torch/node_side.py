@@ -10,10 +10,11 @@ import torch
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
+from ..kernels.torch_rows import Routed
 from ..products.linear import Tensor
 from .compute import Compute
 from .micro_batch import MicroBatchState
-from .moe_layer import MoELayer, Routed
+from .moe_layer import MoELayer
 
 if TYPE_CHECKING:
     from moesched.seams import Array

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from moesched.seams import ActivationObserver, RoutingObserver, TokenSpan
 
-from ..products.linear import Tensor, Weights, gated
+from ..kernels.layer_weights import Weights
+from ..products.linear import Tensor, gated
 from .expert_parts import Part, tiles_of
 from .micro_batch import MicroBatchState
 

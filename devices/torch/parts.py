@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from moesched.requests.beams import BeamSearch
 from moesched.requests.sampling import Sampling
 from moesched.seams import Transport
 from moesched.steps.plan import Plan
 
+from ..kernels.layer_weights import Weights
 from ..shared.node_exchanges import NodeVerbs
 from .attention import Attention
 from .beams import BeamSearches
@@ -50,8 +49,8 @@ def parts_of(
         transport: None on a device alone.
     """
     config = plan.layout.config
-    embedding_VD = global_weights.embedding_VD if global_weights else torch.empty(0)
-    attention = Attention(config, states, store.weights, embedding_VD, compute, rank)
+    embedding = global_weights.embedding if global_weights else Weights()
+    attention = Attention(states, store.weights, embedding, compute, rank)
     moe = MoELayer(
         config,
         states,
@@ -67,7 +66,7 @@ def parts_of(
         beams = _beam_searches(plan, states, choice.sampling)
     if global_weights:
         first_bad = FirstBadTensor(
-            store.reader, plan.layout, compute.accelerator, fused=compute.fused_attention
+            store.reader, plan.layout, compute.accelerator, fused=compute.kernels.fused_attention
         ).name
         tokens = NextTokens(config, global_weights.head, states, compute, choice, beams, first_bad)
     if not plan.machine.unified:

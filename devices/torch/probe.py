@@ -10,10 +10,8 @@ from pathlib import Path
 
 import torch
 
-from ..native.compiled import AUTO
-from ..products.crossover import Shape, forget
-from ..products.packed_weights import pack, packing_pays
-from ..products.products import Products, make_kernel, rows_for_kernel
+from ..kernels.timed_products import TimedProducts
+from ..products.crossover import forget
 from ..products.team import Team
 from ..shared.arena import aligned_bytes, round_down
 from ..shared.direct_file import DirectFile
@@ -24,10 +22,6 @@ Call = Callable[[], object]
 
 COLD_BYTES = 96 << 20  # used between two uses of the same bytes, so that no cache still holds them
 MOST_COPIES = 128
-
-
-PRODUCT = Shape(2048, 1024)
-"""A matrix of medium size, for which kernel and torch are compared."""
 
 
 class TorchProbe:
@@ -43,12 +37,10 @@ class TorchProbe:
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._packing_pays = packing_pays(cores=threads)
         self._readers = Team(READS_IN_FLIGHT)
         self._files: dict[Path, DirectFile] = {}
         forget()
-        rows = rows_for_kernel(AUTO, "bfloat16", PRODUCT, self._packing_pays)
-        self._products = Products(make_kernel(AUTO, rows, threads))
+        self._products = TimedProducts(threads)
 
     def close(self) -> None:
         """End the threads, and close the files."""
@@ -63,7 +55,7 @@ class TorchProbe:
 
     def packs(self, dtype: str) -> bool:
         """Whether the device packs resident weights of this dtype."""
-        return dtype == "bfloat16" and self._packing_pays
+        return dtype == "bfloat16" and self._products.packing_pays
 
     def product(self, dtype: str, outputs: int, inputs: int, *, packed: bool) -> Callable[[int], Call]:
         """Products of any number of rows by cold matrices of (outputs, inputs).
@@ -73,15 +65,7 @@ class TorchProbe:
         kind = DTYPES[dtype]
         copies = _copies(outputs * inputs * kind.itemsize)
         matrices = [torch.full((outputs, inputs), 0.01, dtype=kind) for _ in range(copies)]
-        plain = cycle([[matrix] for matrix in matrices])
-        rearranged = cycle([[pack(matrix)] for matrix in matrices]) if packed else plain
-
-        def of_rows(rows: int) -> Call:
-            blocks = plain if rows <= self._products.most_rows else rearranged
-            x_TD = torch.full((rows, inputs), 0.01, dtype=kind)
-            return lambda: self._products.linear(x_TD, next(blocks))
-
-        return of_rows
+        return self._products.of_rows(matrices, packed=packed)
 
     def read(self, path: Path, nbytes: int, pieces: int) -> Call:
         """Concurrent reads of `pieces` pieces of a file, as in a transfer of pages, into memory like that of slots."""

@@ -10,7 +10,7 @@ import torch
 
 from moesched.models.layout import Page
 
-from ..products.linear import Weights
+from ..products.linear import NamedBlocks
 from ..products.team import use_cores
 from ..shared.page_reader import PageReader
 from .adjacent_pages import AdjacentPages
@@ -36,9 +36,9 @@ class ResidentPages:
         self._adjacent = None if compute.on_cpu else AdjacentPages(reader, compute)
         self._in_place = True
         self.awaited = 0
-        self._pages: dict[int, Weights] = {}
+        self._pages: dict[int, NamedBlocks] = {}
         self._free: deque[torch.Tensor] = deque()
-        self._busy: deque[tuple[int, Future[Weights]]] = deque()
+        self._busy: deque[tuple[int, Future[NamedBlocks]]] = deque()
         self._threads = ThreadPoolExecutor(1)
 
     def retain(self, pages: Sequence[Page]) -> int:
@@ -88,7 +88,7 @@ class ResidentPages:
         self._free.clear()
         self._busy.clear()
 
-    def __getitem__(self, page: Page) -> Weights:
+    def __getitem__(self, page: Page) -> NamedBlocks:
         """The tensors of a page by their canonical names, as row blocks from top to bottom."""
         return self._pages[page.id]
 
@@ -105,12 +105,12 @@ class ResidentPages:
         number, loaded = self._busy.popleft()
         self._pages[number] = loaded.result()
 
-    def _read_in_place(self, page: Page) -> Weights:
+    def _read_in_place(self, page: Page) -> NamedBlocks:
         memory = self._reader.new_memory(self._reader.bytes_in_slot(page))
         self._reader.read(page, memory, cached=True)
         return self._reader.views(memory, page)
 
-    def _rearranged(self, page: Page, staging: torch.Tensor) -> Weights:
+    def _rearranged(self, page: Page, staging: torch.Tensor) -> NamedBlocks:
         use_cores(1)
         self._reader.read(page, staging, cached=True)
         weights = self._reader.views(staging, page)
@@ -119,8 +119,9 @@ class ResidentPages:
         self._free.append(staging)
         return weights
 
-    def _packed(self, weights: Weights) -> Weights:
+    def _packed(self, weights: NamedBlocks) -> NamedBlocks:
+        kernels, device = self._compute.kernels, self._compute.accelerator
         return {
-            name: [self._compute.arranged(name, block) for block in blocks]
+            name: [kernels.arranged(name, block, device) for block in blocks]
             for name, blocks in weights.items()
         }

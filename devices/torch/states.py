@@ -59,7 +59,7 @@ def _open_cache(
             if lock
             else None
         ),
-        kernels=compute.products.kernel if lock else None,
+        kernels=compute.kernels.threads if lock else None,
     )
     for state in states:
         state.caches += (cache,)

@@ -21,13 +21,12 @@ from moesched.requests.sampling import Sampling
 from moesched.steps.plan import Plan
 from moesched.tasks import Kernel, Lane, PageTransfer, Work
 
-from ..native.arguments import LayerWeights
+from ..kernels import functions
+from ..kernels.layer_weights import Weights
 from ..products.linear import Tensor
-from . import kernels
 from .attention import Attention
 from .compute import Compute
 from .copies import HOST, host_indices
-from .expert_parts import expert_weights
 from .global_weights import GlobalWeights
 from .host_side import HostSide
 from .kv_cache import BlockedKV
@@ -94,7 +93,7 @@ class WarmUp:
         self,
         config: ModelConfig,
         compute: Compute,
-        weights: LayerWeights,
+        weights: Weights,
         global_weights: GlobalWeights | None,
         rank: int,
         kv: Tensor | None,
@@ -106,8 +105,8 @@ class WarmUp:
         self._states: list[MicroBatchState] = []
         self._tokens: NextTokens | None = None
         if global_weights is not None:
-            states, embedding_VD, head = self._states, global_weights.embedding_VD, global_weights.head
-            self._attention = Attention(config, states, self._shown, embedding_VD, compute, rank)
+            states, (embedding, head) = self._states, global_weights
+            self._attention = Attention(states, self._shown, embedding, compute, rank)
             self._moe = MoELayer(
                 config, states, self._shown, self._attention, compute, DeviceObservers(), first_request=0
             )
@@ -130,7 +129,7 @@ class WarmUp:
         self._attention.pre_attention(_PREFILL)
         self._attention.attention(_PREFILL)
         self._moe.post_attention(_PREFILL)
-        kernels.likeliest(tokens.logits(state))
+        functions.likeliest(tokens.logits(state))
 
     def _decode(self, sequences: int, cached: int, tokens: NextTokens) -> None:
         device = self._compute.accelerator if cached else HOST
@@ -143,9 +142,9 @@ class WarmUp:
             self._attention.attention(_DECODE)
         else:
             state.attended_TX = state.qkv[0].flatten(1)
-        kernels.beside([state.attended_TX[:1]] * 2)  # as for sequences of several lengths
+        functions.beside([state.attended_TX[:1]] * 2)  # as for sequences of several lengths
         self._moe.post_attention(_DECODE)
-        kernels.likeliest(tokens.logits(state))
+        functions.likeliest(tokens.logits(state))
 
     def _state(self, sequences: int, new: int, room: int, device: torch.device) -> MicroBatchState:
         """A micro-batch of sequences with new tokens each, and a KV cache of one layer with room for their tokens."""
@@ -172,15 +171,16 @@ class WarmUp:
         """An expert on 1, 2, 4, ... rows: how many it gets is the router's choice."""
         compute, most = self._compute, min(most, EXPERT_TILE)
         x_nD = torch.zeros((most, self._config.hidden), dtype=compute.dtype, device=compute.accelerator)
-        gate, up, down = expert_weights(self._weights, 0)
+        y_nD = torch.empty_like(x_nD)
         for power in range(most.bit_length()):
-            compute.products.expert(x_nD[: 1 << power], gate, up, down)
+            rows = 1 << power
+            compute.kernels.expert(self._weights, 0, rows)[1](x_nD[:rows], y_nD[:rows])
 
     def _of_kv(self, nbytes: int) -> Tensor:
         assert self._kv is not None
         return self._kv.view(-1).view(torch.uint8)[:nbytes]
 
-    def _shown(self, view: object) -> LayerWeights:
+    def _shown(self, view: object) -> Weights:
         return self._weights
 
 
@@ -249,7 +249,7 @@ class WarmUps:
         self._seconds = None
 
 
-def stand_in(layout: WeightLayout, store: WeightStore, device: torch.device) -> LayerWeights | None:
+def stand_in(layout: WeightLayout, store: WeightStore, device: torch.device) -> Weights | None:
     """The tensors of a layer in memory for pages that are yet to come; None if none is.
 
     Pages that stay show where they will be, so that their matrices are whole; the others all show one slot.

@@ -18,8 +18,8 @@ from moesched.steps.views import View
 from moesched.system.logs import Log
 from moesched.tasks import PageTransfer
 
-from ..native.arguments import LayerWeights
-from ..products.linear import Tensor, Weights, joined
+from ..kernels.layer_weights import Weights
+from ..products.linear import NamedBlocks, Tensor, joined
 from ..products.team import Team
 from ..shared.arena import Arena, aligned_bytes
 from ..shared.page_reader import PageReader
@@ -40,7 +40,7 @@ READS_IN_FLIGHT = 2
 """Pages of one transfer that are read at a time. With one, the disk idles between reads: measured to be 7 % slower."""
 
 
-WeightsOf = Callable[[Any], LayerWeights]
+WeightsOf = Callable[[Any], Weights]
 """Returns the tensors that a view shows."""
 
 _log = Log(__name__)
@@ -102,12 +102,12 @@ class WeightStore:
         if self._mapped is None:
             self._allocate(plan, tell)
         compute = self._compute
-        if compute.arranges or not missing:
+        if compute.kernels.arranges or not missing:
             self.reader.ahead.give_back()
         if missing:
             self.resident.expect(
                 missing,
-                self._staging(missing, plan.weights.load_buffers) if compute.arranges else (),
+                self._staging(missing, plan.weights.load_buffers) if compute.kernels.arranges else (),
             )
         self._host = "" if plan.machine.unified else plan.memory("host").name
         if self._host:
@@ -158,7 +158,7 @@ class WeightStore:
             self._reading = Team(READS_IN_FLIGHT)
         self._reading.run([partial(self.reader.read, page, self.bytes(slot)) for page, slot in pairs])
 
-    def weights(self, view: View[Any]) -> LayerWeights:
+    def weights(self, view: View[Any]) -> Weights:
         """The tensors that a view shows, by their names within the layer."""
         if view.bound is None:
             view.bound = merged_tensors(
@@ -169,7 +169,7 @@ class WeightStore:
                 joins=not self._compute.on_cpu,
                 layer=self._layout.config.layer(view.pages[0].layer),
             )
-        bound: LayerWeights = view.bound
+        bound: Weights = view.bound
         return bound
 
     def bytes(self, slot: Slot) -> Tensor:
@@ -216,27 +216,26 @@ class WeightStore:
             return Arena(len(pool.slots), pool.slot_bytes, zeros)
         return Arena(len(pool.slots), pool.slot_bytes, partial(locked_bytes, device=compute.accelerator))
 
-    def _staying(self, page: Page, slot: Slot) -> Weights:
+    def _staying(self, page: Page, slot: Slot) -> NamedBlocks:
         if slot.memory == self._host:
             held = self.home.get(page)
             assert held is not None, "pages that the host computes with are at home, each in one piece"
             return self.reader.views(held.parts[0].memory, page)
         return self.resident[page]
 
-    def _streamed(self, page: Page, slot: Slot) -> Weights:
+    def _streamed(self, page: Page, slot: Slot) -> NamedBlocks:
         if self._mapped is not None:
             return self._mapped.views(page)
         memory = self.bytes(slot)
         return self.reader.views(memory, page, aligned=not memory.is_cpu)
 
 
-def merged_tensors(pages: Iterable[Weights], *, joins: bool, layer: Layer) -> LayerWeights:
+def merged_tensors(pages: Iterable[NamedBlocks], *, joins: bool, layer: Layer) -> Weights:
     """The tensors of some pages of a layer, by their names within the layer; queries, keys and values are one matrix.
 
     joins: make one block of those that follow each other in memory.
     """
-    merged = LayerWeights()
-    merged.layer = layer
+    merged = Weights(layer=layer)
     for tensors in pages:
         for name, blocks in tensors.items():
             merged.setdefault(name.split(".", 2)[2], []).extend(blocks)

@@ -14,8 +14,10 @@ from moesched.cli import options
 from moesched.cli.list_parts import part_entries, part_rows
 
 HELP = options.paragraphs(
-    "List the names of policies, devices, transports, models, machines, parts of machines, networks or workloads.",
+    "List the names of policies, devices, transports, kernels, models, machines, parts of machines, networks or "
+    "workloads.",
     "Plug-ins of other packages are included. Those that cannot load are listed with the reason.",
+    "Of the kernels for an operation, the first one that takes a case computes it.",
 )
 
 EPILOGUE = """Examples:
@@ -24,7 +26,9 @@ EPILOGUE = """Examples:
   moesched list parts "RTX 30"
   moesched list devices --json"""
 
-Kind = Literal["policies", "devices", "transports", "models", "machines", "parts", "networks", "workloads"]
+Kind = Literal[
+    "policies", "devices", "transports", "kernels", "models", "machines", "parts", "networks", "workloads"
+]
 
 
 def add_to(app: App) -> None:
@@ -46,7 +50,11 @@ def list_kind(
     from moesched.cli.tables import print_table
 
     wanted = containing.lower()
-    entries = [entry for entry in entries_of(kind) if wanted in entry["name"].lower()]
+    entries = [
+        entry
+        for entry in entries_of(kind)
+        if wanted in f"{entry['name']} {entry.get('operation', '')}".lower()
+    ]
     if json:
         print_json({kind: entries})
         return
@@ -59,6 +67,18 @@ def list_kind(
         print_table([kind, *columns], rows, spare=["source", "active", "top k"])
     elif kind == "parts":
         print_table([kind, "kind", "figures", "source"], part_rows(entries))
+    elif kind == "kernels":
+        rows = [
+            [
+                entry["operation"],
+                entry["name"],
+                entry["takes"],
+                ", ".join(entry["devices"]),
+                entry["problem"] or "yes",
+            ]
+            for entry in entries
+        ]
+        print_table(["operation", "kernel", "takes", "devices", "here"], rows, spare=["devices"])
     elif kind == "networks":
         rows = [[entry["name"], *_network_figures(entry), _state(entry)] for entry in entries]
         print_table([kind, "latency", "bandwidth", ""], rows)
@@ -72,6 +92,7 @@ def entries_of(kind: Kind) -> list[dict[str, Any]]:
         "models": _models,
         "machines": _machines,
         "parts": part_entries,
+        "kernels": _kernels,
         "networks": _networks,
         "workloads": _workloads,
     }
@@ -95,6 +116,19 @@ def _plugins(kind: Any) -> list[dict[str, Any]]:
             entry["problem"] = " ".join(str(error).split()) or type(error).__name__
         entries.append(entry)
     return entries
+
+
+def _kernels() -> list[dict[str, Any]]:
+    """A row of the tables of kernels: its operation and devices, what it takes, and why it takes nothing here."""
+    from moesched import plugins
+    from moesched.seams import KernelRow, ListsKernels
+
+    devices: dict[KernelRow, list[str]] = {}
+    for name in plugins.names("devices"):
+        device: Any = None if plugins.problem("devices", name) else plugins.find("devices", name)
+        for row in device.kernel_rows() if isinstance(device, ListsKernels) else ():
+            devices.setdefault(row, []).append(name)
+    return [{**row._asdict(), "devices": names} for row, names in devices.items()]
 
 
 def _models() -> list[dict[str, Any]]:

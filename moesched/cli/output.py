@@ -112,6 +112,8 @@ def print_report(report: JobReport, trace: Path | None = None) -> None:
     say(f"{sizes}; {placed}")
     if report.cores is not None:
         say(_cores(report.cores))
+    if report.kernels:
+        say(_kernels(report.kernels))
     say()
     wall = "wall" if report.emulation is None else "wall, not dilated"
     rates = _rates(report) | {wall: format_seconds(report.wall_seconds)}
@@ -240,6 +242,15 @@ def _cores(cores: Mapping[str, int]) -> str:
         f"threads on the host: {kernels} for attention and experts, {copies} for copies of weights; "
         f"{issuing} core{'s' * (issuing > 1)} left to issuing and waiting"
     )
+
+
+def _kernels(kernels: Mapping[str, Sequence[str]]) -> str:
+    """The kernels that ran, each with its operations."""
+    operations: dict[str, list[str]] = {}
+    for operation, names in kernels.items():
+        for name in names:
+            operations.setdefault(name, []).append(operation)
+    return "kernels: " + "; ".join(f"{name}: {', '.join(each)}" for name, each in operations.items())
 
 
 def _print_lanes(lanes: Mapping[str, LaneUse], expected: Mapping[str, LaneUse] | None) -> None:

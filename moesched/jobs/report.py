@@ -126,6 +126,7 @@ class JobReport(Report, frozen=True, kw_only=True):
             "no_expectation",
             "warm_up_seconds",
             "weights_home",
+            "kernels",
         )
         foreign = of_predictions if self.measured else of_runs
         for name in (*foreign, "trace"):

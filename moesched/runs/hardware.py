@@ -21,7 +21,17 @@ from moesched.runs.generation import TokenHandling
 from moesched.runs.out_of_memory import memory_refusals
 from moesched.runs.outcome import Report, make_report
 from moesched.runs.ranks import OnDevices, Rank
-from moesched.seams import Device, Emulates, GivesScores, KeepsTime, Observer, Policy, ReportsHome, WarmsUp
+from moesched.seams import (
+    Device,
+    Emulates,
+    GivesScores,
+    KeepsTime,
+    NamesKernels,
+    Observer,
+    Policy,
+    ReportsHome,
+    WarmsUp,
+)
 from moesched.steps.plan import Plan
 from moesched.system.logs import Log
 from moesched.system.own_loop import run_on_own_loop
@@ -88,6 +98,8 @@ def run(
         report = replace(report, warm_up_seconds=device.warm_up_seconds())
     if isinstance(device, ReportsHome):
         report = replace(report, weights_home=device.weights_home)
+    if isinstance(device, NamesKernels):
+        report = replace(report, kernels={name: list(used) for name, used in device.kernels.items()})
     if not _report_suffices(ending.error, one_of_several=plan.nodes.count > 1 and not peers):
         ending.raise_error(report)
     return report

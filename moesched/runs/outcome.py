@@ -178,6 +178,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         forecasts: the same of its predictors.
         weights_home: where weights came from in the first batch; None where all stayed on the accelerator, or where its
             memory is the host's.
+        kernels: names of the kernels that ran, by operation; empty where a device has one for each.
     """
 
     measured: bool
@@ -214,6 +215,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     previews: list[PreviewUse] = []
     forecasts: list[ForecastUse] = []
     weights_home: WeightsHome | None = None
+    kernels: dict[str, list[str]] = {}
 
 
 def make_report(

@@ -1,4 +1,4 @@
-"""The kernels of a MoE transformer, as pure functions of tensors that are on one device.
+"""The operations of a MoE transformer, as pure functions of tensors that are on one device.
 
 Shapes in names: T tokens of all sequences together, D hidden size, H heads, K key-value heads, G heads that
 share one of those, d head size, S sequences, L tokens in the cache, E experts, k experts per token, n rows of
@@ -24,7 +24,7 @@ from moesched.models.config import ModelConfig, NormKind
 from moesched.models.footprint import QUERY_TILE
 from moesched.models.layers import GroupedAttention
 
-from ..products.linear import Blocks, Linear, Tensor, linear
+from ..products.linear import Blocks, Tensor, linear
 from .fused_attention import queries_in_a_piece
 
 
@@ -97,7 +97,6 @@ def project_qkv(
     angles: tuple[Tensor, Tensor],
     config: ModelConfig,
     attention: GroupedAttention,
-    linear: Linear = linear,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, projection and rotation: queries (T, H, d), keys and values (T, K, d), all contiguous.
 
@@ -105,11 +104,20 @@ def project_qkv(
         weights: a layer's row blocks by name: attention_norm, qkv, and q_norm and k_norm where it has them.
         angles: cosines and signed sines as `rotary` gives them.
         attention: describes the layer's.
-        linear: multiplies by weights.
     """
-    heads, kv_heads = attention.heads, attention.kv_heads
     x_TD = norm(hidden_TD, weights["attention_norm"][0], config.norm_eps, config.norm)
-    x_TX = linear(x_TD, weights["qkv"])
+    return rotated_heads(linear(x_TD, weights["qkv"]), weights, angles, config, attention)
+
+
+def rotated_heads(
+    x_TX: Tensor,
+    weights: Mapping[str, Blocks],
+    angles: tuple[Tensor, Tensor],
+    config: ModelConfig,
+    attention: GroupedAttention,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Projected queries, keys and values (T, X), as `project_qkv` returns them."""
+    heads, kv_heads = attention.heads, attention.kv_heads
     if attention.qk_norm:
         qk_norms = weights["q_norm"][0], weights["k_norm"][0]
         _normalise_heads(x_TX, heads, kv_heads, qk_norms, config.norm_eps)
@@ -228,9 +236,7 @@ def _mask(start: int, stop: int, first_key: int, window: int | None, device: tor
     return seen if window is None else seen & (key > query - window)
 
 
-def output_projection(
-    attention_TX: Tensor, o: Blocks, residual_TD: Tensor, linear: Linear = linear
-) -> Tensor:
+def output_projection(attention_TX: Tensor, o: Blocks, residual_TD: Tensor) -> Tensor:
     """The attention's output brought back to the hidden size and added to the residual."""
     return residual_TD + linear(attention_TX, o)
 

@@ -1,0 +1,108 @@
+"""Kernels bound to weights and memory: made once, called often."""
+
+from __future__ import annotations
+
+from moesched.models.config import ModelConfig
+
+from .layer_weights import Weights
+from .memory import Memory
+from .seam import OPERATIONS, Bound, Case, Kernel
+from .table import KernelTable
+
+
+class Binder:
+    """Finds the kernels of a table for the operations of a model, and binds them.
+
+    Args:
+        dtype: of weights and hidden states.
+        device: of the accelerator's tensors, such as "cuda".
+
+    Attributes:
+        table: the kernels.
+    """
+
+    def __init__(self, table: KernelTable, config: ModelConfig, dtype: str, device: str) -> None:
+        self.table = table
+        self._config = config
+        self._dtype = dtype
+        self._device = device
+
+    def bound(self, operation: str, weights: Weights, memory: Memory) -> Bound:
+        """The kernel for an operation on the accelerator, bound to weights, for as many rows as the memory has."""
+        return memory.bound((operation, weights.number)) or self._bind(
+            self._case(operation, weights, memory.rows), weights, memory
+        )
+
+    def fused(self, operation: str, weights: Weights, memory: Memory) -> Bound | None:
+        """The same for an operation that others can do; None where no kernel takes it."""
+        bound = memory.bound((operation, weights.number))
+        if bound is None:
+            case = self._case(operation, weights, memory.rows)
+            bound = self._bind(case, weights, memory) if self.table.find(case) else None
+        return bound
+
+    def attention(self, layer: int, memory: Memory, *, decodes: bool, on_host: bool = False) -> Bound:
+        """Attention over the cache of a layer.
+
+        decodes: whether it is a decode step, with one new token for each sequence.
+        """
+        device = "cpu" if on_host else self._device
+        key = "attention", layer, decodes, device
+        bound = memory.bound(key)
+        if bound is None:
+            described = self._config.layer(layer)
+            case = Case("attention", memory.rows, frozenset(), self._dtype, device, described, decodes)
+            bound = self.table.bind(case, None, memory)
+            memory.keep(key, bound)
+        return bound
+
+    def prompt_attention(self, layer: int, rows: int) -> Bound:
+        """Attention over views of keys and values, on the accelerator."""
+        described = self._config.layer(layer)
+        return self.table.bind(
+            Case("prompt_attention", rows, frozenset(), self._dtype, self._device, described)
+        )
+
+    def expert(
+        self, weights: Weights, expert: int, rows: int, *, on_host: bool = False
+    ) -> tuple[Kernel, Bound]:
+        """The kernel for an expert on some rows, and the same bound to its weights."""
+        part = weights.expert(expert)
+        case = Case(
+            "expert",
+            rows,
+            part.formats(OPERATIONS["expert"]),
+            self._dtype,
+            "cpu" if on_host else self._device,
+            weights.layer,
+        )
+        kernel = self.table.require(case)
+        bound = part.bounds.get(kernel.name)
+        if bound is None:
+            bound = part.bounds[kernel.name] = self.table.bound_to(kernel, case, part)
+        return kernel, bound
+
+    def combine(self, memory: Memory) -> Bound:
+        """The weighted sum of the experts' outputs, and the residual."""
+        bound = memory.bound("combine")
+        if bound is None:
+            case = Case("combine", memory.rows, frozenset(), self._dtype, self._device)
+            bound = self.table.bind(case, None, memory)
+            memory.keep("combine", bound)
+        return bound
+
+    def _case(self, operation: str, weights: Weights, rows: int) -> Case:
+        formats = weights.formats(OPERATIONS[operation])
+        return Case(operation, rows, formats, self._dtype, self._device, weights.layer)
+
+    def _bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+        kernel = self.table.require(case)
+        if kernel.uses_memory:
+            bound = self.table.bound_to(kernel, case, weights, memory)
+            memory.keep((case.operation, weights.number), bound)
+            return bound
+        key = case.operation, case.rows
+        found = weights.bounds.get(key)
+        if found is None:
+            found = weights.bounds[key] = self.table.bound_to(kernel, case, weights, memory)
+        return found

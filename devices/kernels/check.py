@@ -1,0 +1,178 @@
+"""The conformance suite of kernels: shapes, row blocks, bits beside other rows, and a reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from moesched import plugins
+from moesched.errors import KernelFailed
+from moesched.models.config import ModelConfig
+from moesched.models.layers import FeedForward, GroupedAttention, Layer
+
+from ..native.compiled import instruction_sets
+from ..native.kernels import NativeKernels
+from ..shared.page_reader import DTYPES
+from . import samples
+from .guarded import Guarded
+from .layer_weights import Tensor
+from .memory import Memory
+from .resources import Resources
+from .samples import Sample
+from .seam import OPERATIONS, Case
+from .table import KernelTable
+from .torch_kernels import fill, guarded
+
+ROWS = (1, 2, 3, 5, 16, 33, 130)
+"""Numbers of rows that are tried."""
+BLOCKS = (1, 3)
+"""Numbers of row blocks that a matrix is cut into."""
+WORSE = 1.5
+"""Most squared error of a kernel, in squared errors of torch."""
+LEAST_ERROR = 1e-12
+"""Squared error that counts as none."""
+
+
+def check_kernel(row: str | type) -> int:
+    """Check the promises of a kernel on small made-up data; returns the number of cases that it took.
+
+    Args:
+        row: its class, or its name as for `moesched.plugins.find`.
+
+    Raises:
+        KernelFailed: it raised, a result has another shape or dtype, or its operation is not checked alone.
+        AssertionError: a result is further from the exact one than `WORSE` allows, a second call has other bits, an
+            input was written to, or the kernel is called independent and its bits depend on other rows or on row
+            blocks. The message names kernel and case.
+    """
+    kind = plugins.find("kernels", row)
+    taken = 0
+    for config in _configs():
+        for dtype in ("bfloat16", "float32"):
+            with _resources(config, dtype) as resources, torch.inference_mode():
+                kernel = guarded(kind, resources)
+                if kernel.operation not in samples.MAKERS:
+                    raise KernelFailed(
+                        f"kernel {kernel.name}: {kernel.operation} is not checked alone: use check_device with "
+                        "the device that has the kernel"
+                    )
+                taken += sum(_check_rows(kernel, resources, rows) for rows in ROWS)
+    assert taken, f"kernel {kind.__name__} took none of {', '.join(map(str, ROWS))} rows on a CPU"
+    return taken
+
+
+def _configs() -> Iterator[ModelConfig]:
+    """Two small models, of which one has weights that do not sum to one, norms of heads, and clipped projections."""
+    attention = GroupedAttention(heads=4, kv_heads=2, head_dim=24)
+    network = FeedForward(experts=6, top_k=2, intermediate=72)
+    plain = ModelConfig(
+        name="plain",
+        pattern=(Layer(attention=attention, feed_forward=network),),
+        hidden=96,
+        vocabulary=101,
+        norm_eps=1e-5,
+        max_positions=256,
+        tied_embeddings=False,
+        stop_tokens=(),
+        dtype="bfloat16",
+    )
+    yield plain
+    yield plain.varied(qk_norm="head", clip=0.5, weights_sum_to_one=False, norm="layer")
+
+
+@contextmanager
+def _resources(config: ModelConfig, dtype: str) -> Iterator[Resources]:
+    """What kernels are made with, on the CPU, with the native kernels where they are installed."""
+    threads = NativeKernels(max(ROWS), threads=1) if instruction_sets() else None
+    resources = Resources(
+        config=config,
+        dtype=DTYPES[dtype],
+        indices=partial(torch.tensor, dtype=torch.int64),
+        use_cores_for=lambda rows, weights: None,
+        team=None,
+        threads=threads,
+        fused_attention=True,
+        table=KernelTable(()),
+    )
+    fill(resources.table, resources)
+    if threads is None:
+        yield resources
+        return
+    with closing(threads):
+        yield resources
+
+
+def _check_rows(kernel: Guarded, resources: Resources, rows: int) -> int:
+    """Check a number of rows; returns the number of cases that the kernel took."""
+    outcomes = [_outcome(kernel, resources, rows, blocks) for blocks in BLOCKS]
+    taken = [outcome for outcome in outcomes if outcome is not None]
+    if kernel.independent and len(taken) == len(BLOCKS):
+        assert torch.equal(*taken), (
+            f"kernel {kernel.name} ({kernel.operation} of {rows} rows): bits depend on how a matrix is cut into row "
+            "blocks: sum each output in one order"
+        )
+    return len(taken)
+
+
+def _outcome(kernel: Guarded, resources: Resources, rows: int, blocks: int) -> Tensor | None:
+    """Check one case; returns the kernel's results (rows, X), or None where it does not take the case."""
+    sample = samples.MAKERS[kernel.operation](resources.config, resources.dtype, rows, blocks)
+    case = _case(kernel, resources, sample, rows)
+    if kernel.refusal(case):
+        return None
+    title = f"kernel {kernel.name} ({case})"
+    before = [_cloned(value) for value in sample.inputs]
+    bound = kernel.bind(case, sample.weights, Memory(rows))
+    first = sample.run(bound, range(rows))
+    assert all(map(_same, before, sample.inputs)), f"{title}: it wrote to one of its inputs"
+    second = sample.run(bound, range(rows))
+    assert torch.equal(first, second), f"{title}: a second call with the same inputs has other bits"
+    _require_close(title, first, resources, sample, case)
+    if kernel.independent:
+        for row in {0, rows // 2, rows - 1}:
+            alone = _case(kernel, resources, sample, 1)
+            if not kernel.refusal(alone):
+                own = sample.run(kernel.bind(alone, sample.weights, Memory(1)), range(row, row + 1))
+                assert torch.equal(own, first[row : row + 1]), (
+                    f"{title}: row {row} alone has other bits: set `independent = False`, or let no sum depend on "
+                    "the number of rows"
+                )
+    return first
+
+
+def _require_close(title: str, got: Tensor, resources: Resources, sample: Sample, case: Case) -> None:
+    """Check the squared error against that of torch's own kernel.
+
+    Raises:
+        AssertionError: it is larger than `WORSE` allows.
+    """
+    [torchs] = [
+        row for row in resources.table.rows if row.operation == case.operation and row.name == "torch"
+    ]
+    theirs = sample.run(torchs.bind(case, sample.weights, Memory(case.rows)), range(case.rows))
+    error, allowed = ((each - sample.exact).square().mean().item() for each in (got, theirs))
+    assert error <= WORSE * allowed + LEAST_ERROR, (
+        f"{title}: mean squared error {error:.3g} from the exact results, of torch {allowed:.3g}"
+    )
+
+
+def _case(kernel: Guarded, resources: Resources, sample: Sample, rows: int) -> Case:
+    dtype = str(resources.dtype).removeprefix("torch.")
+    formats = sample.weights.formats(OPERATIONS[kernel.operation])
+    return Case(kernel.operation, rows, formats, dtype, "cpu", sample.weights.layer)
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return [_cloned(each) for each in value] if isinstance(value, Sequence) else value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return not isinstance(one, Sequence) or all(map(_same, one, other))

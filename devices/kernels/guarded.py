@@ -1,0 +1,105 @@
+"""Kernels from outside the tree: their errors and results name the kernel and its operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from moesched.errors import KernelFailed
+from moesched.models.config import ModelConfig
+
+from .seam import Bound, Case, Kernel
+
+Tensor = torch.Tensor
+Shape = tuple[int, ...]
+
+
+class Guarded(Kernel):
+    """A kernel from outside the tree. What it raises becomes one clear line, and so does a result of another shape."""
+
+    def __init__(self, kernel: Kernel, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._kernel = kernel
+        self._config = config
+        self._dtype = dtype
+        self.operation, self.name, self.takes = kernel.operation, kernel.name, kernel.takes
+        self.independent = kernel.independent
+        self.has_threads = kernel.has_threads
+        self.uses_memory = kernel.uses_memory
+
+    def refusal(self, case: Case) -> str:
+        """The reason of the kernel.
+
+        Raises:
+            KernelFailed: it raised.
+        """
+        return str(self._call(case, "refusal", self._kernel.refusal, case))
+
+    def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
+        """Its call, whose results are checked.
+
+        Raises:
+            KernelFailed: it raised.
+        """
+        bound = self._call(case, "bind", self._kernel.bind, case, weights, memory)
+
+        def call(*arguments: Any) -> Any:
+            result = self._call(case, "its call", bound, *arguments)
+            self._check(case, arguments, result)
+            return result
+
+        return call
+
+    def _call(self, case: Case, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as error:  # a kernel from elsewhere may raise anything
+            raise KernelFailed(
+                f"kernel {self.name} ({case}): {what} raised {type(error).__name__}: {error}"
+            ) from error
+
+    def _check(self, case: Case, arguments: Sequence[Any], result: Any) -> None:
+        """Check the shapes and dtypes of a result.
+
+        Raises:
+            KernelFailed: one is another.
+        """
+        got = [result] if isinstance(result, Tensor) else list(result or ())
+        for number, (shape, dtype) in enumerate(self._expected(case, arguments)):
+            found = got[number] if number < len(got) else None
+            if not isinstance(found, Tensor) or tuple(found.shape) != shape or found.dtype != dtype:
+                raise KernelFailed(
+                    f"kernel {self.name} ({case}): result {number} is {_described(found)} "
+                    f"instead of {list(shape)} of {dtype}: see `call` of the operation in "
+                    "moesched.devices.kernels.seam"
+                )
+
+    def _expected(self, case: Case, arguments: Sequence[Any]) -> Iterator[tuple[Shape, torch.dtype]]:
+        """The shapes and dtypes of an operation's first results."""
+        config, layer, dtype = self._config, case.layer, self._dtype
+        match case.operation:
+            case "embed":
+                yield (len(arguments[0]), config.hidden), dtype
+            case "attention_inputs" if layer is not None:
+                for heads in (layer.grouped.heads, layer.grouped.kv_heads, layer.grouped.kv_heads):
+                    yield (len(arguments[0]), heads, layer.grouped.head_dim), dtype
+            case "attention" if layer is not None:
+                yield (len(arguments[0][0]), layer.attention.attended_width), dtype
+            case "prompt_attention" if layer is not None:
+                yield (len(arguments[0]), layer.attention.attended_width), dtype
+            case "output_projection" | "moe_layer":
+                yield (len(arguments[0]), config.hidden), dtype
+            case "route" if layer is not None:
+                choices = len(arguments[0]), layer.feed_forward.top_k
+                yield (len(arguments[0]), config.hidden), dtype
+                yield choices, torch.int64
+                yield choices, torch.float32
+            case "combine":
+                yield tuple(arguments[3].shape), dtype
+            case "logits" | "greedy":
+                yield (len(arguments[1]), config.vocabulary // config.ranks), torch.float32
+
+
+def _described(found: Any) -> str:
+    return f"{list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else repr(found)

@@ -1,0 +1,84 @@
+"""Weights as kernels are bound to them: tensors by name, as row blocks, with their storage formats."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import count
+from types import MappingProxyType
+from typing import TypeVar
+
+import torch
+
+from moesched.models.layers import Layer
+
+from .seam import COLUMNS, PACKED, ROWS, Bound, Operation
+
+Tensor = torch.Tensor
+Blocks = Sequence[Tensor]
+A = TypeVar("A", bound=ctypes.Structure)
+Held = list["array[int]"]
+"""Arrays that a native call's arguments point to."""
+
+EXPERT_PARTS = ("gate", "up", "down")
+
+_numbers = count()
+
+
+class Weights(dict[str, list[Tensor]]):
+    """Tensors by name, as row blocks, with what kernels keep of them.
+
+    Attributes:
+        layer: describes the layer that they belong to; None outside the layers.
+        number: unique id.
+        bounds: kernels that are bound to these weights alone.
+    """
+
+    def __init__(
+        self, blocks: Mapping[str, Blocks] = MappingProxyType({}), layer: Layer | None = None
+    ) -> None:
+        super().__init__({name: list(each) for name, each in blocks.items()})
+        self.layer = layer
+        self.number = next(_numbers)
+        self.bounds: dict[Hashable, Bound] = {}
+        self._formats: dict[str, frozenset[str]] = {}
+        self._parts: dict[str, Weights] = {}
+        self._prepared: dict[type[ctypes.Structure], tuple[ctypes.Structure, Held]] = {}
+
+    def formats(self, operation: Operation) -> frozenset[str]:
+        """The storage formats of an operation's matrices."""
+        known = self._formats.get(operation.name)
+        if known is None:
+            names = operation.matrices or [name for name in self if not name.endswith("norm")]
+            known = frozenset(format_of(block) for name in names for block in self.get(name, ()))
+            self._formats[operation.name] = known
+        return known
+
+    def expert(self, number: int) -> Weights:
+        """The matrices of one expert: gate, up, down."""
+        return self._part(str(number), {part: f"experts.{number}.{part}" for part in EXPERT_PARTS})
+
+    def matrix(self, name: str) -> Weights:
+        """One matrix, by the name `matrix`."""
+        return self._part(name, {"matrix": name})
+
+    def _part(self, key: str, names: Mapping[str, str]) -> Weights:
+        part = self._parts.get(key)
+        if part is None:
+            part = self._parts[key] = Weights({own: self[name] for own, name in names.items()}, self.layer)
+        return part
+
+    def arguments(self, kind: type[A], prepare: Callable[[Weights, Held], A]) -> A:
+        """A copy of a native call's arguments of one kind, which are prepared when they are first asked for."""
+        if kind not in self._prepared:
+            held: Held = []
+            self._prepared[kind] = prepare(self, held), held
+        return kind.from_buffer_copy(self._prepared[kind][0])
+
+
+def format_of(block: Tensor) -> str:
+    """The storage format of a block of a matrix."""
+    if block.is_mkldnn:
+        return PACKED
+    return ROWS if block.is_contiguous() else COLUMNS

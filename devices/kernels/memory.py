@@ -1,0 +1,72 @@
+"""A micro-batch's memory for the results of kernels, and the kernels that are bound to it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from .seam import Bound
+
+KEPT_ROWS = 128
+"""Rows up to which a micro-batch keeps its memory from layer to layer: that of a prompt would be too much."""
+MOST_SHAPES = 4
+"""Numbers of tokens whose memory a micro-batch keeps."""
+MOST_BOUND = 2048
+"""Bound kernels that a micro-batch keeps. Streamed weights are new ones in every step."""
+
+
+class Memory:
+    """Tensors by name for a number of rows, which kernels share from layer to layer.
+
+    Args:
+        tensors: those that are there already, by name.
+
+    Attributes:
+        rows: the number of rows.
+        kept: whether a micro-batch keeps it, with what is bound to it.
+    """
+
+    def __init__(self, rows: int, **tensors: torch.Tensor) -> None:
+        self.rows = rows
+        self.kept = rows <= KEPT_ROWS
+        self._tensors = tensors
+        self._bound: dict[Hashable, Bound] = {}
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+        """The tensor of a name, on the host; the first call allocates it.
+
+        zero: fill it with zeros when it is allocated.
+        """
+        found = self._tensors.get(name)
+        if found is None:
+            allocate = torch.zeros if zero else torch.empty
+            found = self._tensors[name] = allocate(shape, dtype=dtype)
+        return found
+
+    def bound(self, key: Hashable) -> Bound | None:
+        """The kernel that was kept by a key."""
+        return self._bound.get(key)
+
+    def keep(self, key: Hashable, bound: Bound) -> None:
+        """Keep a bound kernel for the next step."""
+        if self.kept:
+            if len(self._bound) >= MOST_BOUND:
+                self._bound.clear()
+            self._bound[key] = bound
+
+
+class Shapes:
+    """The memory of a micro-batch by number of rows: those of earlier steps are used again."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Memory] = {}
+
+    def of(self, rows: int) -> Memory:
+        """Memory for a number of rows; the shape that was made first makes room for another."""
+        memory = self._kept.get(rows) or Memory(rows)
+        if memory.kept and rows not in self._kept:
+            if len(self._kept) == MOST_SHAPES:
+                del self._kept[next(iter(self._kept))]
+            self._kept[rows] = memory
+        return memory

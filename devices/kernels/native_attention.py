@@ -1,0 +1,115 @@
+"""The kernels of the native library for attention on the CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from ..native.attention import (
+    DTYPES,
+    PROMPT_INSTRUCTIONS,
+    AttentionCall,
+    NativeAttention,
+    refuses_prompts,
+)
+from ..native.compiled import instruction_sets, why_unusable
+from .layer_weights import Tensor
+from .memory import Memory
+from .resources import Resources
+from .seam import Bound, Case, Kernel
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+class NativeAttentionKernel(Kernel):
+    """Attention by the library. A token's bits depend on the instruction set alone."""
+
+    name = "native"
+    independent = True
+    has_threads = True
+
+    def __init__(self, resources: Resources) -> None:
+        assert resources.threads is not None, "the library is there"
+        self._instruction_set = resources.threads.instruction_set
+        self._attention = NativeAttention(resources.threads)
+        self._dtype = resources.dtype
+        self.name = f"native {self._instruction_set}"
+
+    @classmethod
+    def problem(cls) -> str | None:
+        """The library is not there, or does not load."""
+        return why_unusable() or None
+
+
+class NativeDecodeAttention(NativeAttentionKernel):
+    """Attention of one new token for each sequence, over a KV cache in blocks."""
+
+    operation = "attention"
+    takes = "decode steps in float32 or bfloat16 on a CPU"
+    uses_memory = True
+
+    def refusal(self, case: Case) -> str:
+        """Prompts; other devices and numbers."""
+        if case.device != "cpu":
+            return "it is for the CPU"
+        if self._dtype not in DTYPES:
+            return "it attends in float32 and bfloat16"
+        return "" if case.decodes else "it takes one new token for each sequence"
+
+    def bind(self, case: Case, weights: object, memory: Memory) -> Bound:
+        """(qkv, cached) -> attended_TX."""
+        assert case.layer is not None, "it is in a layer"
+        width = case.layer.attention.attended_width
+        attended_TX = memory.tensor("attended", memory.rows, width, dtype=self._dtype)
+        return _Attention(self._attention, attended_TX)
+
+
+class _Attention:
+    """The call, for tensors and a cache wherever they are; as long as they stay, it is prepared once."""
+
+    __slots__ = ("_attended_TX", "_attention", "_cache", "_call", "_qkv")
+
+    def __init__(self, attention: NativeAttention, attended_TX: Tensor) -> None:
+        self._attention = attention
+        self._attended_TX = attended_TX
+        self._qkv: QKV | None = None
+        self._cache: object = None
+        self._call: AttentionCall
+
+    def __call__(self, qkv: QKV, cached: Any) -> Tensor:
+        if qkv is not self._qkv or cached.cache is not self._cache:
+            self._qkv, self._cache = qkv, cached.cache
+            self._call = self._attention.prepared(*qkv, cached.addresses, self._attended_TX)
+        self._call(cached.in_blocks)
+        return self._attended_TX
+
+
+class NativePromptAttention(NativeAttentionKernel):
+    """Attention of all new tokens of prompts."""
+
+    operation = "prompt_attention"
+    takes = "bfloat16 on a CPU with AVX512_BF16 and no AMX"
+
+    @classmethod
+    def problem(cls) -> str | None:
+        """The library is not there, or the processor has other instructions."""
+        best = next(iter(instruction_sets()), "")
+        return super().problem() or (None if best == PROMPT_INSTRUCTIONS else f"this processor has {best}")
+
+    def refusal(self, case: Case) -> str:
+        """Other devices, numbers and heads."""
+        if case.device != "cpu":
+            return "it is for the CPU"
+        if case.dtype != "bfloat16":
+            return "it attends in bfloat16"
+        assert case.layer is not None, "it is in a layer"
+        attention = case.layer.grouped
+        return refuses_prompts(self._instruction_set, attention.heads, attention.kv_heads, attention.head_dim)
+
+    def bind(self, case: Case, weights: object, memory: object) -> Bound:
+        """(q_THd, views) -> attended_TX."""
+        assert case.layer is not None, "it is in a layer"
+        return partial(self._attention.attend_prompts, window=case.layer.grouped.window)
+
+
+NATIVE_ATTENTION = (NativeDecodeAttention, NativePromptAttention)

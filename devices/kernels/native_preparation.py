@@ -1,0 +1,82 @@
+"""Arguments of the native calls that depend on the model and a layer's weights alone."""
+
+from __future__ import annotations
+
+from array import array
+
+from moesched.models.config import ModelConfig
+
+from ..native.arguments import Head, Inputs, Layer, Norm
+from ..native.kernels import address, rows_of
+from .layer_weights import Blocks, Held, Tensor, Weights
+
+
+class Preparation:
+    """Fills in what depends on the model and its weights."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+
+    def inputs(self, weights: Weights, held: Held) -> Inputs:
+        """Of `moesched_attention_inputs`."""
+        assert weights.layer is not None, "they are of a layer"
+        attention = weights.layer.grouped
+        inputs = Inputs(
+            hidden=self._config.hidden,
+            heads=attention.heads,
+            kv_heads=attention.kv_heads,
+            head_dim=attention.head_dim,
+            norm=self._norm(weights["attention_norm"][0]),
+            weights=_held(weights["qkv"], held),
+            clip=attention.clip or 0.0,
+        )
+        if attention.qk_norm:
+            query, key = weights["q_norm"][0], weights["k_norm"][0]
+            inputs.query_norm, inputs.query_normed = query.data_ptr(), len(query)
+            inputs.key_norm, inputs.key_normed = key.data_ptr(), len(key)
+        return inputs
+
+    def layer(self, weights: Weights, held: Held) -> Layer:
+        """Of `moesched_route` and `moesched_moe_layer`."""
+        assert weights.layer is not None, "they are of a layer"
+        network = weights.layer.feed_forward
+        layer = Layer(
+            hidden=self._config.hidden,
+            attended_width=weights.layer.attention.attended_width,
+            experts=network.experts,
+            top_k=network.top_k,
+            width=network.intermediate,
+            sum_to_one=network.weights_sum_to_one,
+            norm=self._norm(weights["ffn_norm"][0]),
+        )
+        if "o" in weights:
+            layer.output_weights = _held(weights["o"], held)
+        if "router" in weights:
+            layer.router = _held(weights["router"], held)
+        names = [
+            f"experts.{expert}.{part}" for expert in range(network.experts) for part in ("gate", "up", "down")
+        ]
+        if all(name in weights for name in names):
+            held.append(array("q", [_held(weights[name], held) for name in names]))
+            layer.expert_weights = address(held[-1])
+        return layer
+
+    def head(self, weights: Weights, held: Held) -> Head:
+        """Of `moesched_logits`."""
+        blocks = weights["lm_head"]
+        vocabulary = sum(len(block) for block in blocks)
+        return Head(
+            hidden=self._config.hidden,
+            vocabulary=vocabulary,
+            norm=self._norm(weights["final_norm"][0]),
+            weights=_held(blocks, held),
+        )
+
+    def _norm(self, weight_D: Tensor) -> Norm:
+        return Norm(weight_D.data_ptr(), self._config.norm_eps, self._config.norm == "layer")
+
+
+def _held(blocks: Blocks, held: Held) -> int:
+    """The address of the row blocks, which are kept in `held`."""
+    held.append(rows_of(blocks))
+    return address(held[-1])

@@ -1,0 +1,385 @@
+"""The kernels of the native library for few rows of a bfloat16 model on the CPU: each operation is one call.
+
+Roundings to bfloat16 are where torch has them: after each product, norm, rotation and sum.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from moesched.models.config import ModelConfig
+
+from ..native.arguments import Head, Inputs, Layer, Tokens
+from ..native.compiled import library, why_unusable
+from ..native.kernels import NativeKernels, address, check, numbers
+from .layer_weights import Tensor, Weights
+from .memory import Memory
+from .native_preparation import Preparation
+from .resources import Resources
+from .seam import ROWS, Bound, Case, Kernel
+from .torch_rows import Routed
+
+BFLOAT16 = torch.bfloat16
+
+
+class NativeKernel(Kernel):
+    """A kernel of the library. A row's bits depend on no other row, and on the instruction set alone."""
+
+    name = "native"
+    takes = "few rows by bfloat16 weights on a CPU"
+    independent = True
+    has_threads = True
+
+    def __init__(self, resources: Resources) -> None:
+        assert resources.threads is not None, "the library is there"
+        self._threads: NativeKernels = resources.threads
+        self._config: ModelConfig = resources.config
+        self._prepare = Preparation(resources.config)
+        self.name = f"native {self._threads.instruction_set}"
+
+    @classmethod
+    def problem(cls) -> str | None:
+        """The library is not there, or does not load."""
+        return why_unusable() or None
+
+    def refusal(self, case: Case) -> str:
+        """Other devices and numbers; many rows, for which torch is faster; matrices that are no plain rows."""
+        if case.device != "cpu":
+            return "it is for the CPU"
+        if case.dtype != "bfloat16":
+            return "it multiplies bfloat16 numbers"
+        if not 0 < case.rows <= self._threads.most_rows:
+            return f"torch is faster from {self._threads.most_rows + 1} rows on"
+        if case.formats - {ROWS}:
+            return "it reads matrices in plain rows"
+        if case.layer is not None and case.layer.feed_forward.transposed_down:
+            return "it reads no matrices that are stored transposed"
+        return ""
+
+    def _bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:
+        return self._threads.bound(function, arguments)
+
+
+class NativeMemoryKernel(NativeKernel):
+    """A kernel whose results stay in the memory of a micro-batch."""
+
+    uses_memory = True
+
+
+class NativeEmbed(NativeMemoryKernel):
+    """Embeddings and angles."""
+
+    operation = "embed"
+
+    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+        """(ids, positions) -> hidden_TD, angles."""
+        head_dim = self._config.attention.head_dim
+        hidden_TD = hidden_states(memory, self._config)
+        cosines, sines = (
+            memory.tensor(name, memory.rows, 1, head_dim, dtype=torch.float32)
+            for name in ("cosines", "sines")
+        )
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        frequencies = 1.0 / self._config.attention.rope_theta**exponents
+        ids, positions = numbers(memory.rows), numbers(memory.rows)
+        arguments = Tokens(
+            tokens=memory.rows,
+            hidden=self._config.hidden,
+            head_dim=head_dim,
+            ids=address(ids),
+            positions=address(positions),
+            embedding=weights["embedding"][0].data_ptr(),
+            frequencies=frequencies.data_ptr(),
+            x=hidden_TD.data_ptr(),
+            cosines=cosines.data_ptr(),
+            sines=sines.data_ptr(),
+        )
+        run = self._bound(library().moesched_embed, arguments)
+        room = memoryview(ids), memoryview(positions)  # which keep their size
+        return partial(_embed, run, room, (hidden_TD, (cosines, sines)), frequencies)
+
+
+def _embed(
+    run: Callable[[], int],
+    room: tuple[memoryview, memoryview],
+    results: tuple[Tensor, tuple[Tensor, Tensor]],
+    frequencies: Tensor,
+    ids: Sequence[int],
+    positions: Sequence[int],
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    room[0][:], room[1][:] = array("q", ids), array("q", positions)
+    check(run())
+    return results
+
+
+class NativeAttentionInputs(NativeMemoryKernel):
+    """Norm, projection and rotation."""
+
+    operation = "attention_inputs"
+
+    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+        """(hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
+        assert case.layer is not None, "it is in a layer"
+        attention = case.layer.grouped
+        queries, keys, values = (
+            memory.tensor(name, memory.rows, heads, attention.head_dim, dtype=BFLOAT16)
+            for name, heads in (
+                ("queries", attention.heads),
+                ("keys", attention.kv_heads),
+                ("values", attention.kv_heads),
+            )
+        )
+        inputs = weights.arguments(Inputs, self._prepare.inputs)
+        inputs.tokens = memory.rows
+        inputs.queries, inputs.keys, inputs.values = (each.data_ptr() for each in (queries, keys, values))
+        run = self._bound(library().moesched_attention_inputs, inputs)
+        return _AttentionInputs(run, inputs, (queries, keys, values))
+
+
+class _AttentionInputs:
+    """The call, for hidden states and angles wherever they are."""
+
+    __slots__ = ("_angles", "_arguments", "_hidden_TD", "_qkv", "_run")
+
+    def __init__(self, run: Callable[[], int], arguments: Inputs, qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._run = run
+        self._arguments = arguments
+        self._qkv = qkv
+        self._hidden_TD: Tensor | None = None
+        self._angles: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, hidden_TD: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        if hidden_TD is not self._hidden_TD or angles is not self._angles:
+            self._hidden_TD, self._angles = hidden_TD, angles
+            self._arguments.x = hidden_TD.data_ptr()
+            self._arguments.cosines, self._arguments.sines = (each.data_ptr() for each in angles)
+        check(self._run())
+        return self._qkv
+
+
+class NativeRoute(NativeMemoryKernel):
+    """Norm and router."""
+
+    operation = "route"
+
+    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+        """(hidden_TD) -> Routed."""
+        choices = choices_in(memory, self._config)
+        layer = weights.arguments(Layer, self._prepare.layer)
+        layer.tokens, layer.output_weights = memory.rows, None
+        _write_choices(layer, choices)
+        return partial(_route, self._bound(library().moesched_route, layer), layer, choices)
+
+
+def _route(run: Callable[[], int], layer: Layer, choices: Routed, hidden_TD: Tensor) -> Routed:
+    layer.residual = hidden_TD.data_ptr()
+    check(run())
+    return choices
+
+
+class NativeExpert(NativeKernel):
+    """One expert."""
+
+    operation = "expert"
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """(x_nD, y_nD) -> None."""
+        return self._threads.prepared_expert(weights["gate"], weights["up"], weights["down"])
+
+
+class NativeCombine(NativeMemoryKernel):
+    """Weighted sum of the experts' outputs, and the residual."""
+
+    operation = "combine"
+
+    def bind(self, case: Case, weights: object, memory: Memory) -> Bound:
+        """(y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD, which may be the residual."""
+        return partial(_combine, hidden_states(memory, self._config))
+
+
+def _combine(
+    out_TD: Tensor, y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor
+) -> Tensor:
+    tensors = (y_nD, rows_Tk, weights_Tk, residual_TD, out_TD)
+    sizes = (len(residual_TD), residual_TD.shape[1], rows_Tk.shape[1])
+    library().moesched_combine(*sizes, *(each.data_ptr() for each in tensors))
+    return out_TD
+
+
+class NativeMoELayer(NativeMemoryKernel):
+    """All that follows attention: output projection, norm, router, experts, and their weighted sum."""
+
+    operation = "moe_layer"
+
+    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+        """(attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts."""
+        hidden_TD, choices = hidden_states(memory, self._config), choices_in(memory, self._config)
+        projected_TD = memory.tensor("projected", *hidden_TD.shape, dtype=BFLOAT16)
+        counts = numbers(self._config.routed.experts)
+        layer = weights.arguments(Layer, self._prepare.layer)
+        layer.tokens, layer.projected = memory.rows, projected_TD.data_ptr()
+        layer.out, layer.counts = hidden_TD.data_ptr(), address(counts)
+        _write_choices(layer, choices)
+        run = self._bound(library().moesched_moe_layer, layer)
+        return _MoELayer(run, layer, hidden_TD, (choices, projected_TD), counts)
+
+
+class _MoELayer:
+    """The call, for hidden states and attention's output wherever they are."""
+
+    __slots__ = (
+        "_attended_TX",
+        "_between",
+        "_counts",
+        "_experts_Tk",
+        "_layer",
+        "_out_TD",
+        "_residual_TD",
+        "_run",
+    )
+
+    def __init__(
+        self,
+        run: Callable[[], int],
+        layer: Layer,
+        out_TD: Tensor,
+        between: tuple[Routed, Tensor],
+        counts: array[int],
+    ) -> None:
+        self._run = run
+        self._layer = layer
+        self._out_TD = out_TD
+        self._between = between  # which C writes
+        self._experts_Tk = between[0].experts_Tk
+        self._counts = counts
+        self._attended_TX: Tensor | None = None
+        self._residual_TD: Tensor | None = None
+
+    def __call__(self, attended_TX: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor, dict[int, int]]:
+        if attended_TX is not self._attended_TX or residual_TD is not self._residual_TD:
+            self._attended_TX, self._residual_TD = attended_TX, residual_TD
+            self._layer.attended, self._layer.residual = attended_TX.data_ptr(), residual_TD.data_ptr()
+        check(self._run())
+        counts = {expert: rows for expert, rows in enumerate(self._counts) if rows}
+        return self._out_TD, self._experts_Tk, counts
+
+
+class NativeLogits(NativeKernel):
+    """Logits of some rows, in memory of their own."""
+
+    operation = "logits"
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """(hidden_TD, rows) -> logits_SV."""
+        head = partial(weights.arguments, Head, self._prepare.head)
+        return partial(_logits, self._threads, head)
+
+
+def _logits(
+    threads: NativeKernels, head: Callable[[], Head], hidden_TD: Tensor, rows: Sequence[int]
+) -> Tensor:
+    call = HeadCall(threads, head(), rows)
+    call(hidden_TD)
+    return call.logits_SV
+
+
+class NativeGreedy(NativeMemoryKernel):
+    """Logits and the likeliest tokens, in memory that the next call for as many rows overwrites."""
+
+    operation = "greedy"
+
+    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+        """(hidden_TD, rows) -> logits_SV, tokens."""
+        return _Greedy(self._threads, partial(weights.arguments, Head, self._prepare.head))
+
+
+class _Greedy:
+    """The call for the rows that it had last."""
+
+    def __init__(self, threads: NativeKernels, head: Callable[[], Head]) -> None:
+        self._threads = threads
+        self._head = head
+        self._rows: Sequence[int] = ()
+        self._call: HeadCall | None = None
+
+    def __call__(self, hidden_TD: Tensor, rows: Sequence[int]) -> tuple[Tensor, list[int]]:
+        call = self._call
+        if call is None or rows != self._rows:
+            call = self._call = HeadCall(self._threads, self._head(), rows)
+            self._rows = rows
+        return call.logits_SV, call(hidden_TD)
+
+
+class HeadCall:
+    """The call for the logits of some rows, with memory for them.
+
+    Attributes:
+        logits_SV: of each row, float32.
+    """
+
+    def __init__(self, threads: NativeKernels, head: Head, rows: Sequence[int]) -> None:
+        self._chosen = array("q", rows)
+        self._likeliest = numbers(len(rows))
+        self._head = head
+        self._hidden_TD: Tensor | None = None
+        self.logits_SV = torch.empty(len(rows), head.vocabulary)
+        head.rows, head.chosen = len(rows), address(self._chosen)
+        head.logits, head.likeliest = self.logits_SV.data_ptr(), address(self._likeliest)
+        self._run = threads.bound(library().moesched_logits, head)
+
+    def __call__(self, hidden_TD: Tensor) -> list[int]:
+        """Compute the logits; returns the likeliest token of each row, -1 if its logits are not finite."""
+        if hidden_TD is not self._hidden_TD:
+            self._hidden_TD, self._head.x = hidden_TD, hidden_TD.data_ptr()
+        check(self._run())
+        return self._likeliest.tolist()
+
+
+class NativeProduct(NativeKernel):
+    """A product by the row blocks of a matrix."""
+
+    operation = "product"
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """(x_TD) -> y_TN."""
+        return partial(self._threads.linear, blocks=weights["matrix"])
+
+
+def hidden_states(memory: Memory, config: ModelConfig) -> Tensor:
+    """Memory for hidden states, which all layers share."""
+    return memory.tensor("hidden", memory.rows, config.hidden, dtype=BFLOAT16)
+
+
+def choices_in(memory: Memory, config: ModelConfig) -> Routed:
+    """Memory for a router's result; the logits are zero, as those of a single expert stay."""
+    rows, routed = memory.rows, config.routed
+    return Routed(
+        memory.tensor("experts' input", rows, config.hidden, dtype=BFLOAT16),
+        memory.tensor("experts", rows, routed.top_k, dtype=torch.int64),
+        memory.tensor("weights", rows, routed.top_k, dtype=torch.float32),
+        memory.tensor("router logits", rows, routed.experts, dtype=torch.float32, zero=True),
+    )
+
+
+def _write_choices(layer: Layer, choices: Routed) -> None:
+    layer.x, layer.chosen, layer.weights, layer.logits = (
+        each.data_ptr() for each in choices if each is not None
+    )
+
+
+NATIVE = (
+    NativeEmbed,
+    NativeAttentionInputs,
+    NativeRoute,
+    NativeExpert,
+    NativeCombine,
+    NativeMoELayer,
+    NativeLogits,
+    NativeGreedy,
+    NativeProduct,
+)

@@ -1,0 +1,202 @@
+"""Made-up inputs of operations, with their exact results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from moesched.models.config import ModelConfig
+
+from ..products.linear import expert_ffn, linear
+from . import functions
+from .layer_weights import Tensor, Weights
+from .seam import Bound
+
+SCALE = 0.2
+"""Standard deviation of made-up weights."""
+
+
+class Sample(NamedTuple):
+    """An operation on made-up data.
+
+    Attributes:
+        inputs: of all rows.
+        call: calls a kernel for a range of rows; returns its results as one tensor, a row for each.
+        exact: these results in float64.
+    """
+
+    weights: Weights
+    inputs: tuple[Any, ...]
+    call: Callable[[Bound, range], Tensor]
+    exact: Tensor
+
+    def run(self, bound: Bound, rows: range) -> Tensor:
+        """The results of a kernel for some rows, (rows, X), float64."""
+        return self.call(bound, rows).double()
+
+
+Maker = Callable[[ModelConfig, torch.dtype, int, int], Sample]
+
+
+def _random(dtype: torch.dtype, *shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+
+def _cut(matrix: Tensor, blocks: int) -> list[Tensor]:
+    """Row blocks in memory of their own, of uneven sizes."""
+    size = len(matrix) // blocks + 1
+    return [block.clone() for block in matrix.split(size)]
+
+
+def _weights(
+    config: ModelConfig, dtype: torch.dtype, blocks: int, shapes: Mapping[str, tuple[int, ...]]
+) -> Weights:
+    tensors = {
+        name: _random(dtype, *shape, seed=seed, scale=SCALE)
+        for seed, (name, shape) in enumerate(shapes.items())
+    }
+    cut = {name: _cut(each, blocks) if each.dim() == 2 else [each] for name, each in tensors.items()}
+    return Weights(cut, config.layer(0))
+
+
+def _doubled(weights: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
+    return {name: [block.double() for block in blocks] for name, blocks in weights.items()}
+
+
+def _rows_of(tensor: Tensor, rows: range) -> Tensor:
+    return tensor if len(rows) == len(tensor) else tensor[rows.start : rows.stop].clone()
+
+
+def _product(config: ModelConfig, dtype: torch.dtype, rows: int, blocks: int) -> Sample:
+    weights = _weights(config, dtype, blocks, {"matrix": (200, config.hidden)})
+    x_TD = _random(dtype, rows, config.hidden, seed=7)
+    exact = linear(x_TD.double(), _doubled(weights)["matrix"])
+    return Sample(weights, (x_TD,), lambda bound, part: bound(_rows_of(x_TD, part)), exact)
+
+
+def _expert(config: ModelConfig, dtype: torch.dtype, rows: int, blocks: int) -> Sample:
+    inner, outer = (config.routed.intermediate, config.hidden), (config.hidden, config.routed.intermediate)
+    weights = _weights(config, dtype, blocks, {"gate": inner, "up": inner, "down": outer})
+    x_nD = _random(dtype, rows, config.hidden, seed=8)
+    exact = expert_ffn(x_nD.double(), *(_doubled(weights)[name] for name in ("gate", "up", "down")))
+
+    def call(bound: Bound, part: range) -> Tensor:
+        y_nD = torch.full((len(part), config.hidden), torch.nan, dtype=dtype)
+        bound(_rows_of(x_nD, part), y_nD)
+        return y_nD
+
+    return Sample(weights, (x_nD,), call, exact)
+
+
+def _attention_inputs(config: ModelConfig, dtype: torch.dtype, rows: int, blocks: int) -> Sample:
+    attention = config.attention
+    shapes: dict[str, tuple[int, ...]] = {
+        "attention_norm": (config.hidden,),
+        "qkv": (attention.qkv_width, config.hidden),
+    }
+    if attention.qk_norm:
+        shapes |= dict.fromkeys(("q_norm", "k_norm"), (attention.head_dim,))
+    weights = _weights(config, dtype, blocks, shapes)
+    hidden_TD = _random(dtype, rows, config.hidden, seed=9)
+    angles = functions.rotary(torch.arange(rows) * 3, attention.head_dim, attention.rope_theta)
+    exact_angles = angles[0].double(), angles[1].double()
+    exact = functions.project_qkv(hidden_TD.double(), _doubled(weights), exact_angles, config, attention)
+
+    def call(bound: Bound, part: range) -> Tensor:
+        own = _rows_of(angles[0], part), _rows_of(angles[1], part)
+        return _beside(bound(_rows_of(hidden_TD, part), own))
+
+    return Sample(weights, (hidden_TD, angles), call, _beside(exact))
+
+
+def _beside(qkv: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.flatten(1) for part in qkv], dim=1)
+
+
+def _output_projection(config: ModelConfig, dtype: torch.dtype, rows: int, blocks: int) -> Sample:
+    width = config.attention.attended_width
+    weights = _weights(config, dtype, blocks, {"o": (config.hidden, width)})
+    attended_TX, residual_TD = (
+        _random(dtype, rows, width, seed=10),
+        _random(dtype, rows, config.hidden, seed=11),
+    )
+    exact = functions.output_projection(attended_TX.double(), _doubled(weights)["o"], residual_TD.double())
+    return Sample(
+        weights,
+        (attended_TX, residual_TD),
+        lambda bound, part: bound(_rows_of(attended_TX, part), _rows_of(residual_TD, part)),
+        exact,
+    )
+
+
+def _route(config: ModelConfig, dtype: torch.dtype, rows: int, blocks: int) -> Sample:
+    network = config.routed
+    weights = _weights(
+        config, dtype, blocks, {"ffn_norm": (config.hidden,), "router": (network.experts, config.hidden)}
+    )
+    hidden_TD = _random(dtype, rows, config.hidden, seed=12)
+    norm_D = weights["ffn_norm"][0].double()
+    x_TD = functions.norm(hidden_TD.double(), norm_D, config.norm_eps, config.norm)
+    logits_TE = linear(x_TD, _doubled(weights)["router"])
+    chosen = functions.choose_experts(logits_TE, network.top_k, network.weights_sum_to_one)
+
+    def call(bound: Bound, part: range) -> Tensor:
+        return _by_expert(network.experts, *list(bound(_rows_of(hidden_TD, part)))[:3])
+
+    return Sample(weights, (hidden_TD,), call, _by_expert(network.experts, x_TD, *chosen))
+
+
+def _by_expert(experts: int, x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+    """The experts' input, and the weight of each expert: 0 where it was not chosen."""
+    weights_TE = weights_Tk.new_zeros(len(x_TD), experts).scatter(1, experts_Tk, weights_Tk)
+    return torch.cat([x_TD.double(), weights_TE.double()], dim=1)
+
+
+def _combine(config: ModelConfig, dtype: torch.dtype, rows: int, blocks: int) -> Sample:
+    top_k = config.routed.top_k
+    y_nD = _random(dtype, rows * top_k, config.hidden, seed=13)
+    residual_TD = _random(dtype, rows, config.hidden, seed=14)
+    order = torch.randperm(rows * top_k, generator=torch.Generator().manual_seed(15))
+    rows_Tk = order.view(rows, top_k)
+    weights_Tk = _random(torch.float32, rows, top_k, seed=16).softmax(-1)
+    parts = y_nD[rows_Tk].double() * weights_Tk[..., None].double()
+
+    def call(bound: Bound, part: range) -> Tensor:
+        own = (_rows_of(each, part) for each in (rows_Tk, weights_Tk, residual_TD))
+        total_TD: Tensor = bound(y_nD, *own)
+        return total_TD
+
+    return Sample(
+        Weights(layer=config.layer(0)),
+        (y_nD, rows_Tk, weights_Tk, residual_TD),
+        call,
+        residual_TD.double() + parts.sum(dim=1),
+    )
+
+
+def _logits(config: ModelConfig, dtype: torch.dtype, rows: int, blocks: int) -> Sample:
+    shapes = {"final_norm": (config.hidden,), "lm_head": (config.vocabulary, config.hidden)}
+    weights = _weights(config, dtype, blocks, shapes)
+    hidden_TD = _random(dtype, rows, config.hidden, seed=17)
+    doubled = _doubled(weights)
+    norm_D, head = doubled["final_norm"][0], doubled["lm_head"]
+    x_TD = functions.norm(hidden_TD.double(), norm_D, config.norm_eps, config.norm)
+    return Sample(weights, (hidden_TD,), lambda bound, part: bound(hidden_TD, list(part)), linear(x_TD, head))
+
+
+MAKERS: Mapping[str, Maker] = MappingProxyType(
+    {
+        "attention_inputs": _attention_inputs,
+        "output_projection": _output_projection,
+        "route": _route,
+        "expert": _expert,
+        "combine": _combine,
+        "logits": _logits,
+        "product": _product,
+    }
+)
+"""What makes the data of an operation, given a model, a dtype, and numbers of rows and of row blocks."""

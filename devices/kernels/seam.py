@@ -1,0 +1,165 @@
+"""The seam between operations of a layer and the kernels that compute them.
+
+An operation has inputs, weights and outputs, and no verb: the verbs of a device are made of operations. A kernel
+computes one operation for the cases that it takes: a number of rows, storage formats of the weights, a dtype, a device.
+It is bound to weights once and then called often.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from moesched.models.layers import Layer
+
+Bound = Callable[..., Any]
+"""A kernel with its weights and its memory for results, which its next call may overwrite."""
+
+ROWS, COLUMNS, PACKED = "rows", "columns", "packed"
+"""Formats of a block of a matrix: its rows one after the other, its columns, or oneDNN's own order."""
+
+
+class Operation(NamedTuple):
+    """An operation of a layer.
+
+    Attributes:
+        matrices: the weights whose storage formats decide which kernel takes it; all of the layer if empty.
+        call: the arguments and results of a bound kernel. Shapes in names as in `functions.py`.
+        parts: the operations that do the same one after the other where no kernel takes this one.
+    """
+
+    name: str
+    summary: str
+    matrices: tuple[str, ...]
+    call: str
+    parts: tuple[str, ...] = ()
+
+
+_OPERATIONS = (
+    Operation(
+        "embed",
+        "embeddings of tokens, and the angles of the rotary embedding",
+        ("embedding",),
+        "(ids, positions) -> hidden_TD, (cosines, sines)",
+    ),
+    Operation(
+        "attention_inputs",
+        "norm, projection and rotation",
+        ("qkv",),
+        "(hidden_TD, angles) -> (q_THd, k_TKd, v_TKd)",
+    ),
+    Operation(
+        "attention",
+        "new keys and values into the KV cache, and attention over it",
+        (),
+        "((q_THd, k_TKd, v_TKd), cached) -> attended_TX",
+    ),
+    Operation(
+        "prompt_attention",
+        "attention of new tokens over views of keys and values",
+        (),
+        "(q_THd, views) -> attended_TX",
+    ),
+    Operation(
+        "output_projection",
+        "output projection and residual",
+        ("o",),
+        "(attended_TX, residual_TD) -> hidden_TD",
+    ),
+    Operation(
+        "route",
+        "norm, router and the choice of experts",
+        ("router",),
+        "(hidden_TD) -> x_TD, experts_Tk, weights_Tk, logits_TE",
+    ),
+    Operation("expert", "one expert on some rows", ("gate", "up", "down"), "(x_nD, y_nD) -> None"),
+    Operation(
+        "combine",
+        "weighted sum of the experts' outputs, and the residual",
+        (),
+        "(y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD",
+    ),
+    Operation(
+        "moe_layer",
+        "all that follows attention",
+        (),
+        "(attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts",
+        parts=("output_projection", "route", "expert", "combine"),
+    ),
+    Operation("logits", "last norm and LM head", ("lm_head",), "(hidden_TD, rows) -> logits_SV"),
+    Operation(
+        "greedy",
+        "logits, and the likeliest token of each row: -1 where they are not finite",
+        ("lm_head",),
+        "(hidden_TD, rows) -> logits_SV, tokens",
+        parts=("logits",),
+    ),
+    Operation("product", "rows times a matrix", ("matrix",), "(x_TD) -> y_TN"),
+)
+
+OPERATIONS: Mapping[str, Operation] = MappingProxyType({each.name: each for each in _OPERATIONS})
+"""The operations by name, in the order of a step."""
+
+
+class Case(NamedTuple):
+    """Work that a kernel may take.
+
+    Attributes:
+        rows: the number of tokens, or of an expert's rows.
+        formats: of the operation's matrices.
+        device: of its tensors, such as "cpu".
+        layer: None outside the layers.
+        decodes: whether it is attention of a decode step, with one new token for each sequence.
+    """
+
+    operation: str
+    rows: int
+    formats: frozenset[str]
+    dtype: str
+    device: str
+    layer: Layer | None = None
+    decodes: bool = False
+
+    def __str__(self) -> str:
+        formats = f" by weights in {', '.join(sorted(self.formats))}" if self.formats else ""
+        return f"{self.operation} of {self.rows} rows of {self.dtype}{formats} on {self.device}"
+
+
+class Kernel(ABC):
+    """A row of the table: computes one operation.
+
+    Attributes:
+        operation: the name of one of `OPERATIONS`.
+        name: unique among the kernels for this operation.
+        takes: the cases that it takes, in words.
+        independent: whether a row's bits depend on no other row.
+        has_threads: whether it runs on threads of its own; otherwise on those of torch.
+        uses_memory: whether `bind` uses the memory for results, and is to be called again for other memory.
+    """
+
+    operation: str
+    name: str
+    takes: str
+    independent = False
+    has_threads = False
+    uses_memory = False
+
+    @abstractmethod
+    def refusal(self, case: Case) -> str:
+        """The reason why it does not take a case of its operation; empty if it does."""
+
+    @classmethod
+    def problem(cls) -> str | None:
+        """The reason why it takes nothing on this machine; None where it does."""
+        return None
+
+    @abstractmethod
+    def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
+        """Make the call for a case that it takes.
+
+        Args:
+            weights: tensors by name, each as its row blocks.
+            memory: keeps tensors for the results of that many rows.
+        """

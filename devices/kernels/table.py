@@ -1,0 +1,86 @@
+"""The table of kernels: for each operation its rows, of which the first that takes a case computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moesched.errors import BadInput, MoeschedError
+
+from .memory import Memory
+from .seam import OPERATIONS, Bound, Case, Kernel
+
+NOTHING = Memory(0)
+"""Memory for kernels that use none."""
+
+
+class KernelTable:
+    """Chooses kernels, by operation and case alone: so bits depend on no policy.
+
+    Args:
+        rows: in their order; of each operation the first that takes a case computes it.
+
+    Raises:
+        BadInput: two rows of an operation have one name, or a row has an operation that does not exist.
+    """
+
+    def __init__(self, rows: Sequence[Kernel]) -> None:
+        self._rows: dict[str, list[Kernel]] = {name: [] for name in OPERATIONS}
+        self._used: dict[str, dict[str, None]] = {}
+        self._found: dict[tuple[object, ...], Kernel | None] = {}
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Kernel) -> None:
+        if row.operation not in self._rows:
+            raise BadInput(
+                f"kernel {row.name}: there is no operation {row.operation!r}: give one of {', '.join(OPERATIONS)}"
+            )
+        others = self._rows[row.operation]
+        if any(other.name == row.name for other in others):
+            raise BadInput(f"kernel {row.name}: two kernels for {row.operation} have this name: rename one")
+        others.append(row)
+
+    @property
+    def rows(self) -> list[Kernel]:
+        """All rows, by operation in the order of a step."""
+        return [row for rows in self._rows.values() for row in rows]
+
+    @property
+    def used(self) -> Mapping[str, Sequence[str]]:
+        """The names of the kernels that were bound so far, by operation in the order of a step."""
+        return {name: sorted(self._used[name]) for name in OPERATIONS if name in self._used}
+
+    def find(self, case: Case) -> Kernel | None:
+        """The first row that takes a case; None where none does."""
+        key = case[:-2] + (id(case.layer), case.decodes)
+        if key not in self._found:
+            rows = self._rows[case.operation]
+            self._found[key] = next((row for row in rows if not row.refusal(case)), None)
+        return self._found[key]
+
+    def require(self, case: Case) -> Kernel:
+        """The first row that takes a case.
+
+        Raises:
+            MoeschedError: none does; the message has the reason of each.
+        """
+        kernel = self.find(case)
+        if kernel is None:
+            rows = self._rows[case.operation]
+            reasons = "; ".join(f"{row.name}: {row.refusal(case)}" for row in rows) or "there is none"
+            raise MoeschedError(f"no kernel takes {case}: {reasons}")
+        return kernel
+
+    def bind(self, case: Case, weights: Any = None, memory: Memory = NOTHING) -> Bound:
+        """Bind the first row that takes a case.
+
+        Raises:
+            MoeschedError: none does; the message has the reason of each.
+        """
+        return self.bound_to(self.require(case), case, weights, memory)
+
+    def bound_to(self, kernel: Kernel, case: Case, weights: Any, memory: Memory = NOTHING) -> Bound:
+        """Bind a row, which counts as used from now on."""
+        self._used.setdefault(case.operation, {})[kernel.name] = None
+        return kernel.bind(case, weights, memory)

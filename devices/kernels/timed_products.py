@@ -1,0 +1,58 @@
+"""Products of the torch device on the CPU, to be timed without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle
+
+import torch
+
+from ..native.compiled import AUTO
+from ..products.crossover import Shape
+from ..products.linear import linear
+from ..products.packed_weights import pack, packing_pays
+from .torch_kernels import open_native, rows_for_native
+
+Call = Callable[[], object]
+
+PRODUCT = Shape(2048, 1024)
+"""A matrix of medium size, for which the native kernels and torch are compared."""
+
+
+class TimedProducts:
+    """Multiplies as the device does: few rows by the native kernels, others by torch.
+
+    Args:
+        threads: number of threads.
+
+    Attributes:
+        packing_pays: whether the device packs bfloat16 weights that stay.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.packing_pays = packing_pays(cores=threads)
+        self._rows = rows_for_native(AUTO, "bfloat16", PRODUCT, self.packing_pays)
+        self._native = open_native(AUTO, self._rows, cores=threads)
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._native is not None:
+            self._native.close()
+
+    def of_rows(self, matrices: list[torch.Tensor], *, packed: bool) -> Callable[[int], Call]:
+        """Products of any number of rows by matrices of one shape, which take turns.
+
+        packed: use packed matrices, except for as few rows as the native kernels take, which multiply plain ones.
+        """
+        inputs, dtype = matrices[0].shape[1], matrices[0].dtype
+        plain = cycle([[matrix] for matrix in matrices])
+        arranged = cycle([[pack(matrix)] for matrix in matrices]) if packed else plain
+
+        def of_rows(rows: int) -> Call:
+            x_TD = torch.full((rows, inputs), 0.01, dtype=dtype)
+            native = self._native if dtype == torch.bfloat16 and rows <= self._rows else None
+            if native is not None:
+                return lambda: native.linear(x_TD, next(plain))
+            return lambda: linear(x_TD, next(arranged))
+
+        return of_rows

@@ -1,0 +1,198 @@
+"""The kernels of a torch device: their table and threads, and the arrangement of weights that stay for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
+
+import torch
+
+from moesched import plugins
+from moesched.errors import BadInput
+from moesched.models.layout import WeightLayout
+from moesched.seams import KernelRow
+
+from ..native.compiled import AUTO, TORCH, check_choice, instruction_sets
+from ..native.kernels import NativeKernels
+from ..products.crossover import Shape, most_rows
+from ..products.packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
+from ..products.team import Team
+from ..shared.arena import copy_placed_alike
+from ..shared.page_reader import DTYPES
+from .binder import Binder
+from .guarded import Guarded
+from .layer_weights import Tensor
+from .native_attention import NATIVE_ATTENTION
+from .native_rows import NATIVE
+from .resources import Indices, Resources
+from .seam import OPERATIONS, Kernel
+from .table import KernelTable
+from .torch_rows import TORCH as TORCH_ROWS
+
+COMPUTED_IN_FLOAT32 = ".router"
+"""The end of the name of weights that are converted for each use: packed ones cannot be."""
+
+
+class TorchKernels(Binder):
+    """The kernels of a device. All batches share them, so that all get the same bits.
+
+    Args:
+        device: of the accelerator's tensors.
+        choice: `auto`, `torch`, or an instruction set of the native kernels.
+        own: kernels from outside the tree: classes, or names as for `moesched.plugins.find`.
+        cores: for kernels on the CPU.
+        pin, left: as for `NativeKernels`.
+        use_cores_for: sets torch's number of cores for a product, given its rows and weights.
+
+    Attributes:
+        table: the kernels; none until `start`.
+        threads: of the native kernels; None until `start`, and where torch does everything.
+        team: divides experts and blocks of the LM head among the cores; None where products run one after the other,
+            each on all cores.
+        fused_attention: whether the accelerator has a kernel for attention that holds no scores.
+
+    Raises:
+        BadInput: this machine has no such kernel.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        layout: WeightLayout,
+        choice: str,
+        own: Sequence[str | type],
+        *,
+        cores: int,
+        pin: bool,
+        left: int,
+        use_cores_for: Callable[[int, int], object],
+    ) -> None:
+        check_choice(choice)
+        transposed, on_cpu = layout.config.routed.transposed_down, device.type == "cpu"
+        super().__init__(KernelTable(()), layout.config, layout.dtype, device.type)
+        self.threads: NativeKernels | None = None
+        self.team: Team | None = None
+        self.fused_attention = True
+        self._cores = cores
+        self._own = [plugins.find("kernels", each) for each in [*own, *plugins.names("kernels")]]
+        self._use_cores_for = use_cores_for
+        expert = Shape(layout.config.routed.intermediate, layout.config.hidden)
+        self._rows = partial(rows_for_native, choice, layout.dtype, expert)
+        self._open = partial(open_native, choice, cores=cores, pin=pin, left=left)
+        self._packs = on_cpu and layout.dtype == "bfloat16" and packing_pays(transposed, cores)
+        self._shares = on_cpu and cores > 1 and cores_keep_bits(DTYPES[layout.dtype], cores, transposed)
+
+    def start(self, rows_an_expert: float, indices: Indices) -> None:
+        """Start the threads and fill the table.
+
+        Args:
+            rows_an_expert: the mean rows of an expert in a decode step, for which weights that stay are arranged.
+            indices: makes an int64 tensor on the accelerator of numbers.
+        """
+        if self._packs and rows_an_expert <= self._rows(packed=True):
+            self._packs = False  # only torch multiplies by packed weights
+        self.threads = self._open(0 if self._packs else self._rows(packed=False))
+        if self._shares:
+            self.team = Team(self._cores)
+        self.table = KernelTable(())
+        resources = Resources(
+            config=self._config,
+            dtype=DTYPES[self._dtype],
+            indices=indices,
+            use_cores_for=self._use_cores_for,
+            team=self.team,
+            threads=self.threads,
+            fused_attention=self.fused_attention,
+            table=self.table,
+        )
+        for row in self._own:
+            self.table.add(guarded(row, resources))
+        fill(self.table, resources)
+
+    @property
+    def arranges(self) -> bool:
+        """Whether tensors that stay are not kept as they were read."""
+        return self._packs or self._device != "cpu"
+
+    def arranged(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
+        """A copy on a device of a tensor that stays, packed for oneDNN where that pays."""
+        if self._packs and tensor.dim() == 2 and not name.endswith(COMPUTED_IN_FLOAT32):
+            packed = pack(tensor)
+            if packed_bytes(packed) <= tensor.nbytes:
+                return packed
+        return copy_placed_alike(tensor, device)
+
+    def close(self) -> None:
+        """End the threads."""
+        if self.threads is not None:
+            self.threads.close()
+            self.threads = None
+        if self.team is not None:
+            self.team.close()
+        self.table = KernelTable(())
+
+
+def guarded(row: type, resources: Resources) -> Guarded:
+    """A kernel from outside the tree.
+
+    Raises:
+        BadInput: it is none.
+    """
+    kernel = row(resources)
+    if not isinstance(kernel, Kernel):
+        raise BadInput(
+            f"{row.__module__}:{row.__qualname__} is not a kernel: derive it from moesched.devices.kernels.seam.Kernel"
+        )
+    return Guarded(kernel, resources.config, resources.dtype)
+
+
+def kernel_rows() -> list[KernelRow]:
+    """All rows of a torch device on this machine, by operation; of each the first that takes a case computes it.
+
+    Those that cannot be loaded come first, without an operation.
+    """
+    problems = {name: plugins.problem("kernels", name) for name in plugins.names("kernels")}
+    own = [cast("type[Kernel]", plugins.find("kernels", name)) for name in problems if not problems[name]]
+    rows: list[type[Kernel]] = [*own, *NATIVE, *NATIVE_ATTENTION, *TORCH_ROWS]
+    return [
+        *(KernelRow("", name, "", problem) for name, problem in problems.items() if problem),
+        *(
+            KernelRow(name, row.name, row.takes, row.problem())
+            for name in OPERATIONS
+            for row in rows
+            if row.operation == name
+        ),
+    ]
+
+
+def fill(table: KernelTable, resources: Resources) -> None:
+    """Add all rows that are for a torch device; those of the native library where it is there."""
+    native = (*NATIVE, *NATIVE_ATTENTION) if resources.threads else ()
+    for row in (*native, *TORCH_ROWS):
+        table.add(row(resources))
+
+
+def rows_for_native(choice: str, dtype: str, shape: Shape, packed: bool) -> int:
+    """The most rows for which the native kernels are used; 0 where they are not used at all.
+
+    Args:
+        choice: `auto`, `torch`, or an instruction set.
+        shape: of the matrices that most weights are in.
+        packed: whether torch would multiply by packed weights.
+    """
+    if choice == TORCH or dtype != "bfloat16" or not instruction_sets():
+        return 0
+    return most_rows(instruction_sets()[0] if choice == AUTO else choice, shape, packed)
+
+
+def open_native(
+    choice: str, rows: int, *, cores: int, pin: bool = False, left: int = 0
+) -> NativeKernels | None:
+    """The native kernels, with their threads, for up to `rows` rows; None where torch does everything.
+
+    cores, pin, left: as for `NativeKernels`.
+    """
+    if choice == TORCH or not instruction_sets():
+        return None
+    return NativeKernels(rows, None if choice == AUTO else choice, cores, pin, left)

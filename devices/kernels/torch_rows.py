@@ -1,0 +1,311 @@
+"""The kernels of torch: they take everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from moesched.models.layers import GroupedAttention
+
+from ..products.linear import expert_ffn, linear
+from ..products.team import use_cores
+from . import functions
+from .functions import KVView
+from .layer_weights import Blocks, Tensor, Weights
+from .resources import Resources
+from .seam import OPERATIONS, Bound, Case, Kernel
+
+
+class TorchKernel(Kernel):
+    """A kernel of torch, on any device."""
+
+    name = "torch"
+    takes = "everything"
+
+    def __init__(self, resources: Resources) -> None:
+        self._resources = resources
+        self._config = resources.config
+
+    def refusal(self, case: Case) -> str:
+        """Nothing."""
+        return ""
+
+    def _product(self, case: Case, weights: Weights) -> Bound:
+        """The product of a case's rows by one matrix."""
+        formats = weights.formats(OPERATIONS["product"])
+        inner = case._replace(operation="product", formats=formats)
+        return self._resources.table.bind(inner, weights)
+
+
+class Inferring:
+    """A call in torch's inference mode, for verbs that may be a native call: to enter it takes longer than the rest."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Bound) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        with torch.inference_mode():
+            return self._call(*arguments)
+
+
+class TorchEmbed(TorchKernel):
+    """Embeddings and angles."""
+
+    operation = "embed"
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """(ids, positions) -> hidden_TD, angles."""
+        return Inferring(partial(self._embed, weights["embedding"][0]))
+
+    def _embed(
+        self, embedding_VD: Tensor, ids: Sequence[int], positions: Sequence[int]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        use_cores(1)
+        attention, indices = self._config.attention, self._resources.indices
+        angles = functions.rotary(indices(positions), attention.head_dim, attention.rope_theta)
+        return functions.embed(indices(ids), embedding_VD), angles
+
+
+class TorchAttentionInputs(TorchKernel):
+    """Norm, projection and rotation."""
+
+    operation = "attention_inputs"
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """(hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
+        names = ("attention_norm", "qkv", "q_norm", "k_norm")
+        tensors = {name: weights[name] for name in names if name in weights}
+        product = self._product(case, weights.matrix("qkv"))
+        assert case.layer is not None, "it is in a layer"
+        return Inferring(partial(self._project, case.layer.grouped, tensors, product))
+
+    def _project(
+        self,
+        attention: GroupedAttention,
+        tensors: Mapping[str, Blocks],
+        product: Bound,
+        hidden_TD: Tensor,
+        angles: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._resources.use_cores_for(len(hidden_TD), self._config.hidden * attention.qkv_width)
+        norm_D = tensors["attention_norm"][0]
+        x_TD = functions.norm(hidden_TD, norm_D, self._config.norm_eps, self._config.norm)
+        return functions.rotated_heads(product(x_TD), tensors, angles, self._config, attention)
+
+
+class TorchAttention(TorchKernel):
+    """Attention over views of the KV cache."""
+
+    operation = "attention"
+
+    def bind(self, case: Case, weights: object, memory: object) -> Bound:
+        """(qkv, cached) -> attended_TX."""
+        attend = self._resources.table.bind(case._replace(operation="prompt_attention"))
+        return Inferring(partial(_attend_cached, attend))
+
+
+def _attend_cached(attend: Bound, qkv: tuple[Tensor, Tensor, Tensor], cached: Any) -> Tensor:
+    q_THd, k_TKd, v_TKd = qkv
+    cached.append(k_TKd, v_TKd)
+    attended_TX: Tensor = attend(q_THd, cached.views())
+    return attended_TX
+
+
+class TorchPromptAttention(TorchKernel):
+    """Attention over views."""
+
+    operation = "prompt_attention"
+
+    def bind(self, case: Case, weights: object, memory: object) -> Bound:
+        """(q_THd, views) -> attended_TX."""
+        assert case.layer is not None, "it is in a layer"
+        return partial(self._attend, case.layer.grouped)
+
+    def _attend(self, attention: GroupedAttention, q_THd: Tensor, views: Sequence[KVView]) -> Tensor:
+        seen = sum(len(view.keys_SLKd) * view.keys_SLKd.shape[1] for view in views)
+        most = max(view.queries for view in views)
+        self._resources.use_cores_for(most, seen * attention.cache_width)
+        return functions.attention(q_THd, views, attention.window, fused=self._resources.fused_attention)
+
+
+class TorchOutputProjection(TorchKernel):
+    """Output projection and residual."""
+
+    operation = "output_projection"
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """(attended_TX, residual_TD) -> hidden_TD."""
+        assert case.layer is not None, "it is in a layer"
+        size = self._config.hidden * case.layer.attention.attended_width
+        return partial(self._project, size, self._product(case, weights.matrix("o")))
+
+    def _project(self, size: int, product: Bound, attended_TX: Tensor, residual_TD: Tensor) -> Tensor:
+        self._resources.use_cores_for(len(residual_TD), size)
+        projected_TD: Tensor = residual_TD + product(attended_TX)
+        return projected_TD
+
+
+class Routed(NamedTuple):
+    """A router's result.
+
+    Attributes:
+        x_TD: the experts' input.
+        experts_Tk: the experts of each token, int64, ascending.
+        weights_Tk: their weights, float32.
+        logits_TE: the router's logits, float32; None where another node has them.
+    """
+
+    x_TD: Tensor
+    experts_Tk: Tensor
+    weights_Tk: Tensor
+    logits_TE: Tensor | None = None
+
+
+class TorchRoute(TorchKernel):
+    """Norm and router."""
+
+    operation = "route"
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """(hidden_TD) -> Routed."""
+        assert case.layer is not None, "it is in a layer"
+        network = case.layer.feed_forward
+        norm = partial(
+            functions.norm,
+            weight_D=weights["ffn_norm"][0],
+            eps=self._config.norm_eps,
+            kind=self._config.norm,
+        )
+        if network.experts == 1:
+            return partial(_route_to_one, norm)
+        return partial(_route, norm, weights["router"], network.top_k, network.weights_sum_to_one)
+
+
+def _route_to_one(norm: Callable[[Tensor], Tensor], hidden_TD: Tensor) -> Routed:
+    x_TD = norm(hidden_TD)
+    ones_T1 = x_TD.new_ones((len(x_TD), 1), dtype=torch.float32)
+    return Routed(x_TD, x_TD.new_zeros((len(x_TD), 1), dtype=torch.int64), ones_T1, ones_T1)
+
+
+def _route(
+    norm: Callable[[Tensor], Tensor], router: Blocks, top_k: int, sum_to_one: bool, hidden_TD: Tensor
+) -> Routed:
+    x_TD = norm(hidden_TD)
+    logits_TE = functions.router_logits(x_TD, router)
+    return Routed(x_TD, *functions.choose_experts(logits_TE, top_k, sum_to_one), logits_TE)
+
+
+class TorchExpert(TorchKernel):
+    """One expert as three products."""
+
+    operation = "expert"
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """(x_nD, y_nD) -> None."""
+        return partial(_apply_expert, weights["gate"], weights["up"], weights["down"])
+
+
+def _apply_expert(gate: Blocks, up: Blocks, down: Blocks, x_nD: Tensor, y_nD: Tensor) -> None:
+    y_nD.copy_(expert_ffn(x_nD, gate, up, down))
+
+
+class TorchCombine(TorchKernel):
+    """Weighted sum of the experts' outputs."""
+
+    operation = "combine"
+
+    def bind(self, case: Case, weights: object, memory: object) -> Bound:
+        """(y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD."""
+        return functions.combine
+
+
+class TorchLogits(TorchKernel):
+    """Last norm and LM head; each block of the head on a core of its own."""
+
+    operation = "logits"
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """(hidden_TD, rows) -> logits_SV."""
+        head = weights.matrix("lm_head")
+        inner = case._replace(operation="product", formats=head.formats(OPERATIONS["product"]))
+        shares = self._resources.team is not None and not self._resources.table.require(inner).has_threads
+        multiply = (
+            partial(self._multiply_shared, weights["lm_head"])
+            if shares
+            else partial(self._multiply, self._product(case, head))
+        )
+        return partial(self._logits, weights["final_norm"][0], multiply)
+
+    def _logits(
+        self, norm_D: Tensor, multiply: Callable[[Tensor], Tensor], hidden_TD: Tensor, rows: Sequence[int]
+    ) -> Tensor:
+        last_SD = hidden_TD.index_select(0, self._resources.indices(rows))
+        return multiply(functions.norm(last_SD, norm_D, self._config.norm_eps, self._config.norm)).float()
+
+    def _multiply(self, product: Bound, x_SD: Tensor) -> Tensor:
+        config = self._config
+        self._resources.use_cores_for(len(x_SD), config.vocabulary // config.ranks * config.hidden)
+        logits_SV: Tensor = product(x_SD)
+        return logits_SV
+
+    def _multiply_shared(self, blocks: Blocks, x_SD: Tensor) -> Tensor:
+        team = self._resources.team
+        assert team is not None, "the blocks are shared out"
+        parts: dict[int, Tensor] = {}
+        team.run([partial(_multiply_block, x_SD, block, parts, n) for n, block in enumerate(blocks)])
+        return torch.cat([parts[n] for n in range(len(blocks))], dim=-1)
+
+
+def _multiply_block(x_TD: Tensor, block: Tensor, into: dict[int, Tensor], number: int) -> None:
+    into[number] = linear(x_TD, [block])
+
+
+class TorchGreedy(TorchKernel):
+    """Logits and their largest, found where they are."""
+
+    operation = "greedy"
+    takes = "everything on GPUs"
+
+    def refusal(self, case: Case) -> str:
+        """On the CPU, `sample` finds the largest logit."""
+        return "it is for logits that are not on the host" if case.device == "cpu" else ""
+
+    def bind(self, case: Case, weights: Weights, memory: Any) -> Bound:
+        """(hidden_TD, rows) -> logits_SV, tokens."""
+        inner = case._replace(operation="logits")
+        return Inferring(partial(_likeliest, self._resources.table.bind(inner, weights, memory)))
+
+
+def _likeliest(logits: Bound, hidden_TD: Tensor, rows: Sequence[int]) -> tuple[Tensor, list[int]]:
+    logits_SV = logits(hidden_TD, rows)
+    return logits_SV, functions.likeliest(logits_SV)
+
+
+class TorchProduct(TorchKernel):
+    """A product of each block of a matrix, by the storage format of the block."""
+
+    operation = "product"
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """(x_TD) -> y_TN."""
+        return partial(linear, blocks=weights["matrix"])
+
+
+TORCH = (
+    TorchEmbed,
+    TorchAttentionInputs,
+    TorchAttention,
+    TorchPromptAttention,
+    TorchOutputProjection,
+    TorchRoute,
+    TorchExpert,
+    TorchCombine,
+    TorchLogits,
+    TorchGreedy,
+    TorchProduct,
+)

@@ -1,0 +1,95 @@
+"""One layer's keys and values of a micro-batch, loaded from the host's KV cache into a slot of the accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from moesched.requests.batch import KV_BLOCK_TOKENS
+
+from ..kernels.functions import KVView
+from ..native.attention import LayerAddresses, SequencesInBlocks, one_after_the_other
+from ..products.linear import Tensor
+from .kv_cache import CachedLayer
+from .kv_step import KVStep
+
+
+class LoadedKV:
+    """Copies of the keys and values before a step, each sequence with room for its new tokens at the end.
+
+    Args:
+        cached: the layer in the host's cache.
+        slot: memory of the accelerator for keys, then values.
+    """
+
+    def __init__(self, cached: CachedLayer, slot: Tensor) -> None:
+        self._cached = cached
+        self._slot = slot
+        cache, step = cached.cache, cached.step
+        halves = zip(slot.chunk(2), cache.slots[cache.places[cached.layer]], strict=True)
+        keys, values = ([*_loaded(memory, there, step)] for memory, there in halves)
+        queries = (part.queries for part in step.parts)
+        self._views = list(map(KVView, keys, values, queries))
+
+    @property
+    def cache(self) -> LoadedKV:
+        """These keys and values, which are in no other cache."""
+        return self
+
+    @cached_property
+    def in_blocks(self) -> SequencesInBlocks:
+        """The tokens of each sequence, and the blocks that hold them."""
+        lengths, blocks = self._cached.in_blocks
+        return SequencesInBlocks(lengths, one_after_the_other(len(blocks)))
+
+    @property
+    def addresses(self) -> LayerAddresses:
+        """The addresses of all keys and values."""
+        keys, values = (half.data_ptr() for half in self._slot.chunk(2))
+        return self._cached.addresses._replace(keys=keys, values=values)
+
+    def append(self, keys_TKd: Tensor, values_TKd: Tensor) -> None:
+        """Store the new tokens' keys and values at the ends of their sequences."""
+        start = 0
+        for keys_SLKd, values_SLKd, new in self._views:
+            end = start + len(keys_SLKd) * new
+            shape = keys_SLKd[:, -new:].shape
+            keys_SLKd[:, -new:].copy_(keys_TKd[start:end].reshape(shape))
+            values_SLKd[:, -new:].copy_(values_TKd[start:end].reshape(shape))
+            start = end
+
+    def views(self) -> list[KVView]:
+        """Views of each sequence's keys and values, new tokens included."""
+        return self._views
+
+
+def _loaded(memory: Tensor, cached_NKd: Tensor, step: KVStep) -> Iterator[Tensor]:
+    """Keys or values of a step's parts, (S, L, K, d), in flat memory, to which those before the step are copied.
+
+    Only whole pieces of both memories are copied: anything else takes memory of the GPU beside the plan's.
+    """
+    for part in step.parts:
+        there_SLKd, memory = carved(memory, (part.sequences, part.length, *cached_NKd.shape[1:]))
+        for there_LKd, spans in zip(there_SLKd, step.past_slots(part), strict=True):
+            start = 0
+            for span in spans:
+                stop = start + len(span)
+                there_LKd[start:stop].copy_(cached_NKd[span.start : span.stop], non_blocking=True)
+                start = stop
+        yield there_SLKd
+
+
+def carved(memory: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Keys or values of a shape (S, L, K, d) at the start of flat memory, and the memory behind them.
+
+    Each sequence begins with a block of its own, as in the cache, for the same bits as from there.
+    """
+    sequences, length, kv_heads, head_dim = shape
+    room = room_for(length)
+    count = sequences * room * kv_heads * head_dim
+    return memory[:count].view(sequences, room, kv_heads, head_dim)[:, :length], memory[count:]
+
+
+def room_for(length: int) -> int:
+    """The tokens that fit in the blocks that hold `length`."""
+    return -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS

@@ -1,0 +1,292 @@
+"""The table of kernels: the first row that takes a case computes it, also one from outside the tree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _small_runs import ONE_MEMORY, generate
+
+import moesched
+from kernel_tables import kernels_of, resources_of
+from moesched.devices.kernels.check import check_kernel
+from moesched.devices.kernels.layer_weights import Weights
+from moesched.devices.kernels.memory import Memory
+from moesched.devices.kernels.seam import OPERATIONS, Bound, Case, Kernel
+from moesched.devices.kernels.table import KernelTable
+from moesched.devices.products.linear import expert_ffn
+from moesched.devices.torch.device import TorchDevice
+from moesched.errors import BadInput, KernelFailed, MoeschedError
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.layout import weight_layout
+from moesched.plugins import make_policy
+from small_models import SMALL, small_model
+
+OWN = Path(__file__).parent.parent / "examples" / "own_kernel.py"
+
+
+class Plain(Kernel):
+    """An expert by torch's products, of up to four rows of float32."""
+
+    operation = "expert"
+    name = "plain"
+    takes = "up to 4 rows of float32"
+
+    def __init__(self, resources: Any) -> None:
+        """Take nothing of them."""
+
+    def refusal(self, case: Case) -> str:
+        return "" if case.rows <= 4 and case.dtype == "float32" else "it takes up to 4 rows of float32"
+
+    def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
+        gate, up, down = (weights[name] for name in ("gate", "up", "down"))
+        return lambda x_nD, y_nD: y_nD.copy_(self.computed(x_nD, gate, up, down))
+
+    def computed(self, x_nD: torch.Tensor, *matrices: Any) -> torch.Tensor:
+        """The outputs."""
+        return expert_ffn(x_nD, *matrices)
+
+
+class Hasty(Plain):
+    """Takes what it cannot compute: leaves out the gate's SiLU."""
+
+    name = "hasty"
+
+    def computed(self, x_nD: torch.Tensor, *matrices: Any) -> torch.Tensor:
+        gate, up, down = (torch.cat(matrix) for matrix in matrices)
+        return ((x_nD @ gate.T) * (x_nD @ up.T)) @ down.T
+
+
+class Dependent(Plain):
+    """Calls itself independent, and scales several rows."""
+
+    name = "dependent"
+    independent = True
+
+    def computed(self, x_nD: torch.Tensor, *matrices: Any) -> torch.Tensor:
+        gate, up, down = (torch.cat(matrix) for matrix in matrices)
+        inner_nI = F.silu(summed(x_nD, gate)) * summed(x_nD, up)
+        return summed(inner_nI, down) * (1 + 2e-7 * (len(x_nD) > 1))
+
+
+def summed(x_nD: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """The product, each output the sum of its own numbers."""
+    return (x_nD[:, None] * matrix).sum(dim=-1)
+
+
+class Restless(Plain):
+    """Gives other bits each time."""
+
+    name = "restless"
+    calls = 0
+
+    def computed(self, x_nD: torch.Tensor, *matrices: Any) -> torch.Tensor:
+        self.calls += 1
+        return expert_ffn(x_nD, *matrices) * (1 + 1e-7 * self.calls)
+
+
+class Greedy(Plain):
+    """Writes to its input."""
+
+    name = "greedy"
+
+    def computed(self, x_nD: torch.Tensor, *matrices: Any) -> torch.Tensor:
+        outputs_nD = expert_ffn(x_nD, *matrices)
+        x_nD.zero_()
+        return outputs_nD
+
+
+class Raising(Plain):
+    """Raises."""
+
+    name = "raising"
+
+    def computed(self, x_nD: torch.Tensor, *matrices: Any) -> torch.Tensor:
+        raise ZeroDivisionError("division by zero")
+
+
+class Narrow(Kernel):
+    """A product that loses its last column."""
+
+    operation = "output_projection"
+    name = "narrow"
+    takes = "everything"
+
+    def __init__(self, resources: Any) -> None:
+        """Take nothing of them."""
+
+    def refusal(self, case: Case) -> str:
+        return ""
+
+    def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
+        return lambda attended_TX, residual_TD: residual_TD[:, :-1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("models") / "small", layers=2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: Path) -> Checkpoint:
+    return open_checkpoint(model)
+
+
+def run_with(checkpoint: Checkpoint, *own: str | type) -> tuple[torch.Tensor, dict[str, list[str]]]:
+    """The logits of a small model in float32, and the kernels that ran."""
+    device = TorchDevice(
+        checkpoint, weight_layout(checkpoint.config, "float32"), keep_logits=True, own_kernels=own
+    )
+    policy, prompts = make_policy("resident"), [[5, 6, 7], [8, 9]]
+    ran = generate(device, policy, ONE_MEMORY, prompts, new_tokens=3, micro_batch_size=2, keep_open=True)
+    used = {name: list(names) for name, names in device.kernels.items()}
+    device.close()
+    return ran.logits_RSV, used
+
+
+def test_the_first_row_that_takes_a_case_computes_it() -> None:
+    table = KernelTable([Plain(None), *kernels_of(SMALL, None, torch.float32).table.rows])
+    names = {
+        rows: table.require(Case("expert", rows, frozenset(), "float32", "cpu", SMALL.layer(0))).name
+        for rows in (4, 5)
+    }
+    assert names == {4: "plain", 5: "torch"}
+
+
+def test_a_case_that_no_row_takes_is_refused_with_the_reason_of_each() -> None:
+    table = KernelTable([Plain(None)])
+    with pytest.raises(
+        MoeschedError, match=r"no kernel takes expert of 9 rows of float32 on cpu: plain: it takes up to 4"
+    ):
+        table.bind(Case("expert", 9, frozenset(), "float32", "cpu"))
+
+
+def test_two_rows_with_one_name_and_a_row_of_no_operation_are_refused() -> None:
+    with pytest.raises(BadInput, match="kernel plain: two kernels for expert have this name: rename one"):
+        KernelTable([Plain(None), Plain(None)])
+
+    class Lost(Plain):
+        operation = "expret"
+
+    with pytest.raises(BadInput, match="kernel plain: there is no operation 'expret': give one of embed, "):
+        KernelTable([Lost(None)])
+
+
+def test_a_bound_kernel_stays_bound_to_its_weights() -> None:
+    weights = Weights({"o": [torch.randn(SMALL.hidden, SMALL.attention.attended_width)]}, SMALL.layer(0))
+    kernels = kernels_of(SMALL, None, torch.float32)
+    first, second = (kernels.bound("output_projection", weights, Memory(3)) for _ in range(2))
+    assert first is second
+
+
+def test_a_kernel_from_a_file_runs_in_front_of_the_others_and_the_report_names_it(
+    checkpoint: Checkpoint,
+) -> None:
+    theirs, _ = run_with(checkpoint)
+    ours, used = run_with(checkpoint, f"{OWN}:RowByRow")
+    assert "row by row" in used["expert"]
+    assert torch.allclose(ours, theirs, atol=1e-4)
+    assert not torch.equal(ours, theirs), "the kernel has no effect"
+
+
+def test_the_kernels_of_a_run_are_named_by_operation(checkpoint: Checkpoint) -> None:
+    _, used = run_with(checkpoint)
+    assert list(used) == [name for name in OPERATIONS if name in used]
+    assert used["expert"] == ["torch"]
+
+
+def test_the_example_keeps_its_promises() -> None:
+    assert check_kernel(f"{OWN}:RowByRow") > 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        (Hasty, r"kernel hasty \(expert of 1 rows of float32 .*\): mean squared error .* of torch "),
+        (Dependent, r"kernel dependent \(expert of 2 rows .*\): row 0 alone has other bits"),
+        (Restless, r"kernel restless \(.*\): a second call with the same inputs has other bits"),
+        (Greedy, r"kernel greedy \(.*\): it wrote to one of its inputs"),
+    ],
+)
+def test_a_kernel_that_breaks_a_promise_is_found_out(kernel: type, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        check_kernel(kernel)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        (Raising, r"kernel raising \(expert of .*\): its call raised ZeroDivisionError: division by zero"),
+        (
+            Narrow,
+            r"kernel narrow \(output_projection of .*\): result 0 is \[\d+, 31\] of torch.float32 instead .*",
+        ),
+    ],
+)
+def test_a_kernel_that_fails_in_a_run_is_named_with_its_case(model: Path, kernel: type, said: str) -> None:
+    report = moesched.run_model(
+        model, [[5, 6, 7]], max_new_tokens=3, dtype="float32", device_settings={"own_kernels": kernel}
+    )
+    assert report.failure is not None
+    assert re.fullmatch(said, report.failure)
+
+
+def test_a_class_that_is_no_kernel_is_refused(checkpoint: Checkpoint) -> None:
+    class Loose:
+        def __init__(self, resources: Any) -> None: ...
+
+        def refusal(self, case: Case) -> str:
+            return ""
+
+        def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
+            return lambda: None
+
+    with pytest.raises(
+        BadInput, match=r"Loose is not a kernel: derive it from moesched.devices.kernels.seam"
+    ):
+        run_with(checkpoint, Loose)
+
+
+def test_operations_that_need_a_cache_are_not_checked_alone() -> None:
+    class Attending(Narrow):
+        operation = "attention"
+
+    with pytest.raises(KernelFailed, match="attention is not checked alone: use check_device"):
+        check_kernel(Attending)
+
+
+def test_the_page_names_every_operation_as_the_table_has_it() -> None:
+    page = (OWN.parent.parent / "docs" / "kernels.md").read_text(encoding="utf-8")
+    for operation in OPERATIONS.values():
+        assert f"| `{operation.name}` | {operation.summary} | {operation.call} |" in page
+
+
+def test_every_operation_has_a_kernel_that_takes_it_or_parts_that_do() -> None:
+    rows = {row.operation for row in kernels_of(SMALL, None).table.rows}
+    for operation in OPERATIONS.values():
+        assert operation.name in rows or set(operation.parts) <= rows
+    assert resources_of(SMALL, None).threads is None
+
+
+def test_list_shows_the_kernels_with_what_they_take_and_why_not(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "theirs-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(
+        "[moesched.kernels]\nrow_by_row = own_kernel:RowByRow\nlost = not_installed:Lost\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(OWN.parent)
+    entries = command("list", "kernels", "--json").json["kernels"]
+    [lost] = [entry for entry in entries if entry["name"] == "lost"]
+    assert "No module named 'not_installed'" in lost["problem"]
+    experts = [entry for entry in entries if entry["operation"] == "expert"]
+    assert [experts[0]["name"], experts[-1]["name"]] == ["row by row", "torch"]
+    assert experts[0]["takes"] == "up to 8 rows of float32 on a CPU"
+    assert "cuda" in experts[-1]["devices"]
