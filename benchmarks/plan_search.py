@@ -25,13 +25,14 @@ from _options import SIMULATION, Benchmark, track
 from moesched.errors import BadInput, DoesNotFit
 from moesched.inputs.defaults import WORKLOAD
 from moesched.inputs.lookup import find_shape
+from moesched.inputs.options import Objective
 from moesched.machines import Machine, load_machine
 from moesched.machines.changes import changed
 from moesched.machines.cost import cost_model
 from moesched.models.layout import WeightLayout, room_for, weight_layout
 from moesched.planner import Best, Setting, plan_best, plannable, splits_kv
 from moesched.planner.candidate import Candidate
-from moesched.planner.objectives import Objective, requests_for
+from moesched.planner.objectives import requests_for
 from moesched.planner.proposal import MOST_REQUESTS
 from moesched.planner.schedules import Point, Seen, resident_of
 from moesched.plugins import find

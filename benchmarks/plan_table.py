@@ -20,11 +20,12 @@ from plan_search import Case, machine_named
 
 from moesched.errors import DoesNotFit
 from moesched.inputs.defaults import WORKLOAD
+from moesched.inputs.options import Objective
 from moesched.jobs.simulate_model import simulate_model
 from moesched.machines import Machine
 from moesched.machines.build import Parts, build_machine
 from moesched.planner import plan_model
-from moesched.planner.objectives import Objective, requests_for
+from moesched.planner.objectives import requests_for
 from moesched.planner.proposal import MOST_REQUESTS
 from moesched.planner.ranking import Ranked
 from moesched.planner.setting import KV_SHARE

@@ -22,7 +22,8 @@ from moesched.errors import BadInput
 from moesched.machines.local import unified_machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
-from moesched.requests.sampling import Sampling, sample
+from moesched.requests.next_token import sample
+from moesched.requests.sampling import Sampling
 from moesched.seams import LaneKind
 from moesched.steps.memory import Slot
 from moesched.steps.plan import Plan

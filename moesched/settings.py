@@ -1,31 +1,14 @@
-"""Settings of a policy or device from `--set KEY=VALUE`: parsed, and checked against the class's parameters."""
+"""Settings of a policy or device, checked against the class's parameters."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 from moesched.errors import BadInput
 
 _MEANT = {bool: "true or false", int: "a whole number", float: "a number"}
-
-
-def parse_settings(texts: Iterable[str], option: str = "--set") -> dict[str, Any]:
-    """Parse texts such as "ahead=3"; see `parse_value` for the values.
-
-    Raises:
-        BadInput: a text is not KEY=VALUE, or a key comes twice.
-    """
-    settings: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key.isidentifier():
-            raise BadInput(f"{option} {text!r}: write KEY=VALUE, such as ahead=3")
-        if key in settings:
-            raise BadInput(f"{option} gives {key} twice, {settings[key]!r} and {value!r}: give it once")
-        settings[key] = parse_value(value)
-    return settings
 
 
 def parse_value(text: str) -> int | float | bool | str:

@@ -18,7 +18,10 @@ FAULTY = Path(__file__).parent / "faulty" / "sweeping.py"
 def prepared(*, settings: tuple[str, ...] = (), **texts: str) -> Prepared:
     """A sweep of short points with these axes."""
     short = {"model": "mixtral-0.8b", "machine": "t4", "policy": "resident", "gen": "1", "batch_size": "1"}
-    return prepare(merged(Sweep({}), sweep_of_options(short | texts, {"settings": settings})))
+    axes: dict[str, tuple[str, ...]] = {name: (text,) for name, text in (short | texts).items()}
+    if settings:
+        axes["settings"] = settings
+    return prepare(merged(Sweep({}), sweep_of_options(axes)))
 
 
 def lines_in(path: Path) -> list[dict[str, Any]]:

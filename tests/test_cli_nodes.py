@@ -58,7 +58,6 @@ def test_copies_that_nobody_needs_stay_wired(command: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--policy", "ep_naive", "--nodes", 0, *ETHERNET), "--nodes is 0: give 1 to 64"),
         (("--policy", "ep_naive", "--nodes", 2), "nothing joins machine m2-ultra to others: give --network, one of"),
         (("--policy", "ep_naive", *ETHERNET), "--network joins several nodes: say how many with --nodes"),
         (("--policy", "ep_naive", "--nodes", 2, "--network", "tincan"), "tincan"),

@@ -143,12 +143,10 @@ def test_a_machines_own_network_is_the_default() -> None:
     ("more", "why"),
     [
         ({"nodes": 0}, "--nodes is 0: give 1 to 64"),
-        ({"nodes": 65}, "--nodes is 65: give 1 to 64"),
         ({"network": None}, "--nodes needs a --network, since machine m2-ultra has none"),
         ({"policy": "cgopipe"}, "--policy cgopipe does not go with --nodes: choose one of ep_router_aided, "),
         ({"nodes": 1}, "--nodes 1 of 155 GB each is too small for dbrx, .* 109 GB too little"),
         ({"budgets": {"disk": "1GB"}}, "--budget names 'disk': with --nodes experts stay in 'unified'"),
-        ({"model": "mistral-7b"}, "no model 'mistral-7b'"),
         ({"machine": "t4x4"}, "machine t4x4 has 4 accelerators, and --nodes supports one"),
     ],
 )
@@ -186,7 +184,7 @@ def test_plan_prints_the_bound_and_the_choice(capsys: pytest.CaptureFixture[str]
     ("more", "why"),
     [
         ("--nodes 2 --network 10gbe --gen 3", "--gen does not go with --nodes"),
-        ("--nodes 2 --network 10gbe --workload mtbench", "--workload does not go with --nodes"),
+        ("--nodes 2 --network 10gbe --workload summarization", "--workload does not go with --nodes"),
         ("--network 10gbe", "--network 10gbe joins several machines: say how many with --nodes"),
     ],
 )

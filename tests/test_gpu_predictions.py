@@ -39,7 +39,14 @@ def predicted(
 ) -> JobReport:
     workload = Workload(name="77 tokens", prompt_tokens=(77,) * requests, new_tokens=(NEW_TOKENS,))
     given = SimulationOptions(
-        policy=policy, machine=machine, batch_size=requests, micro_batch_size=64, band=band, **options
+        FOUR_LAYERS.name,
+        workload=workload,
+        policy=policy,
+        machine=machine,
+        batch_size=requests,
+        micro_batch_size=64,
+        band=band,
+        **options,
     )
     return simulate_scenario(Scenario(FOUR_LAYERS, machine, workload, None), given)
 

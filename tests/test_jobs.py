@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 
 import moesched
+from moesched.cli.command import read_table
+from moesched.inputs.options import SettingOptions
 from moesched.inputs.prompts import Prompt
 from moesched.inputs.tokenizer import TOKENIZER_NAME, Tokenizer
 from moesched.jobs.batch_reports import NotTraced
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
+from moesched.options import described
 from moesched.plugins import make_policy
 from moesched.runs.listeners import KindMeter, Listener
 from moesched.runs.simulation import simulate
-from moesched.settings import check_settings, parse_settings
+from moesched.settings import check_settings
 from moesched.steps.plan import Plan
 from moesched.system.signals import signals_held
 from moesched.tasks import Task
@@ -198,7 +201,6 @@ def test_the_prompts_of_a_run_are_a_workload(model: Path) -> None:
 @pytest.mark.parametrize(
     ("workload", "more", "said"),
     [
-        ("mtbench", {"requests": 0}, "--requests is 0: ask for 1 to 1,000,000"),
         ([], {}, "no prompts were given: give at least one"),
         (["abc"], {}, "prompts are text, and model mixtral-0.8b has no tokenizer: name a model's folder"),
         ([[1, 40000]], {}, "prompt 0: token id 40000 is outside the vocabulary"),
@@ -242,7 +244,7 @@ def test_no_prompts_at_all_are_told(model: Path) -> None:
 def test_settings_are_read_as_what_they_look_like() -> None:
     texts = ["a=3", "b=-0.5", "c=true", "d=False", "e=some text=here", "f=1e3", "g="]
     expected = {"a": 3, "b": -0.5, "c": True, "d": False, "e": "some text=here", "f": 1000.0, "g": ""}
-    assert parse_settings(texts) == expected
+    assert read_table(described(SettingOptions)["settings"], texts) == expected
 
 
 class Taking:

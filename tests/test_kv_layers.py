@@ -13,13 +13,13 @@ from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice
 from moesched.dispatch import double_buffered
 from moesched.errors import BadInput, PolicyError
+from moesched.inputs.options import Objective
 from moesched.machines import load_machine
 from moesched.machines.sustained import at_peak
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.planner import plan_best
-from moesched.planner.objectives import Objective
 from moesched.planner.trial_run import trial_run
 from moesched.plugins import make_policy
 from moesched.policies.flexgen import FlexGen

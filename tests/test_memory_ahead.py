@@ -16,7 +16,6 @@ from moesched import run_model
 from moesched.devices.shared.page_reader import PageReader
 from moesched.devices.torch.compute import Compute
 from moesched.devices.torch.resident_pages import ResidentPages
-from moesched.inputs.options import options_from
 from moesched.inputs.prompts import Prompt
 from moesched.jobs.memory_ahead import LEAST, pieces_to_take
 from moesched.jobs.options import SessionOptions
@@ -114,8 +113,7 @@ def test_memory_is_given_back_if_the_run_fails() -> None:
 
 
 def pieces(prompts: int = 1, **options: Any) -> list[int]:
-    options = {"policy": "resident", "machine": "auto", **options}
-    return pieces_to_take(options_from(SessionOptions, "Session", options), MIXTRAL, [16] * prompts, 4, 1)
+    return pieces_to_take(SessionOptions("nowhere", **options), MIXTRAL, [16] * prompts, 4, 1)
 
 
 def test_pages_that_stay_and_the_tensors_outside_of_pages_are_taken() -> None:

@@ -1,128 +1,145 @@
-"""Options: keywords and structs agree, defaults stand in one place, unknown names are refused, help lists them all."""
+"""Options: one field makes the keyword, the flag, the axis and the reference; bounds and repetition are refused."""
 
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
-from dataclasses import MISSING, fields
-from typing import Any, get_type_hints
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any
 
 import pytest
+from cyclopts.exceptions import RepeatArgumentError
 
 import moesched
-from moesched.analysis.roofline import roofline_of
-from moesched.cli import cluster, roofline
-from moesched.cli.generation_options import GenerationArguments
-from moesched.cli.plan import PlanArguments
-from moesched.cli.profile_routing import ProfileArguments, SparsityArguments
-from moesched.cli.simulate import SimulationArguments
-from moesched.cluster.node import run_node
-from moesched.inputs.options import SizeOptions, options_from, part_of
+from command_options import app, commands, options_of
+from commands import refused
+from moesched.analysis.latency_table import latencies_of
+from moesched.analysis.options import LatencyOptions, RooflineOptions
+from moesched.cli.check import CheckArguments
+from moesched.cluster.cluster_jobs import ClusterFileOptions, LocalOptions
+from moesched.inputs.options import PlanOptions, SizeOptions
 from moesched.jobs.options import (
-    CallKeywords,
     CallOptions,
-    ClusterKeywords,
-    ClusterOptions,
-    ProfilingKeywords,
     ProfilingOptions,
-    RunKeywords,
     RunOptions,
-    SessionKeywords,
     SessionOptions,
-    SimulationKeywords,
     SimulationOptions,
+    SparsityOptions,
 )
-from moesched.planner.proposal import PlanKeywords, PlanOptions
+from moesched.options import Described, Option, Options, described, flags_given, part_of, split
+from moesched.requests.sampling import Sampling
 
-PAIRS = [
-    (SessionKeywords, SessionOptions),
-    (CallKeywords, CallOptions),
-    (RunKeywords, RunOptions),
-    (SimulationKeywords, SimulationOptions),
-    (ClusterKeywords, ClusterOptions),
-    (PlanKeywords, PlanOptions),
-    (ProfilingKeywords, ProfilingOptions),
-]
-FUNCTIONS = [
+ROOT = Path(__file__).parents[1]
+FUNCTIONS: list[tuple[Callable[..., Any], type[Options]]] = [
     (moesched.Session.__init__, SessionOptions),
     (moesched.Session.run, CallOptions),
     (moesched.run_model, RunOptions),
     (moesched.simulate_model, SimulationOptions),
-    (moesched.run_local, ClusterOptions),
-    (moesched.run_cluster, ClusterOptions),
+    (moesched.run_local, LocalOptions),
+    (moesched.run_cluster, ClusterFileOptions),
     (moesched.plan_model, PlanOptions),
     (moesched.profile_routing, ProfilingOptions),
-    (moesched.sparsity_of, ProfilingOptions),
+    (moesched.sparsity_of, SparsityOptions),
+    (moesched.roofline_of, RooflineOptions),
+    (latencies_of, LatencyOptions),
+    (Sampling, Sampling),
 ]
-COMMANDS: list[tuple[Callable[..., Any], Callable[..., Any], set[str]]] = [
-    (GenerationArguments, moesched.run_model, {"device", "dtype", "machine", "max_new_tokens"}),
-    (GenerationArguments, moesched.run_local, {"device", "dtype", "machine", "max_new_tokens"}),
-    (GenerationArguments, moesched.Sampling, {"beams", "length_penalty", "seed", "temperature", "top_p"}),
-    (SimulationArguments, moesched.simulate_model, {"beams", "gen", "preview_accuracy", "seed"}),
-    (PlanArguments, moesched.plan_model, {"dtype", "gen", "policy", "seed", "tensor_parallel"}),
-    (ProfileArguments, moesched.profile_routing, {"device", "dtype", "machine", "max_new_tokens", "policy"}),
-    (SparsityArguments, moesched.sparsity_of, {"device", "dtype", "machine", "policy", "seed"}),
-    (roofline.roofline, roofline_of, {"batch_size", "context", "micro_batch_size"}),
-    (cluster.node, run_node, {"patience"}),
-]
-"""A command's options, the function that it calls, and some of the options that both have."""
 
-TOLD_APART = {"workload"}
-"""Options for which a command tells the default from the same value given."""
+LAST_OPTION = "    ] = PREVIEW_ACCURACY\n"
+"""The end of an option of simulations, in `moesched/jobs/options.py`."""
+
+NEW_OPTION = """\
+    hurry: Annotated[
+        float, Option("Haste of the requests. A higher one is worse.", "H", ge=0, le=1)
+    ] = 0.25
+"""
+
+USES = """\
+import contextlib, inspect, io
+import moesched
+from moesched.cli.main import main
+from moesched.jobs.options import SimulationOptions
+from moesched.sweeps.axes import sweep_of_options
+from moesched.tasks import Task
+
+for command in ("simulate", "sweep"):
+    with contextlib.redirect_stdout(io.StringIO()) as help:
+        main([command, "--help"])
+    print(command, "--hurry" in help.getvalue() and "Haste of the requests." in help.getvalue())
+print(sweep_of_options({"hurry": ("0.5, 1",)}).axes)
+print(inspect.signature(moesched.simulate_model).parameters["hurry"])
+print("    hurry: Haste of the requests." in inspect.getdoc(moesched.simulate_model))
+print(SimulationOptions("m", machine="t4", policy="p", workload="w", hurry=0.5).hurry)
+try:
+    moesched.simulate_model("m", machine="t4", policy="p", workload="w", hurry=2)
+except moesched.BadInput as error:
+    print(error)
+"""
 
 
-@pytest.mark.parametrize(("keywords", "options"), PAIRS)
-def test_the_keywords_are_the_fields_that_have_a_default(keywords: Any, options: Any) -> None:
-    hints = get_type_hints(options)
-    optional = {field.name: hints[field.name] for field in fields(options) if field.default is not MISSING}
-    assert get_type_hints(keywords) == optional
+def bounded() -> list[tuple[type[Options], Described]]:
+    """The options with bounds."""
+    kinds: list[type[Options]] = [CheckArguments, *(kind for _, kind in FUNCTIONS)]
+    return [(kind, each) for kind in kinds for each in described(kind).values() if each.option.bounds]
+
+
+def test_an_option_is_one_field_in_one_file(tmp_path: Path) -> None:
+    package = tmp_path / "moesched"
+    for source in (ROOT / "moesched").iterdir():
+        if source.name != "jobs":
+            package.mkdir(exist_ok=True)
+            (package / source.name).symlink_to(source)
+    (package / "jobs").mkdir()
+    for source in (ROOT / "moesched" / "jobs").iterdir():
+        (package / "jobs" / source.name).symlink_to(source)
+    changed = package / "jobs" / "options.py"
+    text = changed.read_text()
+    assert text.count(LAST_OPTION) == 1
+    changed.unlink()
+    changed.write_text(text.replace(LAST_OPTION, LAST_OPTION + NEW_OPTION))
+    done = subprocess.run(
+        [sys.executable, "-c", USES], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [
+        "simulate True",
+        "sweep True",
+        "{'hurry': [0.5, 1.0]}",
+        "hurry: 'float' = 0.25",
+        "True",
+        "0.5",
+        "--hurry is 2: give 0 to 1",
+    ]
 
 
 @pytest.mark.parametrize(("function", "options"), FUNCTIONS)
 def test_help_lists_every_option_with_its_default_and_its_meaning(
-    function: Callable[..., Any], options: Any
+    function: Callable[..., Any], options: type[Options]
 ) -> None:
     parameters = inspect.signature(function).parameters
     documentation = inspect.getdoc(function) or ""
-    for field in fields(options):
+    for field in described(options).values():
         assert f"{field.name}: " in documentation
-        if field.default is not MISSING:
-            assert parameters[field.name].default == field.default
+        default = parameters[field.name].default
+        assert field.default == (MISSING if default is inspect.Parameter.empty else default)
     assert all(each.kind is not each.VAR_KEYWORD for each in parameters.values())
 
 
-@pytest.mark.parametrize(("command", "function", "some"), COMMANDS)
-def test_an_option_has_one_default_on_the_command_line_and_in_python(
-    command: Callable[..., Any], function: Callable[..., Any], some: set[str]
-) -> None:
-    on_command_line, in_python = (
-        {
-            name: each.default
-            for name, each in inspect.signature(kind).parameters.items()
-            if each.default not in (each.empty, ())
-        }
-        for kind in (command, function)
-    )
-    in_both = on_command_line.keys() & in_python.keys() - TOLD_APART
-    assert some <= in_both
-    assert {name: on_command_line[name] for name in in_both} == {name: in_python[name] for name in in_both}
-
-
-def test_an_unknown_keyword_is_refused_with_the_valid_ones() -> None:
+def test_an_unknown_or_missing_keyword_is_refused_with_the_valid_ones() -> None:
     with pytest.raises(
         TypeError, match=r"run_model\(\) got an unexpected keyword argument 'polcy'.*batch_size"
     ):
         moesched.run_model("nowhere", [[1]], polcy="resident")  # type: ignore[call-arg]  # what is tested
-    with pytest.raises(TypeError, match=r"profile_routing\(\) got an unexpected keyword argument 'trace'"):
-        moesched.profile_routing("nowhere", [[1]], trace="out.json")  # type: ignore[call-arg]  # what is tested
-    with pytest.raises(TypeError, match=r"simulate_model\(\) got an unexpected keyword argument 'batch'"):
-        moesched.simulate_model(  # type: ignore[call-arg]  # what is tested
-            "mixtral-8x7b", machine="t4", policy="cgopipe", workload="mtbench", batch=3
-        )
+    with pytest.raises(
+        TypeError, match=r"Session\(\) missing a required argument: 'model': it takes model, "
+    ):
+        moesched.Session()  # type: ignore[call-arg]  # what is tested
 
 
 def test_a_part_of_the_options_is_what_they_say_of_it() -> None:
-    given = options_from(RunOptions, "run_model", {"batch_size": 4}, policy="resident", machine="auto")
+    given = RunOptions("nowhere", [[1]], batch_size=4)
     assert given.sizes == SizeOptions(batch_size=4)
     assert part_of(given, SizeOptions) == {
         "batch_size": 4,
@@ -131,8 +148,81 @@ def test_a_part_of_the_options_is_what_they_say_of_it() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["batch_size", "micro_batch_size", "prefill_chunk"])
-@pytest.mark.parametrize("size", [0, 10**9])
-def test_sizes_that_nothing_has_are_refused(name: str, size: int) -> None:
-    with pytest.raises(moesched.BadInput, match=f"--{name.replace('_', '-')} is {size:,}: give 1 to "):
-        SizeOptions(**{name: size}).require_sensible()
+def test_flags_that_were_given_are_named() -> None:
+    given = PlanOptions("mixtral-8x7b", machine="t4", band=False, objective="latency")
+    assert flags_given(given) == ["--model", "--machine", "--no-band", "--for"]
+
+
+@pytest.mark.parametrize(("options", "field"), bounded(), ids=lambda each: getattr(each, "name", ""))
+def test_a_number_out_of_bounds_is_refused_by_its_flag(options: type[Options], field: Described) -> None:
+    low = field.option.ge if field.option.ge is not None else field.option.gt
+    numbers = [-1 if low is None else low - 1, *([] if field.option.le is None else [field.option.le + 1])]
+    required = {name: "word" for name, each in described(options).items() if each.default is MISSING}
+    for number in numbers:
+        with pytest.raises(moesched.BadInput, match=f"{field.flag or field.name} is {number:,}: give "):
+            options(**required | {field.name: number})
+
+
+def test_no_command_has_two_options_of_one_name() -> None:
+    for name in commands():
+        flags = [each.flag for each in options_of(name) if each.flag]
+        assert len(flags) == len(set(flags)), name
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_bounds_admit_finite_numbers_only(number: float) -> None:
+    assert not Option("Any number.", ge=0).admits(number)
+
+
+def test_an_option_given_twice_is_refused_by_name(command: Any) -> None:
+    refused(command("simulate", "--gen", "1", "--gen", "2"), "--gen is given twice: give it once")
+    for name in commands():
+        function = app()[name].default_command
+        assert function is not None
+        for parameter in inspect.signature(function).parameters.values():
+            kind, option = split(parameter.annotation)
+            if parameter.kind is parameter.KEYWORD_ONLY and option is not None and parameter.default != ():
+                flag = option.flag or "--" + parameter.name.replace("_", "-")
+                given = [flag] if kind is bool else [flag, "1"]
+                with pytest.raises(RepeatArgumentError, match=flag):
+                    app().parse_args([name, *given, *given], exit_on_error=False, print_error=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--set ahead=1 --set ahead=2", "--set gives ahead twice"),
+        ("--budget host=1GB --budget host=2GB", "--budget gives host twice"),
+        ("--machine-set link.a=x2 --machine-set link.a=x3", "--machine-set gives link.a twice"),
+        ("--routing-set exponent=1 --routing-set exponent=2", "--routing-set gives exponent twice"),
+    ],
+)
+def test_a_key_given_twice_is_refused_by_name(command: Any, arguments: str, said: str) -> None:
+    given = [
+        "simulate",
+        "--model",
+        "mixtral-0.8b",
+        "--machine",
+        "t4",
+        "--policy",
+        "cgopipe",
+        "--workload",
+        "mtbench",
+    ]
+    refused(command(*given, *arguments.split()), said)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("gen = 1\npolicy = 'a'\npolicy = 'b'\n", "line 3 gives 'policy' again: give it once"),
+        ("gen = 1\ngen = 2", "line 2 gives 'gen' again: give it once"),
+        ("[settings]\nahead = 1\n[settings]\nahead = 2\n", "line 3 gives 'settings' again: give it once"),
+        ("settings.ahead = 1\n[settings]\nahead = 2\n", "line 2 gives 'settings' again: give it once"),
+    ],
+)
+def test_a_key_given_twice_in_a_file_is_refused_by_name(
+    command: Any, tmp_path: Path, text: str, said: str
+) -> None:
+    (tmp_path / "s.toml").write_text(text)
+    refused(command("sweep", tmp_path / "s.toml"), said)

@@ -152,98 +152,42 @@ def test_outputs_beside_the_model_in_its_subfolders_and_on_devices_are_fine(tmp_
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> Path:
-    """A folder with every kind of input; but for the cluster file, contents are never read."""
-    for name in (
-        "prompts.jsonl",
-        "machine.toml",
-        "cluster.toml",
-        "routing.csv",
-        "net.toml",
-        "a.json",
-        "b.json",
-        "mine.py",
-    ):
+    """A folder with inputs; but for the cluster file, contents are never read."""
+    for name in ("prompts.jsonl", "machine.toml", "mine.py"):
         (tmp_path / name).write_text("input")
     (tmp_path / "cluster.toml").write_text(cluster_toml(cluster(host(0), host(1))))
     return tmp_path
 
 
-SIMULATE = ("simulate", "--model", "mixtral-0.8b", "--policy", "resident")
-RUN = ("run", "model", "--policy", "resident", "--prompts", "prompts.jsonl", "--machine", "machine.toml")
+RUN = "run model --policy resident --prompts prompts.jsonl --machine machine.toml"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("line", "said"),
     [
-        ((*RUN, "--trace", "model/config.json"), "in the model's folder"),
-        ((*RUN, "--report", "model/model-00001-of-00001.safetensors"), "in the model's folder"),
-        ((*RUN, "--trace", "prompts.jsonl"), "is prompts.jsonl, which"),
-        ((*RUN, "--report", "machine.toml"), "is machine.toml, which"),
-        ((*RUN, "--trace", "t.json", "--report", "t.json"), "the trace goes there"),
-        ((*RUN, "--local", 2, "--report", "prompts.jsonl"), "is prompts.jsonl, which"),
+        (f"{RUN} --trace model/config.json", "in the model's folder"),
+        (f"{RUN} --report model/model-00001-of-00001.safetensors", "in the model's folder"),
+        (f"{RUN} --trace t.json --report t.json", "the trace goes there"),
+        (f"{RUN} --local 2 --report prompts.jsonl", "is prompts.jsonl, which"),
         (
-            ("launch", "model", "--policy", "resident", "--prompt-ids", "1", "--hosts", "cluster.toml")
-            + ("--trace", "cluster.toml"),
+            "launch model --policy resident --prompt-ids 1 --hosts cluster.toml --trace cluster.toml",
             "is cluster.toml, which",
         ),
+        ("profile-routing mixtral-8x7b --routing zipf --out x.csv --out ./x.csv", "the routing goes there"),
+        ("sweep --policy resident,mine.py:Mine --machine t4 --out mine.py", "is mine.py, which"),
         (
-            (*SIMULATE, "--machine", "t4", "--workload", "prompts.jsonl", "--report", "prompts.jsonl"),
-            "is prompts.jsonl, which",
-        ),
-        (
-            (*SIMULATE, "--machine", "machine.toml", "--workload", "mtbench", "--trace", "machine.toml"),
-            "is machine.toml, which",
-        ),
-        (
-            (*SIMULATE, "--machine", "t4", "--workload", "mtbench", "--nodes", 2, "--network", "net.toml")
-            + ("--trace", "net.toml"),
-            "is net.toml, which",
-        ),
-        (
-            (*SIMULATE, "--machine", "t4", "--workload", "mtbench", "--routing", "routing.csv")
-            + ("--report", "routing.csv"),
-            "is routing.csv, which",
-        ),
-        (("compare", "a.json", "b.json", "--trace", "b.json"), "is b.json, which"),
-        (
-            ("profile-routing", "mixtral-8x7b", "--routing", "routing.csv", "--out", "routing.csv"),
-            "is routing.csv, which",
-        ),
-        (
-            ("profile-routing", "mixtral-8x7b", "--routing", "zipf", "--out", "x.csv", "--out", "./x.csv"),
-            "the routing goes there",
-        ),
-        (
-            ("run", "model", "--policy", "mine.py:Mine", "--prompt-ids", "1", "--trace", "mine.py"),
-            "is mine.py, which",
-        ),
-        (
-            ("sweep", "--policy", "resident,mine.py:Mine", "--machine", "t4", "--out", "mine.py"),
-            "is mine.py, which",
-        ),
-        (
-            (
-                "sweep",
-                "--policy",
-                "resident",
-                "--machine",
-                "t4",
-                "--model",
-                "dbrx,model",
-                "--plot",
-                "model/x.svg",
-            ),
+            "sweep --policy resident --machine t4 --model dbrx,model --plot model/x.svg",
             "in the model's folder",
         ),
-        (("calibrate", "--out", "model"), "cannot write machine file model: it is a folder"),
+        ("calibrate --out model", "cannot write machine file model: it is a folder"),
     ],
 )
 def test_a_command_refuses_to_replace_what_it_reads(
-    command: Any, inputs: Path, model: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, said: str
+    command: Any, inputs: Path, model: Path, monkeypatch: pytest.MonkeyPatch, line: str, said: str
 ) -> None:
     monkeypatch.chdir(inputs)
     before = contents(inputs)
-    refused(command(*arguments), said)
+    refused(command(*line.split()), said)
     assert contents(inputs) == before
 
 
@@ -311,35 +255,12 @@ def test_options_for_output_say_that_they_write() -> None:
 
 
 def test_a_file_that_standard_output_goes_to_is_not_written_by_an_option(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "moesched",
-        *SIMULATE,
-        "--machine",
-        "t4",
-        "--workload",
-        "mtbench",
-        "--json",
-    ]
+    line = "simulate --model mixtral-0.8b --policy resident --machine t4 --workload mtbench --json --report out.json"
+    command = [sys.executable, "-m", "moesched", *line.split()]
     with (tmp_path / "out.json").open("wb") as out:
-        said = subprocess.run(
-            [*command, "--report", "out.json"], cwd=tmp_path, stdout=out, stderr=subprocess.PIPE
-        )
+        said = subprocess.run(command, cwd=tmp_path, stdout=out, stderr=subprocess.PIPE)
     assert said.returncode == 2
     assert b"out.json: standard output has the command's results: name a file" in said.stderr
-
-
-@pytest.mark.parametrize("command_name", ["roofline", "latencies"])
-def test_a_picture_does_not_replace_the_machine(
-    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_name: str
-) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "machine.svg").write_text("input")
-    arguments = ("--model", "mixtral-8x7b", "--machine", "machine.svg", "--out", "machine.svg")
-    refused(command(command_name, *arguments), "is machine.svg, which")
-    assert (tmp_path / "machine.svg").read_text() == "input"
 
 
 def test_a_report_does_not_replace_a_picture_of_a_reproduction(command: Any, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from moesched import plugins
 from moesched.cli.main import main
 from moesched.errors import BadInput
+from moesched.inputs.options import Objective
 from moesched.machines import load_machine
 from moesched.machines.cost import cost_model
 from moesched.machines.sustained import at_peak
@@ -21,7 +22,6 @@ from moesched.planner import Proposal, Setting, plan_best, plan_model, plannable
 from moesched.planner.candidate import Candidate
 from moesched.planner.few_layers import few_layers
 from moesched.planner.missing import missing_bytes
-from moesched.planner.objectives import Objective
 from moesched.planner.ranking import Ranked, in_order
 from moesched.planner.trial_run import MOST_STEPS
 from moesched.seams import is_expert_parallel

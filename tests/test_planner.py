@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from moesched.cli.main import main
 from moesched.errors import BadInput
+from moesched.inputs.options import Objective
 from moesched.jobs.simulate_model import simulate_model
 from moesched.machines import Machine, load_machine
 from moesched.machines.cost import cost_model
@@ -21,7 +22,6 @@ from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.planner import Proposal, plan_best, plan_model
 from moesched.planner.candidate import Candidate
-from moesched.planner.objectives import Objective
 from moesched.planner.schedules import Point, Schedules
 from moesched.planner.search import best
 from moesched.planner.setting import Setting

@@ -87,12 +87,8 @@ def test_a_model_of_ones_own_is_read_from_its_folder(command: Any, tmp_path: Pat
     ("arguments", "told"),
     [
         (("--kv-dtype", "int3"), "--kv-dtype 'int3' is unknown; choose one of float32, bfloat16, .*int4"),
-        (("--context", 0), "--context is 0: give at least 1"),
         (("--context", 40_000), "--context is 40000, but mixtral-8x7b has 32768 positions"),
-        (("--batch-size", -1), "--batch-size is -1: give at least 1"),
-        (("--batch-size", 10**13), "--batch-size is 10000000000000: give less than"),
-        (("--micro-batch-size", 0), "--micro-batch-size is 0: give at least 1"),
-        (("--machine", "l5"), "no machine 'l5': name a TOML file or one of .*l4"),
+        (("--batch-size", 10**13), "--batch-size is 10,000,000,000,000: give 1 to"),
         (("--out", "picture.pdf"), r"cannot draw picture\.pdf: end its name in \.png or \.svg"),
     ],
 )

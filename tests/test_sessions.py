@@ -185,5 +185,5 @@ def test_a_changed_file_ends_a_session(tmp_path: Path) -> None:
 
 
 def test_what_a_session_is_opened_with_is_no_option_of_a_call(model: Path) -> None:
-    with moesched.Session(model) as session, pytest.raises(TypeError, match="it takes trace"):
+    with moesched.Session(model) as session, pytest.raises(TypeError, match="it takes prompts"):
         session.run(["abc"], policy="cgopipe")  # type: ignore[call-arg]  # what is tested

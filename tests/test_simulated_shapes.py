@@ -429,7 +429,10 @@ def simulated(config: ModelConfig, policy: str) -> JobReport:
     machine = load_machine("m2-ultra" if cluster else "t4")
     if cluster:
         machine = replace(machine, network=load_network("10gbe"))
+    workload = given_lengths([40, 60, 33, 200], 3)
     given = SimulationOptions(
+        config.name,
+        workload=workload,
         machine=machine,
         policy=policy,
         gen=3,
@@ -437,7 +440,6 @@ def simulated(config: ModelConfig, policy: str) -> JobReport:
         nodes=2 if cluster else None,
         band=False,
     )
-    workload = given_lengths([40, 60, 33, 200], 3)
     return simulate_scenario(Scenario(config, machine, workload, None), given)
 
 

@@ -112,13 +112,6 @@ def test_where_not_even_one_request_fits_it_says_by_how_many_bytes_of_what() -> 
         choose_sizes(asking("resident", [4] * 8, host=10**9))
 
 
-def test_a_size_below_one_is_told() -> None:
-    with pytest.raises(BadInput, match="--batch-size is 0: give 1 to 65,536"):
-        choose_sizes(asking("resident", [4]), SizeOptions(batch_size=0))
-    with pytest.raises(BadInput, match="--micro-batch-size is -1: give 1 to 65,536"):
-        choose_sizes(asking("resident", [4]), SizeOptions(micro_batch_size=-1))
-
-
 def test_a_simulation_without_sizes_runs_the_plan_and_reaches_what_it_predicts() -> None:
     budgets: dict[str, int | str] = {"gpu": "2GB", "host": "4GB"}
     proposal = moesched.plan_model("mixtral-0.8b", machine="t4", policy="cgopipe", gen=8, budgets=budgets)

@@ -324,7 +324,6 @@ BAD = [
     ("t4x4", 3, "mixtral-8x22b cannot be divided among 3 accelerators, since it has 8 key-value heads: "
                 "use --tensor-parallel 1 or 2"),
     ("t4x4", 5, "--tensor-parallel is 5, and machine t4x4 has 4 accelerators: give 1 to 4"),
-    ("t4x4", 0, "--tensor-parallel is 0, and machine t4x4 has 4 accelerators: give 1 to 4"),
     ("t4", 2, "--tensor-parallel is 2, and machine t4 has one accelerator: omit it"),
 ]  # fmt: skip
 

@@ -174,7 +174,7 @@ def test_a_run_says_something_before_it_loads_anything(no_text: Path) -> None:
     def job(*_: object, **__: Any) -> Any:
         raise BadInput("nothing was loaded")
 
-    given = GenerationArguments(policy="resident", prompt_ids="1")
+    given = GenerationArguments(no_text, policy="resident", prompt_ids="1")
     with terminal("stderr") as printed, pytest.raises(BadInput, match="nothing was loaded"):
-        given.generate(no_text, job)
+        given.generate(job)
     assert "starting" in printed.text

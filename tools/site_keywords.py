@@ -1,27 +1,39 @@
-"""An extension of Griffe: functions that take options show each keyword in the site, as `help` does."""
+"""An extension of Griffe: options and functions that take them show each keyword in the site, as `help` does."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
-from griffe import Extension, Function, Parameter, ParameterKind, Parameters, dynamic_import
+from griffe import Class, Extension, Function, Parameter, ParameterKind, Parameters, dynamic_import
 
 KINDS = {kind.name: kind for kind in ParameterKind}
 
 
 class Keywords(Extension):  # type: ignore[misc]  # Griffe is installed for the site alone
-    """Takes signature and docstring of a function with the decorator `takes` from the function, not from its source."""
+    """Takes what the decorators `takes` and `documented` change from the objects, not from their source."""
+
+    def on_class(self, *, cls: Class, **_: Any) -> None:
+        """Replace what was read from the source by a constructor and a docstring with all options."""
+        if any(str(decorator.value) == "documented" for decorator in cls.decorators) and cls.docstring:
+            kind = dynamic_import(cls.path)
+            cls.docstring.value = inspect.getdoc(kind) or ""
+            cls.members.clear()
+            own = Parameter("self", kind=ParameterKind.positional_or_keyword)
+            cls.set_member("__init__", Function("__init__", parameters=_parameters(kind, own)))
 
     def on_function(self, *, func: Function, **_: Any) -> None:
         """Replace what was read from the source."""
         if not any(str(decorator.value).startswith("takes(") for decorator in func.decorators):
             return
         function = dynamic_import(func.path)
-        parameters = inspect.signature(function).parameters.values()
-        func.parameters = Parameters(*map(_parameter, parameters))
+        func.parameters = _parameters(function)
         if func.docstring is not None:
             func.docstring.value = inspect.getdoc(function) or ""
+
+
+def _parameters(described: Any, *before: Parameter) -> Parameters:
+    return Parameters(*before, *map(_parameter, inspect.signature(described).parameters.values()))
 
 
 def _parameter(given: inspect.Parameter) -> Parameter:

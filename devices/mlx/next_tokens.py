@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from moesched.errors import NotFinite
 from moesched.models.config import ModelConfig
-from moesched.requests.sampling import Sampling, sample, traced
+from moesched.requests.next_token import sample, traced
+from moesched.requests.sampling import Sampling
 from moesched.tasks import Task
 
 from . import kernels

@@ -10,7 +10,8 @@ import torch
 from moesched.errors import NotFinite
 from moesched.models.config import ModelConfig
 from moesched.requests.beams import Standing
-from moesched.requests.sampling import Sampling, require_finite, sample, traced
+from moesched.requests.next_token import require_finite, sample, traced
+from moesched.requests.sampling import Sampling
 from moesched.tasks import Task
 
 from ..kernels.layer_weights import Weights

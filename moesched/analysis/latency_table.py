@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from moesched.analysis.options import MOST_TOKENS, LatencyOptions
 from moesched.dispatch.expert_latencies import ExpertLatencies
-from moesched.errors import BadInput
 from moesched.inputs.lookup import find_machine, find_shape
-from moesched.machines import Machine
+from moesched.keywords import takes
 from moesched.models.layout import weight_layout
 from moesched.requests.batch import split_batch
 from moesched.steps.plan import Plan
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-MOST_TOKENS = 1 << 20
 ENOUGH = 1 << 60
 """Bytes of each memory; latencies do not depend on whether the whole model fits."""
 
@@ -52,23 +49,17 @@ class LatencyReport(msgspec.Struct, frozen=True):
     cheaper_moved: int | None
 
 
-def latencies_of(
-    model: Path | str, machine: Machine | str, *, dtype: str | None = None, tokens: Sequence[int] = ()
-) -> LatencyReport:
+@takes(LatencyOptions)
+def latencies_of(given: LatencyOptions) -> LatencyReport:
     """Predict the latencies of copying an expert's weights and inputs, and of computing it on either processor.
-
-    Args:
-        tokens: tokens of the expert; by default powers of two from 1 to 1024.
 
     Raises:
         BadInput: the model or machine is unknown, a number of tokens is out of range, or the machine was measured in
             another dtype.
     """
-    for count in tokens:
-        if not 1 <= count <= MOST_TOKENS:
-            raise BadInput(f"--tokens is {count}: give a number from 1 to {MOST_TOKENS}")
-    described = find_machine(machine)
-    layout = weight_layout(find_shape(model), dtype)
+    tokens = given.tokens or TOKENS
+    described = find_machine(given.machine)
+    layout = weight_layout(find_shape(given.model), given.dtype)
     enough = dict.fromkeys(described.memories, ENOUGH)
     plan = Plan(described, layout, split_batch([1], 1, 1), enough)
     latencies = ExpertLatencies(plan)
@@ -76,10 +67,10 @@ def latencies_of(
     rows = [Latency("weight copy", "weight copy", 0, latencies.transfer)] if latencies.transfer else []
     if not described.unified:
         rows.append(Latency("activation copy", "activation copy", 1, latencies.to_host(1)))
-    for count in tokens or TOKENS:
+    for count in tokens:
         seconds = latencies.at_accelerator(count)
         rows.append(Latency(f"{accelerator} {count}", "accelerator", count, seconds))
-    for count in () if described.unified else tokens or TOKENS:
+    for count in () if described.unified else tokens:
         rows.append(Latency(f"{host} {count}", "host", count, latencies.at_host(count)))
     return LatencyReport(
         model=layout.config.name,

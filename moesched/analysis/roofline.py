@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
 from moesched.analysis import hrm
 from moesched.analysis.hrm import Bound, Hierarchy, Intensity, LayerTime, Split
+from moesched.analysis.options import RooflineOptions
 from moesched.errors import BadInput
-from moesched.inputs.defaults import ROOFLINE_CONTEXT, ROOFLINE_MICRO_BATCH_SIZE
 from moesched.inputs.lookup import find_machine, find_shape
-from moesched.machines import Machine
+from moesched.keywords import takes
 from moesched.models.config import ModelConfig
 from moesched.models.operations import Operations
 
@@ -79,32 +78,19 @@ class RooflineReport(msgspec.Struct, frozen=True, kw_only=True):
     bound_by: str
 
 
-def roofline_of(
-    model: Path | str,
-    machine: Machine | str,
-    *,
-    kv_dtypes: Sequence[str] = (),
-    context: int = ROOFLINE_CONTEXT,
-    batch_size: int | None = None,
-    micro_batch_size: int = ROOFLINE_MICRO_BATCH_SIZE,
-) -> RooflineReport:
+@takes(RooflineOptions)
+def roofline_of(given: RooflineOptions) -> RooflineReport:
     """Compute the bounds of attention and FFN in decode steps of a model on a machine (MoE-Lightning, section 3).
-
-    Args:
-        model: a shape's name, as `moesched list models` prints it, or a folder with a config.json.
-        kv_dtypes: dtypes of the KV cache; by default that of the model, and int4.
-        context: tokens in the cache of each request.
-        batch_size: requests; by default 32, 512 and 4096.
-        micro_batch_size: requests that share a kernel.
 
     Raises:
         BadInput: the model or machine is unknown, a size is invalid, or the machine's description is insufficient.
     """
-    config = find_shape(model)
-    described = find_machine(machine)
-    batch_sizes = BATCH_SIZES if batch_size is None else (batch_size,)
-    kv_dtypes = tuple(dict.fromkeys(kv_dtypes or (config.dtype, SECOND_KV_DTYPE)))
-    _check(config, kv_dtypes, context, batch_sizes, micro_batch_size)
+    config = find_shape(given.model)
+    described = find_machine(given.machine)
+    context, micro_batch_size = given.context, given.micro_batch_size
+    batch_sizes = BATCH_SIZES if given.batch_size is None else (given.batch_size,)
+    kv_dtypes = tuple(dict.fromkeys(given.kv_dtypes or (config.dtype, SECOND_KV_DTYPE)))
+    _check(config, kv_dtypes, context)
     operations = Operations(config, config.dtype)
     hierarchy = hrm.hierarchy_of(described, config.dtype)
     upper_ffn = hrm.ffn_intensity(operations, micro_batch_size, micro_batch_size).upper
@@ -175,25 +161,9 @@ def _longest(hierarchy: Hierarchy, layer: LayerTime) -> str:
     return max(names, key=names.__getitem__)
 
 
-def _check(
-    config: ModelConfig,
-    kv_dtypes: Sequence[str],
-    context: int,
-    batch_sizes: Sequence[int],
-    micro_batch_size: int,
-) -> None:
+def _check(config: ModelConfig, kv_dtypes: Sequence[str], context: int) -> None:
     for kv_dtype in kv_dtypes:
         if kv_dtype not in hrm.KV_BYTES:
             raise BadInput(f"--kv-dtype {kv_dtype!r} is unknown; choose one of {', '.join(hrm.KV_BYTES)}")
-    sizes = {
-        "--context": context,
-        "--batch-size": min(batch_sizes),
-        "--micro-batch-size": micro_batch_size,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise BadInput(f"{name} is {size}: give at least 1")
-    if max(batch_sizes) >= hrm.LARGEST_BATCH:
-        raise BadInput(f"--batch-size is {max(batch_sizes)}: give less than {hrm.LARGEST_BATCH}")
     if context > config.max_positions:
         raise BadInput(f"--context is {context}, but {config.name} has {config.max_positions} positions")

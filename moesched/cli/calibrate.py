@@ -5,24 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App, Parameter
-
 from moesched.cli import options
-from moesched.cli.files import Writes
+from moesched.cli.command import command
 from moesched.cli.output import say
+from moesched.options import Option
 
 if TYPE_CHECKING:
     from moesched.machines import Machine
-
-HELP = options.paragraphs(
-    "Measure the speed of this machine: memory, disk, matrix products, attention and experts.",
-    "Predictions for any model, policy and budget use this file. A calibration takes about half a minute: "
-    "it measures costs in bfloat16 and scales those in float32 from them. With --thorough it measures both, "
-    "takes three to four minutes, and is more exact. Close other programs if you can. Ctrl-C keeps the old "
-    "file.",
-    "With --device cuda it measures the GPU and its host instead: products by their rows, copies of pages alone and "
-    "at once, how long each kind of task takes to start, and attention on the host beside copies.",
-)
 
 EPILOGUE = """Examples:
 
@@ -31,30 +20,35 @@ EPILOGUE = """Examples:
   moesched calibrate --device cuda --out machines/gpu.toml"""
 
 
-def add_to(app: App) -> None:
-    """Add the command."""
-    app.command(calibrate, name="calibrate", help=HELP, help_epilogue=EPILOGUE, sort_key=6)
-
-
+@command(6, EPILOGUE)
 def calibrate(
     *,
     out: Annotated[
         Path | None,
-        Parameter(
-            metavar="FILE", help="Machine file to write. By default the one that `--machine auto` reads."
+        Option(
+            "Machine file to write. By default the one that `--machine auto` reads.",
+            "FILE",
+            writes="machine file",
         ),
-        Writes("machine file"),
     ] = None,
     device: Annotated[
         Literal["torch", "cuda"],
-        Parameter(help="The device to measure: torch, this machine without a GPU, or cuda, with one."),
+        Option("The device to measure: torch, this machine without a GPU, or cuda, with one."),
     ] = "torch",
     thorough: Annotated[
-        bool, Parameter(negative="", help="Measure both dtypes at more points; takes three to four minutes.")
+        bool, Option("Measure both dtypes at more points; takes three to four minutes.")
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """See HELP."""
+    """Measure the speed of this machine: memory, disk, matrix products, attention and experts.
+
+    Predictions for any model, policy and budget use this file. A calibration takes about half a minute: it measures
+    costs in bfloat16 and scales those in float32 from them. With --thorough it measures both, takes three to four
+    minutes, and is more exact. Close other programs if you can. Ctrl-C keeps the old file.
+
+    With --device cuda it measures the GPU and its host instead: products by their rows, copies of pages alone and at
+    once, how long each kind of task takes to start, and attention on the host beside copies.
+    """
     from moesched.calibration.calibrate import calibrate as measure
     from moesched.calibration.gpu_machine import calibrate_gpu
     from moesched.cli.output import Bar

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, Parameter
-
 from moesched.cli import options
+from moesched.cli.command import command
 from moesched.cli.output import say
+from moesched.inputs.options import PolicyOptions
+from moesched.options import Option
 
 if TYPE_CHECKING:
     from moesched.testing.grid import Advice, CellResult, Fault, GridReport
-
-HELP = options.paragraphs(
-    "Find the faults of a policy, and compare it with those that ship, on the virtual clock.",
-    "First small models, with tight memory, random shapes and uneven durations, in which every task is checked. Then "
-    "real models on real machines: the prompts of mtbench in four micro-batches, with 64 new tokens each. Whatever the "
-    "policy prints is dropped.",
-    "A fault is told at the policy's own line. Pages that nothing read, pages that moved twice and idle lanes are "
-    "advice. The bound is the time that the same tasks would take in the best order: that of the busiest lane, or of "
-    "the longest chain of tasks that wait for each other, in the prefill and in a decode step.",
-    "Exit code 1 where there are faults.",
-)
 
 EPILOGUE = """Examples:
 
@@ -35,63 +24,71 @@ MOST_PROBLEMS = 3
 """Cells without figures that are explained, the first ones."""
 
 
-def add_to(app: App) -> None:
-    """Add the command."""
-    app.command(check, name="check", help=HELP, help_epilogue=EPILOGUE, sort_key=3)
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class CheckArguments:
+class CheckArguments(PolicyOptions):
     """All options of the command; what the grid consists of is repeatable."""
 
-    settings: options.Settings = ()
+    policy: Annotated[
+        str,
+        Option(
+            "A name of `moesched list policies`, file.py:Class, or package.module:Class (also in the current folder).",
+            flag="POLICY",
+        ),
+    ]
     models: Annotated[
         tuple[str, ...],
-        options.repeatable(
-            name="--model",
-            metavar="NAME|DIR",
-            help="A model of the grid; repeatable. By default mixtral-8x7b, qwen3-30b-a3b and mixtral-0.8b.",
+        Option(
+            "A model of the grid; repeatable. By default mixtral-8x7b, qwen3-30b-a3b and mixtral-0.8b.",
+            "NAME|DIR",
+            flag="--model",
         ),
     ] = ()
     machines: Annotated[
         tuple[str, ...],
-        options.repeatable(
-            name="--machine",
-            metavar="NAME|FILE",
-            help="A machine of the grid; repeatable. By default t4, a100-80g and cpu-nvme.",
+        Option(
+            "A machine of the grid; repeatable. By default t4, a100-80g and cpu-nvme.",
+            "NAME|FILE",
+            flag="--machine",
         ),
     ] = ()
     batch_sizes: Annotated[
-        tuple[options.Whole, ...],
-        options.repeatable(
-            name="--batch-size",
-            metavar="N",
-            help="A batch size of the grid; repeatable. By default 1 and 16; for qwen3-30b-a3b, 1.",
+        tuple[int, ...],
+        Option(
+            "A batch size of the grid; repeatable. By default 1 and 16; for qwen3-30b-a3b, 1.",
+            "N",
+            flag="--batch-size",
+            ge=1,
+            le=65_536,
         ),
     ] = ()
     limit: Annotated[
         float,
-        Parameter(metavar="SECONDS", help="Time after which the remaining cases are named as unchecked."),
+        Option("Time after which the remaining cases are named as unchecked.", "SECONDS", ge=1, le=86_400),
     ] = 60.0
     json: options.Json = False
 
 
-def check(policy: options.Policy, /, *, given: CheckArguments | None = None) -> int:
-    """See HELP."""
+@command(3, EPILOGUE)
+def check(given: CheckArguments) -> int:
+    """Find the faults of a policy, and compare it with those that ship, on the virtual clock.
+
+    First small models, with tight memory, random shapes and uneven durations, in which every task is checked. Then real
+    models on real machines: the prompts of mtbench in four micro-batches, with 64 new tokens each. Whatever the policy
+    prints is dropped.
+
+    A fault is told at the policy's own line. Pages that nothing read, pages that moved twice and idle lanes are advice.
+    The bound is the time that the same tasks would take in the best order: that of the busiest lane, or of the longest
+    chain of tasks that wait for each other, in the prefill and in a decode step.
+
+    Exit code 1 where there are faults.
+    """
     from moesched.cli.failures import FAILED, WHOLE_TRACEBACK
     from moesched.cli.output import Bar, print_json
-    from moesched.errors import BadInput
-    from moesched.settings import parse_settings
     from moesched.testing.grid import cells_of, check_on_grid
 
-    given = given or CheckArguments()
-    if not 1 <= given.limit <= 86_400:
-        raise BadInput(f"--limit is {given.limit:g}: give 1 to 86400 seconds")
     with Bar("checking") as bar:
         report = check_on_grid(
-            policy,
-            parse_settings(given.settings),
+            given.policy,
+            given.settings,
             cells=cells_of(given.models, given.machines, given.batch_sizes),
             limit=given.limit,
             whole_traceback=WHOLE_TRACEBACK.get(),

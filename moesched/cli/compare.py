@@ -5,26 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, Parameter
-
 from moesched.cli import options
-from moesched.cli.files import Writes
+from moesched.cli.command import command
 from moesched.cli.output import say
+from moesched.jobs.options import OUTPUT
+from moesched.options import Option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moesched.analysis.comparison import Comparison
     from moesched.analysis.sides import Side
-
-HELP = options.paragraphs(
-    "Compare runs, measured or predicted: reasons for the difference, totals, lanes, kinds of task and "
-    "memories.",
-    "Each run is a file from --trace or --report. The first run is the baseline of the others; if one of "
-    "two runs is predicted and the other measured, the table shows the prediction's error in percent. For "
-    "two traces it also explains why one took longer: by kind of task, by lane, and by the time between "
-    "tasks.",
-)
 
 EPILOGUE = """Examples:
 
@@ -35,36 +26,35 @@ EPILOGUE = """Examples:
   moesched compare out/measured.json --replayed"""
 
 
-def add_to(app: App) -> None:
-    """Add the command."""
-    app.command(compare, name="compare", help=HELP, help_epilogue=EPILOGUE, sort_key=5)
-
-
+@command(5, EPILOGUE)
 def compare(
-    first: Annotated[Path, Parameter(name="A", help="Trace or report of a run.")],
-    /,
-    *others: Annotated[Path, Parameter(name="B", help="Traces or reports to compare with it.")],
+    first: Annotated[Path, Option("Trace or report of a run.", flag="A")],
+    others: Annotated[tuple[Path, ...], Option("Traces or reports to compare with it.", flag="B")],
     replayed: Annotated[
         bool,
-        Parameter(
-            negative="",
-            help="Compare A with a replay of its task graph and durations on the virtual clock. The "
-            "difference is time between tasks.",
+        Option(
+            "Compare A with a replay of its task graph and durations on the virtual clock. The "
+            "difference is time between tasks."
         ),
     ] = False,
     trace: Annotated[
         Path | None,
-        Parameter(
-            group=options.OUTPUT,
-            metavar="OUT",
-            help="Write all runs to one trace for ui.perfetto.dev, shifted so that decoding starts at the same time.",
+        Option(
+            "Write all runs to one trace for ui.perfetto.dev, shifted so that decoding starts at the same time.",
+            "OUT",
+            group=OUTPUT,
+            writes="trace",
         ),
-        Writes("trace"),
     ] = None,
     report: options.ReportFile = None,
     json: options.Json = False,
 ) -> None:
-    """See HELP."""
+    """Compare runs, measured or predicted: reasons for the difference, totals, lanes, kinds of task and memories.
+
+    Each run is a file from --trace or --report. The first run is the baseline of the others; if one of two runs is
+    predicted and the other measured, the table shows the prediction's error in percent. For two traces it also explains
+    why one took longer: by kind of task, by lane, and by the time between tasks.
+    """
     import msgspec
 
     from moesched.analysis.compare import compare as hold_against

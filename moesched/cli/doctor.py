@@ -5,28 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App, Parameter
-
 from moesched.cli import options
-from moesched.cli.files import Writes
+from moesched.cli.command import command
 from moesched.cli.output import say
+from moesched.jobs.options import OUTPUT
+from moesched.options import Option
 
 if TYPE_CHECKING:
     from moesched.doctor.examination import Examination
     from moesched.doctor.findings import Finding
-
-HELP = options.paragraphs(
-    "Look at this machine and say what will work: one line for each thing, and a remedy for each trouble.",
-    "It looks at the processor and the kernels for it, cores, memory, locked memory, the folders of the cache and "
-    "of a model, the clock, CUDA, and MLX on a Mac. With --hosts it asks the machines of a cluster file by ssh, and "
-    "their ports; start no run meanwhile.",
-    "With --device a tiny random model runs there under every policy: tokens have to agree, memory has to stay within "
-    "the prediction, a trace has to be complete, and lack of memory and Ctrl-C have to end a run properly. It takes "
-    "about half a minute, or a few minutes on a new GPU.",
-    "--out writes all of it to a file; attach it when you report a problem. It names the processor, the GPU, folders "
-    "and the machines of the cluster file, and nothing else of yours.",
-    "Exit code 1 where there are troubles.",
-)
 
 EPILOGUE = """Examples:
 
@@ -35,33 +22,40 @@ EPILOGUE = """Examples:
   moesched doctor --device mlx --hosts cluster.toml"""
 
 
-def add_to(app: App) -> None:
-    """Add the command."""
-    app.command(doctor, name="doctor", help=HELP, help_epilogue=EPILOGUE, sort_key=6)
-
-
+@command(6, EPILOGUE)
 def doctor(
     *,
     device: Annotated[
         Literal["cpu", "cuda", "mlx"] | None,
-        Parameter(help="Run a tiny model on this device under every policy. By default nothing runs."),
+        Option("Run a tiny model on this device under every policy. By default nothing runs."),
     ] = None,
     model: Annotated[
-        Path | None,
-        Parameter(metavar="DIR", help="A model's folder, whose files should be readable, and directly."),
+        Path | None, Option("A model's folder, whose files should be readable, and directly.", "DIR")
     ] = None,
     hosts: Annotated[
-        Path | None,
-        Parameter(metavar="FILE", help="A cluster file; its machines are asked by ssh, and its ports."),
+        Path | None, Option("A cluster file; its machines are asked by ssh, and its ports.", "FILE")
     ] = None,
     out: Annotated[
         Path | None,
-        Parameter(group=options.OUTPUT, metavar="FILE", help="Write everything that was found as JSON."),
-        Writes("doctor's file"),
+        Option("Write everything that was found as JSON.", "FILE", group=OUTPUT, writes="doctor's file"),
     ] = None,
     json: options.Json = False,
 ) -> int:
-    """See HELP."""
+    """Look at this machine and say what will work: one line for each thing, and a remedy for each trouble.
+
+    It looks at the processor and the kernels for it, cores, memory, locked memory, the folders of the cache and of a
+    model, the clock, CUDA, and MLX on a Mac. With --hosts it asks the machines of a cluster file by ssh, and their
+    ports; start no run meanwhile.
+
+    With --device a tiny random model runs there under every policy: tokens have to agree, memory has to stay within the
+    prediction, a trace has to be complete, and lack of memory and Ctrl-C have to end a run properly. It takes about
+    half a minute, or a few minutes on a new GPU.
+
+    --out writes all of it to a file; attach it when you report a problem. It names the processor, the GPU, folders and
+    the machines of the cluster file, and nothing else of yours.
+
+    Exit code 1 where there are troubles.
+    """
     import time
 
     import msgspec

@@ -5,25 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, Parameter
-
 from moesched.cli import options
+from moesched.cli.command import command
 from moesched.cli.output import say
+from moesched.options import Option
 
 if TYPE_CHECKING:
     from moesched.analysis.explanation import Explanation
     from moesched.trace import Trace
-
-HELP = options.paragraphs(
-    "Explain where the time of a run went, measured or predicted, from its trace.",
-    "First the bottleneck: the part of the critical path whose relief would shorten the run most. That path is the "
-    "chain of tasks that determined the end of the run. Then each lane: how long it was busy, and what it waited for "
-    "while it was idle. Then the critical path, the longest idle spans, the pools, and the time between tasks.",
-    "Causes of idle time: data (a task computed or moved what the next one reads), lane (that task was in the queue "
-    "of its own lane), budget (no room: the pages to overwrite were in use), router (the policy awaited the choice of "
-    "experts), rank (another rank came later), policy (its own Python ran), host (the driver ran or a thread woke up), "
-    "finished (no further task).",
-)
 
 EPILOGUE = """Examples:
 
@@ -38,28 +27,33 @@ EPILOGUE = """Examples:
       --what-if "kernel post_attention x0.5, no handovers\""""
 
 
-def add_to(app: App) -> None:
-    """Add the command."""
-    app.command(explain, name="explain", help=HELP, help_epilogue=EPILOGUE, sort_key=5)
-
-
+@command(5, EPILOGUE)
 def explain(
-    trace: Annotated[Path, Parameter(name="TRACE", help="A trace that --trace wrote.")],
-    /,
+    trace: Annotated[Path, Option("A trace that --trace wrote.", flag="TRACE")],
     *,
     what_if: Annotated[
         tuple[str, ...],
-        options.repeatable(
-            metavar="CHANGE",
-            help='Replay the run with a change: "link host->gpu x2" (twice the rate), "kernel run_expert x0.7" (0.7 of '
+        Option(
+            'Replay the run with a change: "link host->gpu x2" (twice the rate), "kernel run_expert x0.7" (0.7 of '
             'the time), "pool experts x1.5" (more room), "no handovers" (no time between tasks), or several of them, '
             "with commas; repeatable.",
+            "CHANGE",
         ),
     ] = (),
     report: options.ReportFile = None,
     json: options.Json = False,
 ) -> None:
-    """See HELP."""
+    """Explain where the time of a run went, measured or predicted, from its trace.
+
+    First the bottleneck: the part of the critical path whose relief would shorten the run most. That path is the chain
+    of tasks that determined the end of the run. Then each lane: how long it was busy, and what it waited for while it
+    was idle. Then the critical path, the longest idle spans, the pools, and the time between tasks.
+
+    Causes of idle time: data (a task computed or moved what the next one reads), lane (that task was in the queue of
+    its own lane), budget (no room: the pages to overwrite were in use), router (the policy awaited the choice of
+    experts), rank (another rank came later), policy (its own Python ran), host (the driver ran or a thread woke up),
+    finished (no further task).
+    """
     from moesched.analysis.explanation import explain as explained
     from moesched.cli.output import Bar, print_json
     from moesched.trace import read_trace

@@ -11,6 +11,8 @@ from contextlib import suppress
 from contextvars import ContextVar
 from signal import SIGINT, Signals
 
+from cyclopts.exceptions import RepeatArgumentError
+
 from moesched.errors import (
     BadInput,
     MoeschedError,
@@ -59,6 +61,9 @@ def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ())
     if not isinstance(error, OutOfMemory) and (reason := memory_refusal(error)):
         tell(f"out of memory ({reason}): free some memory, or raise the limits of this process")
         return BAD_INPUT if report_of(error) is None else FAILED
+    if isinstance(error, RepeatArgumentError):
+        tell(f"{error.token.keyword} is given twice: give it once")
+        return BAD_INPUT
     if type(error).__module__.startswith("cyclopts"):
         tell(f"{error} See moesched --help, or --help after a command.")
         return BAD_INPUT

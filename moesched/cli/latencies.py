@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from cyclopts import App
-
+from moesched.analysis.options import LatencyOptions
 from moesched.cli import options
+from moesched.cli.command import command
 from moesched.cli.output import say
-
-HELP = options.paragraphs(
-    "Show the latencies that decide where an expert runs, by number of tokens: transfer of its weights and "
-    "inputs, and computation on each processor (Twiddler, Appendix A and Fig. 7).",
-    "Policies use the same figures: measurements of `moesched calibrate` if the machine has them, else "
-    "estimates from its profile. --out draws them, and needs matplotlib: pip install 'moesched[plots]'.",
-)
+from moesched.options import part_of
 
 EPILOGUE = """Examples:
 
@@ -23,27 +15,14 @@ EPILOGUE = """Examples:
       --out latencies.svg"""
 
 
-def add_to(app: App) -> None:
-    """Add the command."""
-    app.command(latencies, name="latencies", help=HELP, help_epilogue=EPILOGUE, sort_key=7)
+@command(7, EPILOGUE)
+def latencies(given: LatencyOptions, out: options.Picture = None, json: options.Json = False) -> None:
+    """Show the latencies that decide where an expert runs, by number of tokens: transfer of its weights and inputs, and
+    computation on each processor (Twiddler, Appendix A and Fig. 7).
 
-
-def latencies(
-    *,
-    model: options.Model,
-    machine: options.Machine,
-    dtype: options.DType = None,
-    tokens: Annotated[
-        tuple[options.Whole, ...],
-        options.repeatable(
-            metavar="N",
-            help="Number of tokens of an expert; repeatable. By default 1 to 1024.",
-        ),
-    ] = (),
-    out: options.Picture = None,
-    json: options.Json = False,
-) -> None:
-    """See HELP."""
+    Policies use the same figures: measurements of `moesched calibrate` if the machine has them, else estimates from its
+    profile. --out draws them, and needs matplotlib: pip install 'moesched[plots]'.
+    """
     from moesched.analysis.latency_picture import draw_latencies
     from moesched.analysis.latency_table import latencies_of
     from moesched.analysis.pictures import require_picture
@@ -53,7 +32,7 @@ def latencies(
 
     if out is not None:
         require_picture(out)
-    report = latencies_of(model, machine, dtype=dtype, tokens=tokens)
+    report = latencies_of(**part_of(given, LatencyOptions))
     if out is not None:
         draw_latencies(report, out)
     if json:

@@ -8,17 +8,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, Parameter
-
 from moesched.cli import options
+from moesched.cli.command import command
 from moesched.cli.list_parts import part_entries, part_rows
-
-HELP = options.paragraphs(
-    "List the names of policies, devices, transports, kernels, models, machines, parts of machines, networks or "
-    "workloads.",
-    "Plug-ins of other packages are included. Those that cannot load are listed with the reason.",
-    "Of the kernels for an operation, the first one that takes a case computes it.",
-)
+from moesched.options import Option
 
 EPILOGUE = """Examples:
 
@@ -31,21 +24,22 @@ Kind = Literal[
 ]
 
 
-def add_to(app: App) -> None:
-    """Add the command."""
-    app.command(list_kind, name="list", help=HELP, help_epilogue=EPILOGUE, sort_key=4)
-
-
+@command(4, EPILOGUE, name="list")
 def list_kind(
-    kind: Annotated[Kind, Parameter(help="Kind of thing to list.")],
+    kind: Annotated[Kind, Option("Kind of thing to list.", flag="KIND")],
     containing: Annotated[
-        str, Parameter(metavar="TEXT", show_default=False, help="List only names that contain this text.")
+        str,
+        Option("List only names that contain this text.", "TEXT", flag="CONTAINING"),
     ] = "",
-    /,
     *,
     json: options.Json = False,
 ) -> None:
-    """See HELP."""
+    """List the names of policies, devices, transports, kernels, models, machines, parts of machines, networks or
+    workloads.
+
+    Plug-ins of other packages are included. Those that cannot load are listed with the reason. Of the kernels for an
+    operation, the first one that takes a case computes it.
+    """
     from moesched.cli.output import print_json
     from moesched.cli.tables import print_table
 

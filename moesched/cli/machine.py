@@ -5,21 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App, Parameter
-
 from moesched.cli import options
-from moesched.cli.files import Writes
+from moesched.cli.command import command
 from moesched.cli.output import print_lines, say
+from moesched.jobs.options import OUTPUT
+from moesched.options import Option, Options, part_of
 
 if TYPE_CHECKING:
     from moesched.machines.build import BuiltMachine, Parts
-
-HELP = options.paragraphs(
-    "Write a machine file from the names of a machine's parts, for `simulate` and `plan`.",
-    "The figures are those of data sheets; a comment before each table says where they are from, and what was "
-    "assumed. `moesched list parts` names the GPUs, chips and CPUs. Names may be short: 3090 is the RTX 3090. "
-    "Without --out the file goes to standard output.",
-)
 
 EPILOGUE = options.paragraphs(
     "Examples:",
@@ -34,93 +27,77 @@ EPILOGUE = options.paragraphs(
       --disk "4TB 12GB/s\"""",
 )
 
-GpuName = Annotated[
-    str | None,
-    Parameter(metavar="NAME", help='GPU, such as "RTX 3090"; "2x RTX 3090" for two.'),
-]
-ChipName = Annotated[
-    str | None,
-    Parameter(
-        metavar="NAME",
-        help='Chip whose CPU and GPU share one memory, such as "M2 Ultra"; instead of --gpu and --cpu.',
-    ),
-]
-CpuName = Annotated[
-    str | None,
-    Parameter(metavar="NAME", help='CPU, such as "Ryzen 7950X"; "2x EPYC 7763" for two sockets.'),
-]
-Ram = Annotated[
-    str | None,
-    Parameter(
-        metavar="RAM",
-        help='Channels x type-speed, such as 2xDDR5-5600 (32 GB per channel are assumed), "2xDDR5-5600 64GB", or '
-        'modules of a size, such as "2x32GB DDR5-5600". By default the fastest that the CPU supports. Of a chip '
-        "only the size, such as 192GB.",
-    ),
-]
-PcieSlot = Annotated[
-    str | None,
-    Parameter(
-        name="--pcie",
-        metavar="GENxLANES",
-        help="The GPU's slot, such as 4x16. By default the fastest that both GPU and CPU have.",
-    ),
-]
-DiskRate = Annotated[
-    str | None,
-    Parameter(
-        metavar="RATE", help='Rate of the disk\'s reads, such as 7GB/s; "2TB 7GB/s" says its size, too.'
-    ),
-]
-WeightsFrom = Annotated[
-    Literal["host", "disk"] | None,
-    Parameter(
-        help="Memory that all weights come from: of a machine with a GPU the host's by default, otherwise the disk.",
-    ),
-]
-PinnedSize = Annotated[
-    str | None,
-    Parameter(
-        metavar="BYTES",
-        help="Page-locked memory, if the system limits it; weights are then copied through it. By default all of the "
-        "host's memory can be page-locked.",
-    ),
-]
+
+class PartsArguments(Options):
+    """The parts of a machine."""
+
+    gpu: Annotated[str | None, Option('GPU, such as "RTX 3090"; "2x RTX 3090" for two.', "NAME")] = None
+    pcie: Annotated[
+        str | None,
+        Option(
+            "The GPU's slot, such as 4x16. By default the fastest that both GPU and CPU have.",
+            "GENxLANES",
+            flag="--pcie",
+        ),
+    ] = None
+    cpu: Annotated[
+        str | None, Option('CPU, such as "Ryzen 7950X"; "2x EPYC 7763" for two sockets.', "NAME")
+    ] = None
+    ram: Annotated[
+        str | None,
+        Option(
+            'Channels x type-speed, such as 2xDDR5-5600 (32 GB per channel are assumed), "2xDDR5-5600 64GB", or '
+            'modules of a size, such as "2x32GB DDR5-5600". By default the fastest that the CPU supports. Of a chip '
+            "only the size, such as 192GB.",
+            "RAM",
+        ),
+    ] = None
+    disk: Annotated[
+        str | None,
+        Option('Rate of the disk\'s reads, such as 7GB/s; "2TB 7GB/s" says its size, too.', "RATE"),
+    ] = None
+    chip: Annotated[
+        str | None,
+        Option(
+            'Chip whose CPU and GPU share one memory, such as "M2 Ultra"; instead of --gpu and --cpu.', "NAME"
+        ),
+    ] = None
+    weights: Annotated[
+        Literal["host", "disk"] | None,
+        Option(
+            "Memory that all weights come from: of a machine with a GPU the host's by default, otherwise the disk."
+        ),
+    ] = None
+    pinned: Annotated[
+        str | None,
+        Option(
+            "Page-locked memory, if the system limits it; weights are then copied through it. By default all of the "
+            "host's memory can be page-locked.",
+            "BYTES",
+        ),
+    ] = None
+    name: Annotated[str | None, Option("The machine's name. By default that of its parts.", "NAME")] = None
 
 
-def add_to(app: App) -> None:
-    """Add the command."""
-    app.command(machine, name="machine", help=HELP, help_epilogue=EPILOGUE, sort_key=6)
-
-
+@command(6, EPILOGUE)
 def machine(
-    *,
-    gpu: GpuName = None,
-    pcie: PcieSlot = None,
-    cpu: CpuName = None,
-    ram: Ram = None,
-    disk: DiskRate = None,
-    chip: ChipName = None,
-    weights: WeightsFrom = None,
-    pinned: PinnedSize = None,
-    name: Annotated[
-        str | None, Parameter(metavar="NAME", help="The machine's name. By default that of its parts.")
-    ] = None,
+    given: PartsArguments,
     out: Annotated[
-        Path | None,
-        Parameter(group=options.OUTPUT, metavar="FILE", help="Machine file to write."),
-        Writes("machine file"),
+        Path | None, Option("Machine file to write.", "FILE", group=OUTPUT, writes="machine file")
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """See HELP."""
+    """Write a machine file from the names of a machine's parts, for `simulate` and `plan`.
+
+    The figures are those of data sheets; a comment before each table says where they are from, and what was assumed.
+    `moesched list parts` names the GPUs, chips and CPUs. Names may be short: 3090 is the RTX 3090. Without --out the
+    file goes to standard output.
+    """
     from moesched.machines.build import Parts, build_machine
     from moesched.machines.commented_toml import commented_toml
     from moesched.system.whole_file import whole_file
 
-    parts = Parts(
-        gpu=gpu, chip=chip, cpu=cpu, ram=ram, pcie=pcie, disk=disk, weights=weights, pinned=pinned, name=name
-    )
+    parts = Parts(**part_of(given, PartsArguments))
     built = build_machine(parts)
     text = commented_toml(built.machine, built.comments, _heading(parts))
     if out is not None:

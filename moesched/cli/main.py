@@ -31,6 +31,7 @@ from moesched.cli import (
 )
 from moesched.cli import list as listing
 from moesched.cli import sweep as sweeping
+from moesched.cli.command import add_commands
 from moesched.cli.failures import WHOLE_TRACEBACK, exit_code_of, tell
 from moesched.cli.files import require_files
 from moesched.cli.logs import send_logs_to_stderr
@@ -59,14 +60,45 @@ EPILOGUE = paragraphs(
     "signal's number if a signal ended it, such as 130 for Ctrl-C.",
 )
 
+COMMANDS = (
+    run.run,
+    simulate.simulate,
+    sweeping.sweep,
+    plan.plan,
+    new_policy.new_policy,
+    check.check,
+    random_model.random_model,
+    prestack.prestack,
+    listing.list_kind,
+    compare.compare,
+    explain.explain,
+    timeline.timeline,
+    view.view,
+    machine.machine,
+    doctor.doctor,
+    calibrate.calibrate,
+    roofline.roofline,
+    latencies.latencies,
+    reproduce.reproduce,
+    profile_routing.profile_routing,
+    profile_routing.sparsity,
+    cluster.launch,
+    cluster.node,
+    cluster.keygen,
+)
+
 TRACEBACK = "--traceback"
 """The option of all commands that shows an error with all of its frames."""
 SPARE_BYTES = 4 << 20
 """Memory that is freed where a command fails, so that its error can be told even if there is no other memory."""
 
 
-def make_app() -> App:
-    """Build the command line; commands are in the order in which a newcomer needs them."""
+def make_app(called: str | None = None) -> App:
+    """Build the command line.
+
+    Args:
+        called: the only command whose options are needed; None for all.
+    """
     app = App(
         name="moesched",
         help=HELP,
@@ -76,30 +108,7 @@ def make_app() -> App:
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
-    for command in (
-        run,
-        simulate,
-        sweeping,
-        plan,
-        new_policy,
-        check,
-        random_model,
-        prestack,
-        listing,
-        compare,
-        explain,
-        timeline,
-        view,
-        machine,
-        doctor,
-        calibrate,
-        roofline,
-        latencies,
-        reproduce,
-        profile_routing,
-        cluster,
-    ):
-        command.add_to(app)
+    add_commands(app, COMMANDS, called)
     return app
 
 
@@ -127,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def carry_out(arguments: Sequence[str]) -> int | None:
     """Check the files of the command that is asked for, and call it; returns its exit code."""
-    app = make_app()
+    app = make_app(arguments[0] if arguments else "")
     if explains_only(arguments):
         app(arguments, console=stdout(), exit_on_error=False, print_error=False)
         return 0

@@ -7,19 +7,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
-
 from moesched.cli import options
+from moesched.cli.command import command
 from moesched.cli.output import print_lines, say
 from moesched.errors import BadInput
+from moesched.options import Option
 from moesched.system.plain_text import shown
 from moesched.system.whole_file import whole_file
-
-HELP = options.paragraphs(
-    "Write a policy to start from, and its test.",
-    "NAME is that of the file, such as my_policy; the class is then MyPolicy. The policy runs as it is: weights stream "
-    "layer by layer. Comments tell what each part does.",
-)
 
 EPILOGUE = """Examples:
 
@@ -27,23 +21,22 @@ EPILOGUE = """Examples:
   moesched new-policy ahead_of_time --dir policies"""
 
 
-def add_to(app: App) -> None:
-    """Add the command."""
-    app.command(new_policy, name="new-policy", help=HELP, help_epilogue=EPILOGUE, sort_key=3)
-
-
+@command(3, EPILOGUE)
 def new_policy(
     name: Annotated[
-        str, Parameter(help="Name of the file, without .py: small letters, digits and underscores.")
+        str, Option("Name of the file, without .py: small letters, digits and underscores.", flag="NAME")
     ],
-    /,
     *,
     directory: Annotated[
-        Path, Parameter(name="--dir", help="Folder for the files. By default the current one.")
+        Path, Option("Folder for the files. By default the current one.", flag="--dir")
     ] = Path(),
     json: options.Json = False,
 ) -> None:
-    """See HELP."""
+    """Write a policy to start from, and its test.
+
+    NAME is that of the file, such as my_policy; the class is then MyPolicy. The policy runs as it is: weights stream
+    layer by layer. Comments tell what each part does.
+    """
     from moesched.cli.output import print_json
 
     policy, test = write_starter(name, directory)

@@ -82,7 +82,7 @@ def print_json(content: Any) -> None:
     out.flush()
 
 
-def print_report(report: JobReport, trace: Path | None = None) -> None:
+def print_report(report: JobReport, trace: Path | str | None = None) -> None:
     """Print the figures of a run: rates, lanes, memories.
 
     Args:
@@ -178,7 +178,7 @@ def say_band(widest_rate: str | None, at_peak: Figures | None) -> None:
         say()
 
 
-def say_helps(helps: Sequence[Help], trace: Path | None) -> None:
+def say_helps(helps: Sequence[Help], trace: Path | str | None) -> None:
     """Print the changes that would save most, each with its gain and its command for the trace, if there is one."""
     if not helps:
         return

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from cyclopts import App, Parameter
-
-from moesched.cli import arguments, options
+from moesched.cli import options
+from moesched.cli.command import command
 from moesched.cli.output import say
-from moesched.errors import DoesNotFit
-from moesched.inputs.defaults import WORKLOAD
+from moesched.errors import BadInput, DoesNotFit
+from moesched.inputs.options import ClusterPlanOptions, NodesOptions, PlanOptions
+from moesched.options import described, flags_given, part_of
 
 if TYPE_CHECKING:
     from moesched.planner import ClusterProposal
     from moesched.planner.proposal import Proposal
-
-HELP = options.paragraphs(
-    "Find the best policy and sizes for a model on a machine, how fast that is, and why the others lose.",
-    "All policies that one machine can run are ranked, installed plug-ins too. A search over the sizes "
-    "(MoE-Lightning, section 4.2) gives a bound for each. Schedules are then simulated on the virtual clock: "
-    "all layers of the best, and of others where that is quick; a few layers of the rest, which are marked as "
-    "estimates, below the others and unranked. Needs neither the weights nor the machine.",
-    "--for throughput maximises generated tokens per second of a batch, prefill included. The others are for "
-    "one request of the workload's average length: --for latency minimises the time of a decode step, and "
-    "--for interactive the time of the whole answer, from the prompt's first layer to the last token.",
-    "With --nodes: the least time of a token on several machines (Eq. 1 of the Apple silicon cluster "
-    "paper), the placement of experts, and whether to split experts or attention instead. This needs no "
-    "workload.",
-)
 
 EPILOGUE = """Examples:
 
@@ -42,112 +28,58 @@ EPILOGUE = """Examples:
   moesched plan --model dbrx --machine m2-ultra --nodes 4 --network 10gbe"""
 
 
-def add_to(app: App) -> None:
-    """Add the command."""
-    app.command(plan, name="plan", help=HELP, help_epilogue=EPILOGUE, sort_key=3)
+@command(3, EPILOGUE)
+def plan(given: PlanOptions, cluster: NodesOptions, json: options.Json = False) -> None:
+    """Find the best policy and sizes for a model on a machine, how fast that is, and why the others lose.
 
+    All policies that one machine can run are ranked, installed plug-ins too. A search over the sizes (MoE-Lightning,
+    section 4.2) gives a bound for each. Schedules are then simulated on the virtual clock: all layers of the best, and
+    of others where that is quick; a few layers of the rest, which are marked as estimates, below the others and
+    unranked. Needs neither the weights nor the machine.
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class PlanArguments(arguments.ClusterArguments, arguments.FormatArguments, arguments.ModelArguments):
-    """All options of the command."""
+    --for throughput maximises generated tokens per second of a batch, prefill included. The others are for one request
+    of the workload's average length: --for latency minimises the time of a decode step, and --for interactive the time
+    of the whole answer, from the prompt's first layer to the last token.
 
-    workload: Annotated[
-        str | None,
-        Parameter(
-            metavar="NAME|FILE",
-            help=f"A name of `moesched list workloads`, or a TOML file. By default {WORKLOAD}.",
-        ),
-    ] = None
-    gen: options.NewTokens = None
-    policy: Annotated[
-        str | None,
-        Parameter(metavar="P", help="Plan for this policy alone: a name, or file.py:Class."),
-    ] = None
-    objective: Annotated[
-        Literal["throughput", "latency", "interactive"],
-        Parameter(
-            name="--for",
-            help="The figure to be best in: tokens per second of a batch, the decode step of one request, or "
-            "the time of one request's answer.",
-        ),
-    ] = "throughput"
-    settings: options.Settings = ()
-    dtype: options.DType = None
-    seed: Annotated[options.Whole, Parameter(help="Seed of the order of the prompts.")] = 0
-    budget: options.Budgets = ()
-    no_band: options.NoBand = False
-    json: options.Json = False
-
-
-def plan(*, given: PlanArguments) -> None:
-    """See HELP."""
+    With --nodes: the least time of a token on several machines (Eq. 1 of the Apple silicon cluster paper), the
+    placement of experts, and whether to split experts or attention instead. This needs no workload.
+    """
     from moesched.cli.output import print_json
 
-    if given.nodes is not None:
-        cluster = _propose_cluster(given, given.nodes)
-        print_json(cluster) if given.json else print_cluster(cluster)
+    if cluster.nodes is not None:
+        proposed = _propose_cluster(given, cluster)
+        print_json(proposed) if json else print_cluster(proposed)
         return
+    for flag in flags_given(cluster):
+        raise BadInput(f"{flag} {cluster.network} joins several machines: say how many with --nodes")
     try:
         proposal = _propose(given)
     except DoesNotFit as error:
-        if given.json:
+        if json:
             print_json({"plan": None, "predicted": None, "ranking": error.ranking})
         raise
-    print_json(proposal) if given.json else print_proposal(proposal)
+    print_json(proposal) if json else print_proposal(proposal)
 
 
-def _propose(given: PlanArguments) -> Proposal:
+def _propose(given: PlanOptions) -> Proposal:
     from moesched.cli.output import Bar
-    from moesched.errors import BadInput
     from moesched.planner import plan_model
-    from moesched.settings import parse_settings
 
-    if given.network is not None:
-        raise BadInput(f"--network {given.network} joins several machines: say how many with --nodes")
     with Bar("planning") as bar:
-        return plan_model(
-            given.model,
-            machine=given.changed_machine(),
-            workload=WORKLOAD if given.workload is None else given.workload,
-            gen=given.gen,
-            policy=given.policy,
-            objective=given.objective,
-            settings=parse_settings(given.settings),
-            dtype=given.dtype,
-            format=given.format,
-            seed=given.seed,
-            budgets=options.parse_budgets(given.budget),
-            tensor_parallel=given.tensor_parallel,
-            band=not given.no_band,
-            on_progress=lambda what: bar.update(0, what=what),
-        )
+        asked = replace(given, on_progress=lambda what: bar.update(0, what=what))
+        return plan_model(**part_of(asked, PlanOptions))
 
 
-def _propose_cluster(given: PlanArguments, nodes: int) -> ClusterProposal:
+def _propose_cluster(given: PlanOptions, cluster: NodesOptions) -> ClusterProposal:
     from moesched.planner import plan_cluster
 
-    _require_unset(
-        {
-            "--workload": given.workload,
-            "--gen": given.gen,
-            "--for": None if given.objective == "throughput" else given.objective,
-            "--set": given.settings,
-            "--seed": given.seed,
-            "--format": given.format,
-            "--tensor-parallel": given.tensor_parallel,
-            "--no-band": given.no_band,
-        }
-    )
-    return plan_cluster(
-        given.model,
-        machine=given.changed_machine(),
-        nodes=nodes,
-        network=given.network,
-        policy=given.policy,
-        dtype=given.dtype,
-        budgets=options.parse_budgets(given.budget),
-    )
+    taken = described(ClusterPlanOptions)
+    flags = [each.flag for each in taken.values()]
+    for flag in flags_given(given):
+        if flag not in flags:
+            raise BadInput(f"{flag} does not go with --nodes, whose bound needs no workload: omit it")
+    named = part_of(given, PlanOptions) | part_of(cluster, NodesOptions)
+    return plan_cluster(**{name: named[name] for name in taken})
 
 
 def print_proposal(proposal: Proposal) -> None:
@@ -239,15 +171,6 @@ def print_cluster(proposal: ClusterProposal) -> None:
 def _with_error(proposal: ClusterProposal) -> str:
     error = proposal.expected_experts_error
     return f"{proposal.expected_experts:.4g}" + (f" ± {error:.2g}, drawn" if error else "")
-
-
-def _require_unset(given: Mapping[str, object]) -> None:
-    """Refuse options that do not affect a cluster's bound."""
-    from moesched.errors import BadInput
-
-    for name, value in given.items():
-        if value:
-            raise BadInput(f"{name} does not go with --nodes, whose bound needs no workload: omit it")
 
 
 def _plan_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:

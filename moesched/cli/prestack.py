@@ -5,17 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import App, Parameter
-
 from moesched.cli import options
+from moesched.cli.command import command
 from moesched.cli.output import say
-
-HELP = options.paragraphs(
-    "Rewrite a checkpoint with its experts' weights in few large arrays instead of many small ones.",
-    "By expert, one array has the matrices of one expert in all layers, for nodes that hold some of the "
-    "experts. By layer, one array has one matrix of all experts of a layer, for a machine that holds all of "
-    "them. The new checkpoint generates the same tokens as the old one.",
-)
+from moesched.options import Option
 
 EPILOGUE = """Examples:
 
@@ -23,20 +16,20 @@ EPILOGUE = """Examples:
   moesched prestack models/mixtral-0.8b models/stacked --by layer"""
 
 
-def add_to(app: App) -> None:
-    """Add the command."""
-    app.command(prestack, name="prestack", help=HELP, help_epilogue=EPILOGUE, sort_key=3)
-
-
+@command(3, EPILOGUE)
 def prestack(
-    model: Annotated[Path, Parameter(help="Folder of the checkpoint.")],
-    directory: Annotated[Path, Parameter(name="OUT", help="Folder to create.")],
-    /,
+    model: Annotated[Path, Option("Folder of the checkpoint.", flag="MODEL")],
+    directory: Annotated[Path, Option("Folder to create.", flag="OUT")],
     *,
-    by: Annotated[Literal["expert", "layer"], Parameter(help="Contents of one array.")] = "expert",
+    by: Annotated[Literal["expert", "layer"], Option("Contents of one array.")] = "expert",
     json: options.Json = False,
 ) -> None:
-    """See HELP."""
+    """Rewrite a checkpoint with its experts' weights in few large arrays instead of many small ones.
+
+    By expert, one array has the matrices of one expert in all layers, for nodes that hold some of the experts. By
+    layer, one array has one matrix of all experts of a layer, for a machine that holds all of them. The new checkpoint
+    generates the same tokens as the old one.
+    """
     from moesched.cli.output import Bar, print_json
     from moesched.models.prestack import prestack_model
     from moesched.units import format_bytes

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, Group, Parameter
-
-from moesched.cli import arguments, options
-from moesched.cli.files import Writes
+from moesched.cli import options
+from moesched.cli.command import command
+from moesched.cli.generation_options import PROMPT_FILE
 from moesched.cli.output import say
 from moesched.errors import BadInput
-from moesched.inputs.defaults import DEVICE, MACHINE, NEW_TOKENS, PROFILING_POLICY
+from moesched.jobs.options import OUTPUT, ProfiledRun, RoutingOptions, SparsityRun
+from moesched.options import Option, part_of
 from moesched.system.signals import exit_code_of_signal
 
 if TYPE_CHECKING:
@@ -24,15 +24,7 @@ if TYPE_CHECKING:
     from moesched.routing.statistics import RoutingStatistics
     from moesched.routing.trace import RoutingTrace
 
-SOURCE = Group("What to profile", sort_key=1)
-
-HELP = options.paragraphs(
-    "Count the tokens that choose each expert: how uneven popularity is, and the hit rate of a GPU that "
-    "holds the most popular experts (Twiddler, Appendix C).",
-    "With --prompts the model runs on this machine. With --routing the figures come from a profile or a "
-    "trace, perhaps of another tool, or from a generator, and the model's weights are not needed.",
-    options.BROKEN_LINES,
-)
+SOURCE = "What to profile"
 
 EPILOGUE = """Examples:
 
@@ -44,138 +36,86 @@ EPILOGUE = """Examples:
       --policy expert_streaming --workload questions.jsonl \\
       --routing routing.npz"""
 
-SPARSITY_HELP = options.paragraphs(
-    "Count the activations after the experts' SiLU that are near zero, by layer (Twiddler, Appendix B).",
-    "Without --prompts, random token ids run through the model.",
-    options.BROKEN_LINES,
-)
-
 SPARSITY_EPILOGUE = """Examples:
 
   moesched sparsity examples/tiny-mixtral
   moesched sparsity models/mixtral-8x7b --prompts questions.jsonl --json"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProbeArguments(arguments.SizeArguments):
-    """Options of a profiled run: prompts, policy, sizes and device."""
-
-    prompts: Annotated[
-        Path | None,
-        Parameter(
-            group=SOURCE,
-            metavar="FILE.jsonl",
-            help='File with one {"prompt": "..."} or {"prompt_ids": [1, 2]} per line.',
-        ),
-    ] = None
-    policy: Annotated[
-        str,
-        Parameter(
-            metavar="P",
-            help="Policy to run under; the choices are the same under every policy. See `moesched run`.",
-        ),
-    ] = PROFILING_POLICY
-    dtype: options.DType = None
-    device: Annotated[str, Parameter(metavar="D", help="A name of `moesched list devices`.")] = DEVICE
-    machine: options.Machine = MACHINE
-    json: options.Json = False
-
-    def run_options(self) -> dict[str, Any]:
-        """The same as keywords of `run_model`."""
-        return {
-            **self.sizes_and_budgets(),
-            "policy": self.policy,
-            "dtype": self.dtype,
-            "device": self.device,
-            "machine": self.machine,
-        }
+Model = Annotated[
+    Path,
+    Option("A model's folder; with --routing also a name of `moesched list models`.", flag="MODEL"),
+]
+PromptFile = Annotated[Path | None, Option(PROMPT_FILE, "FILE.jsonl", group=SOURCE)]
+GpuExperts = Annotated[
+    tuple[int, ...],
+    Option(
+        "Number of experts that a GPU holds; repeatable. By default 56 and 125 of 256, as in the paper.", "N"
+    ),
+]
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class ProfileArguments(ProbeArguments):
-    """All options of `profile-routing`."""
+class ProfileArguments(RoutingOptions):
+    """Options of `profile-routing` beside those of the run."""
 
+    prompts: PromptFile = None
     routing: Annotated[
         str | None,
-        Parameter(
+        Option(
+            "Instead of prompts: a profile or trace of an earlier run or another tool, as for `moesched simulate`, or "
+            "uniform, popularity or zipf.",
+            "NAME|FILE",
             group=SOURCE,
-            metavar="NAME|FILE",
-            help="Instead of prompts: a profile or trace of an earlier run or another tool, as for "
-            "`moesched simulate`, or uniform, popularity or zipf.",
         ),
     ] = None
-    routing_settings: options.RoutingSettings = ()
-    max_new_tokens: Annotated[
-        options.Whole,
-        Parameter(metavar="N", help="Tokens to generate for each prompt; they are profiled too."),
-    ] = NEW_TOKENS
-    gpu_experts: Annotated[
-        tuple[options.Whole, ...],
-        options.repeatable(
-            metavar="N",
-            help="Number of experts that a GPU holds; repeatable. By default 56 and 125 of 256, as in the paper.",
-        ),
-    ] = ()
-    seed: Annotated[options.Whole, Parameter(help="Seed of the generator.")] = 0
+    gpu_experts: GpuExperts = ()
+    seed: Annotated[int, Option("Seed of the generator.")] = 0
     out: Annotated[
         tuple[Path, ...],
-        options.repeatable(
-            group=options.OUTPUT,
-            metavar="OUT",
-            help="Write the counts (.csv), or every token's experts (.npz); repeatable.",
+        Option(
+            "Write the counts (.csv), or every token's experts (.npz); repeatable.",
+            "OUT",
+            group=OUTPUT,
+            writes="routing",
         ),
-        Writes("routing"),
     ] = ()
     picture: Annotated[
         Path | None,
-        Parameter(
-            group=options.OUTPUT,
-            metavar="OUT",
-            help="Draw the heat map, .png or .svg; needs matplotlib: pip install 'moesched[plots]'.",
+        Option(
+            "Draw the heat map, .png or .svg; needs matplotlib: pip install 'moesched[plots]'.",
+            "OUT",
+            group=OUTPUT,
+            writes="picture",
         ),
-        Writes("picture"),
     ] = None
+    json: options.Json = False
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class SparsityArguments(ProbeArguments):
-    """All options of `sparsity`."""
+@command(9, EPILOGUE)
+def profile_routing(model: Model, given: ProfileArguments, run: ProfiledRun) -> int:
+    """Count the tokens that choose each expert: how uneven popularity is, and the hit rate of a GPU that holds the most
+    popular experts (Twiddler, Appendix C).
 
-    seed: Annotated[options.Whole, Parameter(help="Seed of the random token ids.")] = 0
+    With --prompts the model runs on this machine. With --routing the figures come from a profile or a trace, perhaps of
+    another tool, or from a generator, and the model's weights are not needed.
 
-
-PROFILE_DEFAULTS = ProfileArguments()
-SPARSITY_DEFAULTS = SparsityArguments()
-
-
-def add_to(app: App) -> None:
-    """Add the commands."""
-    app.command(profile_routing, name="profile-routing", help=HELP, help_epilogue=EPILOGUE, sort_key=9)
-    app.command(sparsity, name="sparsity", help=SPARSITY_HELP, help_epilogue=SPARSITY_EPILOGUE, sort_key=9)
-
-
-def profile_routing(model: options.Model, /, *, given: ProfileArguments = PROFILE_DEFAULTS) -> int:
-    """See HELP."""
+    Malformed lines of a prompts file are reported by number and skipped; the exit code is then 2.
+    """
     from moesched.cli.failures import interruption, tell
     from moesched.routing.statistics import statistics_of
-    from moesched.settings import parse_settings
 
-    routing = given.routing
-    if (given.prompts is None) == (routing is None):
+    if (given.prompts is None) == (given.routing is None):
         raise BadInput("say what to profile: give either --prompts or --routing")
     _require_endings(given)
-    settings = parse_settings(given.routing_settings, "--routing-set")
     trace: RoutingTrace | None
-    if routing is not None:
-        found, trace = _known(model, routing, settings, given.seed)
+    if given.prompts is None:
+        found, trace = _known(model, given)
         _require_tokens(trace, given.out)
         code, interrupted = 0, False
     else:
-        if settings:
+        if given.routing_settings:
             raise BadInput("--routing-set is of a generator, and --prompts run the model: omit one of them")
-        done, code = _profile(model, given)
+        done, code = _profile(model, given.prompts, run)
         trace, interrupted = done.trace, done.interrupted
         found = done.trace.profile()
     statistics = statistics_of(found, given.gpu_experts)
@@ -186,31 +126,35 @@ def profile_routing(model: options.Model, /, *, given: ProfileArguments = PROFIL
     return exit_code_of_signal() if interrupted else code
 
 
-def _profile(model: str, given: ProfileArguments) -> tuple[Profiled, int]:
+def _profile(model: Path, file: Path, run: ProfiledRun) -> tuple[Profiled, int]:
     """Profile a real run; returns the profile, and the exit code: 2 if malformed prompts were skipped."""
     from moesched.cli.output import Bar
     from moesched.jobs.profiling import profile_routing as profile
 
-    assert given.prompts is not None
-    prompts, code = options.read_prompt_file(given.prompts)
+    prompts, code = options.read_prompt_file(file)
     with Bar("profiling") as bar:
-        options_of_run = given.run_options()
-        done = profile(
-            model, prompts, max_new_tokens=given.max_new_tokens, progress=bar.update, **options_of_run
-        )
+        done = profile(model, prompts, **part_of(replace(run, progress=bar.update), ProfiledRun))
     return done, code
 
 
-def sparsity(model: options.Model, /, *, given: SparsityArguments = SPARSITY_DEFAULTS) -> int:
-    """See SPARSITY_HELP."""
+@command(9, SPARSITY_EPILOGUE)
+def sparsity(
+    model: Model, run: SparsityRun, prompts: PromptFile = None, *, json: options.Json = False
+) -> int:
+    """Count the activations after the experts' SiLU that are near zero, by layer (Twiddler, Appendix B).
+
+    Without --prompts, random token ids run through the model.
+
+    Malformed lines of a prompts file are reported by number and skipped; the exit code is then 2.
+    """
     from moesched.cli.failures import interruption, tell
     from moesched.cli.output import Bar, print_json
     from moesched.jobs.sparsity import sparsity_of
 
-    prompts, code = (None, 0) if given.prompts is None else options.read_prompt_file(given.prompts)
+    asked, code = (None, 0) if prompts is None else options.read_prompt_file(prompts)
     with Bar("counting") as bar:
-        report = sparsity_of(model, prompts, seed=given.seed, progress=bar.update, **given.run_options())
-    if given.json:
+        report = sparsity_of(model, asked, **part_of(replace(run, progress=bar.update), SparsityRun))
+    if json:
         print_json(report)
     else:
         _print_sparsity(report)
@@ -219,17 +163,16 @@ def sparsity(model: options.Model, /, *, given: SparsityArguments = SPARSITY_DEF
     return exit_code_of_signal() if report.interrupted else code
 
 
-def _known(
-    model: str, routing: str, settings: dict[str, object], seed: int
-) -> tuple[RoutingProfile, RoutingTrace | None]:
+def _known(model: Path, given: ProfileArguments) -> tuple[RoutingProfile, RoutingTrace | None]:
     """A profile without a run, and the trace that it comes from, if any."""
     from moesched.inputs.lookup import find_shape
     from moesched.routing.sources import find_source, profile_of
     from moesched.routing.trace import RoutingTrace
 
+    assert given.routing is not None
     config = find_shape(model)
-    source = find_source(routing, config, settings)
-    return profile_of(source, config, seed), source if isinstance(source, RoutingTrace) else None
+    source = find_source(given.routing, config, given.routing_settings or {})
+    return profile_of(source, config, given.seed), source if isinstance(source, RoutingTrace) else None
 
 
 def _require_endings(given: ProfileArguments) -> None:

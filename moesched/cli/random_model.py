@@ -5,16 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import App, Parameter
-
 from moesched.cli import options
+from moesched.cli.command import command
 from moesched.cli.output import say
-
-HELP = options.paragraphs(
-    "Write a checkpoint of a named shape with random weights, in the format of published ones.",
-    "Weights are streamed to disk, and never held in memory. The same shape, seed and dtype give the same "
-    "weights.",
-)
+from moesched.options import Option
 
 EPILOGUE = """Examples:
 
@@ -22,24 +16,20 @@ EPILOGUE = """Examples:
   moesched random-model mixtral-8x7b models/two-layers --layers 2 --seed 7"""
 
 
-def add_to(app: App) -> None:
-    """Add the command."""
-    app.command(random_model, name="random-model", help=HELP, help_epilogue=EPILOGUE, sort_key=3)
-
-
+@command(3, EPILOGUE)
 def random_model(
-    shape: Annotated[str, Parameter(help="A name of `moesched list models`.")],
-    directory: Annotated[Path, Parameter(name="DIR", help="Folder to create.")],
-    /,
+    shape: Annotated[str, Option("A name of `moesched list models`.", flag="SHAPE")],
+    directory: Annotated[Path, Option("Folder to create.", flag="DIR")],
     *,
-    seed: Annotated[options.Whole, Parameter(help="Seed of the weights.")] = 0,
-    layers: Annotated[
-        options.Whole | None, Parameter(metavar="N", help="Number of layers. By default that of the shape.")
-    ] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], Parameter(help="Number format to store.")] = "bfloat16",
+    seed: Annotated[int, Option("Seed of the weights.")] = 0,
+    layers: Annotated[int | None, Option("Number of layers. By default that of the shape.", "N")] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], Option("Number format to store.")] = "bfloat16",
     json: options.Json = False,
 ) -> None:
-    """See HELP."""
+    """Write a checkpoint of a named shape with random weights, in the format of published ones.
+
+    Weights are streamed to disk, and never held in memory. The same shape, seed and dtype give the same weights.
+    """
     from moesched.cli.output import Bar, print_json
     from moesched.models.random_model import write_random_model
     from moesched.models.reading import read_config

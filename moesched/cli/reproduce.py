@@ -6,22 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, Parameter
-
 from moesched.cli import options
+from moesched.cli.command import command
 from moesched.cli.output import say
+from moesched.jobs.options import OUTPUT
+from moesched.options import Option
 
 if TYPE_CHECKING:
     from moesched.reproduce import Accuracy, Reproduction, Section
     from moesched.reproduce.report import Value
-
-HELP = options.paragraphs(
-    "Compare a paper's figures with those of our schedules on the virtual clock, cell by cell.",
-    "moe-lightning: three rates that the paper does not give are fitted to three cells of its Table 4; all "
-    "else is predicted. twiddler: its two environments, its three scenarios, and the policies that it "
-    "compares with. mac-cluster: simulated Mac Studios that share a model's experts over Ethernet, and the "
-    "bound of Eq. 1. --out draws each section, and needs matplotlib: pip install 'moesched[plots]'.",
-)
 
 EPILOGUE = """Examples:
 
@@ -30,40 +23,38 @@ EPILOGUE = """Examples:
   moesched reproduce twiddler --only beams"""
 
 
-def add_to(app: App) -> None:
-    """Add the command."""
-    app.command(reproduce, name="reproduce", help=HELP, help_epilogue=EPILOGUE, sort_key=8)
-
-
+@command(8, EPILOGUE)
 def reproduce(
     paper: Annotated[
-        str, Parameter(metavar="PAPER", help="Paper to reproduce: moe-lightning, twiddler or mac-cluster.")
+        str,
+        Option("Paper to reproduce: moe-lightning, twiddler or mac-cluster.", "PAPER", flag="PAPER"),
     ],
-    /,
     *,
     only: Annotated[
         tuple[str, ...],
-        Parameter(
-            metavar="SECTION",
-            negative="",
-            consume_multiple=True,
-            show_default=False,
-            help="Sections to reproduce; by default all. Of moe-lightning: table-4, table-5, sustained, artifact, "
+        Option(
+            "Sections to reproduce; by default all. Of moe-lightning: table-4, table-5, sustained, artifact, "
             "speedups, cpu-attention, cpu-memory, policy-map, scaling. Of twiddler: microbenchmarks, generation, "
             "prefill, beams, goals, measured, variants. Of mac-cluster: goals, table-3, table-4, prompts, "
             "table-5, table-6, figure-8, balanced, packing, wiring.",
+            "SECTION",
+            many=True,
         ),
     ] = (),
     out: Annotated[
         Path | None,
-        Parameter(
-            group=options.OUTPUT, metavar="DIR", help="Folder for a picture of each section, as PNG and SVG."
-        ),
+        Option("Folder for a picture of each section, as PNG and SVG.", "DIR", group=OUTPUT),
     ] = None,
     report: options.ReportFile = None,
     json: options.Json = False,
 ) -> None:
-    """See HELP."""
+    """Compare a paper's figures with those of our schedules on the virtual clock, cell by cell.
+
+    moe-lightning: three rates that the paper does not give are fitted to three cells of its Table 4; all else is
+    predicted. twiddler: its two environments, its three scenarios, and the policies that it compares with. mac-cluster:
+    simulated Mac Studios that share a model's experts over Ethernet, and the bound of Eq. 1. --out draws each section,
+    and needs matplotlib: pip install 'moesched[plots]'.
+    """
     from moesched.cli.output import Bar, print_json
     from moesched.reproduce import reproduce as reproduce_paper
     from moesched.reproduce.picture import draw_reproduction, picture_files, require_folder

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from moesched.cli.arguments import OutputArguments
 from moesched.cli.failures import interruption, tell
+from moesched.cli.options import ReportArguments
 from moesched.cli.output import print_json, print_report, say
 from moesched.errors import BadInput, MoeschedError, PolicyError, attach_report
 from moesched.jobs.batch_reports import JobEnding, reported
 from moesched.jobs.report import JobReport, write_report
 
 
-def hand_out(job: Callable[[], JobReport], given: OutputArguments) -> JobReport:
+def hand_out(job: Callable[[], JobReport], given: ReportArguments, trace: Path | str | None) -> JobReport:
     """Run a job, write its report as JSON and print it; the job writes its trace and its page itself.
 
     Raises:
@@ -31,9 +31,9 @@ def hand_out(job: Callable[[], JobReport], given: OutputArguments) -> JobReport:
     if given.json:
         print_json(report.as_dict())
     elif ending.error is None or not _is_the_policys(ending.error):
-        print_report(report, given.trace)
+        print_report(report, trace)
         if ending.error is None:
-            say_where(given.trace, given.html)
+            say_where(trace, given.page)
     if report.failure is not None and ending.error is None:
         tell(f"after {_tokens(report)} tokens: {report.failure}")
     if report.interrupted:
@@ -42,7 +42,7 @@ def hand_out(job: Callable[[], JobReport], given: OutputArguments) -> JobReport:
     return report
 
 
-def say_where(trace: Path | None, html: Path | None) -> None:
+def say_where(trace: Path | str | None, html: Path | None) -> None:
     """Name the files to look at."""
     if trace is not None:
         say(f"\ntrace: {trace}; see it with moesched view, or in https://ui.perfetto.dev")

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from cyclopts import App, Parameter
-
+from moesched.analysis.options import RooflineOptions
 from moesched.cli import options
+from moesched.cli.command import command
 from moesched.cli.output import say
-from moesched.inputs.defaults import ROOFLINE_CONTEXT, ROOFLINE_MICRO_BATCH_SIZE
+from moesched.options import part_of
 
 if TYPE_CHECKING:
     from moesched.analysis.roofline import Computation, RooflineReport
-
-HELP = options.paragraphs(
-    "Show the bottlenecks of a model's attention and experts on a machine, by MoE-Lightning's Hierarchical "
-    "Roofline Model.",
-    "Gives the batch size from which fetching weights pays, and the size from which the link is no longer "
-    "the bottleneck. --out draws the model, and needs matplotlib: pip install 'moesched[plots]'.",
-)
 
 EPILOGUE = """Examples:
 
@@ -28,42 +21,14 @@ EPILOGUE = """Examples:
       --batch-size 2048 --micro-batch-size 64 --out roofline.svg"""
 
 
-def add_to(app: App) -> None:
-    """Add the command."""
-    app.command(roofline, name="roofline", help=HELP, help_epilogue=EPILOGUE, sort_key=7)
+@command(7, EPILOGUE)
+def roofline(given: RooflineOptions, out: options.Picture = None, json: options.Json = False) -> None:
+    """Show the bottlenecks of a model's attention and experts on a machine, by MoE-Lightning's Hierarchical Roofline
+    Model.
 
-
-def roofline(
-    *,
-    model: options.Model,
-    machine: options.Machine,
-    kv_dtype: Annotated[
-        tuple[str, ...],
-        options.repeatable(
-            metavar="D",
-            help="Number format of the KV cache: float16, int8, int4 and others; repeatable. By default "
-            "the model's, and int4.",
-        ),
-    ] = (),
-    context: Annotated[
-        options.Whole,
-        Parameter(group=options.SIZES, metavar="N", help="Tokens in the KV cache of each request."),
-    ] = ROOFLINE_CONTEXT,
-    batch_size: Annotated[
-        options.Whole | None,
-        Parameter(
-            group=options.SIZES,
-            metavar="N",
-            help="Requests in a batch. By default 32, 512 and 4096.",
-        ),
-    ] = None,
-    micro_batch_size: Annotated[
-        options.Whole, Parameter(group=options.SIZES, metavar="N", help="Requests that share a kernel.")
-    ] = ROOFLINE_MICRO_BATCH_SIZE,
-    out: options.Picture = None,
-    json: options.Json = False,
-) -> None:
-    """See HELP."""
+    Gives the batch size from which fetching weights pays, and the size from which the link is no longer the bottleneck.
+    --out draws the model, and needs matplotlib: pip install 'moesched[plots]'.
+    """
     from moesched.analysis.pictures import require_picture
     from moesched.analysis.roofline import roofline_of
     from moesched.analysis.roofline_picture import draw_roofline
@@ -71,14 +36,7 @@ def roofline(
 
     if out is not None:
         require_picture(out)
-    report = roofline_of(
-        model,
-        machine,
-        kv_dtypes=kv_dtype,
-        context=context,
-        batch_size=batch_size,
-        micro_batch_size=micro_batch_size,
-    )
+    report = roofline_of(**part_of(given, RooflineOptions))
     if out is not None:
         with Bar(f"drawing {out}"):
             draw_roofline(report, out)

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from cyclopts import App, Parameter
-
-from moesched.cli import options
+from moesched.cli.command import command
 from moesched.cli.generation_options import GenerationArguments
 from moesched.errors import BadInput
-
-HELP = options.paragraphs(
-    "Generate text on this machine; weights that do not fit into fast memory are streamed.",
-    "Prompts that do not fit into one batch run in successive batches. Ctrl-C ends a run cleanly: the "
-    "tokens so far are printed, and the trace so far is written.",
-    "Once `moesched calibrate` has measured this machine, each figure stands beside the one that was to be expected.",
-    options.BROKEN_LINES,
-)
+from moesched.jobs.options import AloneOptions, ProcessesOptions
+from moesched.options import flags_given, part_of
 
 EPILOGUE = """Examples:
 
@@ -31,58 +21,27 @@ EPILOGUE = """Examples:
       --prompts questions.jsonl --json"""
 
 
-def add_to(app: App) -> None:
-    """Add the command."""
-    app.command(run, name="run", help=HELP, help_epilogue=EPILOGUE, sort_key=1)
+@command(1, EPILOGUE)
+def run(given: GenerationArguments, alone: AloneOptions, processes: ProcessesOptions) -> int:
+    """Generate text on this machine; weights that do not fit into fast memory are streamed.
 
+    Prompts that do not fit into one batch run in successive batches. Ctrl-C ends a run cleanly: the tokens so far are
+    printed, and the trace so far is written.
 
-def run(
-    model_dir: options.ModelDir,
-    /,
-    *,
-    given: GenerationArguments,
-    tensor_parallel: options.TensorParallel = None,
-    foreign_machine: Annotated[
-        bool,
-        Parameter(negative="", help="Accept a machine file whose costs were measured on another processor."),
-    ] = False,
-    no_band: options.NoBand = False,
-    no_helps: options.NoHelps = False,
-    local: Annotated[
-        options.Whole | None,
-        Parameter(
-            metavar="N",
-            help="Share the experts among N processes on this machine, each with its own cores; needs a "
-            "policy for several nodes, such as ep_router_aided.",
-        ),
-    ] = None,
-    transport: options.Transport = None,
-) -> int:
-    """See HELP."""
-    if local is None:
+    Once `moesched calibrate` has measured this machine, each figure stands beside the one that was to be expected.
+
+    Malformed lines of a prompts file are reported by number and skipped; the exit code is then 2.
+    """
+    if processes.nodes is None:
         from moesched.jobs.run_model import run_model
 
-        if transport is not None:
-            raise BadInput(
-                f"--transport {transport} connects processes: give --local N as well, or omit --transport"
-            )
-        return given.generate(
-            model_dir,
-            run_model,
-            tensor_parallel=tensor_parallel,
-            foreign_machine=foreign_machine,
-            expect=True,
-            band=not no_band,
-            explained=not no_helps,
+        for flag in flags_given(processes):
+            raise BadInput(f"{flag} is for several processes: give --local N as well, or omit {flag}")
+        return given.generate(run_model, expect=True, **part_of(alone, AloneOptions))
+    for flag in flags_given(alone):
+        raise BadInput(
+            f"--local {processes.nodes} starts several processes, and {flag} is for one: omit {flag}"
         )
-    if tensor_parallel not in (None, 1):
-        raise BadInput(f"--local {local} gives each node one accelerator: omit --tensor-parallel")
-    if foreign_machine:
-        raise BadInput(f"--local {local} does not use a machine's costs: omit --foreign-machine")
-    if no_band or no_helps:
-        named = "--no-band" if no_band else "--no-helps"
-        raise BadInput(f"a run with --local has neither a band nor what would help: omit {named}")
     from moesched.cluster.cluster_jobs import run_local
 
-    carried = {} if transport is None else {"transport": transport}
-    return given.generate(model_dir, run_local, nodes=local, **carried)
+    return given.generate(run_local, **part_of(processes, ProcessesOptions))

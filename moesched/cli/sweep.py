@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, Parameter
-
-from moesched.cli import options
+from moesched.cli.command import Several, command
 from moesched.cli.output import say
 from moesched.cli.sweep_options import SweepArguments
+from moesched.jobs.options import ScenarioOptions
+from moesched.options import Option
 
 if TYPE_CHECKING:
     from moesched.sweeps.axes import Sweep
@@ -19,15 +20,6 @@ if TYPE_CHECKING:
     from moesched.sweeps.plots import Picture
     from moesched.sweeps.store import Store
     from moesched.sweeps.sweep import Prepared, SweepResult
-
-HELP = options.paragraphs(
-    "Simulate all combinations of policies, machines, models, workloads and settings, on all cores.",
-    "Each option of `simulate` takes several values here, with commas between them. They can also stand in a TOML "
-    "file; an option then replaces the file's axis of that name.",
-    "Each point is a line of --out as soon as it is done. The same command again runs only what is missing: what was "
-    "not done, and what has other inputs since then, such as another machine file or an edited policy. A point that "
-    "fails keeps its reason as `failure`, and the sweep goes on.",
-)
 
 EPILOGUE = """Examples:
 
@@ -63,27 +55,29 @@ SHOWN_FAILURES = 5
 LONGEST_REASON = 200
 """Characters of a reason that are printed; its line has all."""
 
-WITHOUT_OPTIONS = SweepArguments()
 
-
-def add_to(app: App) -> None:
-    """Add the command."""
-    app.command(sweep, name="sweep", help=HELP, help_epilogue=EPILOGUE, sort_key=3)
-
-
+@command(3, EPILOGUE)
 def sweep(
-    file: Annotated[Path | None, Parameter(name="FILE", help="Axes in a TOML file.")] = None,
-    /,
-    *,
-    given: SweepArguments = WITHOUT_OPTIONS,
+    axes: Annotated[Mapping[str, Sequence[str]], Several(ScenarioOptions)],
+    given: SweepArguments,
+    file: Annotated[Path | None, Option("Axes in a TOML file.", flag="FILE")] = None,
 ) -> int:
-    """See HELP."""
+    """Simulate all combinations of policies, machines, models, workloads and settings, on all cores.
+
+    Each option of `simulate` takes several values here, with commas between them. They can also stand in a TOML file;
+    an option then replaces the file's axis of that name. --policy all stands for all policies that ship. By default the
+    model is mixtral-8x7b and the workload mtbench.
+
+    Each point is a line of --out as soon as it is done. The same command again runs only what is missing: what was not
+    done, and what has other inputs since then, such as another machine file or an edited policy. A point that fails
+    keeps its reason as `failure`, and the sweep goes on.
+    """
     from moesched.cli.failures import tell
     from moesched.cli.output import Bar
     from moesched.sweeps.store import Store
     from moesched.sweeps.sweep import prepare, run_sweep
 
-    asked = given.asked(file)
+    asked = given.asked(file, axes)
     picture = given.picture(asked)
     out = _check_outputs(given, file, asked)
     with Bar("reading inputs"):

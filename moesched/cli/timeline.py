@@ -5,25 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, Parameter
-
 from moesched.cli import options
-from moesched.cli.files import Writes
+from moesched.cli.command import command
 from moesched.cli.output import say
+from moesched.jobs.options import OUTPUT
+from moesched.options import Option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moesched.analysis.timeline_picture import TitledTimeline
     from moesched.trace.recording import About
-
-HELP = options.paragraphs(
-    "Draw a window of runs, measured or predicted: lanes as rows, tasks in the colour of their family, the critical "
-    "path outlined. Several runs stand one below the other, on one scale of time from the start of each window.",
-    "By default it draws the first decode step whose time is within 10% of the median, and says which. Tasks are named "
-    "where the name fits, so choose a few layers to read them; those too narrow to see are merged. It needs "
-    "matplotlib: pip install 'moesched[plots]'.",
-)
 
 EPILOGUE = """Examples:
 
@@ -32,61 +24,44 @@ EPILOGUE = """Examples:
   moesched timeline out/measured.json out/predicted.json --out both.png \\
       --steps 3"""
 
-Out = Annotated[
-    Path,
-    Parameter(group=options.OUTPUT, metavar="OUT", help="The picture; its name ends in .svg or .png."),
-    Writes("picture"),
-]
-Steps = Annotated[
-    str,
-    Parameter(
-        metavar="A:B", show_default=False, help="Steps A to B, both included, or one step. 0 is the prefill."
-    ),
-]
-Layers = Annotated[
-    str,
-    Parameter(
-        metavar="A:B",
-        show_default=False,
-        help="Only while the kernels of layers A to B run in the first of these steps.",
-    ),
-]
-Span = Annotated[
-    str,
-    Parameter(
-        metavar="A:B", show_default=False, help="Times since the start of the run instead, such as 1.2s:1.5s."
-    ),
-]
-Lanes = Annotated[
-    str,
-    Parameter(
-        metavar="LANE,LANE", show_default=False, help="Lanes to draw. By default those that run tasks then."
-    ),
-]
-Width = Annotated[
-    float | None,
-    Parameter(metavar="INCHES", help="By default 7, the width of two columns of a paper; one has about 3.3."),
-]
 
-
-def add_to(app: App) -> None:
-    """Add the command."""
-    app.command(timeline, name="timeline", help=HELP, help_epilogue=EPILOGUE, sort_key=5)
-
-
+@command(5, EPILOGUE)
 def timeline(
-    first: Annotated[Path, Parameter(name="TRACE", help="A trace that --trace wrote.")],
-    /,
-    *others: Annotated[Path, Parameter(name="TRACE", help="Traces to draw below it.")],
-    out: Out,
-    steps: Steps = "",
-    layers: Layers = "",
-    window: Span = "",
-    lanes: Lanes = "",
-    width: Width = None,
+    first: Annotated[Path, Option("A trace that --trace wrote.", flag="TRACE")],
+    others: Annotated[tuple[Path, ...], Option("Traces to draw below it.", flag="TRACE")],
+    out: Annotated[
+        Path,
+        Option("The picture; its name ends in .svg or .png.", "OUT", group=OUTPUT, writes="picture"),
+    ],
+    steps: Annotated[
+        str,
+        Option("Steps A to B, both included, or one step. 0 is the prefill.", "A:B"),
+    ] = "",
+    layers: Annotated[
+        str,
+        Option("Only while the kernels of layers A to B run in the first of these steps.", "A:B"),
+    ] = "",
+    window: Annotated[
+        str,
+        Option("Times since the start of the run instead, such as 1.2s:1.5s.", "A:B"),
+    ] = "",
+    lanes: Annotated[
+        str,
+        Option("Lanes to draw. By default those that run tasks then.", "LANE,LANE"),
+    ] = "",
+    width: Annotated[
+        float | None,
+        Option("By default 7, the width of two columns of a paper; one has about 3.3.", "INCHES"),
+    ] = None,
     json: options.Json = False,
 ) -> None:
-    """See HELP."""
+    """Draw a window of runs, measured or predicted: lanes as rows, tasks in the colour of their family, the critical
+    path outlined. Several runs stand one below the other, on one scale of time from the start of each window.
+
+    By default it draws the first decode step whose time is within 10% of the median, and says which. Tasks are named
+    where the name fits, so choose a few layers to read them; those too narrow to see are merged. It needs matplotlib:
+    pip install 'moesched[plots]'.
+    """
     from moesched.analysis.pictures import require_picture
     from moesched.analysis.timeline import choose_window, timeline_of
     from moesched.analysis.timeline_picture import TitledTimeline, draw_timelines, require_width

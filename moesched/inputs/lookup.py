@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from moesched import plugins
@@ -11,6 +11,7 @@ from moesched.inputs.defaults import NEW_TOKENS
 from moesched.inputs.prompts import Prompt, encode_prompts, read_prompts
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.machines import Machine, load_machine
+from moesched.machines.changes import changed
 from moesched.machines.local import calibrated_file, local_machine, require_measured_on, this_processor
 from moesched.models.config import ModelConfig
 from moesched.models.reading import in_format, read_config
@@ -66,6 +67,15 @@ def find_machine(
     if kind is not None and not imitates and not foreign:
         require_measured_on(found, _processors_of(kind))
     return found
+
+
+def changed_machine(machine: Machine | str, changes: Mapping[str, str] | None) -> Machine:
+    """A machine by its name or file, with changes, whose values are by what they change.
+
+    Raises:
+        BadInput: the name is unknown, or a change is impossible.
+    """
+    return changed(find_machine(machine), [f"{what}={value}" for what, value in (changes or {}).items()])
 
 
 def _processors_of(kind: type[Device]) -> Callable[[], str]:

@@ -1,248 +1,333 @@
-"""Options that several jobs share, with their defaults, and helpers for functions that take them as keywords.
-
-A job's options are a frozen dataclass. A `TypedDict` beside it tells editors and type checkers the keywords; a test
-compares the two.
-"""
+"""Options that several jobs and commands share, in parts: a job's own options are composed of them."""
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
-from textwrap import fill
-from typing import Any, TypedDict, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from moesched.errors import BadInput
-from moesched.inputs.chosen_policy import PolicyGiven
-from moesched.inputs.defaults import DEVICE
-from moesched.machines import Machine
-from moesched.seams import Device
+from moesched.inputs.defaults import DEVICE, MACHINE, WORKLOAD
+from moesched.options import Option, Options, part_of
 
-MOST = {"batch_size": 65_536, "micro_batch_size": 65_536, "prefill_chunk": 10**8}
-"""Limits of SizeOptions."""
+if TYPE_CHECKING:
+    from moesched.inputs.chosen_policy import PolicyGiven
+    from moesched.inputs.prompts import Prompt
+    from moesched.machines import Machine
+    from moesched.machines.networks import Network
+    from moesched.requests.workloads import Workload
+    from moesched.seams import Device
 
-WIDTH = 120
-"""Columns of docstrings."""
+SIZES = "Sizes and budgets"
+"""A heading."""
 
-Options = TypeVar("Options")
-Function = TypeVar("Function", bound=Callable[..., Any])
+MOST_NODES = 64
 
-
-@dataclass(frozen=True, kw_only=True)
-class SettingOptions:
-    """The policy's settings, and the number format of the computation.
-
-    Attributes:
-        settings: the policy's own settings, by name; the others keep the policy's defaults.
-        dtype: "float32", "bfloat16" or "float16"; None for the model's own, or float16 on a GPU without bfloat16.
-    """
-
-    settings: Mapping[str, Any] | None = None
-    dtype: str | None = None
+DType = Literal["float32", "bfloat16", "float16"]
+Objective = Literal["throughput", "latency", "interactive"]
+"""The figure that a plan is best in."""
 
 
-class SettingKeywords(TypedDict, total=False):
-    """Keywords of SettingOptions."""
+class ModelOptions(Options):
+    """The shape of a model."""
 
-    settings: Mapping[str, Any] | None
-    dtype: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class FormatOptions:
-    """The storage format of the weights.
-
-    Attributes:
-        format: a name of docs/models.md, such as "q4_k_m"; None for the one that the model is published in.
-    """
-
-    format: str | None = None
+    model: Annotated[
+        Path | str,
+        Option(
+            "A name of `moesched list models`, or a folder with a config.json.", "NAME|DIR", flag="--model"
+        ),
+    ] = field(kw_only=False)
 
 
-class FormatKeywords(TypedDict, total=False):
-    """Keywords of FormatOptions."""
+class WeightsOptions(Options):
+    """A model with its weights."""
 
-    format: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyOptions(SettingOptions):
-    """The policy, with its settings.
-
-    Attributes:
-        policy: a name of `moesched list policies`, module:Class, file.py:Class, a class, or an object, which is
-            copied for each batch.
-    """
-
-    policy: PolicyGiven
+    model: Annotated[
+        Path | str,
+        Option(
+            "Hugging Face folder with config.json, safetensors files and, for text, tokenizer.json.",
+            flag="MODEL_DIR",
+        ),
+    ] = field(kw_only=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SizeOptions:
-    """Sizes of batches; the planner chooses those that are None.
+class FormatOptions(Options):
+    """The storage format of the weights."""
 
-    Attributes:
-        batch_size: requests that run together.
-        micro_batch_size: requests that share a kernel.
-        prefill_chunk: largest number of prompt tokens that pass a layer together; None for all of a micro-batch, or as
-            many as fit.
-    """
+    format: Annotated[
+        str | None,
+        Option(
+            "Storage format of the weights: bf16, fp8, q8_0, q6_k, q5_k, q4_k_m, q4_0, mxfp4 or int4, as far as the "
+            "model's family has it. By default the one that the model is published in.",
+            "FORMAT",
+        ),
+    ] = None
 
-    batch_size: int | None = None
-    micro_batch_size: int | None = None
-    prefill_chunk: int | None = None
+
+class MachineOptions(Options):
+    """The machine that is planned for."""
+
+    machine: Annotated[
+        Machine | str,
+        Option(
+            "A name of `moesched list machines`, a TOML file, or auto for this one.",
+            "NAME|FILE",
+            python='A name of `moesched list machines`, a TOML file, "auto" for this one, or a Machine.',
+        ),
+    ]
+
+
+class MachineChanges(Options):
+    """Changes of the machine."""
+
+    machine_set: Annotated[
+        Mapping[str, str] | None,
+        Option(
+            "Change the machine: link.host->gpu=24GB/s, memory.gpu.capacity=24GB, processor.gpu.flops=x2 and the "
+            "like; repeatable.",
+            "WHAT=VALUE",
+            python='Changes of the machine, such as {"link.host->gpu": "24GB/s", "processor.gpu.flops": "x2"}.',
+        ),
+    ] = None
+
+
+class NodesOptions(Options):
+    """The machines that share a model."""
+
+    nodes: Annotated[
+        int | None,
+        Option("Number of these machines that share the model's experts.", "N", ge=1, le=MOST_NODES),
+    ] = None
+    network: Annotated[
+        Network | str | None,
+        Option(
+            "Network between the nodes: a name of `moesched list networks`, or a TOML file. By default the machine's "
+            "own.",
+            "NAME|FILE",
+        ),
+    ] = None
+
+
+class CutOptions(Options):
+    """The accelerators that share a model."""
+
+    tensor_parallel: Annotated[
+        int | None,
+        Option(
+            "Split the model over N of the machine's equal accelerators. By default over all of them.",
+            "N",
+            ge=1,
+        ),
+    ] = None
+
+
+class DTypeOptions(Options):
+    """The number format of the computation."""
+
+    dtype: Annotated[
+        DType | None,
+        Option(
+            "Number format to compute in. By default the model's own, and float16 on GPUs without bfloat16."
+        ),
+    ] = None
+
+
+class BudgetOptions(Options):
+    """Limits of memories."""
+
+    budgets: Annotated[
+        Mapping[str, int | str] | None,
+        Option(
+            "Limit on the bytes of weights, KV cache and buffers in a memory, such as host=600MB; repeatable. By "
+            "default its whole size. Python and libraries need about 360 MB more; process=1GB limits the resident "
+            "memory of the whole process, and pinned=8GB the page-locked memory of a machine with a GPU, through "
+            "which weights are then copied.",
+            "MEM=BYTES",
+            flag="--budget",
+            group=SIZES,
+            python='Bytes of weights, KV cache and buffers by memory, as numbers or text such as "600MB"; by default '
+            'the machine\'s capacity. A budget of a memory that accelerators share is for all of them. "process" '
+            "instead of the host's memory limits the process's resident bytes, with Python and libraries. \"pinned\" "
+            "limits the page-locked memory of a machine with a GPU: pages then pass through it.",
+        ),
+    ] = None
+
+
+class SizeOptions(Options):
+    """Sizes of batches; the planner chooses those that are None."""
+
+    batch_size: Annotated[
+        int | None,
+        Option("Requests that run together. By default as many as fit.", "N", group=SIZES, ge=1, le=65_536),
+    ] = None
+    micro_batch_size: Annotated[
+        int | None,
+        Option(
+            "Requests that share a kernel. By default chosen by the planner.",
+            "N",
+            group=SIZES,
+            ge=1,
+            le=65_536,
+        ),
+    ] = None
+    prefill_chunk: Annotated[
+        int | None,
+        Option(
+            "Most prompt tokens in one pass through a layer. Fewer need less memory; more use each transfer of weights "
+            "for more tokens. By default all, or as many as fit.",
+            "N",
+            group=SIZES,
+            ge=1,
+            le=10**8,
+        ),
+    ] = None
 
     @property
     def sizes(self) -> SizeOptions:
         """Only these options."""
         return SizeOptions(**part_of(self, SizeOptions))
 
-    def require_sensible(self) -> None:
-        """Raise BadInput where a size is below 1, or so large that planning would not end."""
-        for field in fields(SizeOptions):
-            size, most = getattr(self, field.name), MOST[field.name]
-            if size is not None and not 1 <= size <= most:
-                raise BadInput(f"--{field.name.replace('_', '-')} is {size:,}: give 1 to {most:,}")
 
+class ChoiceOptions(Options):
+    """The policy."""
 
-class SizeKeywords(TypedDict, total=False):
-    """Keywords of SizeOptions."""
-
-    batch_size: int | None
-    micro_batch_size: int | None
-    prefill_chunk: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class MachineOptions:
-    """The machine, and the memory budgets on it.
-
-    Attributes:
-        machine: "auto" for this one, a name of `moesched list machines`, a TOML file, or a Machine.
-        budgets: bytes of weights, KV cache and buffers by memory, as numbers or text such as "600MB"; by default the
-            machine's capacity. A budget of a memory that accelerators share is for all of them. "process" instead of
-            the host's memory limits the process's resident bytes, with Python and libraries. "pinned" limits the
-            page-locked memory of a machine with a GPU: pages then pass through it.
-    """
-
-    machine: Machine | str
-    budgets: Mapping[str, int | str] | None = None
-
-
-class MachineKeywords(TypedDict, total=False):
-    """Keywords of MachineOptions that have a default."""
-
-    budgets: Mapping[str, int | str] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CutOptions:
-    """The accelerators that share a model.
-
-    Attributes:
-        tensor_parallel: number of the machine's equal accelerators over which the model is cut; None for all.
-    """
-
-    tensor_parallel: int | None = None
-
-
-class CutKeywords(TypedDict, total=False):
-    """Keywords of CutOptions."""
-
-    tensor_parallel: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceOptions:
-    """The device that computes.
-
-    Attributes:
-        device: a name of `moesched list devices`, module:Class, file.py:Class, or a class.
-        device_settings: the device's own settings, by name.
-    """
-
-    device: str | type[Device] = DEVICE
-    device_settings: Mapping[str, Any] | None = None
-
-
-class DeviceKeywords(TypedDict, total=False):
-    """Keywords of DeviceOptions."""
-
-    device: str | type[Device]
-    device_settings: Mapping[str, Any] | None
-
-
-def part_of(options: object, *parts: type) -> dict[str, Any]:
-    """The fields of some parts, with the values that the options give them."""
-    return {field.name: getattr(options, field.name) for part in parts for field in _fields(part)}
-
-
-def options_from(kind: type[Options], function: str, given: Mapping[str, Any], **more: Any) -> Options:
-    """Options from a function's keywords.
-
-    Args:
-        more: options that are named parameters of the function.
-
-    Raises:
-        TypeError: a keyword is not an option; the message lists those that are.
-    """
-    names = [field.name for field in _fields(kind) if field.name not in more]
-    for name in given:
-        if name not in names:
-            raise TypeError(
-                f"{function}() got an unexpected keyword argument {name!r}: it takes {', '.join(names)}"
-            )
-    return kind(**given, **more)
-
-
-def takes(kind: type) -> Callable[[Function], Function]:
-    """Decorate a function so that its signature and its `Args:` have the options that it takes as keywords."""
-
-    def document(function: Function) -> Function:
-        own = inspect.signature(function)
-        listed = [field for field in _fields(kind) if field.name not in own.parameters]
-        parameters = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        parameters += [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=own.empty if field.default is MISSING else field.default,
-                annotation=field.type,
-            )
-            for field in listed
-        ]
-        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]  # of a function
-        if function.__doc__ is not None:  # python -OO drops docstrings, those of the options too
-            function.__doc__ = _with_meanings(inspect.getdoc(function) or "", own.parameters, kind)
-        return function
-
-    return document
-
-
-def _with_meanings(text: str, own: Iterable[str], kind: type) -> str:
-    """A docstring whose arguments end with those options that it does not explain itself."""
-    head, _, rest = text.partition("\n\nArgs:\n")
-    explained, _, tail = rest.partition("\n\n")
-    names = [field.name for field in _fields(kind) if f"    {field.name}: " not in explained]
-    names.sort(key=lambda name: name not in own)
-    meanings = _meanings(kind)
-    lines = [
-        fill(f"{name}: {meanings[name]}", WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
-        for name in names
+    policy: Annotated[
+        PolicyGiven,
+        Option(
+            "A name of `moesched list policies`, file.py:Class, or package.module:Class (also in the current folder).",
+            "P",
+            python="A name of `moesched list policies`, module:Class, file.py:Class, a class, or an object, which is "
+            "copied for each batch.",
+        ),
     ]
-    return "\n\n".join(filter(None, [head, "\n".join(["Args:", explained, *lines]), tail]))
 
 
-def _fields(kind: type) -> tuple[Field[Any], ...]:
-    return fields(kind)
+class SettingOptions(Options):
+    """The policy's settings."""
+
+    settings: Annotated[
+        Mapping[str, Any] | None,
+        Option("Setting of the policy, such as ahead=3; repeatable.", "KEY=VALUE", flag="--set"),
+    ] = None
 
 
-def _meanings(kind: type) -> dict[str, str]:
-    """The meaning of each field, from the docstrings of the classes that declare it."""
-    meanings: dict[str, str] = {}
-    for part in reversed(kind.__mro__):
-        _, _, attributes = (inspect.getdoc(part) or "").partition("Attributes:\n")
-        for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
-            meanings[name] = " ".join(text.split())
-    return meanings
+class PolicyOptions(SettingOptions, ChoiceOptions):
+    """The policy, and its settings."""
+
+
+class DeviceOptions(MachineOptions):
+    """The device that computes, and the machine that the policy plans for."""
+
+    device: Annotated[
+        str | type[Device], Option("A name of `moesched list devices`, or file.py:Class.", "D")
+    ] = DEVICE
+    device_settings: Annotated[
+        Mapping[str, Any] | None,
+        Option(
+            "Setting of the device, such as dilation=64 of the emulated one; repeatable.",
+            "KEY=VALUE",
+            flag="--device-set",
+        ),
+    ] = None
+    machine: Annotated[
+        Machine | str,
+        Option(
+            "Machine that the policy plans for: a name of `moesched list machines`, a TOML file, or auto for this one, "
+            "as `moesched calibrate` measured it. With device emulated, any machine that has an accelerator.",
+            "NAME|FILE",
+        ),
+    ] = MACHINE
+
+
+class BandOptions(Options):
+    """The uncertainty of predicted figures."""
+
+    band: Annotated[
+        bool,
+        Option(
+            "Omit the bands of predicted figures, which take some twenty short runs.",
+            flag="--no-band",
+            python="Predict some twenty times more, for the band of the predicted figures.",
+        ),
+    ] = True
+
+
+class WorkloadOptions(Options):
+    """The requests of a prediction."""
+
+    workload: Annotated[
+        Workload | str | Sequence[Prompt],
+        Option(
+            "A name of `moesched list workloads`, a TOML file, or a .jsonl prompts file as for `run`.",
+            "NAME|FILE",
+            python="A name of `moesched list workloads`, a TOML file, a Workload, or prompts as `run_model` takes "
+            "them, as a list or in a .jsonl file.",
+        ),
+    ]
+    gen: Annotated[
+        int | None,
+        Option(
+            "Tokens to generate for each prompt. By default the workload's own number.", "N", ge=1, le=10**9
+        ),
+    ] = None
+
+
+class PlanOptions(
+    BandOptions,
+    BudgetOptions,
+    DTypeOptions,
+    SettingOptions,
+    WorkloadOptions,
+    CutOptions,
+    MachineChanges,
+    MachineOptions,
+    FormatOptions,
+    ModelOptions,
+):
+    """The options of `plan_model`."""
+
+    workload: Annotated[
+        Workload | str,
+        Option(
+            "A name of `moesched list workloads`, or a TOML file.",
+            "NAME|FILE",
+            python="A name of `moesched list workloads`, a TOML file, or a Workload.",
+        ),
+    ] = WORKLOAD
+    policy: Annotated[
+        PolicyGiven | None,
+        Option(
+            "Plan for this policy alone: a name, or file.py:Class.",
+            "P",
+            python="As `simulate_model` takes it; None for the best of all that one machine can run.",
+        ),
+    ] = None
+    objective: Annotated[
+        Objective,
+        Option(
+            "The figure to be best in: tokens per second of a batch, the decode step of one request, or the time of "
+            "one request's answer.",
+            flag="--for",
+        ),
+    ] = "throughput"
+    seed: Annotated[int, Option("Seed of the order of the prompts.")] = 0
+    on_progress: Annotated[
+        Callable[[str], object] | None,
+        Option("Called with the name of each stage of the search.", flag=""),
+    ] = None
+
+
+class ClusterPlanOptions(
+    BudgetOptions, DTypeOptions, NodesOptions, MachineChanges, MachineOptions, ModelOptions
+):
+    """The options of `plan_cluster`."""
+
+    nodes: int = field()
+    policy: Annotated[
+        str | None,
+        Option(
+            'Placement to bound: "ep_router_aided" for the authors\', as in their Table 6, or "ep_balanced" for the '
+            "optimiser's, with as many replicas as memory allows. By default the authors'.",
+            "P",
+        ),
+    ] = None

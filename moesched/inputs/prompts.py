@@ -106,12 +106,6 @@ def _read_line(where: str, line: bytes) -> Prompt:
     return prompt
 
 
-def require_some(new_tokens: int, option: str) -> None:
-    """Raise BadInput where no tokens are asked for."""
-    if new_tokens < 1:
-        raise BadInput(f"{option} is {new_tokens}: ask for at least 1 token")
-
-
 def encode_prompts(
     prompts: Sequence[Prompt], tokenizer: Tokenizer | None, config: ModelConfig, new_tokens: int
 ) -> list[list[int]]:

@@ -23,7 +23,6 @@ from moesched.planner import KV_SHARE, Setting, splits_kv
 from moesched.planner.sizing import SMALLEST_CHUNK, choose_sizes
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes
-from moesched.requests.sampling import MOST_BEAMS
 from moesched.runs.batch_policies import BatchPolicies
 from moesched.runs.planning import plan_run
 from moesched.seams import Device, Policy
@@ -53,7 +52,6 @@ class Job:
         nodes: int = 1,
         device: str | type[Device] | None = None,
     ) -> None:
-        options.require_sensible()
         require_continuations(beams, config)
         self.options = options
         self.beams = beams
@@ -194,8 +192,6 @@ class Job:
 
 def require_continuations(beams: int, config: ModelConfig) -> None:
     """Raise BadInput where the vocabulary has fewer tokens than a beam search compares."""
-    if not 1 <= beams <= MOST_BEAMS:
-        raise BadInput(f"--beams is {beams:,}: give 1 for no beam search, or up to {MOST_BEAMS}")
     each = max(2, 1 + len(config.stop_tokens))
     if beams > 1 and beams * each > config.vocabulary:
         raise BadInput(

@@ -2,241 +2,342 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any
 
-from moesched.inputs.defaults import NEW_TOKENS, PREVIEW_ACCURACY, TRANSPORT
+from moesched.inputs.defaults import MACHINE, NEW_TOKENS, PREVIEW_ACCURACY
 from moesched.inputs.options import (
-    CutKeywords,
+    BandOptions,
+    BudgetOptions,
     CutOptions,
-    DeviceKeywords,
     DeviceOptions,
-    FormatKeywords,
+    DTypeOptions,
     FormatOptions,
-    MachineKeywords,
+    MachineChanges,
     MachineOptions,
+    ModelOptions,
+    NodesOptions,
     PolicyOptions,
-    SettingKeywords,
-    SizeKeywords,
     SizeOptions,
+    WeightsOptions,
+    WorkloadOptions,
 )
-from moesched.machines.networks import Network
-from moesched.requests.sampling import Sampling
-from moesched.routing.sources import RoutingGiven
-from moesched.runs.listeners import Listener
-from moesched.seams import Transport
+from moesched.options import Option, Options
+from moesched.requests.sampling import BEAMS, MOST_BEAMS, Sampling
+
+if TYPE_CHECKING:
+    from moesched.inputs.chosen_policy import PolicyGiven
+    from moesched.inputs.prompts import Prompt
+    from moesched.routing.sources import RoutingGiven
+    from moesched.runs.listeners import Listener
+    from moesched.seams import Policy, Transport
+
+CLUSTER = "Cluster"
+OUTPUT = "Output"
+"""Headings, the last one in `--help`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OutputOptions:
-    """Outputs of a job beside its report.
+class OutputOptions(Options):
+    """Outputs of a job beside its report."""
 
-    Attributes:
-        trace: file to write a trace to; those of later batches get a number in their names.
-        html: file to write a report to look at, likewise.
-        listener: notified of the job's progress.
-    """
-
-    trace: Path | str | None = None
-    html: Path | str | None = None
-    listener: Listener | None = None
-
-
-class OutputKeywords(TypedDict, total=False):
-    """Keywords of OutputOptions."""
-
-    trace: Path | str | None
-    html: Path | str | None
-    listener: Listener | None
+    trace: Annotated[
+        Path | str | None,
+        Option(
+            "Write a trace for ui.perfetto.dev; gzipped when the name ends in .gz.",
+            "OUT",
+            group=OUTPUT,
+            writes="trace",
+            numbered=True,
+        ),
+    ] = None
+    html: Annotated[
+        Path | str | None,
+        Option("File to write a report to look at; those of later batches get a number, too.", flag=""),
+    ] = None
+    listener: Annotated[Listener | None, Option("Notified of the job's progress.", flag="")] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationOptions:
-    """The tokens that are generated.
+class PromptsOptions(Options):
+    """The prompts."""
 
-    Attributes:
-        max_new_tokens: tokens to generate for each prompt, at most.
-        sampling: settings for choosing the next token; None for the likeliest one.
-    """
-
-    max_new_tokens: int = NEW_TOKENS
-    sampling: Sampling | None = None
+    prompts: Annotated[Sequence[Prompt], Option("Texts, or token ids.", flag="")] = field(kw_only=False)
 
 
-class GenerationKeywords(TypedDict, total=False):
-    """Keywords of GenerationOptions."""
+class LimitOptions(Options):
+    """The number of tokens to generate."""
 
-    max_new_tokens: int
-    sampling: Sampling | None
+    max_new_tokens: Annotated[int, Option("Tokens to generate for each prompt, at most.", "N", ge=1)] = (
+        NEW_TOKENS
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedOptions(PolicyOptions, SizeOptions, MachineOptions, CutOptions):
+class GenerationOptions(LimitOptions):
+    """The tokens that are generated."""
+
+    sampling: Annotated[
+        Sampling | None,
+        Option("Settings for choosing the next token; None for the likeliest one."),
+    ] = None
+
+
+class HelpsOptions(Options):
+    """The reasons for a job's speed."""
+
+    explained: Annotated[
+        bool,
+        Option(
+            "Omit the bottleneck and what would help, which take several replays.",
+            flag="--no-helps",
+            python="Find the bottleneck of the first batch, and what would help: `bottleneck` and `helps` of the "
+            "report.",
+        ),
+    ] = False
+
+
+class PlannedOptions(PolicyOptions, SizeOptions, BudgetOptions, DTypeOptions, CutOptions, MachineOptions):
     """Options that determine the plans of batches, measured or predicted."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProfilingOptions(PolicyOptions, SizeOptions, MachineOptions, DeviceOptions):
-    """The options of `profile_routing` and `sparsity_of`: those of a run that is observed."""
+class CostOptions(Options):
+    """The costs of the machine."""
+
+    foreign_machine: Annotated[
+        bool, Option("Accept a machine file whose costs were measured on another processor.")
+    ] = False
 
 
-class ProfilingKeywords(SettingKeywords, SizeKeywords, MachineKeywords, DeviceKeywords, total=False):
-    """Keywords of ProfilingOptions that have a default."""
+class AloneOptions(HelpsOptions, BandOptions, CostOptions, CutOptions):
+    """Options of a run that shares its experts with no other process."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionOptions(PlannedOptions, DeviceOptions):
-    """The options of `Session`, which hold for all its calls.
-
-    Attributes:
-        foreign_machine: use the machine's measured costs even if they come from another processor than this one.
-    """
-
-    foreign_machine: bool = False
-
-
-class SessionKeywords(ProfilingKeywords, CutKeywords, total=False):
-    """Keywords of SessionOptions that have a default."""
-
-    foreign_machine: bool
+class GeneratedOptions(
+    OutputOptions,
+    DeviceOptions,
+    SizeOptions,
+    BudgetOptions,
+    GenerationOptions,
+    DTypeOptions,
+    PolicyOptions,
+    WeightsOptions,
+):
+    """Options of each job that generates text, in one process or in several."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallOptions(GenerationOptions, OutputOptions):
-    """The options of one call of a session.
+class SessionOptions(CostOptions, DeviceOptions, PlannedOptions, WeightsOptions):
+    """The options of `Session`, which hold for all its calls."""
 
-    Attributes:
-        expect: predict each batch after it ran, if the machine is calibrated: `expected` of the report.
-        band: with `expect`, predict the first batch some twenty times more, for the band of the predicted figures.
-        explained: find the bottleneck of the first batch, and what would help: `bottleneck` and `helps` of the report.
-    """
-
-    expect: bool = False
-    band: bool = True
-    explained: bool = False
+    policy: PolicyGiven = "resident"
 
 
-class CallKeywords(GenerationKeywords, OutputKeywords, total=False):
-    """Keywords of CallOptions."""
+class CallOptions(HelpsOptions, BandOptions, OutputOptions, GenerationOptions, PromptsOptions):
+    """The options of one call of a session."""
 
-    expect: bool
-    band: bool
-    explained: bool
+    expect: Annotated[
+        bool,
+        Option(
+            "Predict each batch after it ran, if the machine is calibrated: `expected` of the report.",
+            flag="",
+        ),
+    ] = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions(SessionOptions, CallOptions):
+class RunOptions(CallOptions, SessionOptions):
     """The options of `run_model`."""
 
 
-class RunKeywords(SessionKeywords, CallKeywords, total=False):
-    """Keywords of RunOptions that have a default."""
+class TransportOptions(Options):
+    """The transport of the nodes' exchanges."""
+
+    transport: Annotated[
+        str | type[Transport],
+        Option("Transport of the nodes' exchanges: a name of `moesched list transports`.", "T"),
+    ] = "zeromq"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterOptions(
-    PolicyOptions, SizeOptions, MachineOptions, DeviceOptions, GenerationOptions, OutputOptions
+class ProcessesOptions(TransportOptions):
+    """The processes of this machine that share a model."""
+
+    nodes: Annotated[
+        int | None,
+        Option(
+            "Share the experts among N processes on this machine, each with its own cores; needs a policy for several "
+            "nodes, such as ep_router_aided.",
+            "N",
+            flag="--local",
+            ge=1,
+            le=64,
+        ),
+    ] = None
+
+
+class HostsOptions(TransportOptions):
+    """The machines that share a model."""
+
+    cluster_file: Annotated[
+        Path,
+        Option(
+            "Cluster file with nodes, addresses and keys: see docs/cluster.md.",
+            "FILE",
+            flag="--hosts",
+            group=CLUSTER,
+        ),
+    ]
+    key: Annotated[
+        Path | None,
+        Option("Secret key file. By default ~/.moesched/moesched.secret.", "FILE", group=CLUSTER),
+    ] = None
+
+
+class ClusterOptions(TransportOptions, PromptsOptions, GeneratedOptions):
+    """The options that `run_cluster` and `run_local` share; machine, budgets and device hold for each node."""
+
+    policy: Annotated[
+        str | type[Policy],
+        Option(
+            "A policy for several nodes: a name of `moesched list policies`, module:Class, file.py:Class, or a class."
+        ),
+    ]
+    machine: str = MACHINE
+
+
+class ProbeOptions(DeviceOptions, SizeOptions, BudgetOptions, DTypeOptions, PolicyOptions):
+    """A run that is observed, by default under a policy that needs little memory and keeps as many experts as fit."""
+
+    policy: Annotated[
+        PolicyGiven,
+        Option(
+            "Policy to run under; the choices are the same under every policy. See `moesched run`.",
+            "P",
+            python="As `run_model` takes it; the choices are the same under every policy.",
+        ),
+    ] = "expert_streaming"
+
+
+class ProfiledRun(LimitOptions, ProbeOptions):
+    """A run whose choices of experts are recorded."""
+
+    progress: Annotated[
+        Callable[[int, int], object] | None,
+        Option(
+            "Called with the number of choices so far (tokens times layers) and the largest possible number.",
+            flag="",
+        ),
+    ] = None
+
+
+class ProfilingOptions(PromptsOptions, ProfiledRun, WeightsOptions):
+    """The options of `profile_routing`."""
+
+
+class SparsityRun(ProbeOptions):
+    """A run whose values near zero are counted."""
+
+    seed: Annotated[int, Option("Seed of the random token ids.")] = 0
+    progress: Annotated[
+        Callable[[int, int], object] | None,
+        Option("Called with the number of values counted and the total.", flag=""),
+    ] = None
+
+
+class SparsityOptions(SparsityRun, WeightsOptions):
+    """The options of `sparsity_of`."""
+
+    prompts: Annotated[
+        Sequence[Prompt] | None,
+        Option(
+            "Texts, or token ids; by default random ids. A trained model may behave differently on text.",
+            flag="",
+        ),
+    ] = field(default=None, kw_only=False)
+
+
+class RoutingOptions(Options):
+    """The experts that tokens choose."""
+
+    routing: Annotated[
+        RoutingGiven | None,
+        Option(
+            "Source of each token's experts: uniform, popularity (as uneven as Mixtral 8x7B), zipf, or a file: counts "
+            "(.csv) or a trace (.npz) from `moesched profile-routing`, vLLM's routed experts (.npy, .npz), Megatron's "
+            "router trace (.jsonl), or a CSV of layer,token,experts. By default uniform.",
+            "NAME|FILE",
+            python="A routing profile or trace (docs/routing.md), or a file with one, or uniform, popularity or zipf; "
+            "None for uniform.",
+        ),
+    ] = None
+    routing_settings: Annotated[
+        Mapping[str, Any] | None,
+        Option(
+            "Setting of the routing, such as exponent=1.2 of zipf, or locality=0.5, the probability that a token "
+            "repeats the experts of the token before it; repeatable.",
+            "KEY=VALUE",
+            flag="--routing-set",
+        ),
+    ] = None
+
+
+class RequestsOptions(Options):
+    """The number and the order of requests."""
+
+    requests: Annotated[
+        int | None,
+        Option(
+            "Number of requests; prompts repeat if needed. By default one full batch, or each listed prompt once.",
+            "N",
+            ge=1,
+            le=1_000_000,
+        ),
+    ] = None
+    padded: Annotated[bool, Option("Pad every prompt to the length of the longest one.")] = False
+    seed: Annotated[int, Option("Seed of the order of the prompts and of the routing.")] = 0
+    beams: Annotated[
+        int,
+        Option(
+            "Keep the N likeliest sequences per prompt. 1 disables beam search.",
+            "N",
+            group=BEAMS,
+            ge=1,
+            le=MOST_BEAMS,
+        ),
+    ] = 1
+
+
+class PreviewOptions(Options):
+    """The forecasts of the routing."""
+
+    preview_accuracy: Annotated[
+        float,
+        Option(
+            "Probability that a preview of the router one layer ahead names the right expert, from 0 to 1; N layers "
+            "ahead it is P to the power of N. prefetch_gate uses previews.",
+            "P",
+            ge=0,
+            le=1,
+        ),
+    ] = PREVIEW_ACCURACY
+
+
+class ScenarioOptions(
+    PlannedOptions,
+    PolicyOptions,
+    SizeOptions,
+    BudgetOptions,
+    DTypeOptions,
+    PreviewOptions,
+    RoutingOptions,
+    RequestsOptions,
+    WorkloadOptions,
+    CutOptions,
+    NodesOptions,
+    MachineChanges,
+    MachineOptions,
+    FormatOptions,
+    ModelOptions,
 ):
-    """The options of `run_cluster` and `run_local`; machine, budgets and device hold for each node.
-
-    Attributes:
-        transport: a name of `moesched list transports`, module:Class, file.py:Class, or a class; it carries the nodes'
-            exchanges.
-    """
-
-    machine: str
-    transport: str | type[Transport] = TRANSPORT
+    """The options that determine a simulation: the axes of sweeps, in their order, the last changing fastest."""
 
 
-class ClusterKeywords(
-    SettingKeywords,
-    SizeKeywords,
-    MachineKeywords,
-    DeviceKeywords,
-    GenerationKeywords,
-    OutputKeywords,
-    total=False,
-):
-    """Keywords of ClusterOptions that have a default."""
-
-    transport: str | type[Transport]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkloadOptions:
-    """The requests of a simulation, and the experts that they choose.
-
-    Attributes:
-        gen: tokens to generate for each prompt; None for the workload's own number.
-        requests: number of requests; if more than fit in a batch, they run as successive batches. None for one full
-            batch or, if the workload lists its requests, for each of them once.
-        padded: pad every prompt to the longest one of the workload.
-        seed: seed of the order of prompts and of the routing.
-        beams: width of a beam search, which always runs to the last token; 1 for none.
-        routing: a routing profile or trace (docs/routing.md), or a file with one, or uniform, popularity or zipf; None
-            for uniform.
-        routing_settings: settings of the routing, such as its locality.
-        preview_accuracy: probability that `Step.preview_route` forecasts an expert that the routing chooses, one layer
-            ahead; n layers ahead it is this to the power of n.
-    """
-
-    gen: int | None = None
-    requests: int | None = None
-    padded: bool = False
-    seed: int = 0
-    beams: int = 1
-    routing: RoutingGiven | None = None
-    routing_settings: Mapping[str, Any] | None = None
-    preview_accuracy: float = PREVIEW_ACCURACY
-
-
-class WorkloadKeywords(TypedDict, total=False):
-    """Keywords of WorkloadOptions."""
-
-    gen: int | None
-    requests: int | None
-    padded: bool
-    seed: int
-    beams: int
-    routing: RoutingGiven | None
-    routing_settings: Mapping[str, Any] | None
-    preview_accuracy: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulationOptions(PlannedOptions, FormatOptions, WorkloadOptions, OutputOptions):
-    """The options of `simulate_model`.
-
-    Attributes:
-        nodes: number of equal machines that share the model's experts; None for one.
-        network: the network between them: a name of `moesched list networks`, a TOML file, or a Network; None for
-            the machine's own.
-        band: simulate the first batch some twenty times more, for the band of the figures.
-        explained: find the bottleneck of the first batch, and what would help, a faster policy included: `bottleneck`
-            and `helps` of the report.
-    """
-
-    nodes: int | None = None
-    network: Network | str | None = None
-    band: bool = True
-    explained: bool = False
-
-
-class SimulationKeywords(
-    SettingKeywords,
-    SizeKeywords,
-    MachineKeywords,
-    CutKeywords,
-    FormatKeywords,
-    WorkloadKeywords,
-    OutputKeywords,
-    total=False,
-):
-    """Keywords of SimulationOptions that have a default."""
-
-    nodes: int | None
-    network: Network | str | None
-    band: bool
-    explained: bool
+class SimulationOptions(OutputOptions, HelpsOptions, BandOptions, ScenarioOptions):
+    """The options of `simulate_model`."""

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
-from moesched.inputs.lookup import find_machine, find_shape, find_workload
-from moesched.inputs.prompts import Prompt
-from moesched.jobs.options import SimulationOptions
+from moesched.inputs.lookup import changed_machine, find_shape, find_workload
+from moesched.jobs.options import ScenarioOptions
 from moesched.machines import Machine
 from moesched.machines.networks import Network, load_network, network_names
 from moesched.models.config import ModelConfig
-from moesched.planner import MOST_NODES
 from moesched.requests.workloads import Workload
 from moesched.routing.choices import ExpertChoices
 from moesched.routing.sources import find_choices
@@ -35,18 +31,19 @@ class Scenario(NamedTuple):
     choices: ExpertChoices | None
 
 
-def find_scenario(
-    model: Path | str, workload: Workload | str | Sequence[Prompt], given: SimulationOptions
-) -> Scenario:
+def find_scenario(given: ScenarioOptions) -> Scenario:
     """Find what the options of a simulation name.
 
     Raises:
         BadInput: a name is unknown, or a file cannot be used.
     """
-    config = find_shape(model, given.format)
+    config = find_shape(given.model, given.format)
     choices = find_choices(given.routing, config, given.routing_settings, given.seed)
-    found = workload if isinstance(workload, Workload) else find_workload(workload, model, config)
-    return Scenario(config, joined(find_machine(given.machine), given.nodes, given.network), found, choices)
+    workload = given.workload
+    if not isinstance(workload, Workload):
+        workload = find_workload(workload, given.model, config)
+    machine = joined(changed_machine(given.machine, given.machine_set), given.nodes, given.network)
+    return Scenario(config, machine, workload, choices)
 
 
 def joined(machine: Machine, nodes: int | None, network: Network | str | None) -> Machine:
@@ -55,8 +52,6 @@ def joined(machine: Machine, nodes: int | None, network: Network | str | None) -
     Raises:
         BadInput: the network is unknown, several nodes have no network, or a network is given without nodes.
     """
-    if nodes is not None and not 1 <= nodes <= MOST_NODES:
-        raise BadInput(f"--nodes is {nodes:,}: give 1 to {MOST_NODES}")
     if network is None:
         if (nodes or 1) > 1 and machine.network is None:
             raise BadInput(

@@ -8,23 +8,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 from moesched.errors import BadInput
-from moesched.inputs.chosen_policy import PolicyGiven
-from moesched.inputs.defaults import MACHINE
 from moesched.inputs.lookup import find_machine
-from moesched.inputs.options import options_from, takes
-from moesched.inputs.prompts import Prompt, encode_prompts, require_some
+from moesched.inputs.prompts import encode_prompts
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.jobs.call import Call
 from moesched.jobs.expectation import obstacle
 from moesched.jobs.job import Job, require_continuations
 from moesched.jobs.memory_ahead import pieces_to_take
-from moesched.jobs.options import CallKeywords, CallOptions, SessionKeywords, SessionOptions
+from moesched.jobs.options import CallOptions, SessionOptions
 from moesched.jobs.report import JobReport
 from moesched.jobs.trace_file import require_outputs_apart
-from moesched.machines import Machine
+from moesched.keywords import takes
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.requests.sampling import Sampling
 from moesched.runs.ranks import Devices, open_devices, process_of
@@ -40,24 +37,14 @@ class Session:
     """
 
     @takes(SessionOptions)
-    def __init__(
-        self,
-        model: Path | str,
-        *,
-        policy: PolicyGiven = "resident",
-        machine: Machine | str = MACHINE,
-        **options: Unpack[SessionKeywords],
-    ) -> None:
+    def __init__(self, given: SessionOptions) -> None:
         """Open a model's files.
-
-        Args:
-            model: a Hugging Face folder.
 
         Raises:
             BadInput: the files are not those of a model.
         """
-        self._given = options_from(SessionOptions, "Session", options, policy=policy, machine=machine)
-        self._checkpoint = open_checkpoint(Path(model))
+        self._given = given
+        self._checkpoint = open_checkpoint(Path(given.model))
         self._tokenizer = find_tokenizer(self._checkpoint.directory)
         self._opened: _Opened | None = None
         self._resources = ExitStack()
@@ -86,7 +73,7 @@ class Session:
 
     @takes(CallOptions)
     @interruptible()
-    def run(self, prompts: Sequence[Prompt], **options: Unpack[CallKeywords]) -> JobReport:
+    def run(self, given: CallOptions) -> JobReport:
         """Generate text. More prompts than fit a batch run as successive batches.
 
         Ctrl-C ends the call cleanly: the report then says `interrupted` and holds the tokens so far. Weights that
@@ -95,9 +82,6 @@ class Session:
         may be wrong. Any other error after the run began has the report as its attribute `report`. The session answers
         further calls after all of these, unless a file has changed.
 
-        Args:
-            prompts: texts, or token ids.
-
         Raises:
             BadInput: an argument cannot be used, a file of weights has changed, or the session is closed or answers
                 another call.
@@ -105,12 +89,10 @@ class Session:
             PolicyError: the policy submitted something illegal; raised at its own line.
             TaskFailed: a task raised on its lane.
         """
-        given = options_from(CallOptions, "run", options)
         checkpoint, config = self._checkpoint, self._checkpoint.config
         with self._exclusively():
             require_outputs_apart(given, checkpoint.directory, self._given)
-            require_some(given.max_new_tokens, "--max-new-tokens")
-            encoded = encode_prompts(prompts, self._tokenizer, config, given.max_new_tokens)
+            encoded = encode_prompts(given.prompts, self._tokenizer, config, given.max_new_tokens)
             beams = (given.sampling or Sampling()).beams
             require_continuations(beams, config)
             if self._opened is None:

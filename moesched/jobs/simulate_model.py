@@ -6,21 +6,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Unpack
 
 from moesched.drivers.capture import NotFixed
 from moesched.errors import BadInput
 from moesched.inputs.budgets import assumed_process
-from moesched.inputs.chosen_policy import PolicyGiven
-from moesched.inputs.options import options_from, takes
-from moesched.inputs.prompts import Prompt, require_some
 from moesched.jobs.another_policy import another_policy
 from moesched.jobs.bands import with_band
 from moesched.jobs.batch_reports import BatchReports, JobEnding, reported
 from moesched.jobs.explained import explained
 from moesched.jobs.job import Job
-from moesched.jobs.options import SimulationKeywords, SimulationOptions
+from moesched.jobs.options import SimulationOptions
 from moesched.jobs.report import JobReport, job_report
 from moesched.jobs.scenario import Scenario, find_scenario
 from moesched.jobs.trace_file import (
@@ -32,7 +27,7 @@ from moesched.jobs.trace_file import (
     roofs_of,
     write_recording,
 )
-from moesched.machines import Machine
+from moesched.keywords import takes
 from moesched.models.config import ModelConfig
 from moesched.models.layout import room_for
 from moesched.planner import MOST_REQUESTS
@@ -55,40 +50,20 @@ from moesched.system.own_loop import interruptible
 
 _log = Log(__name__)
 
-MOST_IN_ALL = 1_000_000
-"""Limit of the requests of all batches."""
-
 
 @takes(SimulationOptions)
 @interruptible()
-def simulate_model(
-    model: Path | str,
-    *,
-    machine: Machine | str,
-    policy: PolicyGiven,
-    workload: Workload | str | Sequence[Prompt],
-    **options: Unpack[SimulationKeywords],
-) -> JobReport:
+def simulate_model(given: SimulationOptions) -> JobReport:
     """Predict a workload on the virtual clock; needs no weights and no GPU.
-
-    Args:
-        model: a name of `moesched list models`, or a folder with a config.json.
-        machine: a name of `moesched list machines`, "auto" for this one, a TOML file, or a Machine.
-        workload: a name of `moesched list workloads`, a TOML file, a Workload, or prompts as `run_model` takes them,
-            as a list or in a .jsonl file.
 
     Raises:
         BadInput: an argument cannot be used.
         NotTraced: the trace could not be written; the error has the report.
         PolicyError: the policy submitted something illegal; raised at its own line.
     """
-    given = options_from(SimulationOptions, "simulate_model", options, policy=policy, machine=machine)
-    require_outputs_apart(given, model, workload if isinstance(workload, str) else None)
-    if not 0 <= given.preview_accuracy <= 1:
-        raise BadInput(f"--preview-accuracy is {given.preview_accuracy}: give a probability from 0 to 1")
+    require_outputs_apart(given)
     given = replace(given, listener=listener_or_cell(given.listener, patience=PATIENCE_SECONDS))
-    scenario = find_scenario(model, workload, given)
-    return simulate_scenario(scenario, given)
+    return simulate_scenario(find_scenario(given), given)
 
 
 def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport:
@@ -99,7 +74,6 @@ def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport
     """
     config, choices = scenario.config, scenario.choices
     new_tokens = scenario.workload.new_tokens[0] if given.gen is None else given.gen
-    require_some(new_tokens, "--gen")
     lengths, all_run = _lengths(scenario.workload, given)
     require_context(lengths, new_tokens, config)
     job = Job(given, config, scenario.machine, beams=given.beams, nodes=given.nodes or 1)
@@ -151,9 +125,6 @@ def _ranks(job: Job, batch: Batch) -> list[Rank]:
 
 def _lengths(workload: Workload, given: SimulationOptions) -> tuple[list[int], bool]:
     """Prompt lengths in tokens, and whether all of these requests run instead of a single full batch."""
-    if given.requests is not None and not 1 <= given.requests <= MOST_IN_ALL:
-        raise BadInput(f"--requests is {given.requests:,}: ask for 1 to {MOST_IN_ALL:,}")
-    given.require_sensible()
     listed = given.requests or len(workload.prompt_tokens)
     count = listed or given.batch_size or MOST_REQUESTS
     lengths = [workload.longest] * count if given.padded else workload.lengths(count, given.seed)

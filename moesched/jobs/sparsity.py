@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Unpack
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from moesched.errors import BadInput
-from moesched.inputs.chosen_policy import PolicyGiven
-from moesched.inputs.defaults import MACHINE, PROFILING_POLICY
-from moesched.inputs.options import options_from, part_of, takes
-from moesched.inputs.prompts import Prompt, encode_prompts
+from moesched.inputs.options import WeightsOptions
+from moesched.inputs.prompts import encode_prompts
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.jobs.device_listener import ActivationListener
-from moesched.jobs.options import ProfilingKeywords, ProfilingOptions
+from moesched.jobs.options import ProbeOptions, SparsityOptions
 from moesched.jobs.report import require_complete
 from moesched.jobs.run_model import run_model
-from moesched.machines import Machine
+from moesched.keywords import takes
 from moesched.models.config import ModelConfig
 from moesched.models.reading import read_config
+from moesched.options import part_of
 from moesched.system.cells import counted_in_cell
 from moesched.system.own_loop import interruptible
 
@@ -52,51 +50,32 @@ class SparsityReport(msgspec.Struct, frozen=True, kw_only=True):
     interrupted: bool = False
 
 
-@takes(ProfilingOptions)
+@takes(SparsityOptions)
 @interruptible()
-def sparsity_of(
-    model: Path | str,
-    prompts: Sequence[Prompt] | None = None,
-    *,
-    policy: PolicyGiven = PROFILING_POLICY,
-    machine: Machine | str = MACHINE,
-    seed: int = 0,
-    progress: Callable[[int, int], object] | None = None,
-    **options: Unpack[ProfilingKeywords],
-) -> SparsityReport:
+def sparsity_of(given: SparsityOptions) -> SparsityReport:
     """Run prompts through a model and count the values after SiLU, over all experts that tokens were routed to.
-
-    Args:
-        model: a Hugging Face folder.
-        prompts: texts, or token ids; by default random ids. A trained model may behave differently on text.
-        policy: as `run_model` takes it; all make the same choices.
-        machine: "auto" for this one, a name of `moesched list machines`, a TOML file, or a Machine.
-        seed: seed of the random ids.
-        progress: called with the number of values counted and the total.
 
     Raises the errors of `moesched.run_model`.
     """
-    given = options_from(ProfilingOptions, "sparsity_of", options, policy=policy, machine=machine)
-    config = read_config(model)
-    asked = random_prompts(config, seed) if prompts is None else prompts
-    encoded = encode_prompts(asked, find_tokenizer(Path(model)), config, 1)
+    config = read_config(given.model)
+    asked = random_prompts(config, given.seed) if given.prompts is None else given.prompts
+    encoded = encode_prompts(asked, find_tokenizer(Path(given.model)), config, 1)
     tokens = sum(map(len, encoded))
     most = tokens * config.layers * config.routed.top_k * config.routed.intermediate
-    counter = SparsityCounter(config.layers, progress or counted_in_cell("values"), most)
+    counter = SparsityCounter(config.layers, given.progress or counted_in_cell("values"), most)
     report = run_model(
-        model,
-        encoded,
+        prompts=encoded,
         max_new_tokens=1,
         listener=ActivationListener(counter),
         tensor_parallel=1,
-        **part_of(given, ProfilingOptions),
+        **part_of(given, ProbeOptions, WeightsOptions),
     )
     require_complete(report)
     return SparsityReport(
         model=config.name,
         dtype=report.dtype,
         tokens=tokens,
-        random_prompts=prompts is None,
+        random_prompts=given.prompts is None,
         thresholds=THRESHOLDS,
         values=tuple(counter.values),
         below=counter.shares(),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +16,7 @@ from moesched.jobs.options import OutputOptions
 from moesched.jobs.report import JobReport
 from moesched.machines import Machine
 from moesched.machines.cost import cost_model
+from moesched.options import Options, described
 from moesched.runs.listeners import Listener
 from moesched.steps.plan import Plan
 from moesched.system.logs import Log
@@ -85,19 +85,29 @@ def batch_files(outputs: OutputOptions, number: int) -> BatchFiles:
     )
 
 
-def require_outputs_apart(outputs: OutputOptions, *read: object) -> None:
+def require_outputs_apart(outputs: OutputOptions, *more: Options | Path) -> None:
     """Require that a job can write the files of all batches, and that none replaces one that it reads.
 
     Args:
         outputs: the job's options or those of a call; what they name beside outputs is read.
-        read: further arguments and options, which name files that are read.
+        more: further options, and files that are read.
 
     Raises:
         BadInput: an output cannot be written, is an input, or is in a model's folder.
     """
     written = [Output("trace", outputs.trace, numbered=True), Output("report", outputs.html, numbered=True)]
-    without_outputs = replace(outputs, trace=None, html=None)
-    require_apart(written, texts_in([without_outputs, *read]))
+    require_apart(written, [name for each in (outputs, *more) for name in _named(each)])
+
+
+def _named(given: Options | Path) -> Iterator[str]:
+    """The files that options name to read; lists are of prompts."""
+    if isinstance(given, Path):
+        yield str(given)
+        return
+    for each in described(type(given)).values():
+        value = getattr(given, each.name)
+        if each.flag and not each.option.writes and not isinstance(value, list | tuple):
+            yield from texts_in(value)
 
 
 def roofs_of(machine: Machine, dtype: str) -> dict[str, Roof]:

@@ -7,14 +7,13 @@ remaining bound comes near the best result.
 
 from __future__ import annotations
 
-from moesched.planner.cluster import MOST_NODES, ClusterProposal, plan_cluster
+from moesched.planner.cluster import ClusterProposal, plan_cluster
 from moesched.planner.proposal import MOST_REQUESTS, Proposal, plan_model
 from moesched.planner.search_policies import Best, plan_best, plannable
 from moesched.planner.setting import KV_SHARE, Setting, splits_kv
 
 __all__ = [
     "KV_SHARE",
-    "MOST_NODES",
     "MOST_REQUESTS",
     "Best",
     "ClusterProposal",

@@ -7,7 +7,6 @@ assignment of each token's experts. Nothing is simulated, and no workload is nee
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -22,7 +21,9 @@ from moesched.dispatch.node_placement import (
 )
 from moesched.errors import BadInput
 from moesched.inputs.budgets import read_budgets
-from moesched.inputs.lookup import find_machine, find_shape
+from moesched.inputs.lookup import changed_machine, find_shape
+from moesched.inputs.options import ClusterPlanOptions
+from moesched.keywords import takes
 from moesched.machines import Machine
 from moesched.machines.networks import Network, load_network
 from moesched.models.config import ModelConfig
@@ -33,7 +34,6 @@ from moesched.units import format_bytes, format_seconds
 
 AUTHORS = "ep_router_aided"
 BALANCED = "ep_balanced"
-MOST_NODES = 64
 POLICIES = (AUTHORS, BALANCED)
 """Policies that run each chosen expert once, with the authors' placement and with the optimiser's."""
 
@@ -107,37 +107,27 @@ class ClusterProposal(msgspec.Struct, frozen=True, kw_only=True):
     ways: list[Way]
 
 
-def plan_cluster(
-    model: Path | str,
-    *,
-    machine: Machine | str,
-    nodes: int,
-    network: Network | str | None = None,
-    policy: str | None = None,
-    dtype: str | None = None,
-    budgets: Mapping[str, int | str] | None = None,
-) -> ClusterProposal:
+@takes(ClusterPlanOptions)
+def plan_cluster(given: ClusterPlanOptions) -> ClusterProposal:
     """Bound the time of a model's tokens on several equal machines, and find the best way to split the model.
-
-    Args:
-        network: a profile's name, a TOML file, or a Network; by default the machine's own.
-        policy: placement to bound: "ep_router_aided" for the authors', or "ep_balanced" for the optimiser's, with as
-            many replicas as memory allows. The default is the authors', as in their Table 6.
-        budgets: bytes by memory; by default all that the machine has.
 
     Raises:
         BadInput: an argument cannot be used, or the nodes' memories are too small; the message names the missing bytes.
     """
-    config, found = find_shape(model), find_machine(machine)
+    config, found = find_shape(given.model), changed_machine(given.machine, given.machine_set)
     if found.accelerator_group.count > 1:
         raise BadInput(
             f"machine {found.name} has {found.accelerator_group.count} accelerators, and --nodes supports "
             "one: name another machine"
         )
-    joined = _network(found, network)
-    layout = weight_layout(config, dtype)
-    cluster = _Cluster(config, found, joined, layout, _nodes(nodes, config), _budget(found, budgets))
-    chosen = AUTHORS if policy is None else policy
+    if config.routed.experts < 2:
+        raise BadInput(
+            f"{config.name} has one expert a layer, and --nodes divides experts among nodes: name a MoE model"
+        )
+    joined, nodes = _network(found, given.network), given.nodes
+    layout = weight_layout(config, given.dtype)
+    cluster = _Cluster(config, found, joined, layout, nodes, _budget(found, given.budgets))
+    chosen = given.policy or AUTHORS
     if chosen not in POLICIES:
         raise BadInput(f"--policy {chosen} does not go with --nodes: choose one of {', '.join(POLICIES)}")
     placement = cluster.placement(chosen)
@@ -339,16 +329,6 @@ def _network(machine: Machine, network: Network | str | None) -> Network:
         assert machine.network is not None
         return machine.network
     return load_network(network) if isinstance(network, str) else network
-
-
-def _nodes(nodes: int, config: ModelConfig) -> int:
-    if not 1 <= nodes <= MOST_NODES:
-        raise BadInput(f"--nodes is {nodes}: give 1 to {MOST_NODES}")
-    if config.routed.experts < 2:
-        raise BadInput(
-            f"{config.name} has one expert a layer, and --nodes divides experts among nodes: name a MoE model"
-        )
-    return nodes
 
 
 def _budget(machine: Machine, budgets: Mapping[str, int | str] | None) -> int:

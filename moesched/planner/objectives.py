@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Literal, get_args
+from typing import get_args
 
 from moesched.errors import BadInput
+from moesched.inputs.options import Objective
 from moesched.planner.trial_run import MOST_STEPS, TrialRun
 from moesched.requests.batch import Batch
-
-Objective = Literal["throughput", "latency", "interactive"]
-"""The figure that a plan is best in.
-
-"throughput" maximises generated tokens per second of a batch, prefill included. The others are for one request of the
-workload's average length: "latency" minimises the time of a decode step, and "interactive" the time of the answer, from
-the prompt's first layer to the last token.
-"""
 
 STEPS_OF_ONE_REQUEST = 25
 STEPS_OF_ALL_LAYERS = 9
@@ -29,8 +22,6 @@ def require_objective(objective: str, new_tokens: int) -> None:
     Raises:
         BadInput: the objective is unknown, or needs more tokens.
     """
-    if new_tokens < 1:
-        raise BadInput(f"--gen is {new_tokens}: give 1 or more")
     if objective == "latency" and new_tokens < 2:
         raise BadInput(
             f"--for latency minimises a decode step, and --gen {new_tokens} has none: "

@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Unpack
-
 import msgspec
 
 from moesched.inputs.accelerators import cut_over_ranks
 from moesched.inputs.budgets import assumed_process, within_process
-from moesched.inputs.chosen_policy import PolicyGiven, choose_policy
-from moesched.inputs.defaults import MACHINE, WORKLOAD
+from moesched.inputs.chosen_policy import choose_policy
+from moesched.inputs.defaults import MACHINE
 from moesched.inputs.dtype import dtype_for
-from moesched.inputs.lookup import find_machine, find_shape
-from moesched.inputs.options import (
-    CutKeywords,
-    CutOptions,
-    FormatKeywords,
-    FormatOptions,
-    MachineKeywords,
-    MachineOptions,
-    SettingKeywords,
-    SettingOptions,
-    options_from,
-    takes,
-)
-from moesched.machines import Machine
+from moesched.inputs.lookup import changed_machine, find_shape
+from moesched.inputs.options import Objective, PlanOptions
+from moesched.keywords import takes
 from moesched.models.layout import WeightLayout, room_for, weight_layout
-from moesched.planner.objectives import Objective, require_objective
+from moesched.planner.objectives import require_objective
 from moesched.planner.ranking import Ranked
 from moesched.planner.resources import Gain
 from moesched.planner.search_policies import Best, plan_best
 from moesched.planner.uncertainty import Figures
-from moesched.requests.workloads import Workload, load_workload
+from moesched.requests.workloads import load_workload
 from moesched.system.cells import named_in_cell
 from moesched.system.own_loop import interruptible
 
@@ -139,68 +123,34 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions(SettingOptions, MachineOptions, CutOptions, FormatOptions):
-    """The options of `plan_model`."""
-
-
-class PlanKeywords(SettingKeywords, MachineKeywords, CutKeywords, FormatKeywords, total=False):
-    """Those of PlanOptions that have a default."""
-
-
 @takes(PlanOptions)
 @interruptible()
-def plan_model(
-    model: Path | str,
-    *,
-    machine: Machine | str,
-    workload: Workload | str = WORKLOAD,
-    gen: int | None = None,
-    policy: PolicyGiven | None = None,
-    objective: Objective = "throughput",
-    seed: int = 0,
-    band: bool = True,
-    on_progress: Callable[[str], object] | None = None,
-    **options: Unpack[PlanKeywords],
-) -> Proposal:
+def plan_model(given: PlanOptions) -> Proposal:
     """Find the policy and the sizes that are best in an objective; needs no weights and no GPU.
-
-    Args:
-        model: a name of `moesched list models`, or a folder with a config.json.
-        machine: a name of `moesched list machines`, "auto" for this one, a TOML file, or a Machine.
-        workload: a name of `moesched list workloads`, a TOML file, or a Workload.
-        gen: tokens to generate for each prompt; None for the workload's own number.
-        policy: as `simulate_model` takes it; None for the best of all that one machine can run.
-        objective: "throughput" for the most generated tokens per second of a batch; for one request of the workload's
-            average length, "latency" for the shortest decode step, and "interactive" for the shortest time of the
-            answer, from the prompt's first layer to the last token.
-        seed: of the order of prompts.
-        band: run the plan some twenty times more, for the band of the figures.
-        on_progress: called with the name of each stage of the search.
 
     Raises:
         BadInput: an argument cannot be used.
         DoesNotFit: no policy fits; the message names the missing bytes.
     """
-    given = options_from(PlanOptions, "plan_model", options, machine=machine)
+    policy, objective = given.policy, given.objective
     cls = None if policy is None else choose_policy(policy).cls
     config, described, shares = cut_over_ranks(
-        find_shape(model, given.format),
-        find_machine(machine),
+        find_shape(given.model, given.format),
+        changed_machine(given.machine, given.machine_set),
         given.budgets,
         given.tensor_parallel,
         cls,
-        here=machine == MACHINE,
+        here=given.machine == MACHINE,
     )
     shares, process = within_process(shares, described, assumed_process(described), config.ranks)
-    chosen = load_workload(workload) if isinstance(workload, str) else workload
-    new_tokens = chosen.new_tokens[0] if gen is None else gen
+    chosen = load_workload(given.workload) if isinstance(given.workload, str) else given.workload
+    new_tokens = chosen.new_tokens[0] if given.gen is None else given.gen
     require_objective(objective, new_tokens)
     layout = weight_layout(config, dtype_for(config.dtype, given.dtype, described))
     best = plan_best(
         described,
         layout,
-        chosen.lengths(MOST_REQUESTS, seed),
+        chosen.lengths(MOST_REQUESTS, given.seed),
         new_tokens,
         objective=objective,
         policies=None if policy is None else (policy,),
@@ -208,8 +158,8 @@ def plan_model(
         budgets=shares,
         slot_bytes=room_for,
         process=process,
-        band=band,
-        on_progress=on_progress or named_in_cell() or (lambda what: None),
+        band=given.band,
+        on_progress=given.on_progress or named_in_cell() or (lambda what: None),
     )
     return _proposal(best, described.name, chosen.name, new_tokens, objective, layout)
 

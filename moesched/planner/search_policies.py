@@ -12,11 +12,12 @@ from moesched import plugins
 from moesched.drivers.pricing import no_garbage_collection
 from moesched.errors import BadInput, DoesNotFit
 from moesched.inputs.chosen_policy import PolicyGiven, choose_policy
+from moesched.inputs.options import Objective
 from moesched.machines import Machine
 from moesched.machines.cost import cost_model
 from moesched.models.layout import Page, WeightLayout
 from moesched.planner.candidate import Candidate
-from moesched.planner.objectives import Objective, close, requests_for
+from moesched.planner.objectives import close, requests_for
 from moesched.planner.ranking import Ranked, in_order, misfit, ranked
 from moesched.planner.resources import Gain, gains
 from moesched.planner.schedules import Seen

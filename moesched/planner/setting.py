@@ -7,10 +7,10 @@ from functools import cached_property, lru_cache
 
 import msgspec
 
+from moesched.inputs.options import Objective
 from moesched.machines import Machine
 from moesched.machines.demand import CostModel
 from moesched.models.layout import Page, WeightLayout, bytes_of
-from moesched.planner.objectives import Objective
 from moesched.requests.batch import Batch
 from moesched.requests.batching import BatchSizes, batch_of
 from moesched.runs.planning import plan_run

@@ -53,7 +53,6 @@ def choose_sizes(
             bytes.
     """
     wanted = wanted or SizeOptions()
-    wanted.require_sensible()
     batch_size, micro_batch_size = wanted.batch_size, wanted.micro_batch_size
     _require_few_chunks(setting, batch_size or 1)
     chunks: list[int | None] = [setting.prefill_chunk]

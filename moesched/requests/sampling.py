@@ -1,143 +1,79 @@
-"""Chooses tokens from logits; randomness depends on seed, request and position, never on the schedule."""
+"""Settings for choosing tokens."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
-
-from moesched.errors import BadInput, NotFinite
+from moesched.errors import BadInput
+from moesched.keywords import documented
+from moesched.options import Option, Options
 
 MOST_BEAMS = 256
 MOST_PENALTY = 4
 """Limit of the exponent of a sequence's length, so that the power fits into a float32."""
 
-Logits = npt.NDArray[np.floating[Any]]
-Probabilities = npt.NDArray[np.float64]
+SAMPLING = "Sampling"
+BEAMS = "Beam search"
+"""Headings."""
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+@documented
+class Sampling(Options):
     """Settings for choosing tokens: greedy at temperature 0, otherwise random by softmax(logits / temperature).
-
-    Attributes:
-        top_k: choose among the k most likely tokens; None for all.
-        top_p: choose among the fewest tokens, after top_k, whose probabilities add up to this. Ties with the last
-            token are included, as with top_k.
-        beams: width of beam search (see `beams.py`); 1 for none.
-        length_penalty: the score of a finished sequence is its log probability divided by its length to this power.
-        early_stopping: end the search once `beams` sequences are finished.
 
     Raises:
         BadInput: a value is out of range; the message names the setting.
     """
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int = 0
-    beams: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool = False
+    temperature: Annotated[
+        float,
+        Option("0 takes the likeliest token; higher values sample from more tokens.", group=SAMPLING, ge=0),
+    ] = 0.0
+    top_k: Annotated[
+        int | None,
+        Option("Sample from the K likeliest tokens only.", "K", group=SAMPLING, ge=1),
+    ] = None
+    top_p: Annotated[
+        float,
+        Option(
+            "Sample from the smallest set of tokens whose probabilities add up to P; ties with the last are included.",
+            "P",
+            group=SAMPLING,
+            gt=0,
+            le=1,
+        ),
+    ] = 1.0
+    seed: Annotated[
+        int,
+        Option("Seed of the random numbers for sampling.", group=SAMPLING, ge=0, le=2**64 - 1),
+    ] = 0
+    beams: Annotated[
+        int,
+        Option(
+            "Keep the N likeliest sequences per prompt. 1 disables beam search.",
+            "N",
+            group=BEAMS,
+            ge=1,
+            le=MOST_BEAMS,
+        ),
+    ] = 1
+    length_penalty: Annotated[
+        float,
+        Option(
+            "A sequence's score is its log probability divided by its length to this power.",
+            "X",
+            group=BEAMS,
+            ge=-MOST_PENALTY,
+            le=MOST_PENALTY,
+        ),
+    ] = 1.0
+    early_stopping: Annotated[
+        bool, Option("Stop a prompt's search once N of its sequences have ended.", group=BEAMS)
+    ] = False
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise BadInput(f"temperature is {self.temperature}; give 0 for the likeliest token, or more")
-        if self.top_k is not None and self.top_k < 1:
-            raise BadInput(f"top-k is {self.top_k}; give 1 or more, or omit it for all tokens")
-        if not 0 < self.top_p <= 1:
-            raise BadInput(f"top-p is {self.top_p}; give a probability above 0, at most 1")
-        if not 0 <= self.seed < 2**64:
-            raise BadInput(f"seed is {self.seed}; give a whole number from 0 to 2**64 - 1")
-        if not 1 <= self.beams <= MOST_BEAMS:
-            raise BadInput(f"beams is {self.beams:,}; give 1 for no beam search, or up to {MOST_BEAMS}")
+        super().__post_init__()
         if self.beams > 1 and self.temperature:
             raise BadInput(
-                f"temperature is {self.temperature}, but beam search is deterministic; omit one of the two"
+                f"--temperature is {self.temperature}, but beam search is deterministic: omit one of the two"
             )
-        if not -MOST_PENALTY <= self.length_penalty <= MOST_PENALTY:
-            raise BadInput(
-                f"length-penalty is {self.length_penalty}; give {-MOST_PENALTY} to {MOST_PENALTY}, 0 for none"
-            )
-
-
-def sample(
-    logits_SV: Logits, sampling: Sampling, requests: Sequence[int], positions: Sequence[int]
-) -> list[int]:
-    """Choose a token for each row of logits.
-
-    Args:
-        requests: index of each row's request among all requests of the run.
-        positions: position of each row's token in its sequence.
-
-    Raises:
-        NotFinite: logits are not finite.
-    """
-    require_finite(logits_SV, requests, positions)
-    if sampling.temperature == 0:
-        return [int(token) for token in logits_SV.argmax(axis=1)]
-    return [
-        _draw(probabilities(logits, sampling), uniform(sampling.seed, request, position))
-        for logits, request, position in zip(logits_SV, requests, positions, strict=True)
-    ]
-
-
-def require_finite(logits_SV: Logits, requests: Sequence[int], positions: Sequence[int]) -> None:
-    """Raise NotFinite unless the largest logit of each row is finite."""
-    largest_S = logits_SV.max(axis=1)
-    if not np.isfinite(largest_S).all():
-        row = int(np.flatnonzero(~np.isfinite(largest_S))[0])
-        raise NotFinite(f"the logits of request {requests[row]} at position {positions[row]} are not finite")
-
-
-def traced(error: NotFinite, step: int, first_bad: str, dtype: str = "") -> NotFinite:
-    """Add the step (0 is prefill) and the first tensor that is not finite to the error of bad logits.
-
-    dtype: that of the computation; numbers beyond 65,504 are not finite in float16.
-    """
-    when = f"decode step {step}" if step else "prefill"
-    remedy = "copy the checkpoint again, or try --dtype float32"
-    if dtype == "float16":
-        remedy = "float16 ends at 65,504: use --dtype float32, or bfloat16 on hardware that has it"
-    return NotFinite(
-        f"{when}: {error}, and the first bad tensor is {first_bad}: generation stops there; {remedy}"
-    )
-
-
-def uniform(seed: int, request: int, position: int) -> float:
-    """Random number in [0, 1) of a token, from a counter-based generator."""
-    bits = np.random.Philox(key=seed, counter=[0, 0, position, request])
-    return float(np.random.Generator(bits).random())
-
-
-def probabilities(logits_V: Logits, sampling: Sampling) -> Probabilities:
-    """Probability of each token at a temperature above 0; 0 for those that top_k or top_p exclude."""
-    with np.errstate(over="ignore"):
-        scaled = (logits_V - logits_V.max()).astype(np.float64) / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < scaled.size:
-        scaled[scaled < np.partition(scaled, -sampling.top_k)[-sampling.top_k]] = -np.inf
-    likely: Probabilities = np.exp(scaled)
-    likely /= likely.sum()
-    if sampling.top_p < 1:
-        likely[likely < _least_likely(likely, sampling.top_p)] = 0
-        likely /= likely.sum()
-    return likely
-
-
-def _least_likely(likely: Probabilities, top_p: float) -> float:
-    """Probability of the last token that top_p includes."""
-    # Tokens below this threshold add up to less than 1 - top_p, so they need no sorting.
-    candidates = likely[likely >= (1 - top_p) / likely.size]
-    descending = np.sort(candidates)[::-1]
-    last = int(np.searchsorted(np.cumsum(descending), top_p))
-    return float(descending[min(last, descending.size - 1)])
-
-
-def _draw(likely: Probabilities, number: float) -> int:
-    """The token whose share of [0, 1) contains the number."""
-    ends = np.cumsum(likely)
-    token = int(np.searchsorted(ends, number * ends[-1], side="right"))
-    return min(token, int(np.flatnonzero(likely)[-1]))

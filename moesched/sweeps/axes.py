@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
-from msgspec import Meta
 
 from moesched.errors import BadInput
 from moesched.inputs.defaults import WORKLOAD
+from moesched.jobs.options import ScenarioOptions
 from moesched.machines.toml_library import MOST_BYTES, Price
+from moesched.options import Described, described
 from moesched.settings import parse_value
 from moesched.system.decoding import decode_toml
 from moesched.system.input_file import read_input
@@ -24,72 +25,21 @@ MODEL = "mixtral-8x7b"
 Axes = dict[str, list[Any]]
 """The values of each axis, by a keyword of `simulate_model`, or that of a table and a key, such as "settings.ahead"."""
 
-_Size = Annotated[int, Meta(ge=1, le=10**9)]
-_Share = Annotated[float, Meta(ge=0, le=1)]
-_DType = Literal["float32", "bfloat16", "float16"]
-_Setting = bool | int | float | str
-
-_MEANT = {
-    _Size: "a whole number from 1 on",
-    _Share: "a number from 0 to 1",
-    _Setting: "a number, true or false, or text",
-    _DType: "float32, bfloat16 or float16",
-    Price: "a number of dollars",
-    int | str: "a number of bytes, or text such as 600MB",
-    int: "a whole number",
-    bool: "true or false",
-    str: "text",
-}
-"""The values of each type, in words."""
-
-KINDS: dict[str, Any] = {
-    "model": str,
-    "format": str,
-    "machine": str,
-    "nodes": _Size,
-    "network": str,
-    "tensor_parallel": _Size,
-    "workload": str,
-    "gen": _Size,
-    "requests": _Size,
-    "padded": bool,
-    "seed": int,
-    "beams": _Size,
-    "routing": str,
-    "preview_accuracy": _Share,
-    "dtype": _DType,
-    "batch_size": _Size,
-    "micro_batch_size": _Size,
-    "prefill_chunk": _Size,
-    "policy": str,
-}
-"""The type of each keyword's values."""
-
-TABLES: dict[str, Any] = {
-    "machine_set": str,
-    "routing_settings": _Setting,
-    "budgets": int | str,
-    "settings": _Setting,
-}
-"""The type of the values in each table."""
+OPTIONS = described(ScenarioOptions)
+"""The axes, in their order: points differ in the last ones first."""
 
 PRICES = "price"
 """A table that is no axis: dollars per hour, by machine."""
 
-ORDER = (
-    "model", "format", "machine", "machine_set", "nodes", "network", "tensor_parallel", "workload", "gen", "requests",
-    "padded", "seed", "beams", "routing", "routing_settings", "preview_accuracy", "dtype", "budgets", "batch_size",
-    "micro_batch_size", "prefill_chunk", "policy", "settings",
-)  # fmt: skip
-"""The order of axes: points differ in the last ones first."""
-
-OPTIONS = {
-    "settings": "--set",
-    "routing_settings": "--routing-set",
-    "machine_set": "--machine-set",
-    "budgets": "--budget",
+_MEANT = {
+    bool: "true or false",
+    float: "a number",
+    int: "a whole number",
+    int | str: "a number of bytes, or text such as 600MB",
+    str: "text",
+    Any: "a number, true or false, or text",
 }
-"""Options of the command line that are not named as their keywords."""
+"""The values of each type, in words."""
 
 DEFAULTS: Axes = {"model": [MODEL], "workload": [WORKLOAD]}
 
@@ -113,25 +63,27 @@ def read_sweep(path: Path) -> Sweep:
     """
     where = str(path)
     tables = decode_toml(read_input(path, "sweep", MOST_BYTES), f"{where}: not a sweep")
-    known = [*KINDS, *TABLES, PRICES]
+    known = [*OPTIONS, PRICES]
     for name in tables:
         if name not in known:
             raise BadInput(f"{where}: unknown key {shown(name)}: {nearest(name, known)}")
     return _sweep_of(tables, lambda name: f"{where}: {name}")
 
 
-def sweep_of_options(texts: Mapping[str, str], tables: Mapping[str, Iterable[str]]) -> Sweep:
+def sweep_of_options(texts: Mapping[str, Iterable[str]]) -> Sweep:
     """The sweep that options of the command line ask for.
 
     Args:
-        texts: values with commas between them, by keyword.
-        tables: texts such as "ahead=1,2", by the name of the table.
+        texts: values with commas between them, by keyword, and such as "ahead=1,2" for a table.
 
     Raises:
         BadInput: as `read_sweep`.
     """
-    given: dict[str, Any] = {name: _split(text, KINDS[name] is str) for name, text in texts.items()}
-    for name, items in tables.items():
+    given: dict[str, Any] = {}
+    for name, items in texts.items():
+        if name != PRICES and not OPTIONS[name].is_table:
+            given[name] = _split(",".join(items), OPTIONS[name].item_kind is str)
+            continue
         table: dict[str, list[Any]] = {}
         for item in items:
             key, equals, values = item.partition("=")
@@ -143,9 +95,8 @@ def sweep_of_options(texts: Mapping[str, str], tables: Mapping[str, Iterable[str
                 raise BadInput(
                     f"{option_of(name)} gives {key.strip()} twice: give it once, with commas between values"
                 )
-            table[key.strip()] = _split(values, TABLES.get(name) is str)
-        if table:
-            given[name] = {key: values[0] for key, values in table.items()} if name == PRICES else table
+            table[key.strip()] = _split(values, name != PRICES and OPTIONS[name].item_kind is str)
+        given[name] = {key: values[0] for key, values in table.items()} if name == PRICES else table
     return _sweep_of(given, option_of)
 
 
@@ -161,14 +112,15 @@ def merged(file: Sweep, options: Sweep) -> Sweep:
             raise BadInput(
                 f"no {name} is given: add --{name}, such as --{name} {example}, or {name} = [...] in a file"
             )
-    ordered = sorted(axes, key=lambda name: ORDER.index(name.partition(".")[0]))
+    order = list(OPTIONS)
+    ordered = sorted(axes, key=lambda name: order.index(name.partition(".")[0]))
     return Sweep({name: axes[name] for name in ordered}, file.prices | options.prices)
 
 
 def option_of(name: str) -> str:
     """The option of the command line for a keyword, a table, or an axis of a table."""
     table, dot, key = name.partition(".")
-    option = OPTIONS.get(table, f"--{table.replace('_', '-')}")
+    option = OPTIONS[table].flag if table in OPTIONS else f"--{table}"
     return f"{option} {key}" if dot else option
 
 
@@ -184,34 +136,46 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def _sweep_of(given: Mapping[str, Any], title: Callable[[str], str]) -> Sweep:
     """Convert values to lists of their types; `title` names a key in messages."""
     axes: Axes = {}
+    prices: dict[str, float] = {}
     for name, value in given.items():
-        if name in KINDS:
-            axes[name] = _values(value, KINDS[name], title(name))
+        if name != PRICES and not OPTIONS[name].is_table:
+            axes[name] = _values(value, OPTIONS[name], title(name))
         elif not isinstance(value, dict) or not value:
             raise BadInput(f"{title(name)} is {shown(value)}: give a table of keys and values")
-        elif name in TABLES:
+        elif name == PRICES:
+            prices = {machine: _price(each, title(f"{PRICES}.{machine}")) for machine, each in value.items()}
+        else:
             for key, each in value.items():
-                axes[f"{name}.{key}"] = _values(each, TABLES[name], title(f"{name}.{key}"))
-    prices = {
-        machine: _value(price, Price, title(f"{PRICES}.{machine}"))
-        for machine, price in given.get(PRICES, {}).items()
-    }
+                axes[f"{name}.{key}"] = _values(each, OPTIONS[name], title(f"{name}.{key}"))
     return Sweep(axes, prices)
 
 
-def _values(given: Any, kind: Any, title: str) -> list[Any]:
+def _values(given: Any, option: Described, title: str) -> list[Any]:
     listed = given if isinstance(given, list) else [given]
     if not listed:
         raise BadInput(f"{title} is empty: give at least one value, or omit it")
-    unlike = {(type(value), value): value for value in (_value(each, kind, title) for each in listed)}
+    unlike = {(type(value), value): value for value in (_value(each, option, title) for each in listed)}
     return list(unlike.values())
 
 
-def _value(given: Any, kind: Any, title: str) -> Any:
+def _value(given: Any, option: Described, title: str) -> Any:
+    kind = option.item_kind
     try:
-        return msgspec.convert(given, kind)
+        value = msgspec.convert(given, bool | int | float | str if kind is Any else kind)
     except msgspec.ValidationError:
-        raise BadInput(f"{title}: {shown(given)} is not {_MEANT[kind]}: write it so, or omit it") from None
+        meant = "one of " + ", ".join(get_args(kind)) if get_origin(kind) is Literal else _MEANT[kind]
+        raise BadInput(f"{title}: {shown(given)} is not {meant}: write it so, or omit it") from None
+    option.require(value, title)
+    return value
+
+
+def _price(given: Any, title: str) -> float:
+    try:
+        return msgspec.convert(given, Price)
+    except msgspec.ValidationError:
+        raise BadInput(
+            f"{title}: {shown(given)} is not a number of dollars: write it so, or omit it"
+        ) from None
 
 
 def _split(text: str, plain: bool) -> list[Any]:

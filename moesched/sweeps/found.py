@@ -11,11 +11,10 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.inputs.budgets import PROCESS
-from moesched.inputs.lookup import find_machine, find_policy, find_shape, find_workload
+from moesched.inputs.lookup import changed_machine, find_policy, find_shape, find_workload
 from moesched.jobs.options import SimulationOptions
 from moesched.jobs.scenario import Scenario, joined
 from moesched.machines import PINNED, Machine
-from moesched.machines.changes import changed
 from moesched.models.config import ModelConfig
 from moesched.requests.workloads import Workload
 from moesched.routing.popularity import Popularity
@@ -134,10 +133,7 @@ class Finder:
 
 def options_of(inputs: Inputs) -> SimulationOptions:
     """The options of a point's simulation."""
-    return SimulationOptions(
-        band=False,
-        **{name: value for name, value in inputs.items() if name not in ("model", "workload", "machine_set")},
-    )
+    return SimulationOptions(band=False, **inputs)
 
 
 def _model(inputs: Inputs) -> Name:
@@ -162,8 +158,7 @@ def _text(inputs: Inputs, table: str) -> str:
 
 
 def _find_machine(inputs: Inputs) -> Machine:
-    changes = [f"{what}={value}" for what, value in inputs.get("machine_set", {}).items()]
-    machine = changed(find_machine(inputs["machine"]), changes)
+    machine = changed_machine(inputs["machine"], inputs.get("machine_set"))
     return joined(machine, inputs.get("nodes"), inputs.get("network"))
 
 
@@ -185,11 +180,11 @@ def _content_of(routing: str | None) -> str:
 
 
 def require_sensible(inputs: Inputs) -> None:
-    """Require sizes and budgets that some machine could have.
+    """Require values within their bounds, and budgets that can be read.
 
     Raises:
         BadInput: one cannot be used.
     """
-    options_of(inputs).require_sensible()
+    options_of(inputs)
     for size in inputs.get("budgets", {}).values():
         parse_bytes(size)

@@ -13,10 +13,10 @@ from moesched.errors import BadInput
 from moesched.plugins import shipped
 from moesched.seams import Policy
 from moesched.settings import setting_names, takes_setting
-from moesched.sweeps.axes import TABLES, Axes, nearest, option_of
+from moesched.sweeps.axes import OPTIONS, Axes, nearest, option_of
 
 Inputs = dict[str, Any]
-"""Keywords of `simulate_model`, and `machine_set`: the new value of each changed property of the machine."""
+"""Keywords of `simulate_model`."""
 
 ALL = "all"
 """Stands for all policies that ship."""
@@ -72,7 +72,7 @@ def _inputs(values: Mapping[str, Any], policies: Mapping[str, type[Policy]]) -> 
     inputs: Inputs = {}
     for name, value in values.items():
         table, _, key = name.partition(".")
-        if table not in TABLES:
+        if not OPTIONS[table].is_table:
             inputs[name] = value
         elif table != "settings" or takes_setting(policies[values["policy"]], key):
             inputs.setdefault(table, {})[key] = value

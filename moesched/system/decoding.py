@@ -8,6 +8,7 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 from moesched.errors import BadInput
+from moesched.system.plain_text import shown
 
 T = TypeVar("T")
 
@@ -15,6 +16,8 @@ MOST_PARTS = 16
 """Limit of the parts of a TOML key, whose decoding takes time that grows with their square."""
 _PART = rb"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rb"(?<![\w-])(?:%b[ \t]*+\.[ \t]*+){%d}" % (_PART, MOST_PARTS))
+
+_TWICE = re.compile(r"Cannot (?:overwrite|declare|mutate)\b.*\(at (?:line (\d+)|end of document)")
 
 DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
 """Errors that msgspec raises, where ValueError also covers bytes that are not UTF-8 and integers of 4,300 digits."""
@@ -71,8 +74,19 @@ def decode_toml(text: bytes, where: str) -> dict[str, Any]:
         decoded: dict[str, Any] = msgspec.toml.decode(text)
         _require_64_bits(decoded)
     except DECODE_ERRORS as error:
-        raise BadInput(f"{where}: {reason(error)}") from error
+        raise BadInput(f"{where}: {_given_twice(text, str(error)) or reason(error)}") from error
     return decoded
+
+
+def _given_twice(text: bytes, error: str) -> str:
+    """The key that a TOML file gives again, in words, if that is the error."""
+    twice = _TWICE.match(error)
+    if twice is None:
+        return ""
+    lines = text.decode().splitlines()
+    number = int(twice[1]) if twice[1] else len(lines)
+    key = shown(lines[number - 1].partition("=")[0].strip(" \t[]"))
+    return f"line {number} gives {key} again: give it once"
 
 
 def convert_value(raw: Any, kind: type[T], where: str, remedy: str) -> T:

@@ -118,7 +118,7 @@ def cells_of(
     """The cells of a grid; what is not given is the default grid's.
 
     Raises:
-        BadInput: a model or a machine is unknown, or a batch size is below 1.
+        BadInput: a model or a machine is unknown.
     """
     default = not (models or machines or batch_sizes)
     models, machines = models or MODELS, machines or MACHINES
@@ -126,8 +126,6 @@ def cells_of(
         find_shape(model)
     for machine in machines:
         find_machine(machine)
-    for batch_size in batch_sizes:
-        SizeOptions(batch_size=batch_size).require_sensible()
     return [
         Cell(model, machine, batch_size)
         for model in models

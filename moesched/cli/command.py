@@ -1,0 +1,242 @@
+"""Commands from functions: each of their options, and each other parameter with a description, becomes a flag."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, replace
+from functools import partial, wraps
+from pathlib import Path
+from types import GenericAlias
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+from cyclopts import App, Group, Parameter, Token
+
+from moesched.errors import BadInput
+from moesched.jobs.options import OUTPUT
+from moesched.options import Described, Options, described, split
+from moesched.system.plain_text import plain_text
+
+Make = Callable[[Mapping[str, Any]], Any]
+"""Makes a parameter of a command from the values of the flags, by name."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_COMMANDS: dict[Callable[..., Any], Command] = {}
+
+
+class Several(NamedTuple):
+    """Marks a parameter that has several values of each option of a class, as texts by the options' names."""
+
+    options: type[Options]
+
+
+class Command(NamedTuple):
+    """How a command is listed: its name, its place and the examples below its help."""
+
+    name: str
+    order: int
+    examples: str
+
+
+def command(order: int, examples: str, name: str = "") -> Callable[[Function], Function]:
+    """Declare a function to be a command, whose help is its docstring.
+
+    The function's parameters are options, or have an `Option` each. It returns the exit code, or None for 0.
+
+    Args:
+        order: place of the command in `moesched --help`.
+        examples: text below its help.
+        name: by default that of the function, with dashes.
+    """
+
+    def declare(function: Function) -> Function:
+        _COMMANDS[function] = Command(name or function.__name__.replace("_", "-"), order, examples)
+        return function
+
+    return declare
+
+
+def add_commands(app: App, functions: Iterable[Callable[..., Any]], called: str | None) -> None:
+    """Add commands that `command` declared.
+
+    Args:
+        called: the only one whose options are needed; None for all.
+    """
+    for function in functions:
+        name, order, examples = _COMMANDS[function]
+        help = "\n\n".join(" ".join(each.split()) for each in (inspect.getdoc(function) or "").split("\n\n"))
+        taking = flat(function) if called in (name, None) else function
+        app.command(taking, name=name, help=help, help_epilogue=examples, sort_key=order)
+
+
+def flat(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that takes the options of another one as parameters of its own, as cyclopts reads them."""
+    hints = get_type_hints(function, include_extras=True)
+    flags: list[Described] = []
+    makers: dict[str, Make] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        own, makers[name] = _taken(name, hints[name], parameter.default)
+        flags += own
+    headings = sorted(dict.fromkeys(each.option.group for each in flags), key=lambda each: each == OUTPUT)
+    groups = {
+        heading: Group(heading, sort_key=place) for place, heading in enumerate(headings, start=1) if heading
+    }
+    parameters = [_parameter(each, groups.get(each.option.group or "")) for each in flags]
+    signature = inspect.Signature(
+        sorted(parameters, key=lambda each: (each.kind, each.default is not each.empty))
+    )
+
+    @wraps(function)
+    def called(*by_place: Any, **by_name: Any) -> Any:
+        given = signature.bind(*by_place, **by_name)
+        given.apply_defaults()
+        return function(**{name: make(given.arguments) for name, make in makers.items()})
+
+    called.__signature__ = signature  # type: ignore[attr-defined]  # of a function
+    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    return called
+
+
+def _taken(name: str, hint: Any, default: Any) -> tuple[list[Described], Make]:
+    """The flags of a parameter, and what makes its value of theirs."""
+    kind, option = split(hint)
+    if option is not None:
+        own = Described(
+            name, kind, option, default=MISSING if default is inspect.Parameter.empty else default
+        )
+        return [own], partial(_value, own)
+    several = next((mark for mark in get_args(hint) if isinstance(mark, Several)), None)
+    if several is not None:
+        axes = [_several(each) for each in _on_command_line(several.options)]
+        return axes, partial(_given, axes)
+    return [flag for each in _on_command_line(kind) for flag in _flags(each)], partial(_options, kind)
+
+
+def _on_command_line(kind: type[Options]) -> list[Described]:
+    return [each for each in described(kind).values() if each.flag]
+
+
+def _flags(each: Described) -> list[Described]:
+    """An option's flag, or those of the options that are its value."""
+    nested = _nested(each)
+    return [each] if nested is None else [flag for own in _on_command_line(nested) for flag in _flags(own)]
+
+
+def _nested(each: Described) -> type[Options] | None:
+    [kind, *_] = each.kinds
+    return kind if isinstance(kind, type) and issubclass(kind, Options) else None
+
+
+def _several(each: Described) -> Described:
+    """A flag with several values of an option, between commas."""
+    sentence, _, _ = each.option.help.partition(". ")
+    option = replace(
+        each.option,
+        help=f"{sentence.rstrip('.')}.",
+        metavar=f"{each.option.metavar or 'VALUE'},...",
+        flag=each.flag,
+        group="Axes",
+    )
+    return Described(each.name, tuple[str, ...], option, default=())
+
+
+def _given(axes: Sequence[Described], values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    return {each.name: values[each.name] for each in axes if values[each.name]}
+
+
+def _options(kind: type[Options], values: Mapping[str, Any]) -> Options:
+    made = {}
+    for each in _on_command_line(kind):
+        nested = _nested(each)
+        made[each.name] = _value(each, values) if nested is None else _options(nested, values)
+    return kind(**made)
+
+
+def _value(each: Described, values: Mapping[str, Any]) -> Any:
+    """The value of an option, of that of its flag."""
+    value = values[each.name]
+    if each.switches_off:
+        return not value
+    if each.is_table:
+        return read_table(each, value) if value else each.default
+    return value
+
+
+def read_table(each: Described, texts: Sequence[str]) -> dict[str, Any]:
+    """Values by key, of texts such as "ahead=3".
+
+    Raises:
+        BadInput: a text has no key, or a key comes twice.
+    """
+    from moesched.settings import parse_value
+
+    table: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise BadInput(f"{each.flag} {text!r}: write {each.option.metavar}")
+        if key in table:
+            raise BadInput(f"{each.flag} gives {key} twice, {table[key]!r} and {value!r}: give it once")
+        table[key] = parse_value(value) if each.item_kind is Any else value
+    return table
+
+
+def _parameter(each: Described, group: Group | None) -> inspect.Parameter:
+    """A parameter as cyclopts reads it."""
+    option, kind, default = each.option, _kind(each), each.default
+    if get_origin(kind) is tuple:
+        default = ()
+    elif each.switches_off:
+        default = False
+    grouped: dict[str, Any] = {} if group is None else {"group": group}
+    marks = Parameter(
+        name=each.flag,
+        metavar=option.metavar,
+        help=option.help,
+        negative="",
+        show_default=None if default not in ("", ()) else False,
+        consume_multiple=option.many or None,
+        **grouped,
+    )
+    place = _place(each.flag, kind)
+    if place is inspect.Parameter.VAR_POSITIONAL:
+        return inspect.Parameter(each.name, place, annotation=Annotated[get_args(kind)[0], marks, option])
+    return inspect.Parameter(
+        each.name,
+        place,
+        default=inspect.Parameter.empty if default is MISSING else default,
+        annotation=Annotated[kind if default is not None else kind | None, marks, option],
+    )
+
+
+def _kind(each: Described) -> Any:
+    """The type of a value on the command line."""
+    if each.is_table:
+        return tuple[str, ...]
+    [first, *_] = each.kinds
+    if get_origin(first) in (tuple, Sequence):
+        [item, *_] = get_args(first)
+        return GenericAlias(tuple, (WHOLE if item is int else item, ...))
+    kind = next((each_kind for each_kind in (Path, str) if each_kind in each.kinds), first)
+    return WHOLE if kind is int else kind
+
+
+def _place(flag: str, kind: Any) -> Any:
+    if flag.startswith("--"):
+        return inspect.Parameter.KEYWORD_ONLY
+    return (
+        inspect.Parameter.VAR_POSITIONAL if get_origin(kind) is tuple else inspect.Parameter.POSITIONAL_ONLY
+    )
+
+
+def _whole_number(_: object, tokens: Sequence[Token]) -> int:
+    """Convert an argument; a fraction such as 1.5 is refused, not rounded."""
+    text = tokens[0].value
+    if re.fullmatch(r"[+-]?[0-9]{1,20}", text) is None:
+        raise ValueError(f"{plain_text(text)!r} is not a whole number.")
+    return int(text)
+
+
+WHOLE = Annotated[int, Parameter(converter=_whole_number)]

@@ -1,0 +1,101 @@
+"""Functions of options that take them as keywords, and show all of them in `help`, editors and the reference."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING
+from functools import wraps
+from textwrap import TextWrapper
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+from moesched.options import Described, described
+
+WIDTH = 120
+"""Columns of docstrings."""
+
+Keywords = ParamSpec("Keywords")
+Given = TypeVar("Given")
+Owner = TypeVar("Owner")
+Result = TypeVar("Result")
+
+
+def documented(kind: type[Given]) -> type[Given]:
+    """Decorate options so that `help` shows each with its meaning."""
+    own = described(kind)  # type: ignore[arg-type]  # a type variable has no two bounds
+    kind.__signature__ = _signature(own.values())  # type: ignore[attr-defined]  # of a class
+    if kind.__doc__ is not None:  # python -OO drops docstrings
+        kind.__doc__ = _with_meanings(inspect.getdoc(kind) or "", own.values())
+    return kind
+
+
+class takes(Generic[Keywords, Given]):
+    """Decorates a function of options so that it takes them as keywords; its signature and `Args:` have all of them."""
+
+    def __init__(self, kind: Callable[Keywords, Given]) -> None:
+        self._kind: Any = kind
+
+    @overload
+    def __call__(self, function: Callable[[Given], Result]) -> Callable[Keywords, Result]: ...
+
+    @overload
+    def __call__(
+        self, function: Callable[[Owner, Given], Result]
+    ) -> Callable[Concatenate[Owner, Keywords], Result]: ...
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        *owner, _ = inspect.signature(function).parameters.values()
+        own = described(self._kind).values()
+        signature = _signature(own)
+        title = function.__qualname__.removesuffix(".__init__")
+
+        @wraps(function)
+        def called(*given: Any, **keywords: Any) -> Any:
+            try:
+                bound = signature.bind(*given[len(owner) :], **keywords)
+            except TypeError as error:
+                raise TypeError(
+                    f"{title}() {error}: it takes {', '.join(each.name for each in own)}"
+                ) from None
+            return function(*given[: len(owner)], self._kind(**bound.arguments))
+
+        shown = inspect.signature(function).replace(parameters=[*owner, *signature.parameters.values()])
+        called.__signature__ = shown  # type: ignore[attr-defined]  # of a function
+        if function.__doc__ is not None:  # python -OO drops docstrings
+            called.__doc__ = _with_meanings(inspect.getdoc(function) or "", own)
+        return called
+
+
+def _without_description(annotation: str) -> str:
+    """The type in the source of an annotation."""
+    match ast.parse(annotation, mode="eval").body:
+        case ast.Subscript(ast.Name("Annotated"), ast.Tuple([kind, *_])):
+            return ast.unparse(kind)
+    return annotation
+
+
+def _place(each: Described) -> int:
+    """The order of parameters: by place, required, others."""
+    return 0 if each.by_place else 1 if each.default is MISSING else 2
+
+
+def _signature(own: Iterable[Described]) -> inspect.Signature:
+    return inspect.Signature(list(map(_parameter, sorted(own, key=_place))))
+
+
+def _parameter(each: Described) -> inspect.Parameter:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if each.by_place else inspect.Parameter.KEYWORD_ONLY
+    default = inspect.Parameter.empty if each.default is MISSING else each.default
+    return inspect.Parameter(each.name, kind, default=default, annotation=_without_description(each.source))
+
+
+def _with_meanings(text: str, own: Iterable[Described]) -> str:
+    """A docstring with the arguments before what it raises."""
+    head, raises, errors = text.partition("\n\nRaises")
+    indented = TextWrapper(WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
+    lines = [
+        indented.fill(f"{each.name}: {each.option.python or each.option.help}")
+        for each in sorted(own, key=_place)
+    ]
+    return "\n".join([head, "", "Args:", *lines]) + raises + errors

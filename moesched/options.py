@@ -1,0 +1,195 @@
+"""Options: dataclasses whose annotated fields are keywords in Python, flags on the command line and axes of sweeps.
+
+A field is the only place of an option: its type, its default and its `Option` are all that the others read.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from types import NoneType, UnionType
+from typing import Annotated, Any, NamedTuple, Union, dataclass_transform, get_args, get_origin
+
+from moesched.errors import BadInput
+
+Number = int | float
+
+
+@dataclass(frozen=True)
+class Option:
+    """The description of an option, in the annotation of its field.
+
+    Attributes:
+        help: its meaning, for `--help`, `help` and the reference.
+        metavar: stands for its value in `--help`.
+        flag: its name on the command line; None for the field's name with dashes. One that begins with `--no-` switches
+            the field off; one without dashes is an argument by its place; "" is for an option of Python alone.
+        group: its heading in `--help`.
+        python: its meaning in Python, where that differs.
+        ge, gt, le: bounds of a number: at least, more than, at most.
+        writes: the kind of file that it names to write, such as "trace".
+        numbered: whether later batches write further files, with a number in their names.
+        many: whether several values may follow one flag.
+    """
+
+    help: str
+    metavar: str | None = None
+    flag: str | None = None
+    group: str | None = None
+    python: str | None = None
+    ge: Number | None = None
+    gt: Number | None = None
+    le: Number | None = None
+    writes: str | None = None
+    numbered: bool = False
+    many: bool = False
+
+    @property
+    def bounds(self) -> str:
+        """The numbers that it may have, in words; empty without bounds."""
+        if self.gt is not None:
+            return f"more than {self.gt:,}" + ("" if self.le is None else f", at most {self.le:,}")
+        if self.ge is None:
+            return ""
+        return f"{self.ge:,} or more" if self.le is None else f"{self.ge:,} to {self.le:,}"
+
+    def admits(self, number: Number) -> bool:
+        """Test whether a number is within the bounds, and finite."""
+        finite = not isinstance(number, float) or math.isfinite(number)
+        high_enough = (self.ge is None or number >= self.ge) and (self.gt is None or number > self.gt)
+        return finite and high_enough and (self.le is None or number <= self.le)
+
+
+class Described(NamedTuple):
+    """A field of options.
+
+    Attributes:
+        kind: its type; a type that only type checkers import is text.
+        source: its annotation as it is written.
+        default: MISSING for one that has to be given.
+        by_place: whether Python takes it as a positional argument, too.
+    """
+
+    name: str
+    kind: Any
+    option: Option
+    source: str = ""
+    default: Any = MISSING
+    by_place: bool = False
+
+    @property
+    def flag(self) -> str:
+        """Its name on the command line."""
+        flag = self.option.flag
+        return f"--{self.name.replace('_', '-')}" if flag is None else flag
+
+    @property
+    def switches_off(self) -> bool:
+        """Test whether its flag switches it off, as `--no-band` does `band`."""
+        return self.flag.startswith("--no-") and not self.name.startswith("no_")
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types that its value may have, apart from None."""
+        several = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
+        return tuple(each for each in several if each is not NoneType)
+
+    @property
+    def is_table(self) -> bool:
+        """Test whether its value has keys."""
+        return any(get_origin(each) is Mapping for each in self.kinds)
+
+    @property
+    def item_kind(self) -> Any:
+        """The type of a value that is written as text: that of each key's, if it has keys."""
+        if self.is_table:
+            return get_args(self.kinds[0])[1]
+        return str if str in self.kinds else self.kinds[0]
+
+    def require(self, value: Any, title: str = "") -> None:
+        """Raise BadInput where a number is out of bounds; `title` names the option there, by default its flag."""
+        if value is None or not self.option.bounds:
+            return
+        for number in value if isinstance(value, tuple | list) else [value]:
+            if not self.option.admits(number):
+                raise BadInput(f"{title or self.flag or self.name} is {number:,}: give {self.option.bounds}")
+
+
+@dataclass(frozen=True, kw_only=True)
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+class Options:
+    """Base of frozen dataclasses of options, each with an `Option` in its annotation; numbers are within their bounds.
+
+    A part that inherits an option may give it another type or default; the description stays.
+
+    Raises:
+        BadInput: a number is out of bounds.
+    """
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+
+    def __post_init__(self) -> None:
+        for each in described(type(self)).values():
+            each.require(getattr(self, each.name))
+
+
+_DESCRIBED: dict[type, dict[str, Described]] = {}
+
+
+def described(kind: type[Options]) -> dict[str, Described]:
+    """The fields of options that have a description, by name."""
+    if kind not in _DESCRIBED:
+        _DESCRIBED[kind] = _described(kind)
+    return _DESCRIBED[kind]
+
+
+def _described(kind: type[Options]) -> dict[str, Described]:
+    found: dict[str, tuple[Any, Option, str]] = {}
+    for part in reversed(kind.__mro__):
+        names = _Names(vars(sys.modules[part.__module__]))
+        for name, text in inspect.get_annotations(part).items():
+            annotation, option = split(eval(text, {}, names) if isinstance(text, str) else text)
+            if option is None and name in found:
+                option = found[name][1]
+            if option is not None:
+                source = text if isinstance(text, str) else inspect.formatannotation(annotation)
+                found[name] = annotation, option, source
+    return {
+        each.name: Described(each.name, *found[each.name], each.default, not each.kw_only)
+        for each in fields(kind)
+        if each.name in found
+    }
+
+
+def split(annotation: Any) -> tuple[Any, Option | None]:
+    """The type in an annotation, and the description beside it."""
+    if get_origin(annotation) is not Annotated:
+        return annotation, None
+    kind, *marks = get_args(annotation)
+    return kind, next((mark for mark in marks if isinstance(mark, Option)), None)
+
+
+def part_of(options: Options, *parts: type[Options]) -> dict[str, Any]:
+    """The fields of some parts, with the values that the options give them."""
+    return {name: getattr(options, name) for part in parts for name in described(part)}
+
+
+def flags_given(options: Options) -> list[str]:
+    """The flags of those fields whose values differ from what the command line has without them."""
+    return [
+        each.flag
+        for each in described(type(options)).values()
+        if each.flag and getattr(options, each.name) != (True if each.switches_off else each.default)
+    ]
+
+
+class _Names(dict[str, Any]):
+    """The names of a module; those that only type checkers import stand for text."""
+
+    def __missing__(self, name: str) -> Any:
+        return vars(builtins).get(name, str)

@@ -1,0 +1,94 @@
+"""Chooses tokens from logits; randomness depends on seed, request and position, never on the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moesched.errors import NotFinite
+from moesched.requests.sampling import Sampling
+
+Logits = npt.NDArray[np.floating[Any]]
+Probabilities = npt.NDArray[np.float64]
+
+
+def sample(
+    logits_SV: Logits, sampling: Sampling, requests: Sequence[int], positions: Sequence[int]
+) -> list[int]:
+    """Choose a token for each row of logits.
+
+    Args:
+        requests: index of each row's request among all requests of the run.
+        positions: position of each row's token in its sequence.
+
+    Raises:
+        NotFinite: logits are not finite.
+    """
+    require_finite(logits_SV, requests, positions)
+    if sampling.temperature == 0:
+        return [int(token) for token in logits_SV.argmax(axis=1)]
+    return [
+        _draw(probabilities(logits, sampling), uniform(sampling.seed, request, position))
+        for logits, request, position in zip(logits_SV, requests, positions, strict=True)
+    ]
+
+
+def require_finite(logits_SV: Logits, requests: Sequence[int], positions: Sequence[int]) -> None:
+    """Raise NotFinite unless the largest logit of each row is finite."""
+    largest_S = logits_SV.max(axis=1)
+    if not np.isfinite(largest_S).all():
+        row = int(np.flatnonzero(~np.isfinite(largest_S))[0])
+        raise NotFinite(f"the logits of request {requests[row]} at position {positions[row]} are not finite")
+
+
+def traced(error: NotFinite, step: int, first_bad: str, dtype: str = "") -> NotFinite:
+    """Add the step (0 is prefill) and the first tensor that is not finite to the error of bad logits.
+
+    dtype: that of the computation; numbers beyond 65,504 are not finite in float16.
+    """
+    when = f"decode step {step}" if step else "prefill"
+    remedy = "copy the checkpoint again, or try --dtype float32"
+    if dtype == "float16":
+        remedy = "float16 ends at 65,504: use --dtype float32, or bfloat16 on hardware that has it"
+    return NotFinite(
+        f"{when}: {error}, and the first bad tensor is {first_bad}: generation stops there; {remedy}"
+    )
+
+
+def uniform(seed: int, request: int, position: int) -> float:
+    """Random number in [0, 1) of a token, from a counter-based generator."""
+    bits = np.random.Philox(key=seed, counter=[0, 0, position, request])
+    return float(np.random.Generator(bits).random())
+
+
+def probabilities(logits_V: Logits, sampling: Sampling) -> Probabilities:
+    """Probability of each token at a temperature above 0; 0 for those that top_k or top_p exclude."""
+    with np.errstate(over="ignore"):
+        scaled = (logits_V - logits_V.max()).astype(np.float64) / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < scaled.size:
+        scaled[scaled < np.partition(scaled, -sampling.top_k)[-sampling.top_k]] = -np.inf
+    likely: Probabilities = np.exp(scaled)
+    likely /= likely.sum()
+    if sampling.top_p < 1:
+        likely[likely < _least_likely(likely, sampling.top_p)] = 0
+        likely /= likely.sum()
+    return likely
+
+
+def _least_likely(likely: Probabilities, top_p: float) -> float:
+    """Probability of the last token that top_p includes."""
+    # Tokens below this threshold add up to less than 1 - top_p, so they need no sorting.
+    candidates = likely[likely >= (1 - top_p) / likely.size]
+    descending = np.sort(candidates)[::-1]
+    last = int(np.searchsorted(np.cumsum(descending), top_p))
+    return float(descending[min(last, descending.size - 1)])
+
+
+def _draw(likely: Probabilities, number: float) -> int:
+    """The token whose share of [0, 1) contains the number."""
+    ends = np.cumsum(likely)
+    token = int(np.searchsorted(ends, number * ends[-1], side="right"))
+    return min(token, int(np.flatnonzero(likely)[-1]))
