@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch.distributed
@@ -28,8 +27,6 @@ from moesched.testing.faulty_transport import Faults, FaultyTransport
 from moesched.testing.recording_transport import RecordingTransport
 from moesched.testing.slow_transports import DelayingTransport, ThrottlingTransport
 from moesched.testing.wrapping_transport import WrappingTransport
-from moesched.transports.envoy import EnvoyTransport
-from moesched.transports.envoy_process import Orders
 from moesched.transports.inproc import InprocTransport
 from moesched.transports.torch_distributed import TorchDistributedTransport
 from patience import PATIENCE_SECONDS
@@ -153,16 +150,7 @@ def test_it_keeps_what_transports_promise(name: str, tmp_path: Path) -> None:
     check_transport(MAKERS[name](tmp_path))
 
 
-@pytest.mark.slow
-def test_an_envoy_keeps_what_transports_promise(tmp_path: Path) -> None:
-    def make(ranks: int) -> list[Transport]:
-        addresses, keys = sockets_in(tmp_path, ranks), keys_of(ranks)
-        return made_together(lambda rank: EnvoyTransport(addresses, rank, keys=keys[rank]), ranks)
-
-    check_transport(make)
-
-
-@pytest.mark.parametrize("name", ["inproc", "zeromq", "envoy", "torch_distributed", "mx_distributed"])
+@pytest.mark.parametrize("name", ["inproc", "zeromq", "torch_distributed", "mx_distributed"])
 def test_transports_are_found_by_name(name: str) -> None:
     if name == "mx_distributed":
         pytest.importorskip("mlx.core")
@@ -252,34 +240,6 @@ def test_a_backend_that_torch_was_built_without_is_refused() -> None:
         pytest.skip("this build of torch has nccl")
     with pytest.raises(BadInput, match="this build of torch has no nccl"):
         TorchDistributedTransport(0, 1, backend="nccl", store=dist.HashStore())
-
-
-# -- the envoy -------------------------------------------------------------------------------------
-
-
-def test_an_envoy_that_dies_is_missed(tmp_path: Path) -> None:
-    with closing([EnvoyTransport(sockets_in(tmp_path, 2), 0)]) as (transport,):
-        transport._process.kill()
-        transport._process.wait()
-        for ticket in range(2):
-            with pytest.raises(TransportError, match="the envoy of rank 0 ended with code -9"):
-                transport.all_reduce(0, Exchange(ticket), ONE)
-
-
-def test_an_envoy_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="rank 3 of 2 addresses"):
-        EnvoyTransport(sockets_in(tmp_path, 2), 3)
-
-
-def test_an_envoy_s_reason_arrives_although_nobody_reads_its_socket(tmp_path: Path) -> None:
-    orders = Orders(f"ipc://{tmp_path}/nobody", sockets_in(tmp_path, 2), 3, None, [], {})
-    ended = subprocess.run(
-        [sys.executable, "-m", "moesched.transports.envoy_process"],
-        input=msgspec.json.encode(orders) + b"\n",
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    assert "rank 3 of 2 addresses" in msgspec.json.decode(ended.stdout, type=str)
 
 
 # -- wrappers --------------------------------------------------------------------------------------
