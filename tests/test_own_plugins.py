@@ -81,7 +81,7 @@ def test_a_transport_of_ones_own_passes() -> None:
 
 @pytest.mark.slow
 def test_an_envoy_keeps_what_transports_promise_and_says_why_it_cannot_start(tmp_path: Path) -> None:
-    kind = plugins.find("transports", "envoy_transport.py:EnvoyTransport")
+    kind: Any = plugins.find("transports", "envoy_transport.py:EnvoyTransport")
 
     def make(ranks: int) -> list[Any]:
         addresses, keys = sockets_in(tmp_path, ranks), keys_of(ranks)
@@ -94,7 +94,7 @@ def test_an_envoy_keeps_what_transports_promise_and_says_why_it_cannot_start(tmp
 
 
 def test_an_envoy_that_dies_is_missed(tmp_path: Path) -> None:
-    kind = plugins.find("transports", "envoy_transport.py:EnvoyTransport")
+    kind: Any = plugins.find("transports", "envoy_transport.py:EnvoyTransport")
     transport = kind(sockets_in(tmp_path, 2), 0)
     transport.process.kill()
     with pytest.raises(TransportError, match="the envoy of rank 0 ended with code -9"):

@@ -58,7 +58,7 @@ PROBE = "moesched.devices.torch.probe:TorchProbe"
 
 
 @interruptible()
-def calibrate(
+def calibrate_machine(
     out: Path | None = None, progress: Progress | None = None, *, thorough: bool = False
 ) -> Machine:
     """Measure this machine and write its file. A calibration that is cut short leaves the old file.

@@ -15,7 +15,7 @@ from moesched.reproduce.twiddler.reproduction import reproduce_twiddler
 from moesched.system.near_names import with_nearest
 from moesched.system.own_loop import interruptible
 
-__all__ = ["PAPERS", "SECTIONS", "Accuracy", "Claim", "Reproduction", "Section", "reproduce"]
+__all__ = ["PAPERS", "SECTIONS", "Accuracy", "Claim", "Reproduction", "Section", "reproduce_paper"]
 
 SECTIONS = {
     "moe-lightning": MOE_LIGHTNING_SECTIONS,
@@ -27,7 +27,7 @@ PAPERS = tuple(SECTIONS)
 
 
 @interruptible()
-def reproduce(
+def reproduce_paper(
     paper: str, only: Sequence[str] = (), on_progress: Callable[[str], None] = lambda what: None
 ) -> Reproduction:
     """Compare a paper's figures with our predictions; needs no weights and no GPU.
