@@ -194,7 +194,7 @@ def test_figures_agree_within_a_fifth_and_ranges_where_half_of_each_lies_in_the_
 
 @pytest.fixture(scope="module")
 def policies() -> Section:
-    return policy_map(lambda what: None)
+    return policy_map(PAPER, lambda what: None)
 
 
 def test_the_policy_map_offloads_weights_for_a_fast_link_and_attends_on_a_fast_cpu(policies: Section) -> None:
