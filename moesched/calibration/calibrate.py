@@ -173,7 +173,7 @@ class Calibration:
             measured_on=this_processor(),
             cost_format=COST_FORMAT,
             cost_table=measured + scaled,
-            contention=contention_of(self._operations.rates | self._models.rates),
+            contention=contention_of(self._models.rates),
             spread=spread({DISK: self._operations.speeds(READ)} | self._models.tasks.speeds()),
         )
 
