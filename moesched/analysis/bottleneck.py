@@ -135,7 +135,8 @@ def _parts(stretches: Sequence[Stretch], networks: Mapping[str, str]) -> list[_P
 def _savings(recording: Recording, parts: Sequence[_Part]) -> list[float]:
     """The share of the run's time that each relief saves."""
     total = recording.end - recording.start
-    window = _middle(recording, _first_of_middle(recording))
+    first = _first_of_middle(recording)
+    window = recording.part(range(first, min(first + MOST_TASKS, len(recording.slices))), trimmed=True)
     try:
         before = _length(window, _durations(window))
     except BadInput:  # not a whole run: the path has to do
@@ -154,21 +155,6 @@ def _first_of_middle(recording: Recording) -> int:
     slices = recording.slices
     middle = bisect_left(slices, (recording.start + recording.end) // 2, key=lambda each: each.end)
     return max(0, min(middle - MOST_TASKS // 2, len(slices) - MOST_TASKS))
-
-
-def _middle(recording: Recording, first: int) -> Recording:
-    """The slices from one on."""
-    slices = recording.slices
-    kept = range(first, min(first + MOST_TASKS, len(slices)))
-    return msgspec.structs.replace(
-        recording,
-        slices=[slices[index] for index in kept],
-        producers=[
-            tuple(producer - first for producer in recording.producers[index] if producer in kept)
-            for index in kept
-        ],
-        trimmed=True,
-    )
 
 
 def _relieved(recording: Recording, part: _Part) -> tuple[Recording, list[int]]:

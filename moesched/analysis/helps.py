@@ -129,14 +129,7 @@ def _first_steps(recording: Recording) -> Recording | None:
         return None
     last = max([fewest[-1], *(step for step in steps if total[step] <= MOST_TASKS)])
     kept = [index for index, each in enumerate(recording.slices) if each.step <= last]
-    places = {index: place for place, index in enumerate(kept)}
-    return msgspec.structs.replace(
-        recording,
-        slices=[recording.slices[index] for index in kept],
-        producers=[
-            tuple(places[each] for each in recording.producers[index] if each in places) for index in kept
-        ],
-    )
+    return recording.part(kept)
 
 
 def _run_seconds(replay: Recording, decode_steps: int) -> float:

@@ -5,6 +5,7 @@ Recorders build them from tasks and the reader from a file; the writer and all a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -167,6 +168,18 @@ class Recording(msgspec.Struct):
 
     def __repr__(self) -> str:
         return f"<Recording: {len(self.slices):,} tasks on {len(self.lanes)} lanes, {self.end / 1e9:.3g} s>"
+
+    def part(self, kept: Sequence[int], **changed: object) -> Recording:
+        """The slices at these indices, with the dependencies between them, and with other fields changed."""
+        places = {index: place for place, index in enumerate(kept)}
+        return msgspec.structs.replace(
+            self,
+            slices=[self.slices[index] for index in kept],
+            producers=[
+                tuple(places[each] for each in self.producers[index] if each in places) for index in kept
+            ],
+            **changed,
+        )
 
     @property
     def edges(self) -> int:
