@@ -37,7 +37,7 @@ def is_compiled(path: Path) -> bool:
 
 
 def files_to_ship() -> Iterator[tuple[Path, Path]]:
-    """(file in the tree, its path in the wheel) of everything below the package's four folders that is not for tests only."""
+    """(file in the tree, its path in the wheel) of all that is below the package's four folders and shipped."""
     for folder in ("moesched", *PLUGIN_FOLDERS):
         inside = Path(folder) if folder == "moesched" else Path("moesched", folder)
         for directory, folders, names in os.walk(ROOT / folder, followlinks=False):
