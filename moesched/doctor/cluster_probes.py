@@ -4,22 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moesched.doctor.facts import NO_ANSWER, ClusterFacts, Facts, PortFacts, SshFacts
-from moesched.doctor.findings import Finding
-
-PROBLEMS = {
-    "silent": (
-        "does not answer: it is closed by a firewall, or the machine is off",
-        "open it there for TCP, or correct its address in the cluster file",
-    ),
-    "taken": (
-        "is in use: something listens there already",
-        "end that program, which may be an earlier node, or choose another port in the cluster file",
-    ),
-    "forbidden": ("may not be used by this user", "choose a port above 1023 in the cluster file"),
-}
-"""For each state of a port that is in trouble, what it says and the remedy."""
-
+from moesched.doctor.facts import NO_ANSWER, Facts, SshFacts
+from moesched.doctor.findings import Finding, finding
 
 BY_HAND = "try by hand: ssh -o BatchMode=yes {to} true"
 SSH_PROBLEMS = (
@@ -59,52 +45,23 @@ def probe_cluster(facts: Facts) -> Iterator[Finding]:
         return
     if cluster.ssh:
         for node in cluster.nodes:
-            yield _of_node(node, cluster)
+            yield _of_node(node, cluster.version)
     else:
-        yield Finding(
-            about="ssh",
-            says="there is no `ssh` on this machine",
-            remedy="install OpenSSH, or start `moesched node` yourself on each machine",
-        )
+        yield finding("ssh-missing")
     for port in cluster.ports:
-        yield _of_port(port)
+        yield finding(f"port-{port.state}", port=port)
 
 
-def _of_node(node: SshFacts, cluster: ClusterFacts) -> Finding:
-    about = f"ssh {node.destination}"
+def _of_node(node: SshFacts, here: str) -> Finding:
     if node.problem:
         problem = node.problem.lower()
         _, says, remedy = next(
             (each for each in SSH_PROBLEMS if any(word.lower() in problem for word in each[0])),
             ((), "is not reached by ssh", BY_HAND),
         )
-        return Finding(
-            about=about, says=f"{node.who} {says}: {node.problem}", remedy=remedy.format(to=node.destination)
-        )
+        return finding("ssh-trouble", node=node, says=says, remedy=remedy.format(to=node.destination))
     if node.failure:
-        return Finding(
-            about=about,
-            says=f"{node.who} cannot start moesched: {node.failure}",
-            remedy=f"try there: {node.command} --version, and install moesched anew, or correct `command` of the host",
-        )
+        return finding("node-fails", node=node)
     if not node.version:
-        return Finding(
-            about=about,
-            says=f"{node.who} does not find `{node.command}`: ssh sets a short PATH",
-            remedy="write its whole path as `command` of the host in the cluster file",
-        )
-    if node.version != cluster.version:
-        return Finding(
-            about=about,
-            says=f"{node.who} has moesched {node.version}, and this machine {cluster.version}",
-            remedy="install the same version on all machines",
-        )
-    return Finding(about=about, says=f"{node.who} has moesched {node.version}")
-
-
-def _of_port(port: PortFacts) -> Finding:
-    about = f"port {port.address}:{port.port}"
-    if port.state in PROBLEMS:
-        says, remedy = PROBLEMS[port.state]
-        return Finding(about=about, says=f"port {port.port} of {port.who} {says}", remedy=remedy)
-    return Finding(about=about, says=f"free for {port.who}")
+        return finding("node-without-command", node=node)
+    return finding("ssh" if node.version == here else "node-of-another-version", node=node, here=here)
