@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moesched.analysis.pictures import FORMATS, drawing, require_matplotlib, write_picture
 from moesched.errors import BadInput
-from moesched.reproduce.report import Reproduction, Section, Value
+from moesched.reproduce.report import Reproduction, Section
 from moesched.system.input_file import is_folder
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _lines(section: Section, lines: Lines) -> Figure:
     return figure
 
 
-def _scale(axes: Axes, lines: Lines, xs: list[Value]) -> None:
+def _scale(axes: Axes, lines: Lines, xs: list[Any]) -> None:
     if "x" in lines.log:
         axes.set_xscale("log", base=2)
         axes.set_xticks(xs, [str(x) for x in xs])

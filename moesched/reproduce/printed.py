@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import NamedTuple, TypeVar
 
@@ -66,7 +66,7 @@ class PrintedPaper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def section(
         self,
         name: str,
-        rows: list[dict[str, Value]],
+        rows: Iterable[Mapping[str, Value]],
         claims: Iterable[Claim] = (),
         notes: Iterable[str] = (),
         **values: object,
@@ -77,7 +77,7 @@ class PrintedPaper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             name=name,
             title=words.title.format(**values),
             how=words.how.format(**values),
-            rows=rows,
+            rows=[dict(row) for row in rows],
             claims=list(claims),
             notes=list(notes),
         )

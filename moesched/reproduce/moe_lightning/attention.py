@@ -60,4 +60,4 @@ def attention_section(paper: Paper, rates: Rates) -> Section:
             f"{share:.2f}x the experts' time", share > 1, **ranges
         ),
     ]
-    return paper.section("cpu-attention", [*rows], claims)
+    return paper.section("cpu-attention", rows, claims)

@@ -168,8 +168,10 @@ def goals(paper: TwiddlerPaper, generated: Section, first: Section, searched: Se
         _goal("twiddler_makespan over twiddler, single batch", alone, NEVER_SLOWER),
         _goal("twiddler_makespan over twiddler, at its worst", [min(both + alone)], NEVER_SLOWER),
     ]
-    rows = [{"goal": each.what, "bar": each.paper, "ours": each.ours, "met": each.agrees} for each in claims]
-    return paper.section("goals", [*rows])
+    rows: Rows = [
+        {"goal": each.what, "bar": each.paper, "ours": each.ours, "met": each.agrees} for each in claims
+    ]
+    return paper.section("goals", rows)
 
 
 def mean_ratio(rows: Rows, key: str, ours: str, rival: str, bench: Bench | None = None) -> float:
