@@ -7,35 +7,14 @@ from collections.abc import Iterator
 from moesched.doctor.facts import NO_ANSWER, Facts, SshFacts
 from moesched.doctor.findings import Finding, finding
 
-BY_HAND = "try by hand: ssh -o BatchMode=yes {to} true"
-SSH_PROBLEMS = (
-    (
-        ("permission denied", "authentication"),
-        "is not reached without a password",
-        "ssh-copy-id {to}, then " + BY_HAND,
-    ),
-    (
-        ("host key verification",),
-        "is not reached without a question about its key",
-        "run `ssh {to}` once and answer it; where the machine was set up anew: ssh-keygen -R its name",
-    ),
-    (
-        ("could not resolve", "name or service", "nodename nor servname"),
-        "has no address that is known here",
-        "correct `ssh` or `address` of the host in the cluster file, or let the name resolve, as in /etc/hosts",
-    ),
-    (
-        ("connection refused",),
-        "runs no ssh server",
-        "start one there: on a Mac, System Settings > General > Sharing > Remote Login",
-    ),
-    (
-        ("timed out", "no route", "unreachable", NO_ANSWER),
-        "does not answer ssh",
-        "switch the machine on, keep it awake, and open its port 22; " + BY_HAND,
-    ),
-)
-"""Words of ssh, their meaning for the node, and the remedy, with `to` for the destination."""
+SSH_PROBLEMS = {
+    "ssh-password": ("permission denied", "authentication"),
+    "ssh-question": ("host key verification",),
+    "ssh-no-address": ("could not resolve", "name or service", "nodename nor servname"),
+    "ssh-no-server": ("connection refused",),
+    "ssh-silent": ("timed out", "no route", "unreachable", NO_ANSWER),
+}
+"""Words of ssh, in lower case, by the finding that they stand for."""
 
 
 def probe_cluster(facts: Facts) -> Iterator[Finding]:
@@ -54,12 +33,9 @@ def probe_cluster(facts: Facts) -> Iterator[Finding]:
 
 def _of_node(node: SshFacts, here: str) -> Finding:
     if node.problem:
-        problem = node.problem.lower()
-        _, says, remedy = next(
-            (each for each in SSH_PROBLEMS if any(word.lower() in problem for word in each[0])),
-            ((), "is not reached by ssh", BY_HAND),
-        )
-        return finding("ssh-trouble", node=node, says=says, remedy=remedy.format(to=node.destination))
+        said = node.problem.lower()
+        known = (name for name, words in SSH_PROBLEMS.items() if any(word in said for word in words))
+        return finding(next(known, "ssh-unreached"), node=node)
     if node.failure:
         return finding("node-fails", node=node)
     if not node.version:
