@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import grpc
@@ -46,6 +47,7 @@ CASES = [
     "inproc, 2 threads of a process",
 ]
 NOTHING = Work("nothing", "none")
+ENVOY = f"{Path(__file__).parent.parent / 'examples' / 'envoy_transport.py'}:EnvoyTransport"
 
 
 class Setup(NamedTuple):
@@ -84,7 +86,7 @@ def measure(setup: Setup, rank: int) -> tuple[dict[str, list[float]], dict[str, 
         cases[f"zeromq, {name}, in the engine, submitted"] = InEngine(transport, awaited=False)
         cases[f"zeromq, {name}, in the engine, awaited"] = InEngine(transport, awaited=True)
         cases[f"zeromq, {name}, called"] = transport
-    ours["envoy"] = Counted(zeromq("envoy", setup.keys, rank, next(ports)), rank, part)
+    ours["envoy"] = Counted(zeromq(ENVOY, setup.keys, rank, next(ports)), rank, part)
     ours["gloo"] = Counted(gloo(rank, next(ports)[0]), rank, part)
     bare = {
         "CURVE": BareZeroMq(rank, next(ports), part, setup.keys),

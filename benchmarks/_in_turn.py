@@ -7,7 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from _options import progress
 
-from moesched.calibration.calibrate import calibrate
+from moesched.calibration.calibrate import calibrate_machine
 from moesched.calibration.other_load import OtherLoad
 from moesched.machines import Machine
 
@@ -79,4 +79,4 @@ def calibrate_in_turn(runs: InTurn[K], turns: int) -> Machine:
             progress.print(f"calibrated {done} of {steps}")
             runs.turn()
 
-    return calibrate(progress=between, thorough=True)
+    return calibrate_machine(progress=between, thorough=True)

@@ -23,7 +23,7 @@ BENCHMARK = Benchmark(
     __doc__,
     "policy_checks",
     measures=(*SIMULATION, "moesched/testing", "moesched/cli/check.py"),
-    parts=plugins.names("policies"),
+    parts=["adversarial", *plugins.names("policies")],
     rounds_help="checks of each policy; the longest counts",
 )
 

@@ -14,7 +14,7 @@ import msgspec
 from _options import SIMULATION, Benchmark, track
 from _results import stored
 
-from moesched.reproduce import PAPERS, SECTIONS, Reproduction, reproduce
+from moesched.reproduce import PAPERS, SECTIONS, Reproduction, reproduce_paper
 
 PARTS = {paper: {f"{paper}/{section}": section for section in SECTIONS[paper]} for paper in PAPERS}
 """Sections by the names of their parts, by paper."""
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for paper in track([paper for paper in PAPERS if PARTS[paper].keys() & options.only], "reproducing"):
         parts = PARTS[paper]
         chosen = [section for part, section in parts.items() if part in options.only]
-        first, *others = (reproduce(paper, chosen) for _ in range(options.rounds))
+        first, *others = (reproduce_paper(paper, chosen) for _ in range(options.rounds))
         if any(figures(other) != figures(first) for other in others):
             raise SystemExit(f"{paper}: two computations differ")
         found = msgspec.to_builtins(first)

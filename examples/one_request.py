@@ -77,7 +77,7 @@ def main() -> None:
     show(f"Mixtral 8x7B on {arguments.machine}: predicted", predicted)
 
 
-def show(title: str, reports: Mapping[str, moesched.Report]) -> None:
+def show(title: str, reports: Mapping[str, moesched.JobReport]) -> None:
     """Print the runs as a table."""
     table = Table(title=title)
     for heading in ("policy", "first token", "tokens/s", *(f"{name} busy" for name in LANES)):

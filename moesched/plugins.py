@@ -33,18 +33,13 @@ _SEAMS: dict[Kind, type] = {
 
 
 def names(kind: Kind) -> list[str]:
-    """The names of the installed plug-ins of one kind, sorted."""
-    return sorted(point.name for point in _points(kind))
+    """The names of the installed plug-ins of one kind, sorted, without those that test the framework."""
+    return sorted(point.name for point in _points(kind) if not point.value.startswith("moesched.testing."))
 
 
 def shipped(kind: Kind) -> list[str]:
     """The names of those plug-ins that come with the framework, sorted."""
     return sorted(point.name for point in _points(kind) if point.value.startswith(f"moesched.{kind}."))
-
-
-def for_tests(kind: Kind) -> list[str]:
-    """The names of those plug-ins that test the framework, sorted."""
-    return sorted(point.name for point in _points(kind) if point.value.startswith("moesched.testing."))
 
 
 @overload

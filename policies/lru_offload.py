@@ -52,7 +52,6 @@ class LruOffload(LayerByLayer):
         if self.offloads:
             filled = [expert for each in held for expert in each]
             self.pool = ExpertPool(plan, len(filled) + self.buffers, filled, on_host=host_has_experts(plan))
-            self.pool.ordered_by(*self.cached)
         else:
             plan.keep([page for page in plan.layout.pages if page.expert >= 0])
 

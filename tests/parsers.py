@@ -42,7 +42,7 @@ from moesched.plugins import make_policy
 from moesched.report import write_run_page
 from moesched.requests.workloads import load_workload
 from moesched.routing.files import read_routing_file
-from moesched.routing.profile import RoutingProfile, read_profile, write_profile
+from moesched.routing.profile import RoutingProfile, read_routing_profile, write_profile
 from moesched.routing.trace import RecordedChoices, RoutingTrace
 from moesched.sweeps.axes import Sweep, merged, read_sweep
 from moesched.sweeps.store import Store
@@ -276,7 +276,7 @@ PARSERS: dict[str, Parser] = {
     "network": Parser(_profile("moesched.machines.networks", "10gbe"), lambda file: load_network(str(file))),
     "workload": Parser(_profile("moesched.requests.workloads", "mtbench"), _read_workload),
     "cluster": Parser(_text("cluster.toml", lambda: cluster_toml(cluster())), load_cluster),
-    "routing profile": Parser(_routing_profile, read_profile),
+    "routing profile": Parser(_routing_profile, read_routing_profile),
     "routing trace": Parser(_routing_trace(write_own), _read_routing_trace),
     "routing trace, .npy of vLLM": Parser(_routing_trace(write_npy), _read_routing_trace),
     "routing trace, .npz of vLLM": Parser(_routing_trace(write_npz), _read_routing_trace),

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from functools import partial
-from itertools import count, pairwise, permutations
+from itertools import count, pairwise
 from pathlib import Path
 
 import msgspec
@@ -25,7 +25,7 @@ from moesched.calibration.extent import (
     small_model,
 )
 from moesched.calibration.scaling import scaled_points
-from moesched.calibration.timing import measure, speed_beside, undisturbed
+from moesched.calibration.timing import measure, undisturbed
 from moesched.errors import BadInput
 from moesched.machines import (
     COST_FORMAT,
@@ -65,7 +65,6 @@ QUICKEST = Extent(
         pieces=(1, 2),
         stream=1 << 16,
         scratch=1 << 24,
-        pairs=False,
     ),
     batches=(
         Prompts(groups=((3,), (2, 3), (5, 5, 5)), host_attended=(1,)),
@@ -77,7 +76,6 @@ QUICKEST = Extent(
 BOTH_DTYPES = msgspec.structs.replace(
     QUICKEST,
     name="thoroughly",
-    operations=msgspec.structs.replace(QUICKEST.operations, pairs=True),
     runs={
         "bfloat16": BFLOAT16_RUNS,
         "float32": Runs(models=(MODEL, BETWEEN, LARGER), steps=3, serial=2, fresh=1),
@@ -150,14 +148,6 @@ def test_a_measurement_is_a_median_that_leaves_the_first_call_out() -> None:
     assert next(calls) == 6
 
 
-def test_the_speed_beside_another_call_is_taken_while_that_is_repeated_and_is_at_most_that_alone() -> None:
-    others = count()
-    threads = threading.active_count()
-    assert 0 < speed_beside(lambda: None, lambda: next(others), seconds=0.01) <= 1
-    assert next(others) > 0
-    assert threading.active_count() == threads
-
-
 def test_a_step_is_done_again_while_others_are_busy_and_tries_are_left() -> None:
     loads = iter([0.5, 0.3, 0.05, 0.7])
     done = count()
@@ -192,8 +182,7 @@ def test_a_thorough_calibration_measures_both_dtypes(tmp_path: Path) -> None:
     assert seen[0] == (0, len(seen) - 1) and seen[-1] == (len(seen) - 1, len(seen) - 1)
     assert parse_machine(file.read_bytes(), "file") == machine
     assert [path.name for path in tmp_path.iterdir()] == ["machine.toml"]
-    alone = ("stream", "copy", "gemv", "gemm", "read")
-    assert set(permutations(alone, 2)) <= {(pair.work, pair.beside) for pair in machine.contention}
+    assert machine.contention
     for operation in ("read", "disk->host"):
         assert {point.rows for point in machine.cost_table if point.operation == operation} == {1, 2}
     assert not any(point.scaled_from for point in machine.cost_table)

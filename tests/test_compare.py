@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moesched.analysis.compare import compare
+from moesched.analysis.compare import compare_runs
 from moesched.analysis.comparison import Comparison, Row
 from moesched.analysis.sides import side_of_recording
 from moesched.errors import BadInput
@@ -23,11 +23,11 @@ MEASURED = About(driver="realtime", policy="P", machine="t4", model="m")
 def test_the_error_of_a_prediction_is_in_percent_of_what_was_measured() -> None:
     predicted = side_of_recording("p", recording(fetch=80), PREDICTED)
     measured = side_of_recording("m", recording(fetch=100), MEASURED)
-    row = find(compare([predicted, measured]), "kind", "fetch on link", "time")
+    row = find(compare_runs([predicted, measured]), "kind", "fetch on link", "time")
     assert row.values == [80e-9, 100e-9]
     assert row.ratios == [1.0, 1.25]
     assert row.error_percents == [None, pytest.approx(-20)]
-    row = find(compare([measured, predicted]), "kind", "fetch on link", "time")
+    row = find(compare_runs([measured, predicted]), "kind", "fetch on link", "time")
     assert row.ratios == [1.0, 0.8]
     assert row.error_percents == [None, pytest.approx(-20)]
 
@@ -38,7 +38,7 @@ def test_two_policies_differ_first_in_what_their_lanes_do() -> None:
         for policy in ("expert_cache", "flexgen")
         for run in [virtual_run(policy, budgets=FORTY_PERCENT, requests=2)]
     ]
-    comparison = compare(sides)
+    comparison = compare_runs(sides)
     difference = comparison.difference
     assert difference is not None
     moved = next(each for each in difference.works if (each.what, each.lane) == ("bytes", "host->gpu"))
@@ -62,7 +62,7 @@ def test_two_policies_differ_first_in_what_their_lanes_do() -> None:
 
 def test_a_run_and_its_twin_differ_in_no_work() -> None:
     runs = [virtual_run("cgopipe", budgets=FORTY_PERCENT) for _ in range(2)]
-    difference = compare(
+    difference = compare_runs(
         [side_of_recording(str(at), each.recording, each.about) for at, each in enumerate(runs)]
     )
     assert difference.difference is not None
@@ -72,7 +72,7 @@ def test_a_run_and_its_twin_differ_in_no_work() -> None:
 def test_neither_of_two_measured_runs_is_in_error() -> None:
     slow = side_of_recording("slow", recording(fetch=100), MEASURED)
     fast = side_of_recording("fast", recording(fetch=80), MEASURED)
-    comparison = compare([fast, slow])
+    comparison = compare_runs([fast, slow])
     row = find(comparison, "kind", "fetch on link", "rate")
     assert row.values == [12.5, 10.0]
     assert (row.ratios, row.error_percents) == ([1.0, 0.8], [None, None])
@@ -83,9 +83,9 @@ def test_neither_of_two_measured_runs_is_in_error() -> None:
 def test_what_only_one_run_has_stands_alone() -> None:
     one = side_of_recording("one", recording(fetch=10), MEASURED)
     other = side_of_recording("other", recording(pin=10), MEASURED)
-    row = find(compare([one, other]), "kind", "fetch on link", "time")
+    row = find(compare_runs([one, other]), "kind", "fetch on link", "time")
     assert (row.values, row.ratios, row.error_percents) == ([10e-9, None], [1.0, None], [None, None])
-    row = find(compare([one, other]), "kind", "pin on link", "time")
+    row = find(compare_runs([one, other]), "kind", "pin on link", "time")
     assert (row.values, row.ratios, row.error_percents) == ([None, 10e-9], [None, None], [None, None])
 
 
@@ -94,9 +94,9 @@ def test_more_than_two_runs_are_held_against_the_first() -> None:
     runs = [
         side_of_recording(str(length), recording(fetch=length), about) for length, about in figures.items()
     ]
-    row = find(compare(runs), "lane", "link", "busy")
+    row = find(compare_runs(runs), "lane", "link", "busy")
     assert row.ratios == [1.0, 2.0, 4.0]
-    assert compare(runs).header()[2:] == [
+    assert compare_runs(runs).header()[2:] == [
         "10 (measured)",
         "20 (measured)",
         "40 (predicted)",
@@ -110,7 +110,7 @@ def test_a_run_equals_itself_in_every_row(tmp_path: Path) -> None:
     run = virtual_run("cgopipe", budgets=FORTY_PERCENT)
     write_trace(tmp_path / "a.json", run.recording, run.about)
     write_trace(tmp_path / "b.json.gz", run.recording, run.about)
-    comparison = compare([tmp_path / "a.json", tmp_path / "b.json.gz"])
+    comparison = compare_runs([tmp_path / "a.json", tmp_path / "b.json.gz"])
     assert all(row.values[0] == row.values[1] for row in comparison.rows)
     assert {row.section for row in comparison.rows} == {"total", "lane", "kind", "memory"}
     assert [run.title for run in comparison.runs] == ["a.json", "b.json.gz"]
@@ -122,7 +122,7 @@ def test_a_trace_and_a_report_of_the_same_run_agree(tmp_path: Path) -> None:
     policy = make_policy("cgopipe")
     report = simulate(make_plan(policy, budgets=FORTY_PERCENT), policy)
     (tmp_path / "report.json").write_bytes(msgspec.json.encode(report))
-    comparison = compare([tmp_path / "trace.json", tmp_path / "report.json"])
+    comparison = compare_runs([tmp_path / "trace.json", tmp_path / "report.json"])
     both = [row for row in comparison.rows if None not in row.values]
     assert {(row.section, row.name) for row in both} >= {
         ("total", "load"),
@@ -140,7 +140,7 @@ def test_a_report_that_tells_its_kinds_is_compared_by_kind(tmp_path: Path) -> No
     report = {"policy": "P", "tokens": [[1]], "lanes": {}, "kinds": msgspec.to_builtins(kinds)}
     (tmp_path / "report.json").write_bytes(msgspec.json.encode(report))
     predicted = side_of_recording("p", recording(fetch=60), PREDICTED)
-    comparison = compare([tmp_path / "report.json", predicted])
+    comparison = compare_runs([tmp_path / "report.json", predicted])
     assert comparison.runs[0].figures == "measured"
     assert find(comparison, "kind", "fetch on link", "time").error_percents[1] == pytest.approx(20)
 
@@ -149,14 +149,14 @@ def test_the_first_step_of_a_trimmed_trace_has_no_say_in_the_mean() -> None:
     run = virtual_run("cgopipe", budgets=FORTY_PERCENT, new_tokens=6)
     last = virtual_run("cgopipe", LastSteps(2), budgets=FORTY_PERCENT, new_tokens=6)
     side = side_of_recording("last", last.recording, last.about)
-    row = find(compare([side, side]), "total", "decode step", "time")
+    row = find(compare_runs([side, side]), "total", "decode step", "time")
     ends = run.generation.step_ends
     assert row.values[0] == pytest.approx((ends[5] - ends[4]) / 1e9)
 
 
 def test_the_table_is_text_and_the_json_has_every_figure() -> None:
     sides = [side_of_recording(str(length), recording(fetch=length), MEASURED) for length in (1000, 1500)]
-    comparison = compare(sides)
+    comparison = compare_runs(sides)
     table = comparison.table()
     assert ["link", "busy", "1 µs", "1.5 µs", "1.500"] in table
     assert ["fetch on link", "moved", "1 KB", "1 KB", "1.000"] in table
@@ -179,14 +179,14 @@ def test_what_is_neither_trace_nor_report_is_named(content: bytes, complaint: st
     path = tmp_path / "file.json"
     path.write_bytes(content)
     with pytest.raises(BadInput, match=complaint) as caught:
-        compare([path, path])
+        compare_runs([path, path])
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_one_run_cannot_be_compared() -> None:
     with pytest.raises(BadInput, match="1 run given: name two"):
-        compare([side_of_recording("p", recording(fetch=1), PREDICTED)])
+        compare_runs([side_of_recording("p", recording(fetch=1), PREDICTED)])
 
 
 def recording(**lengths: int) -> Recording:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moesched.analysis.compare import compare
+from moesched.analysis.compare import compare_runs
 from moesched.analysis.difference import Cause, Difference, explain_difference
 from moesched.analysis.sides import side_of_recording
 from moesched.errors import BadInput
@@ -97,7 +97,7 @@ def test_the_measured_run_is_explained_by_the_predicted_one_whichever_comes_firs
     predicted = side_of_recording("p", pipeline(fetch=10, kernel=2), PREDICTED)
     measured = side_of_recording("m", pipeline(fetch=15, kernel=2), MEASURED)
     for sides, places in (([predicted, measured], (0, 1)), ([measured, predicted], (1, 0))):
-        told = compare(sides).difference
+        told = compare_runs(sides).difference
         assert told is not None
         assert told.places == places
         assert told.seconds == pytest.approx(20e-9)
@@ -106,7 +106,7 @@ def test_the_measured_run_is_explained_by_the_predicted_one_whichever_comes_firs
 def test_the_difference_is_told_in_words_and_tables() -> None:
     predicted = side_of_recording("p", pipeline(fetch=10, kernel=2), PREDICTED)
     measured = side_of_recording("m", pipeline(fetch=15, kernel=2), MEASURED)
-    comparison = compare([predicted, measured])
+    comparison = compare_runs([predicted, measured])
     assert comparison.reasons()[0] == (
         "Without loading, m (measured) took 62 ns and p (predicted) 42 ns: +20 ns (+47.6 %)."
     )
@@ -129,8 +129,8 @@ def test_progress_counts_the_replays() -> None:
 
 def test_reports_and_more_than_two_runs_are_not_explained() -> None:
     sides = [side_of_recording(str(length), pipeline(length, 1), MEASURED) for length in (1, 2, 3)]
-    assert compare(sides).difference is None
-    assert compare(sides).reasons() == []
+    assert compare_runs(sides).difference is None
+    assert compare_runs(sides).reasons() == []
 
 
 # -- replayed, and in one trace --------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_reports_and_more_than_two_runs_are_not_explained() -> None:
 def test_beside_its_replay_a_run_differs_by_what_passed_between_tasks(tmp_path: Path) -> None:
     measured = pipeline(fetch=10, kernel=2, pause=5)
     write_trace(tmp_path / "run.json", measured, MEASURED)
-    comparison = compare([tmp_path / "run.json"], replayed=True)
+    comparison = compare_runs([tmp_path / "run.json"], replayed=True)
     assert [(run.title, run.figures) for run in comparison.runs] == [
         ("run.json", "measured"),
         ("run.json replayed", "predicted"),
@@ -153,7 +153,7 @@ def test_two_runs_stand_in_one_trace_with_decoding_aligned(tmp_path: Path) -> No
     predicted = virtual_run("cgopipe", budgets=FORTY_PERCENT)
     measured = realtime_run("cgopipe", budgets=FORTY_PERCENT)
     both = tmp_path / "both.json.gz"
-    compare(
+    compare_runs(
         [
             side_of_recording("predicted.json", predicted.recording, predicted.about),
             side_of_recording("measured.json", measured.recording, measured.about),
@@ -162,7 +162,7 @@ def test_two_runs_stand_in_one_trace_with_decoding_aligned(tmp_path: Path) -> No
     )
     assert check_trace(both) == []
     plain = tmp_path / "both.json"
-    compare(
+    compare_runs(
         [
             side_of_recording("predicted.json", predicted.recording, predicted.about),
             side_of_recording("measured.json", measured.recording, measured.about),
@@ -202,13 +202,13 @@ def test_runs_without_a_common_step_are_shown_as_they_were(tmp_path: Path) -> No
         side_of_recording("a", loading, PREDICTED),
         side_of_recording("b", one_task("fetch", 10, step=2), MEASURED),
     ]
-    compare(sides, trace=tmp_path / "both.json")
+    compare_runs(sides, trace=tmp_path / "both.json")
     assert check_trace(tmp_path / "both.json") == []
 
 
 def test_a_trace_of_two_runs_is_not_read_as_one(tmp_path: Path) -> None:
     sides = [side_of_recording(name, pipeline(2, 1), MEASURED) for name in "ab"]
-    compare(sides, trace=tmp_path / "both.json")
+    compare_runs(sides, trace=tmp_path / "both.json")
     with pytest.raises(
         BadInput, match=r"both\.json shows several runs side by side: name the trace of one of them"
     ):
@@ -219,7 +219,7 @@ def test_a_trace_of_two_runs_is_not_read_as_one(tmp_path: Path) -> None:
 def test_a_report_can_neither_be_replayed_nor_shown(wanted: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text('{"policy": "P", "tokens": [[1]], "lanes": {}}')
     with pytest.raises(BadInput, match=r"report\.json is a report, and --.* traces: name what --trace wrote"):
-        compare([tmp_path / "report.json"] * 2, **wanted)  # type: ignore[arg-type]  # one of each kind
+        compare_runs([tmp_path / "report.json"] * 2, **wanted)  # type: ignore[arg-type]  # one of each kind
 
 
 # -- recordings by hand ----------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from moesched.models.layout import Page
 from moesched.tasks import Block, Lane, PageTransfer, Work
 from moesched.trace import About, Recorder, Recording
 from runs import FORTY_PERCENT, realtime_run, virtual_run
-from scripted_routing import simulated, with_rates
 from traces import ranks_that_meet, run_graph, run_ranks, task
 
 ABOUT = About(driver="virtual", policy="by hand")
@@ -284,16 +283,6 @@ def test_a_slow_exchange_is_the_bottleneck_although_each_rank_has_its_part() -> 
     assert told is not None
     assert (told.kind, told.lane.partition(" network")[1]) == ("all_reduce", " network")
     assert told.saved == pytest.approx(0.48, abs=0.02)
-
-
-def test_a_cache_that_holds_two_of_three_experts_in_turn_has_too_little_room() -> None:
-    taking_turns = [[[step % 3]] for step in range(30)]
-    watch = simulated(
-        "lru_offload", taking_turns, {"offload_per_layer": 4}, machine=with_rates(link=1e8, cpu=1e9)
-    )
-    told = explain(watch.recording(), ABOUT).bottleneck
-    assert told is not None
-    assert (told.cause, told.kind) == ("budget", "fetch")
 
 
 def test_nothing_that_ran_cannot_be_explained() -> None:

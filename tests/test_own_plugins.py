@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,9 @@ import numpy as np
 import pytest
 from _small_runs import ONE_MEMORY
 
+from meshes import keys_of, sockets_in
 from moesched import plugins
+from moesched.errors import BadInput, TransportError
 from moesched.seams import Exchange
 from moesched.testing import check_device, check_transport
 
@@ -73,6 +77,29 @@ def test_a_device_that_makes_tokens_up_is_found_out(temperature: int) -> None:
 def test_a_transport_of_ones_own_passes() -> None:
     kind = own_transport()
     check_transport(lambda ranks: [kind(ranks)] * ranks)
+
+
+@pytest.mark.slow
+def test_an_envoy_keeps_what_transports_promise_and_says_why_it_cannot_start(tmp_path: Path) -> None:
+    kind: Any = plugins.find("transports", "envoy_transport.py:EnvoyTransport")
+
+    def make(ranks: int) -> list[Any]:
+        addresses, keys = sockets_in(tmp_path, ranks), keys_of(ranks)
+        with ThreadPoolExecutor(ranks) as threads:
+            return list(threads.map(lambda rank: kind(addresses, rank, keys=keys[rank]), range(ranks)))
+
+    check_transport(make)
+    with pytest.raises(BadInput, match="rank 3 of 2 addresses"):
+        kind(sockets_in(tmp_path, 2), 3)
+
+
+def test_an_envoy_that_dies_is_missed(tmp_path: Path) -> None:
+    kind: Any = plugins.find("transports", "envoy_transport.py:EnvoyTransport")
+    transport = kind(sockets_in(tmp_path, 2), 0)
+    transport.process.kill()
+    with pytest.raises(TransportError, match="the envoy of rank 0 ended with code -9"):
+        transport.all_reduce(0, Exchange(0), np.ones(1, np.float32))
+    asyncio.run(transport.aclose())
 
 
 def test_a_transport_that_hands_out_one_array_to_all_is_found_out() -> None:

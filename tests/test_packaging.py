@@ -23,6 +23,8 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 PACKAGES: list[str] = PYPROJECT["tool"]["setuptools"]["packages"]
 PLUGIN_FOLDERS = ("devices", "policies", "transports")
+FOR_TESTS = "lagging"
+"""The folder of devices/ that wheels do not have."""
 COMPILED = ("_kernels*.so", "_engine*.so", "_bound_call*.so")
 GENERATED = ("__pycache__", "*.pyc", "*.egg-info", *COMPILED)
 COMPILER = sysconfig.get_config_var("CC").split()[0]
@@ -35,11 +37,11 @@ def is_compiled(path: Path) -> bool:
 
 
 def files_to_ship() -> Iterator[tuple[Path, Path]]:
-    """(file in the tree, its path in the wheel) of everything below the package's four folders."""
+    """(file in the tree, its path in the wheel) of all that is below the package's four folders and shipped."""
     for folder in ("moesched", *PLUGIN_FOLDERS):
         inside = Path(folder) if folder == "moesched" else Path("moesched", folder)
         for directory, folders, names in os.walk(ROOT / folder, followlinks=False):
-            folders[:] = [name for name in folders if name != "__pycache__"]
+            folders[:] = [name for name in folders if name not in ("__pycache__", FOR_TESTS)]
             for name in names:
                 path = Path(directory, name)
                 if path.suffix != ".pyc" and not is_compiled(path) and not path.is_symlink():

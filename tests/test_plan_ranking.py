@@ -66,7 +66,7 @@ def test_all_policies_that_one_machine_can_run_are_ranked(proposals: dict[Object
     shared = [
         name for name in plugins.names("policies") if is_expert_parallel(plugins.find("policies", name))
     ]
-    assert sorted([*plannable(), *shared, "adversarial"]) == plugins.names("policies")
+    assert sorted([*plannable(), *shared]) == plugins.names("policies")
     for proposal in proposals.values():
         assert sorted(row.policy for row in proposal.ranking) == sorted(plannable())
 

@@ -25,7 +25,7 @@ from moesched.planner.candidate import Candidate
 from moesched.planner.schedules import Point, Schedules
 from moesched.planner.search import best
 from moesched.planner.setting import Setting
-from moesched.planner.traits import Shape, Share, TraitProbe, Traits, learn
+from moesched.planner.traits import Lesson, Shape, Share, TraitProbe, Traits
 from moesched.planner.trial_run import trial_run
 from moesched.plugins import make_policy
 from moesched.policies.cgopipe import CGOPipe
@@ -131,10 +131,10 @@ def test_the_search_keeps_to_a_share_of_the_kv_cache_that_is_given(shapes: list[
 def test_nothing_is_found_where_nothing_promises_more_than_is_asked_for() -> None:
     where = setting("cgopipe")
     sizes = [TraitProbe(where, size).shape(where.cost) for size in (16, 32)]
-    most = best(where, learn(where), sizes)
+    most = best(where, Lesson(where).traits, sizes)
     assert most is not None
-    assert best(where, learn(where), sizes, above=most.throughput) is None
-    again = best(where, learn(where), sizes, above=0.9 * most.throughput)
+    assert best(where, Lesson(where).traits, sizes, above=most.throughput) is None
+    again = best(where, Lesson(where).traits, sizes, above=0.9 * most.throughput)
     assert again is not None and again.throughput == pytest.approx(most.throughput, rel=1e-3)
 
 
@@ -180,7 +180,7 @@ def throughput(where: Setting, traits: Traits, shape: Shape, count: int, residen
 def test_what_a_policy_is_like_is_learned_from_its_plans(
     policy: str, attention_on_gpu: bool, kv_on_gpu: bool, keeps: float, streams: bool
 ) -> None:
-    traits = learn(setting(policy))
+    traits = Lesson(setting(policy)).traits
     assert traits.attention_on_gpu == attention_on_gpu
     assert traits.kv_on_gpu == kv_on_gpu
     assert traits.keeps == keeps

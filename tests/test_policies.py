@@ -22,7 +22,7 @@ from moesched.steps.step import Step
 from moesched.tasks import Task
 from moesched.testing import CLOCKS, Case, check_policy, policy_cases, run_on_symbols
 
-SHIPPED = plugins.names("policies")
+SHIPPED = ["adversarial", *plugins.names("policies")]
 ROOMY = {"t4": "GPU", "unified": "unified memory"}
 
 # -- conformance -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from moesched.analysis.heat_map import draw_heat_map
 from moesched.devices.kernels import functions
 from moesched.jobs.profiling import profile_routing
 from moesched.routing.files import read_routing_file
-from moesched.routing.profile import RoutingProfile, read_profile
+from moesched.routing.profile import RoutingProfile, read_routing_profile
 from moesched.routing.trace import RoutingTrace, write_routing_trace
 from moesched.runs.listeners import Listener
 from moesched.tasks import Task
@@ -182,7 +182,7 @@ def test_the_command_prints_the_figures_and_writes_both_files(
     written = read_routing_file(tmp_path / "routing.npz", SMALL)
     assert isinstance(written, RoutingTrace)
     assert (written.chosen == trace.chosen).all()
-    assert read_profile(tmp_path / "routing.csv") == trace.profile()
+    assert read_routing_profile(tmp_path / "routing.csv") == trace.profile()
 
 
 def test_the_json_holds_the_figures_and_the_counts(
@@ -212,7 +212,7 @@ def test_a_generator_needs_no_model_but_its_shape(command: Any, tmp_path: Path) 
     )
     assert re.search(r"\nmean +0\.71\ndeviation +0\.08\nminimum +0\.22\n", said.out)
     assert re.search(r"\n56 of 256 +25\.2% +18\.7% +21\.9%\n125 of 256 +53\.0% +44\.6% +48\.8%\n", said.out)
-    assert read_profile(tmp_path / "made.csv").experts == 8
+    assert read_routing_profile(tmp_path / "made.csv").experts == 8
 
 
 def test_broken_lines_of_prompts_are_told_and_the_others_are_profiled(

@@ -14,7 +14,7 @@ import moesched
 from moesched.errors import BadInput
 from moesched.machines.sustained import at_peak, rates_of
 from moesched.planner.setting import UNLIMITED
-from moesched.reproduce import SECTIONS, Section, reproduce
+from moesched.reproduce import SECTIONS, Section, reproduce_paper
 from moesched.reproduce.moe_lightning.attention import attention_section
 from moesched.reproduce.moe_lightning.calibration import calibrate, predict_cell
 from moesched.reproduce.moe_lightning.cpu_memory import MICRO_BATCH
@@ -194,7 +194,7 @@ def test_figures_agree_within_a_fifth_and_ranges_where_half_of_each_lies_in_the_
 
 @pytest.fixture(scope="module")
 def policies() -> Section:
-    return policy_map(lambda what: None)
+    return policy_map(PAPER, lambda what: None)
 
 
 def test_the_policy_map_offloads_weights_for_a_fast_link_and_attends_on_a_fast_cpu(policies: Section) -> None:
@@ -340,4 +340,4 @@ def test_what_cannot_be_is_one_line(command: Any, tmp_path: Path) -> None:
 
 def test_an_unknown_paper_is_refused() -> None:
     with pytest.raises(BadInput, match="no paper"):
-        reproduce("attention-is-all-you-need")
+        reproduce_paper("attention-is-all-you-need")

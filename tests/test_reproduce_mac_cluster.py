@@ -144,7 +144,7 @@ def test_a_cell_of_balanced_experts_is_computed_as_the_results_have_it() -> None
 
 
 def test_the_packing_benchmark_is_computed_as_the_results_have_it() -> None:
-    computed = packing(load_machine(PAPER.machine))
+    computed = packing(PAPER)
     assert computed.rows == _section("packing")["rows"]
     assert [claim.because.startswith("by construction") for claim in computed.claims] == [True] * 3
 

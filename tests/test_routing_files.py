@@ -11,7 +11,7 @@ import pytest
 from moesched.errors import BadInput
 from moesched.models.shapes import SHAPES
 from moesched.routing.files import read_routing_file
-from moesched.routing.profile import RoutingProfile, read_profile, write_profile
+from moesched.routing.profile import RoutingProfile, read_routing_profile, write_profile
 from moesched.routing.recorder import RoutingRecorder
 from moesched.routing.sources import find_choices, find_profile
 from moesched.routing.statistics import statistics_of
@@ -42,7 +42,7 @@ def written(folder: Path, text: str) -> Path:
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_profile(PROFILE, tmp_path / "routing.csv")
-    assert read_profile(tmp_path / "routing.csv", SMALL) == PROFILE
+    assert read_routing_profile(tmp_path / "routing.csv", SMALL) == PROFILE
 
 
 def test_the_file_is_the_documented_csv(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_the_file_is_the_documented_csv(tmp_path: Path) -> None:
 
 def test_rows_may_come_in_any_order_with_spaces_blank_lines_and_comments(tmp_path: Path) -> None:
     file = written(tmp_path, HEAD + "\n0, 1, 1\n# counted by hand\n0,0,2\n")
-    assert read_profile(file).counts == ((2, 1),)
+    assert read_routing_profile(file).counts == ((2, 1),)
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ def test_rows_may_come_in_any_order_with_spaces_blank_lines_and_comments(tmp_pat
 )
 def test_a_broken_line_is_named(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(BadInput, match=r"routing\.csv ?" + told):
-        read_profile(written(tmp_path, text))
+        read_routing_profile(written(tmp_path, text))
 
 
 def test_what_is_no_text_is_told(tmp_path: Path) -> None:
     (tmp_path / "routing.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(BadInput, match="it is not text: name a CSV file"):
-        read_profile(tmp_path / "routing.csv")
+        read_routing_profile(tmp_path / "routing.csv")
 
 
 def test_a_profile_of_another_model_is_refused_with_both_shapes(tmp_path: Path) -> None:

@@ -443,7 +443,7 @@ def simulated(config: ModelConfig, policy: str) -> JobReport:
     return simulate_scenario(Scenario(config, machine, workload, None), given)
 
 
-@pytest.mark.parametrize("policy", plugins.names("policies"))
+@pytest.mark.parametrize("policy", ["adversarial", *plugins.names("policies")])
 def test_every_policy_simulates_every_family(policy: str) -> None:
     for name in FAMILIES.values():
         report = simulated(small(name), policy)

@@ -28,7 +28,7 @@ from moesched.trace import (
     write_trace,
 )
 from moesched.trace.chrome_writer import CRITICAL_PID, FORMAT, SIDE_BY_SIDE
-from moesched.trace.recording import Cancelled, PoolAccesses, PoolSample, Roof, WorkKey
+from moesched.trace.recording import Cancelled, PoolSample, Roof, WorkKey
 from traces import Event
 
 PAGE = (Path(__file__).parent.parent / "docs" / "traces.md").read_text(encoding="utf-8")
@@ -76,7 +76,6 @@ def everything() -> Recording:
         pools=[PoolSample(0, "experts in gpu", 0, Counted(1, 1, 1, 1, 1))],
         costs={WorkKey("copy", "link", 8.0, 8.0): Demand(1e-9, (("link", 1.0),))},
         predictions={WorkKey("copy", "link", 8.0, 8.0): 1e-9},
-        accesses=[PoolAccesses(rank=0, pool="experts in gpu", slots=1, replacement="ring")],
         cancelled=[Cancelled(2, LANE, TASK, 1, 15, "p.py:4")],
     )
 

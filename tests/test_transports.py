@@ -1,4 +1,4 @@
-"""Every transport keeps what transports promise; wrappers add what they say, and nothing else."""
+"""Every transport keeps what transports promise."""
 
 from __future__ import annotations
 
@@ -14,23 +14,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch.distributed
 
-from meshes import ONE, closing, keys_of, mesh_of, ports, sockets_in, sums
-from moesched.errors import BadInput, RankLost, TransportError
+from meshes import ONE, closing, keys_of, mesh_of, ports, sockets_in
+from moesched.errors import BadInput, TransportError
 from moesched.plugins import find
 from moesched.seams import Exchange, Transport
 from moesched.testing import check_transport
-from moesched.testing.faulty_transport import Faults, FaultyTransport
-from moesched.testing.recording_transport import RecordingTransport
-from moesched.testing.slow_transports import DelayingTransport, ThrottlingTransport
-from moesched.testing.wrapping_transport import WrappingTransport
-from moesched.transports.envoy import EnvoyTransport
-from moesched.transports.envoy_process import Orders
-from moesched.transports.inproc import InprocTransport
 from moesched.transports.torch_distributed import TorchDistributedTransport
 from patience import PATIENCE_SECONDS
 
@@ -122,17 +114,6 @@ def mx_over_a_fake(folder: Path) -> Make:
     return make
 
 
-def wrapped(wrap: Callable[[Transport], Transport]) -> Callable[[Path], Make]:
-    def makes(folder: Path) -> Make:
-        def make(ranks: int) -> list[Transport]:
-            inner = InprocTransport(ranks)
-            return [wrap(inner) for _ in range(ranks)]
-
-        return make
-
-    return makes
-
-
 MAKERS: dict[str, Callable[[Path], Make]] = {
     "zeromq over ipc": zeromq_over_ipc,
     "zeromq over ipc, with keys": zeromq_with_keys,
@@ -140,11 +121,6 @@ MAKERS: dict[str, Callable[[Path], Make]] = {
     "gloo": gloo,
     "nccl's path": nccl_on_a_group_of_gloo,
     "mx": mx_over_a_fake,
-    "wrapping": wrapped(WrappingTransport),
-    "recording": wrapped(RecordingTransport),
-    "delaying": wrapped(lambda inner: DelayingTransport(inner, 0.001)),
-    "throttling": wrapped(lambda inner: ThrottlingTransport(inner, 0.001, 1e9)),
-    "no faults": wrapped(lambda inner: FaultyTransport(inner, Faults(delay=0.5, delay_seconds=0.002))),
 }
 
 
@@ -153,16 +129,7 @@ def test_it_keeps_what_transports_promise(name: str, tmp_path: Path) -> None:
     check_transport(MAKERS[name](tmp_path))
 
 
-@pytest.mark.slow
-def test_an_envoy_keeps_what_transports_promise(tmp_path: Path) -> None:
-    def make(ranks: int) -> list[Transport]:
-        addresses, keys = sockets_in(tmp_path, ranks), keys_of(ranks)
-        return made_together(lambda rank: EnvoyTransport(addresses, rank, keys=keys[rank]), ranks)
-
-    check_transport(make)
-
-
-@pytest.mark.parametrize("name", ["inproc", "zeromq", "envoy", "torch_distributed", "mx_distributed"])
+@pytest.mark.parametrize("name", ["inproc", "zeromq", "torch_distributed", "mx_distributed"])
 def test_transports_are_found_by_name(name: str) -> None:
     if name == "mx_distributed":
         pytest.importorskip("mlx.core")
@@ -252,128 +219,3 @@ def test_a_backend_that_torch_was_built_without_is_refused() -> None:
         pytest.skip("this build of torch has nccl")
     with pytest.raises(BadInput, match="this build of torch has no nccl"):
         TorchDistributedTransport(0, 1, backend="nccl", store=dist.HashStore())
-
-
-# -- the envoy -------------------------------------------------------------------------------------
-
-
-def test_an_envoy_that_dies_is_missed(tmp_path: Path) -> None:
-    with closing([EnvoyTransport(sockets_in(tmp_path, 2), 0)]) as (transport,):
-        transport._process.kill()
-        transport._process.wait()
-        for ticket in range(2):
-            with pytest.raises(TransportError, match="the envoy of rank 0 ended with code -9"):
-                transport.all_reduce(0, Exchange(ticket), ONE)
-
-
-def test_an_envoy_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="rank 3 of 2 addresses"):
-        EnvoyTransport(sockets_in(tmp_path, 2), 3)
-
-
-def test_an_envoy_s_reason_arrives_although_nobody_reads_its_socket(tmp_path: Path) -> None:
-    orders = Orders(f"ipc://{tmp_path}/nobody", sockets_in(tmp_path, 2), 3, None, [], {})
-    ended = subprocess.run(
-        [sys.executable, "-m", "moesched.transports.envoy_process"],
-        input=msgspec.json.encode(orders) + b"\n",
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    assert "rank 3 of 2 addresses" in msgspec.json.decode(ended.stdout, type=str)
-
-
-# -- wrappers --------------------------------------------------------------------------------------
-
-
-def test_a_recorder_knows_calls_bytes_and_seconds() -> None:
-    inner = InprocTransport(2)
-    recorders = [RecordingTransport(inner) for _ in range(2)]
-    sums(recorders, Exchange(0), np.ones(6, np.float32))
-    asyncio.run(inner.aclose())
-    with pytest.raises(TransportError):
-        recorders[0].gather(0, Exchange(1), ONE, 0)
-    assert (recorders[0].calls, recorders[0].nbytes) == (2, 24 + 4)
-    assert [record.failed for record in recorders[0].records] == [False, True]
-    assert recorders[0].seconds == sum(record.seconds for record in recorders[0].records) > 0
-
-
-def test_a_throttled_exchange_takes_as_long_as_the_network_would() -> None:
-    recorder = RecordingTransport(ThrottlingTransport(InprocTransport(), 0.01, bandwidth=1e6))
-    recorder.all_reduce(0, Exchange(0), np.ones(5000, np.float32))
-    assert recorder.seconds >= 0.01 + 20e3 / 1e6
-
-
-def test_a_delayed_call_is_woken_when_its_transport_is_closed() -> None:
-    slow = DelayingTransport(InprocTransport(), 60.0)
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(slow.all_reduce, 0, Exchange(0), ONE)
-        asyncio.run(slow.aclose())
-        with pytest.raises(TransportError, match="the transport was closed"):
-            waiting.result(PATIENCE_SECONDS)
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda inner: DelayingTransport(inner, -1.0), "delay in seconds of -1"),
-        (lambda inner: ThrottlingTransport(inner, 0.0, 0.0), "bandwidth of 0 bytes per second"),
-        (lambda inner: ThrottlingTransport(inner, float("nan"), 1.0), "latency in seconds of nan"),
-        (lambda inner: FaultyTransport(inner, Faults(drop=2.0)), "drop 2.0 is not a share"),
-    ],
-)
-def test_wrappers_refuse_figures_that_cannot_be(make: Callable[[Transport], Transport], said: str) -> None:
-    with pytest.raises(BadInput, match=said):
-        make(InprocTransport())
-
-
-def faulty(faults: Faults, timeout_seconds: float = PATIENCE_SECONDS) -> list[Transport]:
-    """Two ranks, the second of which has faults."""
-    inner = InprocTransport(2, timeout_seconds=timeout_seconds)
-    return [inner, FaultyTransport(inner, faults)]
-
-
-def test_a_dropped_part_is_an_error_on_both_ranks() -> None:
-    first, second = sums(faulty(Faults(drop=1.0)))
-    assert str(first) == "all-reduce #0: rank 1 gave up: its part was dropped"
-    assert "the part of rank 1 was dropped" in str(second)
-
-
-def test_a_corrupted_part_differs_in_a_bit_and_the_caller_s_own_does_not() -> None:
-    part = np.zeros(64, np.uint8)
-    first, second = sums(faulty(Faults(corrupt=1.0)), Exchange(0), part)
-    assert first.tolist() == second.tolist()
-    assert bin(int(first.sum())).count("1") == 1
-    assert not part.any()
-
-
-def test_exchanges_that_are_swapped_do_not_meet() -> None:
-    ranks = faulty(Faults(swap_at=0), timeout_seconds=0.1)
-    for found in sums(ranks, Exchange(0)):
-        assert isinstance(found, TransportError)
-
-
-def test_a_rank_is_lost_from_an_exchange_on() -> None:
-    inner = [InprocTransport(), InprocTransport()]
-    rank = FaultyTransport(inner[1], Faults(lose_at=2))
-    for ticket in range(2):
-        rank.all_reduce(0, Exchange(ticket), ONE)
-    with pytest.raises(RankLost) as lost:
-        rank.all_reduce(0, Exchange(2), ONE)
-    assert lost.value.ranks == (0,)
-    with pytest.raises(TransportError, match="closed"):
-        inner[1].all_reduce(0, Exchange(3), ONE)
-
-
-def test_the_same_seed_gives_the_same_faults() -> None:
-    def dropped(seed: int) -> list[int]:
-        rank = FaultyTransport(InprocTransport(), Faults(drop=0.5), seed)
-        tickets = []
-        for ticket in range(64):
-            try:
-                rank.all_reduce(0, Exchange(ticket), ONE)
-            except TransportError:
-                tickets.append(ticket)
-        return tickets
-
-    assert dropped(1) == dropped(1) != dropped(2)
-    assert 10 < len(dropped(1)) < 54

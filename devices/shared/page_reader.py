@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -46,7 +45,6 @@ class PageReader:
 
     Attributes:
         dtype: of the layout.
-        on_disk: whether the files are on disk.
         slot_bytes: bytes of the largest page in a slot.
         converts: whether there are pages whose bytes in the files must be converted.
         buffer_bytes: size of each reading thread's buffer for conversions.
@@ -66,11 +64,11 @@ class PageReader:
         self._config = checkpoint.config
         self._tensors = checkpoint.tensors
         self._files: dict[Path, Blocks] = {}
-        self.on_disk = checkpoint.open is None
-        opened: Callable[[Path], Blocks] = checkpoint.open or partial(DirectFile, direct=direct)
         try:
             for path in sorted({stored.file for stored in self._tensors.values()}):
-                self._files[path] = AbsentFile(path) if path in checkpoint.absent else opened(path)
+                self._files[path] = (
+                    AbsentFile(path) if path in checkpoint.absent else DirectFile(path, direct=direct)
+                )
         except BaseException:
             self.close()
             raise

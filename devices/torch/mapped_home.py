@@ -35,8 +35,6 @@ class MappedHome:
     @staticmethod
     def obstacle(reader: PageReader) -> str:
         """The reason why pages cannot be used as the files have them; empty if they can."""
-        if not reader.on_disk:
-            return "the weights are not in files on a disk"
         if reader.converts:
             return "the files have the weights in another form than the kernels"
         return "" if RegisteredFiles.possible() else "mapped files need Linux 5.14 or later"

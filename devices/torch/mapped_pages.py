@@ -53,7 +53,7 @@ class MappedPages:
     @staticmethod
     def possible(reader: PageReader) -> bool:
         """Whether the system can populate mappings (Linux 5.14), and kernels can use the files' bytes as they are."""
-        return reader.on_disk and not reader.converts and system_takes(POPULATE_READ)
+        return not reader.converts and system_takes(POPULATE_READ)
 
     def bring(self, page: Page, slot: Slot) -> None:
         """Map a page into a slot, and have the system read what its cache lacks; one thread at a time per slot.

@@ -1,8 +1,8 @@
 """The bottleneck of a run: among what takes its critical path, that whose relief would shorten the run most.
 
 The critical path alone does not tell: where a fetch and a kernel take turns for want of room, half of the path is
-theirs. So the run is replayed with each of them relieved: a lane is twice as fast, transfers wait for no room and
-caches have twice of it, the policy waits for no router, or no rank for another. Time of the policy and the driver lies
+theirs. So the run is replayed with each of them relieved: a lane is twice as fast, transfers wait for no room, the
+policy waits for no router, or no rank for another. Time of the policy and the driver lies
 between tasks, and half of it is what a relief would save.
 """
 
@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from moesched.analysis.critical_time import BETWEEN, Stretch, share_of
 from moesched.analysis.idle_spans import ROUTERS, Cause
-from moesched.analysis.pool_replay import outcomes_with_more_room
 from moesched.analysis.replayed_run import replay_recording
 from moesched.errors import BadInput
 from moesched.trace.recording import Recording
@@ -88,14 +86,12 @@ def bottleneck(recording: Recording, stretches: Sequence[Stretch]) -> Bottleneck
     Returns:
         None if no task ran.
     """
-    spared = _spared_by_room(recording)
-    brought = {recording.slices[index].task.verb for index in spared}
-    parts = _parts(stretches, brought, _networks(recording))
+    parts = _parts(stretches, _networks(recording))
     if not parts:
         return None
     total = recording.end - recording.start
     large = [part for part in parts if part.nanoseconds >= LEAST_SHARE * total] or parts[:1]
-    saved = _savings(recording, large, spared)
+    saved = _savings(recording, large)
     # Where two lanes are equally busy, each would save nearly the same: the longer part of the path is named.
     part, share = next(
         (part, each) for part, each in zip(large, saved, strict=True) if each >= NEARLY * max(saved)
@@ -122,12 +118,9 @@ def _networks(recording: Recording) -> dict[str, str]:
     return {lane_title(lane, ranks): lane.name for lane in lanes}
 
 
-def _parts(
-    stretches: Sequence[Stretch], brought: Collection[str], networks: Mapping[str, str]
-) -> list[_Part]:
+def _parts(stretches: Sequence[Stretch], networks: Mapping[str, str]) -> list[_Part]:
     """The path by what is to blame, longest first.
 
-    brought: kinds of transfers that caches with more room would spare; for these, room is to blame as well.
     networks: lanes with one name on all ranks, which are to blame together.
     """
     groups: dict[tuple[str, Cause | None], list[Stretch]] = {}
@@ -135,30 +128,15 @@ def _parts(
         lane = networks.get(each.lane, each.lane)
         blamed = (lane, None) if each.cause in OF_A_LANE else ("", each.cause)
         groups.setdefault(blamed, []).append(each)
-        if each.kind in brought and each.cause != "budget":
-            groups.setdefault(("", "budget"), []).append(each)
     parts = [_Part(lane, cause, group) for (lane, cause), group in groups.items()]
     return sorted(parts, key=lambda part: -part.nanoseconds)
 
 
-def _spared_by_room(recording: Recording) -> set[int]:
-    """The transfers that caches with twice the room would spare, if their rules can be played again."""
-    spared: set[tuple[int, int]] = set()
-    for accesses in recording.accesses:
-        with suppress(BadInput):
-            outcomes = outcomes_with_more_room(accesses, 2.0)
-            spared |= {(accesses.rank, number) for number, outcome in outcomes.items() if outcome.spared}
-    if not spared:
-        return set()
-    return {index for index, each in enumerate(recording.slices) if (each.lane.rank, each.id) in spared}
-
-
-def _savings(recording: Recording, parts: Sequence[_Part], spared: Collection[int]) -> list[float]:
+def _savings(recording: Recording, parts: Sequence[_Part]) -> list[float]:
     """The share of the run's time that each relief saves."""
     total = recording.end - recording.start
     first = _first_of_middle(recording)
-    window = _middle(recording, first)
-    spared = {index - first for index in spared}
+    window = recording.part(range(first, min(first + MOST_TASKS, len(recording.slices))), trimmed=True)
     try:
         before = _length(window, _durations(window))
     except BadInput:  # not a whole run: the path has to do
@@ -168,7 +146,7 @@ def _savings(recording: Recording, parts: Sequence[_Part], spared: Collection[in
         if part.cause in BETWEEN:
             saved.append(share_of(part.nanoseconds, total) / 2)
         else:
-            saved.append(max(0.0, 1 - _length(*_relieved(window, part, spared)) / before))
+            saved.append(max(0.0, 1 - _length(*_relieved(window, part)) / before))
     return saved
 
 
@@ -179,26 +157,8 @@ def _first_of_middle(recording: Recording) -> int:
     return max(0, min(middle - MOST_TASKS // 2, len(slices) - MOST_TASKS))
 
 
-def _middle(recording: Recording, first: int) -> Recording:
-    """The slices from one on."""
-    slices = recording.slices
-    kept = range(first, min(first + MOST_TASKS, len(slices)))
-    return msgspec.structs.replace(
-        recording,
-        slices=[slices[index] for index in kept],
-        producers=[
-            tuple(producer - first for producer in recording.producers[index] if producer in kept)
-            for index in kept
-        ],
-        trimmed=True,
-    )
-
-
-def _relieved(recording: Recording, part: _Part, spared: Collection[int]) -> tuple[Recording, list[int]]:
-    """The tasks without what a part of the path passed with, and their durations.
-
-    spared: transfers that need no time if there is more room.
-    """
+def _relieved(recording: Recording, part: _Part) -> tuple[Recording, list[int]]:
+    """The tasks without what a part of the path passed with, and their durations."""
     durations = _durations(recording)
     if part.cause is None:
         ranks = len({lane.rank for lane in recording.lanes})
@@ -209,8 +169,7 @@ def _relieved(recording: Recording, part: _Part, spared: Collection[int]) -> tup
         ]
         return recording, halved
     if part.cause == "budget":
-        left = [0 if index in spared else nanoseconds for index, nanoseconds in enumerate(durations)]
-        return _with_room(recording), left
+        return _with_room(recording), durations
     slices = [msgspec.structs.replace(each) for each in recording.slices]
     for each in slices:
         if part.cause == "rank":

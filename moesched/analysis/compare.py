@@ -16,7 +16,7 @@ from moesched.trace.chrome_writer import TitledRun, write_side_by_side
 
 
 @interruptible()
-def compare(
+def compare_runs(
     sides: Sequence[Side | Path | str],
     *,
     replayed: bool = False,

@@ -18,7 +18,7 @@ OF_THE_POLICY = ("policy", "router")
 """Causes that are reported with the policy's line."""
 
 RELIEFS = {
-    "budget": "Pages wait for room, or leave early and come again; more room",
+    "budget": "Pages wait for room; more room",
     "router": "The policy awaits the choice of experts; knowing it before",
     "rank": "Other ranks wait; an even load",
     "policy": "It is the time of the policy's own Python; half of it",

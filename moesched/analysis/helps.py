@@ -1,7 +1,7 @@
 """The changes of a run that would save most of its time, found by replaying its first steps with each.
 
-Candidates come from the critical path: its links at twice their rate, its kernels in half their time, twice the room of
-pools, and no time between tasks. A run is replayed up to `MOST_TASKS`; what a change saves of the prefill and of the
+Candidates come from the critical path: its links at twice their rate, its kernels in half their time, and no time
+between tasks. A run is replayed up to `MOST_TASKS`; what a change saves of the prefill and of the
 decode steps that were replayed counts for all steps.
 """
 
@@ -107,18 +107,14 @@ def _reliefs(recording: Recording, path: Sequence[PathPart]) -> Iterator[tuple[s
     ranks = len({lane.rank for lane in recording.lanes})
     names = {lane_title(lane, ranks): lane.name for lane in recording.lanes}
     links = {each.lane.name for each in recording.slices if each.task.type == "PageTransfer"}
-    pools = {each.task.verb: each.task.pool for each in recording.slices if each.step >= 0}
-    replayable = {each.pool for each in recording.accesses}
     for part in path:
-        lane, pool = names.get(part.lane, ""), pools.get(part.kind, "")
+        lane = names.get(part.lane, "")
         if part.kind in BETWEEN:
             yield NO_HANDOVERS, "No time between tasks", part.share
         elif lane in links:
             yield f"link {lane} x2", f"{lane} at twice its rate", part.share / 2
         else:
             yield f"kernel {part.kind} x0.5", f"{part.kind} in half its time", part.share / 2
-        if pool in replayable:
-            yield f"pool {pool} x2", f"Twice the room of {pool}", part.share
 
 
 def _first_steps(recording: Recording) -> Recording | None:
@@ -133,14 +129,7 @@ def _first_steps(recording: Recording) -> Recording | None:
         return None
     last = max([fewest[-1], *(step for step in steps if total[step] <= MOST_TASKS)])
     kept = [index for index, each in enumerate(recording.slices) if each.step <= last]
-    places = {index: place for place, index in enumerate(kept)}
-    return msgspec.structs.replace(
-        recording,
-        slices=[recording.slices[index] for index in kept],
-        producers=[
-            tuple(places[each] for each in recording.producers[index] if each in places) for index in kept
-        ],
-    )
+    return recording.part(kept)
 
 
 def _run_seconds(replay: Recording, decode_steps: int) -> float:

@@ -78,15 +78,7 @@ def without_loading(recording: Recording) -> Recording:
     returned unchanged.
     """
     kept = [index for index, each in enumerate(recording.slices) if each.step >= 0]
-    if not kept:
-        return recording
-    places = {index: place for place, index in enumerate(kept)}
-    producers = [
-        tuple(places[each] for each in recording.producers[index] if each in places) for index in kept
-    ]
-    return msgspec.structs.replace(
-        recording, slices=[recording.slices[index] for index in kept], producers=producers, trimmed=True
-    )
+    return recording.part(kept, trimmed=True) if kept else recording
 
 
 _ALONE = Demand(0.0, ())

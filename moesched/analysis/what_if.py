@@ -1,4 +1,4 @@
-"""Replays a recorded run with a change: faster links, other kernels, larger pools, or no time between tasks.
+"""Replays a recorded run with a change: faster links, other kernels, or no time between tasks.
 
 The graph stays as it was recorded. If the policy decides as it goes, it might decide otherwise after the change; the
 answer then says that its decisions were held. `simulate --machine-set` lets it decide anew.
@@ -17,18 +17,17 @@ from dataclasses import dataclass, field
 import msgspec
 
 from moesched.analysis.handovers import Handover, mean_handovers
-from moesched.analysis.larger_pools import with_larger_pool
 from moesched.analysis.replayed_run import replay_recording, timed_work, without_loading
 from moesched.errors import BadInput
 from moesched.machines.demand import Demand
 from moesched.tasks import Work
-from moesched.trace.recording import PoolAccesses, Recording, Slice
+from moesched.trace.recording import Recording, Slice
 
-FACTOR = re.compile(r"(link|kernel|pool) (.+) x([0-9]*\.?[0-9]+)")
+FACTOR = re.compile(r"(link|kernel) (.+) x([0-9]*\.?[0-9]+)")
 NO_HANDOVERS = "no handovers"
-EXAMPLES = f'"link host->gpu x2", "kernel run_expert x0.7", "pool experts x1.5" or "{NO_HANDOVERS}"'
+EXAMPLES = f'"link host->gpu x2", "kernel run_expert x0.7" or "{NO_HANDOVERS}"'
 
-MEANINGS = {"link": "lane", "kernel": "kind of task", "pool": "pool"}
+MEANINGS = {"link": "lane", "kernel": "kind of task"}
 """By word of a change, what it names."""
 
 LAST = "sample"
@@ -60,13 +59,11 @@ class Change:
     Attributes:
         links: factors of rates, by lane.
         kernels: factors of durations, by verb.
-        pools: factors of room, by name.
         handovers: whether time passes between tasks, as it did.
     """
 
     links: dict[str, float] = field(default_factory=dict)
     kernels: dict[str, float] = field(default_factory=dict)
-    pools: dict[str, float] = field(default_factory=dict)
     handovers: bool = True
 
 
@@ -76,13 +73,12 @@ def what_if(recording: Recording, changes: Sequence[str], progress: Progress | N
     Args:
         recording: of the whole run, since what loads at first may hold up what follows.
         changes: each is one change, or several joined by commas: "link LANE xF" multiplies the lane's rate by F,
-            "kernel VERB xF" the time of its tasks, "pool NAME xF" the room of a pool, and "no handovers" removes the
-            time between tasks.
+            "kernel VERB xF" the time of its tasks, and "no handovers" removes the time between tasks.
         progress: called with the number of replays done and the total.
 
     Raises:
-        BadInput: a change cannot be read, names a lane, a verb or a pool that the run does not have, or the recording
-            cannot be replayed.
+        BadInput: a change cannot be read, names a lane or a verb that the run does not have, or the recording cannot be
+            replayed.
     """
     asked = [parse_change(text, recording) for text in changes]
     if not asked:
@@ -114,7 +110,6 @@ def parse_change(text: str, recording: Recording) -> Change:
     known = {
         "link": {lane.name for lane in recording.lanes},
         "kernel": {each.task.verb for each in recording.slices},
-        "pool": {name for each in recording.accesses for name in (each.pool, _name(each))},
     }
     factors: dict[str, dict[str, float]] = {kind: {} for kind in known}
     handovers = True
@@ -129,12 +124,8 @@ def parse_change(text: str, recording: Recording) -> Change:
         if name not in known[kind]:
             there = f", only {', '.join(sorted(known[kind]))}" if known[kind] else ""
             raise BadInput(f"{part!r}: the run has no {MEANINGS[kind]} {name!r}{there}")
-        if kind == "pool" and factor < 1:
-            raise BadInput(
-                f"{part!r}: traces do not tell what a smaller pool would fetch: give a factor from 1 on"
-            )
         factors[kind][name] = factors[kind].get(name, 1.0) * factor
-    return Change(factors["link"], factors["kernel"], factors["pool"], handovers)
+    return Change(factors["link"], factors["kernel"], handovers)
 
 
 def changed_works(recording: Recording, change: Change) -> list[Work]:
@@ -155,27 +146,12 @@ def changed_works(recording: Recording, change: Change) -> list[Work]:
     return works
 
 
-def _name(accesses: PoolAccesses) -> str:
-    """The pool's name without its memory."""
-    return accesses.pool.rpartition(" in ")[0]
-
-
-def _with_room(recording: Recording, factors: dict[str, float]) -> Recording:
-    """Change the room of pools, named with their memory or without."""
-    for accesses in recording.accesses:
-        factor = factors.get(accesses.pool, 1.0) * factors.get(_name(accesses), 1.0)
-        if factor > 1:
-            recording = with_larger_pool(recording, accesses, factor)
-    return recording
-
-
 def replayed_with(recording: Recording, change: Change) -> Recording:
     """The run's replay with a change.
 
     Raises:
-        BadInput: the recording cannot be replayed, or a pool's rule cannot be played again.
+        BadInput: the recording cannot be replayed.
     """
-    recording = _with_room(recording, change.pools)
     works = changed_works(recording, change)
     return replay_recording(recording, works=works, handovers=change.handovers)
 

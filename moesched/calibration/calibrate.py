@@ -58,7 +58,7 @@ PROBE = "moesched.devices.torch.probe:TorchProbe"
 
 
 @interruptible()
-def calibrate(
+def calibrate_machine(
     out: Path | None = None, progress: Progress | None = None, *, thorough: bool = False
 ) -> Machine:
     """Measure this machine and write its file. A calibration that is cut short leaves the old file.
@@ -173,7 +173,7 @@ class Calibration:
             measured_on=this_processor(),
             cost_format=COST_FORMAT,
             cost_table=measured + scaled,
-            contention=contention_of(self._operations.rates | self._models.rates),
+            contention=contention_of(self._models.rates),
             spread=spread({DISK: self._operations.speeds(READ)} | self._models.tasks.speeds()),
         )
 

@@ -17,7 +17,6 @@ class OperationExtent(msgspec.Struct, frozen=True, kw_only=True):
         rows, matrices: of products; a matrix is (outputs, inputs).
         copies, reads, stream, scratch: bytes.
         pieces: reads at a time, as in a transfer of several pages.
-        pairs: whether each operation is timed beside each other one, too.
     """
 
     rounds: int = 3
@@ -29,7 +28,6 @@ class OperationExtent(msgspec.Struct, frozen=True, kw_only=True):
     pieces: tuple[int, ...] = (1, 2, 8)
     stream: int = 256 << 20
     scratch: int = 512 << 20
-    pairs: bool = True
 
 
 class Prompts(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,7 +161,6 @@ QUICK = Extent(
         reads=tuple(1 << power for power in (16, 20, 22, 24)),
         pieces=(1, 4),
         scratch=256 << 20,
-        pairs=False,
     ),
     batches=(
         Prompts(groups=((5,), (5,) * 8, tuple(range(2, 14)), (2,) * 24), host_attended=(1, 2)),

@@ -7,14 +7,13 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import permutations
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple, Protocol
 
 from moesched.calibration.extent import OperationExtent
 from moesched.calibration.task_times import point
-from moesched.calibration.timing import Call, Step, measure, speed_beside
+from moesched.calibration.timing import Call, Step, measure
 from moesched.errors import BadInput
 from moesched.machines import CostPoint
 from moesched.models.config import ITEM_BYTES, DType
@@ -49,14 +48,13 @@ class Operation(NamedTuple):
 
 
 class OperationTimes:
-    """Times of single operations, and their speeds beside each other.
+    """Times of single operations.
 
     Args:
         scratch: a file to be written, and read from.
     """
 
     def __init__(self, probe: DeviceProbe, scratch: Path, extent: OperationExtent) -> None:
-        self.rates: dict[tuple[str, str], list[float]] = {}
         self._probe = probe
         self._scratch = scratch
         self._extent = extent
@@ -86,8 +84,6 @@ class OperationTimes:
         """One round of everything."""
         yield self._memory
         yield self._reads
-        if self._extent.pairs:
-            yield self._pairs
         for dtype in DTYPES:
             for matrix in self._extent.matrices:
                 yield partial(self._products, dtype, matrix, packed=False)
@@ -130,41 +126,12 @@ class OperationTimes:
         found = [self._measure(name, nbytes, of_rows(rows), dtype, rows) for rows in self._extent.rows]
         return partial(self._record_times, found)
 
-    def _pairs(self) -> Call:
-        extent = self._extent
-        with self._probe.ready():
-            of_rows = self._probe.product(DTYPES[0], *extent.matrices[-1], packed=False)
-            calls = {
-                STREAM: self._probe.stream(extent.stream),
-                "copy": self._probe.copy(extent.copies[-1]),
-                "gemv": of_rows(1),
-                "gemm": of_rows(extent.rows[-1]),
-                READ: self._probe.read(self._scratch, extent.reads[-1], 1),
-            }
-        found = {
-            (name, beside): self._speed_beside(calls[name], calls[beside])
-            for name, beside in permutations(calls, 2)
-        }
-        return partial(self._record_rates, found)
-
     def _measure(
         self, name: str, size: float, call: Call, dtype: str = "", rows: float = 1
     ) -> tuple[Operation, float]:
         with self._probe.ready():
             return Operation(name, dtype, rows, size), measure(call, self._extent.seconds)
 
-    def _speed_beside(self, call: Call, other: Call) -> float:
-        with self._probe.ready():
-            return speed_beside(call, partial(self._within_ready, other), self._extent.seconds)
-
-    def _within_ready(self, call: Call) -> None:
-        with self._probe.ready():
-            call()
-
     def _record_times(self, found: Iterable[tuple[Operation, float]]) -> None:
         for operation, seconds in found:
             self._times.setdefault(operation, []).append(seconds)
-
-    def _record_rates(self, found: dict[tuple[str, str], float]) -> None:
-        for pair, rate in found.items():
-            self.rates.setdefault(pair, []).append(rate)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 from typing import Protocol
 
-from moesched.calibration.contention import LEAST_RATE
 from moesched.calibration.other_load import OtherLoad
 
 Call = Callable[[], object]
@@ -60,22 +58,3 @@ def measure(call: Call, seconds: float, least: int = 5) -> float:
         call()
         times.append(perf_counter() - start)
     return median(times)
-
-
-def speed_beside(call: Call, other: Call, seconds: float) -> float:
-    """The speed of a call while another thread repeats a second one, relative to running alone; at most 1."""
-    alone = measure(call, seconds)
-    ended = threading.Event()
-
-    def repeat() -> None:
-        while not ended.is_set():
-            other()
-
-    thread = threading.Thread(target=repeat, name="beside")
-    thread.start()
-    try:
-        together = measure(call, seconds)
-    finally:
-        ended.set()
-        thread.join()
-    return max(LEAST_RATE, min(1.0, alone / together))

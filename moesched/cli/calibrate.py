@@ -49,7 +49,7 @@ def calibrate(
     With --device cuda it measures the GPU and its host instead: products by their rows, copies of pages alone and at
     once, how long each kind of task takes to start, and attention on the host beside copies.
     """
-    from moesched.calibration.calibrate import calibrate as measure
+    from moesched.calibration.calibrate import calibrate_machine
     from moesched.calibration.gpu_machine import calibrate_gpu
     from moesched.cli.output import Bar
     from moesched.machines.local import calibrated_file
@@ -58,7 +58,7 @@ def calibrate(
         if device == "cuda":
             machine = calibrate_gpu(device, out, bar.update, thorough=thorough)
         else:
-            machine = measure(out, bar.update, thorough=thorough)
+            machine = calibrate_machine(out, bar.update, thorough=thorough)
     option = "--device cuda --machine auto" if device == "cuda" else "--machine auto"
     file = out or calibrated_file("cuda" if device == "cuda" else "")
     print_calibration(machine, file, "" if out else f"; `{option}` uses it from now on", json=json)

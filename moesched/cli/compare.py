@@ -57,8 +57,7 @@ def compare(
     """
     import msgspec
 
-    from moesched.analysis.compare import compare as hold_against
-    from moesched.analysis.compare import read_sides
+    from moesched.analysis.compare import compare_runs, read_sides
     from moesched.cli.output import Bar, print_json
     from moesched.cli.results import say_where
     from moesched.cli.tables import print_table
@@ -67,7 +66,7 @@ def compare(
     files = [first, *others]
     with Bar("comparing") as bar:
         runs = read_sides(files, replayed=replayed)
-        comparison = hold_against(runs, trace=trace, progress=bar.update)
+        comparison = compare_runs(runs, trace=trace, progress=bar.update)
         if report is not None:
             _write_report(report, comparison, runs)
     if json:

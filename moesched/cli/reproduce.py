@@ -56,7 +56,7 @@ def reproduce(
     and needs matplotlib: pip install 'moesched[plots]'.
     """
     from moesched.cli.output import Bar, print_json
-    from moesched.reproduce import reproduce as reproduce_paper
+    from moesched.reproduce import reproduce_paper
     from moesched.reproduce.picture import draw_reproduction, picture_files, require_folder
     from moesched.reproduce.report import write_reproduction
     from moesched.system.outputs import Output, require_outputs

@@ -10,7 +10,6 @@ from moesched.dispatch.expert_placement import Expert
 from moesched.models.layout import Page, WeightLayout
 from moesched.steps.eviction import RuledPages
 from moesched.steps.eviction_rule import Eviction
-from moesched.steps.memory import Pool, counts_of
 
 
 @runtime_checkable
@@ -93,10 +92,6 @@ class CachedExperts:
         layer, number = expert
         self._ruled.leave(self._first[layer][number])
         self._here[layer].discard(number)
-
-    def order(self, pool: Pool) -> None:
-        """Tell recorders that this cache's rule orders a pool, which it may share with other caches."""
-        counts_of(pool).caches.append(self._ruled)
 
     def scored(self, layer: int, scores: Sequence[float]) -> None:
         """Tell the rule the router scores of a layer's experts, if it takes them."""

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from moesched.errors import BadInput
 from moesched.models.layout import Page
-from moesched.routing.profile import read_profile
+from moesched.routing.profile import read_routing_profile
 from moesched.steps.memory import Fixed
 from moesched.steps.plan import Plan
 
@@ -62,7 +62,8 @@ def popularity_of(plan: Plan, path: str = "") -> Popularity:
     if not path:
         return [[1.0] * len(layout.experts_of(i)) for i in plan.layers]
     return [
-        row if layout.experts_of(i) else [] for i, row in enumerate(read_profile(path, layout.config).counts)
+        row if layout.experts_of(i) else []
+        for i, row in enumerate(read_routing_profile(path, layout.config).counts)
     ]
 
 

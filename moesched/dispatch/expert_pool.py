@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moesched.dispatch.cached_experts import CachedExperts
 from moesched.dispatch.expert_placement import Expert, leave_on_host
 from moesched.steps.plan import Plan
 from moesched.steps.step import Step
@@ -47,11 +46,6 @@ class ExpertPool:
         self._pages = {
             (i, expert): layout.expert(i, expert) for i in plan.layers for expert in layout.experts_of(i)
         }
-
-    def ordered_by(self, *caches: CachedExperts) -> None:
-        """Tell recorders which caches decide on the pool's experts."""
-        for cache in caches:
-            cache.order(self._pool)
 
     def __contains__(self, expert: Expert) -> bool:
         return self._pages[expert][0] in self._pool

@@ -55,8 +55,6 @@ class PooledExperts(CachedExperts):
             room = fit if most < 0 else most
             self.pool = ExpertPool(plan, room + buffers, order[:room], on_host=self.on_host)
         super().__init__(plan.layout, rule, room, order[:room])
-        if self.pool is not None:
-            self.pool.ordered_by(self)
 
     def routed(self, step: Step, layer: int, routed: Routed) -> list[int]:
         """Tell the rule what a layer's router chose, with its scores if the plan requests them.

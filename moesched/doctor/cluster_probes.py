@@ -4,52 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moesched.doctor.facts import NO_ANSWER, ClusterFacts, Facts, PortFacts, SshFacts
-from moesched.doctor.findings import Finding
+from moesched.doctor.facts import NO_ANSWER, Facts, SshFacts
+from moesched.doctor.findings import Finding, finding
 
-PROBLEMS = {
-    "silent": (
-        "does not answer: it is closed by a firewall, or the machine is off",
-        "open it there for TCP, or correct its address in the cluster file",
-    ),
-    "taken": (
-        "is in use: something listens there already",
-        "end that program, which may be an earlier node, or choose another port in the cluster file",
-    ),
-    "forbidden": ("may not be used by this user", "choose a port above 1023 in the cluster file"),
+SSH_PROBLEMS = {
+    "ssh-password": ("permission denied", "authentication"),
+    "ssh-question": ("host key verification",),
+    "ssh-no-address": ("could not resolve", "name or service", "nodename nor servname"),
+    "ssh-no-server": ("connection refused",),
+    "ssh-silent": ("timed out", "no route", "unreachable", NO_ANSWER),
 }
-"""For each state of a port that is in trouble, what it says and the remedy."""
-
-
-BY_HAND = "try by hand: ssh -o BatchMode=yes {to} true"
-SSH_PROBLEMS = (
-    (
-        ("permission denied", "authentication"),
-        "is not reached without a password",
-        "ssh-copy-id {to}, then " + BY_HAND,
-    ),
-    (
-        ("host key verification",),
-        "is not reached without a question about its key",
-        "run `ssh {to}` once and answer it; where the machine was set up anew: ssh-keygen -R its name",
-    ),
-    (
-        ("could not resolve", "name or service", "nodename nor servname"),
-        "has no address that is known here",
-        "correct `ssh` or `address` of the host in the cluster file, or let the name resolve, as in /etc/hosts",
-    ),
-    (
-        ("connection refused",),
-        "runs no ssh server",
-        "start one there: on a Mac, System Settings > General > Sharing > Remote Login",
-    ),
-    (
-        ("timed out", "no route", "unreachable", NO_ANSWER),
-        "does not answer ssh",
-        "switch the machine on, keep it awake, and open its port 22; " + BY_HAND,
-    ),
-)
-"""Words of ssh, their meaning for the node, and the remedy, with `to` for the destination."""
+"""Words of ssh, in lower case, by the finding that they stand for."""
 
 
 def probe_cluster(facts: Facts) -> Iterator[Finding]:
@@ -59,52 +24,20 @@ def probe_cluster(facts: Facts) -> Iterator[Finding]:
         return
     if cluster.ssh:
         for node in cluster.nodes:
-            yield _of_node(node, cluster)
+            yield _of_node(node, cluster.version)
     else:
-        yield Finding(
-            about="ssh",
-            says="there is no `ssh` on this machine",
-            remedy="install OpenSSH, or start `moesched node` yourself on each machine",
-        )
+        yield finding("ssh-missing")
     for port in cluster.ports:
-        yield _of_port(port)
+        yield finding(f"port-{port.state}", port=port)
 
 
-def _of_node(node: SshFacts, cluster: ClusterFacts) -> Finding:
-    about = f"ssh {node.destination}"
+def _of_node(node: SshFacts, here: str) -> Finding:
     if node.problem:
-        problem = node.problem.lower()
-        _, says, remedy = next(
-            (each for each in SSH_PROBLEMS if any(word.lower() in problem for word in each[0])),
-            ((), "is not reached by ssh", BY_HAND),
-        )
-        return Finding(
-            about=about, says=f"{node.who} {says}: {node.problem}", remedy=remedy.format(to=node.destination)
-        )
+        said = node.problem.lower()
+        known = (name for name, words in SSH_PROBLEMS.items() if any(word in said for word in words))
+        return finding(next(known, "ssh-unreached"), node=node)
     if node.failure:
-        return Finding(
-            about=about,
-            says=f"{node.who} cannot start moesched: {node.failure}",
-            remedy=f"try there: {node.command} --version, and install moesched anew, or correct `command` of the host",
-        )
+        return finding("node-fails", node=node)
     if not node.version:
-        return Finding(
-            about=about,
-            says=f"{node.who} does not find `{node.command}`: ssh sets a short PATH",
-            remedy="write its whole path as `command` of the host in the cluster file",
-        )
-    if node.version != cluster.version:
-        return Finding(
-            about=about,
-            says=f"{node.who} has moesched {node.version}, and this machine {cluster.version}",
-            remedy="install the same version on all machines",
-        )
-    return Finding(about=about, says=f"{node.who} has moesched {node.version}")
-
-
-def _of_port(port: PortFacts) -> Finding:
-    about = f"port {port.address}:{port.port}"
-    if port.state in PROBLEMS:
-        says, remedy = PROBLEMS[port.state]
-        return Finding(about=about, says=f"port {port.port} of {port.who} {says}", remedy=remedy)
-    return Finding(about=about, says=f"free for {port.who}")
+        return finding("node-without-command", node=node)
+    return finding("ssh" if node.version == here else "node-of-another-version", node=node, here=here)

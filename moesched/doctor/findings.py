@@ -1,8 +1,15 @@
-"""The result of a probe: its state in one line, and the remedy for a trouble."""
+"""The result of a probe: its state in one line, and the remedy for a trouble. Their words are in findings.toml."""
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import resources
+from string import Formatter
+from typing import Any
+
 import msgspec
+
+from moesched.units import format_bytes
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,3 +29,25 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     def is_trouble(self) -> bool:
         """True if something has to be done."""
         return bool(self.remedy)
+
+
+class _Words(Formatter):
+    """Formats sizes by the specification "bytes"."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return format_bytes(value) if format_spec == "bytes" else format(value, format_spec)
+
+
+def finding(name: str, **values: object) -> Finding:
+    """The finding of that name in findings.toml, with these values in its words."""
+    words = _findings()[name]
+    about, says, remedy = (
+        _Words().vformat(text, (), values) for text in (words.about, words.says, words.remedy)
+    )
+    return Finding(about=about, says=says, remedy=remedy)
+
+
+@cache
+def _findings() -> dict[str, Finding]:
+    text = (resources.files(__package__) / "findings.toml").read_bytes()
+    return msgspec.toml.decode(text, type=dict[str, Finding])

@@ -37,7 +37,7 @@ CACHE_WRITE = "cache write"
 SORTS = (FEW_ROWS, MANY_ROWS, ATTENTION, ATTENTION_CALLS, CACHE_WRITE)
 
 BY_THEMSELVES = ("stream", "copy", "gemv", "gemm", "read")
-"""Operations that are timed alone and in pairs: `gemv` is a product of one row, `read` reads the disk."""
+"""Operations that earlier calibrations timed in pairs, too; no prediction uses these."""
 
 
 class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -76,7 +76,6 @@ class Checkpoint(msgspec.Struct, frozen=True):
     """A model on disk: its configuration, and the location of its tensors by canonical name (see `tensors.py`).
 
     Attributes:
-        open: opens the file of a tensor; None for files on disk.
         skipped: names of tensors in the files that the architecture declares as extra.
         identities: of each file, when it was opened.
         absent: sizes in bytes of files that are not here, and whose tensors are known by a copy of their header.
@@ -85,7 +84,6 @@ class Checkpoint(msgspec.Struct, frozen=True):
     config: ModelConfig
     directory: Path
     tensors: dict[str, StoredTensor]
-    open: Callable[[Path], Blocks] | None = None
     skipped: tuple[str, ...] = ()
     identities: dict[Path, FileIdentity] = {}
     absent: dict[Path, int] = {}

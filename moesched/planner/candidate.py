@@ -9,7 +9,7 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from moesched.errors import BadInput
-from moesched.planner.climb import CHUNK, Climb, point_of
+from moesched.planner.climb import CHUNK, Climb, chunks_to_try, point_of
 from moesched.planner.schedules import Point, Schedules, Seen, resident_of, with_chunk
 from moesched.planner.search import PolicyChoice, best, filled, least, most_of
 from moesched.planner.setting import Setting
@@ -94,7 +94,7 @@ class Candidate:
 
     def in_chunks(self, found: Seen) -> Seen:
         """The same sizes with prompts in chunks where that is better, as `simulate` has them by default."""
-        if found.chunk is None and CHUNK in self._chunks(found.micro_batch_size):
+        if found.chunk is None and CHUNK in chunks_to_try(self.setting, found.micro_batch_size):
             with suppress(BadInput):
                 chunked = self.schedules.see(found.point._replace(chunk=CHUNK))
                 if chunked.batch_size == found.batch_size and chunked.rate > found.rate:
@@ -134,7 +134,7 @@ class Candidate:
         if len(self.setting.lengths) == 1:
             return
         sizes, most = [size for size in self._coarse if size in self._ladder], 0
-        for chunk in self._chunks(sizes[-1]):
+        for chunk in chunks_to_try(self.setting, sizes[-1]):
             if most == len(sizes):
                 return
             fits_all = self._fits(sizes[-1], chunk)
@@ -157,11 +157,7 @@ class Candidate:
     def _fits(self, size: int, chunk: int | None) -> bool:
         """Test whether one micro-batch fits, with its KV cache where the policy has room for it."""
         setting = with_chunk(self.setting, chunk)
-        try:
-            setting.plan(setting.batch(1, size), kv_on_gpu=self._share)
-        except BadInput:
-            return False
-        return True
+        return setting.fits(setting.batch(1, size), self._share)
 
     def _edges(self) -> Iterator[Point]:
         """The best bounds with none and all of the KV cache on the accelerator, and one micro-batch with most of it.
@@ -215,15 +211,8 @@ class Candidate:
             self._probe(size, chunk).shape(setting.cost)
             for size in dict.fromkeys(sizes)
             if size in self._ladder
-            for chunk in self._chunks(size)
+            for chunk in chunks_to_try(self.setting, size)
         ]
-
-    def _chunks(self, size: int) -> list[int | None]:
-        """The chunks to try with micro-batches of a size."""
-        setting = self.setting
-        if setting.prefill_chunk is not None or size * max(setting.lengths) <= CHUNK:
-            return [setting.prefill_chunk]
-        return [None, CHUNK]
 
     def _best_of(self, setting: Setting, shapes: Sequence[Shape], above: float = 0.0) -> PolicyChoice | None:
         """The highest bound; of bounds that are about as high, one of larger micro-batches, which are fewer tasks."""

@@ -22,6 +22,13 @@ ALIKE = 1.02
 the accelerator: they lie below their bounds by as much."""
 
 
+def chunks_to_try(setting: Setting, size: int) -> list[int | None]:
+    """The chunks to try with micro-batches of a size: the given one, or none, and one that keeps kernels busy."""
+    if setting.prefill_chunk is not None or size * max(setting.lengths) <= CHUNK:
+        return [setting.prefill_chunk]
+    return [None, CHUNK]
+
+
 class Climb:
     """Steps between sizes of one policy.
 

@@ -7,6 +7,7 @@ from functools import cached_property, lru_cache
 
 import msgspec
 
+from moesched.errors import BadInput
 from moesched.inputs.options import Objective
 from moesched.machines import Machine
 from moesched.machines.demand import CostModel
@@ -92,6 +93,14 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             )
             found.append((plan, policy))
         return found[0]
+
+    def fits(self, batch: Batch, kv_on_gpu: float | None = None) -> bool:
+        """Test whether the policy's plan of a batch fits; see `plan`."""
+        try:
+            self.plan(batch, kv_on_gpu=kv_on_gpu)
+        except BadInput:
+            return False
+        return True
 
     @property
     def searches_shares(self) -> bool:

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from moesched.errors import BadInput
 from moesched.inputs.options import SizeOptions
 from moesched.planner.candidate import MOST_CHUNKS, Candidate
-from moesched.planner.climb import CHUNK
+from moesched.planner.climb import CHUNK, chunks_to_try
 from moesched.planner.schedules import Point, Schedules, Seen, resident_of, with_chunk
 from moesched.planner.setting import Setting
-from moesched.requests.batch import KV_BLOCK_TOKENS, Batch, cached_tokens_of_beams
+from moesched.requests.batch import KV_BLOCK_TOKENS, cached_tokens_of_beams
 from moesched.requests.batching import BatchSizes, batches_of
 from moesched.steps.plan import Plan
 from moesched.steps.roles import KV_ROLES
@@ -102,8 +102,8 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
     asked = setting
     if given is not None:
         given = min(given, len(setting.lengths))
-        if not _fits(setting, setting.batch(1, given)):
-            size = _largest(given, lambda size: _fits(setting, setting.batch(1, size)))
+        if not setting.fits(setting.batch(1, given)):
+            size = _largest(given, lambda size: setting.fits(setting.batch(1, size)))
             sizes = BatchSizes(size, size, beams=setting.beams, prefill_chunk=setting.prefill_chunk)
             return _fit_all(setting, sizes) if successive else sizes
     if successive:  # the first batches tell about the others
@@ -164,7 +164,7 @@ def _fit_all(setting: Setting, sizes: BatchSizes, chunk: int | None = None) -> B
 
     def fit(sizes: BatchSizes) -> bool:
         batches = batches_of(setting.lengths, setting.new_tokens, sizes)
-        return all(_fits(setting, batch, sizes.kv_on_gpu) for batch in batches)
+        return all(setting.fits(batch, sizes.kv_on_gpu) for batch in batches)
 
     if sizes.prefill_chunk is None and chunk is not None and not fit(sizes):
         sizes = sizes._replace(prefill_chunk=chunk)
@@ -190,7 +190,7 @@ def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSize
     fitting: Point | None = None
     worse = 0
     for size in sizes:
-        lines = [line for chunk in _chunks(setting, size) if (line := _shares(setting, size, chunk))]
+        lines = [line for chunk in chunks_to_try(setting, size) if (line := _shares(setting, size, chunk))]
         fitting = fitting or next((line[0] for line in lines), None)
         if len(sizes) == len(lines) == 1 and len(lines[0]) == 1:
             return _batch_sizes(setting, lines[0][0])
@@ -215,23 +215,16 @@ def _batch_sizes(setting: Setting, point: Point) -> BatchSizes:
     return BatchSizes(len(setting.lengths), point.size, None, share, setting.beams, point.chunk)
 
 
-def _chunks(setting: Setting, size: int) -> list[int | None]:
-    """The chunks to try: the given one, or none, and one that keeps kernels busy."""
-    if setting.prefill_chunk is not None or size * max(setting.lengths) <= CHUNK:
-        return [setting.prefill_chunk]
-    return [None, CHUNK]
-
-
 def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
     """All requests in micro-batches of a size, by the shares of the KV cache on the accelerator that fit."""
     cut, count = with_chunk(setting, chunk), -(-len(setting.lengths) // size)
     batch = cut.batch(count, size)
     if not setting.searches_shares:
         share = setting.kv_on_gpu or 0.0
-        return [Point(size, count, resident_of(share, count), chunk)] if _fits(cut, batch) else []
+        return [Point(size, count, resident_of(share, count), chunk)] if cut.fits(batch) else []
     parts = setting.layout.config.layers if count == 1 else count
     numbers = sorted({round(parts * tenth / 10) for tenth in range(11)})
-    shares = [number / parts for number in numbers if _fits(cut, batch, number / parts)]
+    shares = [number / parts for number in numbers if cut.fits(batch, number / parts)]
     return [Point(size, count, resident_of(share, count), chunk) for share in shares]
 
 
@@ -252,14 +245,6 @@ def _fastest(schedules: Schedules, line: Sequence[Point]) -> Seen:
 def _even_sizes(batch_size: int) -> Iterator[int]:
     """Sizes that cut a batch evenly, the largest first."""
     yield from dict.fromkeys(-(-batch_size // count) for count in COUNTS)
-
-
-def _fits(setting: Setting, batch: Batch, kv_on_gpu: float | None = None) -> bool:
-    try:
-        setting.plan(batch, kv_on_gpu=kv_on_gpu)
-    except BadInput:
-        return False
-    return True
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:

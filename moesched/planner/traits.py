@@ -150,15 +150,6 @@ class Lesson:
         return max(_hop_seconds(self._least, cost)) if self._ffn_on_gpu else 0.0
 
 
-def learn(setting: Setting) -> Traits:
-    """The traits of the setting's policy.
-
-    Raises:
-        BadInput: it plans nothing at all.
-    """
-    return Lesson(setting).traits
-
-
 class TraitProbe:
     """Plans of a few micro-batches of `size` average requests, with no limit to memory.
 

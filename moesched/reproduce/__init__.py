@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from moesched.errors import BadInput
-from moesched.reproduce.mac_cluster.reproduction import SECTIONS as MAC_CLUSTER_SECTIONS
-from moesched.reproduce.mac_cluster.reproduction import reproduce_mac_cluster
-from moesched.reproduce.moe_lightning.reproduction import SECTIONS as MOE_LIGHTNING_SECTIONS
-from moesched.reproduce.moe_lightning.reproduction import reproduce_moe_lightning
+from moesched.reproduce.mac_cluster.paper import mac_paper
+from moesched.reproduce.mac_cluster.reproduction import mac_cluster_made
+from moesched.reproduce.moe_lightning.paper import moe_lightning
+from moesched.reproduce.moe_lightning.reproduction import moe_lightning_made
+from moesched.reproduce.printed import PrintedPaper
 from moesched.reproduce.report import Accuracy, Claim, Reproduction, Section
-from moesched.reproduce.twiddler.reproduction import SECTIONS as TWIDDLER_SECTIONS
-from moesched.reproduce.twiddler.reproduction import reproduce_twiddler
+from moesched.reproduce.twiddler.paper import twiddler_paper
+from moesched.reproduce.twiddler.reproduction import twiddler_made
 from moesched.system.near_names import with_nearest
 from moesched.system.own_loop import interruptible
 
-__all__ = ["PAPERS", "SECTIONS", "Accuracy", "Claim", "Reproduction", "Section", "reproduce"]
+__all__ = ["PAPERS", "SECTIONS", "Accuracy", "Claim", "Reproduction", "Section", "reproduce_paper"]
 
-SECTIONS = {
-    "moe-lightning": MOE_LIGHTNING_SECTIONS,
-    "twiddler": TWIDDLER_SECTIONS,
-    "mac-cluster": MAC_CLUSTER_SECTIONS,
+_PRINTED: dict[str, PrintedPaper] = {
+    "moe-lightning": moe_lightning(),
+    "twiddler": twiddler_paper(),
+    "mac-cluster": mac_paper(),
 }
+_MAKE = {"moe-lightning": moe_lightning_made, "twiddler": twiddler_made, "mac-cluster": mac_cluster_made}
+SECTIONS = {name: tuple(paper.sections) for name, paper in _PRINTED.items()}
 """By paper."""
 PAPERS = tuple(SECTIONS)
 
 
 @interruptible()
-def reproduce(
+def reproduce_paper(
     paper: str, only: Sequence[str] = (), on_progress: Callable[[str], None] = lambda what: None
 ) -> Reproduction:
     """Compare a paper's figures with our predictions; needs no weights and no GPU.
@@ -43,12 +47,21 @@ def reproduce(
     _require(paper, PAPERS, "paper")
     for section in only:
         _require(section, SECTIONS[paper], "section")
-    reproduced: dict[str, Callable[[Sequence[str], Callable[[str], None]], Reproduction]] = {
-        "moe-lightning": reproduce_moe_lightning,
-        "twiddler": reproduce_twiddler,
-        "mac-cluster": reproduce_mac_cluster,
-    }
-    return reproduced[paper](only, on_progress)
+    started = time.perf_counter()
+    with _MAKE[paper](on_progress) as made:
+        sections = [made.sections[name]() for name in SECTIONS[paper] if not only or name in only]
+        accuracies = made.accuracies()
+        calibration = made.calibration()
+    return Reproduction(
+        paper=paper,
+        title=_PRINTED[paper].title,
+        calibration=calibration,
+        accuracy=accuracies.get("accuracy"),
+        accuracy_as_drawn=accuracies.get("as_drawn"),
+        accuracy_sustained=accuracies.get("sustained"),
+        sections=sections,
+        wall_seconds=round(time.perf_counter() - started, 1),
+    )
 
 
 def _require(name: str, known: Sequence[str], kind: str) -> None:

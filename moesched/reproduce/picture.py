@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moesched.analysis.pictures import FORMATS, drawing, require_matplotlib, write_picture
 from moesched.errors import BadInput
-from moesched.reproduce.report import Reproduction, Section, Value
+from moesched.reproduce.report import Reproduction, Section
 from moesched.system.input_file import is_folder
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PAPER, OURS, FITTED = "#9aa5b1", "#1f5fa8", "#7fb069"
 COLORS = ("#1f5fa8", "#c0392b", "#2e8b57", "#e08a00", "#7b4ea3", "#8c6d46", "#333333", "#d16ba5")
-
-Row = dict[str, Value]
 
 
 def require_folder(folder: Path) -> None:
@@ -53,7 +52,7 @@ def draw_reproduction(report: Reproduction, folder: Path) -> list[Path]:
         if draw is None:
             continue
         with drawing():
-            figure = draw(section)
+            figure = draw(section) if callable(draw) else _lines(section, draw)
             for ending in FORMATS:
                 path = _picture_file(report.paper, section.name, folder, ending)
                 write_picture(figure, path)
@@ -63,6 +62,70 @@ def draw_reproduction(report: Reproduction, folder: Path) -> list[Path]:
 
 def _picture_file(paper: str, section: str, folder: Path, ending: str) -> Path:
     return folder / f"{paper}-{section}{ending}"
+
+
+class Line(NamedTuple):
+    """A line through the rows of each name, which is made of a row's values."""
+
+    y: str
+    name: str
+    style: str = "-"
+
+
+class Lines(NamedTuple):
+    """A picture of lines.
+
+    Attributes:
+        x: key of the abscissa, or the name of each place on it, made of a row's values.
+        y: label of the ordinate.
+        panels: key by which rows are in different panels; empty for a single one.
+        log: axes that are logarithmic: "x" by powers of two with a tick at each value, "symlog" for an x that may be 0.
+    """
+
+    lines: tuple[Line, ...]
+    x: str
+    x_label: str
+    y: str
+    panels: str = ""
+    panel_title: str = "{}"
+    log: tuple[str, ...] = ()
+    panel_inches: float = 7.0
+
+
+def _lines(section: Section, lines: Lines) -> Figure:
+    panels = list(dict.fromkeys(row[lines.panels] for row in section.rows)) if lines.panels else [""]
+    figure, all_axes = _figure(len(panels), section.title, lines.panel_inches)
+    for axes, panel in zip(all_axes, panels, strict=True):
+        rows = [row for row in section.rows if not lines.panels or row[lines.panels] == panel]
+        places = list(dict.fromkeys(lines.x.format(**row) for row in rows)) if "{" in lines.x else []
+        for line in lines.lines:
+            points: dict[str, list[tuple[Any, Any]]] = {}
+            for row in rows:
+                x = places.index(lines.x.format(**row)) if places else row[lines.x]
+                points.setdefault(line.name.format(**row), []).append((x, row[line.y]))
+            first = 0 if line.style != "-" else len(axes.get_lines())
+            for color, (label, each) in zip(COLORS[first:], points.items(), strict=False):
+                axes.plot(*zip(*each, strict=True), line.style, marker="o", ms=3, color=color, label=label)
+        _scale(axes, lines, [row.get(lines.x) for row in rows])
+        if places:
+            axes.set_xticks(range(len(places)), places, fontsize=7, rotation=45 if "," in places[0] else 0)
+        axes.set_xlabel(lines.x_label)
+        if lines.panels:
+            axes.set_title(lines.panel_title.format(panel), fontsize=10)
+        axes.grid(linewidth=0.4, alpha=0.6)
+        _legend_below(axes)
+    all_axes[0].set_ylabel(lines.y)
+    return figure
+
+
+def _scale(axes: Axes, lines: Lines, xs: list[Any]) -> None:
+    if "x" in lines.log:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(xs, [str(x) for x in xs])
+    if "symlog" in lines.log:
+        axes.set_xscale("symlog", base=2, linthresh=1)
+    if "y" in lines.log:
+        axes.set_yscale("log")
 
 
 def _tables(section: Section) -> Figure:
@@ -84,51 +147,6 @@ def _tables(section: Section) -> Figure:
     return figure
 
 
-def _generations(section: Section) -> Figure:
-    """Throughput by generation length, a line for each system."""
-    settings = list(dict.fromkeys(row["setting"] for row in section.rows))
-    figure, all_axes = _figure(len(settings), section.title, each=4.8)
-    for axes, setting in zip(all_axes, settings, strict=True):
-        _lines(
-            axes,
-            (row for row in section.rows if row["setting"] == setting),
-            lambda row: f"{row['system']}, {row['sizes_by']}",
-            "new_tokens",
-            "tokens_per_second",
-        )
-        lengths = [int(row["new_tokens"] or 0) for row in section.rows]
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [str(length) for length in lengths])
-        axes.set_yscale("log")
-        axes.set_title(str(setting), fontsize=10)
-        axes.set_xlabel("tokens to generate")
-    all_axes[0].set_ylabel("tokens/s")
-    return figure
-
-
-def _attention(section: Section) -> Figure:
-    figure, (axes,) = _figure(1, section.title, each=7)
-    for what, style in (("cpu_attention", "-"), ("moving_kv", "--")):
-        _lines(axes, section.rows, _with_context(what), "micro_batch_size", f"{what}_ms", style)
-    _lines(axes, section.rows, lambda row: "experts", "micro_batch_size", "experts_ms", ":")
-    axes.set_yscale("log")
-    axes.set_xlabel("µ")
-    axes.set_ylabel("ms for one layer")
-    return figure
-
-
-def _with_context(what: str) -> Callable[[Row], str]:
-    return lambda row: f"{what.replace('_', ' ')}, context {row['context']}"
-
-
-def _memory(section: Section) -> Figure:
-    figure, (axes,) = _figure(1, section.title, each=7)
-    _lines(axes, section.rows, lambda row: str(row["system"]), "host_gb", "tokens_per_second")
-    axes.set_xlabel("host memory, GB")
-    axes.set_ylabel("tokens/s")
-    return figure
-
-
 def _map(section: Section) -> Figure:
     """The share of the weights that is offloaded; red points where attention is on the CPU."""
     figure, (axes,) = _figure(1, section.title, each=7)
@@ -145,60 +163,6 @@ def _map(section: Section) -> Figure:
     axes.set_xlabel("link, GB/s (red: attention on the CPU)")
     axes.set_ylabel("times the base CPU")
     figure.colorbar(shares, ax=axes, label="share of the weights offloaded")
-    return figure
-
-
-def _by_environment(x: str, y: str, axis: str, ticks: str | None = None) -> Callable[[Section], Figure]:
-    """Lines through the rows of each policy, with one plot per environment.
-
-    Args:
-        ticks: a second key, whose value is part of each x label.
-    """
-
-    def draw(section: Section) -> Figure:
-        environments = list(dict.fromkeys(row["environment"] for row in section.rows))
-        figure, all_axes = _figure(len(environments), section.title, each=5.2)
-        for axes, environment in zip(all_axes, environments, strict=True):
-            rows = [row for row in section.rows if row["environment"] == environment]
-            names = list(dict.fromkeys(_tick(row, x, ticks) for row in rows))
-            placed = [{**row, "place": names.index(_tick(row, x, ticks))} for row in rows]
-            _lines(axes, placed, lambda row: str(row["policy"]), "place", y)
-            axes.set_xticks(range(len(names)), names, fontsize=7, rotation=45 if ticks else 0)
-            axes.set_yscale("log")
-            axes.set_title(f"environment {environment}", fontsize=10)
-            axes.set_xlabel(axis)
-        all_axes[0].set_ylabel(y.replace("_", " "))
-        return figure
-
-    return draw
-
-
-def _tick(row: Row, x: str, ticks: str | None) -> str:
-    return str(row[x]) if ticks is None else f"{row[x]}, {row[ticks]}"
-
-
-def _expert_times(section: Section) -> Figure:
-    """Time of one expert by its tokens, and of copying it."""
-    environments = list(dict.fromkeys(row["environment"] for row in section.rows))
-    figure, all_axes = _figure(len(environments), section.title, each=5.2)
-    for axes, environment in zip(all_axes, environments, strict=True):
-        rows = [row for row in section.rows if row["environment"] == environment]
-        for number, what in enumerate(("cpu_ms", "gpu_ms", "weight_copy_ms", "activation_copy_ms")):
-            axes.plot(
-                [row["tokens"] for row in rows],
-                [row[what] for row in rows],
-                marker="o",
-                ms=3,
-                color=COLORS[number],
-                label=what.removesuffix("_ms").replace("_", " "),
-            )
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_title(f"environment {environment}", fontsize=10)
-        axes.set_xlabel("tokens of the expert")
-        axes.grid(linewidth=0.4, alpha=0.6)
-    all_axes[0].set_ylabel("ms")
-    _legend_below(all_axes[0])
     return figure
 
 
@@ -232,57 +196,81 @@ def _breakdowns(section: Section) -> Figure:
     return figure
 
 
-def _by_nodes(name: str, y: str, axis: str) -> Callable[[Section], Figure]:
-    """Lines over the number of nodes."""
+GENERATIONS = Lines(
+    (Line("tokens_per_second", "{system}, {sizes_by}"),),
+    "new_tokens",
+    "tokens to generate",
+    "tokens/s",
+    panels="setting",
+    log=("x", "y"),
+    panel_inches=4.8,
+)
+CONTEXT = "context {context}"
+ATTENTION = (
+    Line("cpu_attention_ms", f"cpu attention, {CONTEXT}"),
+    Line("moving_kv_ms", f"moving kv, {CONTEXT}", "--"),
+    Line("experts_ms", "experts", ":"),
+)
+MEMORY = (Line("tokens_per_second", "{system}"),)
+EXPERT_TIMES = Lines(
+    (
+        Line("cpu_ms", "cpu"),
+        Line("gpu_ms", "gpu"),
+        Line("weight_copy_ms", "weight copy"),
+        Line("activation_copy_ms", "activation copy"),
+    ),
+    "tokens",
+    "tokens of the expert",
+    "ms",
+    panels="environment",
+    panel_title="environment {}",
+    log=("x", "y"),
+    panel_inches=5.2,
+)
 
-    def draw(section: Section) -> Figure:
-        figure, (axes,) = _figure(1, section.title, each=7)
-        _lines(axes, section.rows, lambda row: str(row[name]), "nodes", y)
-        axes.set_xlabel("nodes")
-        axes.set_ylabel(axis)
-        return figure
 
-    return draw
-
-
-def _packing(section: Section) -> Figure:
-    """A sample's time by the wait after each layer: Fig. 4."""
-    figure, (axes,) = _figure(1, section.title, each=7)
-    points = [
-        {"what": what, "wait_ms": row["wait_ms"], "ms": row[f"{what}_ms"]}
-        for what in ("unstacked", "prestacked")
-        for row in section.rows
-    ]
-    _lines(axes, points, lambda row: str(row["what"]), "wait_ms", "ms")
-    axes.set_xscale("symlog", base=2, linthresh=1)
-    axes.set_yscale("log")
-    axes.set_xlabel("wait, ms")
-    axes.set_ylabel("ms")
-    return figure
+def _by_environment(x: str, y: str, x_label: str) -> Lines:
+    """A line for each policy."""
+    return Lines(
+        (Line(y, "{policy}"),),
+        x,
+        x_label,
+        y.replace("_", " "),
+        panels="environment",
+        panel_title="environment {}",
+        log=("y",),
+        panel_inches=5.2,
+    )
 
 
-DRAWINGS: dict[str, dict[str, Callable[[Section], Figure]]] = {
+DRAWINGS: dict[str, dict[str, Lines | Callable[[Section], Figure]]] = {
     "moe-lightning": {
         "table-4": _tables,
         "table-5": _tables,
-        "speedups": _generations,
-        "scaling": _generations,
-        "cpu-attention": _attention,
-        "cpu-memory": _memory,
+        "speedups": GENERATIONS,
+        "scaling": GENERATIONS,
+        "cpu-attention": Lines(ATTENTION, "micro_batch_size", "µ", "ms for one layer", log=("y",)),
+        "cpu-memory": Lines(MEMORY, "host_gb", "host memory, GB", "tokens/s"),
         "policy-map": _map,
     },
     "twiddler": {
-        "microbenchmarks": _expert_times,
-        "generation": _by_environment("input", "tokens_per_second", "tokens in, out", "output"),
-        "prefill": _by_environment("input", "seconds", "tokens of the prompt"),
-        "beams": _by_environment("width", "tokens_per_second", "beams"),
+        "microbenchmarks": EXPERT_TIMES,
+        "generation": _by_environment("{input}, {output}", "tokens_per_second", "tokens in, out"),
+        "prefill": _by_environment("{input}", "seconds", "tokens of the prompt"),
+        "beams": _by_environment("{width}", "tokens_per_second", "beams"),
     },
     "mac-cluster": {
         "table-3": _breakdowns,
         "table-4": _breakdowns,
-        "figure-8": _by_nodes("network", "bound", "tokens/s"),
-        "balanced": _by_nodes("machine", "ratio", "ep_balanced over P-LR-D"),
-        "packing": _packing,
+        "figure-8": Lines((Line("bound", "{network}"),), "nodes", "nodes", "tokens/s"),
+        "balanced": Lines((Line("ratio", "{machine}"),), "nodes", "nodes", "ep_balanced over P-LR-D"),
+        "packing": Lines(
+            (Line("unstacked_ms", "unstacked"), Line("prestacked_ms", "prestacked")),
+            "wait_ms",
+            "wait, ms",
+            "ms",
+            log=("symlog", "y"),
+        ),
     },
 }
 """By paper and section."""
@@ -299,16 +287,3 @@ def _figure(count: int, title: str, each: float) -> tuple[Figure, list[Any]]:
 def _legend_below(axes: Any) -> None:
     """A legend below an axis, where it hides nothing."""
     axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=2, frameon=False)
-
-
-def _lines(
-    axes: Any, rows: Iterable[Row], name: Callable[[Row], str], x: str, y: str, style: str = "-"
-) -> None:
-    """A line through the rows of each name."""
-    lines: dict[str, list[tuple[Any, Any]]] = {}
-    for row in rows:
-        lines.setdefault(name(row), []).append((row[x], row[y]))
-    for number, (label, points) in enumerate(lines.items()):
-        axes.plot(*zip(*points, strict=True), style, marker="o", ms=3, color=COLORS[number], label=label)
-    _legend_below(axes)
-    axes.grid(linewidth=0.4, alpha=0.6)

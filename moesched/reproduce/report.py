@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from moesched.reproduce.moe_lightning.paper import PaperClaim
 from moesched.system.whole_file import whole_file
 
 Value = str | float | int | bool | None
@@ -92,19 +90,6 @@ def write_reproduction(report: Reproduction, path: Path) -> None:
     """
     with whole_file(path, "report") as file:
         file.write(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-
-
-def ratio_claim(claim: PaperClaim, ours: Sequence[float], how: str = "", because: str = "") -> Claim:
-    """A ratio of the paper beside ours; `how` tells claims with the same words apart."""
-    low, high = min(ours), max(ours)
-    return Claim(
-        where=claim.where,
-        what=f"{claim.what} ({how})" if how else claim.what,
-        paper=span(claim.low, claim.high),
-        ours=span(low, high),
-        agrees=agrees((claim.low, claim.high), (low, high)),
-        because=because,
-    )
 
 
 def agrees(paper: tuple[float, float], ours: tuple[float, float]) -> bool:

@@ -83,7 +83,7 @@ def write_profile(profile: RoutingProfile, path: Path | str) -> None:
         file.write("\n".join([*lines, ""]).encode())
 
 
-def read_profile(path: Path | str, config: ModelConfig | None = None) -> RoutingProfile:
+def read_routing_profile(path: Path | str, config: ModelConfig | None = None) -> RoutingProfile:
     """Read a profile.
 
     Args:
@@ -102,7 +102,7 @@ def parse_profile(path: Path, data: bytes, config: ModelConfig | None = None) ->
     """Read a profile from a file's bytes.
 
     Raises:
-        BadInput: as for `read_profile`.
+        BadInput: as for `read_routing_profile`.
     """
     if len(data) > MOST_BYTES:
         raise BadInput(

@@ -6,17 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from traceback import extract_tb
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 from moesched.errors import PolicyError
 from moesched.models.layout import Page
-from moesched.steps.access_log import Left, Used
 from moesched.steps.eviction_rule import Eviction
 from moesched.steps.model_pages import describe
-
-if TYPE_CHECKING:
-    from moesched.steps.access_log import AccessLog
 
 _taken: WeakValueDictionary[int, Eviction] = WeakValueDictionary()
 """The rules that order a cache, by `id`."""
@@ -41,33 +37,17 @@ class RuledPages:
     def __init__(self, rule: object, cache: str, room: int) -> None:
         self.rule = _taken_by(cache, rule)
         self._cache = cache
-        self._log: AccessLog | None = None
-        self._number = -1
         self.room = room
         self.held: dict[int, Page] = {}
         self._shown = MappingProxyType(self.held)
 
-    @property
-    def rule_name(self) -> str:
-        """The name of the rule's class."""
-        return _name(self.rule)
-
-    def log_to(self, log: AccessLog, number: int) -> None:
-        """Log accesses from here on, under this number; the pages that are there come first."""
-        self._log, self._number = log, number
-        log.extend(Used(number, page, -1, 0) for page in self.held.values())
-
     def leave(self, page: Page) -> None:
         """Remove a page that the policy drops, without asking the rule."""
         del self.held[page.id]
-        if self._log is not None:
-            self._log.append(Left(self._number, page))
 
     def enter(self, page: Page, step: int) -> None:
         """Add a page that comes in this step."""
         self.held[page.id] = page
-        if self._log is not None:
-            self._log.append(Used(self._number, page, step, 0))
         try:
             self.rule.used(page, step, 0)
         except Exception as error:
@@ -75,8 +55,6 @@ class RuledPages:
 
     def use(self, page: Page, step: int, tokens: int) -> None:
         """Tell the rule of a use."""
-        if self._log is not None:
-            self._log.append(Used(self._number, page, step, tokens))
         try:
             self.rule.used(page, step, tokens)
         except Exception as error:
@@ -84,10 +62,6 @@ class RuledPages:
 
     def use_all(self, pages: Sequence[Page], tokens: Mapping[int, int], step: int) -> None:
         """Tell the rule of several uses, in the order of the pages: `tokens` by index in `pages`."""
-        if self._log is not None:
-            self._log.extend(
-                Used(self._number, pages[index], step, tokens[index]) for index in sorted(tokens)
-            )
         used, index = self.rule.used, -1
         try:
             for index in sorted(tokens):

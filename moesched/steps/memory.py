@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from moesched.engine import Engine
 from moesched.errors import NotResident, OverBudget, PolicyError
 from moesched.models.layout import Page
-from moesched.steps.access_log import Fetched, Left, Used
 from moesched.steps.claims import Claim, Parts, claim_of_slots
 from moesched.steps.model_pages import describe
 from moesched.steps.pool_counts import FETCHED, LOADED, PoolCounts
@@ -261,16 +260,11 @@ class Pool(ReadOnly):
                 self.vacate(slot, engine)
             raise
         if arrival != LOADED:
-            counts = self._counts
-            counts.fetched += len(slots)
-            if counts.accesses is not None:
-                counts.accesses.append(Fetched(engine.submitted, tuple(pages)))
+            self._counts.fetched += len(slots)
         return tuple(slots)
 
     def vacate(self, slot: Slot, engine: Engine) -> None:
         """Empty a slot; its next writer waits for all readers of the page, through a view or not."""
-        if self._counts.accesses is not None and slot.page is not None:
-            self._counts.accesses.append(Left(-1, slot.page))
         self._forget(slot, engine)
         slot.page = None
         self._empty.append(slot)
@@ -304,8 +298,6 @@ class Pool(ReadOnly):
         """Note a use, for the replacement rule; by 0 tokens when its page comes or is copied."""
         if self._told_of_uses and slot.page is not None:
             self._held.move_to_end(slot.page.id)
-            if self._counts.accesses is not None:
-                self._counts.accesses.append(Used(0, slot.page, step, tokens))
 
     def _replaced(self, page: Page, engine: Engine) -> Slot:
         """Choose the slot whose page is replaced next."""

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from operator import add
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from moesched.steps.access_log import AccessLog
-    from moesched.steps.eviction import RuledPages
+from typing import NamedTuple
 
 LOADED, FETCHED, SPECULATED = -1, -2, -3
 """The arrival of a page that no step has read yet: before the first step, by a fetch, or by a speculative one."""
@@ -40,13 +36,9 @@ class PoolCounts:
         log: the counts at the end of each step, with the number of tasks submitted by then; None unless a recorder
             asks for them.
         skipped: number of tasks that were counted without being submitted.
-        caches: the caches whose rules order the pool; empty if its own order does.
-        accesses: None unless a recorder asks for them.
     """
 
     __slots__ = (
-        "accesses",
-        "caches",
         "cancelled",
         "fetched",
         "hits",
@@ -59,8 +51,6 @@ class PoolCounts:
     def __init__(self) -> None:
         self.fetched = self.hits = self.misses = self.wasted = self.cancelled = self.skipped = 0
         self.log: list[tuple[int, Counted]] | None = None
-        self.caches: list[RuledPages] = []
-        self.accesses: AccessLog | None = None
 
     def now(self) -> Counted:
         """The counts so far."""
@@ -72,14 +62,13 @@ class PoolCounts:
             self.log.append((submitted + self.skipped, self.now()))
 
     def repeat(self, since: Counted, times: int, submitted: int, tasks: int) -> None:
-        """Count further steps, each like the one that began with the counts `since`; they log no accesses.
+        """Count further steps, each like the one that began with the counts `since`.
 
         Args:
             times: number of steps.
             submitted: number of tasks so far.
             tasks: number of tasks of each step.
         """
-        self.accesses = None
         more = [late - early for late, early in zip(self.now(), since, strict=True)]
         for _ in range(times):
             self.fetched, self.hits, self.misses, self.wasted, self.cancelled = map(add, self.now(), more)

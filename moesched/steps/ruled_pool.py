@@ -32,7 +32,6 @@ class RuledPool(Pool):
         self._ruled = RuledPages(rule, f"pool {name}", slots)
         self._incoming: Sequence[Page] = ()
         super().__init__(name, memory, slots, slot_bytes, rule, page_bytes, line)
-        self._counts.caches.append(self._ruled)
 
     def assign_all(self, pages: Sequence[Page], engine: Engine, arrival: int, step: int) -> tuple[Slot, ...]:
         self._incoming = pages

@@ -21,14 +21,11 @@ from moesched.system.own_loop import interruptible
 from moesched.system.plain_text import shown
 from moesched.trace.chrome_writer import CANCELLED, CRITICAL_PID, FIRST_RANK_PID, FORMAT, SIDE_BY_SIDE
 from moesched.trace.recording import (
-    LEFT,
-    USED,
     About,
     Cancelled,
     Clock,
     LaneName,
     MemorySample,
-    PoolAccesses,
     PoolSample,
     Recording,
     Roof,
@@ -41,7 +38,6 @@ MOST_BYTES = 1_000_000_000
 """Limit of a trace, unpacked; one of 500,000 tasks has about half of that."""
 
 MOST_RANKS = 1024
-MOST_SLOTS = 100_000_000
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _THREE_DECIMALS = re.compile(rb"\d{1,15}\.\d{3}")
@@ -152,7 +148,6 @@ class OtherData(AboutData, kw_only=True):
     trimmed: bool = False
     costs: list[CostEntry] = []
     predictions: list[PredictionEntry] = []
-    accesses: list[PoolAccesses] = []
 
 
 class TraceFile(msgspec.Struct):
@@ -289,7 +284,6 @@ def trace_of(file: TraceFile) -> Trace:
         pools=_pools(events),
         costs={WorkKey(*each[:4]): Demand(*each[4:]) for each in other.costs},
         predictions={WorkKey(*each[:4]): each.seconds for each in other.predictions},
-        accesses=[_checked(each) for each in other.accesses],
         cancelled=_cancelled(events, lanes),
     )
     if slices and recording.end == recording.start:
@@ -354,28 +348,6 @@ def _producers(slices: list[Slice], depends_on: list[tuple[int, ...]]) -> list[t
                 f"task {each.id} depends on task {max(numbers)}, which was not submitted before it"
             )
     return producers
-
-
-def _checked(accesses: PoolAccesses) -> PoolAccesses:
-    """Accesses that name the pages and caches which are there, in numbers that a pool may have."""
-    pages = {page.id for page in accesses.pages}
-    caches = range(max(1, len(accesses.caches)))
-    numbers = [accesses.rank, accesses.slots, *(cache.room for cache in accesses.caches)]
-    if not all(0 <= number <= MOST_SLOTS for number in numbers):
-        raise ValueError(f"pool {shown(accesses.pool)} has impossible numbers of slots")
-    for each in accesses.accesses:
-        kind, *about = each
-        if kind == USED:
-            cache, page, _, _ = about
-            known = cache in caches and page in pages
-        elif kind == LEFT:
-            cache, page = about
-            known = cache in (-1, *caches) and page in pages
-        else:
-            known = kind >= 0 and pages.issuperset(about)
-        if not known:
-            raise ValueError(f"an access of pool {shown(accesses.pool)} names what is not there: {each}")
-    return accesses
 
 
 def _memory(events: list[Event]) -> list[MemorySample]:

@@ -85,7 +85,6 @@ def write_trace(path: Path | str, recording: Recording, about: About) -> None:
         **msgspec.to_builtins(about),
         "costs": costs,
         "predictions": [[*work, seconds] for work, seconds in recording.predictions.items()],
-        "accesses": recording.accesses,
     }
     _write_file(Path(path), other, [shown])
 

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from moesched.models.layout import Page
-from moesched.steps.memory import Slot
+from moesched.steps.memory import Pool, Slot
 from moesched.steps.model_pages import describe_all
 from moesched.tasks import PageTransfer, Task, class_of
-from moesched.trace.access_records import title_of
 from moesched.trace.recording import TaskInfo
+
+
+def title_of(pool: Pool) -> str:
+    """The pool's name and memory, such as "experts in gpu"."""
+    return f"{pool.name} in {pool.memory.name}"
 
 
 class Descriptions:

@@ -51,9 +51,6 @@ def merge_recordings(
             for rank, each in recordings.items()
             for sample in each.pools
         ],
-        accesses=[
-            replace(accesses, rank=rank) for rank, each in recordings.items() for accesses in each.accesses
-        ],
         cancelled=sorted(
             (
                 replace(cancelled, lane=LaneName(rank, cancelled.lane.name), time=moved(rank, cancelled.time))

@@ -23,8 +23,7 @@ from moesched.tasks import (
     Task,
     Work,
 )
-from moesched.trace.access_records import title_of
-from moesched.trace.descriptions import Descriptions
+from moesched.trace.descriptions import Descriptions, title_of
 from moesched.trace.instants import lengthen
 from moesched.trace.recording import (
     Cancelled,

@@ -13,16 +13,9 @@ from typing import TYPE_CHECKING
 from moesched.engine import Engine
 from moesched.machines.demand import CostModel
 from moesched.steps.memory import Pool
-from moesched.tasks import (
-    Lane,
-    PageTransfer,
-    Task,
-)
-from moesched.trace.access_records import accesses_of, log_accesses
+from moesched.tasks import Lane, PageTransfer, Task
 from moesched.trace.recorded_tasks import HasPeak, RankRecord, by_id, costs_of, predictions_of, record
-from moesched.trace.recording import (
-    Recording,
-)
+from moesched.trace.recording import Recording
 
 if TYPE_CHECKING:
     from moesched.drivers.replay import Timeline
@@ -56,10 +49,6 @@ class _RankRecorder:
         recording.costs = costs_of(tasks, sharing=self.sharing)
         if self.cost is not None:
             recording.predictions = predictions_of(tasks, self.cost)
-        accesses = [
-            accesses_of(number, pool) for number, rank in enumerate(self._ranks) for pool in rank.pools
-        ]
-        recording.accesses = [each for each in accesses if each is not None]
         return recording
 
 
@@ -83,14 +72,6 @@ class Recorder(_RankRecorder):
     def replayed(self, timeline: Timeline) -> None:
         """Add a replayed run; its tasks are created only when the recording is requested."""
         self._replayed.append(timeline.tasks)
-
-    def watch(
-        self, engine: Engine, memories: Mapping[str, HasPeak] | None = None, pools: Iterable[Pool] = ()
-    ) -> None:
-        pools = list(pools)
-        super().watch(engine, memories, pools)
-        for pool in pools:
-            log_accesses(pool)
 
     def recording(self) -> Recording:
         """Return the recording of the tasks that ran so far."""

@@ -5,6 +5,7 @@ Recorders build them from tasks and the reader from a file; the writer and all a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -136,47 +137,6 @@ class PoolSample(NamedTuple):
     counted: Counted
 
 
-class CachedPage(NamedTuple):
-    """A page that a pool's accesses name."""
-
-    id: int
-    layer: int
-    expert: int
-
-
-class CacheRule(NamedTuple):
-    """A cache that shares a pool: the class of its eviction rule, and the number of pages or experts that it holds."""
-
-    rule: str
-    room: int
-
-
-class PoolAccesses(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool's order of replacement, and the accesses that a replay of it needs.
-
-    Attributes:
-        pool: with its memory, such as "experts in gpu".
-        replacement: the pool's own order: "ring", "lru", "none" or "rule".
-        caches: those whose rules order the pool; empty if its own order does.
-        pages: those that the accesses name.
-        accesses: in program order, as numbers: a transfer's id and its pages; or `USED`, a cache, a page, a step and
-            the tokens reported to a rule; or `LEFT`, a cache and a page that the policy dropped, from the pool
-            itself if the cache is -1. Empty for a ring, whose order follows from its transfers.
-    """
-
-    rank: int
-    pool: str
-    slots: int
-    replacement: str
-    caches: list[CacheRule] = []
-    pages: list[CachedPage] = []
-    accesses: list[tuple[int, ...]] = []
-
-
-USED, LEFT = -1, -2
-"""The first numbers of accesses that are no transfers."""
-
-
 class Recording(msgspec.Struct):
     """The tasks of a run, in order of their ends.
 
@@ -190,7 +150,6 @@ class Recording(msgspec.Struct):
         pools: the counts of pools over time.
         costs: the works' demands on the machine, where these were modelled.
         predictions: the seconds that the works of a measured run should take, each alone on the machine.
-        accesses: of the pools; of those with caches or rules only in recordings of whole runs.
         cancelled: tasks that the policy cancelled, in order of time.
     """
 
@@ -205,11 +164,22 @@ class Recording(msgspec.Struct):
     pools: list[PoolSample] = []
     costs: dict[WorkKey, Demand] = {}
     predictions: dict[WorkKey, float] = {}
-    accesses: list[PoolAccesses] = []
     cancelled: list[Cancelled] = []
 
     def __repr__(self) -> str:
         return f"<Recording: {len(self.slices):,} tasks on {len(self.lanes)} lanes, {self.end / 1e9:.3g} s>"
+
+    def part(self, kept: Sequence[int], **changed: object) -> Recording:
+        """The slices at these indices, with the dependencies between them, and with other fields changed."""
+        places = {index: place for place, index in enumerate(kept)}
+        return msgspec.structs.replace(
+            self,
+            slices=[self.slices[index] for index in kept],
+            producers=[
+                tuple(places[each] for each in self.producers[index] if each in places) for index in kept
+            ],
+            **changed,
+        )
 
     @property
     def edges(self) -> int:

@@ -46,14 +46,4 @@ def balanced(paper: MacPaper, on_progress: Callable[[str], None]) -> Section:
                     "ratio_with_all_memory": round(all_memory / router, 4),
                 }
             )
-    return Section(
-        name="balanced",
-        title="ep_balanced beside P-LR-D (ep_router_aided), tokens/s",
-        how=(
-            f"Both hold {HELD} of 16 experts on each node; `with_all_memory`, as many as fit the 144 of 192 GiB that "
-            "macOS leaves the GPU. "
-            "m2-ultra: the rates of Table 1, 1 ms for an exchange among any number of nodes. "
-            f"{paper.machine}: the rates calibrated to Tables 3 and 4."
-        ),
-        rows=rows,
-    )
+    return paper.section("balanced", rows)

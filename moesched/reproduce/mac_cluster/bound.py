@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from moesched.machines import load_machine
 from moesched.planner import plan_cluster
 from moesched.reproduce.mac_cluster.paper import MacPaper
-from moesched.reproduce.report import Claim, Section, Value, agrees, rounded
+from moesched.reproduce.report import Section, Value, agrees, rounded
 
 TABLE_6 = ("load", "compute", "latency", "transfer", "time", "tokens/s")
 NODES = (2, 3, 4, 6, 8)
@@ -36,15 +36,7 @@ def table_6(paper: MacPaper) -> Section:
             {"nodes": int(nodes), "cell": cell, "paper": theirs, "ours": mine, "agrees": theirs == mine}
             for cell, theirs, mine in zip(TABLE_6, printed, ours, strict=True)
         ]
-    return Section(
-        name="table-6",
-        title="Table 6: the bound of Eq. 1, seconds and tokens/s",
-        how=(
-            "`moesched plan --model dbrx --machine m2-ultra --nodes N --network 10gbe`: unrounded bytes, footnote (b) "
-            "with D_embed squared, two FLOPs for each weight, the busiest node's load by exact enumeration."
-        ),
-        rows=rows,
-    )
+    return paper.section("table-6", rows)
 
 
 def figure_8(paper: MacPaper, realised: Mapping[int, float]) -> Section:
@@ -84,28 +76,12 @@ def figure_8(paper: MacPaper, realised: Mapping[int, float]) -> Section:
         tokens = faster.bound.tokens_per_second
         dearer = (faster.price_usd or 0) / (plain.price_usd or 1) - 1
         claims += [
-            Claim(
-                where="section 5.5",
-                what=f"bound of two nodes with {name}",
-                paper="16.3 tokens/s",
-                ours=f"{tokens:.1f} tokens/s",
-                agrees=agrees((16.3, 16.3), (tokens, tokens)),
+            paper.claims["faster_network"].beside(
+                f"{tokens:.1f} tokens/s", agrees((16.3, 16.3), (tokens, tokens)), network=name
             ),
-            Claim(
-                where="section 5.5",
-                what=f"more cost with {name}",
-                paper=f"{share:.0%}",
-                ours=f"{dearer:.0%}",
-                agrees=agrees((share, share), (dearer, dearer)),
-            ),
+            paper.claims[f"dearer_{name}"].beside(f"{dearer:.0%}", agrees((share, share), (dearer, dearer))),
         ]
-    return Section(
-        name="figure-8",
-        title="Fig. 8: tokens/s by Eq. 1 with other network cards",
-        how="Eq. 1 with the authors' placement, and Table 4's rows on simulated Macs.",
-        rows=rows,
-        claims=claims,
-    )
+    return paper.section("figure-8", rows, claims)
 
 
 def _seconds(seconds: float) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import resources
-
 import msgspec
+
+from moesched.reproduce.printed import PrintedPaper, read_paper
 
 PARTS = ("moe", "comm", "misc")
 
@@ -57,16 +57,24 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     per_usd: float
 
 
-class MacPaper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Calibrated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rate that was fitted to the paper, its value as a format."""
+
+    rate: str
+    value: str
+    set_by: str
+
+
+class MacPaper(PrintedPaper, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The reproduced figures of the paper."""
 
-    title: str
     model: str
     machine: str
     network: str
     prompt: int
     new_tokens: int
     latency: Latency
+    calibration: list[Calibrated]
     systems: list[PrintedSystem]
     solutions: list[Solution]
     table_6: dict[str, list[str]]
@@ -74,5 +82,4 @@ class MacPaper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def mac_paper() -> MacPaper:
     """Tables 3 to 6, the prompts' rates, and the latencies of the cluster's exchanges."""
-    text = (resources.files("moesched.reproduce.mac_cluster") / "paper.toml").read_bytes()
-    return msgspec.toml.decode(text, type=MacPaper)
+    return read_paper(MacPaper, __package__)

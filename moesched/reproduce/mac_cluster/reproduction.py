@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 
 from moesched.dispatch.node_placement import best_placement, expected_load
 from moesched.machines import load_machine
@@ -14,55 +14,34 @@ from moesched.reproduce.mac_cluster.bound import figure_8, table_6
 from moesched.reproduce.mac_cluster.paper import MacPaper, mac_paper
 from moesched.reproduce.mac_cluster.tables import Tables
 from moesched.reproduce.mac_cluster.wired_memory import packing, wired_memory
-from moesched.reproduce.report import Reproduction, Section, Value
-
-SECTIONS = (
-    "goals",
-    "table-3",
-    "table-4",
-    "prompts",
-    "table-5",
-    "table-6",
-    "figure-8",
-    "balanced",
-    "packing",
-    "wiring",
-)
+from moesched.reproduce.printed import Made
+from moesched.reproduce.report import Section, Value
 
 
-def reproduce_mac_cluster(only: Sequence[str], on_progress: Callable[[str], None]) -> Reproduction:
-    """Reproduce the named sections, or all."""
-    started = time.perf_counter()
+@contextmanager
+def mac_cluster_made(on_progress: Callable[[str], None]) -> Iterator[Made]:
+    """The sections; rows of tables are simulated once for all that need them."""
     paper = mac_paper()
     tables = Tables(paper, on_progress)
+    beside = cache(partial(balanced, paper, on_progress))
 
-    @cache
-    def beside() -> Section:
-        return balanced(paper, on_progress)
+    def simulated() -> dict[int, float]:
+        return {system.nodes: found.token.total for system, found in tables.rows("Table 4")}
 
-    make: dict[str, Callable[[], Section]] = {
-        "goals": lambda: goals(paper, tables, beside()),
-        "table-3": lambda: tables.breakdown("Table 3"),
-        "table-4": lambda: tables.breakdown("Table 4"),
-        "prompts": tables.prompts,
-        "table-5": tables.cost,
-        "table-6": lambda: table_6(paper),
-        "figure-8": lambda: figure_8(
-            paper, {system.nodes: found.token.total for system, found in tables.rows("Table 4")}
-        ),
-        "balanced": beside,
-        "packing": lambda: packing(at_peak(load_machine(paper.machine))),
-        "wiring": lambda: wired_memory(tables),
-    }
-    sections = [make[name]() for name in SECTIONS if not only or name in only]
-    return Reproduction(
-        paper="mac-cluster",
-        title=paper.title,
-        calibration=_calibration(paper),
-        accuracy=None,
-        accuracy_as_drawn=None,
-        sections=sections,
-        wall_seconds=round(time.perf_counter() - started, 1),
+    yield Made(
+        {
+            "goals": lambda: goals(paper, tables, beside()),
+            "table-3": lambda: tables.breakdown("Table 3"),
+            "table-4": lambda: tables.breakdown("Table 4"),
+            "prompts": tables.prompts,
+            "table-5": tables.cost,
+            "table-6": lambda: table_6(paper),
+            "figure-8": lambda: figure_8(paper, simulated()),
+            "balanced": beside,
+            "packing": lambda: packing(paper),
+            "wiring": lambda: wired_memory(tables),
+        },
+        lambda: _calibration(paper),
     )
 
 
@@ -102,12 +81,7 @@ def goals(paper: MacPaper, tables: Tables, beside: Section) -> Section:
             _goal(f"ep_balanced over P-LR-D, 2 to 8 {machine}", ">= 1x", f"{least:.4g}x", least >= 1),
             _goal(f"ep_balanced over P-LR-D, 4 {machine}", ">= 1.10x", f"{four:.4g}x", four >= 1.1),
         ]
-    return Section(
-        name="goals",
-        title="Goals",
-        how=("m2-ultra has the rates of Table 1; the other machine has the calibrated rates."),
-        rows=rows,
-    )
+    return paper.section("goals", rows)
 
 
 def _goal(goal: str, bar: str, ours: str, met: bool) -> dict[str, Value]:
@@ -119,45 +93,17 @@ def _calibration(paper: MacPaper) -> list[dict[str, Value]]:
     machine, latency = at_peak(load_machine(paper.machine)), paper.latency
     wired_memory = machine.wired_memory
     assert wired_memory is not None
-    reading = machine.accelerator.expert_bandwidth or 0
+    values = {
+        "reading": (machine.accelerator.expert_bandwidth or 0) / 1e9,
+        "handover": machine.accelerator.handover_seconds * 1e3,
+        "centralised": latency.centralised * 1e3,
+        "decentralised": latency.decentralised * 1e3,
+        "further": latency.each_further_node * 1e3,
+        "again": wired_memory.again_bandwidth / 1e9,
+        "first": wired_memory.first_bandwidth / 1e9,
+        "idle": wired_memory.idle_seconds * 1e3,
+    }
     return [
-        {"rate": rate, "value": value, "set_by": by}
-        for rate, value, by in (
-            ("an expert's weights, read by the GPU", f"{reading / 1e9:g} GB/s", "Table 3: MoE of P-LR-D"),
-            (
-                "from a kernel's end until the network has its result",
-                f"{machine.accelerator.handover_seconds * 1e3:g} ms",
-                "Table 3: Misc. of P-LB",
-            ),
-            (
-                "an exchange, centralised",
-                f"{latency.centralised * 1e3:g} ms",
-                "Table 3: Comm. of naive and of P-LB, between both",
-            ),
-            (
-                "an exchange, decentralised, 2 nodes",
-                f"{latency.decentralised * 1e3:g} ms",
-                "Table 3: Comm. of P-LR-D",
-            ),
-            (
-                "the same, each further node",
-                f"{latency.each_further_node * 1e3:g} ms",
-                "Table 4: Comm. at 4 nodes",
-            ),
-            (
-                "wiring weights again",
-                f"{wired_memory.again_bandwidth / 1e9:g} GB/s",
-                "Table 3: MoE of naive",
-            ),
-            (
-                "wiring weights for the first time",
-                f"{wired_memory.first_bandwidth / 1e9:g} GB/s",
-                "Finding 2: 400 ms for 16.1 GB",
-            ),
-            (
-                "idle time after which an array is unwired",
-                f"{wired_memory.idle_seconds * 1e3:g} ms",
-                "Findings 1 and 2: from 512 to 660 ms",
-            ),
-        )
+        {"rate": each.rate, "value": each.value.format(**values), "set_by": each.set_by}
+        for each in paper.calibration
     ]

@@ -7,7 +7,7 @@ from functools import cache
 
 from moesched.reproduce.mac_cluster.paper import PARTS, MacPaper, PrintedSystem
 from moesched.reproduce.mac_cluster.runs import Simulated, run_system
-from moesched.reproduce.report import Claim, Section, Value, agrees, rounded
+from moesched.reproduce.report import Section, Value, agrees, rounded
 
 SHORT, LONG = 6.1, 5.9
 """Tokens per second on two nodes that section 5.4 compares."""
@@ -42,16 +42,8 @@ class Tables:
             f"{found.token.ends * 1e3:.3g} ms ({system.method}, {system.nodes} nodes)"
             for system, found in self.rows(table)
         )
-        return Section(
-            name=table.lower().replace(" ", "-"),
-            title=f"{table}: seconds of a token, {self.paper.prompt} tokens in, {self.paper.new_tokens} out",
-            how=(
-                "The first node's time: experts, including their wiring; exchanges and waiting for other nodes; all "
-                "else in the layers. The total includes embedding and sampling, which the paper's parts omit."
-            ),
-            rows=rows,
-            notes=[f"Embedding and sampling take {ends}."],
-        )
+        notes = [f"Embedding and sampling take {ends}."]
+        return self.paper.section(table.lower().replace(" ", "-"), rows, notes=notes)
 
     def prompts(self) -> Section:
         """Footnotes 3 and 4."""
@@ -70,16 +62,7 @@ class Tables:
                     "one_message_a_layer": rounded(tokens / self.run(index).prompt_seconds),
                 }
             )
-        return Section(
-            name="prompts",
-            title="Prompt evaluation, tokens/s",
-            how=(
-                "Nothing here was fitted. Token by token, as MLX's DBRX runs its experts: every token of the prompt "
-                "passes a layer by itself, and exchanges of one overlap with the kernels of the next. The last "
-                "column is how our policies run: the whole prompt passes a layer at once, with one message."
-            ),
-            rows=rows,
-        )
+        return self.paper.section("prompts", rows)
 
     def cost(self) -> Section:
         """Table 5."""
@@ -108,25 +91,14 @@ class Tables:
             )
         databricks, macs = self.paper.solutions
         ratio = long / (macs.nodes * macs.price_usd) / databricks.per_usd
-        return Section(
-            name="table-5",
-            title="Table 5: tokens/s and tokens/s per USD, 2000 tokens in, 256 out",
-            how="The paper quotes the row of Databricks. Ours is P-LR-D on two simulated nodes.",
-            rows=rows,
-            claims=[
-                Claim(
-                    where="section 5.4",
-                    what="more tokens per second and USD than 8 x H100",
-                    paper="1.15x",
-                    ours=f"{ratio:.3g}x",
-                    agrees=agrees((1.15, 1.15), (ratio, ratio)),
-                ),
-                Claim(
-                    where="section 5.4",
-                    what="loss of tokens per second with 2000 tokens in, instead of 128",
-                    paper=f"{1 - LONG / SHORT:.1%}",
-                    ours=f"{1 - long / short:.1%}",
-                    agrees=agrees((1 - LONG / SHORT,) * 2, (1 - long / short,) * 2),
+        paper_loss, our_loss = 1 - LONG / SHORT, 1 - long / short
+        return self.paper.section(
+            "table-5",
+            rows,
+            [
+                self.paper.claims["per_usd"].beside(f"{ratio:.3g}x", agrees((1.15, 1.15), (ratio, ratio))),
+                self.paper.claims["long_prompts"].beside(
+                    f"{our_loss:.1%}", agrees((paper_loss, paper_loss), (our_loss, our_loss))
                 ),
             ],
         )

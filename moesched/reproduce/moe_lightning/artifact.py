@@ -10,11 +10,6 @@ from moesched.reproduce.moe_lightning.paper import ArtifactRun, ArtifactRuns, Pa
 from moesched.reproduce.moe_lightning.systems import SYSTEMS, Predicted, predict, setting_of
 from moesched.reproduce.report import Section, Value, rounded
 
-HOW = (
-    "Runs of the authors' artifact on S1; each has its seconds from the first prompt to the last token. Of two that "
-    "differ in generated tokens only, the difference is that of decode steps, and prefill is what is left of one."
-)
-
 
 def artifact_section(paper: Paper, on_progress: Callable[[str], None]) -> Section:
     """All runs, and what pairs of them say of prefill and decode."""
@@ -35,9 +30,7 @@ def artifact_section(paper: Paper, on_progress: Callable[[str], None]) -> Sectio
     errors = [abs(float(row["error"] or 0)) for row in rows]
     unset = [abs(float(row["error"] or 0)) for row in rows if not row["sets_a_rate"]]
     notes.append(f"Median error: {median(errors):.0%}; of the runs that set no rate, {median(unset):.0%}.")
-    return Section(
-        name="artifact", title="The artifact's runs on S1: tokens per second", how=HOW, rows=rows, notes=notes
-    )
+    return paper.section("artifact", rows, notes=notes)
 
 
 def _row(of: ArtifactRuns, run: ArtifactRun, predicted: Predicted) -> dict[str, Value]:

@@ -9,18 +9,13 @@ from moesched.models.layout import weight_layout
 from moesched.models.operations import Operations
 from moesched.reproduce.moe_lightning.paper import Paper
 from moesched.reproduce.moe_lightning.rates import Rates, machine_at
-from moesched.reproduce.report import Claim, Section, Value, ratio_claim, rounded
+from moesched.reproduce.report import Section, rounded
 from moesched.tasks import Work
 
 MICRO_BATCHES = (32, 64, 128, 256)
 CONTEXTS = (128, 512, 1024, 2048)
 """The paper's ranges; the values between are ours."""
 NEARLY_SAME = 1.25
-
-HOW = (
-    "One layer of a decode step of Mixtral 8x7B on the L4 machine. CPU attention runs at the profile's full "
-    "rates, since the paper's kernel was not fitted; link and GPU run at the fitted rates."
-)
 
 
 def attention_section(paper: Paper, rates: Rates) -> Section:
@@ -31,7 +26,7 @@ def attention_section(paper: Paper, rates: Rates) -> Section:
     cost, operations = cost_model(machine, layout.dtype), Operations(layout.config, layout.dtype)
     full = cost_model(at_peak(where.described()), layout.dtype)
     link = f"{machine.host.memory}->{machine.accelerator.memory}"
-    rows: list[dict[str, Value]] = []
+    rows: list[dict[str, float]] = []
     for size in MICRO_BATCHES:
         amount = operations.experts(size)
         work = Work("experts", machine.roles.accelerator, amount.flops, amount.nbytes)
@@ -53,36 +48,16 @@ def attention_section(paper: Paper, rates: Rates) -> Section:
                     "ratio": rounded(moving / attention),
                 }
             )
-    return Section(
-        name="cpu-attention",
-        title="Fig. 9: CPU attention, moving the KV cache, and the experts",
-        how=HOW,
-        rows=rows,
-        claims=[
-            ratio_claim(paper.claims["cpu_attention"], [float(row["ratio"] or 0) for row in rows]),
-            *_claims(rows),
-        ],
-    )
-
-
-def _claims(rows: list[dict[str, Value]]) -> list[Claim]:
-    experts = [float(row["experts_ms"] or 0) for row in rows]
-    growth = max(experts) / min(experts)
-    longest = rows[-1]
-    share = float(longest["cpu_attention_ms"] or 0) / float(longest["experts_ms"] or 1)
-    return [
-        Claim(
-            where="6.2",
-            what=f"the experts' time from µ = {MICRO_BATCHES[0]} to {MICRO_BATCHES[-1]}",
-            paper="hardly changes",
-            ours=f"grows by {growth - 1:.1%}",
-            agrees=growth < NEARLY_SAME,
+    growth = max(row["experts_ms"] for row in rows) / min(row["experts_ms"] for row in rows)
+    share = rows[-1]["cpu_attention_ms"] / rows[-1]["experts_ms"]
+    ranges = {"first": MICRO_BATCHES[0], "last": MICRO_BATCHES[-1], "context": CONTEXTS[-1]}
+    claims = [
+        paper.claims["cpu_attention"].ratio([row["ratio"] for row in rows]),
+        paper.claims["experts_hardly_change"].beside(
+            f"grows by {growth - 1:.1%}", growth < NEARLY_SAME, **ranges
         ),
-        Claim(
-            where="6.2",
-            what=f"CPU attention is the bottleneck at µ = {MICRO_BATCHES[-1]}, context {CONTEXTS[-1]}",
-            paper="yes",
-            ours=f"{share:.2f}x the experts' time",
-            agrees=share > 1,
+        paper.claims["attention_is_the_bottleneck"].beside(
+            f"{share:.2f}x the experts' time", share > 1, **ranges
         ),
     ]
+    return paper.section("cpu-attention", rows, claims)

@@ -10,20 +10,13 @@ from moesched.planner.setting import UNLIMITED
 from moesched.reproduce.moe_lightning.paper import Paper
 from moesched.reproduce.moe_lightning.rates import Rates
 from moesched.reproduce.moe_lightning.systems import SYSTEMS, Predicted, predict, setting_of
-from moesched.reproduce.report import Section, Value, ratio_claim, rounded
+from moesched.reproduce.report import Section, Value, rounded
 
 SETTING, WORKLOAD, NEW_TOKENS, MICRO_BATCH = "S1", "mtbench", 128, 36
 MANY, MORE = 120, 150
 MOST = 200
 SHARES = (0.8, 0.9, 0.95)
 CLAIMED = 0.9
-
-HOW = (
-    "MTBench on S1, 128 new tokens, padded, µ = 36 as in Table 5, host memory unlimited. The bound for that µ is the "
-    f"throughput of the {MORE - MANY} micro-batches beyond {MANY}, where the weights' transfer no longer counts. The "
-    "host memory (weights and KV cache) is that of the smallest batch that reaches a share of the bound. The paper "
-    f"does not give its share; the claim is checked at {CLAIMED:.0%}."
-)
 
 
 def memory_section(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> Section:
@@ -47,13 +40,8 @@ def memory_section(paper: Paper, rates: Rates, on_progress: Callable[[str], None
                     "host_gb": rounded(found.host_bytes / 1e9),
                 }
             )
-    return Section(
-        name="cpu-memory",
-        title="Fig. 1: host memory and throughput",
-        how=HOW,
-        rows=rows,
-        claims=[ratio_claim(paper.claims["cpu_memory"], [needed["FlexGen"] / needed["MoE-Lightning(p)"]])],
-    )
+    ratio = needed["FlexGen"] / needed["MoE-Lightning(p)"]
+    return paper.section("cpu-memory", rows, [paper.claims["cpu_memory"].ratio([ratio])])
 
 
 def _by_batch(

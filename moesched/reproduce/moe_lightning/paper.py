@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import resources
-
 import msgspec
 
 from moesched.machines import Machine, load_machine
 from moesched.machines.staging import staged
+from moesched.reproduce.printed import PrintedPaper, read_paper
 
 
 class PaperSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,27 +98,15 @@ class PrintedRatios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ratios: dict[str, float]
 
 
-class PaperClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A ratio that the text states, from `low` to `high`."""
-
-    where: str
-    what: str
-    low: float
-    high: float
-
-
-class Paper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Paper(PrintedPaper, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The reproduced figures of the paper."""
 
-    title: str
     settings: dict[str, PaperSetting]
     cells: list[Column]
     artifact: list[ArtifactRuns]
     printed_ratios: list[PrintedRatios]
-    claims: dict[str, PaperClaim]
 
 
 def moe_lightning() -> Paper:
     """MoE-Lightning's Tables 2, 4 and 5, the claims of its sections 5 and 6, and runs of its artifact."""
-    text = (resources.files("moesched.reproduce.moe_lightning") / "paper.toml").read_bytes()
-    return msgspec.toml.decode(text, type=Paper)
+    return read_paper(Paper, __package__)

@@ -14,6 +14,7 @@ from moesched.machines import load_machine
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.operations import Operations
+from moesched.reproduce.moe_lightning.paper import Paper
 from moesched.reproduce.report import Claim, Section, Value, rounded
 
 MODEL, MACHINE = "mixtral-8x7b", "a100-80gx2"
@@ -27,16 +28,8 @@ SPARE = 0.02
 """Share of the GPUs' memory for activations."""
 AS_GOOD = 0.999
 
-HOW = (
-    "Two A100-80G, the link from 100 to 500 GB/s, the base CPU (200 GB, 100 GB/s, 1.6 TFLOP/s) times a ratio, prompt "
-    "512, 32 new tokens. For each point the split with the most tokens per second of decode by the performance model "
-    "(Eqs. 12 to 14), as in the paper: a grid over r_w and r_c, N as large as both memories hold, µ = N. Of splits "
-    "within 0.1 % of the best the one with the most of the KV cache on the GPU is shown, and of those the one with the "
-    "most weights offloaded: the most that can be offloaded at no loss."
-)
 
-
-def policy_map(on_progress: Callable[[str], None]) -> Section:
+def policy_map(paper: Paper, on_progress: Callable[[str], None]) -> Section:
     """The best policy at each point."""
     machine = at_peak(load_machine(MACHINE))
     layout = weight_layout(find_shape(MODEL))
@@ -50,13 +43,7 @@ def policy_map(on_progress: Callable[[str], None]) -> Section:
             lower = Level(base.lower.name, base.lower.peak * ratio, base.lower.bandwidth * ratio)
             found = _best(Hierarchy(base.upper, lower, link), layout, fast, slow * ratio)
             rows.append(_row(link, ratio, *found))
-    return Section(
-        name="policy-map",
-        title="Fig. 10: the best policy by link and CPU",
-        how=HOW,
-        rows=rows,
-        claims=_claims(rows),
-    )
+    return paper.section("policy-map", rows, _claims(paper, rows))
 
 
 def _best(hierarchy: Hierarchy, layout: WeightLayout, fast: int, slow: int) -> tuple[float, Split]:
@@ -111,30 +98,18 @@ def _row(link: float, ratio: int, tokens_per_second: float, split: Split) -> dic
     }
 
 
-def _claims(rows: list[dict[str, Value]]) -> list[Claim]:
+def _claims(paper: Paper, rows: list[dict[str, Value]]) -> list[Claim]:
     base = [row for row in rows if row["cpu_ratio"] == RATIOS[0]]
     ends = float(base[0]["weights_on_cpu"] or 0), float(base[-1]["weights_on_cpu"] or 0)
     moved = [row["cpu_ratio"] for row in rows if row["attention_on"] == "cpu"]
+    claims = paper.claims
     return [
-        Claim(
-            where="6.3",
-            what="with the base CPU, a faster link allows more weights to be offloaded",
-            paper="yes",
-            ours=f"{ends[0]:.0%} at {LINKS[0] / 1e9:.0f} GB/s, {ends[1]:.0%} at {LINKS[-1] / 1e9:.0f}",
-            agrees=ends[0] < ends[1],
+        claims["faster_link_offloads"].beside(
+            f"{ends[0]:.0%} at {LINKS[0] / 1e9:.0f} GB/s, {ends[1]:.0%} at {LINKS[-1] / 1e9:.0f}",
+            ends[0] < ends[1],
         ),
-        Claim(
-            where="6.3",
-            what="with the base CPU offloading the KV cache does not pay, even with the fastest link",
-            paper="yes",
-            ours=f"{base[-1]['kv_on_cpu']:.0%} of it offloaded",
-            agrees=base[-1]["kv_on_cpu"] == 0,
-        ),
-        Claim(
-            where="6.3",
-            what="with a faster CPU, KV cache and attention move to the CPU",
-            paper="yes",
-            ours=f"from {moved[0]} times the base CPU on" if moved else "at none of the ratios tried",
-            agrees=bool(moved),
+        claims["kv_stays"].beside(f"{base[-1]['kv_on_cpu']:.0%} of it offloaded", base[-1]["kv_on_cpu"] == 0),
+        claims["faster_cpu_attends"].beside(
+            f"from {moved[0]} times the base CPU on" if moved else "at none of the ratios tried", bool(moved)
         ),
     ]

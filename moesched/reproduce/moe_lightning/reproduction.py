@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from moesched.reproduce.moe_lightning.artifact import artifact_section
@@ -16,58 +16,44 @@ from moesched.reproduce.moe_lightning.scaling import scaling
 from moesched.reproduce.moe_lightning.speedups import speedups
 from moesched.reproduce.moe_lightning.sustained import sustained_section
 from moesched.reproduce.moe_lightning.tables import Cell, accuracy, cells_of, table_section
-from moesched.reproduce.report import Accuracy, Reproduction, Section
-
-TABLES = {"table-4": "Table 4", "table-5": "Table 5"}
-SECTIONS = (
-    *TABLES,
-    "sustained",
-    "artifact",
-    "speedups",
-    "cpu-attention",
-    "cpu-memory",
-    "policy-map",
-    "scaling",
-)
+from moesched.reproduce.printed import Made
+from moesched.reproduce.report import Accuracy, Section
 
 
-def reproduce_moe_lightning(only: Sequence[str], on_progress: Callable[[str], None]) -> Reproduction:
-    """Reproduce the named sections, or all."""
-    started = time.perf_counter()
-    figures = moe_lightning()
-    rates = calibrate(figures, on_progress)
-    cells: dict[str, list[Cell]] = {}
+@contextmanager
+def moe_lightning_made(on_progress: Callable[[str], None]) -> Iterator[Made]:
+    """The sections, at rates that are fitted first."""
+    paper = moe_lightning()
+    rates = calibrate(paper, on_progress)
+    cells: list[Cell] = []
+    found: dict[str, Accuracy] = {}
 
     def table(name: str) -> Section:
-        cells[name] = cells_of(figures, TABLES[name], rates, on_progress)
-        return table_section(TABLES[name], cells[name])
+        mine = cells_of(paper, name, rates, on_progress)
+        cells.extend(mine)
+        return table_section(paper, name, mine)
 
-    sustained: list[Accuracy] = []
-
-    def at_sustained_rates() -> Section:
-        section, found = sustained_section(figures, on_progress)
-        sustained.append(found)
+    def sustained() -> Section:
+        section, found["sustained"] = sustained_section(paper, on_progress)
         return section
 
-    make: dict[str, Callable[[], Section]] = {
-        **{name: partial(table, name) for name in TABLES},
-        "sustained": at_sustained_rates,
-        "artifact": lambda: artifact_section(figures, on_progress),
-        "speedups": lambda: speedups(figures, rates, on_progress),
-        "cpu-attention": lambda: attention_section(figures, rates),
-        "cpu-memory": lambda: memory_section(figures, rates, on_progress),
-        "policy-map": lambda: policy_map(on_progress),
-        "scaling": lambda: scaling(figures, rates, on_progress),
-    }
-    sections = [make[name]() for name in SECTIONS if not only or name in only]
-    shown = [cell for each in cells.values() for cell in each]
-    return Reproduction(
-        paper="moe-lightning",
-        title=figures.title,
-        calibration=calibration_rows(figures, rates),
-        accuracy=accuracy(shown) if shown else None,
-        accuracy_as_drawn=accuracy(shown, as_drawn=True) if shown else None,
-        accuracy_sustained=sustained[0] if sustained else None,
-        sections=sections,
-        wall_seconds=round(time.perf_counter() - started, 1),
+    def accuracies() -> dict[str, Accuracy]:
+        if cells:
+            found.update(accuracy=accuracy(cells), as_drawn=accuracy(cells, as_drawn=True))
+        return found
+
+    yield Made(
+        {
+            "table-4": partial(table, "Table 4"),
+            "table-5": partial(table, "Table 5"),
+            "sustained": sustained,
+            "artifact": lambda: artifact_section(paper, on_progress),
+            "speedups": lambda: speedups(paper, rates, on_progress),
+            "cpu-attention": lambda: attention_section(paper, rates),
+            "cpu-memory": lambda: memory_section(paper, rates, on_progress),
+            "policy-map": lambda: policy_map(paper, on_progress),
+            "scaling": lambda: scaling(paper, rates, on_progress),
+        },
+        lambda: calibration_rows(paper, rates),
+        accuracies,
     )

@@ -16,7 +16,7 @@ from moesched.reproduce.moe_lightning.speedups import (
     rate_of,
 )
 from moesched.reproduce.moe_lightning.systems import SYSTEMS
-from moesched.reproduce.report import Section, ratio_claim, rounded
+from moesched.reproduce.report import Section, rounded
 from moesched.requests.workloads import given_lengths, load_workload
 
 COMPARED = (
@@ -26,11 +26,6 @@ COMPARED = (
 )
 """Systems, and their settings with two T4 and with four."""
 POLICIES = {"MoE-Lightning(p)": "cgopipe", "FlexGen": "flexgen_pipeline", "MoE-Lightning": "cgopipe"}
-
-HOW = (
-    "MTBench on two T4 and on four: Mixtral 8x22B padded (S6, S7), DBRX unpadded (S8, S9). Everything as `moesched "
-    "plan` has it by default, with the fitted rates; the paper prints no sizes here."
-)
 
 
 def scaling(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> Section:
@@ -65,19 +60,13 @@ def scaling(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> S
                         "busy": round(predicted.utilization[predicted.bound_by], 3),
                     }
                 )
-    flexgen = _growth(rows, *COMPARED[1])
-    return Section(
-        name="scaling",
-        title="5.3: from two T4 to four",
-        how=HOW,
-        rows=rows,
-        claims=[
-            ratio_claim(paper.claims["scaling_mixtral"], _growth(rows, *COMPARED[0])),
-            ratio_claim(paper.claims["scaling_flexgen"], flexgen),
-            ratio_claim(paper.claims["scaling_dbrx"], _growth(rows, *COMPARED[2])),
-            *generation_claims(rows, "S6", PLANNER),
-        ],
-    )
+    claims = [
+        paper.claims[claim].ratio(_growth(rows, *compared))
+        for claim, compared in zip(
+            ("scaling_mixtral", "scaling_flexgen", "scaling_dbrx"), COMPARED, strict=True
+        )
+    ]
+    return paper.section("scaling", rows, [*claims, *generation_claims(paper, rows, "S6", PLANNER)])
 
 
 def _growth(rows: Rows, system: str, settings: Sequence[str]) -> list[float]:

@@ -14,7 +14,7 @@ from moesched.planner.setting import Setting
 from moesched.reproduce.moe_lightning.paper import Paper
 from moesched.reproduce.moe_lightning.rates import Rates
 from moesched.reproduce.moe_lightning.systems import SYSTEMS, Predicted, predict, setting_of
-from moesched.reproduce.report import Claim, Section, Value, ratio_claim, rounded
+from moesched.reproduce.report import Claim, Section, Value, rounded
 
 GENERATIONS = (32, 64, 128, 256)
 WORKLOAD = "mtbench"
@@ -27,6 +27,7 @@ FLEXGEN_TOKENS = 1112 * (418 + 128)
 """Tokens that FlexGen's own batch holds at the end (Table 5); those of Table 4 hold 0.93 to 1.06 times as many."""
 LEAST_FALL = 0.001
 PLANNER, ITS_OWN, ONE = "our planner", "its own search", "one micro-batch"
+BY_OUR_PLANNER = "S1 and S2, our planner's sizes for it"
 COMPARED = (
     ("MoE-Lightning", PLANNER),
     ("MoE-Lightning(p)", PLANNER),
@@ -38,13 +39,6 @@ COMPARED = (
     ("DeepSpeed", ONE),
 )
 """Systems, and who chooses their sizes."""
-
-HOW = (
-    "MoE-Lightning, with and without padding, with our planner's sizes, and padded with its own (Table 5; on S1 only, "
-    "N = 504 at every generation length). FlexGen with the sizes that its own search gave it, µ = 8 on S1 (Table 5), "
-    "16 on S2 (assumed: twice, as in Table 4), and as many requests as Table 5's batch has tokens for; also with our "
-    "planner's. DeepSpeed with the largest single micro-batch that fits the GPU."
-)
 
 Rows = list[dict[str, Value]]
 
@@ -70,25 +64,19 @@ def speedups(paper: Paper, rates: Rates, on_progress: Callable[[str], None]) -> 
         slower = system, sizes_by
         printed = _most_over(rows, ("MoE-Lightning(p)", ITS_OWN), slower, tuple(MOE_LIGHTNING))
         ours = _most_over(rows, ("MoE-Lightning(p)", PLANNER), slower, SETTINGS)
-        claims.append(ratio_claim(paper.claims[claim], [printed], "S1, its own sizes"))
-        claims.append(ratio_claim(paper.claims[claim], [ours], "S1 and S2, our planner's sizes for it"))
+        claims.append(paper.claims[claim].ratio([printed], "S1, its own sizes"))
+        claims.append(paper.claims[claim].ratio([ours], BY_OUR_PLANNER))
     unpadded = _most_over(rows, ("MoE-Lightning", PLANNER), ("FlexGen", ITS_OWN), SETTINGS)
-    claims.append(ratio_claim(paper.claims["unpadded"], [unpadded], "S1 and S2, our planner's sizes for it"))
+    claims.append(paper.claims["unpadded"].ratio([unpadded], BY_OUR_PLANNER))
     fair = [
         _most_over(rows, ("MoE-Lightning(p)", PLANNER), (system, PLANNER), SETTINGS)
         for system in ("FlexGen", "FlexGen(c)")
     ]
-    return Section(
-        name="speedups",
-        title="Fig. 7: MTBench on S1 and S2",
-        how=HOW,
-        rows=rows,
-        claims=[*claims, *generation_claims(rows, "S1", ITS_OWN)],
-        notes=[
-            "With our planner's sizes for all systems, MoE-Lightning(p) is at most "
-            f"{fair[0]:.2f}x as fast as FlexGen and {fair[1]:.2f}x as fast as FlexGen(c)."
-        ],
+    note = (
+        "With our planner's sizes for all systems, MoE-Lightning(p) is at most "
+        f"{fair[0]:.2f}x as fast as FlexGen and {fair[1]:.2f}x as fast as FlexGen(c)."
     )
+    return paper.section("speedups", rows, [*claims, *generation_claims(paper, rows, "S1", ITS_OWN)], [note])
 
 
 def _sized(setting: Setting, name: str, system: str, sizes_by: str) -> Predicted:
@@ -102,24 +90,18 @@ def _sized(setting: Setting, name: str, system: str, sizes_by: str) -> Predicted
     return as_flexgen(setting, FLEXGEN_MICRO_BATCH[name])
 
 
-def generation_claims(rows: Rows, setting: str, flexgen_sizes_by: str) -> list[Claim]:
+def generation_claims(paper: Paper, rows: Rows, setting: str, flexgen_sizes_by: str) -> list[Claim]:
     """Statements of section 5.2 on longer generations: FlexGen falls in the end, MoE-Lightning(p) does not."""
     claims = []
-    for system, sizes_by, falls in (
-        ("FlexGen", flexgen_sizes_by, True),
-        ("MoE-Lightning(p)", PLANNER, False),
+    for system, sizes_by, claim in (
+        ("FlexGen", flexgen_sizes_by, "falls"),
+        ("MoE-Lightning(p)", PLANNER, "does_not_fall"),
     ):
         reached = [rate_of(rows, setting, length, system, sizes_by) for length in GENERATIONS]
         fall = 1 - reached[-1] / max(reached)
-        claims.append(
-            Claim(
-                where="5.2, generation length",
-                what=f"{system} on {setting}: loss from its best generation length to {GENERATIONS[-1]}",
-                paper="some" if falls else "none",
-                ours=f"{fall:.1%}",
-                agrees=(fall > LEAST_FALL) == falls,
-            )
-        )
+        agrees = (fall > LEAST_FALL) == (claim == "falls")
+        where = {"system": system, "setting": setting, "length": GENERATIONS[-1]}
+        claims.append(paper.claims[claim].beside(f"{fall:.1%}", agrees, **where))
     return claims
 
 

@@ -15,11 +15,6 @@ from moesched.reproduce.moe_lightning.tables import Judged, accuracy_of
 from moesched.reproduce.report import Accuracy, Section, Value, rounded
 from moesched.runs.ranks import Rank
 
-HOW = (
-    "The cells of Tables 4 and 5 at the sustained rates of the machine profiles instead of fitted ones: no cell of the "
-    "paper set any of them. The bytes that FlexGen's CPU attention moves are counted from its published code. `low` "
-    "and `high` are the ends of the band; `at_peak` is at the rates that the profiles state."
-)
 THROUGHPUT = "throughput_tokens_per_second"
 
 
@@ -34,13 +29,7 @@ def sustained_section(paper: Paper, on_progress: Callable[[str], None]) -> tuple
             predicted = predict(setting, row.micro_batches, row.micro_batch_size)
             judged.append(Judged(column, row, predicted.tokens_per_second))
             rows.append(_row(column, row, predicted, _band(setting, row, predicted)))
-    section = Section(
-        name="sustained",
-        title="Tables 4 and 5 at sustained rates: tokens per second",
-        how=HOW,
-        rows=rows,
-        notes=[_coverage(rows)],
-    )
+    section = paper.section("sustained", rows, notes=[_coverage(rows)])
     return section, accuracy_of(judged)
 
 

@@ -15,13 +15,6 @@ from moesched.reproduce.moe_lightning.rates import Rates
 from moesched.reproduce.moe_lightning.systems import AS_DRAWN, Predicted
 from moesched.reproduce.report import NEAR, Accuracy, Section, Value, rounded
 
-HOW = (
-    "Each cell with N and µ as printed, prompts padded to the workload's longest. The prefill and four decode steps "
-    "in the middle of the generation run on the virtual clock, and stand for all. FlexGen runs as its published code "
-    "does; its throughput with the schedule that Fig. 6 draws is given beside it. Where the sizes do not fit the GPU's "
-    "memory as we account for it, the memory is taken to be larger (gpu_memory), as the systems ran with them."
-)
-
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """A cell of a table and its prediction; `as_drawn` has FlexGen's schedule of Fig. 6."""
@@ -56,14 +49,9 @@ def cells_of(paper: Paper, table: str, rates: Rates, on_progress: Callable[[str]
     return found
 
 
-def table_section(table: str, cells: Sequence[Cell]) -> Section:
+def table_section(paper: Paper, table: str, cells: Sequence[Cell]) -> Section:
     """A table beside our predictions."""
-    return Section(
-        name=table.lower().replace(" ", "-"),
-        title=f"{table}: tokens per second",
-        how=HOW,
-        rows=[_row(cell) for cell in cells],
-    )
+    return paper.section(table.lower().replace(" ", "-"), [_row(cell) for cell in cells])
 
 
 def accuracy(cells: Sequence[Cell], *, as_drawn: bool = False) -> Accuracy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from moesched.reproduce.report import Claim, Section, Value, ratio_claim, rounded, span
+from moesched.reproduce.report import Claim, Section, Value, rounded, span
 from moesched.reproduce.twiddler import llama_cpp
 from moesched.reproduce.twiddler.environments import OURS, RIVALS, Bench, Ran
 from moesched.reproduce.twiddler.paper import TwiddlerPaper
@@ -16,22 +16,6 @@ Progress = Callable[[str], None]
 POLICIES = (*OURS, *RIVALS)
 SERIAL, LLAMA = "layer_split, beam by beam", "layer_split, as llama.cpp b2956"
 NEVER_SLOWER = 0.99
-
-GENERATION = (
-    "One request, every input with every output of the paper's grid. The prefill and {steps} decode steps are "
-    "simulated; all others count as long as these on average (steps hardly grow with so short a context). Tokens/s "
-    "are generated tokens over the whole time, as in the paper. `"
-    + LLAMA
-    + "` is an estimate: projections of the layers that are not "
-    "on the GPU on the CPU, prompts of at least 32 tokens on the GPU (`moesched/reproduce/twiddler/llama_cpp.py`)."
-)
-PREFILL = "One prompt, to its first token."
-CANCELS = "errors cancel: the rival's first token is predicted to take half of the time that was measured"
-BEAMS = (
-    "{input} tokens in, {output} out. `layer_split` runs all beams as one batch. Beam by beam it takes a step of one "
-    "sequence for each. llama.cpp b2956 also decodes again, in every step and for every beam, the tokens that "
-    "not all beams share; how far beams diverge is modelled (`reproduce/twiddler/llama_cpp.py`)."
-)
 
 
 def generation(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progress) -> Section:
@@ -48,20 +32,16 @@ def generation(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Prog
                 for output in paper.grid.outputs
             ]
     compared = [(ours, rival) for rival in ("layer_split", LLAMA) for ours in OURS]
-    return Section(
-        name="generation",
-        title="Fig. 4: tokens/s of single-batch generation",
-        how=GENERATION.format(steps=benches[0].looked_at),
-        rows=rows,
-        claims=[
-            ratio_claim(
-                paper.claims["generation"],
-                [mean_ratio(rows, "tokens_per_second", ours, rival)],
-                f"{ours}, {rival}",
+    return paper.section(
+        "generation",
+        rows,
+        [
+            paper.claims["generation"].ratio(
+                [mean_ratio(rows, "tokens_per_second", ours, rival)], f"{ours}, {rival}"
             )
             for ours, rival in compared
         ],
-        notes=[
+        [
             f"Decode steps alone, {ours} over {rival}: "
             + ", ".join(
                 f"{mean_ratio(rows, 'step_seconds', rival, ours, bench):.2f}x in environment {bench.environment.name}"
@@ -70,6 +50,7 @@ def generation(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Prog
             + "."
             for ours, rival in compared
         ],
+        steps=benches[0].looked_at,
     )
 
 
@@ -91,19 +72,12 @@ def prefill(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progres
                 }
                 for policy, seconds in found.items()
             ]
-    return Section(
-        name="prefill",
-        title="Fig. 5: seconds to the first token of a long prompt",
-        how=PREFILL,
-        rows=rows,
-        claims=[
-            ratio_claim(
-                paper.claims[name], [mean_ratio(rows, "tokens_per_second", ours, rival)], ours, because
-            )
-            for name, rival, because in (
-                ("prefill_streaming", "layer_streaming", ""),
-                ("prefill_lru", "lru_offload", CANCELS),
-            )
+    return paper.section(
+        "prefill",
+        rows,
+        [
+            paper.claims[name].ratio([mean_ratio(rows, "tokens_per_second", ours, rival)], ours)
+            for name, rival in (("prefill_streaming", "layer_streaming"), ("prefill_lru", "lru_offload"))
             for ours in OURS
         ],
     )
@@ -131,14 +105,13 @@ def beams(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progress)
                 }
                 for policy, seconds in found.items()
             ]
-    claim = paper.claims["beams"]
-    return Section(
-        name="beams",
-        title="Fig. 6: tokens/s of beam search",
-        how=BEAMS.format(input=prompt, output=output),
-        rows=rows,
-        claims=[
-            ratio_claim(claim, [mean_ratio(rows, "tokens_per_second", ours, rival)], f"{ours}, {rival}")
+    return paper.section(
+        "beams",
+        rows,
+        [
+            paper.claims["beams"].ratio(
+                [mean_ratio(rows, "tokens_per_second", ours, rival)], f"{ours}, {rival}"
+            )
             for rival in ("layer_split", SERIAL, LLAMA)
             for ours in OURS
         ],
@@ -163,17 +136,11 @@ def measured(benches: Sequence[Bench], paper: TwiddlerPaper, on_progress: Progre
             rows.append(_beside(each.environment, each.policy, f"first token of {prompt}", seconds, ours))
         ours = bench.generate(each.policy, paper.grid.beam_input).step_seconds
         rows.append(_beside(each.environment, each.policy, "decode step", each.step_seconds, ours))
-    return Section(
-        name="measured",
-        title="Absolute times that the authors published, in seconds",
-        how="The paper prints ratios only. Its authors' repository has raw measurements of environment 2 and, of an "
-        "earlier version, a picture of environment 1.",
-        rows=rows,
-        notes=[f"Environment {each.environment}, {each.policy}: {each.source}." for each in paper.measured],
-    )
+    notes = [f"Environment {each.environment}, {each.policy}: {each.source}." for each in paper.measured]
+    return paper.section("measured", rows, notes=notes)
 
 
-def goals(generated: Section, first: Section, searched: Section) -> Section:
+def goals(paper: TwiddlerPaper, generated: Section, first: Section, searched: Section) -> Section:
     """Goals of this project on these environments, as claims."""
     single, long, wide = generated.rows, first.rows, searched.rows
     both = [
@@ -201,15 +168,10 @@ def goals(generated: Section, first: Section, searched: Section) -> Section:
         _goal("twiddler_makespan over twiddler, single batch", alone, NEVER_SLOWER),
         _goal("twiddler_makespan over twiddler, at its worst", [min(both + alone)], NEVER_SLOWER),
     ]
-    return Section(
-        name="goals",
-        title="Goals",
-        how="Ratios are means over all configurations of both environments. The best rival is the fastest in that "
-        "configuration of `layer_split`, also as llama.cpp b2956, `lru_offload` and `layer_streaming`.",
-        rows=[
-            {"goal": each.what, "bar": each.paper, "ours": each.ours, "met": each.agrees} for each in claims
-        ],
-    )
+    rows: Rows = [
+        {"goal": each.what, "bar": each.paper, "ours": each.ours, "met": each.agrees} for each in claims
+    ]
+    return paper.section("goals", rows)
 
 
 def mean_ratio(rows: Rows, key: str, ours: str, rival: str, bench: Bench | None = None) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moesched.machines.cost import cost_model
 from moesched.models.operations import Operations
-from moesched.reproduce.report import Claim, Section, Value, ratio_claim, rounded
+from moesched.reproduce.report import Section, Value, rounded
 from moesched.reproduce.twiddler.environments import Bench
 from moesched.reproduce.twiddler.paper import TwiddlerPaper
 from moesched.tasks import Work
@@ -37,27 +37,11 @@ def microbenchmarks(benches: Sequence[Bench], paper: TwiddlerPaper) -> Section:
         for row in rows
         if row["tokens"] == 1
     ]
-    return Section(
-        name="microbenchmarks",
-        title="Fig. 7: one expert, in milliseconds",
-        how="By the cost model, each alone; the GPU's and the CPU's rates were set by figures of the paper and its "
-        "authors.",
-        rows=rows,
-        claims=[
-            ratio_claim(
-                paper.claims["copy"],
-                ratios,
-                because="by construction: the GPU's rate is set to the upper end of the paper's range",
-            ),
-            Claim(
-                where="A",
-                what="copying an activation takes less than 1 % of an expert of one token on the CPU",
-                paper="yes",
-                ours=f"{max(shares):.2%}",
-                agrees=max(shares) < NEGLIGIBLE,
-            ),
-        ],
-    )
+    claims = [
+        paper.claims["copy"].ratio(ratios),
+        paper.claims["activation"].beside(f"{max(shares):.2%}", max(shares) < NEGLIGIBLE),
+    ]
+    return paper.section("microbenchmarks", rows, claims)
 
 
 def _copies(bench: Bench) -> tuple[float, float]:

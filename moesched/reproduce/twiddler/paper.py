@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import resources
-
 import msgspec
 
-from moesched.reproduce.moe_lightning.paper import PaperClaim
+from moesched.reproduce.printed import PrintedPaper, read_paper
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,20 +57,17 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     source: str
 
 
-class TwiddlerPaper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TwiddlerPaper(PrintedPaper, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The reproduced figures of the paper."""
 
-    title: str
     model: str
     routing: str
     environments: list[Environment]
     grid: Grid
     cpu: HostRate
-    claims: dict[str, PaperClaim]
     measured: list[Measured]
 
 
 def twiddler_paper() -> TwiddlerPaper:
     """Table 1, the grid, the claims of the text, and the authors' raw measurements."""
-    text = (resources.files("moesched.reproduce.twiddler") / "paper.toml").read_bytes()
-    return msgspec.toml.decode(text, type=TwiddlerPaper)
+    return read_paper(TwiddlerPaper, __package__)

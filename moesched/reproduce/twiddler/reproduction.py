@@ -2,58 +2,39 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 
-from moesched.reproduce.report import Reproduction, Section, Value, rounded
+from moesched.reproduce.printed import Made
+from moesched.reproduce.report import Value, rounded
 from moesched.reproduce.twiddler.dispatch import Progress, beams, generation, goals, measured, prefill
 from moesched.reproduce.twiddler.environments import Bench, benches
 from moesched.reproduce.twiddler.microbenchmarks import microbenchmarks
 from moesched.reproduce.twiddler.paper import TwiddlerPaper, twiddler_paper
 from moesched.reproduce.twiddler.variants import variants
 
-SECTIONS = ("microbenchmarks", "generation", "prefill", "beams", "goals", "measured", "variants")
 
-
-def reproduce_twiddler(only: Sequence[str], on_progress: Progress) -> Reproduction:
-    """Reproduce the named sections, or all."""
-    started = time.perf_counter()
+@contextmanager
+def twiddler_made(on_progress: Progress) -> Iterator[Made]:
+    """The sections; those of figures are made once, for the goals as well."""
     paper = twiddler_paper()
     with benches(paper) as both:
-
-        @cache
-        def fourth() -> Section:
-            return generation(both, paper, on_progress)
-
-        @cache
-        def fifth() -> Section:
-            return prefill(both, paper, on_progress)
-
-        @cache
-        def sixth() -> Section:
-            return beams(both, paper, on_progress)
-
-        make: dict[str, Callable[[], Section]] = {
-            "microbenchmarks": lambda: microbenchmarks(both, paper),
-            "generation": fourth,
-            "prefill": fifth,
-            "beams": sixth,
-            "goals": lambda: goals(fourth(), fifth(), sixth()),
-            "measured": lambda: measured(both, paper, on_progress),
-            "variants": lambda: variants(paper, on_progress),
-        }
-        sections = [make[name]() for name in SECTIONS if not only or name in only]
-        calibration = [row for bench in both for row in _calibration(bench, paper)]
-    return Reproduction(
-        paper="twiddler",
-        title=paper.title,
-        calibration=calibration,
-        accuracy=None,
-        accuracy_as_drawn=None,
-        sections=sections,
-        wall_seconds=round(time.perf_counter() - started, 1),
-    )
+        fourth, fifth, sixth = (
+            cache(partial(figure, both, paper, on_progress)) for figure in (generation, prefill, beams)
+        )
+        yield Made(
+            {
+                "microbenchmarks": lambda: microbenchmarks(both, paper),
+                "generation": fourth,
+                "prefill": fifth,
+                "beams": sixth,
+                "goals": lambda: goals(paper, fourth(), fifth(), sixth()),
+                "measured": lambda: measured(both, paper, on_progress),
+                "variants": lambda: variants(paper, on_progress),
+            },
+            lambda: [row for bench in both for row in _calibration(bench, paper)],
+        )
 
 
 def _calibration(bench: Bench, paper: TwiddlerPaper) -> list[dict[str, Value]]:

@@ -19,11 +19,6 @@ STEPS = 8
 INPUT, OUTPUT, PREFILL, WIDTH = 64, 128, 1024, 8
 """One configuration of each figure stands for all."""
 
-HOW = (
-    f"{INPUT} in and {OUTPUT} out at batch 1, a prompt of {PREFILL}, and a beam search of width {WIDTH} stand for all "
-    f"configurations, with {STEPS} decode steps. Each line changes a single property of the machines."
-)
-
 
 def variants(paper: TwiddlerPaper, on_progress: Progress) -> Section:
     """A line for each environment and each other assumption."""
@@ -44,7 +39,7 @@ def variants(paper: TwiddlerPaper, on_progress: Progress) -> Section:
         with benches(paper, change, STEPS) as changed:
             for bench in changed:
                 rows.append({"assumed": name, "environment": bench.environment.name, **_ratios(bench, paper)})
-    return Section(name="variants", title="What the calibrated figures decide", how=HOW, rows=rows)
+    return paper.section("variants", rows, steps=STEPS)
 
 
 def _as_the_profile(machine: Machine) -> Machine:

@@ -1,0 +1,104 @@
+"""A paper's printed figures and the words of its sections and claims, read from a TOML file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import resources
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from moesched.reproduce.report import Accuracy, Claim, Section, Value, agrees, span
+
+
+class SectionWords(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The title of a section, and what was done; `{name}` in it is a value that the section gives."""
+
+    title: str
+    how: str
+
+
+class PaperClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A statement of the text: a ratio from `low` to `high`, or `paper` in words.
+
+    Attributes:
+        because: reason that agreement means little; empty otherwise.
+    """
+
+    where: str
+    what: str
+    low: float = 0.0
+    high: float = 0.0
+    paper: str = ""
+    because: str = ""
+
+    def beside(self, ours: str, agrees: bool, **values: object) -> Claim:
+        """The statement beside ours; `values` stand in its words."""
+        return Claim(
+            where=self.where,
+            what=self.what.format(**values),
+            paper=self.paper,
+            ours=ours,
+            agrees=agrees,
+            because=self.because,
+        )
+
+    def ratio(self, ours: Sequence[float], how: str = "") -> Claim:
+        """The ratio beside ours; `how` tells claims with the same words apart."""
+        low, high = min(ours), max(ours)
+        return Claim(
+            where=self.where,
+            what=f"{self.what} ({how})" if how else self.what,
+            paper=span(self.low, self.high),
+            ours=span(low, high),
+            agrees=agrees((self.low, self.high), (low, high)),
+            because=self.because,
+        )
+
+
+class PrintedPaper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every paper has; each adds its figures."""
+
+    title: str
+    sections: dict[str, SectionWords]
+    claims: dict[str, PaperClaim] = {}
+
+    def section(
+        self,
+        name: str,
+        rows: Iterable[Mapping[str, Value]],
+        claims: Iterable[Claim] = (),
+        notes: Iterable[str] = (),
+        **values: object,
+    ) -> Section:
+        """A section with its words, in which `values` stand."""
+        words = self.sections[name]
+        return Section(
+            name=name,
+            title=words.title.format(**values),
+            how=words.how.format(**values),
+            rows=[dict(row) for row in rows],
+            claims=list(claims),
+            notes=list(notes),
+        )
+
+
+class Made(NamedTuple):
+    """What a paper's reproduction gives, each when it is called.
+
+    Attributes:
+        calibration: the rates that the paper does not give, a row each.
+        accuracies: of the tables' cells, by kind, after the sections.
+    """
+
+    sections: dict[str, Callable[[], Section]]
+    calibration: Callable[[], list[dict[str, Value]]]
+    accuracies: Callable[[], dict[str, Accuracy]] = dict
+
+
+Paper = TypeVar("Paper", bound=PrintedPaper)
+
+
+def read_paper(kind: type[Paper], package: str) -> Paper:
+    """The printed figures of a paper, from paper.toml in its package."""
+    return msgspec.toml.decode((resources.files(package) / "paper.toml").read_bytes(), type=kind)

@@ -1,0 +1,41 @@
+"""Names of a package that are loaded when they are first used; its stub, `__init__.pyi`, lists them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+IMPORT = re.compile(r"^from (\S+) import (?:\(([^)]*)\)|(.*))$", re.MULTILINE)
+NAME = re.compile(r"(\w+) as (\w+)")
+
+
+@cache
+def homes_of(package: str) -> dict[str, tuple[str, str]]:
+    """The module of each name of a package, and its name there."""
+    stub = Path(str(sys.modules[package].__file__)).with_suffix(".pyi").read_text(encoding="utf-8")
+    return {
+        name: (module, original)
+        for module, lines, line in IMPORT.findall(stub)
+        for original, name in NAME.findall(lines or line)
+    }
+
+
+def load(package: str, name: str) -> Any:
+    """The value of a name of a package, `__all__` included.
+
+    Raises:
+        AttributeError: the package has no such name.
+    """
+    homes = homes_of(package)
+    if name == "__all__":
+        return sorted(homes)
+    if name not in homes:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    module, original = homes[name]
+    value = getattr(import_module(module), original)
+    setattr(sys.modules[package], name, value)
+    return value
