@@ -16,9 +16,9 @@ mx = pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
 
 from _small_runs import ONE_MEMORY
 
-from moesched.devices.mlx import fused
+from moesched.devices.kernels import mlx_elements
+from moesched.devices.kernels.mlx_elements import ONE_BY_ONE, Kernel
 from moesched.devices.mlx.device import MlxDevice
-from moesched.devices.mlx.fused import ONE_BY_ONE, Kernel
 from moesched.devices.mlx.weights import MlxWeights
 from moesched.devices.shared.page_reader import PageReader
 from moesched.models.checkpoint import open_checkpoint
@@ -63,7 +63,7 @@ def arguments(function: Kernel, tokens: int) -> tuple[Any, ...]:
 def test_a_joined_kernel_has_the_bits_of_the_operations_one_by_one_and_is_fewer_kernels(
     tmp_path: Path, function: Kernel
 ) -> None:
-    as_one = fused.joined(function)
+    as_one = mlx_elements.joined(function)
     for tokens in (SHORTEST, LONGEST, 5):  # one kernel for all shapes
         given = arguments(function, tokens)
         apart, joined = function(*given), as_one(*given)
@@ -93,7 +93,7 @@ def test_a_router_that_stays_is_converted_once_in_the_memory_that_the_plan_gives
 
     def router() -> Any:
         view: Any = SimpleNamespace(bound=None, pages=(page,), slots=(SimpleNamespace(fixed=True),))
-        (shown,) = weights.show(view).dense["router"]
+        (shown,) = weights.show(view)["router"]
         mx.eval(shown)
         return shown
 

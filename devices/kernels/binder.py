@@ -14,32 +14,31 @@ class Binder:
     """Finds the kernels of a table for the operations of a model, and binds them.
 
     Args:
-        dtype: of weights and hidden states.
         device: of the accelerator's tensors, such as "cuda".
 
     Attributes:
         table: the kernels.
+        dtype: of weights and hidden states.
     """
 
     def __init__(self, table: KernelTable, config: ModelConfig, dtype: str, device: str) -> None:
         self.table = table
         self._config = config
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
 
     def bound(self, operation: str, weights: Weights, memory: Memory) -> Bound:
         """The kernel for an operation on the accelerator, bound to weights, for as many rows as the memory has."""
-        return memory.bound((operation, weights.number)) or self._bind(
-            self._case(operation, weights, memory.rows), weights, memory
-        )
+        found = memory.bound((operation, weights.number)) or weights.bounds.get((operation, memory.rows))
+        return found or self._bind(self._case(operation, weights, memory.rows), weights, memory)
 
     def fused(self, operation: str, weights: Weights, memory: Memory) -> Bound | None:
         """The same for an operation that others can do; None where no kernel takes it."""
-        bound = memory.bound((operation, weights.number))
-        if bound is None:
+        found = memory.bound((operation, weights.number)) or weights.bounds.get((operation, memory.rows))
+        if found is None:
             case = self._case(operation, weights, memory.rows)
-            bound = self._bind(case, weights, memory) if self.table.find(case) else None
-        return bound
+            found = self._bind(case, weights, memory) if self.table.find(case) else None
+        return found
 
     def attention(self, layer: int, memory: Memory, *, decodes: bool, on_host: bool = False) -> Bound:
         """Attention over the cache of a layer.
@@ -51,7 +50,7 @@ class Binder:
         bound = memory.bound(key)
         if bound is None:
             described = self._config.layer(layer)
-            case = Case("attention", memory.rows, frozenset(), self._dtype, device, described, decodes)
+            case = Case("attention", memory.rows, frozenset(), self.dtype, device, described, decodes)
             bound = self.table.bind(case, None, memory)
             memory.keep(key, bound)
         return bound
@@ -60,7 +59,7 @@ class Binder:
         """Attention over views of keys and values, on the accelerator."""
         described = self._config.layer(layer)
         return self.table.bind(
-            Case("prompt_attention", rows, frozenset(), self._dtype, self._device, described)
+            Case("prompt_attention", rows, frozenset(), self.dtype, self._device, described)
         )
 
     def expert(
@@ -72,7 +71,7 @@ class Binder:
             "expert",
             rows,
             part.formats(OPERATIONS["expert"]),
-            self._dtype,
+            self.dtype,
             "cpu" if on_host else self._device,
             weights.layer,
         )
@@ -86,14 +85,14 @@ class Binder:
         """The weighted sum of the experts' outputs, and the residual."""
         bound = memory.bound("combine")
         if bound is None:
-            case = Case("combine", memory.rows, frozenset(), self._dtype, self._device)
+            case = Case("combine", memory.rows, frozenset(), self.dtype, self._device)
             bound = self.table.bind(case, None, memory)
             memory.keep("combine", bound)
         return bound
 
     def _case(self, operation: str, weights: Weights, rows: int) -> Case:
         formats = weights.formats(OPERATIONS[operation])
-        return Case(operation, rows, formats, self._dtype, self._device, weights.layer)
+        return Case(operation, rows, formats, self.dtype, self._device, weights.layer)
 
     def _bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         kernel = self.table.require(case)
@@ -101,8 +100,5 @@ class Binder:
             bound = self.table.bound_to(kernel, case, weights, memory)
             memory.keep((case.operation, weights.number), bound)
             return bound
-        key = case.operation, case.rows
-        found = weights.bounds.get(key)
-        if found is None:
-            found = weights.bounds[key] = self.table.bound_to(kernel, case, weights, memory)
-        return found
+        bound = weights.bounds[case.operation, case.rows] = self.table.bound_to(kernel, case, weights, memory)
+        return bound

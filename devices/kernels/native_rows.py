@@ -21,8 +21,7 @@ from .layer_weights import Tensor, Weights
 from .memory import Memory
 from .native_preparation import Preparation
 from .resources import Resources
-from .seam import ROWS, Bound, Case, Kernel
-from .torch_rows import Routed
+from .seam import ROWS, Bound, Case, Kernel, Routed
 
 BFLOAT16 = torch.bfloat16
 

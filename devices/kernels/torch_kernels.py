@@ -98,7 +98,7 @@ class TorchKernels(Binder):
         self.table = KernelTable(())
         resources = Resources(
             config=self._config,
-            dtype=DTYPES[self._dtype],
+            dtype=DTYPES[self.dtype],
             indices=indices,
             use_cores_for=self._use_cores_for,
             team=self.team,

@@ -22,16 +22,15 @@ from moesched.seams import LaneKind, RoutingObserver, Transport
 from moesched.steps.plan import Plan
 from moesched.tasks import Collective, PageTransfer, Task
 
+from ..runner.next_tokens import Choice, Logits
+from ..runner.observers import DeviceObservers
 from ..shared.bad_weights import describe_first_bad_weight
 from ..shared.page_reader import PageReader
 from ..shared.token_ids import check_token_ids
-from ..shared.verbs import Verb
 from .evaluations import Evaluate, Evaluations
 from .machine import cache_limit, require_unified, wired_limit, with_metal
-from .next_tokens import Logits
-from .parts import parts_of
 from .thread import OneThread
-from .verbs import DEFERRABLE, verbs_of
+from .topologies import DEFERRABLE, Topology, Verbs
 from .weights import MlxWeights
 
 KEPT_BACK_BYTES = 64_000_000
@@ -64,7 +63,7 @@ class MlxDevice:
         evaluate: Evaluate = "needed",
     ) -> None:
         self.layout = layout
-        self.logits: Logits = []
+        self.logits: list[tuple[tuple[int, ...], Logits]] = []
         self._evaluate: Evaluate = evaluate
         self._evaluations: Evaluations | None = None
         self._keep_logits = keep_logits
@@ -73,9 +72,9 @@ class MlxDevice:
         self._thread = OneThread("mlx")
         self._wired_limit = wired_limit()
         self._cache_limit = cache_limit()
-        self._observer: RoutingObserver | None = None
+        self._observers = DeviceObservers()
         self._transport: Transport | None = None
-        self._verbs: dict[str, Verb] = {}
+        self._verbs: Verbs = {}
 
     @staticmethod
     def machine(host: Machine) -> Machine:
@@ -116,7 +115,7 @@ class MlxDevice:
 
     def observe_routing(self, observer: RoutingObserver) -> None:
         """Report the routers' choices to the observer, from the next batch on."""
-        self._observer = observer
+        self._observers.routing = observer
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
         """Work as one of several nodes from now on, with the experts that a batch's plan gives it."""
@@ -176,15 +175,23 @@ class MlxDevice:
         self._cache_limit.set(KEPT_BACK_BYTES)
         self._weights.begin(plan)
         self._evaluations = Evaluations(plan, self._evaluate)
-        parts = parts_of(
-            plan,
-            prompts,
-            sampling,
-            self._weights,
-            observer=self._observer,
-            transport=self._transport,
-            logits=self.logits if self._keep_logits else None,
-            first_bad=partial(describe_first_bad_weight, self._reader, self.layout),
-            evaluations=self._evaluations,
+        self._observers.first_request = plan.batch.first_request
+        choice = Choice(sampling, plan.batch.first_request, self._keep if self._keep_logits else None)
+        first_bad = partial(describe_first_bad_weight, self._reader, self.layout)
+        topology = Topology(
+            plan, prompts, choice, self._weights, self._observers, self._evaluations, first_bad
         )
-        self._verbs = verbs_of(parts)
+        self._verbs = self._verbs_of(topology, plan)
+
+    def _keep(self, requests: tuple[int, ...], logits_SV: Logits) -> None:
+        self.logits.append((requests, logits_SV))
+
+    def _verbs_of(self, topology: Topology, plan: Plan) -> Verbs:
+        if plan.nodes.count == 1:
+            return topology.alone()
+        assert self._transport is not None, "a device that is to be one of several nodes has to join them"
+        return (
+            topology.node(self._transport)
+            if plan.nodes.attends
+            else topology.node_of_experts(self._transport)
+        )

@@ -15,14 +15,14 @@ from moesched.tasks import PageTransfer, Task
 from ..kernels.functions import KVView
 from ..kernels.memory import Memory
 from ..products.linear import Tensor
-from .attention import Attention
+from ..runner.attention import Attention
+from ..runner.micro_batch import MicroBatchState
 from .compute import Compute
 from .device_kv import device_kv_of
 from .exchange_rows import AttentionRows, ExchangeRows
 from .held_pages import HeldPage, read_page
 from .kv_offload import KVOffload
 from .loaded_kv import LoadedKV, carved, room_for
-from .micro_batch import MicroBatchState
 from .weights import WeightStore
 
 

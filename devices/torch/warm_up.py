@@ -24,16 +24,17 @@ from moesched.tasks import Kernel, Lane, PageTransfer, Work
 from ..kernels import functions
 from ..kernels.layer_weights import Weights
 from ..products.linear import Tensor
-from .attention import Attention
+from ..runner.attention import Attention, itself
+from ..runner.micro_batch import MicroBatchState
+from ..runner.moe_layer import MoELayer
+from ..runner.next_tokens import Choice, NextTokens
+from ..runner.observers import DeviceObservers
+from .at_once import LIBRARY
 from .compute import Compute
 from .copies import HOST, host_indices
+from .experts import TorchExperts
 from .global_weights import GlobalWeights
-from .host_side import HostSide
 from .kv_cache import BlockedKV
-from .micro_batch import MicroBatchState
-from .moe_layer import MoELayer
-from .next_tokens import Choice, NextTokens
-from .observers import DeviceObservers
 from .resident_pages import ResidentPages
 from .weights import WeightStore, merged_tensors
 
@@ -73,10 +74,10 @@ def shapes_of(plan: Plan, kv: Tensor | None) -> Shapes:
     return Shapes(tokens // length, length, sequences, cached, plan.reservations.sizes.workspace)
 
 
-def memory_for_kv(states: Sequence[MicroBatchState], host: HostSide | None) -> Tensor | None:
+def memory_for_kv(states: Sequence[MicroBatchState], kv_slots: Sequence[Tensor]) -> Tensor | None:
     """The largest memory of the accelerator for keys and values, of KV caches and slots; None without any."""
     caches = [cache.slots for state in states for cache in state.caches]
-    there = (memory for memory in (*caches, *(host.kv_slots if host else ())) if not memory.is_cpu)
+    there = (memory for memory in (*caches, *kv_slots) if not memory.is_cpu)
     return max(there, key=torch.Tensor.numel, default=None)
 
 
@@ -106,12 +107,19 @@ class WarmUp:
         self._tokens: NextTokens | None = None
         if global_weights is not None:
             states, (embedding, head) = self._states, global_weights
-            self._attention = Attention(states, self._shown, embedding, compute, rank)
-            self._moe = MoELayer(
-                config, states, self._shown, self._attention, compute, DeviceObservers(), first_request=0
+            kernels, shown, observers = compute.kernels, self._shown, DeviceObservers()
+            self._attention = Attention(
+                states,
+                shown,
+                embedding,
+                kernels,
+                residual_of=torch.zeros_like if rank else itself,
+                keeps_attended=True,
             )
-            kept_nowhere = Choice(Sampling(), first_request=0, kept=None)
-            self._tokens = NextTokens(config, head, states, compute, kept_nowhere, None, lambda _: "")
+            experts = TorchExperts(config, states, shown, compute, observers)
+            self._moe = MoELayer(states, shown, self._attention, kernels, experts, LIBRARY, observers)
+            kept_nowhere = Choice(Sampling(), first_request=0, keep=None)
+            self._tokens = NextTokens(head, states, kernels, LIBRARY, kept_nowhere, lambda _: "")
 
     @torch.inference_mode()
     def run(self, shapes: Shapes) -> None:

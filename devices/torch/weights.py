@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -38,10 +38,6 @@ MOST_COPYING = 8
 
 READS_IN_FLIGHT = 2
 """Pages of one transfer that are read at a time. With one, the disk idles between reads: measured to be 7 % slower."""
-
-
-WeightsOf = Callable[[Any], Weights]
-"""Returns the tensors that a view shows."""
 
 _log = Log(__name__)
 

@@ -1,0 +1,146 @@
+"""The tensors of one micro-batch between its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, Protocol
+
+from moesched.requests.chunks import Chunk
+
+from ..kernels.memory import Memory
+
+
+class KVStep(Protocol):
+    """The new tokens of some sequences in a KV cache.
+
+    Attributes:
+        past, new: tokens of each sequence before the step, and in it.
+        one_each: whether each sequence has one new token.
+        positions: the new tokens' positions in their sequences.
+        last: each sequence's last token among the new ones.
+    """
+
+    @property
+    def past(self) -> Sequence[int]: ...
+    @property
+    def new(self) -> Sequence[int]: ...
+    @property
+    def one_each(self) -> bool: ...
+    @property
+    def positions(self) -> Sequence[int]: ...
+    @property
+    def last(self) -> Sequence[int]: ...
+
+
+class KVCache(Protocol):
+    """Keys and values of some layers."""
+
+    @property
+    def places(self) -> Container[int]:
+        """The layers that it holds."""
+
+    def extend(self, sequences: Sequence[int], new: Sequence[int]) -> Any:
+        """Extend sequences[i] by new[i] tokens, which count from now on; returns the step."""
+
+    def at(self, layer: int, step: Any) -> Any:
+        """The keys and values of a layer, and the new tokens' places among them: an argument of kernels."""
+
+
+class MicroBatchState:
+    """The tensors of one micro-batch between its kernels, and its place in the KV cache.
+
+    Args:
+        new: each sequence's tokens for the first step: its prompt, or a chunk of that.
+        beams: sequences of each request while decoding.
+
+    Attributes:
+        requests: the requests, as the KV cache knows them.
+        sequences: the requests' sequences in the KV cache, in order of request: one each, and later one per beam.
+        new: each sequence's tokens for the next step.
+        chunk_of: the micro-batch that a chunk of prefill is part of; else None.
+        before: the chunk that this one continues, if any.
+        ends: the places of the sequences that tokens are sampled for; None for all of them.
+        memory: that of the step's kernels for results; None where its tokens are many.
+        caches: the KV caches that have its requests: one of all layers, or two of some layers each.
+        rows: the rows of the layer's experts, from `route` to `combine`; its `outputs()` are the first operands of the
+            operation combine.
+    """
+
+    def __init__(self, requests: Sequence[int], new: Sequence[Sequence[int]], beams: int = 1) -> None:
+        self.requests = tuple(requests)
+        self.beams = beams
+        self.sequences = tuple(request * beams for request in requests)
+        self.new = [list(tokens) for tokens in new]
+        self.chunk_of: MicroBatchState | None = None
+        self.before: MicroBatchState | None = None
+        self.ends: list[int] | None = None
+        self.memory: Memory | None = None
+        self.caches: tuple[Any, ...] = ()
+        self._steps: list[Any] = []
+        self.angles: tuple[Any, Any]
+        self.hidden_TD: Any
+        self.qkv: tuple[Any, Any, Any]
+        self.attended_TX: Any
+        self.rows: Any
+
+    def extend(self) -> None:
+        """Make room in the caches for the tokens of the next step, which begins."""
+        new = [len(tokens) for tokens in self.new]
+        self._steps = [cache.extend(self.sequences, new) for cache in self.caches]
+
+    @property
+    def step(self) -> Any:
+        """The sequences' tokens of this step, a `KVStep`; their blocks are those of the first cache."""
+        return self._steps[0]
+
+    @property
+    def room(self) -> Memory:
+        """Memory for the results of a kernel; new each time where the tokens are many."""
+        return self.memory or Memory(len(self.hidden_TD))
+
+    def cached(self, layer: int) -> Any:
+        """The keys and values of a layer, and the new tokens' places among them."""
+        number = 0 if len(self.caches) == 1 or layer in self.caches[0].places else 1
+        return self.caches[number].at(layer, self._steps[number])
+
+    @property
+    def whole(self) -> MicroBatchState:
+        """The micro-batch that decodes what is sampled: itself, unless it is a chunk."""
+        return self.chunk_of or self
+
+    @property
+    def sampled(self) -> int:
+        """The number of sequences that tokens are sampled for."""
+        return len(self.step.new) if self.ends is None else len(self.ends)
+
+    @property
+    def last(self) -> list[int]:
+        """The last token among the T of each sequence that tokens are sampled for."""
+        last = self.step.last
+        return last if self.ends is None else [last[end] for end in self.ends]
+
+
+def wholes_of(
+    micro_batches: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], beams: int
+) -> list[MicroBatchState]:
+    """The micro-batches of decoding, with their prompts."""
+    return [
+        MicroBatchState(requests, [prompts[request] for request in requests], beams)
+        for requests in micro_batches
+    ]
+
+
+def chunks_of(
+    chunks: Mapping[int, Chunk], wholes: Sequence[MicroBatchState], prompts: Sequence[Sequence[int]]
+) -> list[MicroBatchState]:
+    """The chunks of prefill in their order, in the caches of the micro-batches that they are parts of."""
+    states: dict[int, MicroBatchState] = {}
+    for number, chunk in chunks.items():
+        whole = wholes[chunk.micro_batch]
+        spans = zip(chunk.requests, chunk.starts, chunk.tokens, strict=True)
+        new = [prompts[request][start : start + tokens] for request, start, tokens in spans]
+        state = states[number] = MicroBatchState(chunk.requests, new, whole.beams)
+        state.chunk_of, state.before = whole, states.get(chunk.before)
+        state.caches = whole.caches
+        state.ends = [place for place, request in enumerate(chunk.requests) if request in chunk.ends]
+    return list(states.values())
