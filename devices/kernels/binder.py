@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moesched.models.config import ModelConfig
 
+from .kernel_weights import KernelWeights
 from .layer_weights import Weights
 from .memory import Memory
 from .seam import OPERATIONS, Bound, Case, Kernel
@@ -27,12 +30,12 @@ class Binder:
         self.dtype = dtype
         self._device = device
 
-    def bound(self, operation: str, weights: Weights, memory: Memory) -> Bound:
+    def bound(self, operation: str, weights: KernelWeights[Any], memory: Memory) -> Bound:
         """The kernel for an operation on the accelerator, bound to weights, for as many rows as the memory has."""
         found = memory.bound((operation, weights.number)) or weights.bounds.get((operation, memory.rows))
         return found or self._bind(self._case(operation, weights, memory.rows), weights, memory)
 
-    def fused(self, operation: str, weights: Weights, memory: Memory) -> Bound | None:
+    def fused(self, operation: str, weights: KernelWeights[Any], memory: Memory) -> Bound | None:
         """The same for an operation that others can do; None where no kernel takes it."""
         found = memory.bound((operation, weights.number)) or weights.bounds.get((operation, memory.rows))
         if found is None:
@@ -90,11 +93,11 @@ class Binder:
             memory.keep("combine", bound)
         return bound
 
-    def _case(self, operation: str, weights: Weights, rows: int) -> Case:
+    def _case(self, operation: str, weights: KernelWeights[Any], rows: int) -> Case:
         formats = weights.formats(OPERATIONS[operation])
         return Case(operation, rows, formats, self.dtype, self._device, weights.layer)
 
-    def _bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+    def _bind(self, case: Case, weights: KernelWeights[Any], memory: Memory) -> Bound:
         kernel = self.table.require(case)
         if kernel.uses_memory:
             bound = self.table.bound_to(kernel, case, weights, memory)

@@ -7,6 +7,8 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from moesched.models.config import ModelConfig
 
@@ -46,7 +48,7 @@ class MlxEmbed(MlxKernel):
         return partial(self._embed, weights["embedding"][0])
 
     def _embed(
-        self, embedding_VD: Array, ids: Sequence[int], positions: Sequence[int]
+        self, embedding_VD: Array, ids: list[int], positions: npt.NDArray[np.int64]
     ) -> tuple[Array, tuple[Array, Array]]:
         attention = self._config.attention
         angles = functions.rotary(mx.array(positions), attention.head_dim, attention.rope_theta)
@@ -133,7 +135,7 @@ class GatheredExperts(MlxKernel):
 
     operation = "experts"
     name = "mlx gathered"
-    takes = "float32 everywhere, bfloat16 on Metal"
+    takes = "float32, and on Metal bfloat16"
     independent = True
 
     def refusal(self, case: Case) -> str:
@@ -224,7 +226,7 @@ class MlxLogits(MlxKernel):
         """(hidden_TD, rows) -> logits_SV."""
         return partial(self._logits, weights["final_norm"][0], weights["lm_head"])
 
-    def _logits(self, norm_D: Array, head: Sequence[Array], hidden_TD: Array, rows: Sequence[int]) -> Array:
+    def _logits(self, norm_D: Array, head: Sequence[Array], hidden_TD: Array, rows: list[int]) -> Array:
         x_SD = functions.norm(hidden_TD[mx.array(rows)], norm_D, self._config.norm_eps, self._config.norm)
         return functions.linear(x_SD, head).astype(mx.float32)
 

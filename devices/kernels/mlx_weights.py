@@ -7,14 +7,14 @@ from types import MappingProxyType
 
 from moesched.models.layers import Layer
 
-from .layer_weights import EXPERT_PARTS, Weights
+from .kernel_weights import EXPERT_PARTS, KernelWeights
 from .mlx_functions import Array
 from .seam import ROWS, STACK, Operation
 
 ALL_ROWS, ALL_STACKED = frozenset({ROWS}), frozenset({ROWS, STACK})
 
 
-class Arrays(Weights):
+class Arrays(KernelWeights[Array]):
     """Arrays by name, as blocks (D, some of N) of their transposes; those of a stack are (E, D, some of N).
 
     Args:

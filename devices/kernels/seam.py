@@ -109,7 +109,7 @@ _OPERATIONS = (
         "moe_layer",
         "all that follows attention",
         (),
-        "(attended_TX, hidden_TD) -> hidden_TD, experts_Tk, rows of each expert or None where they are to be counted",
+        "(attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts or None",
         parts=("output_projection", "route", "expert", "combine"),
     ),
     Operation("logits", "last norm and LM head", ("lm_head",), "(hidden_TD, rows) -> logits_SV"),

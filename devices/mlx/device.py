@@ -18,10 +18,13 @@ from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling
-from moesched.seams import LaneKind, RoutingObserver, Transport
+from moesched.seams import KernelRow, LaneKind, RoutingObserver, Transport
 from moesched.steps.plan import Plan
 from moesched.tasks import Collective, PageTransfer, Task
 
+from ..kernels.binder import Binder
+from ..kernels.mlx_rows import MLX, device_name, mlx_table
+from ..kernels.table import listed
 from ..runner.next_tokens import Choice, Logits
 from ..runner.observers import DeviceObservers
 from ..shared.bad_weights import describe_first_bad_weight
@@ -69,6 +72,7 @@ class MlxDevice:
         self._keep_logits = keep_logits
         self._reader = PageReader(checkpoint, layout, direct)
         self._weights = MlxWeights(self._reader, layout)
+        self._table = mlx_table(layout.config)
         self._thread = OneThread("mlx")
         self._wired_limit = wired_limit()
         self._cache_limit = cache_limit()
@@ -89,6 +93,16 @@ class MlxDevice:
             BadInput: it does not.
         """
         require_unified(machine)
+
+    @staticmethod
+    def kernel_rows() -> list[KernelRow]:
+        """The rows of the table of kernels."""
+        return listed(MLX)
+
+    @property
+    def kernels(self) -> Mapping[str, Sequence[str]]:
+        """The names of the kernels that ran so far, by operation."""
+        return self._table.used
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
@@ -177,9 +191,10 @@ class MlxDevice:
         self._evaluations = Evaluations(plan, self._evaluate)
         self._observers.first_request = plan.batch.first_request
         choice = Choice(sampling, plan.batch.first_request, self._keep if self._keep_logits else None)
+        kernels = Binder(self._table, self.layout.config, self.layout.dtype, device_name())
         first_bad = partial(describe_first_bad_weight, self._reader, self.layout)
         topology = Topology(
-            plan, prompts, choice, self._weights, self._observers, self._evaluations, first_bad
+            plan, prompts, choice, kernels, self._weights, self._observers, self._evaluations, first_bad
         )
         self._verbs = self._verbs_of(topology, plan)
 

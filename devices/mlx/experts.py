@@ -89,7 +89,8 @@ class MlxExperts:
         return rows.keep(span, self._run(stack, x_nD, rows_of_one(len(x_nD), index, many=rows.many)))
 
     def _run(self, stack: Arrays, x_nD: Array, rows: Rows) -> Array:
-        return self._kernels.bound("experts", stack, Memory(len(x_nD)))(x_nD, rows)
+        y_nD: Array = self._kernels.bound("experts", stack, Memory(len(x_nD)))(x_nD, rows)
+        return y_nD
 
 
 def _counted(experts_Tk: Array, experts: int) -> list[int]:

@@ -12,7 +12,6 @@ from moesched.tasks import Task
 
 from ..kernels.binder import Binder
 from ..kernels.mlx_functions import Array
-from ..kernels.mlx_rows import device_name, mlx_table
 from ..kernels.mlx_weights import Arrays
 from ..runner.attention import Attention
 from ..runner.micro_batch import MicroBatchState, chunks_of, wholes_of
@@ -56,12 +55,12 @@ class Topology:
         plan: Plan,
         prompts: Sequence[Sequence[int]],
         choice: Choice,
+        kernels: Binder,
         weights: MlxWeights,
         observers: DeviceObservers,
         evaluations: Evaluations,
         first_bad: Callable[[], str],
     ) -> None:
-        config, dtype = plan.layout.config, plan.layout.dtype
         self._plan = plan
         self._choice = choice
         self._weights = weights
@@ -69,8 +68,8 @@ class Topology:
         self._evaluations = evaluations
         self._first_bad = first_bad
         self._states = _states_of(plan, prompts)
-        self._kernels = Binder(mlx_table(config), config, dtype, device_name())
-        self._experts = MlxExperts(config, self._states, weights.show, self._kernels, evaluations)
+        self._kernels = kernels
+        self._experts = MlxExperts(plan.layout.config, self._states, weights.show, kernels, evaluations)
 
     def alone(self) -> Verbs:
         """A device with all of the model."""
@@ -82,13 +81,13 @@ class Topology:
         attention, moe = self._halves(self._weights.embedding)
         sample = self._tokens().sample_next
         exchanges = NodeVerbs(self._plan, transport, self._node_side(attention, moe), sample)
-        return self._layers(attention, moe) | {"sample": sample} | exchanges.verbs
+        return {**self._layers(attention, moe), "sample": sample, **exchanges.verbs}
 
     def node_of_experts(self, transport: Transport) -> Verbs:
         """One of several devices that share the experts of each layer, while the first one attends."""
         attention, moe = self._halves(Arrays())
         exchanges = NodeVerbs(self._plan, transport, self._node_side(attention, moe))
-        return self._layers(attention, moe) | exchanges.verbs
+        return {**self._layers(attention, moe), **exchanges.verbs}
 
     def _halves(self, embedding: Arrays) -> tuple[Attention, MoELayer]:
         """The halves of a layer."""

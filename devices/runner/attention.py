@@ -9,12 +9,12 @@ from typing import Any
 from moesched.tasks import Task
 
 from ..kernels.binder import Binder
-from ..kernels.layer_weights import Weights
+from ..kernels.kernel_weights import KernelWeights
 from ..kernels.memory import Memory, Shapes
 from ..kernels.seam import Bound
 from .micro_batch import MicroBatchState
 
-WeightsOf = Callable[[Any], Weights]
+WeightsOf = Callable[[Any], KernelWeights[Any]]
 """Returns the tensors that a view shows."""
 
 
@@ -37,7 +37,7 @@ class Attention:
         self,
         states: Sequence[MicroBatchState],
         weights: WeightsOf,
-        embedding: Weights,
+        embedding: KernelWeights[Any],
         kernels: Binder,
         *,
         residual_of: Callable[[Any], Any] = itself,

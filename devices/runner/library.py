@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from moesched.tasks import Task
 
-from ..kernels.layer_weights import Weights
 from ..kernels.seam import Routed
 
 
@@ -42,7 +41,7 @@ class Experts(Protocol):
     def scores(self, logits_TE: Any) -> Any:
         """Each expert's probability by the router (E), float32, averaged over the tokens."""
 
-    def run_all(self, task: Task, counts: Mapping[int, int], weights: Weights) -> None:
+    def run_all(self, task: Task, counts: Mapping[int, int], weights: Any) -> None:
         """Run the experts of a layer, which have so many rows of the micro-batch's state."""
 
     def run_expert(self, task: Task) -> None:

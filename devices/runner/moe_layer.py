@@ -9,7 +9,7 @@ from moesched.routing import ScoredTokens
 from moesched.tasks import Task
 
 from ..kernels.binder import Binder
-from ..kernels.layer_weights import Weights
+from ..kernels.kernel_weights import KernelWeights
 from ..kernels.memory import Memory
 from ..kernels.seam import Routed
 from .attention import Attention, WeightsOf
@@ -104,7 +104,7 @@ class MoELayer:
         state.hidden_TD = self._kernels.combine(state.room)(*operands)
         del state.rows
 
-    def _route(self, hidden_TD: Any, weights: Weights, memory: Memory) -> Routed:
+    def _route(self, hidden_TD: Any, weights: KernelWeights[Any], memory: Memory) -> Routed:
         routed: Routed = self._kernels.bound("route", weights, memory)(hidden_TD)
         return routed
 
@@ -117,6 +117,6 @@ class MoELayer:
         return ScoredTokens(counts, self._library.on_host(scores[0]).tolist()) if scores else counts
 
 
-def _experts(weights: Weights) -> int:
+def _experts(weights: KernelWeights[Any]) -> int:
     assert weights.layer is not None, "a view shows a layer"
     return weights.layer.feed_forward.experts

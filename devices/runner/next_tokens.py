@@ -15,7 +15,7 @@ from moesched.requests.sampling import Sampling
 from moesched.tasks import Task
 
 from ..kernels.binder import Binder
-from ..kernels.layer_weights import Weights
+from ..kernels.kernel_weights import KernelWeights
 from ..kernels.memory import Memory
 from .library import Library
 from .micro_batch import MicroBatchState
@@ -55,7 +55,7 @@ class NextTokens:
 
     def __init__(
         self,
-        head: Weights,
+        head: KernelWeights[Any],
         states: Sequence[MicroBatchState],
         kernels: Binder,
         library: Library,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,7 +15,6 @@ from ..kernels import functions
 from ..kernels.layer_weights import Weights
 from ..kernels.seam import Routed
 from ..products.linear import Tensor, gated
-from ..runner.attention import WeightsOf
 from ..runner.micro_batch import MicroBatchState
 from ..runner.observers import DeviceObservers
 from .compute import Compute
@@ -34,7 +34,7 @@ class TorchExperts:
         self,
         config: ModelConfig,
         states: Sequence[MicroBatchState],
-        weights: WeightsOf,
+        weights: Callable[[Any], Weights],
         compute: Compute,
         observers: DeviceObservers,
     ) -> None:

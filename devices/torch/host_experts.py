@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from moesched.models.config import ModelConfig
 from moesched.tasks import HostKernel, Task
 
-from ..runner.attention import WeightsOf
+from ..kernels.layer_weights import Weights
 from ..runner.micro_batch import MicroBatchState
 from ..runner.observers import DeviceObservers
 from .compute import Compute
@@ -34,7 +35,7 @@ class HostExperts:
         self,
         config: ModelConfig,
         states: Sequence[MicroBatchState],
-        weights: WeightsOf,
+        weights: Callable[[Any], Weights],
         compute: Compute,
         exchanged: ExchangeRows,
         there: TorchExperts,
