@@ -72,7 +72,7 @@ class MlxDevice:
         self._keep_logits = keep_logits
         self._reader = PageReader(checkpoint, layout, direct)
         self._weights = MlxWeights(self._reader, layout)
-        self._table = mlx_table(layout.config)
+        self._kernels = Binder(mlx_table(layout.config), layout.config, layout.dtype, device_name())
         self._thread = OneThread("mlx")
         self._wired_limit = wired_limit()
         self._cache_limit = cache_limit()
@@ -102,7 +102,7 @@ class MlxDevice:
     @property
     def kernels(self) -> Mapping[str, Sequence[str]]:
         """The names of the kernels that ran so far, by operation."""
-        return self._table.used
+        return self._kernels.table.used
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
@@ -191,10 +191,9 @@ class MlxDevice:
         self._evaluations = Evaluations(plan, self._evaluate)
         self._observers.first_request = plan.batch.first_request
         choice = Choice(sampling, plan.batch.first_request, self._keep if self._keep_logits else None)
-        kernels = Binder(self._table, self.layout.config, self.layout.dtype, device_name())
         first_bad = partial(describe_first_bad_weight, self._reader, self.layout)
         topology = Topology(
-            plan, prompts, choice, kernels, self._weights, self._observers, self._evaluations, first_bad
+            plan, prompts, choice, self._kernels, self._weights, self._observers, self._evaluations, first_bad
         )
         self._verbs = self._verbs_of(topology, plan)
 
