@@ -36,7 +36,7 @@ class Binder:
         return found or self._bind(self._case(operation, weights, memory.rows), weights, memory)
 
     def fused(self, operation: str, weights: KernelWeights[Any], memory: Memory) -> Bound | None:
-        """The same for an operation that others can do; None where no kernel takes it."""
+        """The kernel for an operation, bound as by `bound`; None where no kernel takes it, and its parts are used."""
         found = memory.bound((operation, weights.number)) or weights.bounds.get((operation, memory.rows))
         if found is None:
             case = self._case(operation, weights, memory.rows)

@@ -57,7 +57,7 @@ class Weights(KernelWeights[Tensor]):
         return part
 
     def arguments(self, kind: type[A], prepare: Callable[[Weights, Held], A]) -> A:
-        """A copy of a native call's arguments of one kind, which are prepared when they are first asked for."""
+        """A copy of a native call's arguments of one kind, which the first call prepares."""
         if kind not in self._prepared:
             held: Held = []
             self._prepared[kind] = prepare(self, held), held

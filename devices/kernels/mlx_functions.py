@@ -26,8 +26,10 @@ Blocks = Sequence[Array]
 Product = Callable[[Array, Blocks], Array]
 
 MANY_ROWS = 64
-"""From this number of rows on, Metal reads an expert's weights once for neighbouring rows, if told that they are
-sorted. The rows of the whole micro-batch count, since Metal then chooses another kernel, whose last bits differ."""
+"""Rows of a micro-batch from which on Metal is called with the flag that rows are sorted by expert.
+
+It then reads an expert's weights once for neighbouring rows, in another kernel, whose last bits differ.
+"""
 
 
 class Stack(NamedTuple):
@@ -249,7 +251,7 @@ def gathered_experts(x_nD: Array, stack: Stack, rows: Rows) -> Array:
 
 
 def experts_one_by_one(x_nD: Array, stack: Stack, rows: Rows) -> Array:
-    """The same by products of one expert each. rows: must have counts."""
+    """`gathered_experts` as products of one expert's rows each. rows: must have counts."""
     assert rows.counts is not None, "the host knows the rows"
     return _joined([_ffn(x, stack, product) for x, product in _one_by_one(x_nD, rows.counts)], axis=0)
 
@@ -286,8 +288,8 @@ def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
 def _gather(indices_n: Array, many: bool, x_n1D: Array, blocks: Blocks) -> Array:
     """The product of each row with its expert's matrix.
 
-    The rows' own indices are given where MLX would make them anew; for many rows it then could not tell that they are
-    in order.
+    Few rows pass their own indices, which MLX would else make in each call. For many rows it makes them, since it
+    uses the fact that they ascend only then.
     """
     own = None if many else _ascending(len(x_n1D))
     parts = [

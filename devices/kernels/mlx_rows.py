@@ -1,4 +1,4 @@
-"""The kernels of MLX. Arrays are lazy: a bound kernel returns arrays that nobody has evaluated."""
+"""The kernels of MLX. Arrays are lazy: a bound kernel returns them without evaluation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MlxKernel(Kernel):
         self._table = table
 
     def refusal(self, case: Case) -> str:
-        """Nothing."""
+        """Empty: it takes every case."""
         return ""
 
 
@@ -195,7 +195,7 @@ class MlxMoELayer(MlxKernel):
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
         """(attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None."""
-        assert weights.stack is not None, "it is asked for in the case"
+        assert weights.stack is not None, "the case has the format STACK"
         project, route = (
             self._table.bind(self._part(case, name, weights), weights)
             for name in ("output_projection", "route")

@@ -185,5 +185,5 @@ class Kernel(ABC):
 
         Args:
             weights: tensors by name, each as its row blocks.
-            memory: keeps tensors for the results of that many rows.
+            memory: keeps tensors for the results of the case's rows.
         """

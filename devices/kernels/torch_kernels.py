@@ -112,7 +112,7 @@ class TorchKernels(Binder):
 
     @property
     def arranges(self) -> bool:
-        """Whether tensors that stay are not kept as they were read."""
+        """True if weights that stay are packed, or copied to a GPU, after they were read."""
         return self._packs or self._device != "cpu"
 
     def arranged(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:

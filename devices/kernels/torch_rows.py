@@ -30,7 +30,7 @@ class TorchKernel(Kernel):
         self._config = resources.config
 
     def refusal(self, case: Case) -> str:
-        """Nothing."""
+        """Empty: it takes every case."""
         return ""
 
     def _product(self, case: Case, weights: Weights) -> Bound:

@@ -67,7 +67,7 @@ class LaggingStream:
         self._gpu.run_until(lambda: not self.queue)
 
     def is_ready(self) -> bool:
-        """Whether the head of the queue may run."""
+        """True if the first work of the queue may run."""
         if not self.queue:
             return False
         head = self.queue[0]
@@ -126,7 +126,7 @@ class LaggingEvent:
         self._gpu.run_until(lambda: self.happened >= version)
 
     def query(self) -> bool:
-        """Whether it has happened, as it was recorded last."""
+        """True if the work before its last `record` has run."""
         with self._gpu.lock:
             self._gpu.raise_error()
             return self.happened >= self.recorded

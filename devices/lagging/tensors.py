@@ -260,7 +260,7 @@ def _shown(twin: torch.Tensor, block: Block) -> LaggingTensor:
 
 
 def is_gpu(device: Any) -> bool:
-    """Whether this names the imitated GPU."""
+    """True for the imitated GPU."""
     return device is not None and torch.device(device).type == DEVICE_TYPE
 
 
@@ -315,7 +315,7 @@ def _is_empty(name: str) -> bool:
 
 
 def _changes(name: str, kwargs: dict[str, Any]) -> bool:
-    """Whether a call writes to its first argument."""
+    """True if a call writes to its first argument."""
     by_name = name.endswith("_") and not name.endswith("__")
     return by_name or name == "__setitem__" or name.startswith("__i") or bool(kwargs.get("inplace"))
 

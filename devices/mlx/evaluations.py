@@ -50,7 +50,7 @@ class Evaluations:
         """Results of deferred tasks, by micro-batch."""
 
     def defers(self, task: Task) -> bool:
-        """Whether a task's results may be evaluated after its end; callable from any thread."""
+        """True if a task's results may be evaluated after its end; callable from any thread."""
         if not self._defers or (isinstance(task.operands, View) and task.operands.moving):
             return False
         return _tokens(task, self._decoded if task.step > PREFILL else self._prefilled) <= FEW_TOKENS

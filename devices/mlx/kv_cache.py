@@ -34,7 +34,7 @@ class KVStep(NamedTuple):
 
     @property
     def one_each(self) -> bool:
-        """Whether each request has one new token."""
+        """True if each request has one new token."""
         return all(tokens == 1 for tokens in self.new)
 
 

@@ -171,7 +171,7 @@ def _blocks(layout: WeightLayout) -> list[_Block]:
 
 
 def _allocates(nbytes: int) -> bool:
-    """Whether the system allocates an array of that size."""
+    """True if the system allocates an array of that size."""
     return nbytes <= int(mx.device_info().get("max_buffer_length", nbytes))
 
 

@@ -41,7 +41,7 @@ def joined(blocks: Blocks) -> list[Tensor]:
 
 
 def _follows(block: Tensor, above: Tensor) -> bool:
-    """Whether a block lies behind the one above, in the same allocation."""
+    """True if a block lies behind the one above, in the same allocation."""
     if len(above) % KERNEL_ROWS or not above.is_contiguous() or not block.is_contiguous():
         return False
     end = (above.storage_offset() + above.numel() + block.numel()) * above.itemsize

@@ -1,4 +1,4 @@
-"""What the verbs need of torch or MLX beside kernels."""
+"""Operations of torch or MLX that the verbs need beside kernels."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Experts(Protocol):
         """Each expert's probability by the router (E), float32, averaged over the tokens."""
 
     def run_all(self, task: Task, counts: Mapping[int, int], weights: Any) -> None:
-        """Run the experts of a layer, which have so many rows of the micro-batch's state."""
+        """Run all experts of a layer that have rows. counts: the rows of each, as `group` returned them."""
 
     def run_expert(self, task: Task) -> None:
         """Run one expert on its rows of one or several micro-batches, each as if it ran alone."""

@@ -17,7 +17,7 @@ class AtOnce:
     computing: type[AbstractContextManager[object]] = torch.inference_mode
 
     def settle(self, micro_batch: int, *tensors: Tensor) -> None:
-        """Nothing: they are computed, or in a stream."""
+        """Do nothing: they are computed, or in a stream."""
 
     def on_host(self, tensor: Tensor) -> npt.NDArray[Any]:
         """The tensor in the host's memory; waits for the device."""

@@ -100,7 +100,7 @@ class TorchExperts:
         self._runner.apply([part], task.expert, self._weights(task.operands))
 
     def _is_shared_out(self, weights: Weights, expert: int, rows: int) -> bool:
-        """Whether an expert gets one core; a kernel with threads of its own uses all cores for each expert."""
+        """True if an expert runs on one core; a kernel with threads of its own uses all cores for each expert."""
         return self._team is not None and not self._kernels.expert(weights, expert, rows)[0].has_threads
 
 

@@ -40,7 +40,7 @@ class Gather(NamedTuple):
 
 
 class KVStep:
-    """The new tokens of some sequences, with their places in the cache. What torch needs is made when it asks for it.
+    """The new tokens of some sequences, with their places in the cache. Tensors are made when torch first needs them.
 
     Attributes:
         past, new: tokens of each sequence before the step, and in it.
@@ -86,7 +86,7 @@ class KVStep:
 
     @cached_property
     def slots(self) -> array[int]:
-        """As above."""
+        """The new tokens' slots in the arena."""
         slots = array("q")
         for blocks, span in zip(self._blocks, self._spans(), strict=True):
             for part in _ranges(blocks, span, self._block_size):

@@ -1,4 +1,4 @@
-"""Times of events on streams, on the host's clock: CUDA gives float32 milliseconds, and its clock drifts."""
+"""Times of events on streams, on the host's clock: CUDA measures in float32 milliseconds, and its clock drifts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRIES = 8
 ALIKE = 100
 """Nanoseconds between times of the device whose order float32 does not tell: they count as one time."""
 
-TOLD = 1024
+REPORTED = 1024
 """Number of times that are remembered, with which later ones have to agree."""
 
 
@@ -60,7 +60,7 @@ class StreamClock:
         self._clock = clock
         event, read = self._recorded()
         self._zeros = [Zero(event, 0.0, read, 1.0, read)]
-        self._told: list[tuple[float, int]] = []
+        self._reported: list[tuple[float, int]] = []
 
     def zero(self) -> Zero:
         """The event to measure a task from that is issued now."""
@@ -79,19 +79,19 @@ class StreamClock:
         last = zeros[max(0, bisect_right(zeros, device, key=lambda each: each.device) - 1)]
         return round(last.host + (device - last.device) * last.rate)
 
-    def told(self, device: float, host: int) -> int:
-        """The time that is told for one of the device: in order with those told before, and near to `host`."""
-        told = self._told
-        place = bisect_left(told, (device,))
-        for time, host_time in told[max(0, place - 1) : place + 1]:
+    def reported(self, device: float, host: int) -> int:
+        """The host's time that is reported for one of the device: near to `host`, and in order with earlier reports."""
+        reported = self._reported
+        place = bisect_left(reported, (device,))
+        for time, host_time in reported[max(0, place - 1) : place + 1]:
             if abs(time - device) < ALIKE:
                 return host_time
         if place:
-            host = max(host, told[place - 1][1])
-        if place < len(told):
-            host = min(host, told[place][1])
-        told.insert(place, (device, host))
-        del told[:-TOLD]
+            host = max(host, reported[place - 1][1])
+        if place < len(reported):
+            host = min(host, reported[place][1])
+        reported.insert(place, (device, host))
+        del reported[:-REPORTED]
         return host
 
     def _following(self, last: Zero) -> Zero:

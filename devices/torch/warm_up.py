@@ -213,7 +213,7 @@ class WarmUps:
         self._seconds: Future[float] | None = None
 
     def is_new(self, shapes: Shapes) -> bool:
-        """Whether nothing has run at these shapes yet; from now on it has."""
+        """True the first time that a plan has these shapes."""
         before = len(self._known)
         self._known.add(shapes)
         return len(self._known) > before
