@@ -26,9 +26,9 @@ Blocks = Sequence[Array]
 Product = Callable[[Array, Blocks], Array]
 
 MANY_ROWS = 64
-"""Rows of a micro-batch from which on Metal is called with the flag that rows are sorted by expert.
+"""Rows of a micro-batch from which on `gather_mm` is called with the flag that they are sorted by expert.
 
-It then reads an expert's weights once for neighbouring rows, in another kernel, whose last bits differ.
+Metal then reads an expert's weights once for neighbouring rows, in another kernel, whose last bits differ.
 """
 
 

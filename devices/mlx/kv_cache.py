@@ -43,9 +43,13 @@ class RequestsKV:
 
     Args:
         lengths: tokens of each request at its longest.
+
+    Attributes:
+        places: the layers that it holds: all.
     """
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int], dtype: mx.Dtype) -> None:
+        self.places = range(config.layers)
         self._length = [0] * len(lengths)
         *self._first, slots = accumulate(lengths, initial=0)
         self._layers = [

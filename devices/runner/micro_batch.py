@@ -2,48 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from moesched.requests.chunks import Chunk
 
 from ..kernels.memory import Memory
-
-
-class KVStep(Protocol):
-    """The new tokens of some sequences in a KV cache.
-
-    Attributes:
-        past, new: tokens of each sequence before the step, and in it.
-        one_each: whether each sequence has one new token.
-        positions: the new tokens' positions in their sequences.
-        last: each sequence's last token among the new ones.
-    """
-
-    @property
-    def past(self) -> Sequence[int]: ...
-    @property
-    def new(self) -> Sequence[int]: ...
-    @property
-    def one_each(self) -> bool: ...
-    @property
-    def positions(self) -> Sequence[int]: ...
-    @property
-    def last(self) -> Sequence[int]: ...
-
-
-class KVCache(Protocol):
-    """Keys and values of some layers."""
-
-    @property
-    def places(self) -> Container[int]:
-        """The layers that it holds."""
-
-    def extend(self, sequences: Sequence[int], new: Sequence[int]) -> Any:
-        """Extend sequences[i] by new[i] tokens, which count from now on; returns the step."""
-
-    def at(self, layer: int, step: Any) -> Any:
-        """The keys and values of a layer, and the new tokens' places among them: an argument of kernels."""
 
 
 class MicroBatchState:
@@ -61,7 +25,9 @@ class MicroBatchState:
         before: the chunk that this one continues, if any.
         ends: the places of the sequences that tokens are sampled for; None for all of them.
         memory: that of the step's kernels for results; None where its tokens are many.
-        caches: the KV caches that have its requests: one of all layers, or two of some layers each.
+        caches: the KV caches that have its requests: one of all layers, or two of some layers each. Each has `places`
+            (its layers), `extend`, which makes room for new tokens and returns a step, and `at`, which returns a layer as
+            kernels of attention take it.
         rows: the rows of the layer's experts, from `route` to `combine`; its `outputs()` are the first operands of the
             operation combine.
     """
@@ -90,7 +56,7 @@ class MicroBatchState:
 
     @property
     def step(self) -> Any:
-        """The sequences' tokens of this step, a `KVStep`; their blocks are those of the first cache."""
+        """This step of the first cache: tokens of each sequence before (`past`) and in it (`new`), and their positions."""
         return self._steps[0]
 
     @property
@@ -100,7 +66,7 @@ class MicroBatchState:
 
     def cached(self, layer: int) -> Any:
         """The keys and values of a layer, and the new tokens' places among them."""
-        number = 0 if len(self.caches) == 1 or layer in self.caches[0].places else 1
+        number = 0 if layer in self.caches[0].places else 1
         return self.caches[number].at(layer, self._steps[number])
 
     @property
