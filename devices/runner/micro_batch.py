@@ -25,9 +25,8 @@ class MicroBatchState:
         before: the chunk that this one continues, if any.
         ends: the places of the sequences that tokens are sampled for; None for all of them.
         memory: that of the step's kernels for results; None where its tokens are many.
-        caches: the KV caches that have its requests: one of all layers, or two of some layers each. Each has `places`
-            (its layers), `extend`, which makes room for new tokens and returns a step, and `at`, which returns a layer as
-            kernels of attention take it.
+        caches: the KV caches that have its requests: one of all layers, or two of some layers each. Each has `places`,
+            its layers, `extend`, which makes room for tokens and returns a step, and `at`, a layer's keys and values.
         rows: the rows of the layer's experts, from `route` to `combine`; its `outputs()` are the first operands of the
             operation combine.
     """
@@ -56,7 +55,7 @@ class MicroBatchState:
 
     @property
     def step(self) -> Any:
-        """This step of the first cache: tokens of each sequence before (`past`) and in it (`new`), and their positions."""
+        """The step of the first cache: tokens of each sequence before it (`past`) and in it (`new`), and positions."""
         return self._steps[0]
 
     @property

@@ -33,6 +33,7 @@ from moesched.steps.plan import Plan
 from moesched.system.memory_ahead import MemoryAhead
 from moesched.tasks import HostKernel, Task
 
+from ..kernels.layer_weights import Weights
 from ..kernels.torch_kernels import kernel_rows
 from ..products.linear import Tensor
 from ..runner.next_tokens import Choice
@@ -47,7 +48,7 @@ from .gpu_memory import require_room
 from .locked_memory import wait_for_device
 from .states import states_of
 from .topologies import Topology, Verbs
-from .warm_up import WarmUp, WarmUps, memory_for_kv, shapes_of, stand_in
+from .warm_up import ExpertWarmUp, WarmUp, WarmUps, memory_for_kv, shapes_of, stand_in
 from .weights import WeightStore
 
 MOST_THREADS = 1024
@@ -235,10 +236,16 @@ class TorchDevice(ChoosesDtype):
         # Streams do not wait for the default one, on which all this was filled.
         wait_for_copies(self._compute.accelerator)
         if self._cuda and weights:
-            warm_up = WarmUp(config, self._compute, weights, self._global_weights, self._rank, kv)
+            warm_up = self._warm_up(weights, kv)
             work = partial(self._cuda.complete, partial(warm_up.run, shapes))
             ended = self._warm_ups.start(work, self._store.resident)
             self._verbs["load"] = after(ended, self._verbs["load"])
+
+    def _warm_up(self, weights: Weights, kv: Tensor | None) -> ExpertWarmUp:
+        config, compute = self.layout.config, self._compute
+        if self._global_weights is None:
+            return ExpertWarmUp(config, compute, weights)
+        return WarmUp(config, compute, weights, self._global_weights, self._rank, kv)
 
     def _keep(self, sequences: tuple[int, ...], logits_SV: npt.NDArray[np.float32]) -> None:
         self.logits.append((sequences, torch.from_numpy(logits_SV)))
