@@ -108,9 +108,9 @@ EVENTS = (
     Mutant(CLOCK, "new event each second", "> PERIOD:", "> 10**18:"),
     Mutant(CLOCK, "rate of the GPU's clock", "max(0.5, true_rate - (host - read) / PERIOD)", "1.0"),
     Mutant(CLOCK, "second try where the host was interrupted", "if width <= NARROW:", "if True:"),
-    Mutant(CLOCK, "order after earlier times", "host = max(host, told[place - 1][1])"),
+    Mutant(CLOCK, "order after earlier times", "host = max(host, reported[place - 1][1])"),
     Mutant(CLOCK, "one time for near ones", "return host_time"),
-    Mutant(CLOCK, "order before later times", "host = min(host, told[place][1])"),
+    Mutant(CLOCK, "order before later times", "host = min(host, reported[place][1])"),
 )
 
 LIFETIMES = (

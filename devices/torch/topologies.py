@@ -30,7 +30,7 @@ from .experts import TorchExperts
 from .first_bad_tensor import FirstBadTensor
 from .global_weights import GlobalWeights
 from .host_experts import HostExperts
-from .host_side import HostSide
+from .host_side import HostSide, kv_slots_of
 from .node_side import NodeSide
 from .rank_side import RankSide
 from .weights import WeightStore
@@ -57,7 +57,7 @@ class Topology:
         store: WeightStore,
         observers: DeviceObservers,
     ) -> None:
-        self.kv_slots: list[Tensor] = []
+        self.kv_slots = kv_slots_of(plan, compute)
         self._plan = plan
         self._states = states
         self._choice = choice
@@ -154,11 +154,10 @@ class Topology:
         """The verbs of a machine whose accelerator has a memory of its own."""
         plan, states, compute, store = self._plan, self._states, self._compute, self._store
         exchanged = ExchangeRows(plan, compute)
-        host = HostSide(plan, states, compute, store, attention, exchanged)
+        host = HostSide(plan, states, compute, store, attention, exchanged, self.kv_slots)
         experts = HostExperts(
             plan.layout.config, states, store.weights, compute, exchanged, self._experts, self._observers
         )
-        self.kv_slots = host.kv_slots
         verbs: Verbs = {"cpu_attention": host.cpu_attention}
         return verbs | inferring(
             {
