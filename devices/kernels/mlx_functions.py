@@ -70,7 +70,7 @@ class KVView(NamedTuple):
 
 
 def linear(x_TD: Array, blocks: Blocks) -> Array:
-    """x times the matrix that the blocks make: (T, N)."""
+    """x @ W, W as blocks of its columns: (T, N)."""
     return _joined([x_TD @ block for block in blocks], axis=-1)
 
 

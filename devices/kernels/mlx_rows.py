@@ -139,7 +139,7 @@ class GatheredExperts(MlxKernel):
     independent = True
 
     def refusal(self, case: Case) -> str:
-        """Numbers that MLX does not gather by on a processor."""
+        """Refuses bfloat16 on a processor."""
         return _not_gathered(case)
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
@@ -190,7 +190,7 @@ class MlxMoELayer(MlxKernel):
     takes = "experts in one stack, as `mlx gathered` does"
 
     def refusal(self, case: Case) -> str:
-        """Experts in several stacks; numbers as of `GatheredExperts`."""
+        """Refuses experts in several stacks, and bfloat16 on a processor."""
         return _not_gathered(case) if STACK in case.formats else "it takes experts in one stack"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:

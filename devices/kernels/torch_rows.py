@@ -261,7 +261,7 @@ class TorchGreedy(TorchKernel):
     takes = "everything on GPUs"
 
     def refusal(self, case: Case) -> str:
-        """On the CPU, `sample` finds the largest logit."""
+        """Refuses logits on the CPU, where `sample` finds the largest."""
         return "it is for logits that are not on the host" if case.device == "cpu" else ""
 
     def bind(self, case: Case, weights: Weights, memory: Any) -> Bound:

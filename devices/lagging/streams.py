@@ -107,7 +107,7 @@ class LaggingEvent:
         gpu.events_made += 1
 
     def record(self, stream: LaggingStream | None = None) -> None:
-        """Have it happen on a stream, by default the current one.
+        """Record it on a stream, by default the current one.
 
         Raises:
             RuntimeError: it was recorded on another GPU before.
@@ -245,7 +245,7 @@ class Gpu:
         return int(self._clock() * (1 + (-DRIFT if number % 2 else DRIFT)))
 
     def lag(self) -> None:
-        """Run some of what may run, by each stream's eagerness."""
+        """Run some of the work that may run, more of it on eager streams."""
         for stream in self._streams:
             if self._error is None and stream.queue and self.random.random() < stream.eagerness:
                 while stream.is_ready():

@@ -235,7 +235,7 @@ class Operations:
         return target
 
     def _at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """A side of a copy, as the stream finds it."""
+        """Source or target of a copy, looked up when the stream runs the copy."""
         if isinstance(tensor, LaggingTensor):
             values = tensor.values_now
             return lambda: values

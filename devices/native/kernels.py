@@ -111,7 +111,7 @@ def rows_of(blocks: Blocks) -> array[int]:
 
 
 def numbers(count: int) -> array[int]:
-    """Zeros of 64 bits, at an address that stays as long as their number does.
+    """Zeros of 64 bits, whose address stays while none is added.
 
     Arrays of ctypes would do, but run its code, which a layer's weights push out of the processor's caches.
     """

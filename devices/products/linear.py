@@ -54,7 +54,7 @@ def _follows(block: Tensor, above: Tensor) -> bool:
 
 
 def linear(x_TD: Tensor, blocks: Blocks) -> Tensor:
-    """x times the transpose of the matrix that the blocks make: (T, N)."""
+    """x @ W.T, W as row blocks: (T, N)."""
     if len(blocks) == 1:
         return _linear(x_TD, blocks[0])
     if blocks[0].shape[1] < x_TD.shape[1]:

@@ -132,7 +132,7 @@ def packed_bytes(packed: torch.Tensor) -> int:
 
 
 def packed_linear(x_TD: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """x times the packed matrix's transpose."""
+    """x @ W.T for a packed W."""
     return in_tiles(_multiply, x_TD, packed)
 
 

@@ -41,7 +41,7 @@ class BeamSearches:
         return [search.standing for search in searches]
 
     def reorder(self, task: Task) -> None:
-        """Have every beam continue its parent."""
+        """Replace the sequences of beams by those of their parents."""
         use_cores(1)
         state = self._states[task.micro_batch]
         before = len(state.sequences) // len(state.requests)

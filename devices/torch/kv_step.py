@@ -100,7 +100,7 @@ class KVStep:
 
     @cached_property
     def parts(self) -> list[Run | Gather]:
-        """The sequences in their order, those together that one view or one copy shows."""
+        """The sequences in their order, grouped where one view or one copy shows several."""
         parts: list[Run | Gather] = []
         for blocks, past, new in zip(self._blocks, self.past, self.new, strict=True):
             alone = self._alone(blocks, past + new, new)
@@ -137,7 +137,7 @@ class KVStep:
 
 
 def _ranges(blocks: Sequence[int], tokens: range, block_size: int) -> list[range]:
-    """The slots of some of a sequence's tokens, whose blocks these are; neighbours are one range."""
+    """The slots of some of a sequence's tokens, given its blocks; neighbours are one range."""
     ranges: list[range] = []
     for number in range(tokens.start // block_size, -(-tokens.stop // block_size)):
         shift = (blocks[number] - number) * block_size

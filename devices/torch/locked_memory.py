@@ -95,11 +95,11 @@ def _unregister(runtime: Any, address: int) -> None:
 
 
 def _unlock(unlock: Callable[[], None], memory: mmap.mmap) -> None:
-    """Unlock memory, which is given back with the last reference to it."""
+    """Unlock memory, which is freed with the last reference to it."""
     unlock()
 
 
 def _take_error(device: torch.device) -> None:
-    """Have a call fail with the error that CUDA keeps, which a later one would raise otherwise."""
+    """Clear the error that CUDA keeps, which a later call would raise."""
     with suppress(RuntimeError):
         torch.zeros(1, device=device)

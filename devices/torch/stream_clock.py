@@ -26,7 +26,7 @@ REPORTED = 1024
 
 
 class Zero(NamedTuple):
-    """An event that others are measured from.
+    """An event from which others are measured.
 
     Attributes:
         device, host: when it happened, in nanoseconds: on the device's clock since the first one, and by our reckoning.
@@ -63,7 +63,7 @@ class StreamClock:
         self._reported: list[tuple[float, int]] = []
 
     def zero(self) -> Zero:
-        """The event to measure a task from that is issued now."""
+        """The event from which the times of a task that is issued now are measured."""
         if self._clock() - self._zeros[-1].read > PERIOD:
             self._zeros = [*self._zeros[-KEPT + 1 :], self._following(self._zeros[-1])]
         return self._zeros[-1]
@@ -95,7 +95,7 @@ class StreamClock:
         return host
 
     def _following(self, last: Zero) -> Zero:
-        """The next zero, where the last one's times end; its rate makes up for what these were wrong by."""
+        """The next zero; its rate corrects the error of the last one's times within a period."""
         event, read = self._recorded()
         passed = last.event.elapsed_time(event) * 1e6
         host = last.host + passed * last.rate

@@ -271,7 +271,7 @@ class WarmUps:
 
 
 def stand_in(layout: WeightLayout, store: WeightStore, device: torch.device) -> Weights | None:
-    """The tensors of a layer in memory for pages that are yet to come; None if none is.
+    """A layer of any contents, in memory for pages that are not loaded yet; None if there is none.
 
     Pages that stay show where they will be, so that their matrices are whole; the others all show one slot.
     """

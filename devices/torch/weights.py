@@ -186,7 +186,7 @@ class WeightStore:
             return None
 
     def _staging(self, pages: int, most: int) -> list[Tensor]:
-        """Memory that pages that stay are read into: unused slots, or memory that is freed afterwards."""
+        """Staging buffers of resident pages: unused slots, or memory that is freed afterwards."""
         compute = self._compute
         at_once = min(MOST_ARRANGING + 1, most) if compute.on_cpu else MOST_COPYING
         count = min(pages + 1, compute.cores + 1, at_once)
