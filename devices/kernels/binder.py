@@ -37,10 +37,13 @@ class Binder:
 
     def fused(self, operation: str, weights: KernelWeights[Any], memory: Memory) -> Bound | None:
         """The kernel for an operation, bound as by `bound`; None where no kernel takes it, and its parts are used."""
-        found = memory.bound((operation, weights.number)) or weights.bounds.get((operation, memory.rows))
-        if found is None:
+        key = operation, memory.rows
+        found = memory.bound((operation, weights.number)) or weights.bounds.get(key)
+        if found is None and key not in weights.refused:
             case = self._case(operation, weights, memory.rows)
-            found = self._bind(case, weights, memory) if self.table.find(case) else None
+            if self.table.find(case):
+                return self._bind(case, weights, memory)
+            weights.refused.add(key)
         return found
 
     def attention(self, layer: int, memory: Memory, *, decodes: bool, on_host: bool = False) -> Bound:

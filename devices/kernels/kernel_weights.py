@@ -26,6 +26,7 @@ class KernelWeights(dict[str, list[T]]):
         layer: describes the layer that they belong to; None outside the layers.
         number: unique id.
         bounds: kernels that are bound to these weights alone.
+        refused: the operations that no kernel takes, with the number of rows.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class KernelWeights(dict[str, list[T]]):
         self.layer = layer
         self.number = next(_numbers)
         self.bounds: dict[Hashable, Bound] = {}
+        self.refused: set[tuple[str, int]] = set()
 
     @abstractmethod
     def formats(self, operation: Operation) -> frozenset[str]:

@@ -241,7 +241,7 @@ def sort_rows(experts_Tk: Array) -> tuple[Array, Array, Array]:
     return order_n // experts_Tk.shape[1], flat[order_n], mx.argsort(order_n).reshape(experts_Tk.shape)
 
 
-def gathered_experts(x_nD: Array, stack: Stack, rows: Rows) -> Array:
+def gathered_experts(stack: Stack, x_nD: Array, rows: Rows) -> Array:
     """The experts' outputs for their rows: down (silu(gate x) * up x), in few kernels that gather matrices by row.
 
     A row's result depends on no other row, so it is the same whether experts run together or one by one.
@@ -250,7 +250,7 @@ def gathered_experts(x_nD: Array, stack: Stack, rows: Rows) -> Array:
     return _joined(tiles, axis=0)
 
 
-def experts_one_by_one(x_nD: Array, stack: Stack, rows: Rows) -> Array:
+def experts_one_by_one(stack: Stack, x_nD: Array, rows: Rows) -> Array:
     """`gathered_experts` as products of one expert's rows each. rows: must have counts."""
     assert rows.counts is not None, "the host knows the rows"
     return _joined([_ffn(x, stack, product) for x, product in _one_by_one(x_nD, rows.counts)], axis=0)

@@ -144,7 +144,7 @@ class GatheredExperts(MlxKernel):
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
         """(x_nD, rows) -> y_nD."""
-        return partial(_experts, functions.gathered_experts, _stack(weights))
+        return partial(functions.gathered_experts, _stack(weights))
 
 
 def _not_gathered(case: Case) -> str:
@@ -160,11 +160,7 @@ class ExpertsOneByOne(MlxKernel):
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
         """(x_nD, rows) -> y_nD."""
-        return partial(_experts, functions.experts_one_by_one, _stack(weights))
-
-
-def _experts(function: Callable[[Array, Stack, Rows], Array], stack: Stack, x_nD: Array, rows: Rows) -> Array:
-    return function(x_nD, stack, rows)
+        return partial(functions.experts_one_by_one, _stack(weights))
 
 
 def _stack(weights: Arrays) -> Stack:

@@ -23,6 +23,7 @@ class KVStep(NamedTuple):
         positions: the new tokens' positions in their requests, int64.
         slots_T: slots of the new tokens in the cache; a slice where they follow each other.
         last: index of each request's last token among the T.
+        one_each: whether each request has one new token.
     """
 
     requests: tuple[int, ...]
@@ -31,11 +32,7 @@ class KVStep(NamedTuple):
     positions: npt.NDArray[np.int64]
     slots_T: Array | slice
     last: tuple[int, ...]
-
-    @property
-    def one_each(self) -> bool:
-        """True if each request has one new token."""
-        return all(tokens == 1 for tokens in self.new)
+    one_each: bool
 
 
 class RequestsKV:
@@ -67,7 +64,7 @@ class RequestsKV:
             self._length[request] = start + tokens
         last = tuple(int(end) - 1 for end in np.cumsum(new))
         slots_T = _slice_or_array(np.concatenate(slots))
-        return KVStep(tuple(requests), past, tuple(new), np.concatenate(spans), slots_T, last)
+        return KVStep(tuple(requests), past, tuple(new), np.concatenate(spans), slots_T, last, max(new) == 1)
 
     def at(self, layer: int, step: KVStep) -> CachedLayer:
         """The keys and values of a layer, as attention reads them in a step."""
@@ -79,7 +76,7 @@ class RequestsKV:
             array[step.slots_T] = fresh_TKd
 
     def arrays(self, layer: int) -> list[Array]:
-        """The keys and the values of one layer."""
+        """The keys and the values of one layer, which are to be evaluated after `append`."""
         return self._layers[layer]
 
     def views(self, layer: int, step: KVStep) -> list[KVView]:
@@ -118,11 +115,6 @@ class CachedLayer(NamedTuple):
     cache: RequestsKV
     layer: int
     step: KVStep
-
-    @property
-    def arrays(self) -> list[Array]:
-        """All keys and all values, which are to be evaluated after `append`."""
-        return self.cache.arrays(self.layer)
 
     def append(self, keys_TKd: Array, values_TKd: Array) -> None:
         """Store the new tokens' keys and values."""

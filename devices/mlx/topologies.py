@@ -153,7 +153,7 @@ class Topology:
 
 
 def _attended(state: MicroBatchState, layer: int) -> Sequence[Array]:
-    return state.attended_TX, *state.cached(layer).arrays
+    return state.attended_TX, *state.caches[0].arrays(layer)
 
 
 def _states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchState]:
