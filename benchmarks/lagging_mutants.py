@@ -35,7 +35,7 @@ SECONDS = 600
 BENCHMARK = Benchmark(
     __doc__,
     "lagging_mutants",
-    measures=("devices/torch", "devices/runner", "devices/lagging", "benchmarks/_lagging_mutants.py", *TESTS),
+    measures=("devices/torch", "devices/lagging", "benchmarks/_lagging_mutants.py", *TESTS),
     packages=("torch",),
     parts=MUTANTS,
     by_machine=False,

@@ -31,7 +31,7 @@ EVERY_TASK = "3a45be7"
 BENCHMARK = Benchmark(
     __doc__,
     "mlx_evaluations",
-    measures=("devices/mlx", "devices/runner", "benchmarks/_mlx_nodes.py"),
+    measures=("devices/mlx", "benchmarks/_mlx_nodes.py"),
     packages=("mlx",),
     parts=CASES,
     rounds=9,
