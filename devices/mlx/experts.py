@@ -16,6 +16,7 @@ from ..kernels.memory import Memory
 from ..kernels.mlx_functions import Array, Rows
 from ..kernels.mlx_weights import Arrays
 from ..kernels.seam import Routed
+from ..runner.library import with_rows
 from ..runner.micro_batch import MicroBatchState
 from .evaluations import Evaluations
 from .expert_rows import ExpertRows, Span, rows_of_one, zeros
@@ -50,12 +51,12 @@ class MlxExperts:
         experts = self._config.layer(task.layer).feed_forward.experts
         self._evaluations.settle(task.micro_batch, *rows.arrays(), routed.experts_Tk, *beside)
         rows.counts = _counted(routed.experts_Tk, experts)
-        return _with_rows(rows.counts)
+        return with_rows(rows.counts)
 
     def counts(self, task: Task, experts: int, experts_Tk: Array, *beside: Array) -> dict[int, int]:
         """The number of rows of each expert that has any; evaluates them."""
         self._evaluations.settle(task.micro_batch, *beside, experts_Tk)
-        return _with_rows(_counted(experts_Tk, experts))
+        return with_rows(_counted(experts_Tk, experts))
 
     def scores(self, logits_TE: Array) -> Array:
         """Each expert's probability by the router (E), float32, averaged over the tokens."""
@@ -96,7 +97,3 @@ class MlxExperts:
 def _counted(experts_Tk: Array, experts: int) -> list[int]:
     counts: list[int] = np.bincount(np.array(experts_Tk).ravel(), minlength=experts).tolist()
     return counts
-
-
-def _with_rows(counts: Sequence[int]) -> dict[int, int]:
-    return {expert: count for expert, count in enumerate(counts) if count}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -49,3 +49,8 @@ class Experts(Protocol):
 
     def warm_expert(self, task: Task) -> None:
         """Run one expert on a row of zeros, only to read its weights."""
+
+
+def with_rows(counts: Sequence[int]) -> dict[int, int]:
+    """The number of rows of each expert that has any, given those of all."""
+    return {expert: count for expert, count in enumerate(counts) if count}

@@ -15,6 +15,7 @@ from ..kernels import functions
 from ..kernels.layer_weights import Weights
 from ..kernels.seam import Routed
 from ..products.linear import Tensor, gated
+from ..runner.library import with_rows
 from ..runner.micro_batch import MicroBatchState
 from ..runner.observers import DeviceObservers
 from .compute import Compute
@@ -52,11 +53,11 @@ class TorchExperts:
         experts = self._config.layer(task.layer).feed_forward.experts
         grouping = functions.group_by_expert(routed.experts_Tk, experts)
         self._states[task.micro_batch].rows = ExpertRows(routed.x_TD, grouping, routed.weights_Tk)
-        return _with_rows(grouping.counts)
+        return with_rows(grouping.counts)
 
     def counts(self, task: Task, experts: int, experts_Tk: Tensor, *beside: Tensor) -> dict[int, int]:
         """The number of rows of each expert that has any."""
-        return _with_rows(functions.counts_of_sorted(experts_Tk.view(-1).sort().values, experts))
+        return with_rows(functions.counts_of_sorted(experts_Tk.view(-1).sort().values, experts))
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Each expert's probability by the router (E), float32, averaged over the tokens."""
@@ -102,10 +103,6 @@ class TorchExperts:
     def _is_shared_out(self, weights: Weights, expert: int, rows: int) -> bool:
         """True if an expert runs on one core; a kernel with threads of its own uses all cores for each expert."""
         return self._team is not None and not self._kernels.expert(weights, expert, rows)[0].has_threads
-
-
-def _with_rows(counts: Sequence[int]) -> dict[int, int]:
-    return {expert: count for expert, count in enumerate(counts) if count}
 
 
 def report_activations(
