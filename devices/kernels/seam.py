@@ -98,6 +98,7 @@ _OPERATIONS = (
         "experts of one stack, on rows in the order of the experts",
         ("gate", "up", "down"),
         "(x_nD, rows) -> y_nD",
+        parts=("expert",),
     ),
     Operation(
         "combine",
