@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-TORCH = "devices/torch"
+TORCH, RUNNER = "devices/torch", "devices/runner"
 
 
 class Mutant(NamedTuple):
@@ -29,6 +29,7 @@ class Mutant(NamedTuple):
 STREAMS = "cuda_streams.py"
 CLOCK = "stream_clock.py"
 HOST = "host_side.py"
+LOADED = "loaded_kv.py"
 STAGING = "staging_ring.py"
 FILES = "registered_files.py"
 MAPPED = "mapped_home.py"
@@ -61,9 +62,7 @@ WAITS = (
         "return self._cuda.run(task)",
         "return self._verbs[task.verb](task)",
     ),
-    Mutant(
-        "next_tokens.py", "wait for the logits", "logits_SV.cpu()", 'logits_SV.to("cpu", non_blocking=True)'
-    ),
+    Mutant("at_once.py", "wait for the logits", "tensor.cpu()", 'tensor.to("cpu", non_blocking=True)'),
     Mutant(
         "rank_side.py",
         "wait for a rank's part",
@@ -109,9 +108,9 @@ EVENTS = (
     Mutant(CLOCK, "new event each second", "> PERIOD:", "> 10**18:"),
     Mutant(CLOCK, "rate of the GPU's clock", "max(0.5, true_rate - (host - read) / PERIOD)", "1.0"),
     Mutant(CLOCK, "second try where the host was interrupted", "if width <= NARROW:", "if True:"),
-    Mutant(CLOCK, "order after earlier times", "host = max(host, told[place - 1][1])"),
+    Mutant(CLOCK, "order after earlier times", "host = max(host, reported[place - 1][1])"),
     Mutant(CLOCK, "one time for near ones", "return host_time"),
-    Mutant(CLOCK, "order before later times", "host = min(host, told[place][1])"),
+    Mutant(CLOCK, "order before later times", "host = min(host, reported[place][1])"),
 )
 
 LIFETIMES = (
@@ -142,17 +141,17 @@ LIFETIMES = (
         "if True:\n            del state.qkv",
     ),
     Mutant(
-        "attention.py",
+        f"{RUNNER}/attention.py",
         "attention's output until its stream drops it",
-        'if self._accelerator.type == "cpu" or not task.step:',
+        "if not (self._keeps_attended and task.step):",
         "if True:",
     ),
-    Mutant("attention.py", "end of queries after attention", "        del state.qkv\n", ""),
+    Mutant(f"{RUNNER}/attention.py", "end of queries after attention", "        del state.qkv\n", ""),
     Mutant(
-        "moe_layer.py",
+        f"{RUNNER}/moe_layer.py",
         "end of rows after their sum",
-        "kernels.combine(*operands)\n        del state.rows",
-        "kernels.combine(*operands)",
+        "(*operands)\n        del state.rows",
+        "(*operands)",
     ),
     Mutant("states.py", "locking of the KV cache", "if lock else None", "if False else None"),
     Mutant(
@@ -177,12 +176,18 @@ COPIES = (
     ),
     Mutant(HOST, "copy of a page within the host", "store.copies.to_host(held, target)"),
     Mutant(
-        HOST,
+        LOADED,
         "copy of cached keys and values",
         "there_LKd[start:stop].copy_(cached_NKd[span.start : span.stop], non_blocking=True)",
     ),
-    Mutant(HOST, "new keys behind loaded ones", "keys_SLKd[:, -new:] = k_TKd[start:end].reshape(shape)"),
-    Mutant(HOST, "new values behind loaded ones", "values_SLKd[:, -new:] = v_TKd[start:end].reshape(shape)"),
+    Mutant(
+        LOADED, "new keys behind loaded ones", "keys_SLKd[:, -new:].copy_(keys_TKd[start:end].reshape(shape))"
+    ),
+    Mutant(
+        LOADED,
+        "new values behind loaded ones",
+        "values_SLKd[:, -new:].copy_(values_TKd[start:end].reshape(shape))",
+    ),
     Mutant(
         "device_kv.py",
         "keys of earlier chunks",
@@ -290,7 +295,12 @@ BUFFERS = (
         "own = self._routed.get(0)",
     ),
     Mutant(HOST, "copy of queries, keys and values", "on_host.copy_(there, non_blocking=True)"),
-    Mutant(HOST, "native attention on the host", "call(step.in_blocks)"),
+    Mutant(
+        HOST,
+        "native attention on the host",
+        "attend(rows.qkv, state.cached(task.layer))",
+        "rows.attended_TX",
+    ),
     Mutant(
         HOST,
         "copy of attention's output to the GPU",

@@ -26,9 +26,9 @@ from _lagging_spans import minutes_of_tasks
 
 from moesched.devices.lagging.device import LaggingGpu
 from moesched.devices.lagging.streams import DeviceLost
+from moesched.devices.runner.micro_batch import MicroBatchState
 from moesched.devices.torch.gpu_memory import WORKSPACE_BYTES
 from moesched.devices.torch.kv_cache import BlockedKV
-from moesched.devices.torch.micro_batch import MicroBatchState
 from moesched.errors import TaskFailed
 from moesched.tasks import Task
 from moesched.trace import About, Recorder, check_trace, write_trace

@@ -12,19 +12,21 @@ import sys
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import zmq
 
 import moesched
 from doc_blocks import Block, agrees, commands
+from moesched import plugins
 from moesched.cli.main import main, make_app
 from moesched.cluster.cluster_file import parse_cluster
 from moesched.steps.verbs.table import picture
 
 ROOT = Path(__file__).parent.parent
-GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+GROUPS = [f"moesched.{kind}" for kind in get_args(plugins.Kind)]
+"""Groups of entry points."""
 TARGETS = re.findall(r"^([\w-]+):.* ## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
 ORDINARY = {".", "cd", "git", "ln", "mkdir", "pip", "pytest"}
 """Programs whose arguments are left to the reader."""

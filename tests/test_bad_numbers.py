@@ -133,10 +133,10 @@ def test_whoever_only_watches_a_run_is_told(model: Path) -> None:
 def first_bad(checkpoint: Checkpoint, prompt: list[int], *, fused: bool) -> str:
     """The first bad tensor of a prefill step, searched in memory of its own."""
     from moesched.devices.kernels.functions import rotary
+    from moesched.devices.runner.micro_batch import MicroBatchState
     from moesched.devices.shared.page_reader import PageReader
     from moesched.devices.torch.first_bad_tensor import FirstBadTensor
     from moesched.devices.torch.kv_cache import BlockedKV
-    from moesched.devices.torch.micro_batch import MicroBatchState
     from moesched.models.layout import weight_layout
 
     config = checkpoint.config

@@ -151,11 +151,11 @@ def test_times_that_are_told_stay_in_the_order_of_the_device() -> None:
     with LaggingGpu() as gpu:
         module = torch.get_device_module(GPU_DEVICE)
         times = StreamClock(lambda: module.Event(enable_timing=True), gpu.streams.new_stream())
-        assert times.told(5000.0, 11_000) == 11_000
-        assert times.told(7000.0, 10_900) == 11_000, "later than what was told to be later"
-        assert times.told(3000.0, 11_100) == 11_000
-        assert times.told(9000.0, 11_200) == 11_200
-        assert times.told(8000.0, 11_100) == 11_100
+        assert times.reported(5000.0, 11_000) == 11_000
+        assert times.reported(7000.0, 10_900) == 11_000, "later than what was told to be later"
+        assert times.reported(3000.0, 11_100) == 11_000
+        assert times.reported(9000.0, 11_200) == 11_200
+        assert times.reported(8000.0, 11_100) == 11_100
 
 
 def test_times_whose_order_float32_does_not_tell_are_one() -> None:
@@ -163,12 +163,12 @@ def test_times_whose_order_float32_does_not_tell_are_one() -> None:
     with LaggingGpu() as gpu:
         module = torch.get_device_module(GPU_DEVICE)
         times = StreamClock(lambda: module.Event(enable_timing=True), gpu.streams.new_stream())
-        assert times.told(5000.0, 11_000) == 11_000
-        assert times.told(5000.0, 10_900) == 11_000
-        assert times.told(5000.0, 11_100) == 11_000
-        assert times.told(4950.0, 10_950) == 11_000
-        assert times.told(5050.0, 11_050) == 11_000
-        assert times.told(4800.0, 10_800) == 10_800
+        assert times.reported(5000.0, 11_000) == 11_000
+        assert times.reported(5000.0, 10_900) == 11_000
+        assert times.reported(5000.0, 11_100) == 11_000
+        assert times.reported(4950.0, 10_950) == 11_000
+        assert times.reported(5050.0, 11_050) == 11_000
+        assert times.reported(4800.0, 10_800) == 10_800
 
 
 def test_tasks_on_streams_and_on_the_host_have_times_that_fit_each_other() -> None:

@@ -67,8 +67,8 @@ def test_a_plan_that_takes_more_than_the_gpu_has_is_refused_with_the_budget_that
 ) -> None:
     free = (WORKSPACE_BYTES + 100_000) * 20 // 19
     with pytest.raises(OutOfMemory, match=r"takes .* KB of the GPU, .* give --budget gpu=\d+, or end other"):
-        streamed(checkpoint, LaggingGpu(told_free=free))
-    assert streamed(checkpoint, LaggingGpu(told_free=free + 10**6)).tokens
+        streamed(checkpoint, LaggingGpu(reported_free=free))
+    assert streamed(checkpoint, LaggingGpu(reported_free=free + 10**6)).tokens
 
 
 def test_an_allocation_that_the_gpu_refuses_ends_the_run_in_one_line(checkpoint: Checkpoint) -> None:

@@ -17,9 +17,9 @@ from _small_runs import TWO_MEMORIES, Generated, generate, same_bits
 from moesched import plugins
 from moesched.devices.kernels.functions import group_by_expert
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
+from moesched.devices.runner.micro_batch import MicroBatchState
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.kv_cache import BlockedKV
-from moesched.devices.torch.micro_batch import MicroBatchState
 from moesched.models.checkpoint import Checkpoint
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch

@@ -16,17 +16,21 @@ mx = pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
 
 from _small_runs import ONE_MEMORY
 
-from moesched.devices.mlx import fused
+from moesched import run_model
+from moesched.devices.kernels import mlx_elements
+from moesched.devices.kernels.mlx_elements import ONE_BY_ONE, Kernel
+from moesched.devices.kernels.mlx_rows import mlx_table
+from moesched.devices.kernels.seam import ROWS, STACK, Case
 from moesched.devices.mlx.device import MlxDevice
-from moesched.devices.mlx.fused import ONE_BY_ONE, Kernel
 from moesched.devices.mlx.weights import MlxWeights
 from moesched.devices.shared.page_reader import PageReader
+from moesched.errors import MoeschedError
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
-from small_models import small_model
+from small_models import SMALL, small_model
 
 needs_compiler = pytest.mark.skipif(
     not mx.metal.is_available() and shutil.which("g++") is None,
@@ -63,7 +67,7 @@ def arguments(function: Kernel, tokens: int) -> tuple[Any, ...]:
 def test_a_joined_kernel_has_the_bits_of_the_operations_one_by_one_and_is_fewer_kernels(
     tmp_path: Path, function: Kernel
 ) -> None:
-    as_one = fused.joined(function)
+    as_one = mlx_elements.joined(function)
     for tokens in (SHORTEST, LONGEST, 5):  # one kernel for all shapes
         given = arguments(function, tokens)
         apart, joined = function(*given), as_one(*given)
@@ -93,7 +97,7 @@ def test_a_router_that_stays_is_converted_once_in_the_memory_that_the_plan_gives
 
     def router() -> Any:
         view: Any = SimpleNamespace(bound=None, pages=(page,), slots=(SimpleNamespace(fixed=True),))
-        (shown,) = weights.show(view).dense["router"]
+        (shown,) = weights.show(view)["router"]
         mx.eval(shown)
         return shown
 
@@ -105,3 +109,36 @@ def test_a_router_that_stays_is_converted_once_in_the_memory_that_the_plan_gives
     assert mx.get_active_memory() <= taken
     reader.close()
     asyncio.run(device.aclose())
+
+
+def chosen(operation: str, dtype: str, device: str, *formats: str) -> str:
+    """The kernel of MLX for a case."""
+    case = Case(operation, 3, frozenset(formats), dtype, device, SMALL.layer(0))
+    return mlx_table(SMALL).require(case).name
+
+
+def test_experts_are_gathered_where_mlx_does_that_and_else_run_one_by_one() -> None:
+    assert chosen("experts", "float32", "cpu", STACK) == "mlx gathered"
+    assert chosen("experts", "bfloat16", "metal", STACK) == "mlx gathered"
+    assert chosen("experts", "bfloat16", "cpu", STACK) == "mlx one by one"
+
+
+@pytest.mark.parametrize(
+    ("formats", "dtype", "reason"),
+    [
+        ((ROWS,), "float32", "it takes experts in one stack"),
+        ((ROWS, STACK), "bfloat16", "float32 matrices only"),
+    ],
+)
+def test_a_layer_whose_experts_are_not_gathered_is_no_single_kernel(
+    formats: tuple[str, ...], dtype: str, reason: str
+) -> None:
+    with pytest.raises(MoeschedError, match=reason):
+        chosen("moe_layer", dtype, "cpu", *formats)
+
+
+def test_a_report_names_the_kernels_that_ran(tmp_path: Path) -> None:
+    model = small_model(tmp_path / "model")
+    report = run_model(model, [[1, 2]], device="mlx", policy="resident", max_new_tokens=2, dtype="float32")
+    assert report.kernels["moe_layer"] == ["mlx"]
+    assert report.kernels["experts"] == ["mlx gathered"]

@@ -20,7 +20,7 @@ class LaneMeter:
         self.modelled = self.excess = self.overruns = self.late = 0
 
     def add(self, worked: float, modelled: int, taken: int) -> None:
-        """Count a task: its real work, the time that the model gives it, and the time that it kept the lane."""
+        """Add a task: nanoseconds of its real work, of its modelled time, and of its time on the lane."""
         self.worked += worked
         self.modelled += modelled
         self.excess += taken - modelled

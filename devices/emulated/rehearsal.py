@@ -163,7 +163,7 @@ class _OneLayer:
 
 
 class _TimedDevice(TorchDevice):
-    """A device that measures its tasks, and tells how many of the expected ones are done."""
+    """A device that measures its tasks, and reports the progress of the rehearsal."""
 
     def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, cost: CostModel, tell: Progress) -> None:
         super().__init__(checkpoint, layout)

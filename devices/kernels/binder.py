@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moesched.models.config import ModelConfig
 
+from .kernel_weights import KernelWeights
 from .layer_weights import Weights
 from .memory import Memory
 from .seam import OPERATIONS, Bound, Case, Kernel
@@ -14,32 +17,34 @@ class Binder:
     """Finds the kernels of a table for the operations of a model, and binds them.
 
     Args:
-        dtype: of weights and hidden states.
         device: of the accelerator's tensors, such as "cuda".
 
     Attributes:
         table: the kernels.
+        dtype: of weights and hidden states.
     """
 
     def __init__(self, table: KernelTable, config: ModelConfig, dtype: str, device: str) -> None:
         self.table = table
         self._config = config
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
 
-    def bound(self, operation: str, weights: Weights, memory: Memory) -> Bound:
+    def bound(self, operation: str, weights: KernelWeights[Any], memory: Memory) -> Bound:
         """The kernel for an operation on the accelerator, bound to weights, for as many rows as the memory has."""
-        return memory.bound((operation, weights.number)) or self._bind(
-            self._case(operation, weights, memory.rows), weights, memory
-        )
+        found = memory.bound((operation, weights.number)) or weights.bounds.get((operation, memory.rows))
+        return found or self._bind(self._case(operation, weights, memory.rows), weights, memory)
 
-    def fused(self, operation: str, weights: Weights, memory: Memory) -> Bound | None:
-        """The same for an operation that others can do; None where no kernel takes it."""
-        bound = memory.bound((operation, weights.number))
-        if bound is None:
+    def fused(self, operation: str, weights: KernelWeights[Any], memory: Memory) -> Bound | None:
+        """The kernel for an operation, bound as by `bound`; None where no kernel takes it, and its parts are used."""
+        key = operation, memory.rows
+        found = memory.bound((operation, weights.number)) or weights.bounds.get(key)
+        if found is None and key not in weights.refused:
             case = self._case(operation, weights, memory.rows)
-            bound = self._bind(case, weights, memory) if self.table.find(case) else None
-        return bound
+            if self.table.find(case):
+                return self._bind(case, weights, memory)
+            weights.refused.add(key)
+        return found
 
     def attention(self, layer: int, memory: Memory, *, decodes: bool, on_host: bool = False) -> Bound:
         """Attention over the cache of a layer.
@@ -51,7 +56,7 @@ class Binder:
         bound = memory.bound(key)
         if bound is None:
             described = self._config.layer(layer)
-            case = Case("attention", memory.rows, frozenset(), self._dtype, device, described, decodes)
+            case = Case("attention", memory.rows, frozenset(), self.dtype, device, described, decodes)
             bound = self.table.bind(case, None, memory)
             memory.keep(key, bound)
         return bound
@@ -60,7 +65,7 @@ class Binder:
         """Attention over views of keys and values, on the accelerator."""
         described = self._config.layer(layer)
         return self.table.bind(
-            Case("prompt_attention", rows, frozenset(), self._dtype, self._device, described)
+            Case("prompt_attention", rows, frozenset(), self.dtype, self._device, described)
         )
 
     def expert(
@@ -72,7 +77,7 @@ class Binder:
             "expert",
             rows,
             part.formats(OPERATIONS["expert"]),
-            self._dtype,
+            self.dtype,
             "cpu" if on_host else self._device,
             weights.layer,
         )
@@ -86,23 +91,20 @@ class Binder:
         """The weighted sum of the experts' outputs, and the residual."""
         bound = memory.bound("combine")
         if bound is None:
-            case = Case("combine", memory.rows, frozenset(), self._dtype, self._device)
+            case = Case("combine", memory.rows, frozenset(), self.dtype, self._device)
             bound = self.table.bind(case, None, memory)
             memory.keep("combine", bound)
         return bound
 
-    def _case(self, operation: str, weights: Weights, rows: int) -> Case:
+    def _case(self, operation: str, weights: KernelWeights[Any], rows: int) -> Case:
         formats = weights.formats(OPERATIONS[operation])
-        return Case(operation, rows, formats, self._dtype, self._device, weights.layer)
+        return Case(operation, rows, formats, self.dtype, self._device, weights.layer)
 
-    def _bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+    def _bind(self, case: Case, weights: KernelWeights[Any], memory: Memory) -> Bound:
         kernel = self.table.require(case)
         if kernel.uses_memory:
             bound = self.table.bound_to(kernel, case, weights, memory)
             memory.keep((case.operation, weights.number), bound)
             return bound
-        key = case.operation, case.rows
-        found = weights.bounds.get(key)
-        if found is None:
-            found = weights.bounds[key] = self.table.bound_to(kernel, case, weights, memory)
-        return found
+        bound = weights.bounds[case.operation, case.rows] = self.table.bound_to(kernel, case, weights, memory)
+        return bound

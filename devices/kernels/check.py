@@ -86,7 +86,7 @@ def _configs() -> Iterator[ModelConfig]:
 
 @contextmanager
 def _resources(config: ModelConfig, dtype: str) -> Iterator[Resources]:
-    """What kernels are made with, on the CPU, with the native kernels where they are installed."""
+    """Resources of kernels on the CPU, with the native kernels where they are installed."""
     threads = NativeKernels(max(ROWS), threads=1) if instruction_sets() else None
     resources = Resources(
         config=config,

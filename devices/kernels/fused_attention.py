@@ -12,7 +12,7 @@ PIECE_BYTES = 64 << 20
 
 
 def has_fused_attention(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:
-    """Whether torch has a fused kernel for heads of this size on a GPU of this compute capability.
+    """True if torch has a fused kernel for heads of this size on a GPU of this compute capability.
 
     Flash attention takes numbers of 16 bits, and memory-efficient attention heads that are a multiple of 8.
     """

@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 class Guarded(Kernel):
-    """A kernel from outside the tree. What it raises becomes one clear line, and so does a result of another shape."""
+    """A kernel from outside the tree. Its errors, and results of another shape, become one clear line."""
 
     def __init__(self, kernel: Kernel, config: ModelConfig, dtype: torch.dtype) -> None:
         self._kernel = kernel

@@ -1,11 +1,10 @@
-"""Weights as kernels are bound to them: tensors by name, as row blocks, with their storage formats."""
+"""Weights of torch as kernels are bound to them: tensors by name, as row blocks, with their storage formats."""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -13,7 +12,8 @@ import torch
 
 from moesched.models.layers import Layer
 
-from .seam import COLUMNS, PACKED, ROWS, Bound, Operation
+from .kernel_weights import EXPERT_PARTS, KernelWeights
+from .seam import COLUMNS, PACKED, ROWS, Operation
 
 Tensor = torch.Tensor
 Blocks = Sequence[Tensor]
@@ -21,27 +21,14 @@ A = TypeVar("A", bound=ctypes.Structure)
 Held = list["array[int]"]
 """Arrays that a native call's arguments point to."""
 
-EXPERT_PARTS = ("gate", "up", "down")
 
-_numbers = count()
-
-
-class Weights(dict[str, list[Tensor]]):
-    """Tensors by name, as row blocks, with what kernels keep of them.
-
-    Attributes:
-        layer: describes the layer that they belong to; None outside the layers.
-        number: unique id.
-        bounds: kernels that are bound to these weights alone.
-    """
+class Weights(KernelWeights[Tensor]):
+    """Tensors by name, as row blocks."""
 
     def __init__(
         self, blocks: Mapping[str, Blocks] = MappingProxyType({}), layer: Layer | None = None
     ) -> None:
-        super().__init__({name: list(each) for name, each in blocks.items()})
-        self.layer = layer
-        self.number = next(_numbers)
-        self.bounds: dict[Hashable, Bound] = {}
+        super().__init__(blocks, layer)
         self._formats: dict[str, frozenset[str]] = {}
         self._parts: dict[str, Weights] = {}
         self._prepared: dict[type[ctypes.Structure], tuple[ctypes.Structure, Held]] = {}
@@ -70,7 +57,7 @@ class Weights(dict[str, list[Tensor]]):
         return part
 
     def arguments(self, kind: type[A], prepare: Callable[[Weights, Held], A]) -> A:
-        """A copy of a native call's arguments of one kind, which are prepared when they are first asked for."""
+        """A copy of a native call's arguments of one kind, which the first call prepares."""
         if kind not in self._prepared:
             held: Held = []
             self._prepared[kind] = prepare(self, held), held

@@ -63,7 +63,7 @@ class Shapes:
         self._kept: dict[int, Memory] = {}
 
     def of(self, rows: int) -> Memory:
-        """Memory for a number of rows; the shape that was made first makes room for another."""
+        """Memory for a number of rows. Of more than `MOST_SHAPES` the oldest is dropped."""
         memory = self._kept.get(rows) or Memory(rows)
         if memory.kept and rows not in self._kept:
             if len(self._kept) == MOST_SHAPES:

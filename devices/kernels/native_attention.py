@@ -37,7 +37,7 @@ class NativeAttentionKernel(Kernel):
 
     @classmethod
     def problem(cls) -> str | None:
-        """The library is not there, or does not load."""
+        """The reason why the library is missing, or does not load."""
         return why_unusable() or None
 
 
@@ -49,7 +49,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
     uses_memory = True
 
     def refusal(self, case: Case) -> str:
-        """Prompts; other devices and numbers."""
+        """Refuses prompts, other devices and other dtypes."""
         if case.device != "cpu":
             return "it is for the CPU"
         if self._dtype not in DTYPES:
@@ -65,7 +65,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
 
 
 class _Attention:
-    """The call, for tensors and a cache wherever they are; as long as they stay, it is prepared once."""
+    """A bound call; it is prepared anew only where its tensors or its cache are others than in the last call."""
 
     __slots__ = ("_attended_TX", "_attention", "_cache", "_call", "_qkv")
 
@@ -92,12 +92,12 @@ class NativePromptAttention(NativeAttentionKernel):
 
     @classmethod
     def problem(cls) -> str | None:
-        """The library is not there, or the processor has other instructions."""
+        """The reason why the library cannot be used, or the instructions that this processor has instead."""
         best = next(iter(instruction_sets()), "")
         return super().problem() or (None if best == PROMPT_INSTRUCTIONS else f"this processor has {best}")
 
     def refusal(self, case: Case) -> str:
-        """Other devices, numbers and heads."""
+        """Refuses other devices, dtypes and sizes of heads."""
         if case.device != "cpu":
             return "it is for the CPU"
         if case.dtype != "bfloat16":

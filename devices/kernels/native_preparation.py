@@ -12,13 +12,13 @@ from .layer_weights import Blocks, Held, Tensor, Weights
 
 
 class Preparation:
-    """Fills in what depends on the model and its weights."""
+    """Fills in the arguments of calls that depend on the model and its weights."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
 
     def inputs(self, weights: Weights, held: Held) -> Inputs:
-        """Of `moesched_attention_inputs`."""
+        """Arguments of `moesched_attention_inputs`."""
         assert weights.layer is not None, "they are of a layer"
         attention = weights.layer.grouped
         inputs = Inputs(
@@ -37,7 +37,7 @@ class Preparation:
         return inputs
 
     def layer(self, weights: Weights, held: Held) -> Layer:
-        """Of `moesched_route` and `moesched_moe_layer`."""
+        """Arguments of `moesched_route` and `moesched_moe_layer`."""
         assert weights.layer is not None, "they are of a layer"
         network = weights.layer.feed_forward
         layer = Layer(
@@ -62,7 +62,7 @@ class Preparation:
         return layer
 
     def head(self, weights: Weights, held: Held) -> Head:
-        """Of `moesched_logits`."""
+        """Arguments of `moesched_logits`."""
         blocks = weights["lm_head"]
         vocabulary = sum(len(block) for block in blocks)
         return Head(

@@ -21,8 +21,7 @@ from .layer_weights import Tensor, Weights
 from .memory import Memory
 from .native_preparation import Preparation
 from .resources import Resources
-from .seam import ROWS, Bound, Case, Kernel
-from .torch_rows import Routed
+from .seam import ROWS, Bound, Case, Kernel, Routed
 
 BFLOAT16 = torch.bfloat16
 
@@ -44,11 +43,11 @@ class NativeKernel(Kernel):
 
     @classmethod
     def problem(cls) -> str | None:
-        """The library is not there, or does not load."""
+        """The reason why the library is missing, or does not load."""
         return why_unusable() or None
 
     def refusal(self, case: Case) -> str:
-        """Other devices and numbers; many rows, for which torch is faster; matrices that are no plain rows."""
+        """Refuses other devices and dtypes, many rows, for which torch is faster, and matrices not in plain rows."""
         if case.device != "cpu":
             return "it is for the CPU"
         if case.dtype != "bfloat16":
@@ -142,7 +141,7 @@ class NativeAttentionInputs(NativeMemoryKernel):
 
 
 class _AttentionInputs:
-    """The call, for hidden states and angles wherever they are."""
+    """A bound call; it reads addresses anew only where its inputs are other tensors than in the last call."""
 
     __slots__ = ("_angles", "_arguments", "_hidden_TD", "_qkv", "_run")
 
@@ -230,7 +229,7 @@ class NativeMoELayer(NativeMemoryKernel):
 
 
 class _MoELayer:
-    """The call, for hidden states and attention's output wherever they are."""
+    """A bound call; it reads addresses anew only where its inputs are other tensors than in the last call."""
 
     __slots__ = (
         "_attended_TX",
@@ -299,7 +298,7 @@ class NativeGreedy(NativeMemoryKernel):
 
 
 class _Greedy:
-    """The call for the rows that it had last."""
+    """A bound call; it makes a new `HeadCall` only for other rows than in the last call."""
 
     def __init__(self, threads: NativeKernels, head: Callable[[], Head]) -> None:
         self._threads = threads

@@ -1,4 +1,4 @@
-"""What the kernels of a torch device share: the model, the processor, its threads, and the table itself."""
+"""Resources that the kernels of a torch device share: the model, the processor, its threads, and the table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Indices = Callable[[Sequence[int]], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What kernels are made with.
+    """Arguments of the constructors of kernels.
 
     Attributes:
         config: of the model.

@@ -17,8 +17,26 @@ from moesched.models.layers import Layer
 Bound = Callable[..., Any]
 """A kernel with its weights and its memory for results, which its next call may overwrite."""
 
-ROWS, COLUMNS, PACKED = "rows", "columns", "packed"
-"""Formats of a block of a matrix: its rows one after the other, its columns, or oneDNN's own order."""
+ROWS, COLUMNS, PACKED, STACK = "rows", "columns", "packed", "stack"
+"""Formats of a block of a matrix: its rows one after the other, its columns, oneDNN's own order, or beside the same
+block of other experts in one array.
+"""
+
+
+class Routed(NamedTuple):
+    """A router's result.
+
+    Attributes:
+        x_TD: the experts' input.
+        experts_Tk: the experts of each token, ascending integers.
+        weights_Tk: their weights, float32.
+        logits_TE: the router's logits, float32; None where another node has them.
+    """
+
+    x_TD: Any
+    experts_Tk: Any
+    weights_Tk: Any
+    logits_TE: Any = None
 
 
 class Operation(NamedTuple):
@@ -76,6 +94,13 @@ _OPERATIONS = (
     ),
     Operation("expert", "one expert on some rows", ("gate", "up", "down"), "(x_nD, y_nD) -> None"),
     Operation(
+        "experts",
+        "experts of one stack, on rows in the order of the experts",
+        ("gate", "up", "down"),
+        "(x_nD, rows) -> y_nD",
+        parts=("expert",),
+    ),
+    Operation(
         "combine",
         "weighted sum of the experts' outputs, and the residual",
         (),
@@ -85,7 +110,7 @@ _OPERATIONS = (
         "moe_layer",
         "all that follows attention",
         (),
-        "(attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts",
+        "(attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts or None",
         parts=("output_projection", "route", "expert", "combine"),
     ),
     Operation("logits", "last norm and LM head", ("lm_head",), "(hidden_TD, rows) -> logits_SV"),
@@ -161,5 +186,5 @@ class Kernel(ABC):
 
         Args:
             weights: tensors by name, each as its row blocks.
-            memory: keeps tensors for the results of that many rows.
+            memory: keeps tensors for the results of the case's rows.
         """

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moesched.errors import BadInput, MoeschedError
+from moesched.seams import KernelRow
 
 from .memory import Memory
 from .seam import OPERATIONS, Bound, Case, Kernel
@@ -84,3 +85,14 @@ class KernelTable:
         """Bind a row, which counts as used from now on."""
         self._used.setdefault(case.operation, {})[kernel.name] = None
         return kernel.bind(case, weights, memory)
+
+
+def listed(rows: Iterable[type[Kernel]]) -> list[KernelRow]:
+    """Rows for a list that people read, by operation in the order of a step."""
+    given = list(rows)
+    return [
+        KernelRow(name, row.name, row.takes, row.problem())
+        for name in OPERATIONS
+        for row in given
+        if row.operation == name
+    ]

@@ -26,8 +26,8 @@ from .layer_weights import Tensor
 from .native_attention import NATIVE_ATTENTION
 from .native_rows import NATIVE
 from .resources import Indices, Resources
-from .seam import OPERATIONS, Kernel
-from .table import KernelTable
+from .seam import Kernel
+from .table import KernelTable, listed
 from .torch_rows import TORCH as TORCH_ROWS
 
 COMPUTED_IN_FLOAT32 = ".router"
@@ -98,7 +98,7 @@ class TorchKernels(Binder):
         self.table = KernelTable(())
         resources = Resources(
             config=self._config,
-            dtype=DTYPES[self._dtype],
+            dtype=DTYPES[self.dtype],
             indices=indices,
             use_cores_for=self._use_cores_for,
             team=self.team,
@@ -112,7 +112,7 @@ class TorchKernels(Binder):
 
     @property
     def arranges(self) -> bool:
-        """Whether tensors that stay are not kept as they were read."""
+        """True if weights that stay are packed, or copied to a GPU, after they were read."""
         return self._packs or self._device != "cpu"
 
     def arranged(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
@@ -155,15 +155,8 @@ def kernel_rows() -> list[KernelRow]:
     problems = {name: plugins.problem("kernels", name) for name in plugins.names("kernels")}
     own = [cast("type[Kernel]", plugins.find("kernels", name)) for name in problems if not problems[name]]
     rows: list[type[Kernel]] = [*own, *NATIVE, *NATIVE_ATTENTION, *TORCH_ROWS]
-    return [
-        *(KernelRow("", name, "", problem) for name, problem in problems.items() if problem),
-        *(
-            KernelRow(name, row.name, row.takes, row.problem())
-            for name in OPERATIONS
-            for row in rows
-            if row.operation == name
-        ),
-    ]
+    unloaded = [KernelRow("", name, "", problem) for name, problem in problems.items() if problem]
+    return unloaded + listed(rows)
 
 
 def fill(table: KernelTable, resources: Resources) -> None:

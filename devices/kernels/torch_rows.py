@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,7 +16,7 @@ from . import functions
 from .functions import KVView
 from .layer_weights import Blocks, Tensor, Weights
 from .resources import Resources
-from .seam import OPERATIONS, Bound, Case, Kernel
+from .seam import OPERATIONS, Bound, Case, Kernel, Routed
 
 
 class TorchKernel(Kernel):
@@ -30,7 +30,7 @@ class TorchKernel(Kernel):
         self._config = resources.config
 
     def refusal(self, case: Case) -> str:
-        """Nothing."""
+        """Empty: it takes every case."""
         return ""
 
     def _product(self, case: Case, weights: Weights) -> Bound:
@@ -150,22 +150,6 @@ class TorchOutputProjection(TorchKernel):
         return projected_TD
 
 
-class Routed(NamedTuple):
-    """A router's result.
-
-    Attributes:
-        x_TD: the experts' input.
-        experts_Tk: the experts of each token, int64, ascending.
-        weights_Tk: their weights, float32.
-        logits_TE: the router's logits, float32; None where another node has them.
-    """
-
-    x_TD: Tensor
-    experts_Tk: Tensor
-    weights_Tk: Tensor
-    logits_TE: Tensor | None = None
-
-
 class TorchRoute(TorchKernel):
     """Norm and router."""
 
@@ -221,7 +205,12 @@ class TorchCombine(TorchKernel):
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
         """(y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD."""
-        return functions.combine
+        return _combine
+
+
+def _combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor) -> Tensor:
+    use_cores(1)
+    return functions.combine(y_nD, rows_Tk, weights_Tk, residual_TD)
 
 
 class TorchLogits(TorchKernel):
@@ -272,7 +261,7 @@ class TorchGreedy(TorchKernel):
     takes = "everything on GPUs"
 
     def refusal(self, case: Case) -> str:
-        """On the CPU, `sample` finds the largest logit."""
+        """Refuses logits on the CPU, where `sample` finds the largest."""
         return "it is for logits that are not on the host" if case.device == "cpu" else ""
 
     def bind(self, case: Case, weights: Weights, memory: Any) -> Bound:

@@ -35,7 +35,7 @@ class LaggingGpu:
         seed: of the order in which work of different streams runs.
         fails_at: the number of the piece of work that fails, from 1 on; 0 for none.
         capacity: bytes of each GPU's memory; None for as many as there are.
-        told_free: bytes that a GPU says are free beside those that torch holds.
+        reported_free: bytes that a GPU reports as free beside those that torch holds.
         clock: the host's clock in nanoseconds, which the GPUs' drift from.
         count: number of GPUs.
 
@@ -52,7 +52,7 @@ class LaggingGpu:
         seed: int = 0,
         fails_at: int = 0,
         capacity: int | None = None,
-        told_free: int = 2**40,
+        reported_free: int = 2**40,
         clock: Callable[[], int] = perf_counter_ns,
         count: int = 1,
     ) -> None:
@@ -61,7 +61,7 @@ class LaggingGpu:
         self._mode: Any = OnGpu()  # torch gives its contexts no types
         self.operations = operate(self.streams, self.memories)
         self.pinned = self.operations.pinned
-        _install(self.operations, told_free)
+        _install(self.operations, reported_free)
 
     @property
     def memory(self) -> GpuMemory:

@@ -54,7 +54,7 @@ class GpuMemory:
         self._freed: deque[tuple[Piece, int]] = deque()
 
     def allocate(self, nbytes: int, stream: LaggingStream) -> Block:
-        """Memory for a stream, poisoned as soon as that has come so far.
+        """Memory for a stream, which is poisoned when the stream reaches this point.
 
         Raises:
             torch.OutOfMemoryError: there is not enough.
@@ -76,7 +76,7 @@ class GpuMemory:
             return block
 
     def free(self, piece: Piece, nbytes: int) -> None:
-        """Take memory back; without a lock, since the collector may call it anywhere."""
+        """Free memory; without a lock, since the garbage collector may call it anywhere."""
         self._freed.append((piece, nbytes))
 
     @property
@@ -85,7 +85,7 @@ class GpuMemory:
         return self._segments.reserved
 
     def reset_peak(self) -> None:
-        """Have the most that was in use begin anew."""
+        """Reset the peak to the bytes that are in use now."""
         self.most_taken = self.in_use()
 
     def in_use(self) -> int:

@@ -83,7 +83,7 @@ class PinnedMemory:
         return raw.view(dtype)[: int(np.prod(size))].view(torch.Size(size))
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the host is in page-locked memory as a whole.
+        """True if the whole of a tensor of the host is in page-locked memory.
 
         Raises:
             RuntimeError: a part of it is.
@@ -131,7 +131,7 @@ def bounds(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def is_read_only(address: int) -> bool:
-    """Whether the process may not write to memory, by the system's table of mappings; Linux only, else False."""
+    """True if the process may not write to memory, by the system's table of mappings; always False outside Linux."""
     if sys.platform != "linux":
         return False
     for line in Path("/proc/self/maps").read_text().splitlines():

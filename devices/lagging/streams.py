@@ -67,7 +67,7 @@ class LaggingStream:
         self._gpu.run_until(lambda: not self.queue)
 
     def is_ready(self) -> bool:
-        """Whether the head of the queue may run."""
+        """True if the first work of the queue may run."""
         if not self.queue:
             return False
         head = self.queue[0]
@@ -107,7 +107,7 @@ class LaggingEvent:
         gpu.events_made += 1
 
     def record(self, stream: LaggingStream | None = None) -> None:
-        """Have it happen on a stream, by default the current one.
+        """Record it on a stream, by default the current one.
 
         Raises:
             RuntimeError: it was recorded on another GPU before.
@@ -126,7 +126,7 @@ class LaggingEvent:
         self._gpu.run_until(lambda: self.happened >= version)
 
     def query(self) -> bool:
-        """Whether it has happened, as it was recorded last."""
+        """True if the work before its last `record` has run."""
         with self._gpu.lock:
             self._gpu.raise_error()
             return self.happened >= self.recorded
@@ -245,7 +245,7 @@ class Gpu:
         return int(self._clock() * (1 + (-DRIFT if number % 2 else DRIFT)))
 
     def lag(self) -> None:
-        """Run some of what may run, by each stream's eagerness."""
+        """Run some of the work that may run, more of it on eager streams."""
         for stream in self._streams:
             if self._error is None and stream.queue and self.random.random() < stream.eagerness:
                 while stream.is_ready():

@@ -235,7 +235,7 @@ class Operations:
         return target
 
     def _at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """A side of a copy, as the stream finds it."""
+        """Source or target of a copy, looked up when the stream runs the copy."""
         if isinstance(tensor, LaggingTensor):
             values = tensor.values_now
             return lambda: values
@@ -260,7 +260,7 @@ def _shown(twin: torch.Tensor, block: Block) -> LaggingTensor:
 
 
 def is_gpu(device: Any) -> bool:
-    """Whether this names the imitated GPU."""
+    """True for the imitated GPU."""
     return device is not None and torch.device(device).type == DEVICE_TYPE
 
 
@@ -315,7 +315,7 @@ def _is_empty(name: str) -> bool:
 
 
 def _changes(name: str, kwargs: dict[str, Any]) -> bool:
-    """Whether a call writes to its first argument."""
+    """True if a call writes to its first argument."""
     by_name = name.endswith("_") and not name.endswith("__")
     return by_name or name == "__setitem__" or name.startswith("__i") or bool(kwargs.get("inplace"))
 

@@ -18,20 +18,22 @@ from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.requests.sampling import Sampling
-from moesched.seams import LaneKind, RoutingObserver, Transport
+from moesched.seams import KernelRow, LaneKind, RoutingObserver, Transport
 from moesched.steps.plan import Plan
 from moesched.tasks import Collective, PageTransfer, Task
 
+from ..kernels.binder import Binder
+from ..kernels.mlx_rows import MLX, device_name, mlx_table
+from ..kernels.table import listed
+from ..runner.next_tokens import Choice, Logits
+from ..runner.observers import DeviceObservers
 from ..shared.bad_weights import describe_first_bad_weight
 from ..shared.page_reader import PageReader
 from ..shared.token_ids import check_token_ids
-from ..shared.verbs import Verb
 from .evaluations import Evaluate, Evaluations
 from .machine import cache_limit, require_unified, wired_limit, with_metal
-from .next_tokens import Logits
-from .parts import parts_of
 from .thread import OneThread
-from .verbs import DEFERRABLE, verbs_of
+from .topologies import DEFERRABLE, Topology, Verbs
 from .weights import MlxWeights
 
 KEPT_BACK_BYTES = 64_000_000
@@ -64,18 +66,19 @@ class MlxDevice:
         evaluate: Evaluate = "needed",
     ) -> None:
         self.layout = layout
-        self.logits: Logits = []
+        self.logits: list[tuple[tuple[int, ...], Logits]] = []
         self._evaluate: Evaluate = evaluate
         self._evaluations: Evaluations | None = None
         self._keep_logits = keep_logits
         self._reader = PageReader(checkpoint, layout, direct)
         self._weights = MlxWeights(self._reader, layout)
+        self._kernels = Binder(mlx_table(layout.config), layout.config, layout.dtype, device_name())
         self._thread = OneThread("mlx")
         self._wired_limit = wired_limit()
         self._cache_limit = cache_limit()
-        self._observer: RoutingObserver | None = None
+        self._observers = DeviceObservers()
         self._transport: Transport | None = None
-        self._verbs: dict[str, Verb] = {}
+        self._verbs: Verbs = {}
 
     @staticmethod
     def machine(host: Machine) -> Machine:
@@ -90,6 +93,16 @@ class MlxDevice:
             BadInput: it does not.
         """
         require_unified(machine)
+
+    @staticmethod
+    def kernel_rows() -> list[KernelRow]:
+        """The rows of the table of kernels."""
+        return listed(MLX)
+
+    @property
+    def kernels(self) -> Mapping[str, Sequence[str]]:
+        """The names of the kernels that ran so far, by operation."""
+        return self._kernels.table.used
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
@@ -116,7 +129,7 @@ class MlxDevice:
 
     def observe_routing(self, observer: RoutingObserver) -> None:
         """Report the routers' choices to the observer, from the next batch on."""
-        self._observer = observer
+        self._observers.routing = observer
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
         """Work as one of several nodes from now on, with the experts that a batch's plan gives it."""
@@ -176,15 +189,23 @@ class MlxDevice:
         self._cache_limit.set(KEPT_BACK_BYTES)
         self._weights.begin(plan)
         self._evaluations = Evaluations(plan, self._evaluate)
-        parts = parts_of(
-            plan,
-            prompts,
-            sampling,
-            self._weights,
-            observer=self._observer,
-            transport=self._transport,
-            logits=self.logits if self._keep_logits else None,
-            first_bad=partial(describe_first_bad_weight, self._reader, self.layout),
-            evaluations=self._evaluations,
+        self._observers.first_request = plan.batch.first_request
+        choice = Choice(sampling, plan.batch.first_request, self._keep if self._keep_logits else None)
+        first_bad = partial(describe_first_bad_weight, self._reader, self.layout)
+        topology = Topology(
+            plan, prompts, choice, self._kernels, self._weights, self._observers, self._evaluations, first_bad
         )
-        self._verbs = verbs_of(parts)
+        self._verbs = self._verbs_of(topology, plan)
+
+    def _keep(self, requests: tuple[int, ...], logits_SV: Logits) -> None:
+        self.logits.append((requests, logits_SV))
+
+    def _verbs_of(self, topology: Topology, plan: Plan) -> Verbs:
+        if plan.nodes.count == 1:
+            return topology.alone()
+        assert self._transport is not None, "a device that is to be one of several nodes has to join them"
+        return (
+            topology.node(self._transport)
+            if plan.nodes.attends
+            else topology.node_of_experts(self._transport)
+        )

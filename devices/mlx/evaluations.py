@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from contextlib import nullcontext
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +14,7 @@ from moesched.steps.plan import Plan
 from moesched.steps.views import View
 from moesched.tasks import Task
 
-from .kernels import Array
+from ..kernels.mlx_functions import Array
 
 Evaluate = Literal["needed", "task"]
 
@@ -38,6 +39,8 @@ class Evaluations:
         count: evaluations so far.
     """
 
+    computing = nullcontext
+
     def __init__(self, plan: Plan, evaluate: Evaluate) -> None:
         self.count = 0
         self._defers = evaluate == "needed"
@@ -47,7 +50,7 @@ class Evaluations:
         """Results of deferred tasks, by micro-batch."""
 
     def defers(self, task: Task) -> bool:
-        """Whether a task's results may be evaluated after its end; callable from any thread."""
+        """True if a task's results may be evaluated after its end; callable from any thread."""
         if not self._defers or (isinstance(task.operands, View) and task.operands.moving):
             return False
         return _tokens(task, self._decoded if task.step > PREFILL else self._prefilled) <= FEW_TOKENS
@@ -62,16 +65,15 @@ class Evaluations:
         if self.defers(task):
             self._open.setdefault(number, []).extend(arrays)
         else:
-            self.now(number, *arrays)
+            self.settle(number, *arrays)
 
-    def now(self, micro_batch: int, *arrays: Array) -> None:
+    def settle(self, micro_batch: int, *arrays: Array) -> None:
         """Evaluate arrays, and all results of their micro-batch so far."""
         self.count += 1
         mx.eval(arrays, self._open.pop(micro_batch, ()))
 
-    def on_host(self, micro_batch: int, array: Array) -> npt.NDArray[np.float32]:
-        """Evaluate a float32 array, with all results of its micro-batch so far, and copy it to the host."""
-        self.now(micro_batch, array)
+    def on_host(self, array: Array) -> npt.NDArray[Any]:
+        """Copy an evaluated array."""
         return np.array(array)
 
     def close_others(self, micro_batch: int) -> None:
@@ -80,7 +82,7 @@ class Evaluations:
         MLX would copy the cache for the writer.
         """
         for other in [each for each in self._open if each != micro_batch]:
-            self.now(other)
+            self.settle(other)
 
 
 def _tokens(task: Task, tokens: Mapping[int, int]) -> int:

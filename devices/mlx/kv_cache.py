@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from moesched.models.config import ModelConfig
 
-from .kernels import Array, KVView
+from ..kernels.mlx_functions import Array, KVView
 
 
 class KVStep(NamedTuple):
@@ -20,17 +20,19 @@ class KVStep(NamedTuple):
 
     Attributes:
         past, new: number of tokens of each request before the step, and in it.
-        positions_T: positions of the new tokens in their requests.
+        positions: the new tokens' positions in their requests, int64.
         slots_T: slots of the new tokens in the cache; a slice where they follow each other.
         last: index of each request's last token among the T.
+        one_each: whether each request has one new token.
     """
 
     requests: tuple[int, ...]
     past: tuple[int, ...]
     new: tuple[int, ...]
-    positions_T: Array
+    positions: npt.NDArray[np.int64]
     slots_T: Array | slice
     last: tuple[int, ...]
+    one_each: bool
 
 
 class RequestsKV:
@@ -38,9 +40,13 @@ class RequestsKV:
 
     Args:
         lengths: tokens of each request at its longest.
+
+    Attributes:
+        places: the layers that it holds: all.
     """
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int], dtype: mx.Dtype) -> None:
+        self.places = range(config.layers)
         self._length = [0] * len(lengths)
         *self._first, slots = accumulate(lengths, initial=0)
         self._layers = [
@@ -57,17 +63,21 @@ class RequestsKV:
         for request, start, tokens in zip(requests, past, new, strict=True):
             self._length[request] = start + tokens
         last = tuple(int(end) - 1 for end in np.cumsum(new))
-        positions_T = mx.array(np.concatenate(spans))
-        return KVStep(
-            tuple(requests), past, tuple(new), positions_T, _slice_or_array(np.concatenate(slots)), last
-        )
+        slots_T = _slice_or_array(np.concatenate(slots))
+        return KVStep(tuple(requests), past, tuple(new), np.concatenate(spans), slots_T, last, max(new) == 1)
 
-    def append(self, layer: int, step: KVStep, keys_TKd: Array, values_TKd: Array) -> list[Array]:
-        """Store the new tokens' keys and values of one layer; returns the arrays to evaluate for that."""
-        arrays = self._layers[layer]
-        for part, fresh_TKd in enumerate((keys_TKd, values_TKd)):
-            arrays[part][step.slots_T] = fresh_TKd
-        return arrays
+    def at(self, layer: int, step: KVStep) -> CachedLayer:
+        """The keys and values of a layer, as attention reads them in a step."""
+        return CachedLayer(self, layer, step)
+
+    def append(self, layer: int, step: KVStep, keys_TKd: Array, values_TKd: Array) -> None:
+        """Store the new tokens' keys and values of one layer."""
+        for array, fresh_TKd in zip(self._layers[layer], (keys_TKd, values_TKd), strict=True):
+            array[step.slots_T] = fresh_TKd
+
+    def arrays(self, layer: int) -> list[Array]:
+        """The keys and the values of one layer, which are to be evaluated after `append`."""
+        return self._layers[layer]
 
     def views(self, layer: int, step: KVStep) -> list[KVView]:
         """The cached keys and values of the step's requests, in the step's order, new tokens included; no copies."""
@@ -97,6 +107,22 @@ class RequestsKV:
         slot = kv_heads * head_dim
         shape, strides = (len(firsts), length, kv_heads, head_dim), (distance * slot, slot, head_dim, 1)
         return mx.as_strided(array_NKd, shape, strides, firsts[0] * slot)
+
+
+class CachedLayer(NamedTuple):
+    """The keys and values of one layer, as attention reads them in a step."""
+
+    cache: RequestsKV
+    layer: int
+    step: KVStep
+
+    def append(self, keys_TKd: Array, values_TKd: Array) -> None:
+        """Store the new tokens' keys and values."""
+        self.cache.append(self.layer, self.step, keys_TKd, values_TKd)
+
+    def views(self) -> list[KVView]:
+        """The cached keys and values of each request, new tokens included."""
+        return self.cache.views(self.layer, self.step)
 
 
 def _slice_or_array(slots: npt.NDArray[np.int64]) -> Array | slice:

@@ -15,11 +15,14 @@ import numpy as np
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
-from . import fused
+from ..kernels import mlx_elements
+from ..kernels import mlx_functions as functions
+from ..kernels.seam import Routed
+from ..runner.micro_batch import MicroBatchState
+from ..runner.moe_layer import MoELayer
 from .evaluations import Evaluations
+from .experts import MlxExperts
 from .memory import ARRAY_DTYPES
-from .micro_batch import MlxBatch
-from .moe_layer import MlxMoELayer, Routed
 
 if TYPE_CHECKING:
     from moesched.seams import Array
@@ -30,27 +33,33 @@ class MlxNodeSide:
 
     Args:
         evaluations: evaluates results.
-        project_output: runs before a layer's norm and router, where the node attends.
+        project_output: runs before a layer's norm and router.
     """
 
     def __init__(
         self,
         plan: Plan,
-        batches: Sequence[MlxBatch],
-        moe: MlxMoELayer,
+        states: Sequence[MicroBatchState],
+        moe: MoELayer,
+        experts: MlxExperts,
         evaluations: Evaluations,
-        project_output: Callable[[Task], None] | None,
+        project_output: Callable[[Task], None],
     ) -> None:
         self._top_k = plan.layout.config.routed.top_k
         self._dtype = ARRAY_DTYPES[plan.layout.dtype]
-        self._batches = batches
+        self._states = states
         self._moe = moe
+        self._experts = experts
         self._evaluations = evaluations
         self._project_output = project_output
 
     def partial_sum(self, task: Task) -> Array:
         """The weighted sum (T, D), float32, of the outputs of this node's own experts."""
-        return self._moe.partial_sum(task)
+        state = self._states[task.micro_batch]
+        total_TD = functions.sum_experts(*state.rows.outputs())
+        del state.rows
+        self._evaluations.settle(task.micro_batch, total_TD)
+        return self._evaluations.on_host(total_TD)
 
     def on_host(self, tensor: Array) -> Array:
         """The array itself: it is in the host's memory."""
@@ -58,22 +67,21 @@ class MlxNodeSide:
 
     def combine(self, task: Task, total_TD: Array) -> None:
         """Add the residual to the nodes' sum, and round once, as one machine does."""
-        batch = self._batches[task.micro_batch]
-        batch.hidden_TD = fused.added_to(batch.hidden_TD, mx.array(total_TD))
-        self._evaluations.later(task, batch.hidden_TD)
+        state = self._states[task.micro_batch]
+        state.hidden_TD = mlx_elements.added_to(state.hidden_TD, mx.array(total_TD))
+        self._evaluations.later(task, state.hidden_TD)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
         """The rows of each expert, and the router's result for all tokens, as float32 on the host."""
-        assert self._project_output is not None, "the node attends"
         self._project_output(task)
         routed = self._moe.route(task)
         parts = (routed.x_TD, routed.experts_Tk, routed.weights_Tk)
         routed_TX = mx.concatenate([each.astype(mx.float32) for each in parts], axis=-1)
-        return self._moe.give_rows(task, routed, routed_TX), np.array(routed_TX)
+        return self._experts.group(task, routed, routed_TX), np.array(routed_TX)
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
         """The rows of each expert, as the first node routed them."""
         width = routed_TX.shape[-1] - 2 * self._top_k
         x_TD, experts_Tk, weights_Tk = mx.split(mx.array(routed_TX), [width, width + self._top_k], axis=-1)
         routed = Routed(x_TD.astype(self._dtype), experts_Tk.astype(mx.uint32), weights_Tk)
-        return self._moe.give_rows(task, routed)
+        return self._experts.group(task, routed)

@@ -15,8 +15,9 @@ from moesched.models.layout import Page, WeightLayout
 from moesched.models.published import StackedBy
 from moesched.models.tensors import expert_shapes, is_transposed
 
+from ..kernels.mlx_functions import Array
+from ..kernels.mlx_weights import Arrays, stack_of
 from ..shared.page_reader import DTYPES
-from .kernels import Array, Stack, stack_of
 from .memory import shared
 
 PARTS = ("gate", "up", "down")
@@ -43,7 +44,7 @@ class Stacked(Protocol):
     def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
         """Copy in a page's tensors."""
 
-    def find(self, page: Page) -> tuple[Stack, int]:
+    def find(self, page: Page) -> tuple[Arrays, int]:
         """The stack that has a page's expert, and its index there."""
 
 
@@ -67,7 +68,7 @@ class StackedLayer:
             array, self._tensors[index, part] = shared((config.routed.experts, *shape), layout.dtype)
             arrays[part].append(array)
         self.arrays = [array for blocks in arrays.values() for array in blocks]
-        self._stack = stack_of(arrays, config.routed.transposed_down)
+        self._stack = stack_of(arrays, config.layer(layer))
         self.missing = {page.id for page in layout.layer(layer) if page.expert >= 0}
 
     def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
@@ -76,7 +77,7 @@ class StackedLayer:
             self._tensors[page.index, part][page.expert].copy_(stored)
         self.missing.discard(page.id)
 
-    def find(self, page: Page) -> tuple[Stack, int]:
+    def find(self, page: Page) -> tuple[Arrays, int]:
         """The stack that has a page's expert, and its index there."""
         return self._stack, page.expert
 
@@ -103,7 +104,7 @@ class StackedExpert:
             self._tensor[page.layer, start:stop].view(stored.shape).copy_(stored)
         self.missing.discard(page.id)
 
-    def find(self, page: Page) -> tuple[Stack, int]:
+    def find(self, page: Page) -> tuple[Arrays, int]:
         """The stack that has a page's expert, and its index there."""
         layer = self._array[page.layer]
         parts: dict[str, list[Array]] = {
@@ -114,7 +115,7 @@ class StackedExpert:
             ]
             for part in PARTS
         }
-        return stack_of(parts, self._layout.config.routed.transposed_down), 0
+        return stack_of(parts, self._layout.config.layer(page.layer)), 0
 
 
 def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
@@ -170,7 +171,7 @@ def _blocks(layout: WeightLayout) -> list[_Block]:
 
 
 def _allocates(nbytes: int) -> bool:
-    """Whether the system allocates an array of that size."""
+    """True if the system allocates an array of that size."""
     return nbytes <= int(mx.device_info().get("max_buffer_length", nbytes))
 
 

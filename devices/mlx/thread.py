@@ -44,7 +44,7 @@ class OneThread:
         return result
 
     def post(self, work: Callable[..., object], *arguments: Any) -> None:
-        """Have a call run before the next one that is waited for; neither its thread nor this one is woken for it."""
+        """Queue a call that runs before the next `call`. It wakes no thread."""
         self._posted.append((work, arguments))
 
     def drop_posted(self) -> None:

@@ -9,7 +9,7 @@ kept in float32 as well, in which it is used.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import torch
@@ -21,18 +21,12 @@ from moesched.steps.plan import Plan
 from moesched.steps.views import View
 from moesched.tasks import PageTransfer
 
+from ..kernels.mlx_functions import Array
+from ..kernels.mlx_weights import Arrays, stack_of
 from ..shared.arena import aligned_bytes
 from ..shared.page_reader import PageReader
-from .kernels import Array, Stack, stack_of
 from .memory import ARRAY_DTYPES, Bytes, shared
 from .stacks import PARTS, Key, Stacked, open_stack, stacks_for, stored_blocks
-
-
-class Weights(NamedTuple):
-    """A layer's weights in a view: dense tensors by name as row blocks, and each expert's stack and index in it."""
-
-    dense: dict[str, list[Array]]
-    experts: dict[int, tuple[Stack, int]]
 
 
 class MlxWeights:
@@ -66,6 +60,17 @@ class MlxWeights:
             copied = sum(factor * extent.nbytes for extent in page.extents if _is_router(extent.tensor))
         return self._reader.bytes_in_slot(page) + copied
 
+    @property
+    def embedding(self) -> Arrays:
+        """The embedding, where the node attends."""
+        return Arrays({"embedding": [self.globals["embedding"]]})
+
+    @property
+    def head(self) -> Arrays:
+        """The last norm and the LM head, where the node attends."""
+        matrix_VD = self.globals.get("lm_head", self.globals["embedding"])
+        return Arrays({"final_norm": [self.globals["final_norm"]], "lm_head": [matrix_VD.T]})
+
     def begin(self, plan: Plan) -> None:
         """Allocate slots, and room for pages that stay; pages that stayed in the batch before and still do are kept."""
         self._allocate(plan.weights.pools, [page for pool in plan.weights.resident for page in pool.pages()])
@@ -92,11 +97,11 @@ class MlxWeights:
         for page, slot in zip(task.pages, task.slots, strict=True):
             self._reader.read(page, self._slots[slot.pool][slot.index].tensor)
 
-    def show(self, view: View[Any]) -> Weights:
+    def show(self, view: View[Any]) -> Arrays:
         """The arrays of the pages that a view shows; on the thread that evaluates them."""
         if view.bound is None:
             view.bound = self._bind(view)
-        bound: Weights = view.bound
+        bound: Arrays = view.bound
         return bound
 
     def touch(self) -> int:
@@ -135,9 +140,10 @@ class MlxWeights:
             if not self._is_incomplete():
                 self._stage(0)
 
-    def _bind(self, view: View[Any]) -> Weights:
+    def _bind(self, view: View[Any]) -> Arrays:
+        layer = self._layout.config.layer(view.pages[0].layer)
         dense: dict[str, list[Array]] = {}
-        experts: dict[int, tuple[Stack, int]] = {}
+        experts: dict[int, tuple[Arrays, int]] = {}
         single: dict[int, dict[str, list[Array]]] = {}
         for page, slot in zip(view.pages, view.slots, strict=True):
             key = self._key_of.get(page.id) if slot.fixed else None
@@ -160,8 +166,10 @@ class MlxWeights:
             for part, block in stored_blocks(self._layout, views):
                 parts[part].append(memory.show(block, self._layout.dtype)[None])
         for expert, parts in single.items():
-            experts[expert] = (stack_of(parts, self._layout.config.routed.transposed_down), 0)
-        return Weights(dense, experts)
+            experts[expert] = (stack_of(parts, layer), 0)
+        if "q" in dense:
+            dense["qkv"] = [*dense.pop("q"), *dense.pop("k"), *dense.pop("v")]
+        return Arrays(dense, layer, experts)
 
     def _is_incomplete(self) -> bool:
         return any(stack.missing for stack in self._stacks.values())

@@ -94,7 +94,7 @@ class NativeAttention:
     def prepared(
         self, q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, cached: LayerAddresses, out_SX: Tensor
     ) -> AttentionCall:
-        """The same call, to be made often with what these tensors then have; they are to live as long."""
+        """A bound call of `attend`: it reads and writes these tensors at each call, so they must live as long."""
         count, heads, head_dim = q_SHd.shape
         kv_heads = k_SKd.shape[1]
         arguments = Attend(

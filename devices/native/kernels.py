@@ -1,4 +1,4 @@
-"""Products by plain bfloat16 matrices: of few rows as fast as memory gives the weights, of many in cache blocks."""
+"""Products by plain bfloat16 matrices: of few rows at the speed of memory, of many in cache blocks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class NativeKernels:
         return y_nD
 
     def prepared_expert(self, gate: Blocks, up: Blocks, down: Blocks) -> Callable[[Tensor, Tensor], None]:
-        """The same call, to be made often; it writes the outputs to its second argument, which is contiguous."""
+        """A bound call of `expert`; it writes the outputs to its second argument, which is contiguous."""
         width, matrices = _outputs(gate), [rows_of(matrix) for matrix in (gate, up, down)]
         return partial(self._run_expert, matrices, array("q", map(address, matrices)), width)
 
@@ -93,7 +93,7 @@ class NativeKernels:
         check(function(self._team, ctypes.byref(arguments)))
 
     def bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:
-        """The same call, to be made often; it returns what `check` takes."""
+        """A bound `call`, which returns the library's status for `check`."""
         return bound_call(function, self._team, arguments)
 
 
@@ -111,7 +111,7 @@ def rows_of(blocks: Blocks) -> array[int]:
 
 
 def numbers(count: int) -> array[int]:
-    """Zeros of 64 bits, at an address that stays as long as their number does.
+    """Zeros of 64 bits, whose address stays while none is added.
 
     Arrays of ctypes would do, but run its code, which a layer's weights push out of the processor's caches.
     """

@@ -1,4 +1,4 @@
-"""Whether this processor has instructions that multiply bfloat16 numbers."""
+"""Detection of instructions that multiply bfloat16 numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @cache
 def has_bfloat16() -> bool:
-    """Whether oneDNN, which torch was built with, has such instructions to use.
+    """True if oneDNN, with which torch was built, uses such instructions here.
 
     With AVX512 but without AVX512_BF16, it says yes and imitates them. Such products are slow for many rows, and their
     bits depend on the number of cores.

@@ -150,7 +150,7 @@ def _contests(kernel: NativeKernels, shape: Shape, packed: bool) -> Iterator[tup
 
 
 def _matrix(shape: Shape) -> Tensor:
-    """In huge pages, as weights are."""
+    """A matrix in huge pages, as weights are."""
     return aligned_bytes(2 * shape.outputs * shape.inputs).view(torch.bfloat16).view(shape).fill_(0.01)
 
 

@@ -41,7 +41,7 @@ def joined(blocks: Blocks) -> list[Tensor]:
 
 
 def _follows(block: Tensor, above: Tensor) -> bool:
-    """Whether a block lies behind the one above, in the same allocation."""
+    """True if a block lies behind the one above, in the same allocation."""
     if len(above) % KERNEL_ROWS or not above.is_contiguous() or not block.is_contiguous():
         return False
     end = (above.storage_offset() + above.numel() + block.numel()) * above.itemsize
@@ -54,7 +54,7 @@ def _follows(block: Tensor, above: Tensor) -> bool:
 
 
 def linear(x_TD: Tensor, blocks: Blocks) -> Tensor:
-    """x times the transpose of the matrix that the blocks make: (T, N)."""
+    """x @ W.T, W as row blocks: (T, N)."""
     if len(blocks) == 1:
         return _linear(x_TD, blocks[0])
     if blocks[0].shape[1] < x_TD.shape[1]:

@@ -20,7 +20,7 @@ TRIED = ((256, 192), (96, 4096), (33, 40), (1024, 3584))
 
 @cache
 def packing_pays(transposed: bool = False, cores: int = 1) -> bool:
-    """Whether this processor gains from packed bfloat16 weights, and gets the same bits from them.
+    """True if packed bfloat16 weights are faster on this processor, with the same bits.
 
     The bits are tested, since one policy may keep weights packed that another one streams, and results must not depend
     on the schedule. Matrices packed whole are compared with their row blocks.
@@ -68,7 +68,7 @@ def _same_bits_transposed(outputs: int, inputs: int) -> bool:
 
 @cache
 def cores_keep_bits(dtype: torch.dtype, cores: int, transposed: bool = False) -> bool:
-    """Whether a product of this dtype has the same bits on one core as on `cores`, packed or not; found by trying.
+    """True if a product of this dtype has the same bits on one core as on `cores`, packed or not; found by trying.
 
     If not, a product must run on the same number of cores under every policy.
 
@@ -132,7 +132,7 @@ def packed_bytes(packed: torch.Tensor) -> int:
 
 
 def packed_linear(x_TD: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """x times the packed matrix's transpose."""
+    """x @ W.T for a packed W."""
     return in_tiles(_multiply, x_TD, packed)
 
 

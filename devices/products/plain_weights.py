@@ -21,7 +21,7 @@ PIECE = 256
 
 
 def plain_linear(x_TD: torch.Tensor, weight_ND: torch.Tensor) -> torch.Tensor:
-    """x times the matrix's transpose; the matrix's rows or its columns are contiguous."""
+    """x @ W.T; the rows or the columns of W are contiguous."""
     if weight_ND.dtype == torch.bfloat16 and weight_ND.is_cpu and not has_bfloat16():
         lies_transposed = weight_ND.stride(0) == 1 and weight_ND.stride(1) != 1
         if lies_transposed:

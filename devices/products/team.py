@@ -84,7 +84,7 @@ class Team:
 
 
 class _Helper:
-    """A thread that does the jobs of each list that it is given; raw locks are the cheapest way to wake it."""
+    """A thread that runs lists of jobs, one after the other; raw locks are the cheapest way to wake it."""
 
     def __init__(self) -> None:
         self._pending: deque[Job] | None = None

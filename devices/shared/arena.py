@@ -41,7 +41,7 @@ class Arena:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it is in the host's memory."""
+        """True if it is in the host's memory."""
         return self._memory.is_cpu
 
     @staticmethod

@@ -73,7 +73,7 @@ class NodeVerbs:
         plan: Plan,
         transport: Transport,
         kernels: NodeKernels,
-        sample: Callable[[Task], Any] | None,
+        sample: Callable[[Task], Any] | None = None,
     ) -> None:
         self._nodes = plan.nodes
         self._transport = transport

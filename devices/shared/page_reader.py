@@ -244,8 +244,8 @@ def _wanted(items: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
 def _copy_here(items: torch.Tensor, out: torch.Tensor) -> None:
     """Copy and convert on this thread alone.
 
-    Torch gives larger pieces to its thread pool; while other lanes keep the cores busy, waiting for the pool was
-    measured to take 8 ms per call.
+    Torch converts larger pieces on its thread pool; while other lanes keep the cores busy, waiting for the pool took
+    8 ms per call when measured.
     """
     for start in range(0, len(items), PIECE_ITEMS):
         stop = min(start + PIECE_ITEMS, len(items))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from moesched.requests.beams import BeamSearch, Standing
 from moesched.tasks import Task
 
-from ..products.linear import Tensor
 from ..products.team import use_cores
-from .micro_batch import MicroBatchState
+from ..runner.micro_batch import MicroBatchState
 
 
 class BeamSearches:
@@ -24,20 +26,22 @@ class BeamSearches:
         self._states = states
         self._parents: dict[int, list[int]] = {}
 
-    def advance(self, state: MicroBatchState, places: Sequence[int], logits_SV: Tensor) -> list[Standing]:
+    def advance(
+        self, state: MicroBatchState, places: Sequence[int], logits_SV: npt.NDArray[np.float32]
+    ) -> list[Standing]:
         """Extend the beams of the requests at these places of a micro-batch by one token."""
         count = len(state.requests) * state.beams
         if len(state.new) != count:  # after prefill: one entry per prompt
             state.new = [[]] * count
         searches = [self._searches[state.requests[place]] for place in places]
-        for place, search, logits in zip(places, searches, logits_SV.chunk(len(places)), strict=True):
-            moves = search.advance(logits.numpy())
+        for place, search, logits in zip(places, searches, np.split(logits_SV, len(places)), strict=True):
+            moves = search.advance(logits)
             self._parents[state.requests[place]] = moves.parents
             state.new[place * state.beams : (place + 1) * state.beams] = [[token] for token in moves.tokens]
         return [search.standing for search in searches]
 
     def reorder(self, task: Task) -> None:
-        """Have every beam continue its parent."""
+        """Replace the sequences of beams by those of their parents."""
         use_cores(1)
         state = self._states[task.micro_batch]
         before = len(state.sequences) // len(state.requests)

@@ -63,7 +63,7 @@ class Compute:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the accelerator is the CPU."""
+        """True if the accelerator is the CPU."""
         return self.accelerator.type == "cpu"
 
     @property

@@ -75,7 +75,7 @@ class CudaDevice(TorchDevice):
         super().join(rank, transport, first)
 
     def close(self) -> None:
-        """Close the device, and give back what libraries and the allocator keep of the GPU."""
+        """Close the device, and free the memory of the GPU that libraries and the allocator keep."""
         super().close()
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()

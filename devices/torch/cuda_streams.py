@@ -56,7 +56,7 @@ class CudaStreams:
     def run(self, task: Task) -> Any:
         """Run a task of a lane that is no stream, to its end.
 
-        What it allocates belongs to the first lane's stream, the accelerator's, as do the tasks that drop it.
+        Its allocations belong to the first lane's stream, the accelerator's, as do the tasks that free them.
         """
         return self.complete(partial(self._execute, task))
 
@@ -103,7 +103,7 @@ class CudaStreams:
             if other.start.query() and self._clock.on_device(other.start, other.zero) <= device:
                 reckoned = other.issued_at
                 break
-        return self._clock.told(device, min(reckoned, self._host_clock()))
+        return self._clock.reported(device, min(reckoned, self._host_clock()))
 
     def _timed_event(self) -> torch.cuda.Event:
         # Threads that wait leave their cores to attention on the CPU.

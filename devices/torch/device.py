@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
 from moesched.errors import BadInput
 from moesched.machines import Machine, machine_names
 from moesched.machines.local import this_processor
@@ -29,22 +33,22 @@ from moesched.steps.plan import Plan
 from moesched.system.memory_ahead import MemoryAhead
 from moesched.tasks import HostKernel, Task
 
+from ..kernels.layer_weights import Weights
 from ..kernels.torch_kernels import kernel_rows
 from ..products.linear import Tensor
+from ..runner.next_tokens import Choice
+from ..runner.observers import DeviceObservers
 from ..shared.token_ids import check_token_ids
-from ..shared.verbs import Verb, after
+from ..shared.verbs import after
 from .compute import Compute
 from .copies import wait_for_copies
 from .cuda_streams import CudaStreams
 from .global_weights import GlobalWeights, read_global_weights
 from .gpu_memory import require_room
 from .locked_memory import wait_for_device
-from .next_tokens import Choice
-from .observers import DeviceObservers
-from .parts import parts_of
 from .states import states_of
-from .verbs import verbs_of
-from .warm_up import WarmUp, WarmUps, memory_for_kv, shapes_of, stand_in
+from .topologies import Topology, Verbs
+from .warm_up import ExpertWarmUp, WarmUp, WarmUps, memory_for_kv, shapes_of, stand_in
 from .weights import WeightStore
 
 MOST_THREADS = 1024
@@ -107,7 +111,7 @@ class TorchDevice(ChoosesDtype):
         self._observers = DeviceObservers()
         self._rank = 0
         self._transport: Transport | None = None
-        self._verbs: dict[str, Verb] = {}
+        self._verbs: Verbs = {}
         self._cuda: CudaStreams | None = None
         self.weights_home: WeightsHome | None = None
         self._warm_ups = WarmUps()
@@ -220,30 +224,43 @@ class TorchDevice(ChoosesDtype):
             self._global_weights = read_global_weights(config, self._store.reader, self._compute, self._rank)
         self._store.begin(plan, self.tell)
         self.weights_home = None if self._compute.on_cpu else self._store.home.chosen
+        self._observers.first_request = plan.batch.first_request
         states = states_of(plan, prompts, self._compute)
-        parts = parts_of(
-            plan,
-            states,
-            Choice(sampling, plan.batch.first_request, self.logits if self._keep_logits else None),
-            self._compute,
-            self._store,
-            global_weights=self._global_weights if plan.nodes.attends else None,
-            observers=self._observers,
-            rank=self._rank,
-            transport=self._transport,
-        )
-        self._verbs = verbs_of(parts)
-        kv = memory_for_kv(states, parts.host)
+        choice = Choice(sampling, plan.batch.first_request, self._keep if self._keep_logits else None)
+        topology = Topology(plan, states, choice, self._compute, self._store, self._observers)
+        self._verbs = self._verbs_of(topology, plan)
+        kv = memory_for_kv(states, topology.kv_slots)
         shapes = shapes_of(plan, kv)
         is_cold = self._cuda is not None and self._warm_ups.is_new(shapes)
         weights = stand_in(self.layout, self._store, self._compute.accelerator) if is_cold else None
         # Streams do not wait for the default one, on which all this was filled.
         wait_for_copies(self._compute.accelerator)
         if self._cuda and weights:
-            warm_up = WarmUp(config, self._compute, weights, self._global_weights, self._rank, kv)
+            warm_up = self._warm_up(weights, kv)
             work = partial(self._cuda.complete, partial(warm_up.run, shapes))
             ended = self._warm_ups.start(work, self._store.resident)
             self._verbs["load"] = after(ended, self._verbs["load"])
+
+    def _warm_up(self, weights: Weights, kv: Tensor | None) -> ExpertWarmUp:
+        config, compute = self.layout.config, self._compute
+        if self._global_weights is None:
+            return ExpertWarmUp(config, compute, weights)
+        return WarmUp(config, compute, weights, self._global_weights, self._rank, kv)
+
+    def _keep(self, sequences: tuple[int, ...], logits_SV: npt.NDArray[np.float32]) -> None:
+        self.logits.append((sequences, torch.from_numpy(logits_SV)))
+
+    def _verbs_of(self, topology: Topology, plan: Plan) -> Verbs:
+        if plan.nodes.count == 1 and plan.layout.config.ranks == 1:
+            assert self._global_weights is not None, "a device alone attends"
+            return topology.alone(self._global_weights)
+        assert self._transport is not None, "a device that is to be one of several has to join them"
+        if not plan.nodes.attends:
+            return topology.node_of_experts(self._transport)
+        assert self._global_weights is not None, "it attends"
+        if plan.nodes.count > 1:
+            return topology.node(self._global_weights, self._transport)
+        return topology.rank(self._global_weights, self._rank, self._transport)
 
     def execute(self, task: Task) -> Any:
         """Run one task on the calling thread; on CUDA, its copies have ended on return."""

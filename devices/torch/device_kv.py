@@ -12,8 +12,8 @@ from moesched.steps.plan import Plan
 
 from ..kernels.functions import KVView
 from ..products.linear import Tensor
+from ..runner.micro_batch import MicroBatchState
 from .compute import Compute
-from .micro_batch import MicroBatchState
 
 
 class DeviceKV:

@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 def tiles_of(rows: range, wanted: range) -> Iterator[tuple[slice, slice | None]]:
-    """The tiles of an expert's rows that have wanted ones, and where in the tile these are; None for all of it.
+    """The tiles that have wanted rows of an expert, each with the place of these rows in it; None for the whole tile.
 
     Tiles are computed whole: the last bits of a product depend on how many rows it has, and where.
     """

@@ -52,6 +52,10 @@ class ExpertRows:
         self.on_host: HostRows | None = None
         self._starts = list(accumulate(grouping.counts, initial=0))
 
+    def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The experts' outputs, the row of each token's choices, and their weights."""
+        return self.y_nD, self.grouping.rows_Tk, self.weights_Tk
+
     def of(self, expert: int) -> range:
         """The range of an expert's rows."""
         return range(self._starts[expert], self._starts[expert + 1])

@@ -13,10 +13,10 @@ from moesched.models.layout import Page, WeightLayout
 from ..kernels import functions
 from ..kernels.functions import KVView
 from ..products.linear import NamedBlocks, Tensor, expert_ffn
+from ..runner.micro_batch import MicroBatchState
 from ..shared.arena import aligned_bytes
 from ..shared.bad_weights import describe_first_bad_weight, first_bad
 from ..shared.page_reader import PageReader
-from .micro_batch import MicroBatchState
 
 
 class FirstBadTensor:

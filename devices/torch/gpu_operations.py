@@ -186,7 +186,7 @@ class GpuOperations:
 
 
 def is_enqueued(operation: Operation) -> bool:
-    """Whether the host only begins an operation, which then runs on a stream."""
+    """True if the host only begins an operation, which then runs on a stream."""
     match operation:
         case Product():
             return operation.processor == GPU

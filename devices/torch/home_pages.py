@@ -59,7 +59,7 @@ class HomePages:
 
     @property
     def locked(self) -> bool:
-        """Whether a GPU copies all pages at home by itself."""
+        """True if a GPU copies all pages at home by itself."""
         return self.chosen is None or self.chosen.way != "ordinary memory"
 
     def get(self, page: Page) -> HeldPage | None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from moesched.models.config import ModelConfig
 from moesched.tasks import HostKernel, Task
 
+from ..kernels.layer_weights import Weights
+from ..runner.micro_batch import MicroBatchState
+from ..runner.observers import DeviceObservers
 from .compute import Compute
 from .exchange_rows import ExchangeRows
 from .expert_parts import ExpertRunner
 from .expert_rows import HostRows
-from .micro_batch import MicroBatchState
-from .moe_layer import MoELayer
-from .observers import DeviceObservers
-from .weights import WeightsOf
+from .experts import TorchExperts, report_activations
 
 
 class HostExperts:
@@ -27,25 +28,25 @@ class HostExperts:
         weights: the tensors that a view shows.
         exchanged: memory for the rows.
         there: runs the experts of the accelerator.
-        device_observers: notified of an expert before it runs.
+        observers: receive the activations of experts, before they run.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         states: Sequence[MicroBatchState],
-        weights: WeightsOf,
+        weights: Callable[[Any], Weights],
         compute: Compute,
         exchanged: ExchangeRows,
-        there: MoELayer,
-        device_observers: DeviceObservers,
+        there: TorchExperts,
+        observers: DeviceObservers,
     ) -> None:
         self._exchanged = exchanged
         self._states = states
         self._weights = weights
         self._experts = ExpertRunner(config, compute.kernels, compute.use_cores_for, on_host=True)
         self._there = there
-        self._device_observers = device_observers
+        self._observers = observers
 
     def offload_routed(self, task: Task) -> None:
         """Copy each token's hidden state once, from the row of its first expert, and the grouping of rows by expert."""
@@ -66,7 +67,7 @@ class HostExperts:
             assert rows.on_host is not None, "the step saw to it that the rows are there"
             part = rows.part(task.expert, start, stop)
             parts.append(part._replace(x_nD=rows.on_host.x_nD, y_nD=rows.on_host.y_nD))
-        self._device_observers.applied(task.layer, parts, task.expert, weights)
+        report_activations(self._observers, task.layer, parts, task.expert, weights)
         self._experts.apply(parts, task.expert, weights)
 
     def load_routed(self, task: Task) -> None:

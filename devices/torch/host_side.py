@@ -15,14 +15,14 @@ from moesched.tasks import PageTransfer, Task
 from ..kernels.functions import KVView
 from ..kernels.memory import Memory
 from ..products.linear import Tensor
-from .attention import Attention
+from ..runner.attention import Attention
+from ..runner.micro_batch import MicroBatchState
 from .compute import Compute
 from .device_kv import device_kv_of
 from .exchange_rows import AttentionRows, ExchangeRows
 from .held_pages import HeldPage, read_page
 from .kv_offload import KVOffload
 from .loaded_kv import LoadedKV, carved, room_for
-from .micro_batch import MicroBatchState
 from .weights import WeightStore
 
 
@@ -32,8 +32,6 @@ class HostSide:
     Args:
         attention: of micro-batches whose KV cache is on the accelerator; attends over views of any other.
         exchanged: memory for the rows of attention on the host.
-
-    Attributes:
         kv_slots: buffers of the accelerator that one layer's keys and values of a micro-batch are loaded to.
     """
 
@@ -45,10 +43,11 @@ class HostSide:
         store: WeightStore,
         attention: Attention,
         exchanged: ExchangeRows,
+        kv_slots: Sequence[Tensor],
     ) -> None:
         self._accelerator = compute.accelerator
         self._store = store
-        self.kv_slots = [_kv_slot(plan, compute) for _ in range(plan.kv.slots)]
+        self._kv_slots = kv_slots
         self._loaded: dict[int, LoadedKV] = {}
         self._exchanged = exchanged
         self._rows: dict[int, AttentionRows] = {}
@@ -86,7 +85,7 @@ class HostSide:
     def load_kv(self, task: Task) -> None:
         """Copy a micro-batch's cached keys and values, each sequence with room for its new token at the end."""
         cached = self._states[task.micro_batch].cached(task.layer)
-        self._loaded[task.operands] = LoadedKV(cached, self.kv_slots[task.operands])
+        self._loaded[task.operands] = LoadedKV(cached, self._kv_slots[task.operands])
 
     def attention(self, task: Task) -> None:
         if task.layer not in self._cached_here.get(task.micro_batch, ()):
@@ -158,10 +157,12 @@ class HostSide:
             del state.qkv  # in decode attention may still need them
 
 
-def _kv_slot(plan: Plan, compute: Compute) -> Tensor:
-    """Allocate a buffer for keys and values that are loaded from the host's KV cache."""
+def kv_slots_of(plan: Plan, compute: Compute) -> list[Tensor]:
+    """Allocate the buffers for keys and values that are loaded from the host's KV cache."""
     elements = plan.kv.slot_bytes // compute.dtype.itemsize
-    return torch.empty(elements, dtype=compute.dtype, device=compute.accelerator)
+    return [
+        torch.empty(elements, dtype=compute.dtype, device=compute.accelerator) for _ in range(plan.kv.slots)
+    ]
 
 
 def _cached_on_host(plan: Plan) -> dict[int, frozenset[int]]:

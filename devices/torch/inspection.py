@@ -47,7 +47,7 @@ def cuda_facts(most_gpus: int | None = None) -> CudaFacts:
 
     most_gpus: number of GPUs that are looked at, since that takes memory of each; None for all.
     """
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
         count = torch.cuda.device_count() if usable else 0
@@ -59,7 +59,7 @@ def cuda_facts(most_gpus: int | None = None) -> CudaFacts:
         driver=_driver(),
         kernels_for=kernels_for,
         gpus=gpus,
-        problem="; ".join(" ".join(str(each.message).split()) for each in told),
+        problem="; ".join(" ".join(str(each.message).split()) for each in warned),
         peak=torch.cuda.max_memory_reserved(0) if gpus else 0,
     )
 

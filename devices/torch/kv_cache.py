@@ -125,6 +125,10 @@ class BlockedKV:
         """
         return [self._view(self.slots[self.places[layer]], part) for part in step.parts]
 
+    def at(self, layer: int, step: KVStep) -> CachedLayer:
+        """The keys and values of a layer, as attention reads them in a step."""
+        return CachedLayer(self, layer, step)
+
     def layer(self, layer: int) -> LayerAddresses:
         """A layer's keys and values, for native attention."""
         keys = self.slots.data_ptr() + 2 * self.places[layer] * self._half_bytes

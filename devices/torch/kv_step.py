@@ -40,7 +40,7 @@ class Gather(NamedTuple):
 
 
 class KVStep:
-    """The new tokens of some sequences, with their places in the cache. What torch needs is made when it asks for it.
+    """The new tokens of some sequences, with their places in the cache. Tensors are made when torch first needs them.
 
     Attributes:
         past, new: tokens of each sequence before the step, and in it.
@@ -86,7 +86,7 @@ class KVStep:
 
     @cached_property
     def slots(self) -> array[int]:
-        """As above."""
+        """The new tokens' slots in the arena."""
         slots = array("q")
         for blocks, span in zip(self._blocks, self._spans(), strict=True):
             for part in _ranges(blocks, span, self._block_size):
@@ -100,7 +100,7 @@ class KVStep:
 
     @cached_property
     def parts(self) -> list[Run | Gather]:
-        """The sequences in their order, those together that one view or one copy shows."""
+        """The sequences in their order, grouped where one view or one copy shows several."""
         parts: list[Run | Gather] = []
         for blocks, past, new in zip(self._blocks, self.past, self.new, strict=True):
             alone = self._alone(blocks, past + new, new)
@@ -137,7 +137,7 @@ class KVStep:
 
 
 def _ranges(blocks: Sequence[int], tokens: range, block_size: int) -> list[range]:
-    """The slots of some of a sequence's tokens, whose blocks these are; neighbours are one range."""
+    """The slots of some of a sequence's tokens, given its blocks; neighbours are one range."""
     ranges: list[range] = []
     for number in range(tokens.start // block_size, -(-tokens.stop // block_size)):
         shift = (blocks[number] - number) * block_size

@@ -1,6 +1,6 @@
 """Page-locked memory of the host for large buffers, which a GPU copies from and to by itself.
 
-It is ordinary memory that CUDA is told of. What torch allocates as page-locked is rounded up to a power of two, and the
+It is ordinary memory that is registered with CUDA. Torch would round page-locked memory up to a power of two, and the
 system may refuse direct reads into it.
 """
 
@@ -70,7 +70,7 @@ def lock(address: int, nbytes: int, device: torch.device, flags: int) -> Callabl
     """Register memory of the process with CUDA, which pins it.
 
     Returns:
-        What undoes it. No copy from or to the memory may be under way then.
+        A function that undoes it. No copy from or to the memory may be under way then.
 
     Raises:
         NotLocked: CUDA refuses.
@@ -95,11 +95,11 @@ def _unregister(runtime: Any, address: int) -> None:
 
 
 def _unlock(unlock: Callable[[], None], memory: mmap.mmap) -> None:
-    """Unlock memory, which is given back with the last reference to it."""
+    """Unlock memory, which is freed with the last reference to it."""
     unlock()
 
 
 def _take_error(device: torch.device) -> None:
-    """Have a call fail with the error that CUDA keeps, which a later one would raise otherwise."""
+    """Clear the error that CUDA keeps, which a later call would raise."""
     with suppress(RuntimeError):
         torch.zeros(1, device=device)

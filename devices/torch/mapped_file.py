@@ -1,4 +1,4 @@
-"""A file in the page cache, mapped into the process, which nobody writes to meanwhile."""
+"""A file in the page cache, mapped into the process, to which no process writes meanwhile."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class MappedFile:
 
 @cache
 def system_takes(advice: int) -> bool:
-    """Whether the system takes that advice about memory; by these numbers it is Linux's."""
+    """True if the system accepts that advice about memory; its numbers are those of Linux."""
     if sys.platform != "linux":
         return False
     page = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)

@@ -52,7 +52,7 @@ class MappedPages:
 
     @staticmethod
     def possible(reader: PageReader) -> bool:
-        """Whether the system can populate mappings (Linux 5.14), and kernels can use the files' bytes as they are."""
+        """True if the system can populate mappings (Linux 5.14), and kernels can use the files' bytes as they are."""
         return not reader.converts and system_takes(POPULATE_READ)
 
     def bring(self, page: Page, slot: Slot) -> None:

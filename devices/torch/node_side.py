@@ -10,11 +10,14 @@ import torch
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
-from ..kernels.torch_rows import Routed
+from ..kernels import functions
+from ..kernels.seam import Routed
 from ..products.linear import Tensor
+from ..products.team import use_cores
+from ..runner.micro_batch import MicroBatchState
+from ..runner.moe_layer import MoELayer
 from .compute import Compute
-from .micro_batch import MicroBatchState
-from .moe_layer import MoELayer
+from .experts import TorchExperts
 
 if TYPE_CHECKING:
     from moesched.seams import Array
@@ -32,6 +35,7 @@ class NodeSide:
         plan: Plan,
         states: Sequence[MicroBatchState],
         moe: MoELayer,
+        experts: TorchExperts,
         compute: Compute,
         project_output: Callable[[Task], None],
     ) -> None:
@@ -39,14 +43,22 @@ class NodeSide:
         self._top_k = plan.layout.config.routed.top_k
         self._states = states
         self._moe = moe
+        self._experts = experts
         self._accelerator = compute.accelerator
         self._dtype = compute.dtype
         self._project_output = project_output
 
     def partial_sum(self, task: Task) -> Tensor:
         """The weighted sum (T, D), float32, of the outputs of this node's own experts."""
-        others = [expert for expert, node in task.operands.items() if node != self._node]
-        return self._moe.partial_sum(self._states[task.micro_batch], others)
+        use_cores(1)
+        state = self._states[task.micro_batch]
+        for expert, node in task.operands.items():
+            if node != self._node:
+                span = state.rows.of(expert)
+                state.rows.y_nD[span.start : span.stop] = 0
+        total_TD = functions.sum_experts(*state.rows.outputs())
+        del state.rows
+        return total_TD
 
     def on_host(self, tensor: Tensor) -> Array:
         """Copy a tensor to the host's memory."""
@@ -64,14 +76,14 @@ class NodeSide:
         routed = self._moe.route(task)
         parts = (routed.x_TD, routed.experts_Tk, routed.weights_Tk)
         routed_TX = self.on_host(torch.cat([each.float() for each in parts], dim=-1))
-        return self._moe.give_rows(task, routed), routed_TX
+        return self._experts.group(task, routed), routed_TX
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
         """The rows of each expert, as the first node routed them."""
         ends = (-2 * self._top_k, -self._top_k)
         x_TD, experts_Tk, weights_Tk = self._on_device(routed_TX).tensor_split(ends, dim=-1)
         routed = Routed(x_TD.to(self._dtype), experts_Tk.long(), weights_Tk)
-        return self._moe.give_rows(task, routed)
+        return self._experts.group(task, routed)
 
     def _on_device(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self._accelerator)

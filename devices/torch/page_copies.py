@@ -37,7 +37,7 @@ class PageCopies:
         return self._team
 
     def make_ring(self) -> None:
-        """Have a ring from now on, if CUDA locks memory for it; a second call does nothing."""
+        """Make the ring of staging buffers, if CUDA locks memory for it; a second call does nothing."""
         if self.ring is None:
             try:
                 self.ring = StagingRing(self._reader.slot_bytes, self.team, self._compute.accelerator)

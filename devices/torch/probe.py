@@ -54,7 +54,7 @@ class TorchProbe:
         return torch.inference_mode()
 
     def packs(self, dtype: str) -> bool:
-        """Whether the device packs resident weights of this dtype."""
+        """True if the device packs resident weights of this dtype."""
         return dtype == "bfloat16" and self._products.packing_pays
 
     def product(self, dtype: str, outputs: int, inputs: int, *, packed: bool) -> Callable[[int], Call]:

@@ -12,8 +12,8 @@ from moesched.steps.rank_tasks import LOGITS
 from moesched.tasks import Collective, Task
 
 from ..products.linear import Tensor
+from ..runner.micro_batch import MicroBatchState
 from ..shared.node_exchanges import exchange_of, making_part
-from .micro_batch import MicroBatchState
 
 
 class RankSide:

@@ -55,7 +55,7 @@ class RegisteredFiles:
 
     @staticmethod
     def possible() -> bool:
-        """Whether the system reads into mapped memory when asked, as Linux 5.14 and later does."""
+        """True if the system reads into mapped memory on request, as Linux 5.14 and later does."""
         return system_takes(POPULATE_READ)
 
     def __getitem__(self, path: Path) -> MappedFile:

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from moesched.requests.batch import KV_BLOCK_TOKENS
-from moesched.requests.chunks import Chunk
 from moesched.steps.plan import Plan
 from moesched.steps.reservations import held_alike
 from moesched.steps.roles import KV_ROLES
 
+from ..runner.micro_batch import MicroBatchState, chunks_of, wholes_of
 from .compute import Compute
 from .copies import HOST, host_indices
 from .kv_cache import BlockedKV
 from .locked_memory import locked_if_possible
-from .micro_batch import MicroBatchState
 
 
 def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) -> list[MicroBatchState]:
     """The micro-batches of decoding, then the chunks of prefill if prompts are cut."""
-    states = [
-        MicroBatchState(requests, [prompts[request] for request in requests], plan.batch.beams)
-        for requests in plan.batch.micro_batches
-    ]
+    states = wholes_of(plan.batch.micro_batches, prompts, plan.batch.beams)
     for role in KV_ROLES if plan.nodes.attends else ():
         device = compute.accelerator if role == "accelerator" else HOST
         for layers, numbers in held_alike(plan.kv.roles, role).items():
             _open_cache(plan, layers, [states[number] for number in numbers], compute, device)
-    return states + _chunk_states(plan.chunks, states, prompts) if plan.batch.chunked else states
+    return states + chunks_of(plan.chunks, states, prompts) if plan.batch.chunked else states
 
 
 def _open_cache(
@@ -67,19 +63,3 @@ def _open_cache(
             # Beams take blocks as they grow.
             new_tokens = plan.batch.new_tokens if state.beams == 1 else 0
             cache.table.open(sequence, plan.batch.prompts[request] + new_tokens)
-
-
-def _chunk_states(
-    chunks: Mapping[int, Chunk], wholes: Sequence[MicroBatchState], prompts: Sequence[Sequence[int]]
-) -> list[MicroBatchState]:
-    """The state of each chunk, in their order; `wholes` are those of the micro-batches of decoding."""
-    states: dict[int, MicroBatchState] = {}
-    for number, chunk in chunks.items():
-        whole = wholes[chunk.micro_batch]
-        spans = zip(chunk.requests, chunk.starts, chunk.tokens, strict=True)
-        new = [prompts[request][start : start + tokens] for request, start, tokens in spans]
-        state = states[number] = MicroBatchState(chunk.requests, new, whole.beams)
-        state.chunk_of, state.before = whole, states.get(chunk.before)
-        state.caches = whole.caches
-        state.ends = [place for place, request in enumerate(chunk.requests) if request in chunk.ends]
-    return list(states.values())

@@ -1,4 +1,4 @@
-"""Times of events on streams, on the host's clock: CUDA gives float32 milliseconds, and its clock drifts."""
+"""Times of events on streams, on the host's clock: CUDA measures in float32 milliseconds, and its clock drifts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TRIES = 8
 ALIKE = 100
 """Nanoseconds between times of the device whose order float32 does not tell: they count as one time."""
 
-TOLD = 1024
+REPORTED = 1024
 """Number of times that are remembered, with which later ones have to agree."""
 
 
 class Zero(NamedTuple):
-    """An event that others are measured from.
+    """An event from which others are measured.
 
     Attributes:
         device, host: when it happened, in nanoseconds: on the device's clock since the first one, and by our reckoning.
@@ -60,10 +60,10 @@ class StreamClock:
         self._clock = clock
         event, read = self._recorded()
         self._zeros = [Zero(event, 0.0, read, 1.0, read)]
-        self._told: list[tuple[float, int]] = []
+        self._reported: list[tuple[float, int]] = []
 
     def zero(self) -> Zero:
-        """The event to measure a task from that is issued now."""
+        """The event from which the times of a task that is issued now are measured."""
         if self._clock() - self._zeros[-1].read > PERIOD:
             self._zeros = [*self._zeros[-KEPT + 1 :], self._following(self._zeros[-1])]
         return self._zeros[-1]
@@ -79,23 +79,23 @@ class StreamClock:
         last = zeros[max(0, bisect_right(zeros, device, key=lambda each: each.device) - 1)]
         return round(last.host + (device - last.device) * last.rate)
 
-    def told(self, device: float, host: int) -> int:
-        """The time that is told for one of the device: in order with those told before, and near to `host`."""
-        told = self._told
-        place = bisect_left(told, (device,))
-        for time, host_time in told[max(0, place - 1) : place + 1]:
+    def reported(self, device: float, host: int) -> int:
+        """The host's time that is reported for one of the device: near to `host`, and in order with earlier reports."""
+        reported = self._reported
+        place = bisect_left(reported, (device,))
+        for time, host_time in reported[max(0, place - 1) : place + 1]:
             if abs(time - device) < ALIKE:
                 return host_time
         if place:
-            host = max(host, told[place - 1][1])
-        if place < len(told):
-            host = min(host, told[place][1])
-        told.insert(place, (device, host))
-        del told[:-TOLD]
+            host = max(host, reported[place - 1][1])
+        if place < len(reported):
+            host = min(host, reported[place][1])
+        reported.insert(place, (device, host))
+        del reported[:-REPORTED]
         return host
 
     def _following(self, last: Zero) -> Zero:
-        """The next zero, where the last one's times end; its rate makes up for what these were wrong by."""
+        """The next zero; its rate corrects the error of the last one's times within a period."""
         event, read = self._recorded()
         passed = last.event.elapsed_time(event) * 1e6
         host = last.host + passed * last.rate

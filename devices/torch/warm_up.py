@@ -24,16 +24,17 @@ from moesched.tasks import Kernel, Lane, PageTransfer, Work
 from ..kernels import functions
 from ..kernels.layer_weights import Weights
 from ..products.linear import Tensor
-from .attention import Attention
+from ..runner.attention import Attention, itself
+from ..runner.micro_batch import MicroBatchState
+from ..runner.moe_layer import MoELayer
+from ..runner.next_tokens import Choice, NextTokens
+from ..runner.observers import DeviceObservers
+from .at_once import LIBRARY
 from .compute import Compute
 from .copies import HOST, host_indices
+from .experts import TorchExperts
 from .global_weights import GlobalWeights
-from .host_side import HostSide
 from .kv_cache import BlockedKV
-from .micro_batch import MicroBatchState
-from .moe_layer import MoELayer
-from .next_tokens import Choice, NextTokens
-from .observers import DeviceObservers
 from .resident_pages import ResidentPages
 from .weights import WeightStore, merged_tensors
 
@@ -73,19 +74,49 @@ def shapes_of(plan: Plan, kv: Tensor | None) -> Shapes:
     return Shapes(tokens // length, length, sequences, cached, plan.reservations.sizes.workspace)
 
 
-def memory_for_kv(states: Sequence[MicroBatchState], host: HostSide | None) -> Tensor | None:
+def memory_for_kv(states: Sequence[MicroBatchState], kv_slots: Sequence[Tensor]) -> Tensor | None:
     """The largest memory of the accelerator for keys and values, of KV caches and slots; None without any."""
     caches = [cache.slots for state in states for cache in state.caches]
-    there = (memory for memory in (*caches, *(host.kv_slots if host else ())) if not memory.is_cpu)
+    there = (memory for memory in (*caches, *kv_slots) if not memory.is_cpu)
     return max(there, key=torch.Tensor.numel, default=None)
 
 
-class WarmUp:
-    """Runs each kernel of a layer, and those of sampling, at a plan's shapes. Nothing of the results is used.
+class ExpertWarmUp:
+    """Runs the kernels of experts at a plan's shapes. Nothing of the results is used.
 
     Args:
         weights: the tensors of a layer, in memory with any contents.
-        global_weights: None on a node that does not attend, which has experts only.
+    """
+
+    def __init__(self, config: ModelConfig, compute: Compute, weights: Weights) -> None:
+        self._config = config
+        self._compute = compute
+        self._weights = weights
+
+    @torch.inference_mode()
+    def run(self, shapes: Shapes) -> None:
+        """Have the allocator map the workspace, and run all kernels once, on the current stream."""
+        torch.empty(shapes.workspace, dtype=torch.uint8, device=self._compute.accelerator)
+        self._layer(shapes)
+        self._expert(max(shapes.prompts * shapes.length, shapes.sequences))
+
+    def _layer(self, shapes: Shapes) -> None:
+        """Run a layer's other kernels; none on a node that has experts only."""
+
+    def _expert(self, most: int) -> None:
+        """An expert on 1, 2, 4, ... rows: how many it gets is the router's choice."""
+        compute, most = self._compute, min(most, EXPERT_TILE)
+        x_nD = torch.zeros((most, self._config.hidden), dtype=compute.dtype, device=compute.accelerator)
+        y_nD = torch.empty_like(x_nD)
+        for power in range(most.bit_length()):
+            rows = 1 << power
+            compute.kernels.expert(self._weights, 0, rows)[1](x_nD[:rows], y_nD[:rows])
+
+
+class WarmUp(ExpertWarmUp):
+    """Runs each kernel of a layer, and those of sampling, at a plan's shapes. Nothing of the results is used.
+
+    Args:
         kv: memory of the accelerator for keys and values, whose contents nothing needs yet; None without any.
     """
 
@@ -94,44 +125,43 @@ class WarmUp:
         config: ModelConfig,
         compute: Compute,
         weights: Weights,
-        global_weights: GlobalWeights | None,
+        global_weights: GlobalWeights,
         rank: int,
         kv: Tensor | None,
     ) -> None:
-        self._config = config
-        self._compute = compute
-        self._weights = weights
+        super().__init__(config, compute, weights)
         self._kv = kv
-        self._states: list[MicroBatchState] = []
-        self._tokens: NextTokens | None = None
-        if global_weights is not None:
-            states, (embedding, head) = self._states, global_weights
-            self._attention = Attention(states, self._shown, embedding, compute, rank)
-            self._moe = MoELayer(
-                config, states, self._shown, self._attention, compute, DeviceObservers(), first_request=0
-            )
-            kept_nowhere = Choice(Sampling(), first_request=0, kept=None)
-            self._tokens = NextTokens(config, head, states, compute, kept_nowhere, None, lambda _: "")
+        states: list[MicroBatchState] = []
+        kernels, observers = compute.kernels, DeviceObservers()
+        experts = TorchExperts(config, states, self._shown, compute, observers)
+        choice = Choice(Sampling(), first_request=0, keep=None)
+        self._states = states
+        self._attention = Attention(
+            states,
+            self._shown,
+            global_weights.embedding,
+            kernels,
+            residual_of=torch.zeros_like if rank else itself,
+            keeps_attended=True,
+        )
+        self._moe = MoELayer(states, self._shown, self._attention, kernels, experts, LIBRARY, observers)
+        self._tokens = NextTokens(global_weights.head, states, kernels, LIBRARY, choice, lambda _: "")
 
-    @torch.inference_mode()
-    def run(self, shapes: Shapes) -> None:
-        """Have the allocator map the workspace, and run all kernels once, on the current stream."""
-        torch.empty(shapes.workspace, dtype=torch.uint8, device=self._compute.accelerator)
-        if self._tokens is not None:
-            self._prefill(shapes.prompts, shapes.length, self._tokens)
-            self._decode(shapes.sequences, shapes.cached, self._tokens)
-        self._expert(max(shapes.prompts * shapes.length, shapes.sequences))
+    def _layer(self, shapes: Shapes) -> None:
+        """Run a layer's other kernels, as in prefill and as in decode."""
+        self._prefill(shapes.prompts, shapes.length)
+        self._decode(shapes.sequences, shapes.cached)
         self._states.clear()
 
-    def _prefill(self, sequences: int, length: int, tokens: NextTokens) -> None:
+    def _prefill(self, sequences: int, length: int) -> None:
         state = self._state(sequences, length, length, self._compute.accelerator)
         self._attention.embed(_PREFILL)
         self._attention.pre_attention(_PREFILL)
         self._attention.attention(_PREFILL)
         self._moe.post_attention(_PREFILL)
-        functions.likeliest(tokens.logits(state))
+        functions.likeliest(self._tokens.logits(state))
 
-    def _decode(self, sequences: int, cached: int, tokens: NextTokens) -> None:
+    def _decode(self, sequences: int, cached: int) -> None:
         device = self._compute.accelerator if cached else HOST
         state = self._state(sequences, cached, cached + 1, device)
         state.extend()
@@ -144,7 +174,7 @@ class WarmUp:
             state.attended_TX = state.qkv[0].flatten(1)
         functions.beside([state.attended_TX[:1]] * 2)  # as for sequences of several lengths
         self._moe.post_attention(_DECODE)
-        functions.likeliest(tokens.logits(state))
+        functions.likeliest(self._tokens.logits(state))
 
     def _state(self, sequences: int, new: int, room: int, device: torch.device) -> MicroBatchState:
         """A micro-batch of sequences with new tokens each, and a KV cache of one layer with room for their tokens."""
@@ -166,15 +196,6 @@ class WarmUp:
         state.caches = (cache,)
         self._states[:] = [state]
         return state
-
-    def _expert(self, most: int) -> None:
-        """An expert on 1, 2, 4, ... rows: how many it gets is the router's choice."""
-        compute, most = self._compute, min(most, EXPERT_TILE)
-        x_nD = torch.zeros((most, self._config.hidden), dtype=compute.dtype, device=compute.accelerator)
-        y_nD = torch.empty_like(x_nD)
-        for power in range(most.bit_length()):
-            rows = 1 << power
-            compute.kernels.expert(self._weights, 0, rows)[1](x_nD[:rows], y_nD[:rows])
 
     def _of_kv(self, nbytes: int) -> Tensor:
         assert self._kv is not None
@@ -205,7 +226,7 @@ class WarmUps:
         self._seconds: Future[float] | None = None
 
     def is_new(self, shapes: Shapes) -> bool:
-        """Whether nothing has run at these shapes yet; from now on it has."""
+        """True the first time that a plan has these shapes."""
         before = len(self._known)
         self._known.add(shapes)
         return len(self._known) > before
@@ -250,7 +271,7 @@ class WarmUps:
 
 
 def stand_in(layout: WeightLayout, store: WeightStore, device: torch.device) -> Weights | None:
-    """The tensors of a layer in memory for pages that are yet to come; None if none is.
+    """A layer of any contents, in memory for pages that are not loaded yet; None if there is none.
 
     Pages that stay show where they will be, so that their matrices are whole; the others all show one slot.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -38,10 +38,6 @@ MOST_COPYING = 8
 
 READS_IN_FLIGHT = 2
 """Pages of one transfer that are read at a time. With one, the disk idles between reads: measured to be 7 % slower."""
-
-
-WeightsOf = Callable[[Any], Weights]
-"""Returns the tensors that a view shows."""
 
 _log = Log(__name__)
 
@@ -190,7 +186,7 @@ class WeightStore:
             return None
 
     def _staging(self, pages: int, most: int) -> list[Tensor]:
-        """Memory that pages that stay are read into: unused slots, or memory that is freed afterwards."""
+        """Staging buffers of resident pages: unused slots, or memory that is freed afterwards."""
         compute = self._compute
         at_once = min(MOST_ARRANGING + 1, most) if compute.on_cpu else MOST_COPYING
         count = min(pages + 1, compute.cores + 1, at_once)

@@ -1,21 +1,26 @@
-"""The first half of a layer on torch: queries, keys and values, attention over the KV cache, its output projection."""
+"""The first half of a layer: queries, keys and values, attention over the KV cache, its output projection."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from moesched.tasks import Task
 
-from ..kernels.layer_weights import Weights
+from ..kernels.binder import Binder
+from ..kernels.kernel_weights import KernelWeights
 from ..kernels.memory import Memory, Shapes
 from ..kernels.seam import Bound
-from ..products.linear import Tensor
-from .compute import Compute
 from .micro_batch import MicroBatchState
-from .weights import WeightsOf
+
+WeightsOf = Callable[[Any], KernelWeights[Any]]
+"""Returns the tensors that a view shows."""
+
+
+def itself(hidden_TD: Any) -> Any:
+    """The residual of a device that sums alone."""
+    return hidden_TD
 
 
 class Attention:
@@ -24,23 +29,26 @@ class Attention:
     Args:
         weights: the tensors of a view.
         embedding: empty on a node that does not attend.
-        rank: this device's rank; 0 without tensor parallelism.
+        residual_of: makes what is added to a sum of hidden states; zeros on all ranks but the first.
+        keeps_attended: keep attention's output of decode steps until the next layer's.
     """
 
     def __init__(
         self,
         states: Sequence[MicroBatchState],
         weights: WeightsOf,
-        embedding: Weights,
-        compute: Compute,
-        rank: int,
+        embedding: KernelWeights[Any],
+        kernels: Binder,
+        *,
+        residual_of: Callable[[Any], Any] = itself,
+        keeps_attended: bool = False,
     ) -> None:
-        self._accelerator = compute.accelerator
         self._states = states
         self._weights = weights
         self._embedding = embedding
-        self._kernels = compute.kernels
-        self._rank = rank
+        self._kernels = kernels
+        self._residual_of = residual_of
+        self._keeps_attended = keeps_attended
         self._shapes: defaultdict[int, Shapes] = defaultdict(Shapes)
         """Memory of each micro-batch for results."""
 
@@ -77,9 +85,9 @@ class Attention:
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         project = self._kernels.bound("output_projection", weights, state.room)
         state.hidden_TD = project(state.attended_TX, self.residual(state))
-        if self._accelerator.type == "cpu" or not task.step:
-            del state.attended_TX  # on CUDA a decode step's belongs to the stream that copied it
+        if not (self._keeps_attended and task.step):
+            del state.attended_TX
 
-    def residual(self, state: MicroBatchState) -> Tensor:
-        """The residual that this rank adds to a sum over ranks: rank 0 the hidden states, the others zeros."""
-        return state.hidden_TD if self._rank == 0 else torch.zeros_like(state.hidden_TD)
+    def residual(self, state: MicroBatchState) -> Any:
+        """The tensor that is added to a sum of hidden states."""
+        return self._residual_of(state.hidden_TD)

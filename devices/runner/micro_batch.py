@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moesched.requests.chunks import Chunk
 
 from ..kernels.memory import Memory
-from ..products.linear import Tensor
-from .expert_rows import ExpertRows
-from .kv_cache import BlockedKV, CachedLayer
-from .kv_step import KVStep
 
 
 class MicroBatchState:
@@ -26,8 +25,10 @@ class MicroBatchState:
         before: the chunk that this one continues, if any.
         ends: the places of the sequences that tokens are sampled for; None for all of them.
         memory: that of the step's kernels for results; None where its tokens are many.
-        caches: the KV caches that have its requests: one of all layers, or two of some layers each.
-        rows: the rows of the layer's experts, from `route` to `combine`.
+        caches: the KV caches that have its requests: one of all layers, or two of some layers each. Each has `places`,
+            its layers, `extend`, which makes room for tokens and returns a step, and `at`, a layer's keys and values.
+        rows: the rows of the layer's experts, from `route` to `combine`; its `outputs()` are the first operands of the
+            operation combine.
     """
 
     def __init__(self, requests: Sequence[int], new: Sequence[Sequence[int]], beams: int = 1) -> None:
@@ -39,13 +40,13 @@ class MicroBatchState:
         self.before: MicroBatchState | None = None
         self.ends: list[int] | None = None
         self.memory: Memory | None = None
-        self.caches: tuple[BlockedKV, ...] = ()
-        self._steps: list[KVStep] = []
-        self.angles: tuple[Tensor, Tensor]
-        self.hidden_TD: Tensor
-        self.qkv: tuple[Tensor, Tensor, Tensor]
-        self.attended_TX: Tensor
-        self.rows: ExpertRows
+        self.caches: tuple[Any, ...] = ()
+        self._steps: list[Any] = []
+        self.angles: tuple[Any, Any]
+        self.hidden_TD: Any
+        self.qkv: tuple[Any, Any, Any]
+        self.attended_TX: Any
+        self.rows: Any
 
     def extend(self) -> None:
         """Make room in the caches for the tokens of the next step, which begins."""
@@ -53,8 +54,8 @@ class MicroBatchState:
         self._steps = [cache.extend(self.sequences, new) for cache in self.caches]
 
     @property
-    def step(self) -> KVStep:
-        """The sequences' tokens of this step; their blocks are those of the first cache."""
+    def step(self) -> Any:
+        """The step of the first cache: tokens of each sequence before it (`past`) and in it (`new`), and positions."""
         return self._steps[0]
 
     @property
@@ -62,10 +63,10 @@ class MicroBatchState:
         """Memory for the results of a kernel; new each time where the tokens are many."""
         return self.memory or Memory(len(self.hidden_TD))
 
-    def cached(self, layer: int) -> CachedLayer:
+    def cached(self, layer: int) -> Any:
         """The keys and values of a layer, and the new tokens' places among them."""
-        number = 0 if len(self.caches) == 1 or layer in self.caches[0].places else 1
-        return CachedLayer(self.caches[number], layer, self._steps[number])
+        number = 0 if layer in self.caches[0].places else 1
+        return self.caches[number].at(layer, self._steps[number])
 
     @property
     def whole(self) -> MicroBatchState:
@@ -82,3 +83,29 @@ class MicroBatchState:
         """The last token among the T of each sequence that tokens are sampled for."""
         last = self.step.last
         return last if self.ends is None else [last[end] for end in self.ends]
+
+
+def wholes_of(
+    micro_batches: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], beams: int
+) -> list[MicroBatchState]:
+    """The micro-batches of decoding, with their prompts."""
+    return [
+        MicroBatchState(requests, [prompts[request] for request in requests], beams)
+        for requests in micro_batches
+    ]
+
+
+def chunks_of(
+    chunks: Mapping[int, Chunk], wholes: Sequence[MicroBatchState], prompts: Sequence[Sequence[int]]
+) -> list[MicroBatchState]:
+    """The chunks of prefill in their order, in the caches of the micro-batches that they are parts of."""
+    states: dict[int, MicroBatchState] = {}
+    for number, chunk in chunks.items():
+        whole = wholes[chunk.micro_batch]
+        spans = zip(chunk.requests, chunk.starts, chunk.tokens, strict=True)
+        new = [prompts[request][start : start + tokens] for request, start, tokens in spans]
+        state = states[number] = MicroBatchState(chunk.requests, new, whole.beams)
+        state.chunk_of, state.before = whole, states.get(chunk.before)
+        state.caches = whole.caches
+        state.ends = [place for place, request in enumerate(chunk.requests) if request in chunk.ends]
+    return list(states.values())

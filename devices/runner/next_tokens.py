@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from moesched.errors import NotFinite
-from moesched.models.config import ModelConfig
 from moesched.requests.beams import Standing
 from moesched.requests.next_token import require_finite, sample, traced
 from moesched.requests.sampling import Sampling
 from moesched.tasks import Task
 
-from ..kernels.layer_weights import Weights
+from ..kernels.binder import Binder
+from ..kernels.kernel_weights import KernelWeights
 from ..kernels.memory import Memory
-from ..products.linear import Tensor
-from .beams import BeamSearches
-from .compute import Compute
+from .library import Library
 from .micro_batch import MicroBatchState
+
+Logits = npt.NDArray[np.float32]
+
+
+class Beams(Protocol):
+    """The beam searches of a batch."""
+
+    def advance(self, state: MicroBatchState, places: Sequence[int], logits_SV: Logits) -> list[Standing]:
+        """Extend the beams of the requests at these places of a micro-batch by one token."""
 
 
 class Choice(NamedTuple):
@@ -27,12 +35,12 @@ class Choice(NamedTuple):
 
     Attributes:
         first_request: the number of requests in the batches before.
-        kept: a list to which sequences and their logits (S, V) are appended; None to drop them.
+        keep: receives sequences and their logits (S, V), float32; None to drop them.
     """
 
     sampling: Sampling
     first_request: int
-    kept: list[tuple[tuple[int, ...], Tensor]] | None
+    keep: Callable[[tuple[int, ...], Logits], object] | None
 
 
 class NextTokens:
@@ -40,57 +48,53 @@ class NextTokens:
 
     Args:
         head: the last norm and the LM head.
-        choice: how tokens are chosen.
-        beams: the beam searches; None without beam search.
+        choice: the way tokens are chosen, without beam search.
         first_bad: names the first tensor of a micro-batch's step that is not finite.
+        beams: choose the tokens in beam search.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
-        head: Weights,
+        head: KernelWeights[Any],
         states: Sequence[MicroBatchState],
-        compute: Compute,
+        kernels: Binder,
+        library: Library,
         choice: Choice,
-        beams: BeamSearches | None,
         first_bad: Callable[[MicroBatchState], str],
+        beams: Beams | None = None,
     ) -> None:
-        self._config = config
         self._head = head
         self._states = states
-        self._kernels = compute.kernels
+        self._kernels = kernels
+        self._library = library
         self._choice = choice
         self._beams = beams
-        self._is_greedy = beams is None and choice.kept is None and choice.sampling.temperature == 0
+        self._is_greedy = beams is None and choice.keep is None and choice.sampling.temperature == 0
         self._first_bad = first_bad
-        self._dtype = str(compute.dtype).removeprefix("torch.")
 
-    def logits(self, state: MicroBatchState) -> Tensor:
+    def logits(self, state: MicroBatchState) -> Any:
         """The logits (S, V), float32, of the last tokens."""
         last = state.last
-        logits_SV: Tensor = self._kernels.bound("logits", self._head, Memory(len(last)))(
-            state.hidden_TD, last
-        )
-        return logits_SV
+        return self._kernels.bound("logits", self._head, Memory(len(last)))(state.hidden_TD, last)
 
-    @torch.inference_mode()
-    def draw(self, task: Task, logits_SV: Tensor) -> list[int] | list[Standing]:
+    def draw(self, task: Task, logits_SV: Any) -> list[int] | list[Standing]:
         """The next token of each sequence, or the standing of each request's beam search.
 
         Raises:
             NotFinite: a logit is not finite; the message names the step and the first tensor that was bad.
         """
         state = self._states[task.micro_batch]
-        try:
-            return self._draw(state, logits_SV)
-        except NotFinite as error:
-            raise traced(error, task.step, self._first_bad(state), self._dtype) from error
+        with self._library.computing():
+            self._library.settle(task.micro_batch, logits_SV)
+            try:
+                return self._draw(state, self._library.on_host(logits_SV))
+            except NotFinite as error:
+                raise traced(error, task.step, self._first_bad(state), self._kernels.dtype) from error
 
-    def _draw(self, state: MicroBatchState, logits_SV: Tensor) -> list[int] | list[Standing]:
-        logits_SV = logits_SV.cpu()
+    def _draw(self, state: MicroBatchState, logits_SV: Logits) -> list[int] | list[Standing]:
         ends = range(len(state.sequences)) if state.ends is None else state.ends
-        if self._choice.kept is not None:
-            self._choice.kept.append((tuple(state.sequences[end] for end in ends), logits_SV))
+        if self._choice.keep is not None:
+            self._choice.keep(tuple(state.sequences[end] for end in ends), logits_SV)
         positions = [state.step.past[end] + state.step.new[end] for end in ends]
         mine = state.requests if state.ends is None else [state.requests[end] for end in ends]
         rows = len(positions) // len(mine)
@@ -98,9 +102,9 @@ class NextTokens:
         whole = state.whole
         places = [whole.requests.index(request) for request in mine]
         if self._beams:
-            require_finite(logits_SV.numpy(), requests, positions)
+            require_finite(logits_SV, requests, positions)
             return self._beams.advance(whole, places, logits_SV)
-        tokens = sample(logits_SV.numpy(), self._choice.sampling, requests, positions)
+        tokens = sample(logits_SV, self._choice.sampling, requests, positions)
         self._hand_on(state, tokens)
         return tokens
 
@@ -109,7 +113,7 @@ class NextTokens:
         state = self._states[task.micro_batch]
         greedy = self._kernels.fused("greedy", self._head, self._memory(state)) if self._is_greedy else None
         if greedy is None:
-            with torch.inference_mode():
+            with self._library.computing():
                 return self.draw(task, self.logits(state))
         tokens: list[int]
         logits_SV, tokens = greedy(state.hidden_TD, state.last)

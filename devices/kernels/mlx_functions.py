@@ -1,6 +1,6 @@
-"""The kernels of a MoE transformer on MLX, as pure functions of arrays, which are lazy: the caller evaluates them.
+"""The operations of a MoE transformer on MLX, as pure functions of arrays, which are lazy: the caller evaluates them.
 
-Shapes in names are those of `../torch/kernels.py`. A weight matrix (N, D) arrives as blocks (D, some of N) of its
+Shapes in names are those of `functions.py`. A weight matrix (N, D) arrives as blocks (D, some of N) of its
 transpose, left to right, and experts' matrices in stacks: one array for several experts, (E, D, some of N), or
 (E, some of D, N) where the files hold the transpose. Operations that decide accuracy are computed in float32.
 """
@@ -19,15 +19,17 @@ from moesched.models.config import ModelConfig, NormKind
 from moesched.models.footprint import EXPERT_TILE, EXPERTS_AT_ONCE, QUERY_TILE
 from moesched.models.layers import GroupedAttention
 
-from . import fused
+from . import mlx_elements
 
 Array = mx.array
 Blocks = Sequence[Array]
 Product = Callable[[Array, Blocks], Array]
 
 MANY_ROWS = 64
-"""From this number of rows on, Metal reads an expert's weights once for neighbouring rows, if told that they are
-sorted. The rows of the whole micro-batch count, since Metal then chooses another kernel, whose last bits differ."""
+"""Rows of a micro-batch from which on `gather_mm` is called with the flag that they are sorted by expert.
+
+Metal then reads an expert's weights once for neighbouring rows, in another kernel, whose last bits differ.
+"""
 
 
 class Stack(NamedTuple):
@@ -42,21 +44,12 @@ class Stack(NamedTuple):
     transposed_down: bool
 
 
-def stack_of(parts: Mapping[str, Sequence[Array]], transposed_down: bool) -> Stack:
-    """A stack of blocks as the files hold them: (E, some of N, D), or (E, some of D, N) for down where transposed."""
-    turned = {
-        part: [block if part == "down" and transposed_down else block.swapaxes(-1, -2) for block in blocks]
-        for part, blocks in parts.items()
-    }
-    return Stack(**turned, transposed_down=transposed_down)
-
-
 class Rows(NamedTuple):
     """The expert of a stack for each row.
 
     Attributes:
         indices_n: the expert's index in the stack, uint32, ascending.
-        counts: number of rows of each index; None where the host does not know them, and can only gather rows.
+        counts: number of rows of each index; None where the host does not know them, so that they are gathered.
         many: whether the micro-batch has `MANY_ROWS`.
     """
 
@@ -77,7 +70,7 @@ class KVView(NamedTuple):
 
 
 def linear(x_TD: Array, blocks: Blocks) -> Array:
-    """x times the matrix that the blocks make: (T, N)."""
+    """x @ W, W as blocks of its columns: (T, N)."""
     return _joined([x_TD @ block for block in blocks], axis=-1)
 
 
@@ -107,34 +100,33 @@ def apply_rotary(x_THd: Array, cos_T1d: Array, sin_T1d: Array) -> Array:
     """Heads rotated by `rotary`'s angles; entries i and i + d/2 of a head make a pair."""
     first, second = mx.split(x_THd, 2, axis=-1)
     swapped = mx.concatenate([second, first], axis=-1)
-    return fused.turned(x_THd, swapped, cos_T1d, sin_T1d)
+    return mlx_elements.turned(x_THd, swapped, cos_T1d, sin_T1d)
 
 
 def project_qkv(
     hidden_TD: Array,
-    norm_D: Array,
-    qkv: Blocks,
-    cos_T1d: Array,
-    sin_T1d: Array,
+    angles: tuple[Array, Array],
+    weights: Mapping[str, Blocks],
     config: ModelConfig,
     attention: GroupedAttention,
-    qk_norms: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Queries (T, H, d), keys and values (T, K, d) of tokens, normalised, clipped and rotated as the model requires."""
-    x_TX = linear(norm(hidden_TD, norm_D, config.norm_eps, config.norm), qkv)
+    """Queries (T, H, d), keys and values (T, K, d) of tokens, normalised, clipped and rotated as the model requires.
+
+    weights: `attention_norm` and `qkv`, and where the model has them `q_norm` and `k_norm`.
+    """
+    x_TX = linear(norm(hidden_TD, weights["attention_norm"][0], config.norm_eps, config.norm), weights["qkv"])
     queries, head_dim = attention.query_width, attention.head_dim
     keys = queries + attention.key_width
-    if qk_norms is not None:
-        *parts, v_TX = mx.split(x_TX, (queries, keys), axis=-1)
-        normed = [
-            _normed_heads(part, weight, config.norm_eps) for part, weight in zip(parts, qk_norms, strict=True)
-        ]
-        x_TX = mx.concatenate([*normed, v_TX], axis=-1)
+    if attention.qk_norm:
+        q_TX, k_TX, v_TX = mx.split(x_TX, (queries, keys), axis=-1)
+        q_TX = _normed_heads(q_TX, weights["q_norm"][0], config.norm_eps)
+        k_TX = _normed_heads(k_TX, weights["k_norm"][0], config.norm_eps)
+        x_TX = mx.concatenate([q_TX, k_TX, v_TX], axis=-1)
     if attention.clip is not None:
-        x_TX = fused.clipped(x_TX, attention.clip)
+        x_TX = mlx_elements.clipped(x_TX, attention.clip)
     qk_TX, v_TX = mx.split(x_TX, (keys,), axis=-1)
     tokens = len(x_TX)
-    qk_THd = apply_rotary(qk_TX.reshape(tokens, -1, head_dim), cos_T1d, sin_T1d)
+    qk_THd = apply_rotary(qk_TX.reshape(tokens, -1, head_dim), *angles)
     q_THd, k_TKd = mx.split(qk_THd, (attention.heads,), axis=1)
     return q_THd, k_TKd, v_TX.reshape(tokens, -1, head_dim)
 
@@ -218,7 +210,28 @@ def choose_experts(logits_TE: Array, top_k: int, sum_to_one: bool = True) -> tup
     chosen_Tk = mx.take_along_axis(logits_TE, experts_Tk, axis=-1)
     if sum_to_one:
         return experts_Tk, mx.softmax(chosen_Tk, axis=-1)
-    return experts_Tk, fused.probability(chosen_Tk, mx.logsumexp(logits_TE, axis=-1, keepdims=True))
+    return experts_Tk, mlx_elements.probability(chosen_Tk, mx.logsumexp(logits_TE, axis=-1, keepdims=True))
+
+
+class Grouping(NamedTuple):
+    """The rows of a micro-batch, one for each expert of each token, sorted by expert, then by token.
+
+    x_nD: the rows. experts_n: each row's expert. rows_Tk: the row of each pair of token and expert; None for one token,
+    whose rows are in that order already.
+    """
+
+    x_nD: Array
+    experts_n: Array
+    rows_Tk: Array | None
+
+
+def group_by_expert(x_TD: Array, experts_Tk: Array) -> Grouping:
+    """The rows of the experts of each token."""
+    tokens, top_k = experts_Tk.shape
+    if tokens == 1:
+        return Grouping(mx.broadcast_to(x_TD, (top_k, x_TD.shape[1])), experts_Tk.reshape(-1), None)
+    tokens_n, experts_n, rows_Tk = sort_rows(experts_Tk)
+    return Grouping(x_TD[tokens_n], experts_n, rows_Tk)
 
 
 def sort_rows(experts_Tk: Array) -> tuple[Array, Array, Array]:
@@ -228,27 +241,23 @@ def sort_rows(experts_Tk: Array) -> tuple[Array, Array, Array]:
     return order_n // experts_Tk.shape[1], flat[order_n], mx.argsort(order_n).reshape(experts_Tk.shape)
 
 
-def gathers(dtype: mx.Dtype) -> bool:
-    """Whether `gather_mm` multiplies this dtype here: on Metal all, on the CPU only float32."""
-    return bool(dtype == mx.float32 or mx.metal.is_available())
-
-
-def experts_ffn(x_nD: Array, stack: Stack, rows: Rows) -> Array:
-    """The experts' outputs for their rows: down (silu(gate x) * up x).
+def gathered_experts(stack: Stack, x_nD: Array, rows: Rows) -> Array:
+    """The experts' outputs for their rows: down (silu(gate x) * up x), in few kernels that gather matrices by row.
 
     A row's result depends on no other row, so it is the same whether experts run together or one by one.
-
-    rows: must have counts if `gathers` is false for the dtype.
     """
-    if gathers(x_nD.dtype):
-        return _joined(
-            [_ffn(x, stack, product).squeeze(1) for x, product in _gathered(x_nD[:, None], rows)], 0
-        )
-    return _joined([_ffn(x, stack, product) for x, product in _one_by_one(x_nD, rows.counts or ())], 0)
+    tiles = [_ffn(x, stack, product).squeeze(1) for x, product in _gathered(x_nD[:, None], rows)]
+    return _joined(tiles, axis=0)
+
+
+def experts_one_by_one(stack: Stack, x_nD: Array, rows: Rows) -> Array:
+    """`gathered_experts` as products of one expert's rows each. rows: must have counts."""
+    assert rows.counts is not None, "the host knows the rows"
+    return _joined([_ffn(x, stack, product) for x, product in _one_by_one(x_nD, rows.counts)], axis=0)
 
 
 def _ffn(x_nD: Array, stack: Stack, product: Product) -> Array:
-    inner_nI = fused.swiglu(product(x_nD, stack.gate), product(x_nD, stack.up))
+    inner_nI = mlx_elements.swiglu(product(x_nD, stack.gate), product(x_nD, stack.up))
     if not stack.transposed_down:
         return product(inner_nI, stack.down)
     return _sum_of_products(inner_nI, stack.down, product)
@@ -261,7 +270,7 @@ def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
     ends = list(accumulate(block.shape[1] for block in blocks))
     parts = mx.split(x_nI, ends[:-1], axis=-1)
     products = (product(x, [block]).astype(mx.float32) for x, block in zip(parts, blocks, strict=True))
-    return fused.added(*products).astype(x_nI.dtype)
+    return mlx_elements.added(*products).astype(x_nI.dtype)
 
 
 def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
@@ -279,8 +288,8 @@ def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
 def _gather(indices_n: Array, many: bool, x_n1D: Array, blocks: Blocks) -> Array:
     """The product of each row with its expert's matrix.
 
-    The rows' own indices are given where MLX would make them anew; for many rows it then could not tell that they are
-    in order.
+    Few rows pass their own indices, which MLX would else make in each call. For many rows it makes them, since it
+    uses the fact that they ascend only then.
     """
     own = None if many else _ascending(len(x_n1D))
     parts = [
@@ -309,17 +318,19 @@ def _multiply(index: int, x_nD: Array, blocks: Blocks) -> Array:
     return linear(x_nD, [block[index] for block in blocks])
 
 
-def sum_experts(y_TkD: Array, weights_Tk: Array) -> Array:
-    """The weighted sum of each token's experts: (T, D), float32, by ascending expert."""
-    return fused.added(*_weighted(y_TkD, weights_Tk)).squeeze(1)
+def sum_experts(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array) -> Array:
+    """The weighted sum of each token's experts: (T, D), float32, by ascending expert. Rows as in `Grouping`."""
+    return mlx_elements.added(*_weighted(y_nD, rows_Tk, weights_Tk)).squeeze(1)
 
 
-def combine(y_TkD: Array, weights_Tk: Array, residual_TD: Array) -> Array:
+def combine(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array, residual_TD: Array) -> Array:
     """The residual plus `sum_experts`, rounded once to the residual's dtype."""
-    return fused.added_to(residual_TD[:, None], *_weighted(y_TkD, weights_Tk)).squeeze(1)
+    parts = _weighted(y_nD, rows_Tk, weights_Tk)
+    return mlx_elements.added_to(residual_TD[:, None], *parts).squeeze(1)
 
 
-def _weighted(y_TkD: Array, weights_Tk: Array) -> list[Array]:
+def _weighted(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array) -> list[Array]:
     """Each token's experts times their weights, (T, 1, D), float32, by ascending expert."""
-    weighted_TkD = fused.weighted(y_TkD, weights_Tk[:, :, None])
+    y_TkD = y_nD[None] if rows_Tk is None else y_nD[rows_Tk]
+    weighted_TkD = mlx_elements.weighted(y_TkD, weights_Tk[:, :, None])
     return list(mx.split(weighted_TkD, weighted_TkD.shape[1], axis=1))

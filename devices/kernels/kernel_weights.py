@@ -1,0 +1,43 @@
+"""Weights that kernels are bound to, of any library."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import count
+from types import MappingProxyType
+from typing import TypeVar
+
+from moesched.models.layers import Layer
+
+from .seam import Bound, Operation
+
+T = TypeVar("T")
+
+EXPERT_PARTS = ("gate", "up", "down")
+
+_numbers = count()
+
+
+class KernelWeights(dict[str, list[T]]):
+    """Tensors by name, as blocks, with what kernels keep of them.
+
+    Attributes:
+        layer: describes the layer that they belong to; None outside the layers.
+        number: unique id.
+        bounds: kernels that are bound to these weights alone.
+        refused: the operations that no kernel takes, with the number of rows.
+    """
+
+    def __init__(
+        self, blocks: Mapping[str, Sequence[T]] = MappingProxyType({}), layer: Layer | None = None
+    ) -> None:
+        super().__init__({name: list(each) for name, each in blocks.items()})
+        self.layer = layer
+        self.number = next(_numbers)
+        self.bounds: dict[Hashable, Bound] = {}
+        self.refused: set[tuple[str, int]] = set()
+
+    @abstractmethod
+    def formats(self, operation: Operation) -> frozenset[str]:
+        """The storage formats of an operation's matrices."""

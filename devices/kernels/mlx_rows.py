@@ -1,0 +1,254 @@
+"""The kernels of MLX. Arrays are lazy: a bound kernel returns them without evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from moesched.models.config import ModelConfig
+
+from . import mlx_functions as functions
+from .mlx_functions import MANY_ROWS, Array, Rows, Stack
+from .mlx_weights import Arrays
+from .seam import OPERATIONS, STACK, Bound, Case, Kernel, Routed
+from .table import KernelTable
+
+
+class MlxKernel(Kernel):
+    """A kernel of MLX, on any device.
+
+    Args:
+        table: finds the kernels that others are made of.
+    """
+
+    name = "mlx"
+    takes = "everything"
+
+    def __init__(self, config: ModelConfig, table: KernelTable) -> None:
+        self._config = config
+        self._table = table
+
+    def refusal(self, case: Case) -> str:
+        """Empty: it takes every case."""
+        return ""
+
+
+class MlxEmbed(MlxKernel):
+    """Embeddings and angles."""
+
+    operation = "embed"
+
+    def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
+        """(ids, positions) -> hidden_TD, angles."""
+        return partial(self._embed, weights["embedding"][0])
+
+    def _embed(
+        self, embedding_VD: Array, ids: list[int], positions: npt.NDArray[np.int64]
+    ) -> tuple[Array, tuple[Array, Array]]:
+        attention = self._config.attention
+        angles = functions.rotary(mx.array(positions), attention.head_dim, attention.rope_theta)
+        return embedding_VD[mx.array(ids)], angles
+
+
+class MlxAttentionInputs(MlxKernel):
+    """Norm, projection and rotation."""
+
+    operation = "attention_inputs"
+
+    def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
+        """(hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
+        assert case.layer is not None, "it is in a layer"
+        names = ("attention_norm", "qkv", "q_norm", "k_norm")
+        arrays = {name: weights[name] for name in names if name in weights}
+        return partial(
+            functions.project_qkv, weights=arrays, config=self._config, attention=case.layer.grouped
+        )
+
+
+class MlxAttention(MlxKernel):
+    """Attention over views of the KV cache."""
+
+    operation = "attention"
+
+    def bind(self, case: Case, weights: object, memory: object) -> Bound:
+        """(qkv, cached) -> attended_TX."""
+        assert case.layer is not None, "it is in a layer"
+        return partial(_attend, case.layer.grouped.window)
+
+
+def _attend(window: int | None, qkv: tuple[Array, Array, Array], cached: Any) -> Array:
+    q_THd, k_TKd, v_TKd = qkv
+    cached.append(k_TKd, v_TKd)
+    return functions.attention(q_THd, cached.views(), window)
+
+
+class MlxOutputProjection(MlxKernel):
+    """Output projection and residual."""
+
+    operation = "output_projection"
+
+    def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
+        """(attended_TX, residual_TD) -> hidden_TD."""
+        return partial(_project_output, weights["o"])
+
+
+def _project_output(blocks: Sequence[Array], attended_TX: Array, residual_TD: Array) -> Array:
+    return residual_TD + functions.linear(attended_TX, blocks)
+
+
+class MlxRoute(MlxKernel):
+    """Norm and router."""
+
+    operation = "route"
+
+    def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
+        """(hidden_TD) -> Routed."""
+        assert case.layer is not None, "it is in a layer"
+        network, config = case.layer.feed_forward, self._config
+        norm = partial(functions.norm, weight_D=weights["ffn_norm"][0], eps=config.norm_eps, kind=config.norm)
+        if network.experts == 1:
+            return partial(_route_to_one, norm)
+        return partial(_route, norm, weights["router"], network.top_k, network.weights_sum_to_one)
+
+
+def _route_to_one(norm: Callable[[Array], Array], hidden_TD: Array) -> Routed:
+    x_TD = norm(hidden_TD)
+    ones_T1 = mx.ones((len(x_TD), 1))
+    return Routed(x_TD, mx.zeros((len(x_TD), 1), dtype=mx.uint32), ones_T1, ones_T1)
+
+
+def _route(
+    norm: Callable[[Array], Array], router: Sequence[Array], top_k: int, sum_to_one: bool, hidden_TD: Array
+) -> Routed:
+    x_TD = norm(hidden_TD)
+    logits_TE = functions.router_logits(x_TD, router)
+    return Routed(x_TD, *functions.choose_experts(logits_TE, top_k, sum_to_one), logits_TE)
+
+
+class GatheredExperts(MlxKernel):
+    """Experts of a stack in a few kernels, each of which finds a row's matrix by the row's expert."""
+
+    operation = "experts"
+    name = "mlx gathered"
+    takes = "float32, and on Metal bfloat16"
+    independent = True
+
+    def refusal(self, case: Case) -> str:
+        """Refuses bfloat16 on a processor."""
+        return _not_gathered(case)
+
+    def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
+        """(x_nD, rows) -> y_nD."""
+        return partial(functions.gathered_experts, _stack(weights))
+
+
+def _not_gathered(case: Case) -> str:
+    by_processor = case.device == "cpu" and case.dtype != "float32"
+    return "on a processor MLX gathers float32 matrices only" if by_processor else ""
+
+
+class ExpertsOneByOne(MlxKernel):
+    """Experts of a stack, each as three products."""
+
+    operation = "experts"
+    name = "mlx one by one"
+
+    def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
+        """(x_nD, rows) -> y_nD."""
+        return partial(functions.experts_one_by_one, _stack(weights))
+
+
+def _stack(weights: Arrays) -> Stack:
+    assert weights.layer is not None, "it is in a layer"
+    transposed = weights.layer.feed_forward.transposed_down
+    return Stack(weights["gate"], weights["up"], weights["down"], transposed)
+
+
+class MlxCombine(MlxKernel):
+    """Weighted sum of the experts' outputs, and the residual."""
+
+    operation = "combine"
+
+    def bind(self, case: Case, weights: object, memory: object) -> Bound:
+        """(y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD."""
+        return functions.combine
+
+
+class MlxMoELayer(MlxKernel):
+    """All that follows attention: the host need not know the routing before its end."""
+
+    operation = "moe_layer"
+    takes = "experts in one stack, as `mlx gathered` does"
+
+    def refusal(self, case: Case) -> str:
+        """Refuses experts in several stacks, and bfloat16 on a processor."""
+        return _not_gathered(case) if STACK in case.formats else "it takes experts in one stack"
+
+    def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
+        """(attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None."""
+        assert weights.stack is not None, "the case has the format STACK"
+        project, route = (
+            self._table.bind(self._part(case, name, weights), weights)
+            for name in ("output_projection", "route")
+        )
+        experts = self._table.bind(self._part(case, "experts", weights.stack), weights.stack)
+        return partial(_moe_layer, project, route, experts)
+
+    def _part(self, case: Case, operation: str, weights: Arrays) -> Case:
+        return case._replace(operation=operation, formats=weights.formats(OPERATIONS[operation]))
+
+
+def _moe_layer(
+    project: Bound, route: Bound, experts: Bound, attended_TX: Array, hidden_TD: Array
+) -> tuple[Array, Array, None]:
+    hidden_TD = project(attended_TX, hidden_TD)
+    routed = route(hidden_TD)
+    x_nD, experts_n, rows_Tk = functions.group_by_expert(routed.x_TD, routed.experts_Tk)
+    y_nD = experts(x_nD, Rows(experts_n, None, len(x_nD) >= MANY_ROWS))
+    return functions.combine(y_nD, rows_Tk, routed.weights_Tk, hidden_TD), routed.experts_Tk, None
+
+
+class MlxLogits(MlxKernel):
+    """Last norm and LM head."""
+
+    operation = "logits"
+
+    def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
+        """(hidden_TD, rows) -> logits_SV."""
+        return partial(self._logits, weights["final_norm"][0], weights["lm_head"])
+
+    def _logits(self, norm_D: Array, head: Sequence[Array], hidden_TD: Array, rows: list[int]) -> Array:
+        x_SD = functions.norm(hidden_TD[mx.array(rows)], norm_D, self._config.norm_eps, self._config.norm)
+        return functions.linear(x_SD, head).astype(mx.float32)
+
+
+MLX = (
+    MlxEmbed,
+    MlxAttentionInputs,
+    MlxAttention,
+    MlxOutputProjection,
+    MlxRoute,
+    GatheredExperts,
+    ExpertsOneByOne,
+    MlxCombine,
+    MlxMoELayer,
+    MlxLogits,
+)
+
+
+def mlx_table(config: ModelConfig) -> KernelTable:
+    """The table of all kernels of MLX."""
+    table = KernelTable(())
+    for row in MLX:
+        table.add(row(config, table))
+    return table
+
+
+def device_name() -> str:
+    """The device that MLX computes on, as cases name it."""
+    return "metal" if mx.metal.is_available() else "cpu"

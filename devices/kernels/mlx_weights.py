@@ -1,0 +1,52 @@
+"""Weights as MLX kernels are bound to them: arrays by name, and experts in stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from moesched.models.layers import Layer
+
+from .kernel_weights import EXPERT_PARTS, KernelWeights
+from .mlx_functions import Array
+from .seam import ROWS, STACK, Operation
+
+ALL_ROWS, ALL_STACKED = frozenset({ROWS}), frozenset({ROWS, STACK})
+
+
+class Arrays(KernelWeights[Array]):
+    """Arrays by name, as blocks (D, some of N) of their transposes; those of a stack are (E, D, some of N).
+
+    Args:
+        experts: the stack of each expert, and the expert's index in it.
+
+    Attributes:
+        stack: the stack that has all experts; None where they are in several.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[str, Sequence[Array]] = MappingProxyType({}),
+        layer: Layer | None = None,
+        experts: Mapping[int, tuple[Arrays, int]] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(blocks, layer)
+        self.experts = experts
+        stacks = {stack.number: stack for stack, _ in experts.values()}
+        self.stack = next(iter(stacks.values())) if len(stacks) == 1 else None
+
+    def formats(self, operation: Operation) -> frozenset[str]:
+        """The storage formats of an operation's matrices."""
+        if operation.matrices == EXPERT_PARTS or (self.stack is not None and not operation.matrices):
+            return ALL_STACKED
+        return ALL_ROWS
+
+
+def stack_of(parts: Mapping[str, Sequence[Array]], layer: Layer) -> Arrays:
+    """A stack of blocks as the files hold them: (E, some of N, D), or (E, some of D, N) for down where transposed."""
+    transposed = layer.feed_forward.transposed_down
+    turned = {
+        part: [block if part == "down" and transposed else block.swapaxes(-1, -2) for block in blocks]
+        for part, blocks in parts.items()
+    }
+    return Arrays(turned, layer)

@@ -1,0 +1,99 @@
+"""The experts of a layer on MLX: rows grouped by expert, and experts run on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from moesched.models.config import ModelConfig
+from moesched.tasks import Task
+
+from ..kernels import mlx_functions as functions
+from ..kernels.binder import Binder
+from ..kernels.memory import Memory
+from ..kernels.mlx_functions import Array, Rows
+from ..kernels.mlx_weights import Arrays
+from ..kernels.seam import Routed
+from ..runner.library import with_rows
+from ..runner.micro_batch import MicroBatchState
+from .evaluations import Evaluations
+from .expert_rows import ExpertRows, Span, rows_of_one, zeros
+
+
+class MlxExperts:
+    """Runs experts.
+
+    Args:
+        weights: the arrays that a view shows.
+        evaluations: evaluates results.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        states: Sequence[MicroBatchState],
+        weights: Callable[[Any], Arrays],
+        kernels: Binder,
+        evaluations: Evaluations,
+    ) -> None:
+        self._config = config
+        self._states = states
+        self._weights = weights
+        self._kernels = kernels
+        self._evaluations = evaluations
+
+    def group(self, task: Task, routed: Routed, *beside: Array) -> dict[int, int]:
+        """Keep the rows of each expert, evaluated; returns the number of rows of each that has any."""
+        rows = ExpertRows(routed.x_TD, routed.experts_Tk, routed.weights_Tk)
+        self._states[task.micro_batch].rows = rows
+        experts = self._config.layer(task.layer).feed_forward.experts
+        self._evaluations.settle(task.micro_batch, *rows.arrays(), routed.experts_Tk, *beside)
+        rows.counts = _counted(routed.experts_Tk, experts)
+        return with_rows(rows.counts)
+
+    def counts(self, task: Task, experts: int, experts_Tk: Array, *beside: Array) -> dict[int, int]:
+        """The number of rows of each expert that has any; evaluates them."""
+        self._evaluations.settle(task.micro_batch, *beside, experts_Tk)
+        return with_rows(_counted(experts_Tk, experts))
+
+    def scores(self, logits_TE: Array) -> Array:
+        """Each expert's probability by the router (E), float32, averaged over the tokens."""
+        return functions.scores(logits_TE)
+
+    def run_all(self, task: Task, counts: Mapping[int, int], weights: Arrays) -> None:
+        """Run the experts one after the other; their outputs are not evaluated."""
+        rows: ExpertRows = self._states[task.micro_batch].rows
+        for expert in counts:
+            self._apply(rows, rows.span(expert), weights)
+
+    def run_expert(self, task: Task) -> None:
+        """Run one expert on its rows of one or several micro-batches, each as if it ran alone."""
+        weights = self._weights(task.operands)
+        for micro_batch, start, stop in task.expert_rows:
+            rows: ExpertRows = self._states[micro_batch].rows
+            y_nD = self._apply(rows, rows.span(task.expert, start, stop), weights)
+            self._evaluations.later(task, y_nD, micro_batch=micro_batch)
+
+    def warm_expert(self, task: Task) -> None:
+        """Run one expert on a row of zeros, only to read its weights."""
+        x_nD = self._states[task.micro_batch].rows.x_nD
+        x_1D = zeros(1, x_nD.shape[1], x_nD.dtype)
+        stack, index = self._weights(task.operands).experts[task.expert]
+        self._evaluations.later(task, self._run(stack, x_1D, rows_of_one(1, index, many=False)))
+
+    def _apply(self, rows: ExpertRows, span: Span, weights: Arrays) -> Array:
+        """Run an expert on the tiles of a span; returns the span's outputs."""
+        stack, index = weights.experts[span.expert]
+        x_nD = rows.tiles(span)
+        return rows.keep(span, self._run(stack, x_nD, rows_of_one(len(x_nD), index, many=rows.many)))
+
+    def _run(self, stack: Arrays, x_nD: Array, rows: Rows) -> Array:
+        y_nD: Array = self._kernels.bound("experts", stack, Memory(len(x_nD)))(x_nD, rows)
+        return y_nD
+
+
+def _counted(experts_Tk: Array, experts: int) -> list[int]:
+    counts: list[int] = np.bincount(np.array(experts_Tk).ravel(), minlength=experts).tolist()
+    return counts

@@ -1,0 +1,168 @@
+"""The verbs of a batch on MLX, by topology: a device alone, or a node of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from moesched.requests.batch import cached_tokens
+from moesched.seams import Transport
+from moesched.steps.plan import Plan
+from moesched.tasks import Task
+
+from ..kernels.binder import Binder
+from ..kernels.mlx_functions import Array
+from ..kernels.mlx_weights import Arrays
+from ..runner.attention import Attention
+from ..runner.micro_batch import MicroBatchState, chunks_of, wholes_of
+from ..runner.moe_layer import MoELayer
+from ..runner.next_tokens import Choice, NextTokens
+from ..runner.observers import DeviceObservers
+from ..shared.node_exchanges import NodeVerbs
+from ..shared.verbs import Verb, after
+from .evaluations import Evaluations
+from .experts import MlxExperts
+from .kv_cache import RequestsKV
+from .memory import ARRAY_DTYPES
+from .node_side import MlxNodeSide
+from .weights import MlxWeights
+
+Verbs = dict[str, Verb]
+
+DEFERRABLE = {
+    "embed",
+    "pre_attention",
+    "attention",
+    "cpu_attention",
+    "run_expert",
+    "warm_expert",
+    "combine",
+}
+"""Verbs whose results the host does not need: they add to a micro-batch's state."""
+
+
+class Topology:
+    """Makes the verbs of one batch, with memory for its KV cache; on the device's thread.
+
+    Args:
+        weights: those of the model.
+        evaluations: evaluates results.
+        first_bad: names the first weight that is not finite.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        prompts: Sequence[Sequence[int]],
+        choice: Choice,
+        kernels: Binder,
+        weights: MlxWeights,
+        observers: DeviceObservers,
+        evaluations: Evaluations,
+        first_bad: Callable[[], str],
+    ) -> None:
+        self._plan = plan
+        self._choice = choice
+        self._weights = weights
+        self._observers = observers
+        self._evaluations = evaluations
+        self._first_bad = first_bad
+        self._states = _states_of(plan, prompts)
+        self._kernels = kernels
+        self._experts = MlxExperts(plan.layout.config, self._states, weights.show, kernels, evaluations)
+
+    def alone(self) -> Verbs:
+        """A device with all of the model."""
+        attention, moe = self._halves(self._weights.embedding)
+        return self._layers(attention, moe) | {"sample": self._tokens().sample_next}
+
+    def node(self, transport: Transport) -> Verbs:
+        """One of several devices that share the experts of each layer; it attends."""
+        attention, moe = self._halves(self._weights.embedding)
+        sample = self._tokens().sample_next
+        exchanges = NodeVerbs(self._plan, transport, self._node_side(attention, moe), sample)
+        return {**self._layers(attention, moe), "sample": sample, **exchanges.verbs}
+
+    def node_of_experts(self, transport: Transport) -> Verbs:
+        """One of several devices that share the experts of each layer, while the first one attends."""
+        attention, moe = self._halves(Arrays())
+        exchanges = NodeVerbs(self._plan, transport, self._node_side(attention, moe))
+        return {**self._layers(attention, moe), **exchanges.verbs}
+
+    def _halves(self, embedding: Arrays) -> tuple[Attention, MoELayer]:
+        """The halves of a layer."""
+        states, shown, kernels = self._states, self._weights.show, self._kernels
+        attention = Attention(states, shown, embedding, kernels)
+        moe = MoELayer(
+            states,
+            shown,
+            attention,
+            kernels,
+            self._experts,
+            self._evaluations,
+            self._observers,
+            scores=self._plan.declared.scores,
+        )
+        return attention, moe
+
+    def _layers(self, attention: Attention, moe: MoELayer) -> Verbs:
+        """The verbs of layers, and those before them."""
+        weights, experts = self._weights, self._experts
+        attend = self._evaluated(attention.attention, _attended)
+        attend = after(lambda task: self._evaluations.close_others(task.micro_batch), attend)
+        return {
+            "load": weights.load,
+            "fetch": weights.fetch,
+            "copy_to_pinned": weights.fetch,
+            "embed": self._evaluated(attention.embed, lambda state, _: (state.hidden_TD, *state.angles)),
+            "pre_attention": self._evaluated(attention.pre_attention, lambda state, _: state.qkv),
+            "attention": attend,
+            "cpu_attention": attend,
+            "post_attention": moe.post_attention,
+            "route": after(attention.project_output, moe.choose_experts),
+            "preview_route": moe.preview_route,
+            "run_expert": experts.run_expert,
+            "warm_expert": experts.warm_expert,
+            "combine": self._evaluated(moe.combine, lambda state, _: (state.hidden_TD,)),
+        }
+
+    def _evaluated(self, verb: Verb, results: Callable[[MicroBatchState, int], Sequence[Array]]) -> Verb:
+        """A verb whose results, by the state and the layer, are evaluated then or later."""
+
+        def run(task: Task) -> Any:
+            value = verb(task)
+            self._evaluations.later(task, *results(self._states[task.micro_batch], task.layer))
+            return value
+
+        return run
+
+    def _tokens(self) -> NextTokens:
+        return NextTokens(
+            self._weights.head,
+            self._states,
+            self._kernels,
+            self._evaluations,
+            self._choice,
+            lambda state: self._first_bad(),
+        )
+
+    def _node_side(self, attention: Attention, moe: MoELayer) -> MlxNodeSide:
+        return MlxNodeSide(
+            self._plan, self._states, moe, self._experts, self._evaluations, attention.project_output
+        )
+
+
+def _attended(state: MicroBatchState, layer: int) -> Sequence[Array]:
+    return state.attended_TX, *state.caches[0].arrays(layer)
+
+
+def _states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchState]:
+    """The micro-batches of decoding, then the chunks of prefill if prompts are cut, in one KV cache."""
+    states = wholes_of(plan.batch.micro_batches, prompts, beams=1)
+    if plan.nodes.attends:
+        new_tokens = plan.batch.new_tokens
+        lengths = [cached_tokens(prompt + new_tokens) for prompt in plan.batch.prompts]
+        cache = RequestsKV(plan.layout.config, lengths, ARRAY_DTYPES[plan.layout.dtype])
+        for state in states:
+            state.caches = (cache,)
+    return states + chunks_of(plan.chunks, states, prompts) if plan.batch.chunked else states

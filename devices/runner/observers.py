@@ -1,0 +1,36 @@
+"""Observers of a model on a device: of its routers' choices, of its experts' activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moesched.seams import ActivationObserver, RoutingObserver, TokenSpan
+
+from .micro_batch import MicroBatchState
+
+
+class DeviceObservers:
+    """Reports to the observers, if there are any.
+
+    Attributes:
+        first_request: the number of requests in the batches before.
+    """
+
+    def __init__(self) -> None:
+        self.routing: RoutingObserver | None = None
+        self.activations: ActivationObserver | None = None
+        self.first_request = 0
+
+    def routed(self, layer: int, state: MicroBatchState, experts_Tk: npt.NDArray[Any]) -> None:
+        """Report a router's choices."""
+        if self.routing is None:
+            return
+        step = state.step
+        spans = [
+            TokenSpan(self.first_request + request, past, new)
+            for request, past, new in zip(state.requests, step.past, step.new, strict=True)
+        ]
+        self.routing.routed(layer, spans, experts_Tk.astype(np.int64))

@@ -1,0 +1,119 @@
+"""The experts of a layer on torch: rows grouped by expert, and experts run on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from moesched.models.config import ModelConfig
+from moesched.tasks import Task
+
+from ..kernels import functions
+from ..kernels.layer_weights import Weights
+from ..kernels.seam import Routed
+from ..products.linear import Tensor, gated
+from ..runner.library import with_rows
+from ..runner.micro_batch import MicroBatchState
+from ..runner.observers import DeviceObservers
+from .compute import Compute
+from .expert_parts import ExpertRunner, Part, tiles_of
+from .expert_rows import ExpertRows
+
+
+class TorchExperts:
+    """Runs experts on the accelerator.
+
+    Args:
+        weights: the tensors that a view shows.
+        observers: receive the activations of experts, before they run.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        states: Sequence[MicroBatchState],
+        weights: Callable[[Any], Weights],
+        compute: Compute,
+        observers: DeviceObservers,
+    ) -> None:
+        self._config = config
+        self._states = states
+        self._weights = weights
+        self._use_cores_for = compute.use_cores_for
+        self._kernels = compute.kernels
+        self._team = compute.kernels.team
+        self._runner = ExpertRunner(config, compute.kernels, compute.use_cores_for)
+        self._observers = observers
+
+    def group(self, task: Task, routed: Routed, *beside: Tensor) -> dict[int, int]:
+        """Keep the rows of each expert; returns the number of rows of each that has any."""
+        experts = self._config.layer(task.layer).feed_forward.experts
+        grouping = functions.group_by_expert(routed.experts_Tk, experts)
+        self._states[task.micro_batch].rows = ExpertRows(routed.x_TD, grouping, routed.weights_Tk)
+        return with_rows(grouping.counts)
+
+    def counts(self, task: Task, experts: int, experts_Tk: Tensor, *beside: Tensor) -> dict[int, int]:
+        """The number of rows of each expert that has any."""
+        return with_rows(functions.counts_of_sorted(experts_Tk.view(-1).sort().values, experts))
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        """Each expert's probability by the router (E), float32, averaged over the tokens."""
+        return functions.scores(logits_TE)
+
+    def before_preview(self, task: Task) -> None:
+        """Set the number of cores for the router of another layer."""
+        weights = self._weights(task.operands)
+        assert weights.layer is not None, "a view shows a layer"
+        tokens = len(self._states[task.micro_batch].hidden_TD)
+        self._use_cores_for(tokens, self._config.hidden * weights.layer.feed_forward.experts)
+
+    def run_all(self, task: Task, counts: Mapping[int, int], weights: Weights) -> None:
+        """Run all experts that have rows: each on a core where that is faster, the others one after the other."""
+        rows: ExpertRows = self._states[task.micro_batch].rows
+        for expert in counts:
+            report_activations(self._observers, task.layer, [rows.part(expert)], expert, weights)
+        shared = [expert for expert in counts if self._is_shared_out(weights, expert, counts[expert])]
+        for expert in counts.keys() - shared:
+            self._runner.apply([rows.part(expert)], expert, weights)
+        if self._team is not None and shared:
+            shared.sort(key=counts.__getitem__, reverse=True)
+            self._team.run(
+                [partial(self._runner.apply_part, rows.part(expert), expert, weights) for expert in shared]
+            )
+
+    def run_expert(self, task: Task) -> None:
+        """One expert on its rows of one or several micro-batches, each as if it ran alone."""
+        weights = self._weights(task.operands)
+        parts: list[Part] = [
+            self._states[micro_batch].rows.part(task.expert, start, stop)
+            for micro_batch, start, stop in task.expert_rows
+        ]
+        report_activations(self._observers, task.layer, parts, task.expert, weights)
+        self._runner.apply(parts, task.expert, weights)
+
+    def warm_expert(self, task: Task) -> None:
+        """One expert on a row of zeros, only to read its weights."""
+        x_1D = torch.zeros_like(self._states[task.micro_batch].rows.x_nD[:1])
+        part = Part(x_1D, torch.empty_like(x_1D), range(1), range(1))
+        self._runner.apply([part], task.expert, self._weights(task.operands))
+
+    def _is_shared_out(self, weights: Weights, expert: int, rows: int) -> bool:
+        """True if an expert runs on one core; a kernel with threads of its own uses all cores for each expert."""
+        return self._team is not None and not self._kernels.expert(weights, expert, rows)[0].has_threads
+
+
+def report_activations(
+    observers: DeviceObservers, layer: int, parts: Iterable[Part], expert: int, weights: Weights
+) -> None:
+    """Report the activations of an expert that is about to run; they are computed a second time for that."""
+    if observers.activations is None:
+        return
+    for part in parts:
+        for tile, kept in tiles_of(part.rows, part.wanted):
+            values_nI = gated(part.x_nD[tile], weights[f"experts.{expert}.gate"])
+            if kept is not None:
+                values_nI = values_nI[kept]
+            observers.activations.activated(layer, values_nI.float().cpu().numpy())
