@@ -14,8 +14,7 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
 
-from _small_runs import ONE_MEMORY
-
+from benchmarks.shared.small_runs import ONE_MEMORY
 from moesched.devices.mlx import fused
 from moesched.devices.mlx.device import MlxDevice
 from moesched.devices.mlx.fused import ONE_BY_ONE, Kernel
