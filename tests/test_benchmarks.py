@@ -20,6 +20,7 @@ from benchmarks.record.claims import Claim, at_most
 from benchmarks.record.code import by_folder, changed_since, hash_of, imported, older_than_the_code
 from benchmarks.record.results import ROOT
 from benchmarks.record.tables import markdown
+from benchmarks.robustness.lagging_mutants import MUTANTS
 from moesched import plugins
 
 PURPOSES = ("exact", "fidelity", "gpu", "robustness", "speed")
@@ -230,3 +231,10 @@ def test_what_a_doctor_found_on_a_gpu_is_a_line_of_what_has_run_where() -> None:
 @pytest.mark.parametrize("device", cluster_tokens.LOGGED.values())
 def test_the_benchmarks_own_devices_are_devices(device: str) -> None:
     assert plugins.find("devices", device).__name__ == device.partition(":")[2]
+
+
+def test_every_fault_that_the_lagging_device_has_to_find_can_be_planted() -> None:
+    missing = [
+        name for name, mutant in MUTANTS.items() if mutant.text not in (ROOT / mutant.path).read_text()
+    ]
+    assert not missing, "edit benchmarks/robustness/lagging_mutants.toml"
