@@ -1,7 +1,7 @@
 """`explain --what-if` against the truth: the same changes made on the virtual clock, for policies of both sorts.
 
-Links change in the machine, kernels in its costs, and pools by the policy's settings. Fixed graphs submit the same
-tasks after a change; policies that await routers may decide otherwise, which a what-if does not know.
+Links change in the machine, and kernels in its costs. Fixed graphs submit the
+same tasks after a change; policies that await routers may decide otherwise, which a what-if does not know.
 """
 
 from __future__ import annotations
