@@ -16,7 +16,8 @@ COMPILED := moesched/engine.c moesched/system/bound_call.c $(wildcard devices/na
 unexport PYTHONDONTWRITEBYTECODE
 
 # Without the one that installs other programs: bench-peers runs it.
-BENCHMARKS = $(filter-out benchmarks/against_peers.py,$(wildcard benchmarks/[!_]*.py))
+SCRIPTS = $(foreach purpose,speed fidelity exact robustness gpu,$(wildcard benchmarks/$(purpose)/[!_]*.py))
+BENCHMARKS = $(subst /,.,$(basename $(SCRIPTS)))
 
 # A call of every command, and tests of what leans on libraries: HiGHS, safetensors, tokenizers, ZeroMQ, pyarrow.
 SMOKE = $(addprefix tests/test_,standard_output.py cli.py plan.py checkpoints.py prompts.py zeromq.py sweeps.py)
@@ -55,12 +56,12 @@ format: $(TOOLS) ## let ruff rewrite the sources
 	$(BIN)/ruff format .
 
 bench: $(TOOLS) ## run every benchmark; each writes a result file
-	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
-	$(BIN)/python benchmarks/_pages.py
+	@set -e; for module in $(BENCHMARKS); do echo "== $$module"; $(BIN)/python -m "$$module"; done
+	$(BIN)/python -m benchmarks.pages.write
 
 bench-peers: $(TOOLS) ## run the same model with other programs in turn; installs them into the cache folder, once
-	$(BIN)/python benchmarks/against_peers.py
-	$(BIN)/python benchmarks/_pages.py
+	$(BIN)/python -m benchmarks.peers.against_peers
+	$(BIN)/python -m benchmarks.pages.write
 
 docs: $(FOR_DOCS) ## build the site into out/site, without the network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
@@ -70,10 +71,10 @@ docs-serve: $(FOR_DOCS) ## show the site at http://127.0.0.1:8000 while you writ
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 fuzz: $(TOOLS) ## damage every kind of file and message, 100,000 times each; takes hours
-	$(BIN)/python benchmarks/fuzz_inputs.py
+	$(BIN)/python -m benchmarks.robustness.fuzz_inputs
 
 pages: $(INSTALLED) ## write the tables of the docs from the result files
-	$(BIN)/python benchmarks/_pages.py
+	$(BIN)/python -m benchmarks.pages.write
 
 clean: ## remove wheels, caches, traces and generated models (out/)
 	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

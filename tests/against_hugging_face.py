@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _random_models import DECISIVE, hugging_face_logits, prompts_of
-from _small_runs import ONE_MEMORY, Generated, generate
 
+from benchmarks.shared.random_models import DECISIVE, hugging_face_logits, prompts_of
+from benchmarks.shared.small_runs import ONE_MEMORY, Generated, generate
 from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout

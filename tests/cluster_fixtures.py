@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from _forked_nodes import ForkedProcess, ForkServer
 
 import moesched
+from benchmarks.shared.forked_nodes import ForkedProcess, ForkServer
 from clusters import LAUNCHER, cluster, host
 from meshes import free_port
 from moesched.cluster.cluster_file import Cluster, cluster_toml

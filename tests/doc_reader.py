@@ -139,7 +139,8 @@ def check_command(command: list[str], where: str) -> None:
         arguments = command[programs.index("moesched") + 1 :]
         make_app().parse_args(arguments, exit_on_error=False, print_error=False)
     elif programs[0] == "python":
-        assert (ROOT / command[1]).is_file(), f"{where}: {command[1]}"
+        script = f"{command[2].replace('.', '/')}.py" if command[1] == "-m" else command[1]
+        assert (ROOT / script).is_file(), f"{where}: {script}"
     elif programs[0] == "make":
         targets = [word for word in command[1:] if "=" not in word]
         assert all(word in TARGETS or word.startswith(".venv/") for word in targets), f"{where}: {targets}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 
-from peers.protocol import Answer, Message, serve
+from benchmarks.peers.protocol import Answer, Message, serve
 
 
 def load() -> tuple[Answer, Message]:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from _small_runs import ONE_MEMORY, Generated, generate
-
+from benchmarks.shared.small_runs import ONE_MEMORY, Generated, generate
 from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.config import ModelConfig

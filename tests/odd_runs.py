@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from _small_runs import TWO_MEMORIES, Generated, generate
-
+from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, generate
 from moesched.devices.torch.device import TorchDevice
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint

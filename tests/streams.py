@@ -8,7 +8,7 @@ from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
-from moesched.tasks import Task
+from moesched.tasks import Lane, Task
 
 
 class Operation:
@@ -48,28 +48,26 @@ class FakeStreams:
     def __init__(self, execute: Callable[[Task], Any], operation: type[Operation] = Operation) -> None:
         self._execute = execute
         self._operation = operation
-        self._queues: dict[str, queue.SimpleQueue[Operation | None]] = {}
-        self._operations: dict[int, Operation] = {}
+        self._queues: dict[Lane, queue.SimpleQueue[Operation | None]] = {}
+        self._operations: dict[Task, Operation] = {}
         self.issued: list[str] = []
 
     def issue(self, task: Task, after: list[Task]) -> Operation:
         self.issued.append(task.label)
-        operation = self._operation(
-            lambda: self._execute(task), [self._operations[other.id] for other in after]
-        )
-        self._operations[task.id] = operation
-        self._stream(task.lane.name).put(operation)
+        operation = self._operation(lambda: self._execute(task), [self._operations[other] for other in after])
+        self._operations[task] = operation
+        self._stream(task.lane).put(operation)
         return operation
 
     def close(self) -> None:
         for stream in self._queues.values():
             stream.put(None)
 
-    def _stream(self, name: str) -> queue.SimpleQueue[Operation | None]:
-        if name not in self._queues:
-            self._queues[name] = queue.SimpleQueue()
-            threading.Thread(target=self._run, args=(self._queues[name],), daemon=True).start()
-        return self._queues[name]
+    def _stream(self, lane: Lane) -> queue.SimpleQueue[Operation | None]:
+        if lane not in self._queues:
+            self._queues[lane] = queue.SimpleQueue()
+            threading.Thread(target=self._run, args=(self._queues[lane],), daemon=True).start()
+        return self._queues[lane]
 
     @staticmethod
     def _run(stream: queue.SimpleQueue[Operation | None]) -> None:

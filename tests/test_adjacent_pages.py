@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from _small_runs import TWO_MEMORIES, Generated, generate, same_bits
 
+from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, generate, same_bits
 from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.devices.products.linear import joined
 from moesched.devices.shared.page_reader import PageReader

@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from _beams import hugging_face_beams, searched
-from _random_models import mixtral, olmoe, prompts_of, qwen
-from _small_runs import ONE_MEMORY, TWO_MEMORIES
 
 import moesched
+from benchmarks.exact._beams import hugging_face_beams, searched
+from benchmarks.shared.random_models import mixtral, olmoe, prompts_of, qwen
+from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES
 from moesched.errors import BadInput
 from moesched.machines import Machine
 from moesched.requests.batch import Batch, cached_tokens_of_beams

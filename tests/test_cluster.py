@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _forked_nodes import ForkServer
 from structlog.testing import capture_logs
 
 import moesched
+from benchmarks.shared.forked_nodes import ForkServer
 from cluster_fixtures import MIXTRAL, NEW_TOKENS, PROMPTS, first_node, run_seated
 from moesched.cluster.cluster_file import Cluster
 from moesched.cluster.cluster_jobs import run_local

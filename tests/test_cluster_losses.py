@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from _forked_nodes import ForkServer, Killer
 
 import moesched
+from benchmarks.shared.forked_nodes import ForkServer, Killer
 from cluster_fixtures import NEW_TOKENS, PROMPTS, fill_disk, first_node, run_seated
 from moesched.cluster.cluster_file import Cluster, Host, cluster_toml
 from moesched.cluster.cluster_jobs import run_local

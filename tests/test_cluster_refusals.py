@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from _forked_nodes import ForkServer
 
+from benchmarks.shared.forked_nodes import ForkServer
 from cluster_fixtures import run_seated
 from commands import refused
 from moesched.cluster.cluster_file import Cluster, cluster_toml

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from _small_runs import Generated
 
 import moesched
+from benchmarks.shared.small_runs import Generated
 from moesched.devices.native.copy_team import CopyTeam
 from moesched.devices.torch.compute import Compute
 from moesched.devices.torch.copies import NumberRing, wait_for_copies

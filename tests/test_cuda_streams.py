@@ -9,8 +9,8 @@ from itertools import count, islice
 
 import pytest
 import torch
-from _lagging_spans import minutes_of_tasks
 
+from benchmarks.robustness._lagging_spans import minutes_of_tasks
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingGpu
 from moesched.devices.torch.cuda_streams import CudaStreams
 from moesched.devices.torch.stream_clock import PERIOD, StreamClock

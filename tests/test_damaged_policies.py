@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from _damage import Damage, Damaged, Kind
-from damaged_policies import Bench
 
+from benchmarks.robustness._damage import Damage, Damaged, Kind
+from benchmarks.robustness.damaged_policies import Bench
 from moesched.plugins import make_policy
 
 

@@ -10,12 +10,19 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from _random_models import NO_CLIP, dbrx, hugging_face_logits, load_model, prompts_of, random_dbrx
 from safetensors.torch import load_file, save_file
 from transformers import DbrxForCausalLM
 
 import moesched
 from against_hugging_face import STEPS, assert_same_tokens, generated
+from benchmarks.shared.random_models import (
+    NO_CLIP,
+    dbrx,
+    hugging_face_logits,
+    load_model,
+    prompts_of,
+    random_dbrx,
+)
 from moesched.devices.products.linear import linear
 from moesched.devices.products.plain_weights import plain_linear
 from moesched.devices.shared.page_reader import DTYPES, PageReader

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from _small_runs import TWO_MEMORIES
-
+from benchmarks.shared.small_runs import TWO_MEMORIES
 from engine_script import Script
 from moesched.errors import TaskCancelled
 from moesched.models.layout import weight_layout

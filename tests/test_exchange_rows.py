@@ -7,8 +7,8 @@ from contextlib import closing
 
 import pytest
 import torch
-from _small_runs import TWO_MEMORIES, generate
 
+from benchmarks.shared.small_runs import TWO_MEMORIES, generate
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
-from _small_runs import ONE_MEMORY, generate
 
+from benchmarks.shared.small_runs import ONE_MEMORY, generate
 from kernel_tables import kernels_of
 from moesched.devices.kernels.layer_weights import Weights
 from moesched.devices.kernels.memory import Memory

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from _equal_bits import EXPERTS, SLOW_CPU, EqualRun
-from _small_runs import ONE_MEMORY, generate, same_bits
 
+from benchmarks.shared.equal_bits import EXPERTS, SLOW_CPU, EqualRun
+from benchmarks.shared.small_runs import ONE_MEMORY, generate, same_bits
 from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice
 from moesched.dispatch.expert_latencies import ExpertLatencies

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from _small_runs import ONE_MEMORY, TWO_MEMORIES, generate, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, generate, same_bits
 from cut_rows import partition
 from moesched import plugins, run_model
 from moesched.devices.torch.device import TorchDevice

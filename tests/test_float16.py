@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from _small_runs import ONE_MEMORY, TWO_MEMORIES, generate
 
 import moesched
+from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, generate
 from commands import refused
 from moesched.devices.torch.cuda_device import assumed_flops, dtype_on, with_float16
 from moesched.devices.torch.device import TorchDevice

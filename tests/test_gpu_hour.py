@@ -9,17 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gpu_hour
 import pytest
-from _claims_of_gpus import gpu_hour as bars
-from _fresh_process import FreshProcess, RowFailed, in_fresh_process
-from _gpu_figures import of_run
-from _gpu_peers import llama_cpp
-from _gpu_policies import Case, in_turn
-from _gpu_rows import IN_ORDER, PARTS, Bench, Places, Row, rows
-from _gpu_sizes import FULL, SMALL, Sizes
-from _preparations import Preparation, Preparations, write_gguf, write_model
-from _results import RESULTS, stored
+
+from benchmarks.gpu import gpu_hour
+from benchmarks.gpu._claims import claims as bars
+from benchmarks.gpu._figures import of_run
+from benchmarks.gpu._peers import llama_cpp
+from benchmarks.gpu._policies import Case, in_turn
+from benchmarks.gpu._preparations import Preparation, Preparations, write_gguf, write_model
+from benchmarks.gpu._rows import IN_ORDER, PARTS, Bench, Places, Row, rows
+from benchmarks.gpu._sizes import FULL, SMALL, Sizes
+from benchmarks.record.results import RESULTS, stored
+from benchmarks.shared.fresh_process import FreshProcess, RowFailed, in_fresh_process
 
 OTHERS = "others"
 
@@ -71,7 +72,7 @@ def test_one_process_runs_many_policies_which_give_the_same_tokens(small: dict[s
 
 
 def test_figures_of_tiny_models_are_marked_and_have_no_bars(small: dict[str, Any]) -> None:
-    assert small["small"] is True and small["bars"] == []
+    assert small["small"] is True and small["claims"] == []
     assert small["gpu"]["name"] == "none"
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from _gpu_policies import begin_peak
-from _small_runs import TWO_MEMORIES, Generated, generate
 
+from benchmarks.gpu._policies import begin_peak
+from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, generate
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.torch.cuda_device import gpu_of
 from moesched.devices.torch.gpu_memory import (

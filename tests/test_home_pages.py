@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from _small_runs import PAGE_LOCKED, TWO_MEMORIES, Generated, fast_memory
 
+from benchmarks.shared.small_runs import PAGE_LOCKED, TWO_MEMORIES, Generated, fast_memory
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.lagging.pinned import is_read_only
 from moesched.devices.shared.page_reader import PageReader

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from _small_runs import PAGE_LOCKED, THREE_TIERS, TWO_MEMORIES, fast_memory
 
+from benchmarks.shared.small_runs import PAGE_LOCKED, THREE_TIERS, TWO_MEMORIES, fast_memory
 from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.machines import Machine
 from moesched.models.checkpoint import Checkpoint

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from _damage import Damage, Damaged, Kind, end_of
-from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
 
+from benchmarks.robustness._damage import Damage, Damaged, Kind, end_of
+from benchmarks.shared.small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, Generated, generate, same_bits
 from moesched.devices.emulated.rehearsal import rehearse
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import NotResident, PolicyError

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from _small_runs import ONE_MEMORY, generate
 
 import moesched
+from benchmarks.shared.small_runs import ONE_MEMORY, generate
 from kernel_tables import kernels_of, resources_of
 from moesched.devices.kernels.check import check_kernel
 from moesched.devices.kernels.layer_weights import Weights

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _small_runs import TWO_MEMORIES, generate, same_bits
 
+from benchmarks.shared.small_runs import TWO_MEMORIES, generate, same_bits
 from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice
 from moesched.dispatch import double_buffered

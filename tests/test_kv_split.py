@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _small_runs import TWO_MEMORIES, generate, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from benchmarks.shared.small_runs import TWO_MEMORIES, generate, same_bits
 from moesched.cli.main import main
 from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice

@@ -9,11 +9,21 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from _lagging_rows import SECONDS, errors
-from _lagging_runs import CASES, LOCKED, WAYS, Case, Ended, Models, Size, on_gpu, over_budget
-from _lagging_runs import expected as expected_of_cpu
-from _small_runs import TWO_MEMORIES, Generated, generate, same_bits
 
+from benchmarks.robustness._lagging_rows import SECONDS, errors
+from benchmarks.robustness._lagging_runs import (
+    CASES,
+    LOCKED,
+    WAYS,
+    Case,
+    Ended,
+    Models,
+    Size,
+    on_gpu,
+    over_budget,
+)
+from benchmarks.robustness._lagging_runs import expected as expected_of_cpu
+from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, generate, same_bits
 from moesched import plugins
 from moesched.devices.kernels.functions import group_by_expert
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
@@ -59,7 +69,7 @@ WAY_OF = {
     "ep_router_aided": "two nodes",
     "ep_balanced, centralised": "two nodes",
 }
-"""Each policy has one way and one seed here; `benchmarks/lagging_device.py` has all ways and many seeds."""
+"""Each policy has one way and one seed here; `benchmarks/robustness/lagging_device.py` has all ways and many seeds."""
 
 NAMED = {case.name: case for case in CASES}
 EACH = [NAMED[f"{policy}, {way}"] for policy, way in WAY_OF.items()]

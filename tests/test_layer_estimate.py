@@ -5,7 +5,8 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
-from layer_estimate import CASES, shared
+
+from benchmarks.fidelity.layer_estimate import CASES, shared
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from _small_runs import ONE_MEMORY, TWO_MEMORIES, generate
 from msgspec.structs import replace
 
+from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, generate
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
 from moesched.machines import Machine

@@ -6,8 +6,8 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from _small_runs import Generated, same_bits
 
+from benchmarks.shared.small_runs import Generated, same_bits
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.torch.copies import host_indices
 from moesched.devices.torch.kv_cache import BlockedKV

@@ -9,11 +9,19 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from _random_models import hugging_face_logits, load_model, olmoe, prompts_of, qwen, random_olmoe, random_qwen
-from _small_runs import ONE_MEMORY, generate, same_bits
 from transformers import AutoModelForCausalLM
 
 from against_hugging_face import STEPS, assert_same_tokens, generated
+from benchmarks.shared.random_models import (
+    hugging_face_logits,
+    load_model,
+    olmoe,
+    prompts_of,
+    qwen,
+    random_olmoe,
+    random_qwen,
+)
+from benchmarks.shared.small_runs import ONE_MEMORY, generate, same_bits
 from moesched.devices.kernels import functions
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput

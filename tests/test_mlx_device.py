@@ -17,7 +17,9 @@ import torch
 
 mx = pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
 
-from _random_models import (
+import moesched
+from against_hugging_face import STEPS, assert_same_tokens, generated
+from benchmarks.shared.random_models import (
     DECISIVE,
     dbrx,
     mixtral,
@@ -27,10 +29,7 @@ from _random_models import (
     random_olmoe,
     random_qwen,
 )
-from _small_runs import ONE_MEMORY, Generated, generate, same_bits
-
-import moesched
-from against_hugging_face import STEPS, assert_same_tokens, generated
+from benchmarks.shared.small_runs import ONE_MEMORY, Generated, generate, same_bits
 from commands import refused
 from moesched.devices.mlx.device import MlxDevice
 from moesched.devices.mlx.machine import ProcessLimit, with_gpu

@@ -10,9 +10,8 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
 
-from _mlx_nodes import TOY_DBRX, run_nodes
-
 import moesched
+from mlx_nodes import TOY_DBRX, run_nodes
 from moesched.devices.mlx.thread import OneThread
 from moesched.models.random_model import write_random_model
 from moesched.trace import check_trace

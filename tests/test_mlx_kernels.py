@@ -14,8 +14,7 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
 
-from _small_runs import ONE_MEMORY
-
+from benchmarks.shared.small_runs import ONE_MEMORY
 from moesched import run_model
 from moesched.devices.kernels import mlx_elements
 from moesched.devices.kernels.mlx_elements import ONE_BY_ONE, Kernel

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from _small_runs import ONE_MEMORY, generate
 
+from benchmarks.shared.small_runs import ONE_MEMORY, generate
 from moesched.devices.native.attention import LayerAddresses, NativeAttention, SequencesInBlocks
 from moesched.devices.native.compiled import availability, instruction_sets
 from moesched.devices.native.kernels import NativeKernels

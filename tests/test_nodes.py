@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _small_runs import ONE_MEMORY
 
+from benchmarks.shared.small_runs import ONE_MEMORY
 from moesched.devices.shared.node_exchanges import NodeVerbs, exchange_of
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import TaskFailed, TransportError

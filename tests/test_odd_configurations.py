@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from _random_models import COMMON, dbrx, mixtral, olmoe, qwen, ready
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -24,6 +23,7 @@ from transformers import (
 )
 
 from against_hugging_face import assert_same_tokens, generated
+from benchmarks.shared.random_models import COMMON, dbrx, mixtral, olmoe, qwen, ready
 
 DEVICES = {
     "torch": "moesched.devices.torch.device:TorchDevice",

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from _forked_nodes import ForkServer
 
+from benchmarks.shared.forked_nodes import ForkServer
 from cluster_fixtures import NEW_TOKENS, PROMPTS, run_seated
 from moesched.cluster.cluster_file import Cluster, cluster_toml
 from moesched.cluster.fingerprint import fingerprint

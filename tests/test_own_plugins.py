@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _small_runs import ONE_MEMORY
 
+from benchmarks.shared.small_runs import ONE_MEMORY
 from meshes import keys_of, sockets_in
 from moesched import plugins
 from moesched.errors import BadInput, TransportError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from papers import CASES, compared
 
+from benchmarks.fidelity.papers import CASES, compared
 from moesched.dispatch.adaptive_replacement import AdaptiveReplacement
 from moesched.models.layout import Page
 from moesched.plugins import make_policy

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from _random_models import mixtral
 from hypothesis import given
 from hypothesis import strategies as some
 
 import moesched
+from benchmarks.shared.random_models import mixtral
 from commands import refused
 from moesched.errors import BadInput, OutOfOrder, PolicyError
 from moesched.jobs.simulate_model import simulate_model

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from _random_models import dbrx, mixtral
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import moesched
+from benchmarks.shared.random_models import dbrx, mixtral
 from commands import refused
 from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from _previewing import Kept, Previewing
 
 import moesched
+from benchmarks.fidelity._previewing import Kept, Previewing
 from moesched.errors import OutOfOrder, TaskFailed, report_of
 from moesched.jobs.report import merge_reports
 from moesched.machines import load_machine
@@ -67,7 +67,9 @@ def test_simulations_report_what_the_policy_saw(accuracy: float) -> None:
 @pytest.mark.parametrize("given", [{}, {"prefill_chunk": 16}, {"batch_size": 2}], ids=str)
 def test_runs_report_what_the_policy_saw(no_text: Path, given: dict[str, Any]) -> None:
     prompts = [[*range(1, 41)], [*range(5, 18)], [9, 8], [3]]
-    report = moesched.run_model(no_text, prompts, policy="_previewing:Kept", max_new_tokens=3, **given)
+    report = moesched.run_model(
+        no_text, prompts, policy="benchmarks.fidelity._previewing:Kept", max_new_tokens=3, **given
+    )
     counted = [each.counts() for each in Kept.last(report.batches)]
     assert figures(report) == [
         (rows[0][0], *(sum(column) for column in list(zip(*rows, strict=True))[1:]))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from _previewing import Previewing
-from _small_runs import ONE_MEMORY, TWO_MEMORIES, generate
 from safetensors.torch import load_file, save_file
 
+from benchmarks.fidelity._previewing import Previewing
+from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, generate
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput, NotResident, OutOfOrder, PolicyError
 from moesched.machines import Machine, load_machine

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from _gpu_peers import hugging_face
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from benchmarks.gpu._peers import hugging_face
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.models.random_model import write_random_model

@@ -5,11 +5,12 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from _random_graph import Shape, run_graph
-from _random_policy import run_policy
-from _within import within
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from benchmarks.robustness._random_graph import Shape, run_graph
+from benchmarks.robustness._random_policy import run_policy
+from benchmarks.shared.within import within
 
 RANKS = st.integers(1, 3)
 SEEDS = st.integers(0, 10**9)

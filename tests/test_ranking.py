@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from _ranking import Times, ranking
-from fidelity import rankings, summary
+
+from benchmarks.fidelity._ranking import Times, ranking
+from benchmarks.fidelity.fidelity import rankings, summary
 
 
 def test_a_pair_whose_gap_is_within_the_noise_does_not_count() -> None:

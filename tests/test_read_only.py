@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from _meddling import attributes, reachable
 
+from benchmarks.robustness._meddling import attributes, reachable
 from meddling import CASE, CLOCKS, Everything, Meddling, Mistake, refused
 from moesched.errors import PolicyError
 from moesched.runs.policy_errors import policy_line

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from _small_runs import ONE_MEMORY, TWO_MEMORIES, fast_memory, generate
 
+from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, fast_memory, generate
 from kernel_tables import kernels_of
 from moesched.devices.kernels.binder import Binder
 from moesched.devices.kernels.layer_weights import Weights

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from _browser import SHIFTED, missing, wait_for, window
 
+from benchmarks.speed._browser import SHIFTED, missing, wait_for, window
 from moesched.analysis.lane_times import lane_times, together
 from moesched.report import write_run_page
 from moesched.trace import About

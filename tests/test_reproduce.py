@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _results import RESULTS, stored
 from msgspec.structs import replace
 
 import moesched
+from benchmarks.record.results import RESULTS, stored
 from moesched.errors import BadInput
 from moesched.machines.sustained import at_peak, rates_of
 from moesched.planner.setting import UNLIMITED

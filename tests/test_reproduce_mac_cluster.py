@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _results import RESULTS, stored
 from msgspec.structs import replace
 
+from benchmarks.record.results import RESULTS, stored
 from moesched.machines import load_machine
 from moesched.reproduce.mac_cluster.balanced import HELD, LOOKED_AT
 from moesched.reproduce.mac_cluster.bound import figure_8, table_6

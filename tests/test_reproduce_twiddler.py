@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from _results import RESULTS, stored
 
+from benchmarks.record.results import RESULTS, stored
 from moesched.machines import load_machine
 from moesched.machines.cost import cost_model
 from moesched.models.operations import Operations

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from _previewing import Previewing
-from _small_runs import ONE_MEMORY, TWO_MEMORIES, Generated, generate, same_bits
 
+from benchmarks.fidelity._previewing import Previewing
+from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, Generated, generate, same_bits
 from moesched import plugins
 from moesched.devices.kernels import functions
 from moesched.devices.torch.device import TorchDevice

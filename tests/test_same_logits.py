@@ -6,9 +6,9 @@ import asyncio
 import gc
 
 import pytest
-from _equal_bits import SCHEDULES, EqualRun
-from _small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, generate, same_bits
 
+from benchmarks.shared.equal_bits import SCHEDULES, EqualRun
+from benchmarks.shared.small_runs import ONE_MEMORY, THREE_TIERS, TWO_MEMORIES, generate, same_bits
 from moesched.devices.torch.device import TorchDevice
 from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.errors import BadInput

@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from _random_models import DECISIVE, hugging_face_logits, load_model, mixtral, prompts_of, random_mixtral
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from benchmarks.shared.random_models import (
+    DECISIVE,
+    hugging_face_logits,
+    load_model,
+    mixtral,
+    prompts_of,
+    random_mixtral,
+)
 from moesched.devices.kernels import functions
 from moesched.devices.kernels.functions import KVView
 from moesched.devices.products.linear import expert_ffn, linear

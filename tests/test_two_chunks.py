@@ -6,9 +6,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from _forked_nodes import ForkServer
 
 import moesched
+from benchmarks.shared.forked_nodes import ForkServer
 from moesched.cluster.cluster_jobs import run_local
 from moesched.cluster.node_jobs import LONG_PROMPTS, Ask, NodeJob, NodeRun
 from moesched.inputs.options import SizeOptions

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from _results import RESULTS
-from _validation_rows import BY_SOURCE, Run, Skipped, mapped, published_rows
-from _validation_summary import bars, counted, judged, ordered_pairs, spread, summary
-from _validation_tables import rows_table
 from msgspec.structs import replace
-from validation import machine_of, predicted_by
 
+from benchmarks.fidelity._validation_rows import BY_SOURCE, Run, Skipped, mapped, published_rows
+from benchmarks.fidelity._validation_summary import bars, counted, judged, ordered_pairs, spread, summary
+from benchmarks.fidelity._validation_tables import rows_table
+from benchmarks.fidelity.validation import machine_of, predicted_by
+from benchmarks.record.results import RESULTS, stored
 from moesched.analysis.published import PREFILL_ERROR, PREFILL_SPREAD
 from moesched.machines import parts
 
@@ -90,9 +89,9 @@ def test_a_row_that_is_only_shown_counts_in_no_figure_and_its_table_says_so() ->
 
 
 def test_the_errors_that_commands_print_are_those_of_the_stored_validation() -> None:
-    stored = json.loads((RESULTS / "validation.json").read_text())
-    assert round(stored["summary"]["prefill"]["median_error"], 2) == PREFILL_ERROR
-    assert round(stored["spread"]["prefill"], 2) == PREFILL_SPREAD
+    known = stored(RESULTS / "validation.json")
+    assert round(known["summary"]["prefill"]["median_error"], 2) == PREFILL_ERROR
+    assert round(known["spread"]["prefill"], 2) == PREFILL_SPREAD
 
 
 def test_pairs_that_are_apart_are_in_order_where_the_faster_one_is_predicted_faster() -> None:

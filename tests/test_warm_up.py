@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from threading import Event, Thread
 
 import pytest
-from _small_runs import TWO_MEMORIES, fast_memory
 
+from benchmarks.shared.small_runs import TWO_MEMORIES, fast_memory
 from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
 from moesched.devices.shared.verbs import after
 from moesched.devices.torch.device import TorchDevice

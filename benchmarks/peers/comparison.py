@@ -8,13 +8,21 @@ from contextlib import suppress
 from statistics import median
 from typing import Any, NamedTuple
 
-from _limits import Buffer, limit_of, measured_flops, read_limit
-
+from benchmarks.peers.protocol import Message, PeerFailed
+from benchmarks.peers.rounds import (
+    QUIET_CORES,
+    Contestant,
+    Field,
+    Results,
+    spread,
+    turned,
+    undisturbed,
+    wait_for_quiet,
+)
+from benchmarks.shared.limits import Buffer, limit_of, measured_flops, read_limit
 from moesched.models.config import ITEM_BYTES, ModelConfig
 from moesched.models.tensors import count_weights, dense_shapes
 from moesched.system.cores import usable_cores
-from peers.protocol import Message, PeerFailed
-from peers.rounds import QUIET_CORES, Contestant, Field, Results, spread, turned, undisturbed, wait_for_quiet
 
 
 class Case(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import venv
@@ -12,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from _results import ROOT
-
+from benchmarks.peers.protocol import LONGEST_REASON, Message, PeerFailed, Worker
+from benchmarks.record.results import ROOT
 from moesched.system.cache import cache_folder
-from peers.protocol import LONGEST_REASON, Message, PeerFailed, Worker
 
 INSTALLING_SECONDS = 1800
 LOADING_SECONDS = 300
@@ -33,7 +31,6 @@ class Peer(NamedTuple):
         environment: environment variables of its process.
         settings: those that it is tried with; the best counts in each row.
         seconds: the time limit of each answer.
-        on_cuda: whether it needs a CUDA GPU, with a torch of its own.
     """
 
     name: str
@@ -43,7 +40,6 @@ class Peer(NamedTuple):
     environment: Mapping[str, str] = {}
     settings: Mapping[str, Message] = {"": {}}
     seconds: float = 240.0
-    on_cuda: bool = False
 
     def start(self, *arguments: str, within: Within = list) -> Worker:
         """Its process, in its environment, which is set up at first.
@@ -55,15 +51,13 @@ class Peer(NamedTuple):
         """
         python = self.python()
         return Worker(
-            within([str(python), "-m", f"peers.{self.module}", *arguments]),
-            {"PYTHONPATH": str(ROOT / "benchmarks"), **self.environment},
+            within([str(python), "-m", f"benchmarks.peers.{self.module}", *arguments]),
+            {"PYTHONPATH": str(ROOT), **self.environment},
             LOADING_SECONDS,
         )
 
     def python(self) -> Path:
         """The interpreter of its environment."""
-        if self.on_cuda and shutil.which("nvidia-smi") is None:
-            raise PeerFailed("needs a CUDA GPU, and here is none")
         if not self.requirements:
             return Path(sys.executable)
         folder = peers_folder() / re.sub("[^a-z0-9]+", "-", self.name.lower())
@@ -77,11 +71,10 @@ class Peer(NamedTuple):
     def _install(self, folder: Path) -> None:
         venv.create(folder, clear=True, with_pip=True, symlinks=True)
         [packages] = folder.glob("lib/python*/site-packages")
-        if not self.on_cuda:
-            here = [path for path in sys.path if "site-packages" in path]
-            (packages / "shared.pth").write_text("\n".join([*here, str(ROOT)]))
+        here = [path for path in sys.path if "site-packages" in path]
+        (packages / "shared.pth").write_text("\n".join([*here, str(ROOT)]))
         pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--no-input"]
-        constraints = () if self.on_cuda else ("--constraint", str(ROOT / "constraints.txt"))
+        constraints = ("--constraint", str(ROOT / "constraints.txt"))
         try:
             subprocess.run(
                 [*pip, *constraints, *self.requirements],

@@ -10,12 +10,12 @@ from resource import RUSAGE_CHILDREN, getrusage
 from time import perf_counter
 from typing import Any
 
+from benchmarks.peers.environment import Peer
+from benchmarks.peers.protocol import LONGEST_REASON, Message, PeerFailed
+from benchmarks.peers.registry import LLAMA_CPP, OURS
+from benchmarks.peers.rounds import spread, undisturbed, wait_for_quiet
 from moesched.calibration.other_load import OtherLoad
 from moesched.system.cores import usable_cores
-from peers.environment import Peer
-from peers.protocol import LONGEST_REASON, Message, PeerFailed
-from peers.registry import LLAMA_CPP, OURS
-from peers.rounds import spread, undisturbed, wait_for_quiet
 
 SOURCE = Path(__file__).with_name("first_token.c")
 PROMPT = [7 * number + 1 for number in range(128)]

@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from benchmarks.peers.protocol import Answer, Message, serve
 from moesched.system.cores import usable_cores
-from peers.protocol import Answer, Message, serve
 
 PACKAGES = ("transformers", "accelerate", "torch")
 

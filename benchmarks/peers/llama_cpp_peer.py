@@ -16,9 +16,9 @@ import llama_cpp as api
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.peers.gguf_file import gguf_of
+from benchmarks.peers.protocol import Answer, Message, serve
 from moesched.system.cores import usable_cores
-from peers.gguf_file import gguf_of
-from peers.protocol import Answer, Message, serve
 
 BATCH_TOKENS = 2048
 MICRO_BATCH = 512

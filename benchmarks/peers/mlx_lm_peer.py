@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from peers.protocol import Answer, Message, serve
+from benchmarks.peers.protocol import Answer, Message, serve
 
 
 def load() -> tuple[Answer, Message]:

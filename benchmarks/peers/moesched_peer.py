@@ -12,8 +12,8 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from _decoding import Model, Uses
-
+from benchmarks.peers.protocol import Answer, Message, serve
+from benchmarks.shared.decoding import Model, Uses
 from moesched import plugins
 from moesched.devices.torch.device import TorchDevice
 from moesched.machines.local import local_machine
@@ -22,7 +22,6 @@ from moesched.models.layout import weight_layout
 from moesched.requests.batch import split_batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
-from peers.protocol import Answer, Message, serve
 
 
 def load() -> tuple[Answer, Message]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from _results import ROOT
-
-from peers.environment import Peer
-from peers.protocol import Message
+from benchmarks.peers.environment import Peer
+from benchmarks.peers.protocol import Message
 
 
 def ours(*policies: str, direct: bool, micro_batch: int = 64) -> dict[str, Message]:
@@ -42,20 +40,6 @@ ACCELERATE = Peer("Accelerate", "hugging_face_peer", settings=EXPERTS)
 
 MLX_LM = Peer("mlx-lm", "mlx_lm_peer", settings={"float32": {}}, seconds=60.0)
 
-OUR_KERNEL = Peer("moesched", "expert_kernel_peer")
-KT_KERNEL = Peer("kt-kernel", "kt_kernel_peer", requirements=("--no-deps", "kt-kernel==0.7.2"))
-
-LLAMA_CPP_CUDA = LLAMA_CPP._replace(
-    name="llama.cpp, CUDA",
-    installing={"CMAKE_ARGS": "-DGGML_CUDA=ON -DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"},
-    requirements=(*LLAMA_CPP.requirements, str(ROOT)),
-    settings={"": {"flash_attention": True}},
-    on_cuda=True,
-)
-VLLM = Peer("vLLM", "vllm_peer", requirements=("vllm",), on_cuda=True)
-
 RESIDENT = (OURS, LLAMA_CPP, HUGGING_FACE, MLX_LM)
 PAGE_CACHE = (OURS_MAPPED, ACCELERATE)
 CAPPED = (OURS_DIRECT, ACCELERATE._replace(seconds=180.0), LLAMA_CPP_MAPPED)
-EXPERT = (OUR_KERNEL, KT_KERNEL)
-CUDA = (LLAMA_CPP_CUDA, VLLM)

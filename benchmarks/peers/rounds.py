@@ -10,9 +10,9 @@ from statistics import median
 from time import perf_counter, sleep
 from typing import NamedTuple
 
+from benchmarks.peers.environment import Peer
+from benchmarks.peers.protocol import Message, PeerFailed, Worker
 from moesched.calibration.other_load import OtherLoad
-from peers.environment import Peer
-from peers.protocol import Message, PeerFailed, Worker
 
 QUIET_CORES = 0.1
 QUIET_SECONDS = 0.2

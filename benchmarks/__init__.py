@@ -1,0 +1,9 @@
+"""Measurements of moesched, one command each: `python -m benchmarks.speed.engine`; README.md lists the folders."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Scripts share parsers and damaged inputs with the tests, which import each other by plain name.
+sys.path.append(str(Path(__file__).parent.parent / "tests"))

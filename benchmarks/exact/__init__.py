@@ -1,0 +1,1 @@
+"""Equal bits and tokens: against Hugging Face, between policies, between processes, between commits."""

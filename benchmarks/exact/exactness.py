@@ -1,0 +1,390 @@
+"""Check results against Hugging Face, and from policy to policy to the bit.
+
+Against Hugging Face: the tiny Mixtral that ships and random models of every shape (Mixtral, DBRX, Qwen3-MoE with up
+to 128 experts, OLMoE) generate greedily from prompts of mixed length in one batch. Hugging Face is given the same text
+at once. In float32 a token counts as wrong where it is
+not the first choice of Hugging Face, unless its first two logits are at most 1e-4 apart.
+
+In bfloat16 our error and Hugging Face's own bfloat16 error are both taken against Hugging Face in float32 with the
+same (rounded) weights, over all logits, in units of the spread of the model's logits, so that all models weigh the
+same. Now and then rounding sends a token to another expert, on either side. That makes the errors of one model a matter
+of luck, so they are pooled over all models.
+
+Beam search: Hugging Face's `generate` and ours, on some of these models, with widths from 4 to 16, several length
+penalties, with early stopping and without. The best sequence must be the same, and its score to 1e-4. Models whose
+attention sees one token only are left out: Hugging Face's KV cache keeps all tokens there.
+
+From policy to policy: every shipped policy, and the adversary with many seeds, on a machine with one memory and on one
+with two, in both dtypes: the logits of every step must be those of `resident` on one memory, to the bit. So must those
+of models of odd sizes under every policy, with settings, in every way that tests take in turn (`equal_bits.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.exact._beams import hugging_face_beams, searched
+from benchmarks.record.benchmark import Benchmark, track
+from benchmarks.record.claims import Claim, Result, at_most, none_of
+from benchmarks.record.results import ROOT
+from benchmarks.shared.equal_bits import EqualRun, all_runs
+from benchmarks.shared.random_models import (
+    DECISIVE,
+    hugging_face_logits,
+    load_model,
+    prompts_of,
+    random_dbrx,
+    random_mixtral,
+    random_olmoe,
+    random_qwen,
+)
+from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, Generated, generate, same_bits
+from moesched.devices.torch.device import TorchDevice
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.layout import weight_layout
+from moesched.plugins import make_policy
+from moesched.requests.sampling import Sampling
+from odd_models import Reference
+
+Tensor = torch.Tensor
+
+TINY = ROOT / "examples" / "tiny-mixtral"
+NEW_TOKENS = 16
+MICRO_BATCH = 3
+POLICIES = (
+    "layer_streaming",
+    "cgopipe",
+    "expert_cache",
+    "expert_streaming",
+    "fastdecode",
+    "flexgen",
+    "flexgen_cpu",
+    "lru_offload",
+    "prefetch_gate",
+    "twiddler",
+)
+MACHINES = (ONE_MEMORY, TWO_MEMORIES)
+# Models whose pages are not much smaller than the blocks of a disk, which would fill the budget.
+DEEP_MODELS = (("mixtrals", 0), ("mixtrals", 1), ("dbrxs", 0), ("qwens", 1), ("olmoes", 3))
+DEEP_LAYERS = 4  # so that layers stream while others wait
+SHARE_OF_WEIGHTS = 0.8
+BEAM_WIDTHS = (4, 8, 12, 16)
+LENGTH_PENALTIES = (1.0, 0.0, 2.0)
+BEAM_MODELS = 6  # of each family
+SAME_SCORE = 1e-4
+MOST_BFLOAT16 = 2.0
+
+MAKERS: dict[str, Callable[[int, int], Any]] = {
+    "mixtrals": random_mixtral,
+    "dbrxs": random_dbrx,
+    "qwens": random_qwen,
+    "olmoes": random_olmoe,
+}
+
+
+def claims(result: Result) -> Iterator[Claim]:
+    """Against Hugging Face, and from policy to policy."""
+    float32, policies = result["float32"], result["policies"]
+    counted = float32["positions"] - float32["left_out"]
+    yield none_of("wrong greedy tokens in float32 against Hugging Face", float32["wrong_tokens"], counted)
+    worst = max(each["ratio"] for each in result["bfloat16"].values())
+    yield at_most("error of bfloat16 logits over Hugging Face's own", worst, MOST_BFLOAT16, "{:.2f}")
+    beams = result["beams"]
+    words = "beam searches whose best sequence is not Hugging Face's"
+    yield none_of(words, beams["other_sequences"], beams["searches"])
+    words = "largest difference of their scores"
+    yield at_most(words, beams["largest_difference_of_scores"], SAME_SCORE, "{:.0e}")
+    words = "runs of policies whose logits differ in a bit"
+    yield none_of(words, policies["runs_that_differ"], policies["runs"])
+
+
+BENCHMARK = Benchmark(
+    __file__,
+    __doc__,
+    packages=("torch", "transformers"),
+    claims=claims,
+    parts=MAKERS,
+    rounds=30,
+    rounds_help="random models of each family",
+    by_machine=False,
+)
+BENCHMARK.parser.add_argument("--seeds", type=int, default=20, help="seeds of the adversary")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print what came out, write the result."""
+    options = BENCHMARK.parse(arguments)
+    models = [(family, seed) for family in options.only for seed in range(options.rounds)]
+    started = time.perf_counter()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for Hugging Face: work this small is done sooner by one thread
+    with tempfile.TemporaryDirectory() as folder:
+        directories = [TINY, *write_models(Path(folder), models, layers=2)]
+        pairs = [compare(directory) for directory in track(directories, "against Hugging Face")]
+        beams = compare_beams(directories[1:])
+        torch.set_num_threads(threads)
+        chosen = [(family, seed) for family, seed in DEEP_MODELS if family in options.only]
+        deep = [TINY, *write_models(Path(folder), chosen, layers=DEEP_LAYERS)]
+        policies = compare_policies(deep, options.seeds)
+    figures: dict[str, Any] = {
+        "seconds": round(time.perf_counter() - started, 1),
+        "models": f"tiny-mixtral, and {options.rounds} random models of each family: {', '.join(options.only)}",
+        "float32": float32_figures([pair.float32 for pair in pairs]),
+        "bfloat16": bfloat16_figures([pair.bfloat16 for pair in pairs]),
+        "beams": beams,
+        "policies": policies,
+    }
+    return BENCHMARK.write(figures)
+
+
+def write_models(folder: Path, models: Sequence[tuple[str, int]], layers: int) -> list[Path]:
+    """Random models, by family and seed, as Hugging Face saves them."""
+    directories = []
+    for family, seed in track(models, "random models"):
+        maker = MAKERS[family]
+        directories.append(folder / f"{maker.__name__}-{seed}-of-{layers}-layers")
+        maker(seed, layers).save_pretrained(directories[-1])
+    return directories
+
+
+# ---------------------------------------------------------------- against Hugging Face
+
+
+class Float32(NamedTuple):
+    """A model's tokens in float32."""
+
+    positions: int
+    decisive: int
+    wrong: int
+    largest_difference: float
+
+
+Errors = tuple[Tensor, Tensor]
+"""Our errors and Hugging Face's in bfloat16, of all logits, in spreads of the exact logits."""
+
+
+class Pair(NamedTuple):
+    """One model's comparison with Hugging Face."""
+
+    float32: Float32
+    bfloat16: Errors
+
+
+def compare(directory: Path) -> Pair:
+    """One model, in float32 and in bfloat16."""
+    checkpoint = open_checkpoint(directory)
+    prompts = prompts_of(checkpoint.config.vocabulary)
+    return Pair(
+        compare_float32(directory, checkpoint, prompts), compare_bfloat16(directory, checkpoint, prompts)
+    )
+
+
+def compare_float32(directory: Path, checkpoint: Checkpoint, prompts: list[list[int]]) -> Float32:
+    """Our greedy tokens and logits beside Hugging Face's for the same text."""
+    ours = ours_in("float32", checkpoint, prompts, MICRO_BATCH)
+    model = load_model(directory, torch.float32)
+    expected_RSV = torch.stack(
+        [hugging_face_logits(model, text)[-NEW_TOKENS - 1 : -1] for text in texts_of(prompts, ours)]
+    )
+    first, second = expected_RSV.topk(2, dim=-1).values.unbind(-1)
+    decisive = first - second > DECISIVE
+    wrong = (expected_RSV.argmax(-1) != torch.tensor(ours.tokens)) & decisive
+    return Float32(
+        decisive.numel(),
+        int(decisive.sum()),
+        int(wrong.sum()),
+        float((ours.logits_RSV - expected_RSV).abs().max()),
+    )
+
+
+def compare_bfloat16(directory: Path, checkpoint: Checkpoint, prompts: list[list[int]]) -> Errors:
+    """Our bfloat16 logits and Hugging Face's beside float32 with the same rounded weights."""
+    ours = ours_in("bfloat16", checkpoint, prompts, 1)
+    texts = texts_of(prompts, ours)
+    model = load_model(directory, torch.bfloat16)
+    theirs_RSV = theirs_in(model, texts)
+    exact = load_model(directory, torch.float32)
+    with torch.no_grad():
+        for parameter in exact.parameters():
+            parameter.copy_(parameter.bfloat16())
+    exact_RSV = theirs_in(exact, texts)
+    return (
+        ((ours.logits_RSV - exact_RSV) / exact_RSV.std()).flatten(),
+        ((theirs_RSV - exact_RSV) / exact_RSV.std()).flatten(),
+    )
+
+
+def ours_in(dtype: str, checkpoint: Checkpoint, prompts: list[list[int]], micro_batch_size: int) -> Generated:
+    """Greedy generation by the policy that needs no transfers."""
+    device = TorchDevice(checkpoint, weight_layout(checkpoint.config, dtype), keep_logits=True)
+    return generate(
+        device,
+        make_policy("resident"),
+        ONE_MEMORY,
+        prompts,
+        new_tokens=NEW_TOKENS,
+        micro_batch_size=micro_batch_size,
+    )
+
+
+def texts_of(prompts: Sequence[Sequence[int]], generated: Generated) -> list[list[int]]:
+    """Each prompt with what was generated from it."""
+    return [[*prompt, *tokens] for prompt, tokens in zip(prompts, generated.tokens, strict=True)]
+
+
+@torch.inference_mode()
+def theirs_in(model: Any, texts: list[list[int]]) -> Tensor:
+    """Hugging Face's logits (R, S, V) of the generated positions."""
+    return torch.stack([model(torch.tensor([text[:-1]])).logits[0, -NEW_TOKENS:].float() for text in texts])
+
+
+def float32_figures(models: list[Float32]) -> dict[str, Any]:
+    """All models together."""
+    positions, decisive, wrong, _ = map(sum, zip(*models, strict=True))
+    return {
+        "positions": positions,
+        "left_out": positions - decisive,
+        "wrong_tokens": wrong,
+        "largest_difference_of_logits": max(model.largest_difference for model in models),
+    }
+
+
+def bfloat16_figures(models: list[Errors]) -> dict[str, Any]:
+    """Our error, theirs, and the first over the second, over the logits of all models."""
+    ours, theirs = (torch.cat(errors) for errors in zip(*models, strict=True))
+    return {
+        name: {
+            "ours": round(error(ours), 5),
+            "hugging_face": round(error(theirs), 5),
+            "ratio": round(error(ours) / error(theirs), 3),
+        }
+        for name, error in ERRORS.items()
+    }
+
+
+def mean_absolute(errors: Tensor) -> float:
+    """The mean of absolute errors."""
+    return float(errors.abs().mean())
+
+
+def root_mean_square(errors: Tensor) -> float:
+    """The root of the mean square."""
+    return float(errors.square().mean().sqrt())
+
+
+ERRORS = {"mean_absolute": mean_absolute, "root_mean_square": root_mean_square}
+
+
+# ---------------------------------------------------------------- beam search
+
+
+def compare_beams(directories: Sequence[Path]) -> dict[str, Any]:
+    """Our best sequences and their scores beside those that Hugging Face's `generate` finds."""
+    chosen = [
+        directory
+        for directory in directories
+        if int(directory.name.split("-")[1]) < BEAM_MODELS
+        and open_checkpoint(directory).config.attention.window != 1
+    ]
+    searches, others, largest = 0, [], 0.0
+    for number, directory in enumerate(track(chosen, "beam search")):
+        sampling = Sampling(
+            beams=BEAM_WIDTHS[number % len(BEAM_WIDTHS)],
+            length_penalty=LENGTH_PENALTIES[number % len(LENGTH_PENALTIES)],
+            early_stopping=number % 2 == 1,
+        )
+        config = open_checkpoint(directory).config
+        prompts = prompts_of(config.vocabulary, [13, 2, 5])
+        model = load_model(directory, torch.float32)
+        ours = searched(directory, prompts, sampling, new_tokens=NEW_TOKENS)
+        for prompt, tokens, score in zip(prompts, *ours, strict=True):
+            theirs, their_score = hugging_face_beams(model, prompt, sampling, config.stop_tokens, NEW_TOKENS)
+            searches += 1
+            largest = max(largest, abs(score - their_score))
+            if tokens != theirs:
+                others.append(f"{directory.name}, {sampling.beams} beams, prompt of {len(prompt)}")
+    return {
+        "searches": searches,
+        "widths": BEAM_WIDTHS,
+        "other_sequences": len(others),
+        "others": others[:20],
+        "largest_difference_of_scores": largest,
+    }
+
+
+# ---------------------------------------------------------------- from policy to policy
+
+
+def compare_policies(directories: list[Path], seeds: int) -> dict[str, Any]:
+    """Every policy beside `resident` on one memory."""
+    cases = [
+        (directory, dtype, machine)
+        for directory in directories
+        for dtype in ("float32", "bfloat16")
+        for machine in MACHINES
+    ]
+    runs, logits, differing = 0, 0, []
+    for directory, dtype, machine in track(cases, "from policy to policy"):
+        checkpoint = open_checkpoint(directory)
+        prompts = prompts_of(checkpoint.config.vocabulary)
+        expected = ours_in(dtype, checkpoint, prompts, MICRO_BATCH)
+        for name, settings in policies(seeds):
+            device = TorchDevice(checkpoint, weight_layout(checkpoint.config, dtype), keep_logits=True)
+            got = generate(
+                device,
+                make_policy(name, settings),
+                machine,
+                prompts,
+                new_tokens=NEW_TOKENS,
+                micro_batch_size=MICRO_BATCH,
+                weights=2.0 if name == "resident" else SHARE_OF_WEIGHTS,
+            )
+            runs += 1
+            logits += got.logits_RSV.numel()
+            if got.tokens != expected.tokens or not same_bits(got.logits_RSV, expected.logits_RSV):
+                differing.append(f"{name} {settings}, {directory.name}, {dtype}, {machine.name}")
+    odd = list(all_runs())
+    runs += len(odd)
+    differing += differing_at_odd_sizes(odd)
+    return {
+        "policies": sorted({"resident", *POLICIES, *(each.policy for each in odd)}),
+        "adversaries": seeds,
+        "models": len(directories) + len({each.model for each in odd}),
+        "runs": runs,
+        "logits": logits,
+        "runs_that_differ": len(differing),
+        "differing": differing[:20],
+    }
+
+
+def differing_at_odd_sizes(runs: Sequence[EqualRun]) -> list[str]:
+    """The runs of models of odd sizes whose logits differ."""
+    differing = []
+    with tempfile.TemporaryDirectory() as folder:
+        references = {
+            model: Reference.of(model, Path(folder) / str(number))
+            for number, model in enumerate({each.model: None for each in runs})
+        }
+        for each in track(runs, "at odd sizes"):
+            if each.differs(references[each.model]):
+                differing.append(each.name)
+    return differing
+
+
+def policies(seeds: int) -> Iterator[tuple[str, dict[str, int]]]:
+    """Each policy's name and settings."""
+    for name in ("resident", *POLICIES):
+        yield name, {}
+    for seed in range(seeds):
+        yield "adversarial", {"seed": seed}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Predictions beside measurements, papers and exhaustive searches."""

@@ -1,0 +1,1 @@
+"""Tables of the documentation, written from the result files: `make pages`."""

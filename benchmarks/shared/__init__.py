@@ -1,0 +1,1 @@
+"""Models, runs, processes and limits that several benchmarks and tests use."""

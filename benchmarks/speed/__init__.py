@@ -1,0 +1,1 @@
+"""Times: of the engine, kernels, exchanges, decisions, commands, sweeps and pages."""

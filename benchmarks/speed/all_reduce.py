@@ -1,0 +1,211 @@
+"""An all-reduce of 24 KB (one token's partial sum of DBRX) between 2 processes, each pinned to a core, over loopback.
+
+Both processes hold every transport open and take them in turns, --exchanges at a time, so that what else the machine
+does meets all alike; the first tenth of each turn is not counted. Every exchange is the whole: send, receive, add.
+
+zeromq, CURVE, in the engine    the transport on the network lane of the real-time driver: from one exchange's end to
+                                the next one's, submitted ahead (submitted) or each awaited by the policy (awaited)
+zeromq, CURVE, called           the same without engine
+bare zeromq                     two DEALERs, no header, no checks, no timeout: what the library itself takes
+grpc                            grpc.aio, one call for each part, as in RACS'24; its messages are not encrypted
+gloo, envoy                     the other transports
+
+Then a token: 40 layers, each 200 µs of products on a lane beside, then the exchange, as a policy submits them. What
+it takes beyond the products is the overhead. Bare sockets do the same without engine.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from statistics import median, quantiles
+from typing import Any
+
+import zmq
+
+from benchmarks.record.benchmark import Benchmark, progress
+from benchmarks.record.claims import Claim, Result, at_least, at_most
+from benchmarks.record.tables import table_of
+from benchmarks.speed._all_reduce_cases import CASES, LAYERS, Setup, measure
+
+BAR_PLAIN, BAR_CURVE, BAR_TOKEN, BAR_GRPC = 100e-6, 120e-6, 4e-3, 4.0
+BAR_OVER_BARE = 1.4
+IN_ENGINE, BARE = "zeromq, {}, in the engine, submitted", "bare zeromq, {}"
+
+
+def claims(result: Result) -> Iterator[Claim]:
+    """Between two processes, over loopback."""
+    words = {
+        "plain_p50_seconds": "all-reduce of 24 KB, plain, submitted to the engine, median",
+        "curve_p50_seconds": "all-reduce of 24 KB, encrypted, submitted to the engine, median",
+        "overhead_per_token_seconds": "40 encrypted exchanges of a token, beyond its products",
+    }
+    bars = result["measured_and_bar"]
+    for name, said in words.items():
+        measured, bar = bars[name]
+        yield at_most(said, 1e6 * measured, 1e6 * bar, "{:,.0f} µs")
+    for name, keys in {"plain_over_bare": "plain", "curve_over_bare": "encrypted"}.items():
+        if name in bars:
+            measured, bar = bars[name]
+            yield at_most(
+                f"an exchange in the engine over one of bare sockets, {keys}", measured, bar, "{:.2f}x"
+            )
+    ratio, bar = bars["grpc_over_zeromq_curve"]
+    yield at_least("gRPC's median over ours, encrypted", ratio, bar, "{:.1f}")
+
+
+PERCENTILES = {"µs, p50": "{p50:.0f}", "p10": "{p10:.0f}", "p90": "{p90:.0f}", "p99": "{p99:.0f}"}
+
+
+def tables(result: Result) -> dict[str, str]:
+    """Transports beside each other."""
+    overheads = result["overhead_seconds_of_40_layers"]
+    named = result["seconds"] | {
+        f"{name}: overhead of the 40 exchanges of a token": each for name, each in overheads.items()
+    }
+    rows = [
+        {"name": name, **{p: 1e6 * seconds for p, seconds in figures.items()}}
+        for name, figures in named.items()
+    ]
+    return {
+        "all-reduce": table_of(
+            rows, {f"an all-reduce of {result['bytes']} bytes between 2 ranks": "{name}", **PERCENTILES}
+        )
+    }
+
+
+BENCHMARK = Benchmark(
+    __file__,
+    __doc__,
+    packages=("pyzmq", "grpcio", "torch", "uvloop"),
+    claims=claims,
+    tables=tables,
+    parts=CASES,
+    rounds=24,
+    rounds_help="turns of each transport",
+)
+BENCHMARK.parser.add_argument("--exchanges", type=int, default=150, help="exchanges of a turn (default: 150)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure in two processes and write the figures."""
+    options = BENCHMARK.parse(arguments)
+    with progress.status("exchanging"):
+        seconds, tokens = in_two_processes(options.exchanges, options.rounds, options.only)
+    figures = {name: summary(times) for name, times in seconds.items()}
+    overheads = {name: summary(times) for name, times in tokens.items()}
+    return BENCHMARK.write(
+        {
+            "bytes": 6144 * 4,
+            "ranks": 2,
+            "seconds": figures,
+            f"overhead_seconds_of_{LAYERS}_layers": overheads,
+            "measured_and_bar": bars(figures, overheads) | bars_over_bare(seconds, options.rounds)
+            if options.only == CASES
+            else {},
+        }
+    )
+
+
+def bars(figures: dict[str, Any], overheads: dict[str, Any]) -> dict[str, list[float]]:
+    """Measured figures, each with its bar."""
+    curve = figures[IN_ENGINE.format("CURVE")]["p50"]
+    return {
+        "plain_p50_seconds": [figures[IN_ENGINE.format("plain")]["p50"], BAR_PLAIN],
+        "curve_p50_seconds": [curve, BAR_CURVE],
+        "grpc_over_zeromq_curve": [figures["grpc"]["p50"] / curve, BAR_GRPC],
+        "overhead_per_token_seconds": [overheads["zeromq, CURVE"]["p50"], BAR_TOKEN],
+    }
+
+
+def bars_over_bare(seconds: dict[str, list[float]], rounds: int) -> dict[str, list[float]]:
+    """An exchange in the engine over one of bare sockets: the median of the ratios of each round's medians."""
+    found = {}
+    for keys in ("plain", "CURVE"):
+        ours, bare = (
+            medians(seconds[IN_ENGINE.format(keys)], rounds),
+            medians(seconds[BARE.format(keys)], rounds),
+        )
+        ratio = median(mine / floor for mine, floor in zip(ours, bare, strict=True))
+        found[f"{keys.lower()}_over_bare"] = [ratio, BAR_OVER_BARE]
+    return found
+
+
+def medians(seconds: list[float], rounds: int) -> list[float]:
+    """The median of each round."""
+    size = len(seconds) // rounds
+    return [median(seconds[start : start + size]) for start in range(0, len(seconds), size)]
+
+
+def in_two_processes(
+    exchanges: int, rounds: int, only: Sequence[str]
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """The seconds of each exchange and of each token's overhead, of rank 0, by what was measured."""
+    context = multiprocessing.get_context("spawn")
+    cores = sorted(os.sched_getaffinity(0))
+    setup = Setup(
+        ports=free_ports(32),
+        keys=[tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(2)],
+        exchanges=exchanges,
+        rounds=rounds,
+        only=tuple(only),
+    )
+    near, far = context.Pipe()
+    ranks = [
+        context.Process(
+            target=run_rank, args=(setup, rank, cores[rank % len(cores)], far if rank == 0 else None)
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    far.close()
+    try:
+        found: tuple[dict[str, list[float]], dict[str, list[float]]] = near.recv()
+        return found
+    except EOFError:
+        raise SystemExit("a rank failed; what it printed says why") from None
+    finally:
+        for rank in ranks:
+            rank.join(10)
+            rank.kill()
+
+
+def run_rank(setup: Setup, rank: int, core: int, results: Connection | None) -> None:
+    """One rank, on its core."""
+    os.sched_setaffinity(0, {core})
+    found = measure(setup, rank)
+    if results is not None:
+        results.send(found)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that nobody listens at."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def summary(seconds: list[float]) -> dict[str, Any]:
+    """The figures of one row."""
+    tenths, hundredths = quantiles(seconds, n=10), quantiles(seconds, n=100)
+    return {
+        "p10": tenths[0],
+        "p50": median(seconds),
+        "p90": tenths[-1],
+        "p99": hundredths[-1],
+        "n": len(seconds),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

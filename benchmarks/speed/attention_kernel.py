@@ -1,0 +1,269 @@
+"""Native attention in decode beside the limits of the machine and beside torch.
+
+One layer's attention of a decode step, 32 query heads of size 128: contexts of 1,024 to 32,768 tokens, batches of 1 and
+of 16, 4 and 8 key-value heads, in bfloat16, and one row in float32. Each call takes another layer's keys and values, so
+that no cache holds them; calls for small rows are timed in series.
+
+The kernel is called with arguments made before, as a decode step whose shapes repeat calls it. A call that is not
+measured wakes each contender's threads.
+
+`read_limit` reads the same bytes on the same cores, call by call (`_limits.py`); `compute_limit` is the rate at which
+the processor multiplies and adds, over the FLOPs per byte: with AVX512_BF16, scores are products of pairs of bfloat16
+numbers, and weighted values those of float32 numbers. A row's limit is the smaller one. In each turn
+read, kernel, torch, kernel and read follow each other, and the medians of the turns' ratios count: the bandwidth of a
+shared machine moves more within a minute than what is measured here.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import count, product
+from statistics import harmonic_mean, mean, median
+from time import clock_gettime
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.record.benchmark import Benchmark, track
+from benchmarks.record.claims import Claim, Result
+from benchmarks.record.tables import markdown
+from benchmarks.shared.limits import clock_for, limit_of, measured_flops, read_limit, warm_up
+from moesched.devices.kernels import functions
+from moesched.devices.native.attention import (
+    AttentionCall,
+    LayerAddresses,
+    NativeAttention,
+    SequencesInBlocks,
+)
+from moesched.devices.native.compiled import instruction_sets
+from moesched.devices.native.kernels import NativeKernels
+from moesched.devices.products.team import use_cores
+from moesched.requests.batch import KV_BLOCK_TOKENS
+from moesched.system.cores import usable_cores
+
+HEADS, SIZE = 32, 128
+ARENA_BYTES = 2 << 30
+TURN_BYTES = 128 << 20
+FLOAT32_OF = {"amx_bf16": "avx512", "avx512_bf16": "avx512", "neon_bf16": "neon"}
+"""The instruction sets whose products of float32 numbers are another one's."""
+LEAST_FRACTION, LEAST_TIMES_TORCH = 0.8, 5.0
+
+Tensor = torch.Tensor
+
+
+class Row(NamedTuple):
+    """The shape of a decode step's attention."""
+
+    context: int
+    batch: int
+    kv_heads: int
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.context} tokens, batch {self.batch}, {self.kv_heads} KV heads, {kind}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return 2 * self.batch * self.context * self.kv_heads * SIZE * self.dtype.itemsize
+
+    @property
+    def flop_per_byte(self) -> float:
+        """Each number is multiplied and added once for every head of its group."""
+        return 2 * HEADS / self.kv_heads / self.dtype.itemsize
+
+
+ROWS = {
+    str(row): row
+    for row in (
+        *(Row(*shape) for shape in product((1024, 4096, 32768), (1, 16), (4, 8))),
+        Row(4096, 1, 8, torch.float32),
+    )
+}
+
+
+def claims(result: Result) -> Iterator[Claim]:
+    """Native attention in decode steps."""
+    rows, bars = result["rows"].values(), result["bars"]
+    share, ratio = (min(each[name] for each in rows) for name in ("fraction_of_limit", "times_torch"))
+    reached = share >= bars["fraction_of_limit"] and ratio >= bars["times_torch"]
+    bar = f"≥ {bars['fraction_of_limit']:.2f}, ≥ {bars['times_torch']:.1f}x"
+    words = (
+        f"attention in decode, {len(rows)} contexts and batches: share of the limit, and over torch, least"
+    )
+    yield Claim(words, f"{share:.2f}, {ratio:.1f}x", bar, reached)
+
+
+def limit(row: Result) -> float:
+    """The smaller limit of a row, in GB/s."""
+    return float(min(row["read_limit_gbs"], row["compute_limit_gbs"]))
+
+
+def tables(result: Result) -> dict[str, str]:
+    """A line for each row: the limit, the kernel's share of it, and how often torch fits into both."""
+    lines = [
+        [
+            name,
+            f"{limit(row):.1f}",
+            f"{row['kernel_gbs']:.1f} ({row['fraction_of_limit']:.0%})",
+            f"{row['times_torch']:.1f}x",
+            f"{limit(row) / row['torch_gbs']:.1f}x",
+        ]
+        for name, row in result.get("rows", {}).items()
+    ]
+    return {
+        "attention": markdown(
+            ["context", "limit, GB/s", "kernel, GB/s", "over torch", "at most possible"], lines
+        )
+    }
+
+
+BENCHMARK = Benchmark(
+    __file__,
+    __doc__,
+    packages=("torch",),
+    claims=claims,
+    tables=tables,
+    parts=ROWS,
+    rounds=7,
+    rounds_help="turns of each row",
+    keeps_parts=True,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print what came out, write the result."""
+    here = instruction_sets()
+    BENCHMARK.parser.add_argument("--instruction-set", choices=here, default=here[0])
+    BENCHMARK.parser.add_argument("--threads", type=int, default=usable_cores(), metavar="N")
+    options = BENCHMARK.parse(arguments)
+    found: dict[str, Any] = dict(BENCHMARK.stored().get("rows", {}))
+    cores, name_of_set = options.threads, options.instruction_set
+    with torch.inference_mode(), closing(NativeKernels(0, name_of_set, cores)) as threads:
+        attention = NativeAttention(threads)
+        for name in track(options.only, "rows"):
+            found[name] = measure(ROWS[name], attention, name_of_set, cores, options.rounds)
+    return BENCHMARK.write(
+        {
+            "instructions": options.instruction_set,
+            "threads": cores,
+            "bars": {"fraction_of_limit": LEAST_FRACTION, "times_torch": LEAST_TIMES_TORCH},
+            "rows": {name: found[name] for name in ROWS if name in found},
+        }
+    )
+
+
+def measure(
+    row: Row, attention: NativeAttention, instruction_set: str, cores: int, turns: int
+) -> dict[str, float]:
+    """Bandwidths in GB/s, and their ratios."""
+    layers, clock = random_layers(row), clock_for(cores)
+    series = max(1, min(TURN_BYTES // row.nbytes, len(layers) // 4))
+    numbers = count()
+
+    def taken(calls: int) -> list[int]:
+        return [next(numbers) % len(layers) for _ in range(calls)]
+
+    def rate(calls_of: Sequence[Callable[[], object]], calls: int) -> float:
+        first, *these = [calls_of[number] for number in taken(1 + calls)]
+        warm_up(first)
+        start = clock_gettime(clock)
+        for call in these:
+            call()
+        return calls * row.nbytes / (clock_gettime(clock) - start)
+
+    def read() -> float:
+        return harmonic_mean(
+            [read_limit([(layers[number].data_ptr(), row.nbytes)], cores, clock) for number in taken(series)]
+        )
+
+    ours, theirs = native_calls(row, layers, attention), torch_calls(row, layers, cores)
+    rates: dict[str, list[float]] = {name: [] for name in ("read_limit", "compute_limit", "kernel", "torch")}
+    fractions, times = [], []
+    for turn in range(turns + 1):
+        flops = harmonic_mean(
+            [measured_flops(cores, each, clock) for each in multiply(instruction_set, row.dtype)]
+        )
+        reads, kernel = [read()], [rate(ours, series)]
+        torchs = rate(theirs, max(1, series // 4))
+        kernel.append(rate(ours, series))
+        reads.append(read())
+        if not turn:
+            continue  # pages and threads were new
+        limit = limit_of(row.nbytes, row.flop_per_byte * row.nbytes, mean(reads), flops)
+        for name, value in zip(rates, (*limit, mean(kernel), torchs), strict=True):
+            rates[name].append(value / 1e9)
+        fractions.append(mean(kernel) / limit.rate)
+        times.append(mean(kernel) / torchs)
+    return {
+        **{f"{name}_gbs": round(median(found), 2) for name, found in rates.items()},
+        "fraction_of_limit": round(median(fractions), 3),
+        "times_torch": round(median(times), 2),
+    }
+
+
+def multiply(instruction_set: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """The instruction sets whose products attention takes, each for as many of them."""
+    of_floats = FLOAT32_OF.get(instruction_set, instruction_set)
+    if dtype == torch.bfloat16 and instruction_set == "amx_bf16":
+        return (instruction_set,)
+    if dtype == torch.bfloat16 and instruction_set == "avx512_bf16":
+        return instruction_set, of_floats
+    return (of_floats,)
+
+
+def random_layers(row: Row) -> Tensor:
+    """Keys and values of several layers: (layers, 2, batch * context, K, d)."""
+    layers = max(2, ARENA_BYTES // row.nbytes)
+    arena = torch.empty(layers, 2, row.batch * row.context, row.kv_heads, SIZE, dtype=row.dtype)
+    some = torch.randn(1 << 20).to(row.dtype)
+    for piece in arena.view(-1).split(len(some)):
+        piece.copy_(some[: len(piece)])
+    return arena
+
+
+def random_step(row: Row) -> Iterator[Tensor]:
+    """Queries, keys and values of the new tokens."""
+    for heads in (HEADS, row.kv_heads, row.kv_heads):
+        yield torch.randn(row.batch, heads, SIZE).to(row.dtype)
+
+
+def native_calls(row: Row, layers: Tensor, attention: NativeAttention) -> list[Callable[[], object]]:
+    """Each layer by the native kernel; every sequence's blocks follow each other."""
+    step = q_SHd, k_SKd, v_SKd = tuple(random_step(row))
+    blocks = row.batch * row.context // KV_BLOCK_TOKENS
+    sequences = SequencesInBlocks(array("q", [row.context] * row.batch), array("q", range(blocks)))
+    out_SX = torch.empty(row.batch, HEADS * SIZE, dtype=row.dtype)
+
+    def call(prepared: AttentionCall, held: object) -> None:
+        """held: the tensors that the call reads and writes."""
+        prepared(sequences)
+
+    def native_call(layer: Tensor) -> Callable[[], object]:
+        keys = layer.data_ptr()
+        cached = LayerAddresses(keys, keys + row.nbytes // 2, KV_BLOCK_TOKENS)
+        return partial(call, attention.prepared(q_SHd, k_SKd, v_SKd, cached, out_SX), (step, out_SX))
+
+    return [native_call(layer) for layer in layers]
+
+
+def torch_calls(row: Row, layers: Tensor, cores: int) -> list[Callable[[], object]]:
+    """Each layer by torch, as devices without native kernels attend."""
+    q_SHd, _, _ = random_step(row)
+    shape = (2, row.batch, row.context, row.kv_heads, SIZE)
+
+    def call(layer: Tensor) -> None:
+        use_cores(cores)
+        keys, values = layer.view(shape)
+        functions.attention(q_SHd, [functions.KVView(keys, values, 1)])
+
+    return [partial(call, layer) for layer in layers]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""The host's own time in decode steps of few requests: all that passes between native calls.
+
+`mixtral-0.8b` under the policy `resident`, all weights in memory. A shim in C (`_native_calls.c`) stands between Python
+and the kernels, and notes when each call begins and ends. A step lasts from the end of its predecessor's last call to
+the end of its own last one. What is outside of native calls is the host's own time: Python, the engine, ctypes, and
+waits for the interpreter while the policy submits. Medians of the steps count, in the rounds with the least other load.
+
+A layer's weights push Python's own code and data out of the caches. So one row is of a model of the same layers that
+is small enough to leave them there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from benchmarks.record.benchmark import Benchmark, track
+from benchmarks.record.claims import Claim, Result, at_most
+from benchmarks.record.tables import table_of
+from benchmarks.shared.compiled import compiled
+from moesched.calibration.other_load import OtherLoad
+from moesched.devices.native.compiled import library
+from moesched.jobs.run_model import run_model
+from moesched.models.config import ModelConfig
+from moesched.models.random_model import write_random_model
+from moesched.models.shapes import SHAPES
+from moesched.system.cache import cache_folder
+
+MODEL = "mixtral-0.8b"
+SMALL = "small model, batch 1"
+BATCHES = {"batch 1": 1, "batch 4": 4, "batch 16": 16, SMALL: 1}
+PROMPT, NEW_TOKENS = 128, 40
+SKIPPED = 3
+"""Steps at the start, which prepare the calls of later ones."""
+FUNCTIONS = ("embed", "attention_inputs", "attend", "moe_layer", "logits")
+"""The kernels of a step; the last one ends it."""
+SOURCE = Path(__file__).with_name("_native_calls.c")
+MOST_CALLS = 1 << 18
+PYTHON_API = 4
+"""The flag of functions that ctypes calls without letting other Python threads run."""
+TOLERATED_CORES = 0.1
+"""Cores that others may keep busy in a round beyond those in the quietest one."""
+BAR_MICROSECONDS, BAR_SHARE = 15.0, 0.1
+"""Of the host's time for a task, and of its share of a step, at batch 1."""
+
+
+class Call(NamedTuple):
+    """A native call: the number of its function, and its times in nanoseconds."""
+
+    function: int
+    begin: int
+    end: int
+
+
+class Step(NamedTuple):
+    """The calls of a decode step, and the end of the step before."""
+
+    since: int
+    calls: list[Call]
+
+    @property
+    def whole(self) -> int:
+        """Nanoseconds of the step."""
+        return self.calls[-1].end - self.since
+
+    @property
+    def host(self) -> int:
+        """Nanoseconds outside of native calls."""
+        return self.whole - sum(call.end - call.begin for call in self.calls)
+
+
+def claims(result: Result) -> Iterator[Claim]:
+    """The host's own time between native calls."""
+    row, bars = result["rows"]["batch 1"], result["bars"]
+    words = "a decode step of `mixtral-0.8b`, batch 1, resident: the host's own time"
+    figure, bar = row["microseconds_per_task"], bars["microseconds_per_task"]
+    yield at_most(f"{words} for each task", figure, bar, "{:.1f} µs")
+    yield at_most(f"{words}, share", 100 * row["share"], 100 * bars["share"], "{:.1f} %")
+
+
+HOST_TIME = {
+    "step": "{name}",
+    "ms": "{step_ms:.2f}",
+    "host's time for each task, µs": "{microseconds_per_task:.1f}",
+    "its share": "{share:.1%}",
+    "from attention to experts, µs": "{microseconds_between[attend to moe_layer]:.1f}",
+    "from experts to the next layer, µs": "{microseconds_between[moe_layer to attention_inputs]:.1f}",
+}
+
+
+def tables(result: Result) -> dict[str, str]:
+    """The time between native calls, by the size of the batch."""
+    return {"host-time": table_of(({"name": name, **row} for name, row in result["rows"].items()), HOST_TIME)}
+
+
+BENCHMARK = Benchmark(
+    __file__,
+    __doc__,
+    packages=("torch",),
+    claims=claims,
+    tables=tables,
+    parts=BATCHES,
+    rounds=5,
+    rounds_help="runs of each batch",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print what came out, write the result."""
+    BENCHMARK.parser.add_argument("--model", type=Path, default=cache_folder() / MODEL, metavar="FOLDER")
+    options = BENCHMARK.parse(arguments)
+    if not (options.model / "config.json").exists():
+        write_random_model(SHAPES[MODEL], options.model)
+    found = {}
+    with TemporaryDirectory() as folder:
+        small = write_random_model(small_shape(), Path(folder) / "model")
+        for name in options.only:
+            model = small if name == SMALL else options.model
+            found[name] = measured(model, BATCHES[name], options.rounds)
+    bars = {"microseconds_per_task": BAR_MICROSECONDS, "share": BAR_SHARE}
+    return BENCHMARK.write({"model": MODEL, "policy": "resident", "bars": bars, "rows": found})
+
+
+def small_shape() -> ModelConfig:
+    """The same layers with matrices that fit in a cache."""
+    sizes = {
+        "hidden": 128,
+        "intermediate": 128,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "vocabulary": 1024,
+    }
+    return SHAPES[MODEL].varied(**sizes)
+
+
+def measured(model: Path, batch: int, rounds: int) -> dict[str, Any]:
+    """One batch: medians over all steps of the rounds in which other processes kept the fewest cores busy."""
+    found: list[tuple[float, list[Step]]] = []
+    for _ in track(range(rounds), f"batch {batch}", still=True):
+        load = OtherLoad()
+        calls = decode(model, batch)
+        found.append((load.cores(), steps_of(calls)[SKIPPED:]))
+    quiet = min(cores for cores, _ in found) + TOLERATED_CORES
+    steps = [step for cores, of_round in found if cores <= quiet for step in of_round]
+    tasks = len(steps[0].calls)
+    return {
+        "other_cores": [round(cores, 2) for cores, _ in found],
+        "steps": len(steps),
+        "tasks_per_step": tasks,
+        "step_ms": round(median(step.whole for step in steps) / 1e6, 3),
+        "microseconds_per_task": round(median(step.host for step in steps) / tasks / 1e3, 2),
+        "share": round(median(step.host / step.whole for step in steps), 4),
+        "microseconds_between": between(steps),
+    }
+
+
+def between(steps: Sequence[Step]) -> dict[str, float]:
+    """The time from a call's end to the next one's begin, by their functions."""
+    gaps = defaultdict(list)
+    for step in steps:
+        gaps[f"{FUNCTIONS[-1]} to {FUNCTIONS[0]}"].append(step.calls[0].begin - step.since)
+        for one, other in pairwise(step.calls):
+            gaps[f"{FUNCTIONS[one.function]} to {FUNCTIONS[other.function]}"].append(other.begin - one.end)
+    return {name: round(median(each) / 1e3, 2) for name, each in gaps.items()}
+
+
+def steps_of(calls: Sequence[Call]) -> list[Step]:
+    """The decode steps of a run; what precedes the first token is none."""
+    ends = [number for number, call in enumerate(calls) if call.function == len(FUNCTIONS) - 1]
+    return [Step(calls[before].end, list(calls[before + 1 : end + 1])) for before, end in pairwise(ends)]
+
+
+def decode(model: Path, batch: int) -> list[Call]:
+    """The native calls of one run."""
+    prompts = [[(31 * request + 17 * n) % 1000 for n in range(PROMPT)] for request in range(batch)]
+    with noting() as shim:
+        run_model(
+            model,
+            prompts,
+            policy="resident",
+            max_new_tokens=NEW_TOKENS,
+            batch_size=batch,
+            micro_batch_size=batch,
+        )
+        numbers = (ctypes.c_int64 * (len(Call._fields) * MOST_CALLS))()
+        count = shim.take_calls(numbers, ctypes.c_int64(MOST_CALLS))
+        return [Call(*numbers[3 * number : 3 * number + 3]) for number in range(count)]
+
+
+@contextmanager
+def noting() -> Iterator[ctypes.CDLL]:
+    """Have the shim between Python and the kernels."""
+    shim, kernels = compiled(SOURCE), library()
+    shim.take_calls.restype = ctypes.c_int64
+    before = {name: getattr(kernels, f"moesched_{name}") for name in FUNCTIONS}
+    for number, (name, function) in enumerate(before.items()):
+        shim.pass_on(ctypes.c_int64(number), function)
+        # As before, without other Python threads where the call itself is one without.
+        holds = function._flags_ & PYTHON_API
+        noted = getattr(ctypes.PyDLL(shim._name) if holds else shim, f"noted_{number}")
+        noted.argtypes = function.argtypes
+        setattr(kernels, f"moesched_{name}", noted)
+    try:
+        yield shim
+    finally:
+        for name, function in before.items():
+            setattr(kernels, f"moesched_{name}", function)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
