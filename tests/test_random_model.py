@@ -9,7 +9,6 @@ import tracemalloc
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from _gpu_peers import hugging_face
@@ -17,21 +16,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from against_hugging_face import assert_same_tokens, generated
-from moesched.devices.shared.page_reader import PageReader
-from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
-from moesched.machines import parse_machine
 from moesched.models.config import ModelConfig
-from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.reading import read_config
-from moesched.plugins import make_policy
-from moesched.requests.batch import split_batch
-from moesched.runs.hardware import run
-from moesched.runs.planning import plan_run
-from moesched.testing.random_weights import MATRICES, REPEATED_BYTES, Repeated, random_checkpoint
-from small_models import SMALL, SMALL_DBRX, TINY
-from test_emulated_device import MACHINE
+from small_models import SMALL_DBRX, TINY
 
 DENSE = TINY.varied(experts=1, top_k=1, window=16, tied_embeddings=True, form="llama")
 QWEN = TINY.varied(form="qwen3_moe", qk_norm="head", tied_embeddings=True, weights_sum_to_one=False)
@@ -223,46 +212,3 @@ def test_hugging_face_decodes_a_random_model_at_some_rate_in_each_batch(tmp_path
     found = hugging_face(write_random_model(TINY, tmp_path / "m"), "cpu", (1, 2), prompt=4, new_tokens=3)
     assert found["batches"].keys() == {"1", "2"}
     assert all(rate > 0 for rates in found["batches"].values() for rate in rates.values())
-
-
-# -- weights in memory -------------------------------------------------------------------------------------------------
-
-
-CONFIG = msgspec.structs.replace(SMALL, dtype="float32")
-
-
-def tokens(policy: str, seed: int = 0, *, direct: bool = True) -> list[list[int]] | None:
-    layout = weight_layout(CONFIG)
-    device = TorchDevice(random_checkpoint(CONFIG, seed), layout, direct=direct)
-    made = make_policy(policy)
-    plan = plan_run(
-        parse_machine(MACHINE, "test"), layout, split_batch([3, 3], 5, 1), made, None, device.slot_bytes
-    )
-    return run(plan, made, device, [[1, 2, 3], [4, 5, 6]]).tokens
-
-
-def test_norms_are_one_and_matrices_are_random() -> None:
-    with PageReader(random_checkpoint(CONFIG), weight_layout(CONFIG)) as reader:
-        assert reader.read_tensor("final_norm").eq(1).all()
-        q = reader.read_tensor("layers.0.q")
-    assert 0.01 < q.std().item() < 0.03
-    assert len(q.unique()) > q.numel() / 2
-
-
-def test_every_policy_generates_the_same_from_them() -> None:
-    assert tokens("layer_streaming") == tokens("cgopipe") == tokens("cgopipe", direct=False)
-
-
-def test_a_seed_makes_the_same_weights_again_and_another_one_others() -> None:
-    assert tokens("resident", seed=1) == tokens("resident", seed=1)
-    assert tokens("resident", seed=1) != tokens("resident", seed=2)
-
-
-@pytest.mark.parametrize("offset", [0, 4096, REPEATED_BYTES - 4096, 3 * REPEATED_BYTES + 8192])
-def test_a_file_without_end_repeats_its_items(offset: int) -> None:
-    items = np.arange(REPEATED_BYTES // 4, dtype=np.int32)
-    into = bytearray(3 * 4096)
-    assert Repeated(MATRICES, items.view(np.uint8)).read(memoryview(into), offset, 1) == len(into)
-    first = offset % REPEATED_BYTES // 4
-    wanted = (np.arange(len(into) // 4) + first) % len(items)
-    assert np.frombuffer(into, dtype=np.int32).tolist() == wanted.tolist()
