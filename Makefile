@@ -1,5 +1,5 @@
 # `make run` and `make test` need Python 3.11 or newer and make, nothing else: they set up .venv themselves, once.
-# `make run` installs what running needs; the first other target adds the tools of `.[dev]`.
+# `make run` installs what running needs; `make test` and its like install that with the tools of `.[dev]`, at once.
 
 PYTHON ?= python3
 VENV := .venv
@@ -89,14 +89,16 @@ $(BIN)/python:
 	@echo "Setting up $(VENV): once, a few minutes"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 2; }
 
+# Each installs the package, and with it the compiled parts; the tools need no installation before their own.
 $(INSTALLED): pyproject.toml constraints.txt $(COMPILED) | $(BIN)/python
 	$(PIP_INSTALL) -e .
 	@$(BIN)/python -c 'from moesched.devices.native.compiled import availability; print(availability())'
 	@touch $@
 
-$(TOOLS): $(INSTALLED)
+$(TOOLS): pyproject.toml constraints.txt $(COMPILED) | $(BIN)/python
 	$(PIP_INSTALL) -e '.[dev]'
-	@touch $@
+	@$(BIN)/python -c 'from moesched.devices.native.compiled import availability; print(availability())'
+	@touch $(INSTALLED) $@
 
 $(FOR_DOCS): $(INSTALLED)
 	$(PIP_INSTALL) -e '.[docs]'

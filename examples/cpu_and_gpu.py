@@ -50,6 +50,7 @@ def predicted(policy: str, batch: int) -> moesched.JobReport:
         batch_size=batch,
         micro_batch_size=min(batch, 128),
         routing="popularity",
+        band=False,
     )
 
 

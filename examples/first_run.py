@@ -172,6 +172,7 @@ def predict(
         workload=moesched.given_lengths([PROMPT_TOKENS] * BATCH, new_tokens),
         gen=new_tokens,
         trace=traces / f"{policy}-predicted.json",
+        band=False,
         **others,
     )
 

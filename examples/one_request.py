@@ -71,6 +71,7 @@ def main() -> None:
             policy=policy,
             workload=moesched.given_lengths([32], NEW_TOKENS),
             routing="popularity",
+            band=False,
         )
         for policy in track(POLICIES, "Mixtral 8x7B", console=console, transient=True)
     }

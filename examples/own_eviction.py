@@ -82,6 +82,7 @@ def main() -> None:
             routing="zipf",
             routing_settings={"locality": 0.5},
             batch_size=1,
+            band=False,
         )
         (pool,) = report.pools
         hits = pool.hits / (pool.hits + pool.misses)

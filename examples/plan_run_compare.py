@@ -74,6 +74,7 @@ def main() -> None:
         workload=workload,
         requests=batch,
         trace=predicted,
+        band=False,
         **sizes,
     )
     for report, what in ((run, "measured"), (simulated, "predicted")):

@@ -18,6 +18,7 @@ from hypothesis import settings
 from commands import Said
 
 if TYPE_CHECKING:
+    from moesched.models.checkpoint import Checkpoint
     from runs import Run
 
 pytest_plugins = ["cluster_fixtures", "native_fixtures"]
@@ -82,6 +83,13 @@ def as_users_run() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def small_heap() -> None:
+    """Leave out older objects when garbage is collected, as before each batch: a process of tests has very many."""
+    gc.collect()
+    gc.freeze()
+
+
 def has_gpu() -> bool:
     """Test whether torch can use a CUDA device; imported here, since torch takes seconds to load."""
     import torch
@@ -108,11 +116,19 @@ def command(capfd: pytest.CaptureFixture[str]) -> Any:
 
 
 @pytest.fixture(scope="session")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model whose tokens are bytes."""
     from small_models import small_model
 
     return small_model(tmp_path_factory.mktemp("models") / "small", text=True)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A small random model of odd sizes."""
+    from odd_models import MIXTRAL, stored
+
+    return stored(MIXTRAL, tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")

@@ -214,6 +214,7 @@ def test_a_simulation_with_beams_does_the_work_of_all_of_them(policy: str) -> No
             batch_size=4,
             micro_batch_size=2,
             beams=beams,
+            band=False,
         )
 
     one, four = simulated(1), simulated(4)

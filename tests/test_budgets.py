@@ -181,6 +181,7 @@ def test_a_simulation_keeps_the_budget_of_an_assumed_process() -> None:
         workload=[[1] * 20] * 4,
         gen=2,
         budgets={"process": "1.4GB"},
+        band=False,
     )
     parts = report.process_bytes
     assert parts is not None and parts.predicted is not None and parts.limit is not None
@@ -206,7 +207,9 @@ def test_a_plan_that_does_not_fit_the_process_s_budget_names_that_budget() -> No
 
 def test_no_process_is_predicted_where_an_accelerator_has_a_driver_of_its_own() -> None:
     assert not assumed_process(T4).whole
-    report = moesched.simulate_model("mixtral-0.8b", machine="t4", policy="cgopipe", workload=[[1]], gen=1)
+    report = moesched.simulate_model(
+        "mixtral-0.8b", machine="t4", policy="cgopipe", workload=[[1]], gen=1, band=False
+    )
     assert report.process_bytes is None
 
 

@@ -251,18 +251,15 @@ def test_costs_of_an_older_version_are_refused_with_the_command_that_measures_th
         parse_machine(text.encode(), "mine.toml")
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_a_calibration_cut_short_leaves_the_old_file_and_nothing_else(
-    error: type[BaseException], tmp_path: Path
-) -> None:
+def test_a_calibration_cut_short_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "machine.toml"
     file.write_text("old")
 
     def cut_short(done: int, total: int) -> None:
         if done == total // 2:
-            raise error
+            raise KeyboardInterrupt
 
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         calibrate_into(file, QUICKEST, cut_short)
     assert [path.name for path in tmp_path.iterdir()] == ["machine.toml"]
     assert file.read_text() == "old"

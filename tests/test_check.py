@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from commands import refused
 from moesched import plugins
 from moesched.plugins import find, shipped
 from moesched.system.cache import cache_folder
@@ -356,15 +355,3 @@ def test_faults_come_first_in_few_lines_each_and_the_code_is_1(command: Any) -> 
     [told] = command("check", policy, *NARROW, "--json").json["faults"]
     assert {"line", "message", "case"} <= told.keys()
     assert f"{told['line']}: {told['message']}" == fault[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nix"], "unknown policy 'nix'"),
-        (["resident", "--set", "ahead=3"], "policy resident has no setting 'ahead'"),
-        (["resident", "--machine", "nix"], "nix"),
-    ],
-)
-def test_bad_input_is_refused_in_one_line(command: Any, arguments: list[Any], said: str) -> None:
-    refused(command("check", *arguments), said)

@@ -16,10 +16,6 @@ from commands import refused
 from moesched.cli.logs import send_logs_to_stderr
 
 
-def test_an_unknown_command_is_told(command: Any) -> None:
-    refused(command("runn"), 'Unknown command "runn"')
-
-
 def test_the_version_is_printed(command: Any) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", command("--version").out)
 
@@ -84,36 +80,6 @@ def test_the_summary_of_a_policy_is_its_first_sentence(command: Any) -> None:
     assert entries["ep_balanced"].endswith("the best assignment of the chosen experts.")
     assert entries["fate"] == "`prefetch_gate` with larger caches for the first layers."
     assert all(text.endswith(".") for text in entries.values())
-
-
-@pytest.mark.parametrize(
-    ("option", "name", "said"),
-    [
-        (
-            "--model",
-            "Mixtral_8x7B",
-            "no model 'Mixtral_8x7B': did you mean mixtral-8x7b[?] Otherwise name a folder",
-        ),
-        ("--policy", "CGOPipe", "unknown policy 'CGOPipe': did you mean cgopipe[?] Otherwise choose "),
-        ("--machine", "T4", "no machine 'T4': did you mean t4[?] Otherwise name a TOML file"),
-        (
-            "--machine",
-            "RTX 3090",
-            "no machine 'RTX 3090': .* `moesched machine --gpu \"RTX 3090\"` writes a file",
-        ),
-        ("--machine", "M3 Ultra", "no machine 'M3 Ultra': .* `moesched machine --chip \"M3 Ultra\"` writes"),
-        ("--machine", "my.toml", "no machine 'my.toml': name a TOML file"),
-        ("--workload", "mtbnch", "no workload 'mtbnch': did you mean mtbench[?]"),
-        ("--routing", "popularty", "no routing 'popularty': did you mean popularity[?]"),
-        ("--network", "10-gbe", "no network '10-gbe': did you mean 10gbe[?]"),
-    ],
-)
-def test_an_unknown_name_is_told_with_the_nearest(command: Any, option: str, name: str, said: str) -> None:
-    given = {
-        "--model": "mixtral-8x7b", "--machine": "t4", "--policy": "cgopipe", "--workload": "mtbench", "--nodes": "2",
-        "--network": "10gbe",
-    }  # fmt: skip
-    refused(command("simulate", *(each for pair in (given | {option: name}).items() for each in pair)), said)
 
 
 class FullDisk(StringIO):

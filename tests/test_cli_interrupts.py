@@ -42,8 +42,8 @@ ENDLESS_POLICIES = Path(__file__).parent / "faulty" / "endless.py"
 ENDLESS = ("--max-new-tokens", 150_000)
 
 
-def test_ctrl_c_keeps_the_text_so_far(text_model: Path) -> None:
-    said = interrupt(["run", text_model, "--policy", "cgopipe", "--prompt", "abc", *ENDLESS], after="abc")
+def test_ctrl_c_keeps_the_text_so_far(model: Path) -> None:
+    said = interrupt(["run", model, "--policy", "cgopipe", "--prompt", "abc", *ENDLESS], after="abc")
     assert said.code == 130
     assert said.out.startswith("abc")
     assert "tokens/s" in said.out
@@ -53,14 +53,14 @@ def test_ctrl_c_keeps_the_text_so_far(text_model: Path) -> None:
 
 @pytest.mark.parametrize(("by", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_other_signals_keep_the_report_and_leave_nothing_else(
-    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: signal.Signals, code: int
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: signal.Signals, code: int
 ) -> None:
     for each in ("out", "tmp", "cache"):
         (tmp_path / each).mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv("MOESCHED_CACHE", str(tmp_path / "cache"))
     report = tmp_path / "out" / "report.json"
-    arguments = ["run", text_model, "--policy", "cgopipe", "--prompt", "abc", *ENDLESS, "--report", report]
+    arguments = ["run", model, "--policy", "cgopipe", "--prompt", "abc", *ENDLESS, "--report", report]
     said = interrupt(arguments, after="abc", by=by)
     assert said.code == code
     assert re.search(rf"^moesched: interrupted \({by.name}\) after \d+ tokens$", said.err, re.MULTILINE)
@@ -74,13 +74,13 @@ def test_other_signals_keep_the_report_and_leave_nothing_else(
 
 
 def test_ctrl_c_keeps_tokens_trace_and_page(
-    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOESCHED_LOG", "info")
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
     arguments = [
         "run",
-        text_model,
+        model,
         "--policy",
         "cgopipe",
         "--prompt-ids",

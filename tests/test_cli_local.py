@@ -47,10 +47,10 @@ def alive(nodes: list[psutil.Process]) -> list[psutil.Process]:
     return [node for node in left if node.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_ctrl_c_ends_all_and_keeps_the_tokens_so_far(text_model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_and_keeps_the_tokens_so_far(model: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     command = start(
-        text_model,
+        model,
         *("--policy", "ep_router_aided", "--prompt", "abc", "--max-new-tokens", 50_000),
         *("--json", "--trace", trace),
     )
@@ -67,10 +67,8 @@ def test_ctrl_c_ends_all_and_keeps_the_tokens_so_far(text_model: Path, tmp_path:
     assert alive(nodes) == []
 
 
-def test_nodes_end_when_their_launcher_is_killed(text_model: Path) -> None:
-    command = start(
-        text_model, "--policy", "ep_naive", "--prompt", "abc", "--max-new-tokens", 50_000, "--json"
-    )
+def test_nodes_end_when_their_launcher_is_killed(model: Path) -> None:
+    command = start(model, "--policy", "ep_naive", "--prompt", "abc", "--max-new-tokens", 50_000, "--json")
     nodes, _ = nodes_once_it_runs(command)
     command.kill()
     command.communicate(timeout=PATIENCE_SECONDS)

@@ -10,6 +10,8 @@ import pytest
 from commands import ONLY_FIGURES, refused
 from moesched.trace import check_trace, read_trace
 
+pytestmark = pytest.mark.usefixtures("as_users_run")
+
 DBRX = ("simulate", "--model", "dbrx", "--machine", "m2-ultra", "--workload", "uniform")
 ONE = ("--batch-size", 1, "--gen", 2)
 ETHERNET = ("--network", "10gbe")
@@ -53,24 +55,6 @@ def test_copies_that_nobody_needs_stay_wired(command: Any) -> None:
     of = ("--batch-size", 1, "--policy", "ep_balanced", "--nodes", 4)
     said = command(*model, *ETHERNET, *of, *ONLY_FIGURES, "--json")
     assert said.json["decode_tokens_per_second"] > 7
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--policy", "ep_naive", "--nodes", 2), "nothing joins machine m2-ultra to others: give --network, one of"),
-        (("--policy", "ep_naive", *ETHERNET), "--network joins several nodes: say how many with --nodes"),
-        (("--policy", "ep_naive", "--nodes", 2, "--network", "tincan"), "tincan"),
-        (("--policy", "resident", "--nodes", 2, *ETHERNET), "policy Resident does not share experts among 2 nodes"),
-        (
-            ("--policy", "ep_naive", "--nodes", 2, *ETHERNET, "--budget", "unified=100GB"),
-            "bytes too few, on node 0 of 2: raise --budget",
-        ),
-        (("--policy", "ep_balanced", "--nodes", 2, *ETHERNET, "--set", "experts=0"), "experts is 0"),
-    ],
-)  # fmt: skip
-def test_what_nodes_cannot_be_is_refused_in_one_line(command: Any, options: Any, said: str) -> None:
-    refused(command(*DBRX, *ONE, *options), said)
 
 
 def test_a_node_uses_one_accelerator(command: Any) -> None:

@@ -80,16 +80,3 @@ def test_a_prediction_is_traced_and_compared_with_itself(command: Any, tmp_path:
     steps = next(row for row in side_by_side["rows"] if row["name"] == "decode step")
     assert steps["values"][0] == pytest.approx(steps["values"][1])
     assert "decode step" in command("compare", report, trace).out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--workload", "no.jsonl"), r"cannot read prompts no\.jsonl: No such file"),
-        (("--gen", "40000"), "40000 new ones are more than the context of mixtral-0.8b, 32768"),
-    ],
-)
-def test_what_cannot_be_simulated_is_told_in_one_line(command: Any, arguments: Any, said: str) -> None:
-    given = dict(zip(SIMULATE[1::2], SIMULATE[2::2], strict=True)) | {"--policy": "resident"}
-    given |= dict([arguments])
-    refused(command("simulate", *(each for pair in given.items() for each in pair), "--json"), said)

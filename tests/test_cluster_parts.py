@@ -203,15 +203,6 @@ def test_copies_of_a_model_have_one_fingerprint_and_others_another(tmp_path: Pat
 # ---------------------------------------------------------------- messages
 
 
-@given(st.binary(max_size=200))
-def test_no_bytes_break_a_reader(data: bytes) -> None:
-    for read in (read_node, read_launcher):
-        try:
-            read(data)
-        except Unreadable as error:
-            assert "\n" not in str(error)
-
-
 def test_what_is_packed_is_read_and_what_the_other_side_says_is_not() -> None:
     assert read_node(pack(JOIN)) == JOIN
     assert read_launcher(pack(Ping(number=3))) == Ping(number=3)

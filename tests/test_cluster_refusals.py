@@ -95,11 +95,3 @@ def test_keys_of_others_ports_in_use_and_ranks_that_are_not_there_take_one_line(
         )
     finally:
         held.close()
-
-
-def test_what_does_not_go_with_local_nodes_is_refused(models: Path, command: Any) -> None:
-    run = ("run", models / "mixtral", "--policy", "ep_naive", "--prompt-ids", "1")
-    refused(command(*run, "--local", 0), "--local is 0")
-    refused(command(*run, "--local", 2, "--tensor-parallel", 2), "omit --tensor-parallel")
-    refused(command(*run, "--transport", "envoy"), "give --local N as well")
-    refused(command(*run, "--local", 2, "--transport", "inproc"), "does not connect processes")

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from commands import SIMULATE, refused
 from moesched.analysis.compare import compare_runs
 from moesched.analysis.comparison import Comparison, Row
+from moesched.analysis.published import PREFILL_ERROR
 from moesched.analysis.sides import side_of_recording
 from moesched.errors import BadInput
 from moesched.plugins import make_policy
 from moesched.runs.simulation import simulate
-from moesched.trace import About, LaneName, LastSteps, Recording, Slice, TaskInfo, summarize, write_trace
+from moesched.trace import (
+    About,
+    LaneName,
+    LastSteps,
+    Recording,
+    Slice,
+    TaskInfo,
+    check_trace,
+    summarize,
+    write_trace,
+)
 from runs import FORTY_PERCENT, make_plan, virtual_run
 
 PREDICTED = About(driver="virtual", policy="P", machine="t4", model="m")
@@ -203,3 +216,30 @@ def find(comparison: Comparison, section: str, name: str, what: str) -> Row:
     """One row of a comparison."""
     [row] = [row for row in comparison.rows if (row.section, row.name, row.what) == (section, name, what)]
     return row
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_compare_says_why_and_shows_a_run_beside_its_replay(command: Any, tmp_path: Path) -> None:
+    trace, both = tmp_path / "trace.json", tmp_path / "both.json"
+    command(*SIMULATE, "--policy", "cgopipe", "--batch-size", 4, "--gen", 3, "--trace", trace)
+    said = command("compare", trace, "--replayed", "--trace", both)
+    assert "trace.json replayed (predicted)" in said.out
+    assert "explain" in said.out
+    [published] = [line.split() for line in said.out.splitlines() if line.startswith("published prefills")]
+    assert published == ["published", "prefills", "error", f"{PREFILL_ERROR:.0%}"], (
+        "a replay predicts no prefill"
+    )
+    assert check_trace(both) == []
+    told = command("compare", trace, "--replayed", "--json").json["difference"]
+    assert told["run_seconds"][0] == pytest.approx(told["run_seconds"][1])
+
+
+def test_compare_wants_two_files_of_ours(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    refused(command("compare", tmp_path / "other.json"), "1 run given: name two")
+    refused(
+        command("compare", tmp_path / "other.json", tmp_path / "other.json"),
+        r"other\.json is not the report of a run",
+    )

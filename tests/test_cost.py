@@ -255,3 +255,16 @@ def test_the_roofline_reads_experts_no_faster_than_they_were_seen_to_be_read() -
     assert seconds(operations.post_attention(1)) == pytest.approx(2 * reading)
     assert seconds(operations.fetched_expert(4000)) > 2 * reading, "many rows take longer to compute"
     assert seconds(operations.sample(1)) == pytest.approx(operations.sample(1).nbytes / (100 * GB))
+
+
+# -- amounts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@given(totals=st.lists(st.integers(1, 20), min_size=1))
+def test_a_decode_step_asks_for_what_its_sequences_ask_for_one_by_one(
+    window: int | None, totals: list[int]
+) -> None:
+    config = SHAPES["mixtral-0.8b"].varied(window=window)
+    operations = Operations(config, "bfloat16")
+    assert operations.attention_step(totals) == operations.attention([(1, total) for total in totals])

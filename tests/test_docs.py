@@ -94,7 +94,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     shown = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
     packages = {"moesched": moesched.__all__, "moesched.dispatch": dispatch.__all__}
     public = {f"{package}.{name}" for package, names in packages.items() for name in names}
-    assert public - set(shown) == set()
+    assert {name for name in shown if name.rpartition(".")[0] in packages} == public
     assert [name for name in shown if not exists(name)] == []
 
 
@@ -245,6 +245,7 @@ def test_each_policy_of_the_kit_s_page_offloads_where_the_accelerator_is_too_sma
         batch_size=4,
         micro_batch_size=2,
         budgets={"gpu": "12MB"},
+        band=False,
     )
     assert kinds <= {kind.kind for kind in report.kinds}
 
@@ -259,6 +260,7 @@ def test_the_node_policy_of_the_kit_s_page_adds_up_the_outputs_of_two_nodes(kit_
         workload="uniform",
         gen=4,
         batch_size=1,
+        band=False,
     )
     assert {"run_expert", "all_reduce"} <= {kind.kind for kind in report.kinds}
 

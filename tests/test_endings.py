@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import moesched
 from commands import failed
+from moesched import run_model
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import report_of
 from moesched.models.random_model import write_random_model
@@ -21,11 +23,15 @@ from moesched.plugins import make_policy
 from moesched.runs.listeners import Listener
 from moesched.runs.outcome import make_report
 from moesched.runs.ranks import Rank
+from moesched.runs.simulation import simulate
 from moesched.runs.virtual_run import VirtualRun
-from moesched.tasks import Task
-from moesched.trace import check_trace
+from moesched.tasks import Lane, Task
+from moesched.trace import Recorder, check_trace
 from odd_models import MIXTRAL
 from runs import FORTY_PERCENT, make_plan
+from small_models import SMALL
+
+pytestmark = pytest.mark.usefixtures("small_heap")
 
 FAILING = """
 from moesched.policies.twiddler import Twiddler
@@ -141,3 +147,46 @@ def test_lanes_of_an_interrupted_run_are_busy_for_at_most_the_time_of_its_whole_
     assert max(lane.utilization for lane in report.lanes.values()) == 1.0
     busiest = max(lane.busy_seconds for lane in report.lanes.values())
     assert busiest == pytest.approx(sum(report.step_seconds), rel=0.1), "the third step adds half as much"
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["resident", "cgopipe"])
+def test_no_tensor_outlives_its_run_although_no_garbage_is_collected(policy: str, tmp_path: Path) -> None:
+    model = write_random_model(SMALL, tmp_path / "model")
+    gc.collect()
+    before = tensors()
+    gc.disable()
+    try:
+        report = run_model(model, [[1, 2, 3]], policy=policy, max_new_tokens=2)
+        assert report.failure is None
+        assert tensors() == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(("sharing", "replay"), [(False, False), (True, False), (False, True)])
+def test_no_task_outlives_its_simulation_although_no_garbage_is_collected(
+    sharing: bool, replay: bool
+) -> None:
+    policy = make_policy("cgopipe")
+    plan = make_plan(policy)
+    gc.collect()
+    before = lanes()
+    gc.disable()
+    try:
+        simulate(plan, policy, sharing=sharing, replay=replay, recorder=Recorder())
+        assert lanes() == before
+    finally:
+        gc.enable()
+
+
+def lanes() -> int:
+    """The number of lanes in this process. Tasks refer to theirs, and cannot be counted themselves."""
+    return sum(isinstance(each, Lane) for each in gc.get_objects())
+
+
+def tensors() -> int:
+    """The number of tensors in this process."""
+    return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())

@@ -146,15 +146,6 @@ def test_a_ready_first_lane_takes_the_earliest_of_a_class() -> None:
     assert script.started() == ["running", "fetch", "earlier"]
 
 
-def test_a_demand_goes_before_a_prefetch_and_a_prefetch_before_an_idle_one() -> None:
-    script = Script(link="ready_first")
-    script.submit("running", "link")
-    script.submit("idle", "link", urgency=IDLE)
-    script.submit("prefetch", "link", urgency=PREFETCH)
-    script.submit("demand", "link", urgency=DEMAND)
-    assert script.run() == ["running", "demand", "prefetch", "idle"]
-
-
 def test_lifting_a_transfer_that_waits_for_its_lane_moves_it_ahead() -> None:
     script = Script(link="ready_first")
     script.submit("running", "link")

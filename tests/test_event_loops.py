@@ -21,7 +21,6 @@ from moesched.steps.plan import Plan
 from moesched.steps.step import Step
 from moesched.system.own_loop import interruptible, run_on_own_loop
 from moesched.testing import check_policy
-from small_models import small_model
 
 T = TypeVar("T")
 
@@ -51,11 +50,6 @@ LOOPS: dict[str, Callable[[Callable[[], Coroutine[Any, Any, Any]]], Any]] = {
     "anyio on trio": lambda main: anyio.run(main, backend="trio"),
     "a callback": on_a_callback,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_model(tmp_path_factory.mktemp("models") / "small", text=True)
 
 
 def inside(loop: str, call: Callable[[], T]) -> T:

@@ -20,18 +20,15 @@ from moesched.devices.torch.kv_offload import KVOffload
 from moesched.models.checkpoint import Checkpoint
 from moesched.plugins import make_policy
 from moesched.tasks import Task
-from odd_models import MIXTRAL, PROMPTS, layout_of, stored
+from odd_models import MIXTRAL, PROMPTS, layout_of
 from odd_runs import generated
+
+pytestmark = pytest.mark.usefixtures("small_heap")
 
 HALF = 8
 """Numbers in a half of a small ring."""
 
 needs_kernels = pytest.mark.skipif(not instruction_sets(), reason=availability())
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return stored(MIXTRAL, tmp_path_factory.mktemp("models"))
 
 
 class Allocations:

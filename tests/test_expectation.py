@@ -50,11 +50,6 @@ def calibrated(*, only: str = "", **changes: Any) -> Machine:
     return replace(measured, **changes)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_model(tmp_path_factory.mktemp("models") / "small")
-
-
 def run(model: Path, **changes: Any) -> Any:
     """The report of three requests that are predicted."""
     given: dict[str, Any] = {

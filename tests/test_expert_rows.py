@@ -32,33 +32,27 @@ from moesched.testing import Case, check_device, check_policy, policy_cases, run
 from moesched.testing.policy_checks import node_cases
 from moesched.testing.random_rows import RandomRows
 from moesched.trace import About, Recorder, read_trace, write_trace
-from odd_models import DBRX, MIXTRAL, PROMPTS, Reference, Streamed, name_of
-from small_models import small_model
+from odd_models import DBRX, MIXTRAL, PROMPTS, Reference, Streamed
 
 T4 = load_machine("t4")
 RANDOM_ROWS = "moesched.testing.random_rows:RandomRows"
 
 # -- the same bits -------------------------------------------------------------------------------------------------
 
-MODELS = [(config, dtype) for config in (MIXTRAL, DBRX) for dtype in ("float32", "bfloat16")]
-
-
-@pytest.fixture(scope="module", params=MODELS, ids=name_of)
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference.of(request.param, tmp_path_factory.mktemp("models"))
-
 
 @pytest.mark.parametrize(
-    ("kind", "machine", "seed"),
+    ("model", "kind", "machine", "seed"),
     [
-        pytest.param(TorchDevice, ONE_MEMORY, 1, id="one memory"),
-        pytest.param(TorchDevice, TWO_MEMORIES, 2, id="two memories"),
-        pytest.param(Streamed, TWO_MEMORIES, 3, id="two memories, streams"),
+        pytest.param((DBRX, "bfloat16"), TorchDevice, ONE_MEMORY, 1, id="one memory"),
+        pytest.param((MIXTRAL, "float32"), TorchDevice, TWO_MEMORIES, 2, id="two memories"),
+        pytest.param((DBRX, "float32"), Streamed, TWO_MEMORIES, 3, id="two memories, streams"),
+        pytest.param((MIXTRAL, "bfloat16"), Streamed, TWO_MEMORIES, 4, id="streams, another dtype"),
     ],
 )
 def test_logits_of_random_cuts_and_joins_are_those_of_resident_to_the_bit(
-    reference: Reference, kind: type[TorchDevice], machine: Machine, seed: int
+    tmp_path: Path, model: Any, kind: type[TorchDevice], machine: Machine, seed: int
 ) -> None:
+    reference = Reference.of(model, tmp_path)
     device = kind(reference.checkpoint, reference.layout, keep_logits=True)
     got = generate(device, RandomRows(seed), machine, PROMPTS, new_tokens=4, micro_batch_size=2)
     if isinstance(device, Streamed):
@@ -67,21 +61,16 @@ def test_logits_of_random_cuts_and_joins_are_those_of_resident_to_the_bit(
     assert same_bits(got.logits_RSV, reference.expected.logits_RSV)
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_model(tmp_path_factory.mktemp("models") / "small")
-
-
-def test_chunks_of_long_prompts_are_cut_and_joined_too(small: Path) -> None:
+def test_chunks_of_long_prompts_are_cut_and_joined_too(model: Path) -> None:
     prompts = [[*range(1, 71)], [*range(5, 18)], [*range(9, 54)]]
     chunked: dict[str, Any] = {"max_new_tokens": 4, "prefill_chunk": 24, "micro_batch_size": 2}
-    cut, whole = (run_model(small, prompts, policy=policy, **chunked) for policy in (RANDOM_ROWS, "resident"))
+    cut, whole = (run_model(model, prompts, policy=policy, **chunked) for policy in (RANDOM_ROWS, "resident"))
     assert cut.tokens == whole.tokens
 
 
-def test_each_row_s_activations_are_reported_once(small: Path) -> None:
+def test_each_row_s_activations_are_reported_once(model: Path) -> None:
     cut, whole = (
-        sparsity_of(small, [[1, 2, 3, 4, 5], [9, 8]], policy=policy) for policy in (RANDOM_ROWS, "resident")
+        sparsity_of(model, [[1, 2, 3, 4, 5], [9, 8]], policy=policy) for policy in (RANDOM_ROWS, "resident")
     )
     assert (cut.values, cut.below) == (whole.values, whole.below)
 

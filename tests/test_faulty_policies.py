@@ -81,6 +81,21 @@ def test_a_mistake_is_told_at_its_line(
     assert len(others) < MOST_LINES
 
 
+@pytest.mark.parametrize("name", ["Leaves", "Sleeps", "SwapsArguments", "OmitsSample"])
+def test_a_run_tells_a_mistake_at_its_line_too(
+    command: Any, no_text: Path, simulated: list[Any], name: str
+) -> None:
+    [faulty] = (each for each in faulty_policies() if each.name == name)
+    said = command(
+        "run", no_text, "--prompt-ids", "1,2;3", "--policy", faulty.policy, "--trace", "trace.json"
+    )
+    assert (said.code, said.out) == (1, "")
+    assert re.match(
+        rf"moesched: .*{faulty.file.stem}\.py:{faulty.line}\b.*: {re.escape(faulty.said)}", said.err
+    )
+    assert not Path("trace.json").exists()
+
+
 def test_a_mistake_deep_within_shows_the_policys_own_frames(
     command: Any, no_text: Path, simulated: list[Any]
 ) -> None:

@@ -15,7 +15,6 @@ from moesched.planner import plan_model
 from moesched.routing.profile import write_profile
 from moesched.routing.trace import RoutingTrace, write_routing_trace
 from moesched.steps.plan import Plan
-from small_models import small_model
 
 CGOPipe: Any = plugins.find("policies", "cgopipe")
 ExpertCache: Any = plugins.find("policies", "expert_cache")
@@ -34,13 +33,8 @@ class Mine(Resident):  # type: ignore[misc]  # found by its name
         super().plan(plan)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_model(tmp_path_factory.mktemp("models") / "small", text=True)
-
-
 def simulated(policy: Any, **options: Any) -> moesched.JobReport:
-    options = {"batch_size": 2, "micro_batch_size": 2, "gen": 2, **options}
+    options = {"batch_size": 2, "micro_batch_size": 2, "gen": 2, "band": False, **options}
     return moesched.simulate_model(
         "mixtral-8x7b", machine="t4", policy=policy, workload=[[1, 2]] * 2, **options
     )

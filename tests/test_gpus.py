@@ -23,13 +23,10 @@ from moesched.errors import BadInput, OutOfMemory
 from moesched.models.checkpoint import Checkpoint
 from moesched.plugins import make_policy
 from moesched.tasks import Task
-from odd_models import MIXTRAL, PROMPTS, layout_of, stored
+from odd_models import MIXTRAL, PROMPTS, layout_of
 from odd_runs import generated
 
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return stored(MIXTRAL, tmp_path_factory.mktemp("models"))
+pytestmark = pytest.mark.usefixtures("small_heap")
 
 
 def streamed(checkpoint: Checkpoint, gpu: LaggingGpu) -> Generated:

@@ -16,6 +16,8 @@ from moesched.runs.simulation import simulate
 from moesched.trace import About, FirstSteps, Recorder, Recording
 from runs import FORTY_PERCENT, make_plan, realtime_run, virtual_run
 
+pytestmark = pytest.mark.usefixtures("as_users_run")
+
 ABOUT = About(driver="virtual", policy="P", machine="t4", model="m")
 
 

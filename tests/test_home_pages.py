@@ -40,31 +40,29 @@ from odd_models import PROMPTS, WIDE, layout_of
 from odd_runs import generated
 from test_mapped_pages import linux, mapped_bytes
 
-pytestmark = linux
+pytestmark = [linux, pytest.mark.usefixtures("small_heap")]
 
 MAPPED, REGISTERED, ORDINARY = "mapped files", "registered memory", "ordinary memory"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "wide"
     return write_random_model(WIDE, folder, seed=3, dtype="bfloat16")
 
 
 @pytest.fixture
-def checkpoint(model: Path, tmp_path: Path) -> Checkpoint:
+def checkpoint(wide: Path, tmp_path: Path) -> Checkpoint:
     """A copy of its own, to be changed."""
-    for file in model.iterdir():
+    for file in wide.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return open_checkpoint(tmp_path)
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> Generated:
+def expected(wide: Path) -> Generated:
     layout = layout_of(WIDE, "bfloat16")
-    return generated(
-        TorchDevice(open_checkpoint(model), layout, keep_logits=True, kernel="torch"), "resident"
-    )
+    return generated(TorchDevice(open_checkpoint(wide), layout, keep_logits=True, kernel="torch"), "resident")
 
 
 @pytest.fixture
@@ -133,9 +131,9 @@ def bytes_in(held: HeldPage | None, nbytes: int) -> bytes:
     [(MAPPED, "cgopipe"), (REGISTERED, "flexgen"), (ORDINARY, "layer_streaming"), (ORDINARY, "cgopipe")],
 )
 def test_each_way_gives_the_bits_of_the_cpu_and_no_copy_blocks(
-    model: Path, expected: Generated, gpu: LaggingGpu, way: str, policy: str
+    wide: Path, expected: Generated, gpu: LaggingGpu, way: str, policy: str
 ) -> None:
-    device = device_on(gpu, open_checkpoint(model), map_files=way == MAPPED)
+    device = device_on(gpu, open_checkpoint(wide), map_files=way == MAPPED)
     machine, read = TWO_MEMORIES if way == ORDINARY else PAGE_LOCKED, set()
     for _ in range(2):
         found = streamed(device, policy, machine, allocations := Allocations(gpu))
@@ -153,9 +151,9 @@ def test_each_way_gives_the_bits_of_the_cpu_and_no_copy_blocks(
 
 
 def test_weights_that_the_host_computes_with_are_read_into_locked_memory_and_mapped_no_longer(
-    model: Path, gpu: LaggingGpu
+    wide: Path, gpu: LaggingGpu
 ) -> None:
-    device = device_on(gpu, open_checkpoint(model))
+    device = device_on(gpu, open_checkpoint(wide))
     streamed(device, "layer_streaming")
     assert any(map(is_read_only, gpu.pinned.registered))
     generated(device, "twiddler", {"experts": 4}, machine=PAGE_LOCKED, keep_open=True)
@@ -168,7 +166,7 @@ def test_weights_that_the_host_computes_with_are_read_into_locked_memory_and_map
 
 @pytest.mark.parametrize(("error", "most"), [(801, None), (0, 300_000)])
 def test_a_way_that_cuda_refuses_gives_way_to_the_next_by_name(
-    model: Path,
+    wide: Path,
     expected: Generated,
     gpu: LaggingGpu,
     capsys: pytest.CaptureFixture[str],
@@ -177,7 +175,7 @@ def test_a_way_that_cuda_refuses_gives_way_to_the_next_by_name(
 ) -> None:
     """Files are refused, or more than some memory: half way through the weights."""
     gpu.pinned.refuses_files, gpu.pinned.most_registered = error, most
-    device = device_on(gpu, open_checkpoint(model))
+    device = device_on(gpu, open_checkpoint(wide))
     assert streamed(device, "layer_streaming").logits_RSV.equal(expected.logits_RSV)
     home = device.weights_home
     assert home is not None
@@ -238,7 +236,7 @@ def test_a_write_to_a_mapped_file_ends_the_run_in_one_line_and_leaves_nothing_lo
 
 
 @pytest.mark.parametrize("way", [MAPPED, REGISTERED, ORDINARY])
-def test_ctrl_c_while_weights_load_leaves_nothing_locked(model: Path, gpu: LaggingGpu, way: str) -> None:
+def test_ctrl_c_while_weights_load_leaves_nothing_locked(wide: Path, gpu: LaggingGpu, way: str) -> None:
     told = []
 
     def interrupt(what: str, done: float, total: float) -> None:
@@ -246,7 +244,7 @@ def test_ctrl_c_while_weights_load_leaves_nothing_locked(model: Path, gpu: Laggi
             told.append((done, total))
             raise KeyboardInterrupt
 
-    device = device_on(gpu, open_checkpoint(model), map_files=way == MAPPED)
+    device = device_on(gpu, open_checkpoint(wide), map_files=way == MAPPED)
     device.tell = interrupt
     report = one_batch(device, TWO_MEMORIES if way == ORDINARY else PAGE_LOCKED)
     gc.collect()
@@ -255,9 +253,9 @@ def test_ctrl_c_while_weights_load_leaves_nothing_locked(model: Path, gpu: Laggi
     assert not gpu.pinned.registered
 
 
-def test_loading_tells_its_progress(model: Path, gpu: LaggingGpu) -> None:
+def test_loading_tells_its_progress(wide: Path, gpu: LaggingGpu) -> None:
     told: list[tuple[float, float]] = []
-    device = device_on(gpu, open_checkpoint(model), map_files=False)
+    device = device_on(gpu, open_checkpoint(wide), map_files=False)
     device.tell = lambda what, done, total: told.append((done, total)) if what == "loading weights" else None
     streamed(device, "layer_streaming")
     device.close()
@@ -385,8 +383,8 @@ def leave_a_copy(gpu: LaggingGpu) -> None:
             torch.empty(nbytes, dtype=torch.uint8, device=GPU_DEVICE).copy_(memory, non_blocking=True)
 
 
-def test_memory_is_unlocked_only_after_copies_that_a_failed_run_left(model: Path, gpu: LaggingGpu) -> None:
-    device = device_on(gpu, open_checkpoint(model))
+def test_memory_is_unlocked_only_after_copies_that_a_failed_run_left(wide: Path, gpu: LaggingGpu) -> None:
+    device = device_on(gpu, open_checkpoint(wide))
     streamed(device, "cgopipe")
     leave_a_copy(gpu)
     generated(device, "resident", machine=PAGE_LOCKED, keep_open=True)
@@ -399,12 +397,10 @@ def test_memory_is_unlocked_only_after_copies_that_a_failed_run_left(model: Path
     assert not gpu.pinned.registered
 
 
-def test_a_run_says_where_its_weights_came_from_and_why(
-    command: Any, text_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_says_where_its_weights_came_from_and_why(command: Any, model: Path, tmp_path: Path) -> None:
     machine, page = tmp_path / "machine.toml", tmp_path / "page.html"
     machine.write_text(machine_toml(TWO_MEMORIES))
-    run = ("run", text_model, "--prompt", "a", "--max-new-tokens", 2, "--policy", "layer_streaming")
+    run = ("run", model, "--prompt", "a", "--max-new-tokens", 2, "--policy", "layer_streaming")
     device = ("--device", "moesched.devices.lagging.device:LaggingDevice", "--machine", machine)
     said = command(*run, *device, "--report", page)
     line = (

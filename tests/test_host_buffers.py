@@ -17,7 +17,9 @@ from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
-from odd_models import MIXTRAL, PROMPTS, layout_of, stored
+from odd_models import MIXTRAL, PROMPTS, layout_of
+
+pytestmark = pytest.mark.usefixtures("small_heap")
 
 BUFFERS = {
     "rows exchanged with the accelerator",
@@ -25,11 +27,6 @@ BUFFERS = {
     "numbers on their way to the accelerator",
     "ring that weights pass through",
 }
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return stored(MIXTRAL, tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.parametrize(

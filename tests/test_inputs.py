@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 
 from moesched.errors import BadInput
 from moesched.machines import load_machine
-from moesched.models.checkpoint import open_checkpoint
-from moesched.models.headers import LARGEST_JSON
 from moesched.models.reading import read_config
 from moesched.system.decoding import decode_json
 from moesched.system.input_file import read_input
 from mutations import mutated
 from parsers import PARSERS, Bench
-from stored_checkpoints import TINY, published, write, write_sharded
+from stored_checkpoints import TINY, published, write
 
 SECONDS = 2.0
 """Limit of the time for any file."""
@@ -106,29 +104,7 @@ def test_a_pipe_is_read_to_its_end_and_one_without_a_writer_is_empty(tmp_path: P
         load_machine(str(tmp_path / "pipe"))
 
 
-def test_a_pipe_in_place_of_weights_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, published())
-    file = tmp_path / "model.safetensors"
-    file.unlink()
-    write_sharded(tmp_path, published())
-    shard = tmp_path / "model-00001-of-00003.safetensors"
-    shard.unlink()
-    os.mkfifo(shard)
-    with pytest.raises(BadInput, match=r"model-00001-of-00003.safetensors: it is a pipe"):
-        open_checkpoint(tmp_path)
-
-
 # ---------------------------------------------------------------- sizes and counts
-
-
-@pytest.mark.parametrize("nbytes", [LARGEST_JSON + 1, 73_000_000])
-def test_a_header_that_no_checkpoint_has_is_refused_unread(tmp_path: Path, nbytes: int) -> None:
-    file = write(tmp_path, published()) / "model.safetensors"
-    with file.open("wb") as shard:
-        shard.write(nbytes.to_bytes(8, "little"))
-        shard.truncate(8 + nbytes)
-    with pytest.raises(BadInput, match="its header would have"):
-        open_checkpoint(tmp_path)
 
 
 def test_json_with_more_values_than_its_limit_is_refused_before_it_is_decoded() -> None:

@@ -26,12 +26,6 @@ from moesched.steps.plan import Plan
 from moesched.system.signals import signals_held
 from moesched.tasks import Task
 from runs import FORTY_PERCENT, make_plan
-from small_models import small_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_model(tmp_path_factory.mktemp("models") / "small", text=True)
 
 
 class Diary(Listener):
@@ -80,8 +74,10 @@ def test_successive_batches_add_up(model: Path) -> None:
     assert [kind.tasks for kind in samples] == [9]
 
 
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("policy", ["resident", "cgopipe", "layer_streaming"])
+@pytest.mark.parametrize(
+    ("policy", "direct"),
+    [("resident", True), ("cgopipe", True), ("cgopipe", False), ("layer_streaming", False)],
+)
 def test_weights_that_stay_are_read_once_for_all_batches(model: Path, policy: str, direct: bool) -> None:
     def read(prompts: int) -> int:
         report = moesched.run_model(
@@ -137,6 +133,7 @@ def test_a_prediction_of_given_lengths_plans_what_the_run_does(model: Path) -> N
         model,
         machine="auto",
         workload=moesched.given_lengths([3, 1, 2], 4),
+        band=False,
         **sizes,
     )
     assert predicted.plan.micro_batch_size == measured.plan.micro_batch_size == 2
@@ -146,7 +143,7 @@ def test_a_prediction_of_given_lengths_plans_what_the_run_does(model: Path) -> N
 
 
 def predict(workload: Any, **more: Any) -> moesched.JobReport:
-    settings: dict[str, Any] = {"machine": "t4", "policy": "cgopipe", "gen": 3} | more
+    settings: dict[str, Any] = {"machine": "t4", "policy": "cgopipe", "gen": 3, "band": False} | more
     return moesched.simulate_model("mixtral-0.8b", workload=workload, **settings)
 
 
@@ -193,7 +190,7 @@ def test_a_padded_prediction_is_that_of_the_longest_prompts() -> None:
 def test_the_prompts_of_a_run_are_a_workload(model: Path) -> None:
     prompts: list[Prompt] = ["abc", [1, 2]]
     lengths = moesched.given_lengths([len(Tokenizer(model / TOKENIZER_NAME).encode("abc")), 2], 3)
-    given: dict[str, Any] = {"machine": "t4", "policy": "cgopipe", "gen": 3}
+    given: dict[str, Any] = {"machine": "t4", "policy": "cgopipe", "gen": 3, "band": False}
     of_prompts = moesched.simulate_model(model, workload=prompts, **given)
     assert of_prompts.step_seconds == moesched.simulate_model(model, workload=lengths, **given).step_seconds
 

@@ -28,7 +28,9 @@ FIXED = ("layer_streaming", "flexgen", "flexgen_pipeline", "resident")
 def simulated(policy: str, new_tokens: int = 12, **options: Any) -> JobReport:
     """A prediction of small batches."""
     defaults: dict[str, Any] = {"batch_size": 2, "workload": "uniform", "machine": "t4"}
-    return moesched.simulate_model("mixtral-0.8b", policy=policy, gen=new_tokens, **defaults | options)
+    return moesched.simulate_model(
+        "mixtral-0.8b", policy=policy, gen=new_tokens, band=False, **defaults | options
+    )
 
 
 def diaries(policy: type[Diary], run: Any) -> list[Diary]:

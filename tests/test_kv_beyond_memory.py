@@ -21,7 +21,6 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import Batch, split_batch
 from moesched.runs.planning import plan_run
 from moesched.steps.plan import Plan
-from small_models import small_model
 
 POLICIES = ("twiddler", "twiddler_makespan", "layer_split")
 CACHES = ("lru_offload", "expert_cache", "prefetch_gate")
@@ -66,6 +65,7 @@ def test_a_long_context_under_a_small_budget_runs(policy: str, gpu: int) -> None
         "machine": "t4",
         "policy": policy,
         "workload": moesched.given_lengths([16_000], 3),
+        "band": False,
     }
     roomy = moesched.simulate_model("mixtral-0.8b", **wanted)
     tight = moesched.simulate_model("mixtral-0.8b", budgets={"gpu": gpu}, **wanted)
@@ -73,11 +73,6 @@ def test_a_long_context_under_a_small_budget_runs(policy: str, gpu: int) -> None
     assert tight.plan.kv_on_gpu < roomy.plan.kv_on_gpu
     assert tight.peak_bytes["gpu"] <= gpu
     assert any(kind.kind == "cpu_attention" for kind in tight.kinds)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_model(tmp_path_factory.mktemp("kv") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -50,19 +50,6 @@ def test_its_bytes_are_known_beforehand() -> None:
     assert cache.nbytes == kv_bytes(CONFIG, lengths, 4, "bfloat16")
 
 
-@pytest.mark.parametrize("reserved", [0, 12])
-def test_a_sequence_finds_what_it_stored_in_every_layer(reserved: int) -> None:
-    cache = small_cache()
-    for sequence in (1, 2):
-        cache.table.open(sequence, reserved)
-    fill(cache, [1, 2], [5, 3])
-    for _ in range(6):
-        fill(cache, [2, 1], [1, 1])
-    for layer in (0, 1):
-        assert contents(cache, 1, layer) == marks(1, 11, layer)
-        assert contents(cache, 2, layer) == marks(2, 9, layer)
-
-
 def test_a_reserved_sequence_is_seen_without_a_copy_and_a_scattered_one_with() -> None:
     cache = small_cache()
     cache.table.open(0, 8)
@@ -125,15 +112,6 @@ def test_running_out_of_blocks_is_a_budget_that_is_passed() -> None:
         small_cache(blocks=1).table.open(0, 5)
 
 
-def test_blocks_of_a_closed_sequence_serve_the_next() -> None:
-    cache = small_cache(blocks=2)
-    cache.table.open(0, 8)
-    cache.table.close(0)
-    assert cache.table.free_blocks == 2
-    cache.table.open(1, 8)
-    assert cache.table.free_blocks == 0
-
-
 def test_a_cache_that_holds_nothing_is_refused() -> None:
     with pytest.raises(BadInput, match="0 blocks of 4 tokens"):
         small_cache(blocks=0)
@@ -166,19 +144,6 @@ def test_no_sequence_ever_sees_or_harms_another(seed: int) -> None:
     for sequence in lengths:
         cache.table.close(sequence)
     assert cache.table.free_blocks == 12
-
-
-def test_heirs_go_on_with_what_their_parents_have() -> None:
-    cache = small_cache(blocks=12)
-    for sequence in (0, 1, 2):
-        cache.table.open(sequence)
-    fill(cache, [0, 1, 2], [6, 6, 6])
-    cache.reorder([0, 1, 2], [1, 1, 0], [10, 11, 12])
-    assert [contents(cache, heir)[0] // 1000 for heir in (10, 11, 12)] == [1, 1, 0]
-    fill(cache, [10, 11, 12], [1, 1, 1])
-    assert contents(cache, 10) == [*marks(1, 6), 10_006.0]
-    assert contents(cache, 11) == [*marks(1, 6), 11_006.0]
-    assert contents(cache, 12) == [*marks(0, 6), 12_006.0]
 
 
 def test_heirs_share_full_blocks_and_copy_a_partly_filled_one() -> None:

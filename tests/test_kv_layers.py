@@ -12,7 +12,7 @@ from benchmarks.shared.small_runs import TWO_MEMORIES, generate, same_bits
 from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice
 from moesched.dispatch import double_buffered
-from moesched.errors import BadInput, PolicyError
+from moesched.errors import BadInput
 from moesched.inputs.options import Objective
 from moesched.machines import load_machine
 from moesched.machines.sustained import at_peak
@@ -26,7 +26,6 @@ from moesched.policies.flexgen import FlexGen
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
 from moesched.steps.plan import Plan
-from moesched.steps.roles import Role
 from moesched.testing import Case, check_policy, policy_cases, run_on_symbols
 from runs import cached_on_host
 from small_models import SMALL, small_model
@@ -109,6 +108,7 @@ def test_keys_and_values_move_only_in_the_layers_that_the_host_has() -> None:
 # -- budgets -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("as_users_run")
 @pytest.mark.parametrize("policy", ["layer_split", "twiddler"])
 def test_peak_and_decode_time_have_no_step_where_the_budget_grows(policy: str) -> None:
     layer = CACHE // LAYERS
@@ -125,6 +125,7 @@ def test_peak_and_decode_time_have_no_step_where_the_budget_grows(policy: str) -
     assert all(-1e-9 <= before - after <= 0.2 * saved for before, after in pairwise(steps))
 
 
+@pytest.mark.usefixtures("as_users_run")
 @pytest.mark.parametrize("objective", ["latency", "interactive"])
 def test_the_plan_for_one_request_falls_off_no_cliff_where_the_budget_grows(objective: Objective) -> None:
     layout = weight_layout(SHAPES["mixtral-0.8b"])
@@ -169,28 +170,3 @@ def test_each_memory_reserves_the_layers_that_it_holds(share: float) -> None:
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-class Placing(FlexGen):
-    """FlexGen with its KV cache placed as told."""
-
-    def __init__(self, *placed: tuple[Role, list[int]]) -> None:
-        super().__init__()
-        self.placed = placed
-
-    def plan(self, plan: Plan) -> None:
-        for role, layers in self.placed:
-            plan.place_kv(role, layers=layers)
-
-
-@pytest.mark.parametrize(
-    ("placed", "says"),
-    [
-        ((("host", [0, 1]), ("accelerator", [1])), "the KV cache of mb0 is the host's already"),
-        ((("host", [0]),), "has no place for the KV cache of mb0: call plan.place_kv"),
-        ((("host", [99]),), "place_kv: there is no L99: layers go from 0 to"),
-    ],
-)
-def test_each_layer_of_a_cache_is_placed_once(placed: tuple[tuple[Role, list[int]], ...], says: str) -> None:
-    with pytest.raises(PolicyError, match=says):
-        Case(name="placing", machine=T4).plan(Placing(*placed))

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from benchmarks.shared.small_runs import TWO_MEMORIES, generate, same_bits
 from moesched.cli.main import main
-from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput, PolicyError
 from moesched.inputs.options import SizeOptions
@@ -71,21 +70,6 @@ def test_every_share_gives_the_same_logits_to_the_bit(checkpoint: Checkpoint, po
     assert some.tokens == everything.tokens == none.tokens
     assert same_bits(some.logits_RSV, none.logits_RSV)
     assert same_bits(everything.logits_RSV, none.logits_RSV)
-
-
-@pytest.mark.parametrize("policy", ["cgopipe", "flexgen"])
-def test_every_share_gives_the_same_tokens_on_the_emulated_device(
-    checkpoint: Checkpoint, policy: str
-) -> None:
-    layout = weight_layout(checkpoint.config, "float32")
-
-    def tokens(device: Any, share: float) -> list[list[int]]:
-        chosen = make_policy(policy, {"kv_on_gpu": share})
-        return generate(device, chosen, TWO_MEMORIES, PROMPTS, new_tokens=3, micro_batch_size=1).tokens
-
-    expected = tokens(TorchDevice(checkpoint, layout, keep_logits=True), 0.0)
-    for share in SHARES:
-        assert tokens(EmulatedDevice(checkpoint, layout, keep_logits=True, dilation=1.0), share) == expected
 
 
 @pytest.mark.parametrize(
@@ -165,28 +149,37 @@ def test_room_to_load_into_is_only_kept_for_what_the_host_has() -> None:
 
 
 class Placing(FlexGen):
-    """FlexGen with the caches of its micro-batches placed as told."""
+    """FlexGen with parts of its KV caches placed as told."""
 
-    def __init__(self, *placed: tuple[Role, list[int]]) -> None:
+    def __init__(self, *placed: tuple[Role, dict[str, list[int]]]) -> None:
         super().__init__()
         self.placed = placed
 
     def plan(self, plan: Plan) -> None:
-        for role, micro_batches in self.placed:
-            plan.place_kv(role, micro_batches)
+        for role, parts in self.placed:
+            plan.place_kv(role, **parts)
 
 
 @pytest.mark.parametrize(
     ("placed", "says"),
     [
         (
-            (("host", [0, 1]), ("accelerator", [1])),
+            [("host", {"micro_batches": [0, 1]}), ("accelerator", {"micro_batches": [1]})],
             "place_kv: the KV cache of mb1 is the host's already: place each once",
         ),
-        ((("accelerator", [0]),), "has no place for the KV cache of mb1: call plan.place_kv"),
+        (
+            [("host", {"layers": [0, 1]}), ("accelerator", {"layers": [1]})],
+            "the KV cache of mb0 is the host's already",
+        ),
+        (
+            [("accelerator", {"micro_batches": [0]})],
+            "has no place for the KV cache of mb1: call plan.place_kv",
+        ),
+        ([("host", {"layers": [0]})], "has no place for the KV cache of mb0: call plan.place_kv"),
+        ([("host", {"layers": [99]})], "place_kv: there is no L99: layers go from 0 to"),
     ],
 )
-def test_a_micro_batchs_cache_is_placed_once(placed: tuple[tuple[Role, list[int]], ...], says: str) -> None:
+def test_each_part_of_a_cache_is_placed_once(placed: list[Any], says: str) -> None:
     with pytest.raises(PolicyError, match=says):
         Case(name="placing", machine=T4).plan(Placing(*placed))
 
@@ -197,37 +190,6 @@ def test_a_share_is_between_nothing_and_all(share: float) -> None:
         BadInput, match=rf"kv_on_gpu is {share:g}: give the share of the KV cache .* from 0 to 1"
     ):
         planned(share, 2)
-
-
-@pytest.mark.parametrize(
-    ("policy", "setting", "says"),
-    [
-        ("resident", "kv_on_gpu=0.5", "policy resident has no setting 'kv_on_gpu': it takes none"),
-        ("cgopipe", "kv_on_gpu=half", "policy cgopipe: kv_on_gpu is 'half': give a number"),
-        (
-            "cgopipe",
-            "kv_on_gpu=2",
-            "kv_on_gpu is 2: give the share of the KV cache on the accelerator, from 0 to 1",
-        ),
-    ],
-)
-def test_a_share_that_cannot_be_is_refused_in_one_line(
-    policy: str, setting: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [
-        "simulate",
-        "--model",
-        "mixtral-0.8b",
-        "--machine",
-        "t4",
-        "--workload",
-        "mtbench",
-        "--gen",
-        "4",
-    ]
-    assert main([*arguments, "--policy", policy, "--set", setting]) == 2
-    error = capsys.readouterr().err
-    assert says in error and error.count("\n") == 1
 
 
 # -- the planner -------------------------------------------------------------------------------------------------------
@@ -271,6 +233,7 @@ def fastest(
     return found.seen.throughput, found.seen.kv_on_gpu
 
 
+@pytest.mark.usefixtures("as_users_run")
 def test_where_the_host_attends_too_slowly_a_part_of_the_cache_on_the_gpu_beats_none_and_all() -> None:
     throughput, share = fastest("cgopipe", WEAK_HOST)
     assert 0 < share < 1
@@ -278,6 +241,7 @@ def test_where_the_host_attends_too_slowly_a_part_of_the_cache_on_the_gpu_beats_
     assert throughput > 1.2 * fastest("cgopipe", WEAK_HOST, 1.0)[0]
 
 
+@pytest.mark.usefixtures("as_users_run")
 @pytest.mark.parametrize(("policy", "room"), [("cgopipe", 1_800_000_000), ("flexgen", 1_000_000_000)])
 def test_a_share_that_is_searched_is_as_fast_as_none_and_all(policy: str, room: int) -> None:
     searched = fastest(policy, WEAK_HOST, room=room)[0]
@@ -285,12 +249,14 @@ def test_a_share_that_is_searched_is_as_fast_as_none_and_all(policy: str, room: 
         assert searched >= 0.98 * fastest(policy, WEAK_HOST, share, room)[0]
 
 
+@pytest.mark.usefixtures("as_users_run")
 def test_a_share_that_is_given_is_kept() -> None:
     assert fastest("cgopipe", T4, 0.25)[1] == pytest.approx(
         0.25, abs=0.09
     )  # of few micro-batches, whole ones
 
 
+@pytest.mark.usefixtures("as_users_run")
 def test_sizes_come_with_a_share_whether_they_were_given_or_not() -> None:
     where = asking("cgopipe", WEAK_HOST)
     sizes = choose_sizes(where, successive=False)
@@ -301,6 +267,7 @@ def test_sizes_come_with_a_share_whether_they_were_given_or_not() -> None:
     assert given.kv_on_gpu == pytest.approx(sizes.kv_on_gpu, abs=0.15)
 
 
+@pytest.mark.usefixtures("as_users_run")
 def test_a_simulation_without_sizes_has_the_planners_share(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -309,8 +276,8 @@ def test_a_simulation_without_sizes_has_the_planners_share(
     common = ["--model", "mixtral-0.8b", "--machine", str(machine), "--policy", "cgopipe", "--gen", "16"]
     common += ["--workload", "summarization", "--budget", "gpu=1400MB", "--json"]
     shares = []
-    for command in ("plan", "simulate"):
-        assert main([command, "--no-band", *common]) == 0
+    for command, *less in (["plan"], ["simulate", "--no-helps"]):
+        assert main([command, "--no-band", *less, *common]) == 0
         shares.append(json.loads(capsys.readouterr().out)["plan"]["kv_on_gpu"])
     assert 0 < shares[0] < 1
     assert shares[1] == pytest.approx(shares[0], abs=0.1)
@@ -318,5 +285,7 @@ def test_a_simulation_without_sizes_has_the_planners_share(
 
 @pytest.mark.parametrize("policy", ["fastdecode", "flexgen_cpu"])
 def test_a_policy_named_for_attention_on_the_cpu_attends_there_whatever_fits(policy: str) -> None:
-    report = simulate_model("mixtral-0.8b", machine="h100", policy=policy, workload=[[1, 2, 3]] * 4, gen=3)
+    report = simulate_model(
+        "mixtral-0.8b", machine="h100", policy=policy, workload=[[1, 2, 3]] * 4, gen=3, band=False
+    )
     assert report.plan.kv_on_gpu == 0

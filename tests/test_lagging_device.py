@@ -39,6 +39,8 @@ from odd_models import MIXTRAL, PROMPTS, WIDE, layout_of, stored
 from odd_runs import generated, two_batches
 from policies_for_two_memories import STREAM_MOST
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 WAY_OF = {
     "resident": "prompts in chunks",
     "layer_streaming": "weights on the disk",
@@ -74,13 +76,6 @@ WAY_OF = {
 NAMED = {case.name: case for case in CASES}
 EACH = [NAMED[f"{policy}, {way}"] for policy, way in WAY_OF.items()]
 SHORT = Size(new_tokens=3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_older_is_looked_through() -> None:
-    """Each batch begins with a collection of garbage, which takes long where a process has many objects."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="module")

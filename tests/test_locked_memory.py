@@ -15,19 +15,16 @@ from moesched.devices.torch.kv_step import KVStep
 from moesched.devices.torch.locked_memory import locked_bytes
 from moesched.errors import OutOfMemory
 from moesched.models.checkpoint import Checkpoint
-from odd_models import MIXTRAL, layout_of, stored
+from odd_models import MIXTRAL, layout_of
 from odd_runs import generated
+
+pytestmark = pytest.mark.usefixtures("small_heap")
 
 
 @pytest.fixture
 def gpu() -> Iterator[LaggingGpu]:
     with LaggingGpu() as gpu:
         yield gpu
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return stored(MIXTRAL, tmp_path_factory.mktemp("models"))
 
 
 def device_on(gpu: LaggingGpu, checkpoint: Checkpoint) -> LaggingDevice:

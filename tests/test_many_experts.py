@@ -1,23 +1,25 @@
-"""Qwen3-MoE and OLMoE: equal to Hugging Face's, read from its files, refused where they are out of the ordinary."""
+"""Qwen3-MoE, OLMoE and DBRX: equal to Hugging Face's, read from its files, refused where out of the ordinary."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from against_hugging_face import STEPS, assert_same_tokens, generated
+from against_hugging_face import assert_same_tokens, generated
 from benchmarks.shared.random_models import (
+    dbrx,
     hugging_face_logits,
     load_model,
     olmoe,
     prompts_of,
     qwen,
+    random_dbrx,
     random_olmoe,
     random_qwen,
 )
@@ -33,8 +35,7 @@ from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
 from moesched.models.tensor_parallel import cut_config
 from moesched.plugins import make_policy
-from reference import Reference, cut_in_three, read_weights
-from reference import generate as generate_in_loops
+from reference import read_weights
 from stored_checkpoints import refusal
 
 Tensor = torch.Tensor
@@ -63,7 +64,7 @@ SMALL = {"qwen3_moe": small("qwen3-30b-a3b", head_dim=10), "olmoe": small("olmoe
 # ---------------------------------------------------------------- Hugging Face
 
 
-@pytest.mark.parametrize("make", [random_qwen, random_olmoe])
+@pytest.mark.parametrize("make", [random_qwen, random_olmoe, random_dbrx])
 @pytest.mark.parametrize("seed", range(6))
 def test_tokens_of_a_random_model_cut_into_small_pages_equal_those_of_hugging_face(
     tmp_path: Path, make: Any, seed: int
@@ -71,19 +72,26 @@ def test_tokens_of_a_random_model_cut_into_small_pages_equal_those_of_hugging_fa
     model = make(seed)
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     config = read_config(tmp_path)
+    # A few rows for each page: a down matrix that lies transposed then arrives as several column blocks.
     rows = 4 * max(config.hidden, config.routed.intermediate, config.attention.query_width)
     assert_same_tokens(model, generated(tmp_path, page_bytes=4 * rows))
 
 
-@pytest.mark.parametrize("make", [qwen, olmoe])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(qwen, hidden_size=128, num_hidden_layers=3),
+        partial(olmoe, hidden_size=128, num_hidden_layers=3),
+        partial(dbrx, d_model=128, ffn={"ffn_hidden_size": 256}, n_layers=4),
+    ],
+    ids=["qwen", "olmoe", "dbrx"],
+)
 def test_bfloat16_is_about_as_close_to_float32_as_hugging_face_is(tmp_path: Path, make: Any) -> None:
     ours, theirs = [], []
     for seed in range(4):  # a token that takes another expert weighs much, so one model would say little
         torch.manual_seed(seed)
-        make(hidden_size=128, num_hidden_layers=3, initializer_range=0.06).to(torch.bfloat16).save_pretrained(
-            tmp_path
-        )
-        run = generated(tmp_path, "bfloat16")
+        make(initializer_range=0.06).to(torch.bfloat16).save_pretrained(tmp_path)
+        run = generated(tmp_path, "bfloat16", page_bytes=40_000)
         in_bfloat16, in_float32 = (load_model(tmp_path, dtype) for dtype in (torch.bfloat16, torch.float32))
         for prompt, tokens, logits in zip(prompts_of(97), run.tokens, run.logits_RSV, strict=True):
             rounded, exact = (
@@ -106,15 +114,6 @@ def test_experts_of_a_layer_in_one_tensor_are_the_same_weights(tmp_path: Path, m
     )
     assert single.keys() == fused.keys()
     assert all(torch.equal(single[name], fused[name]) for name in single)
-
-
-@pytest.mark.parametrize("form", SMALL)
-def test_the_device_and_plain_loops_agree(tmp_path: Path, form: str) -> None:
-    directory = write_random_model(SMALL[form], tmp_path / "small", 5, dtype="float32")
-    ours = generated(directory)
-    tokens, logits_SRV = generate_in_loops(Reference(directory, cut=cut_in_three), prompts_of(97), STEPS)
-    assert tokens == ours.tokens
-    assert torch.allclose(logits_SRV.transpose(0, 1), ours.logits_RSV, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "olmoe-1b-7b"])
@@ -164,27 +163,6 @@ def test_heads_are_normalised_as_many_together_as_the_weight_is_long(together: i
     assert torch.allclose(q_THd.reshape(5, -1), (groups * scale * norms[0]).reshape(5, -1), atol=1e-5)
     assert torch.allclose(k_TKd[:, 0], functions.rms_norm(plain[:, 24:32], norms[1], 1e-6), atol=1e-5)
     assert torch.allclose(v_TKd[:, 0], plain[:, 32:], atol=1e-5)
-
-
-# ---------------------------------------------------------------- random models
-
-
-@pytest.mark.parametrize("form", SMALL)
-def test_hugging_face_loads_a_random_model_with_every_tensor_in_its_place(tmp_path: Path, form: str) -> None:
-    directory = write_random_model(SMALL[form], tmp_path / "small", 5, dtype="float32", shard_bytes=40_000)
-    model, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
-    assert not any(report.values()), report
-    assert_same_tokens(model, generated(directory))
-
-
-@pytest.mark.parametrize("form", SMALL)
-@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True, "weights_sum_to_one": False}])
-def test_its_config_reads_back_as_the_shape_that_was_asked_for(
-    tmp_path: Path, form: str, changes: dict[str, Any]
-) -> None:
-    config = SMALL[form].varied(dtype="float32", **changes)
-    directory = write_random_model(config, tmp_path / "small", dtype="float32")
-    assert read_config(directory) == msgspec.structs.replace(config, name="small")
 
 
 # ---------------------------------------------------------------- configurations
@@ -245,8 +223,27 @@ PUBLISHED = {
         "torch_dtype": "bfloat16",
         "vocab_size": 50304,
     },
+    "dbrx": {
+        "architectures": ["DbrxForCausalLM"],
+        "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "model_type": "", "rope_theta": 500000},
+        "d_model": 6144,
+        "ffn_config": {
+            "ffn_act_fn": {"name": "silu"},
+            "ffn_hidden_size": 10752,
+            "model_type": "",
+            "moe_num_experts": 16,
+            "moe_top_k": 4,
+        },
+        "max_seq_len": 32768,
+        "model_type": "dbrx",
+        "n_heads": 48,
+        "n_layers": 40,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 100352,
+    },
 }
-STOP_TOKENS = {"qwen3-30b-a3b": [151645, 151643], "olmoe-1b-7b": 50279}
+STOP_TOKENS = {"qwen3-30b-a3b": [151645, 151643], "olmoe-1b-7b": 50279, "dbrx": 100257}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -254,18 +251,6 @@ def test_the_published_configuration_is_the_named_shape(tmp_path: Path, name: st
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": STOP_TOKENS[name]}))
     assert read_config(tmp_path) == msgspec.structs.replace(SHAPES[name], name=tmp_path.name)
-
-
-@pytest.mark.parametrize(("name", "uses"), [("qwen3-30b-a3b", 3.3e9), ("olmoe-1b-7b", 1.3e9)])
-def test_a_token_uses_the_weights_that_the_name_says(name: str, uses: float) -> None:
-    config = SHAPES[name]
-    expert = 3 * config.hidden * config.routed.intermediate
-    attention = (
-        2 * config.hidden * (config.attention.heads + config.attention.kv_heads) * config.attention.head_dim
-    )
-    router = config.routed.experts * config.hidden
-    layer = attention + router + config.routed.top_k * expert
-    assert config.layers * layer + 2 * config.vocabulary * config.hidden == pytest.approx(uses, rel=0.03)
 
 
 @pytest.mark.parametrize(

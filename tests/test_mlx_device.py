@@ -322,10 +322,10 @@ def test_who_watches_the_routers_is_told_what_torch_tells(tmp_path: Path, policy
     assert seen[0] == seen[1]
 
 
-def test_the_command_runs_it(command: Any, text_model: Path) -> None:
+def test_the_command_runs_it(command: Any, model: Path) -> None:
     asked = (
         "run",
-        text_model,
+        model,
         "--policy",
         "resident",
         "--prompt-ids",
@@ -365,11 +365,11 @@ def test_without_mlx_it_is_listed_with_the_remedy(command: Any, monkeypatch: pyt
     ],
 )
 def test_what_it_cannot_do_is_refused(
-    command: Any, text_model: Path, options: tuple[object, ...], complaint: str
+    command: Any, model: Path, options: tuple[object, ...], complaint: str
 ) -> None:
     said = command(
         "run",
-        text_model,
+        model,
         "--policy",
         "resident",
         "--device",

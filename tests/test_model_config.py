@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -56,32 +55,6 @@ def test_every_setting_reaches_the_configuration(tmp_path: Path) -> None:
 )
 def test_rope_settings_are_read_in_either_spelling(tmp_path: Path, rope: dict[str, Any]) -> None:
     assert config_of(tmp_path, **rope).attention.rope_theta == 77.0
-
-
-DEFAULTS = {
-    "mixtral": (14336, 8, 8, 2, 131072, 1e-5, 1e6, None),
-    "mistral": (14336, 8, 1, 1, 131072, 1e-6, 1e4, 4096),
-    "llama": (11008, 32, 1, 1, 2048, 1e-6, 1e4, None),
-}
-
-
-@pytest.mark.parametrize("model_type", DEFAULTS)
-def test_what_is_missing_has_the_default_of_hugging_face(tmp_path: Path, model_type: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    config = read_config(tmp_path)
-    attention, network = config.attention, config.routed
-    assert (config.layers, config.hidden, attention.heads, attention.head_dim) == (32, 4096, 32, 128)
-    assert (config.vocabulary, config.stop_tokens, config.tied_embeddings) == (32000, (2,), False)
-    assert DEFAULTS[model_type] == (
-        network.intermediate,
-        attention.kv_heads,
-        network.experts,
-        network.top_k,
-        config.max_positions,
-        config.norm_eps,
-        attention.rope_theta,
-        attention.window,
-    )
 
 
 def test_a_null_means_the_default_of_hugging_face(tmp_path: Path) -> None:

@@ -118,14 +118,6 @@ def test_a_link_that_leads_to_itself_is_refused(tmp_path: Path) -> None:
     require_outputs(Output("trace", tmp_path / "trace.json"), inputs=[tmp_path / "loop"])
 
 
-def test_a_report_linked_to_where_the_trace_of_a_later_batch_goes_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "link.json").symlink_to("run.batch2.json")
-    with pytest.raises(BadInput, match="the trace goes there"):
-        require_outputs(
-            Output("trace", tmp_path / "run.json", numbered=True), Output("report", tmp_path / "link.json")
-        )
-
-
 def test_a_file_that_the_models_folder_links_to_is_one_of_the_models(tmp_path: Path) -> None:
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "blob").write_text("weights")

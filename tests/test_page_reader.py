@@ -16,11 +16,12 @@ from structlog.testing import capture_logs
 
 from moesched.devices.shared.arena import ALIGNMENT, Arena
 from moesched.devices.shared.direct_file import DirectFile
+from moesched.devices.shared.page_location import PageLocation, locate
 from moesched.devices.shared.page_reader import PageReader, Part
 from moesched.errors import BadInput, MoeschedError
-from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from moesched.models.host_buffers import CACHE_LINE
-from moesched.models.layout import Page, room_for, weight_layout
+from moesched.models.layout import Extent, Page, room_for, weight_layout
 from moesched.models.published import published_tensors
 from moesched.models.random_model import write_random_model
 from moesched.models.tensors import tensor_shapes
@@ -160,32 +161,6 @@ def test_a_tensor_larger_than_the_conversion_buffer_is_converted_whole(tmp_path:
         assert torch.equal(reader.read_tensor("embedding"), expected.float())
 
 
-def test_placements_say_where_each_extent_lies(model: Path) -> None:
-    checkpoint, expected = open_checkpoint(model), canonical(stored(model))
-    layout = weight_layout(checkpoint.config, page_bytes=5000)
-    with PageReader(checkpoint, layout) as reader:
-        arena = Arena(2, reader.slot_bytes)
-        for page in layout.pages:
-            assert page.nbytes <= reader.bytes_in_slot(page) <= reader.slot_bytes
-            reader.read(page, arena.slot(1)[: reader.bytes_in_slot(page)])
-            for placement, extent in zip(reader.location(page).placements, page.extents, strict=True):
-                assert (placement.tensor, placement.rows) == (extent.tensor, extent.rows)
-                rows = expected[extent.tensor][slice(*extent.rows)]
-                assert torch.equal(arena.view(1, placement.offset, rows.shape, torch.bfloat16), rows)
-
-
-def test_converted_pages_lie_at_the_offsets_of_the_layout(model: Path) -> None:
-    checkpoint = open_checkpoint(model)
-    layout = weight_layout(checkpoint.config, "float32")
-    with PageReader(checkpoint, layout) as reader:
-        for page in layout.pages:
-            assert [p.offset for p in reader.location(page).placements] == [
-                extent.offset for extent in page.extents
-            ]
-        assert all(reader.bytes_in_slot(p) - p.nbytes < ALIGNMENT for p in layout.pages)
-        assert reader.buffer_bytes > 0
-
-
 @pytest.mark.parametrize("page_bytes", [None, 5000])
 def test_a_page_is_copied_to_offsets_that_are_multiples_of_a_cache_line(
     tmp_path: Path, page_bytes: int | None
@@ -208,16 +183,6 @@ def test_a_page_is_copied_to_offsets_that_are_multiples_of_a_cache_line(
                 assert block.data_ptr() % CACHE_LINE == 0
                 assert torch.equal(block, expected[extent.tensor][slice(*extent.rows)])
     assert off, "where they were read to, they were elsewhere"
-
-
-def test_an_expert_that_lies_in_one_piece_is_one_read(tmp_path: Path) -> None:
-    directory = write_random_model(TINY, tmp_path / "m")
-    checkpoint = open_checkpoint(directory)
-    layout = weight_layout(checkpoint.config)
-    with PageReader(checkpoint, layout) as reader:
-        for page in layout.expert(1, 2):
-            assert page.nbytes < reader.location(page).bytes_to_read <= page.nbytes + 2 * ALIGNMENT
-        assert reader.buffer_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -382,3 +347,77 @@ def test_arena_views_are_the_slot_s_own_bytes() -> None:
     expected[32:38] = 1.0
     assert torch.equal(arena.slot(1).view(torch.float32), expected)
     assert not arena.slot(0).any()
+
+
+# -- where tensors lie in files and slots ------------------------------------------------------------------------------
+
+
+BLOCK = 4096
+FILE = Path("model.safetensors")
+
+
+class Unread:
+    """A file of weights that nobody reads."""
+
+    path, caching = FILE, "bypassed"
+
+    def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
+        raise AssertionError("a location is computed")
+
+    def require(self, offset: int, needed: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def located(*offsets: int, dtype: str = "bfloat16") -> PageLocation:
+    """A page of tensors of two blocks each, which start at these bytes of one file."""
+    nbytes = 2 * BLOCK
+    tensors = {
+        str(number): StoredTensor(FILE, offset, (4, nbytes // 8), "bfloat16", nbytes)
+        for number, offset in enumerate(offsets)
+    }
+    extents = tuple(Extent(name, (0, 4), int(name) * nbytes, nbytes) for name in tensors)
+    page = Page(0, 0, 0, 0, extents, len(offsets) * nbytes)
+    return locate(page, dtype, tensors, {FILE: Unread()})
+
+
+def reads(location: PageLocation) -> list[tuple[int, int, int]]:
+    """First block in the file, number of blocks and first block in the slot of each read."""
+    return [(run.offset // BLOCK, run.nbytes // BLOCK, run.at // BLOCK) for run in location.runs]
+
+
+def places(location: PageLocation) -> list[int]:
+    return [placement.offset for placement in location.placements]
+
+
+def test_tensors_whose_blocks_touch_are_one_read() -> None:
+    assert reads(located(0, 2 * BLOCK)) == [(0, 4, 0)]
+
+
+def test_tensors_that_share_a_block_are_one_read() -> None:
+    location = located(64, 2 * BLOCK + 64)
+    assert reads(location) == [(0, 5, 0)]
+    assert places(location) == [64, 2 * BLOCK + 64]
+
+
+def test_tensors_with_a_block_between_them_are_two_reads_one_behind_the_other_in_the_slot() -> None:
+    location = located(64, 4 * BLOCK + 32)
+    assert reads(location) == [(0, 3, 0), (4, 3, 3)]
+    assert places(location) == [64, 3 * BLOCK + 32]
+    assert location.nbytes == location.bytes_to_read == 6 * BLOCK
+
+
+def test_reads_go_up_the_file_whatever_the_order_of_the_page() -> None:
+    location = located(8 * BLOCK, 0)
+    assert reads(location) == [(0, 2, 0), (8, 2, 2)]
+    assert places(location) == [2 * BLOCK, 0]
+
+
+@pytest.mark.parametrize(("offset", "dtype"), [(1, "bfloat16"), (0, "float32")])
+def test_a_page_that_no_view_can_show_has_no_reads_and_the_places_of_the_layout(
+    offset: int, dtype: str
+) -> None:
+    location = located(offset, 8 * BLOCK, dtype=dtype)
+    assert reads(location) == []
+    assert places(location) == [0, 2 * BLOCK]
+    assert location.bytes_to_read == (3 if offset else 2) * BLOCK + 2 * BLOCK

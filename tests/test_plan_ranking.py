@@ -116,7 +116,9 @@ def test_each_row_tells_its_busiest_lane_and_the_change_that_helps(
 
 
 def test_a_tie_goes_to_the_policy_that_moves_nothing() -> None:
-    proposal = plan_model("mixtral-0.8b", machine=at_peak(load_machine("h200")), gen=8, objective="latency")
+    proposal = plan_model(
+        "mixtral-0.8b", machine=at_peak(load_machine("h200")), gen=8, objective="latency", band=False
+    )
     first, second = proposal.ranking[:2]
     assert first.policy == "resident"
     assert first.decode_step_seconds == second.decode_step_seconds
@@ -137,7 +139,9 @@ def test_installed_plug_ins_are_ranked_and_broken_ones_are_told(
         "class Mistaken(CGOPipe):\n    def plan(self, plan):\n        plan.keep(None)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    proposal = plan_model("mixtral-0.8b", machine="t4", objective="latency", gen=4, budgets=FEW_GPU_BYTES)
+    proposal = plan_model(
+        "mixtral-0.8b", machine="t4", objective="latency", gen=4, budgets=FEW_GPU_BYTES, band=False
+    )
     rows = {row.policy: row for row in proposal.ranking}
     assert rows["mine"].decode_step_seconds == rows["cgopipe"].decode_step_seconds
     assert not rows["mistaken"].fits and "my_policy.py" in (rows["mistaken"].why or "")
@@ -254,11 +258,6 @@ def test_the_command_prints_the_ranking_that_others_rely_on(capsys: pytest.Captu
     assert "resident does not fit: " in told and "more gpu would" in told
 
 
-def test_an_objective_that_cannot_be_met_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(BadInput, match="--for latency minimises a decode step, and --gen 1 has none"):
-        plan_model("mixtral-0.8b", machine="t4", objective="latency", gen=1)
+def test_an_objective_that_there_is_not_is_told_from_python_too() -> None:
     with pytest.raises(BadInput, match="--for is 'speed': choose throughput, latency, interactive"):
         plan_model("mixtral-0.8b", machine="t4", objective="speed")  # type: ignore[arg-type]  # as a caller may
-    with pytest.raises(BadInput, match="settings such as ahead are those of one policy"):
-        plan_model("mixtral-0.8b", machine="t4", settings={"ahead": 3})
-    assert main(["plan", "--model", "mixtral-0.8b", "--machine", "t4", "--for", "speed"]) == 2

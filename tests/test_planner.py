@@ -260,7 +260,7 @@ def test_the_plan_for_mixtral_on_a_t4_streams_weights_and_attends_on_the_host(pr
 
 
 def test_where_everything_fits_weights_stay() -> None:
-    proposal = plan_model("mixtral-0.8b", machine="h200", gen=8, policy="cgopipe")
+    proposal = plan_model("mixtral-0.8b", machine="h200", gen=8, policy="cgopipe", band=False)
     assert proposal.plan.weights_on_gpu == 1
 
 

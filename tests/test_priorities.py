@@ -13,13 +13,13 @@ from moesched.policies.resident import Resident
 from moesched.runs.simulation import simulate
 from moesched.steps.step import Step
 from moesched.steps.verbs.base import CLASSES, Priority
-from moesched.tasks import DEMAND, IDLE, URGENT, Task, class_of
+from moesched.tasks import DEMAND, IDLE, PREFETCH, URGENT, Task, class_of
 from moesched.testing import check_policy
 from moesched.trace import Recorder, Slice
 from runs import FORTY_PERCENT, make_plan, virtual_run
 
 
-@given(st.lists(st.sampled_from([URGENT, DEMAND, IDLE]), min_size=1, max_size=12))
+@given(st.lists(st.sampled_from([URGENT, DEMAND, PREFETCH, IDLE]), min_size=1, max_size=12))
 def test_of_the_kernels_that_are_ready_the_lowest_class_runs_first_and_then_program_order(
     classes: list[int],
 ) -> None:

@@ -30,11 +30,6 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_model(tmp_path_factory.mktemp("models") / "small")
-
-
-@pytest.fixture(scope="module")
 def trace(model: Path) -> RoutingTrace:
     """Experts that the prompts and their generated tokens chose."""
     return profile_routing(model, PROMPTS, max_new_tokens=NEW_TOKENS).trace
@@ -223,30 +218,6 @@ def test_broken_lines_of_prompts_are_told_and_the_others_are_profiled(
     assert said.code == 2
     assert "28 tokens" in said.out
     assert re.fullmatch(r"moesched: .*prompts\.jsonl:5: [^\n]*skipped[^\n]*\n", said.err)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ((), "say what to profile: give either --prompts or --routing"),
-        (("--routing", "zipf", "--prompts", "x.jsonl"), "say what to profile"),
-        (("--routing", "zipf", "--out", "x.txt"), r"cannot write x\.txt: end its name in \.csv"),
-        (("--routing", "zipf", "--out", "x.npz"), r"cannot write x\.npz: only a run or a trace"),
-        (("--routing", "zipf", "--picture", "x.jpg"), r"cannot draw x\.jpg: end its name in \.png or \.svg"),
-        (
-            ("--routing", "zipf", "--out", "none/x.csv"),
-            r"cannot write routing none/x\.csv: .*make its folder",
-        ),
-        (("--routing", "zipf", "--gpu-experts", 300), "--gpu-experts is 300: the model has 256 experts"),
-        (("--routing", "none"), "no routing 'none': name a file, or one of uniform"),
-        (("--prompts", "x.jsonl", "--routing-set", "locality=0.1"), "--routing-set is of a generator"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(command: Any, arguments: Any, told: str) -> None:
-    said = command("profile-routing", "mixtral-8x7b", *arguments)
-    assert said.code == 2
-    assert said.out == ""
-    assert re.fullmatch(rf"moesched: {told}[^\n]*\n", said.err), said.err
 
 
 def test_a_dense_model_has_nothing_to_profile(command: Any, tmp_path: Path, prompts: Path) -> None:

@@ -14,14 +14,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from against_hugging_face import assert_same_tokens, generated
 from benchmarks.gpu._peers import hugging_face
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from moesched.models.random_model import write_random_model
 from moesched.models.reading import read_config
-from small_models import TINY
+from small_models import SMALL_DBRX, TINY
 
 DENSE = TINY.varied(experts=1, top_k=1, window=16, tied_embeddings=True, form="llama")
+QWEN = TINY.varied(form="qwen3_moe", qk_norm="head", tied_embeddings=True, weights_sum_to_one=False)
+OLMOE = TINY.varied(form="olmoe", head_dim=16, qk_norm="projection", weights_sum_to_one=False)
 SOME_WINDOWS = msgspec.structs.replace(DENSE, pattern=(DENSE.layer(0), DENSE.layer(1).varied(window=None)))
 
 
@@ -75,7 +78,16 @@ def test_large_tensors_do_not_repeat_themselves(tmp_path: Path) -> None:
     assert len(torch.unique(rows, dim=0)) == 40_000
 
 
-@pytest.mark.parametrize(("config", "family"), [(TINY, "MixtralForCausalLM"), (DENSE, "MistralForCausalLM")])
+@pytest.mark.parametrize(
+    ("config", "family"),
+    [
+        (TINY, "MixtralForCausalLM"),
+        (DENSE, "MistralForCausalLM"),
+        (QWEN, "Qwen3MoeForCausalLM"),
+        (OLMOE, "OlmoeForCausalLM"),
+        (SMALL_DBRX, "DbrxForCausalLM"),
+    ],
+)
 def test_hugging_face_loads_it_with_every_tensor_in_its_place(
     tmp_path: Path, config: ModelConfig, family: str
 ) -> None:
@@ -84,12 +96,10 @@ def test_hugging_face_loads_it_with_every_tensor_in_its_place(
     assert type(model).__name__ == family
     assert not any(report.values()), report
     assert model.dtype == torch.bfloat16
-    logits = model(torch.tensor([[1, 2, 3]])).logits
-    assert logits.shape == (1, 3, config.vocabulary)
-    assert torch.isfinite(logits).all()
+    assert_same_tokens(model.float(), generated(directory, "float32"))
 
 
-@pytest.mark.parametrize("config", [TINY, DENSE, SOME_WINDOWS])
+@pytest.mark.parametrize("config", [TINY, DENSE, SOME_WINDOWS, QWEN, OLMOE, SMALL_DBRX])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_its_config_reads_back_as_the_shape_that_was_asked_for(
     tmp_path: Path, config: ModelConfig, dtype: str

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, fast_memory, generate
+from benchmarks.shared.small_runs import ONE_MEMORY, fast_memory
 from kernel_tables import kernels_of
 from moesched.devices.kernels.binder import Binder
 from moesched.devices.kernels.layer_weights import Weights
@@ -170,22 +170,6 @@ def test_a_prepared_call_of_attention_follows_its_sequence_to_new_slots() -> Non
             sequences = SequencesInBlocks(array("q", [past + new]), array("q", blocks))
             prepared(sequences)
             assert torch.equal(out, attention.attend(query, key, value, cached, sequences))
-
-
-@pytest.mark.parametrize("policy", ["cgopipe", "layer_streaming", "expert_streaming"])
-def test_steps_that_repeat_have_the_same_bits_under_every_policy(model: Path, policy: str) -> None:
-    checkpoint = open_checkpoint(model)
-    layout = weight_layout(checkpoint.config, "bfloat16")
-    prompts = [[5, 6, 7], [8, 9], [10, 11, 12]]
-
-    def logits(name: str) -> torch.Tensor:
-        machine = ONE_MEMORY if name == "resident" else TWO_MEMORIES
-        device = TorchDevice(checkpoint, layout, keep_logits=True)
-        return generate(
-            device, make_policy(name), machine, prompts, new_tokens=18, micro_batch_size=2, weights=1.5
-        ).logits_RSV
-
-    assert torch.equal(logits(policy), logits("resident"))
 
 
 def test_an_accelerator_with_a_memory_of_its_own_has_no_native_tasks(model: Path) -> None:

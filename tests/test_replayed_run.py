@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,21 @@ from typing import Any
 import msgspec
 import pytest
 
+from moesched.analysis.handovers import Handover, mean_handovers
 from moesched.analysis.replayed_run import replay_recording, without_loading
+from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.engine import Engine
 from moesched.errors import BadInput
+from moesched.machines import load_machine
+from moesched.models.layout import weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.models.tensor_parallel import cut_config
 from moesched.plugins import make_policy
+from moesched.requests.batch import split_batch
+from moesched.runs.outcome import Report
 from moesched.runs.simulation import simulate
+from moesched.seams import Policy
+from moesched.steps.plan import Plan
 from moesched.tasks import (
     IDLE,
     PREFETCH,
@@ -26,9 +37,9 @@ from moesched.tasks import (
     Task,
     Work,
 )
-from moesched.trace import Recorder, Recording, read_trace, write_trace
+from moesched.trace import Recorder, Recording, Slice, read_trace, write_trace
 from runs import FORTY_PERCENT, make_plan, realtime_run, virtual_run
-from traces import run_ranks
+from traces import run_graph, run_ranks
 
 POLICIES = (
     "resident", "layer_streaming", "cgopipe", "expert_streaming", "flexgen", "flexgen_cpu", "fastdecode", "three_tiers",
@@ -256,3 +267,141 @@ def edges(recording: Recording) -> set[tuple[int, int]]:
         for each, producers in zip(recording.slices, recording.producers, strict=True)
         for producer in producers
     }
+
+
+# -- time between tasks ------------------------------------------------------------------------------------------------
+
+
+TICK = 10
+
+
+def ticking_run() -> Recording:
+    """Two tasks, the second submitted when the first is known to have ended; each look at the clock takes a tick."""
+    ticks = iter(range(0, 1000, TICK))
+    lane = Lane("gpu")
+    engine, recorder = SharedEngine([lane]), Recorder()
+    recorder.watch(engine)
+    driver = RealtimeDriver([engine], lambda task: None, observers=[recorder], clock=lambda: next(ticks))
+
+    async def policy() -> None:
+        await engine.submit(Kernel(lane, Work("test", ""), "first"))
+        await engine.submit(Kernel(lane, Work("test", ""), "second"))
+
+    asyncio.run(driver.run(policy()))
+    return recorder.recording()
+
+
+def test_a_recording_knows_how_long_threads_took_to_wake_and_the_policy_to_submit() -> None:
+    first, second = ticking_run().slices
+    assert (second.start - first.end, second.submit_delay, second.dispatch) == (2 * TICK, TICK, TICK)
+
+
+def test_a_replay_with_handovers_takes_as_long_as_the_run() -> None:
+    measured = ticking_run()
+    bare, whole = replay_recording(measured), replay_recording(measured, handovers=True)
+    assert seconds(whole) == seconds(measured) == seconds(bare) + 2 * TICK
+
+
+def test_each_handover_counts_with_the_mean_of_its_kind() -> None:
+    recording = chain(["gpu"] * 4)
+    dispatched(recording, [0, 2, 6, 1])
+    replayed = replay_recording(recording, handovers=True)
+    assert [(each.start, each.end) for each in replayed.slices] == [(0, 10), (13, 23), (26, 36), (39, 49)]
+
+
+def test_going_on_with_the_next_task_is_another_kind_than_waking_another_lane() -> None:
+    recording = chain(["gpu", "gpu", "host", "gpu"])
+    dispatched(recording, [0, 2, 20, 30])
+    assert [each.dispatch for each in mean_handovers(recording)] == [0, 2, 20, 30]
+
+
+def test_what_the_policy_did_before_the_first_task_is_no_part_of_the_run() -> None:
+    recording = chain(["gpu", "gpu"])
+    for each in recording.slices:
+        each.submit_delay = 1000
+    assert [each.submit_delay for each in mean_handovers(recording)] == [0, 1000]
+
+
+def test_a_prediction_has_no_handovers() -> None:
+    predicted = virtual_run("cgopipe", budgets=FORTY_PERCENT).recording
+    assert set(mean_handovers(predicted)) == {Handover()}
+
+
+@pytest.mark.parametrize("policy", ["cgopipe", "expert_streaming"])
+def test_a_trace_keeps_the_handovers(policy: str, tmp_path: Path) -> None:
+    run = realtime_run(policy, budgets=FORTY_PERCENT)
+    write_trace(tmp_path / "trace.json", run.recording, run.about)
+    read = read_trace(tmp_path / "trace.json").recording
+    assert any(each.dispatch and each.submit_delay > 0 for each in read.slices)
+    assert mean_handovers(read) == mean_handovers(run.recording)
+
+
+def chain(lanes: list[str]) -> Recording:
+    """One task after the other on these lanes, 10 nanoseconds each."""
+
+    def graph(engine: Engine) -> None:
+        block = Block("hidden")
+        there = {lane.name: lane for lane in engine.lanes}
+        for number, name in enumerate(lanes):
+            work = Work("test", "", nanoseconds=10)
+            engine.submit(Kernel(there[name], work, f"task {number}"), (block,), (block,))
+
+    return run_graph(graph, sorted(set(lanes)))
+
+
+def dispatched(recording: Recording, nanoseconds: list[int]) -> None:
+    """Have each task come so much later than the one before it let it start."""
+    late = 0
+    for each, lead in zip(recording.slices, nanoseconds, strict=True):
+        late += lead
+        each.start, each.end, each.dispatch = each.start + late, each.end + late, lead
+
+
+def seconds(recording: Recording) -> int:
+    return recording.end - min(each.start for each in recording.slices)
+
+
+# -- lanes in order ----------------------------------------------------------------------------------------------------
+
+
+IN_ORDER = ("resident", "layer_streaming", "cgopipe", "flexgen", "flexgen_cpu", "fastdecode")
+BUDGETS = {"gpu": 700_000_000}
+
+
+class InOrder:
+    """Has the lanes issue a policy's tasks in order."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.prefill, self.decode = policy.prefill, policy.decode
+
+    def plan(self, plan: Plan) -> None:
+        plan.discipline = "in_order"
+        self._policy.plan(plan)
+
+
+def simulated(name: str, ranks: int, *, replay: bool) -> tuple[Report, list[Slice]]:
+    """A report without the real time, and the slices of a run of one rank, with its fast memory too small."""
+    policy, recorder = InOrder(make_policy(name)), Recorder()
+    config = cut_config(SHAPES["mixtral-0.8b"], ranks) if ranks > 1 else SHAPES["mixtral-0.8b"]
+    machine = load_machine("t4" if ranks == 1 else f"t4x{ranks}")
+    budgets = None if name == "resident" else BUDGETS
+    plan = Plan(machine, weight_layout(config), split_batch([8, 5, 9, 7], 9, 2), budgets)
+    policy.plan(plan)
+    report = simulate(plan, policy, sharing=False, replay=replay, recorder=recorder)
+    slices = sorted(recorder.recording().slices, key=lambda each: each.id)
+    assert report.simulated_steps is not None
+    assert (report.simulated_steps < 9) is replay
+    return msgspec.structs.replace(report, wall_seconds=0.0, simulated_steps=None), slices
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_a_replay_in_order_has_the_times_of_the_run(name: str, ranks: int) -> None:
+    built, replayed = (simulated(name, ranks, replay=replay) for replay in (False, True))
+    assert times(replayed[1]) == times(built[1])
+    assert replayed[0] == built[0]
+
+
+def times(slices: list[Slice]) -> list[tuple[int, str, str, int, int]]:
+    return [(each.id, each.task.label, each.lane.name, each.start, each.end) for each in slices]

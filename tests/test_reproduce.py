@@ -14,7 +14,7 @@ from benchmarks.record.results import RESULTS, stored
 from moesched.errors import BadInput
 from moesched.machines.sustained import at_peak, rates_of
 from moesched.planner.setting import UNLIMITED
-from moesched.reproduce import SECTIONS, Section, reproduce_paper
+from moesched.reproduce import Section
 from moesched.reproduce.moe_lightning.attention import attention_section
 from moesched.reproduce.moe_lightning.calibration import calibrate, predict_cell
 from moesched.reproduce.moe_lightning.cpu_memory import MICRO_BATCH
@@ -320,24 +320,3 @@ def test_the_command_prints_writes_and_draws_a_section(command: Any, tmp_path: P
     assert {"where", "what", "paper", "ours", "agrees", "because"} == section["claims"][0].keys()
     assert (tmp_path / "moe-lightning-cpu-attention.png").read_bytes().startswith(PNG)
     assert (tmp_path / "moe-lightning-cpu-attention.svg").read_bytes().startswith(b"<?xml")
-
-
-def test_what_cannot_be_is_one_line(command: Any, tmp_path: Path) -> None:
-    for arguments, why in (
-        (("no-such-paper",), "no paper 'no-such-paper': name one of moe-lightning, twiddler, mac-cluster"),
-        (
-            ("moe-lightning", "--only", "table-6"),
-            f"did you mean table-5? Otherwise name one of {', '.join(SECTIONS['moe-lightning'])}",
-        ),
-        (("moe-lightning", "--out", tmp_path / "no"), "it is not a folder: create it first"),
-        (("moe-lightning", "--report", tmp_path / "no" / "a.json"), "make its folder first"),
-    ):
-        said = command("reproduce", *arguments)
-        assert (said.code, said.out) == (2, "")
-        assert why in said.err
-        assert said.err.count("\n") == 1
-
-
-def test_an_unknown_paper_is_refused() -> None:
-    with pytest.raises(BadInput, match="no paper"):
-        reproduce_paper("attention-is-all-you-need")

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,8 @@ def test_where_nothing_computes_below_the_cache_stays_above(command: Any) -> Non
     assert "attention on unified, experts on unified" in said.out
 
 
-@pytest.mark.parametrize("machine", machine_names())
-@pytest.mark.parametrize("model", SHAPES)
-def test_every_model_has_a_roofline_on_every_machine(model: str, machine: str) -> None:
+@pytest.mark.parametrize(("model", "machine"), [*zip(SHAPES, cycle(machine_names()))])
+def test_every_model_has_a_roofline_on_machines_in_turn(model: str, machine: str) -> None:
     report = moesched.roofline_of(model, machine)
     assert report.layer_seconds > 0
     assert all(each.fetched.performance > 0 for each in (*report.attention, *report.ffn))
@@ -81,22 +81,6 @@ def test_every_model_has_a_roofline_on_every_machine(model: str, machine: str) -
 def test_a_model_of_ones_own_is_read_from_its_folder(command: Any, tmp_path: Path) -> None:
     folder = small_model(tmp_path / "small")
     assert "small (float32) on l4" in command("roofline", "--model", folder, "--machine", "l4").out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (("--kv-dtype", "int3"), "--kv-dtype 'int3' is unknown; choose one of float32, bfloat16, .*int4"),
-        (("--context", 40_000), "--context is 40000, but mixtral-8x7b has 32768 positions"),
-        (("--batch-size", 10**13), "--batch-size is 10,000,000,000,000: give 1 to"),
-        (("--out", "picture.pdf"), r"cannot draw picture\.pdf: end its name in \.png or \.svg"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(command: Any, arguments: Any, told: str) -> None:
-    said = command(*(L4 if "--machine" not in arguments else L4[:3]), *arguments)
-    assert said.code == 2
-    assert said.out == ""
-    assert re.fullmatch(rf"moesched: {told}[^\n]*\n", said.err), said.err
 
 
 # -- pictures
@@ -152,15 +136,6 @@ def test_a_picture_without_p1_is_drawn_where_nothing_computes_below(tmp_path: Pa
     text = drawn("dbrx", "m2-ultra", tmp_path)
     assert ">P1<" not in text
     assert ">P2<" in text
-
-
-def test_a_place_that_cannot_be_written_is_refused_before_anything_is_drawn(
-    command: Any, tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    said = command(*L4, "--out", tmp_path / "none" / "l4.png")
-    assert said.code == 2
-    assert re.fullmatch(r"moesched: cannot write picture .*: make its folder first\n", said.err)
 
 
 def test_an_unknown_kind_of_picture_is_refused_from_python_too(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_the_same_choices_give_the_same_simulated_run_in_each_format(tmp_path: P
     def simulated(routing: str | None) -> dict[str, Any]:
         report = moesched.simulate_model(
             "mixtral-0.8b", machine="t4", policy="examples.on_demand:OnDemand", workload=[[1, 2, 3]],
-            gen=6, batch_size=1, routing=routing,
+            gen=6, batch_size=1, routing=routing, band=False,
         ).as_dict()  # fmt: skip
         return {name: value for name, value in report.items() if name != "wall_seconds"}
 
@@ -435,7 +435,7 @@ def test_a_trace_that_is_longer_than_the_run_is_told(
     config = SHAPES["mixtral-0.8b"]
     trace = routed([tokens], layers=config.layers, experts=config.routed.experts, top_k=config.routed.top_k)
     moesched.simulate_model(
-        "mixtral-0.8b", machine="t4", policy="expert_cache", workload=[[1, 2, 3]], gen=6, batch_size=1,
+        "mixtral-0.8b", machine="t4", policy="expert_cache", workload=[[1, 2, 3]], gen=6, batch_size=1, band=False,
         routing=str(write_own(trace, tmp_path)),
     )  # fmt: skip
     said = capsys.readouterr().err

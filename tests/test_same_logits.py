@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from itertools import cycle
 
 import pytest
 
@@ -36,7 +37,9 @@ def test_every_policy_gives_the_same_logits(reference: Reference, case: EqualRun
     assert not case.differs(reference)
 
 
-@pytest.mark.parametrize("policy", ["cgopipe", "flexgen"])
+@pytest.mark.parametrize(
+    ("reference", "policy"), [*zip(MODELS, cycle(["cgopipe", "flexgen"]))], ids=str, indirect=["reference"]
+)
 def test_prompts_of_one_length_give_the_same_logits(reference: Reference, policy: str) -> None:
     prompts = [[5, 6, 7], [90, 1, 2], [3, 4, 5], [8, 9]]
     wanted, got = (
@@ -81,15 +84,16 @@ class Origins:
             self.pins.add(task.work.resource)
 
 
-@pytest.mark.parametrize("reference", [MODELS[0], MODELS[-1]], ids=name_of, indirect=True)
 @pytest.mark.parametrize(
-    ("policy", "weights"),
+    ("reference", "policy", "weights"),
     [
-        ("resident", (1.0, 1.0)),
-        ("cgopipe", (0.8, 0.8)),
-        ("layer_streaming", (0.8, 1.2, 0.8)),
-        ("cgopipe", (1.2, 0.8, 1.2)),
+        (MODELS[0], "resident", (1.0, 1.0)),
+        (MODELS[-1], "cgopipe", (0.8, 0.8)),
+        (MODELS[-1], "layer_streaming", (0.8, 1.2, 0.8)),
+        (MODELS[0], "cgopipe", (1.2, 0.8, 1.2)),
     ],
+    ids=str,
+    indirect=["reference"],
 )
 @pytest.mark.parametrize("machine", [ONE_MEMORY, TWO_MEMORIES], ids=["one memory", "two memories"])
 def test_the_next_batch_finds_the_weights_that_stay(

@@ -25,11 +25,6 @@ DEVICES = ["torch", "mlx"]
 PROMPTS: list[list[Any]] = [["abc"], ["the second call", [1, 2]], ["abc"]]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_model(tmp_path_factory.mktemp("models") / "small", text=True)
-
-
 class Opened(Listener):
     """Keeps the device."""
 

@@ -266,26 +266,6 @@ def test_activations_and_caches_keep_16_bits() -> None:
     assert stored.expert_bytes / plain.expert_bytes == pytest.approx(18 / 32 / 2)
 
 
-@pytest.mark.parametrize("command_name", ["simulate", "plan"])
-@pytest.mark.parametrize(
-    ("model", "stored_as", "told"),
-    [
-        ("gpt-oss-20b", "q4_k_m", "family gpt_oss, such as gpt-oss-20b, have mxfp4, q8_0, bf16"),
-        ("mixtral-8x7b", "mxfp4", "family mixtral, such as mixtral-8x7b, have bf16, fp8, q8_0"),
-        ("mixtral-8x7b", "q3_k", "--format is 'q3_k'"),
-    ],
-)
-def test_a_format_that_a_family_does_not_have_is_refused_in_one_line(
-    command: Any, command_name: str, model: str, stored_as: str, told: str
-) -> None:
-    arguments = [command_name, "--model", model, "--machine", "t4", "--workload", "mtbench"]
-    policy = ["--policy", "resident"] if command_name == "simulate" else []
-    said = command(*arguments, *policy, "--format", stored_as)
-    assert said.code == 2
-    assert told in said.err
-    assert len(said.err.splitlines()) == 1
-
-
 # ---------------------------------------------------------------- configuration files
 
 
@@ -321,12 +301,6 @@ def test_a_folder_without_kernels_for_it_is_simulated_and_not_run(command: Any, 
     assert said.code == 2
     assert "no device has kernels for the family deepseek, and for weights in fp8" in said.err
     assert len(said.err.splitlines()) == 1
-
-
-def test_an_unknown_storage_format_of_a_folder_is_refused_with_its_name(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(DEEPSEEK_V3.replace('"fp8"', '"quip"'))
-    with pytest.raises(BadInput, match="quant_method is 'quip'"):
-        find_shape(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -414,12 +388,6 @@ def test_a_given_format_replaces_one_that_is_not_known(tmp_path: Path) -> None:
     assert find_shape(quantised_mixtral(tmp_path, "exl2"), "q4_k_m").format == "q4_k_m"
 
 
-def test_models_that_do_not_run_are_not_written_either(command: Any, tmp_path: Path) -> None:
-    said = command("random-model", "gpt-oss-20b", tmp_path / "made")
-    assert said.code == 2
-    assert "no device has kernels for the family gpt_oss" in said.err
-
-
 # ---------------------------------------------------------------- every policy on every family
 
 
@@ -443,6 +411,7 @@ def simulated(config: ModelConfig, policy: str) -> JobReport:
     return simulate_scenario(Scenario(config, machine, workload, None), given)
 
 
+@pytest.mark.usefixtures("as_users_run")
 @pytest.mark.parametrize("policy", ["adversarial", *plugins.names("policies")])
 def test_every_policy_simulates_every_family(policy: str) -> None:
     for name in FAMILIES.values():

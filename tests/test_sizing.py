@@ -20,6 +20,8 @@ from moesched.planner.sizing import choose_sizes
 from moesched.plugins import find
 from moesched.requests.batching import BatchSizes, batches_of
 
+pytestmark = pytest.mark.usefixtures("as_users_run")
+
 T4 = load_machine("t4")
 LAPTOP = unified_machine(
     "laptop",
@@ -114,9 +116,11 @@ def test_where_not_even_one_request_fits_it_says_by_how_many_bytes_of_what() -> 
 
 def test_a_simulation_without_sizes_runs_the_plan_and_reaches_what_it_predicts() -> None:
     budgets: dict[str, int | str] = {"gpu": "2GB", "host": "4GB"}
-    proposal = moesched.plan_model("mixtral-0.8b", machine="t4", policy="cgopipe", gen=8, budgets=budgets)
+    proposal = moesched.plan_model(
+        "mixtral-0.8b", machine="t4", policy="cgopipe", gen=8, budgets=budgets, band=False
+    )
     report = moesched.simulate_model(
-        "mixtral-0.8b", machine="t4", policy="cgopipe", workload="mtbench", gen=8, budgets=budgets
+        "mixtral-0.8b", machine="t4", policy="cgopipe", workload="mtbench", gen=8, budgets=budgets, band=False
     )
     assert report.plan.batch_size == proposal.plan.batch_size
     assert report.plan.micro_batch_size == proposal.plan.micro_batch_size

@@ -14,14 +14,9 @@ import torch.nn.functional as F
 from moesched.devices.products.linear import linear
 from moesched.jobs.sparsity import THRESHOLDS, SparsityCounter, sparsity_of
 from reference import Reference
-from small_models import SMALL, small_model
+from small_models import SMALL
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8], [7, 7, 7, 20, 30, 40, 50, 60]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_model(tmp_path_factory.mktemp("models") / "small")
 
 
 class WatchedReference(Reference):
@@ -82,14 +77,6 @@ def test_without_prompts_tokens_are_drawn_by_lot_and_the_seed_says_which(command
     assert first["random_prompts"] is True
     assert first["tokens"] == 16 * 64
     assert first["below"] != other["below"]
-
-
-def test_a_model_that_is_not_there_is_told_in_one_line(command: Any, tmp_path: Path) -> None:
-    said = command("sparsity", tmp_path)
-    assert (said.code, said.out) == (2, "")
-    assert re.fullmatch(
-        r"moesched: cannot read .*config\.json: No such file[^\n]*; give the directory[^\n]*\n", said.err
-    )
 
 
 def test_a_file_of_prompts_without_prompts_is_told_in_one_line(

@@ -95,19 +95,6 @@ def test_a_task_is_issued_behind_one_that_still_runs_on_another_stream(rigs: Cal
     assert [verb for verb in rig.ran if verb in ("fetch", "kernel")] == ["fetch", "kernel"]
 
 
-def test_a_task_of_the_host_waits_until_the_stream_is_done(rigs: Callable[..., Rig]) -> None:
-    rig = rigs()
-
-    async def main() -> None:
-        for step in range(20):
-            data = Block(f"data {step}")
-            rig.kernel("make", [], [data])
-            await rig.on_host("use", [data], [])
-
-    rig.run(main())
-    assert rig.ran == ["make", "use"] * 20
-
-
 def test_the_value_of_a_stream_task_can_be_awaited(rigs: Callable[..., Rig]) -> None:
     rig = rigs(lambda task: task.verb.upper())
 
@@ -117,23 +104,6 @@ def test_the_value_of_a_stream_task_can_be_awaited(rigs: Callable[..., Rig]) -> 
         return [await second, await first]
 
     assert rig.run(main()) == ["SECOND", "FIRST"]
-
-
-def test_a_stream_runs_ahead_by_no_more_than_its_depth(rigs: Callable[..., Rig]) -> None:
-    gate = threading.Event()
-    rig = rigs(lambda task: gate.wait() if task.verb == "k0" else None, depth=3)
-
-    async def main() -> int:
-        last = [rig.kernel(f"k{number}", [], []) for number in range(6)][-1]
-        for _ in range(50):
-            await rig.on_host("look", [], [])
-        issued = len(rig.streams.issued)
-        gate.set()
-        await last
-        return issued
-
-    assert rig.run(main()) <= 3
-    assert rig.streams.issued == [f"k{number}" for number in range(6)]
 
 
 def test_chains_across_streams_and_host_run_in_program_order(rigs: Callable[..., Rig]) -> None:

@@ -289,51 +289,6 @@ def test_a_file_that_is_no_sweep_is_refused_in_one_line(
     refused(command("sweep", tmp_path / "s.toml", "--policy", "resident", "--machine", "t4"), said)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--policy magic", "unknown policy 'magic'"),
-        ("--network wifi --nodes 2", "no network 'wifi'"),
-        ("--nodes 2", "nothing joins machine t4 to others"),
-        ("--batch-size 1,x", "--batch-size: 'x' is not a whole number: write it so"),
-        ("--batch-size 70000", "--batch-size is 70,000: give 1 to 65,536"),
-        ("--dtype int8", "--dtype: 'int8' is not one of float32, bfloat16, float16"),
-        ("--set ahed=2", r"--set ahed: none of the policies has this setting: did you mean ahead\?"),
-        ("--set ahead=x", "policy cgopipe: ahead is 'x': give a whole number"),
-        ("--set ahead", "--set 'ahead': write KEY=VALUE, or KEY=VALUE,VALUE for an axis"),
-        ("--budget foo=1GB", "--budget names 'foo', which no machine of the sweep has: use process, gpu, "),
-        ("--budget gpu=much", "'much' is not a size in bytes"),
-        ("--machine-set link.a=x2", "machine t4 has no link 'a'"),
-        ("--price l4=1", "--price names 'l4': the sweep's machines are t4"),
-        ("--y speed", "--y 'speed' is not a figure: use one of throughput, "),
-        ("--x speed", "--x 'speed' is not a figure or an axis of the sweep: use one of throughput, "),
-        ("--pareto latency", "--pareto '' is not a figure"),
-        ("--y dollars", "dollars need prices: add --price"),
-        ("--plot x.gif", r"cannot draw x\.gif: end its name in \.png or \.svg"),
-        ("--workers 0", "--workers is 0: give 1 or more"),
-        ("--out /dev/null", "cannot keep results in /dev/null: it is a pipe or a device: name a file"),
-    ],
-)
-def test_a_sweep_that_cannot_run_is_refused_in_one_line(
-    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    policy = () if "--policy" in arguments else ("--policy", "cgopipe")
-    given = [*SHORT, *policy, *arguments.split()]
-    for option in ("--machine", "--model", "--batch-size"):
-        if given.count(option) > 1:
-            del given[given.index(option) : given.index(option) + 2]
-    refused(command(*given), said)
-
-
-def test_the_policy_and_the_machine_are_no_defaults(command: Any) -> None:
-    refused(
-        command("sweep", "--policy", "resident"),
-        "no machine is given: add --machine, such as --machine t4,l4",
-    )
-    refused(command("sweep", "--machine", "t4"), "no policy is given: add --policy, such as --policy all")
-
-
 def test_results_never_replace_an_input(command: Any, tmp_path: Path) -> None:
     policy = tmp_path / "p.py"
     policy.write_text(FAULTY.read_text())

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from commands import refused
+from moesched.analysis.families import COLOURS, family_of
 from moesched.analysis.timeline import Block, Timeline, Window, choose_window, merged, timeline_of
 from moesched.analysis.timeline_picture import MOST_BLOCKS, TitledTimeline, draw_timelines
 from moesched.errors import BadInput
-from moesched.trace import LaneName, Recording, Slice, TaskInfo, write_side_by_side
+from moesched.steps.verbs.table import VERBS
+from moesched.trace import LaneName, Recording, Slice, write_side_by_side
 from moesched.trace.chrome_writer import TitledRun
-from moesched.trace.recording import Cancelled
+from moesched.trace.recording import Cancelled, TaskInfo
 from runs import Run
 
 GPU, LINK = LaneName(0, "gpu"), LaneName(0, "link")
@@ -289,3 +291,21 @@ def test_without_matplotlib_one_line_says_how_to_install_it(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     said = command("timeline", streamed_trace, "--out", tmp_path / "x.svg")
     refused(said, r"pictures need matplotlib, which is not installed: pip install 'moesched\[plots\]'$")
+
+
+# -- families of verbs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", [verb.name for verb in VERBS if verb.lane is not None] + ["partial_sum"])
+def test_every_verb_that_submits_a_task_has_a_family(verb: str) -> None:
+    assert family_of(TaskInfo(verb, verb, "Kernel", verb, "gpu")) != "other"
+
+
+def test_transfers_of_pages_and_collectives_are_told_by_what_they_are() -> None:
+    assert family_of(TaskInfo("a page", "fetch", "PageTransfer", "copy", "link", pages=1)) == "weights"
+    assert family_of(TaskInfo("sum", "all_reduce", "Collective", "all_reduce", "network")) == "exchange"
+    assert family_of(TaskInfo("mine", "mine", "Kernel", "mine", "gpu")) == "other"
+
+
+def test_families_have_colours_of_their_own() -> None:
+    assert len(set(COLOURS.values())) == len(COLOURS)

@@ -82,6 +82,7 @@ def test_a_prediction_has_them(policy: str) -> None:
         requests=6,
         batch_size=4,
         micro_batch_size=2,
+        band=False,
     )
     check(report, 6)
     assert report.request_times is not None

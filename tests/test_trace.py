@@ -5,17 +5,46 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from commands import refused
 from moesched.engine import Engine
+from moesched.errors import BadInput
 from moesched.plugins import make_policy
+from moesched.runs.simulation import simulate
 from moesched.steps.memory import slots_of
-from moesched.tasks import Block, Kernel, Lane, Task
-from moesched.trace import About, Recorder, check_trace, critical_path, read_trace, summarize, write_trace
-from runs import Run, realtime_run, staged_run, virtual_run
-from traces import edges_of, events_of, ranks_that_meet, run_graph, slices_of, task, tasks_of
+from moesched.tasks import Block, Kernel, Lane, PageTransfer, Task, Work
+from moesched.trace import (
+    About,
+    LastSteps,
+    Recorder,
+    check_trace,
+    critical_path,
+    read_trace,
+    summarize,
+    write_trace,
+)
+from runs import FORTY_PERCENT, Run, make_plan, realtime_run, staged_run, virtual_run
+from traces import (
+    edges_by_id,
+    edges_of,
+    events_of,
+    largest_file,
+    ranks_that_meet,
+    rewritten,
+    run_graph,
+    slices_of,
+    task,
+    tasks_of,
+    timetable,
+)
 
 POLICIES = ("resident", "layer_streaming", "cgopipe", "adversarial")
 ABOUT = About(driver="virtual", policy="by hand")
@@ -276,3 +305,192 @@ def test_rates_of_a_kind_are_those_while_it_ran(streamed_run: Run) -> None:
     assert fetch.nbytes == sum(
         each.task.nbytes for each in streamed_run.recording.slices if each.task.verb == "fetch"
     )
+
+
+# -- files that cannot be written --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    """CGOPipe under 40 % of the weights: every kind of lane, transfers in two hops, views of many pages."""
+    return virtual_run("cgopipe", budgets=FORTY_PERCENT)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full; this system has none")
+def test_a_full_disk_is_said_in_one_line(run: Run) -> None:
+    with pytest.raises(
+        BadInput, match=r"^cannot write trace /dev/full: No space left on device: free some space"
+    ):
+        write_trace("/dev/full", run.recording, run.about)
+    assert Path("/dev/full").is_char_device()
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_disk_that_fills_while_writing_leaves_what_was_there_before(
+    name: str, run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"before")
+    with largest_file(4096), pytest.raises(BadInput, match="File too large: raise the limit"):
+        write_trace(path, run.recording, run.about)
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("place", "complaint"),
+    [
+        ("missing/trace.json", "No such file or directory: make its folder first"),
+        ("file/trace.json", "Not a directory: a part of its path is a file"),
+        ("folder", "Is a directory: it is a folder: name a file in it"),
+    ],
+)
+def test_a_place_that_cannot_be_written_to_is_named(
+    place: str, complaint: str, run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(BadInput, match=re.escape(f"cannot write trace {tmp_path / place}: {complaint}")):
+        write_trace(tmp_path / place, run.recording, run.about)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_link_to_a_trace_stays_a_link(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "trace.json")
+    write_trace(tmp_path / "link.json", run.recording, run.about)
+    assert (tmp_path / "link.json").is_symlink()
+    assert check_trace(tmp_path / "trace.json") == []
+
+
+# -- tasks without time ------------------------------------------------------------------------------------------------
+
+
+NOTHING = msgspec.Raw(b"0.000")
+
+
+@pytest.fixture
+def other(streamed_trace: Path) -> Path:
+    """A copy of a trace, to change."""
+    return Path(shutil.copy(streamed_trace, streamed_trace.with_name("other.json")))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("explain", "{other}"),
+        ("explain", "{other}", "--report", "{folder}/report.html"),
+        ("compare", "{other}", "{trace}"),
+        ("compare", "{trace}", "{other}"),
+        ("compare", "{other}", "--replayed"),
+        ("timeline", "{other}", "--out", "{folder}/picture.svg"),
+    ],
+)
+def test_a_trace_whose_tasks_all_last_nothing_is_refused(
+    command: Any, streamed_trace: Path, other: Path, arguments: tuple[str, ...]
+) -> None:
+    with rewritten(other) as events:
+        for each in slices_of(events):
+            each["ts"] = each["dur"] = NOTHING
+    places = {"trace": streamed_trace, "other": other, "folder": other.parent}
+    said = command(*(each.format(**places) for each in arguments))
+    refused(said, "the trace is damaged: all of its tasks last nothing; record it again")
+
+
+@pytest.mark.parametrize("name", ["load", "post_attention", "attention", "sample"])
+def test_a_kind_of_tasks_may_last_nothing(command: Any, streamed_trace: Path, other: Path, name: str) -> None:
+    with rewritten(other) as events:
+        for each in slices_of(events):
+            if each["name"].split()[0] == name:
+                each["dur"] = NOTHING
+    assert command("explain", other).code == 0
+    for pair in ((streamed_trace, other), (other, streamed_trace)):
+        assert command("compare", *pair).code == 0
+
+
+# -- recorders ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_bounded_recorder_keeps_the_last_steps_as_the_whole_one_shows_them(tmp_path: Path) -> None:
+    whole = virtual_run("cgopipe", budgets=FORTY_PERCENT, new_tokens=6).recording
+    last = virtual_run("cgopipe", LastSteps(2), budgets=FORTY_PERCENT, new_tokens=6)
+    kept = last.recording
+    assert kept.trimmed
+    assert kept.slices == [each for each in whole.slices if each.step >= 4]
+    ids = {each.id for each in kept.slices}
+    assert edges_by_id(kept) == {edge for edge in edges_by_id(whole) if set(edge) <= ids}
+    assert kept.joins < whole.joins
+    write_trace(tmp_path / "trace.json", kept, last.about)
+    assert check_trace(tmp_path / "trace.json") == []
+    assert read_trace(tmp_path / "trace.json").recording == kept
+
+
+def test_a_bounded_recorder_remembers_which_slots_were_filled_before(run: Run) -> None:
+    kept = virtual_run("cgopipe", LastSteps(1), budgets=FORTY_PERCENT).recording
+    assert {(sample.memory, sample.pages) for sample in kept.memory} == {
+        (sample.memory, sample.pages) for sample in run.recording.memory if sample.time == run.recording.end
+    }
+
+
+def test_a_bounded_recorder_that_has_room_for_all_steps_keeps_all(run: Run) -> None:
+    assert virtual_run("cgopipe", LastSteps(4), budgets=FORTY_PERCENT).recording == run.recording
+
+
+def test_a_task_that_ends_after_its_step_was_dropped_does_not_come_back() -> None:
+    recorder = LastSteps(1)
+    engine = Engine([Lane("gpu"), Lane("copies")])
+    recorder.watch(engine)
+    gpu, copies = engine.lanes
+    slot = Block("slot", 64, "fast")
+    late = PageTransfer(copies, Work("copy", "link"), "late", step=0, start=0, end=9, slots=(slot,))
+    for each in (task(gpu, "early", step=0), task(gpu, "next", step=1), late):
+        recorder.ended(each)
+    assert [each.task.verb for each in recorder.recording().slices] == ["next"]
+    assert {sample.pages for sample in recorder.recording().memory} == {64}
+
+
+def test_a_bounded_recorder_of_no_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="ask for 1 or more"):
+        LastSteps(0)
+
+
+@pytest.mark.parametrize("policy", ["resident", "layer_streaming", "cgopipe"])
+@pytest.mark.parametrize("steps", [None, 2])
+def test_a_replayed_run_has_the_trace_of_one_that_was_not(policy: str, steps: int | None) -> None:
+    recordings = []
+    for replay in (False, True):
+        recorder = Recorder() if steps is None else LastSteps(steps)
+        chosen = make_policy(policy)
+        simulate(make_plan(chosen, new_tokens=7), chosen, sharing=False, replay=replay, recorder=recorder)
+        recordings.append(recorder.recording())
+    built, replayed = recordings
+    assert timetable(replayed) == timetable(built)
+    assert edges_by_id(replayed) == edges_by_id(built)
+    assert summarize(replayed).steps == summarize(built).steps
+
+
+@given(st.data())
+@settings(max_examples=50)
+def test_tasks_that_took_no_time_have_slices_that_follow_each_other(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """As those of a GPU, whose clock ticks every half a microsecond."""
+    engine = Engine([Lane("gpu"), Lane("copies"), Lane("host")])
+    recorder = Recorder()
+    recorder.watch(engine)
+    ran: list[Kernel] = []
+    for number in range(data.draw(st.integers(1, 12))):
+        lane = data.draw(st.sampled_from(engine.lanes))
+        needed = sorted(data.draw(st.sets(st.integers(0, number - 1), max_size=3))) if number else []
+        before = [each.end for each in ran if each.lane is lane or each.id in needed]
+        each = task(lane, "work")
+        each.id, each.deps = number, needed
+        each.start = max(before, default=0) + data.draw(st.integers(0, 1))
+        each.end = each.start + data.draw(st.integers(0, 2))
+        ran.append(each)
+    for each in data.draw(st.permutations(ran)):
+        recorder.ended(each)
+    recording = recorder.recording()
+    write_trace(file := tmp_path_factory.mktemp("traces") / "trace.json", recording, About(driver="realtime"))
+    assert check_trace(file) == []
+    added = [each.end - ran[each.id].end for each in recording.slices]
+    assert max(added) <= sum(each.start == each.end for each in ran)

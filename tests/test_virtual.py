@@ -162,25 +162,6 @@ def test_an_urgent_transfer_overtakes_but_does_not_interrupt() -> None:
     assert [task.verb for task in clock.done] == ["running", "demand", "idle"]
 
 
-def test_the_same_run_twice_gives_the_same_times() -> None:
-    def spans() -> dict[str, tuple[float, float]]:
-        clock = Clock("gpu", "cpu", "link", sharing=True)
-        block = Block("x")
-
-        async def policy() -> None:
-            for number in range(20):
-                lane = ("gpu", "cpu", "link")[number * 7 % 3]
-                reads = (block,) if number % 4 else ()
-                clock.engine.submit(
-                    clock.kernel(lane, 0.1 * number, f"task {number}"), reads, (block,) * (number % 2)
-                )
-
-        clock.driver.run(policy())
-        return clock.spans()
-
-    assert spans() == spans()
-
-
 # -- what goes wrong -------------------------------------------------------------------------------
 
 

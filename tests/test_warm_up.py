@@ -22,7 +22,9 @@ from moesched.runs.outcome import Report
 from moesched.runs.planning import plan_run
 from moesched.steps.plan import Plan
 from moesched.tasks import Lane, PageTransfer, Task, Work
-from odd_models import MIXTRAL, PROMPTS, layout_of, stored
+from odd_models import MIXTRAL, PROMPTS, layout_of
+
+pytestmark = pytest.mark.usefixtures("small_heap")
 
 LATER = {"copy_", "to", "__getitem__", "split", "new_empty"}
 """Functions that start no kernel: copies between the host and the GPU, views, memory."""
@@ -40,11 +42,6 @@ class Noting(LaggingDevice):
         if not self.warm:
             self.warm = set(self.gpu.operations.calls)
             self.gpu.operations.calls.clear()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return stored(MIXTRAL, tmp_path_factory.mktemp("models"))
 
 
 def batch_on(device: TorchDevice, policy: str, weights: float = 2.0) -> Report:

@@ -94,10 +94,12 @@ class Grid(NamedTuple):
             yield EqualRun(model, way, policy, settings)
 
     def in_turn(self) -> Iterator[EqualRun]:
-        """Every policy in every way on one of the models, so that each policy and each way meets all of them."""
+        """Every policy in every way, on one of the models and with one of its settings: it meets all in turn."""
         for number, way in enumerate(self.ways):
-            for place, (policy, settings) in enumerate(self.policies):
-                yield EqualRun(self.models[(number + place) % len(self.models)], way, policy, settings)
+            for place, policy in enumerate(dict.fromkeys(name for name, _ in self.policies)):
+                its_settings = [settings for name, settings in self.policies if name == policy]
+                model = self.models[(number + place) % len(self.models)]
+                yield EqualRun(model, way, policy, its_settings[number % len(its_settings)])
 
 
 SCHEDULES = Grid(
