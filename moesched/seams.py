@@ -53,7 +53,10 @@ class Policy(Protocol):
         """Schedule the prompts, up to and including each micro-batch's `sample`."""
 
     async def decode(self, step: Step) -> None:
-        """Schedule one more token of each sequence, up to and including each micro-batch's `sample`."""
+        """Schedule one more token of each sequence, up to and including each micro-batch's `sample`.
+
+        Some micro-batches may hold prompts instead (`Step.phase`), where a caller adds requests to a run.
+        """
 
 
 @runtime_checkable
@@ -430,6 +433,20 @@ class GivesScores(Protocol):
 
 
 @runtime_checkable
+class KeepsRowsApart(Protocol):
+    """A device that can leave sequences out of a micro-batch once they have ended.
+
+    The operands of `embed` are the micro-batch's requests in its step. Requests that are missing never come back.
+    """
+
+    def rows_apart(self, rows: int) -> bool:
+        """Test whether no row's bits depend on another row, in decode steps of micro-batches of up to `rows` rows.
+
+        The answer stays the same once `begin` was called.
+        """
+
+
+@runtime_checkable
 class ObservesRouting(Protocol):
     """A device that reports which experts the routers choose."""
 
@@ -546,4 +563,7 @@ class Routing(Protocol):
     """Chooses experts where no router runs. A pure function of its arguments and its seed."""
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """Count a micro-batch's tokens for each expert that gets any, in ascending order of expert."""
+        """Count a micro-batch's tokens for each expert that gets any, in ascending order of expert.
+
+        step: of the micro-batch: 0 for its prompts, then 1, 2, ... for the tokens that follow them.
+        """

@@ -40,6 +40,9 @@ JOIN_MOVES: Mapping[int, tuple[int, ...]] = {WAITING: (DONE, CANCELLED)}
 
 Discipline = Literal["in_order", "ready_first"]
 
+Phase = Literal["prefill", "decode"]
+"""The two kinds of work on a sequence: on its prompt, and on one token after the other."""
+
 URGENT, DEMAND, PREFETCH, IDLE = range(-1, 3)
 """Classes of the tasks of a ready-first lane: a lower class goes first, then program order."""
 
@@ -209,6 +212,8 @@ def _set_plainly(cls: type[S]) -> type[S]:
 class Task(msgspec.Struct, eq=False, gc=False):
     """One operation on a lane. Submitting one gives it back: the task is its own handle, `await task` its value.
 
+    `generated` counts the tokens that each sequence of its micro-batch has generated before: 0 for prompts. It is the
+    least of several micro-batches, those of the step for a fetch, and -1 for what belongs to no step.
     `deps` are the ids of the tasks that it waits for; it needs the results of the first `inputs` of them.
     `followers` are the tasks that wait for it; None once it has settled.
     `taken` is when its lane took it, on real hardware: the time until `start` goes into waking a thread.
@@ -225,6 +230,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
     expert: int = -1
     operands: Any = None
     step: int = -1
+    generated: int = -1
     id: int = -1
     key: int = 0
     state: int = WAITING
@@ -267,6 +273,16 @@ class Task(msgspec.Struct, eq=False, gc=False):
         return self._value
 
     @property
+    def phase(self) -> Phase | None:
+        """The phase of its micro-batch; None for what belongs to no step."""
+        return None if self.generated < 0 else phase_after(self.generated)
+
+    @property
+    def when(self) -> str:
+        """The step of its micro-batch, for people."""
+        return f"decode step {self.step}" if self.phase == "decode" else "prefill"
+
+    @property
     def label(self) -> str:
         """A name for people: verb, layer, expert, micro-batch, and the rows of a part of it."""
         parts = [self.verb]
@@ -297,6 +313,11 @@ class Task(msgspec.Struct, eq=False, gc=False):
         return (
             f"<{type(self).__name__} #{self.id} {self.label} on {self.lane.name}: {STATE_NAMES[self.state]}>"
         )
+
+
+def phase_after(generated: int) -> Phase:
+    """The phase of sequences that have generated this number of tokens."""
+    return "decode" if generated > 0 else "prefill"
 
 
 def story_of(task: Task, error: BaseException) -> str:

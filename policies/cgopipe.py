@@ -34,8 +34,7 @@ class CGOPipe:
         split_kv(plan, self.kv_on_gpu)
         self.streamed, self.buffer = double_buffered(plan)
         self.staging = self._staging(plan)
-        counts = {len(plan.chunks), len(plan.micro_batches)}
-        self.shares = {count: [shares(pages, count) for pages in self.streamed] for count in counts}
+        self.shares: dict[int, tuple[list[Page], ...]] = {}
 
     def _staging(self, plan: Plan) -> Pool | None:
         """Pinned slots: as many as the buffer has, or as fit, but at least one for each streamed page of a layer."""
@@ -48,6 +47,7 @@ class CGOPipe:
 
     async def prefill(self, step: Step) -> None:
         """Run everything on the accelerator, layer by layer; keys and values go to the host's KV cache (§4)."""
+        self._divide(step)
         self._pin(step, self.streamed[0])
         self._fetch(step, self.streamed[0])
         for j in step.micro_batches:
@@ -64,6 +64,7 @@ class CGOPipe:
 
     async def decode(self, step: Step) -> None:
         """Run Algorithm 1. Attention's look-ahead wraps into the next layer, that of the pages into the next step."""
+        self._divide(step)
         order = [(i, j) for i in step.layers for j in step.micro_batches]
         ahead = min(self.ahead, len(step.micro_batches))
         for j in step.micro_batches:
@@ -89,11 +90,17 @@ class CGOPipe:
             step.cpu_attention(i, j)
         self._pin(step, self._page(step, i + 1, j))
 
+    def _divide(self, step: Step) -> None:
+        """Divide the pages of each layer among the step's micro-batches."""
+        if tuple(self.shares) != step.micro_batches:
+            by_layer = [shares(pages, len(step.micro_batches)) for pages in self.streamed]
+            self.shares = dict(zip(step.micro_batches, zip(*by_layer, strict=True), strict=True))
+
     def _page(self, step: Step, i: int, j: int) -> list[Page]:
         """Micro-batch j's share of the pages of layer i; past the last layer, those of the next step."""
         if i == len(step.layers) and step.last:
             return []
-        return self.shares[len(step.micro_batches)][i % len(step.layers)][j]
+        return self.shares[j][i % len(step.layers)]
 
     def _pin(self, step: Step, pages: list[Page]) -> None:
         if pages and self.staging:

@@ -66,9 +66,9 @@ class ExpertStreaming:
             for j in step.micro_batches:
                 step.pre_attention(i, j)
                 attend(step, i, j)
-            routing = [step.route(i, j) for j in step.micro_batches]
+            routing = {j: step.route(i, j) for j in step.micro_batches}
             self._let_go(step, (i, -1))
-            routed = [await handle for handle in routing]
+            routed = {j: await handle for j, handle in routing.items()}
             for expert in self.experts:
                 self.run_expert(step, i, expert, [j for j in step.micro_batches if expert in routed[j]])
                 self._let_go(step, (i, expert))

@@ -52,7 +52,7 @@ class FlexGen:
         loads = ((i, j) for i, j in order if not step.kv_on_accelerator(j, i))
         self._load(step, loads)
         for i, j in order:
-            if j == 0:
+            if j == step.micro_batches[0]:
                 self._fetch(step, i + 1)
             if not step.kv_on_accelerator(j, i):
                 self._load(step, loads)

@@ -9,6 +9,7 @@ each of them twice as often.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from moesched.dispatch.kv_placement import attend_on_accelerator
@@ -50,7 +51,7 @@ class FlexGenPipeline:
         for group in groups:
             self._pass(step, group, last=step.last and group is groups[-1])
 
-    def _pass(self, step: Step, group: range, *, last: bool) -> None:
+    def _pass(self, step: Step, group: Sequence[int], *, last: bool) -> None:
         """Run one group through all layers; after the last group, a stage's first layer is not fetched again."""
         order = [(i, j) for i in step.layers for j in group]
         loads = order if step.kind == "decode" else []

@@ -27,7 +27,7 @@ class FlexGenSynchronous(FlexGen):
         for (i, j), following in zip(order, [*order[1:], None], strict=True):
             if following:
                 await step.load_kv(*following)
-            if j == 0:
+            if j == step.micro_batches[0]:
                 self._fetch(step, i + 1)
             step.pre_attention(i, j)
             step.attention(i, j)

@@ -49,7 +49,7 @@ class HybriMoE(LayerByLayer):
 
     async def route_and_run(self, step: Step, i: int, micro_batches: Sequence[int]) -> None:
         routing = {j: step.route(i, j) for j in micro_batches}
-        following = step.layers[i + 1 : i + 1 + self.ahead] if step.index else ()
+        following = step.layers[i + 1 : i + 1 + self.ahead] if step.kind == "decode" else ()
         later = [n for n in following if self.routes[n]]
         previews = {n: {j: step.preview_route(n, j) for j in micro_batches} for n in later}
         routed = {j: await handle for j, handle in routing.items()}

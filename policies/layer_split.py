@@ -79,7 +79,7 @@ class LayerSplit:
     decode = prefill
 
     def _tokens(self, step: Step, j: int) -> int:
-        return self.prompt_tokens[j] if step.kind == "prefill" else self.sequences[j]
+        return self.prompt_tokens[j] if step.phase(j) == "prefill" else self.sequences[j]
 
     async def _copied(self, step: Step, i: int, j: int) -> None:
         """Copy as many of the chosen experts as there is room for, run them, and go on with the next ones."""

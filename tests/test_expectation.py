@@ -317,3 +317,27 @@ def test_without_a_calibration_run_says_how_to_get_one(command: Any, model: Path
     told = command("run", model, *ARGUMENTS, "--json").json
     assert told["expected"] is None
     assert line.endswith(told["no_expectation"].partition(",")[0])
+
+
+@pytest.mark.parametrize(("dtype", "early"), [("float32", 2), ("bfloat16", 0)])
+def test_an_expectation_leaves_out_the_sequences_that_ended_in_the_run(
+    tmp_path: Path, dtype: str, early: int
+) -> None:
+    """A whole micro-batch, or a sequence of one."""
+    table = [replace(point, dtype=dtype) for point in calibrated().cost_table]
+    given = {"policy": "expert_streaming", "dtype": dtype, "machine": calibrated(cost_table=table)}
+    free = run(small_model(tmp_path / "free"), max_new_tokens=8, **given).tokens
+    others = {token for request, tokens in enumerate(free) if request != early for token in tokens}
+    stop = next(token for token in free[early][:4] if token not in others)
+    report = run(small_model(tmp_path / "stopping", stop_tokens=(stop,)), max_new_tokens=8, **given)
+    assert list(map(len, report.tokens)) != [8, 8, 8]
+    assert report.no_expectation is None
+    measured, expected = (
+        {
+            kind.kind: (kind.tasks, kind.flops)
+            for kind in each.kinds
+            if kind.kind in ("pre_attention", "route", "sample")
+        }
+        for each in (report, report.expected)
+    )
+    assert measured == expected

@@ -31,7 +31,7 @@ from moesched.planner.trial_run import trial_run
 from moesched.plugins import make_policy
 from moesched.requests.batch import Batch, split_batch
 from moesched.runs.planning import plan_run
-from moesched.steps.plan import lanes_contend
+from moesched.steps.contention import lanes_contend
 from moesched.tasks import Task, Work, WorkPart
 
 T4 = load_machine("t4")

@@ -48,7 +48,7 @@ def task(
             else getattr(OPERATIONS, verb)(tokens)
         )
         work = Work(verb, "cpu", amount.flops, amount.nbytes, tokens, amount.parts)
-    made = kind(lane, work, verb, layer, 0, -1, None, step)
+    made = kind(lane, work, verb, layer, 0, -1, None, step, generated=step)
     made.id, made.start, made.end = next(_numbers), round(start * 1e9), round(end * 1e9)
     return made
 

@@ -20,7 +20,8 @@ SECOND = 10**9
 def times(tokens: list[int]) -> RequestTimes:
     """Loaded after one second; the second micro-batch's second token takes four."""
     first_tokens = {2: 2 * SECOND, 0: 3 * SECOND, 1: 3 * SECOND}
-    sampled = [[3 * SECOND, 7 * SECOND], [4 * SECOND, 8 * SECOND], [6 * SECOND, 9 * SECOND]]
+    ends = [(3, 7), (4, 8), (6, 9)]
+    sampled = [dict(enumerate((first * SECOND, second * SECOND))) for first, second in ends]
     return request_times(BATCH, SECOND, first_tokens, sampled, tokens)
 
 

@@ -31,7 +31,7 @@ class _Free:
 def task(lane: Lane, verb: str, nanoseconds: int = 1, step: int = -1) -> Kernel:
     """A task of known length; its times stand as if it had run alone."""
     work = Work(verb, lane.name, nanoseconds=nanoseconds)
-    return Kernel(lane, work, verb, step=step, start=0, end=nanoseconds)
+    return Kernel(lane, work, verb, step=step, generated=step, start=0, end=nanoseconds)
 
 
 def run_graph(

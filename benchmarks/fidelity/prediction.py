@@ -163,13 +163,13 @@ class Times:
 
     def ended(self, task: Task) -> None:
         """Note a task, unless it loads what stays."""
-        if task.step < 0:
+        phase = task.phase
+        if phase is None:
             return
         seconds = (task.end - task.start) / 1e9
         self.first = min(self.first, task.start / 1e9)
-        phase = "decode" if task.step else "prefill"
         self.seconds.setdefault(f"{phase} {task.verb}", []).append(seconds)
-        if task.step:
+        if phase == "decode":
             self.lanes[task.lane.name] = self.lanes.get(task.lane.name, 0.0) + seconds
 
 

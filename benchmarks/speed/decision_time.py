@@ -33,6 +33,7 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
 from moesched.steps.step import Step
+from moesched.tasks import Phase
 
 MACHINE = load_machine("rtx6000")
 MANY = SHAPES["mixtral-8x7b"].varied(
@@ -81,6 +82,9 @@ class IdleStep:
 
     def pages(self, layer: int) -> tuple[Page, ...]:
         return self._layout.layer(layer)
+
+    def phase(self, micro_batch: int) -> Phase:
+        return "decode"
 
     def kv_on_accelerator(self, micro_batch: int, layer: int | None = None) -> bool:
         return True

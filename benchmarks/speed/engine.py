@@ -137,7 +137,7 @@ def run_in_simpy(steps: list[Template], cost: Roofline) -> int:
         base = 0
         gates = []
         for template in steps:
-            gates.append([base + position for position in (template.samples or range(len(template.tasks)))])
+            gates.append([base + position for position in template.last])
             base += len(template.tasks)
         for index, gate in enumerate(submitted):
             if index:

@@ -157,6 +157,10 @@ class EmulatedDevice:
             last_chunks = sum(bool(chunk.ends) for chunk in plan.chunks.values())
             self._pace = Pace(self._time, self._dilations, last_chunks)
 
+    def rows_apart(self, rows: int) -> bool:
+        """As of the torch device."""
+        return self._torch.rows_apart(rows)
+
     def execute(self, task: Task) -> Any:
         """Run one task on the calling thread and return when the emulated machine would have."""
         begun, dilation = self._time.now(), self._time.dilation
@@ -167,7 +171,7 @@ class EmulatedDevice:
         self._time.wait_until(begun + modelled)
         if task.step >= 0:
             self._meters.lanes[task.lane.name].add(worked, modelled, self._time.now() - begun)
-        if self._pace is not None and task.step == 0 and task.verb == "sample":
+        if self._pace is not None and task.phase == "prefill" and task.verb == "sample":
             self._pace.count_prefilled()
         return value
 

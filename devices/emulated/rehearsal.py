@@ -26,8 +26,7 @@ from moesched.seams import CostModel, Device, Exchange, Policy, Progress
 from moesched.steps.plan import Plan
 from moesched.steps.roles import KV_ROLES, Role
 from moesched.steps.step import Step
-from moesched.steps.works import Kind
-from moesched.tasks import Task
+from moesched.tasks import Phase, Task
 
 from ..torch.device import TorchDevice
 
@@ -50,10 +49,10 @@ class Rehearsed(NamedTuple):
 
 def rehearse(
     checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel, tell: Progress
-) -> dict[Kind, list[Rehearsed]]:
+) -> dict[Phase, list[Rehearsed]]:
     """Run the model's first layer on the plan's largest micro-batch, one task after the other.
 
-    Every weight streams: computing with resident ones is at least as fast. Returns the timings by kind of step.
+    Every weight streams: computing with resident ones is at least as fast. Returns the timings by phase.
     """
     config = checkpoint.config.varied(layers=1)
     short = weight_layout(config, layout.dtype, layout.page_bytes)
@@ -153,7 +152,7 @@ class _OneLayer:
     def _attend(self, step: Step, j: int) -> None:
         if step.kv_on_accelerator(j):
             step.attention(0, j)
-        elif step.kind == "prefill":
+        elif step.phase(j) == "prefill":
             step.attention(0, j)
             step.offload_kv(0, j)
         else:
@@ -171,30 +170,30 @@ class _TimedDevice(TorchDevice):
         self._cost = cost
         self._tell = tell
         self._done = 0
-        self._seconds: dict[tuple[Kind, str, str], list[tuple[float, float, bool]]] = {}
+        self._seconds: dict[tuple[Phase, str, str], list[tuple[float, float, bool]]] = {}
 
     def execute(self, task: Task) -> Any:
         """Run a task, and note its time beside the modelled one."""
         start = perf_counter_ns()
         value = super().execute(task)
         real = (perf_counter_ns() - start) / 1e9
-        kind: Kind = "decode" if task.step else "prefill"
-        key = (kind, task.lane.name, task.verb)
-        modelled = nanoseconds(task.work, self._cost) / 1e9
-        self._seconds.setdefault(key, []).append((real, modelled, task.layer >= 0))
+        if task.phase is not None:
+            key = (task.phase, task.lane.name, task.verb)
+            modelled = nanoseconds(task.work, self._cost) / 1e9
+            self._seconds.setdefault(key, []).append((real, modelled, task.layer >= 0))
         self._done += 1
         self._tell("rehearsing on this machine", self._done, self.expected)
         return value
 
-    def summary(self, layers: int) -> dict[Kind, list[Rehearsed]]:
-        """Real and modelled times by kind of step, of a model with that many layers."""
-        by_kind: dict[Kind, list[Rehearsed]] = {"prefill": [], "decode": []}
-        for (kind, lane, verb), times in self._seconds.items():
+    def summary(self, layers: int) -> dict[Phase, list[Rehearsed]]:
+        """Real and modelled times by phase, of a model with that many layers."""
+        by_phase: dict[Phase, list[Rehearsed]] = {"prefill": [], "decode": []}
+        for (phase, lane, verb), times in self._seconds.items():
             count = len(times) * (layers if times[0][2] else 1)
             real = median(each[0] for each in times)
             modelled = median(each[1] for each in times)
-            by_kind[kind].append(Rehearsed(lane, verb, count * real, count * modelled))
-        return by_kind
+            by_phase[phase].append(Rehearsed(lane, verb, count * real, count * modelled))
+        return by_phase
 
 
 def _prompts(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:

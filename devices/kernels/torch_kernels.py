@@ -26,12 +26,20 @@ from .layer_weights import Tensor
 from .native_attention import NATIVE_ATTENTION
 from .native_rows import NATIVE
 from .resources import Indices, Resources
-from .seam import Kernel
+from .seam import OPERATIONS, ROWS, Case, Kernel
 from .table import KernelTable, listed
 from .torch_rows import TORCH as TORCH_ROWS
+from .torch_rows import TorchOutputProjection
 
 COMPUTED_IN_FLOAT32 = ".router"
 """The end of the name of weights that are converted for each use: packed ones cannot be."""
+
+PLAIN = {
+    operation.name: frozenset({ROWS}) if operation.matrices else frozenset[str]()
+    for operation in OPERATIONS.values()
+    if operation.name != "prompt_attention"
+}
+"""The formats of plain weights, by the operations of a decode step."""
 
 
 class TorchKernels(Binder):
@@ -109,6 +117,22 @@ class TorchKernels(Binder):
         for row in self._own:
             self.table.add(guarded(row, resources))
         fill(self.table, resources)
+
+    def rows_apart(self, rows: int) -> bool:
+        """Test whether no row's bits depend on another row, in decode steps of up to `rows` rows."""
+        cases = (
+            Case(name, count, PLAIN[name], self.dtype, self._device, layer, name == "attention")
+            for layer in self._config.kinds
+            for name in PLAIN
+            for count in range(1, rows + 1)
+        )
+        return not self._packs and all(map(self._is_independent, cases))
+
+    def _is_independent(self, case: Case) -> bool:
+        kernel = self.table.find(case)
+        if kernel is None:
+            return bool(OPERATIONS[case.operation].parts)
+        return kernel.independent or isinstance(kernel, TorchOutputProjection)  # a `product` and a sum
 
     @property
     def arranges(self) -> bool:

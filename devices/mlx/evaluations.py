@@ -22,9 +22,6 @@ FEW_TOKENS = 64
 """Tasks of more tokens are evaluated one by one: each takes long beside an evaluation, and their intermediate results
 at once would take more memory than the plan reserves."""
 
-PREFILL = 0
-"""The first step."""
-
 
 class Evaluations:
     """Evaluates the arrays of one batch on the device's thread.
@@ -53,7 +50,7 @@ class Evaluations:
         """True if a task's results may be evaluated after its end; callable from any thread."""
         if not self._defers or (isinstance(task.operands, View) and task.operands.moving):
             return False
-        return _tokens(task, self._decoded if task.step > PREFILL else self._prefilled) <= FEW_TOKENS
+        return _tokens(task, self._decoded if task.phase == "decode" else self._prefilled) <= FEW_TOKENS
 
     def later(self, task: Task, *arrays: Array, micro_batch: int | None = None) -> None:
         """Evaluate a task's results, unless it is deferred.

@@ -55,6 +55,9 @@ class Attention:
     def embed(self, task: Task) -> None:
         """Extend the cache by the new tokens and look up their embeddings."""
         state = self._states[task.micro_batch]
+        if task.operands and len(task.operands) < len(state.requests):  # a warm-up names none
+            state.keep(task.operands)
+            self._shapes.pop(task.micro_batch, None)
         state.extend()
         ids = [token for tokens in state.new for token in tokens]
         memory = self._shapes[task.micro_batch].of(len(ids))
@@ -77,7 +80,7 @@ class Attention:
 
     def attends(self, task: Task, state: MicroBatchState, memory: Memory, *, on_host: bool = False) -> Bound:
         """The kernel that attends over a cache."""
-        decodes = bool(task.step) and state.step.one_each
+        decodes = task.phase == "decode" and state.step.one_each
         return self._kernels.attention(task.layer, memory, decodes=decodes, on_host=on_host)
 
     def project_output(self, task: Task) -> None:
@@ -85,7 +88,7 @@ class Attention:
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         project = self._kernels.bound("output_projection", weights, state.room)
         state.hidden_TD = project(state.attended_TX, self.residual(state))
-        if not (self._keeps_attended and task.step):
+        if not (self._keeps_attended and task.phase == "decode"):
             del state.attended_TX
 
     def residual(self, state: MicroBatchState) -> Any:

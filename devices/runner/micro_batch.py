@@ -48,6 +48,13 @@ class MicroBatchState:
         self.attended_TX: Any
         self.rows: Any
 
+    def keep(self, requests: tuple[int, ...]) -> None:
+        """Go on with some of the requests only."""
+        places = [self.requests.index(request) for request in requests]
+        self.requests = requests
+        self.sequences = tuple(self.sequences[place] for place in places)
+        self.new = [self.new[place] for place in places]
+
     def extend(self) -> None:
         """Make room in the caches for the tokens of the next step, which begins."""
         new = [len(tokens) for tokens in self.new]

@@ -89,7 +89,7 @@ class NextTokens:
             try:
                 return self._draw(state, self._library.on_host(logits_SV))
             except NotFinite as error:
-                raise traced(error, task.step, self._first_bad(state), self._kernels.dtype) from error
+                raise traced(error, task.when, self._first_bad(state), self._kernels.dtype) from error
 
     def _draw(self, state: MicroBatchState, logits_SV: Logits) -> list[int] | list[Standing]:
         ends = range(len(state.sequences)) if state.ends is None else state.ends

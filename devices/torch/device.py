@@ -135,6 +135,10 @@ class TorchDevice(ChoosesDtype):
                 "use --device emulated to imitate it, or --machine auto"
             )
 
+    def rows_apart(self, rows: int) -> bool:
+        """True where all kernels of a decode step compute each row by itself."""
+        return self._compute.kernels.rows_apart(rows)
+
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
         """Worker threads on the CPU; on CUDA the accelerator and its copies are streams."""

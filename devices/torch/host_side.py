@@ -153,7 +153,7 @@ class HostSide:
             cached.append(k_TKd, v_TKd)
         else:
             self._kv_offload.write(cached, k_TKd, v_TKd)
-        if not task.step:
+        if task.phase == "prefill":
             del state.qkv  # in decode attention may still need them
 
 

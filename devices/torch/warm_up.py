@@ -42,8 +42,10 @@ MOST_TOKENS = 4096
 """Tokens of a micro-batch from which on larger ones take the same kernels."""
 
 _PREFILL, _DECODE = (
-    Kernel(Lane("accelerator"), Work("warm_up", "gpu"), "warm_up", layer=0, micro_batch=0, step=step)
-    for step in range(2)
+    Kernel(
+        Lane("accelerator"), Work("warm_up", "gpu"), "warm_up", layer=0, micro_batch=0, generated=generated
+    )
+    for generated in range(2)
 )
 
 

@@ -18,6 +18,7 @@ import msgspec
 
 from moesched.analysis.replayed_run import replay_recording, without_loading
 from moesched.analysis.work_differences import WorkDifference, work_differences
+from moesched.tasks import Phase
 from moesched.trace.critical import critical_path
 from moesched.trace.recording import Recording, Slice
 from moesched.trace.summary import lane_title
@@ -25,7 +26,6 @@ from moesched.trace.summary import lane_title
 MOST_CAUSES = 8
 """Kinds of task that are reported separately; each costs two replays, so the others are grouped."""
 
-Phase = Literal["", "prefill", "decode"]
 Progress = Callable[[int, int], object]
 
 
@@ -45,7 +45,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     what: Literal["tasks", "between tasks", "graph"]
     kind: str = ""
     lane: str = ""
-    phase: Phase = ""
+    phase: Phase | Literal[""] = ""
     tasks: int = 0
     means: tuple[float | None, float | None] = (None, None)
     seconds: float
@@ -169,7 +169,7 @@ def _groups(recording: Recording) -> _Groups:
 
 
 def _group(each: Slice, ranks: int) -> _Group:
-    return _Group("decode" if each.step > 0 else "prefill", each.task.verb, lane_title(each.lane, ranks))
+    return _Group(each.phase or "prefill", each.task.verb, lane_title(each.lane, ranks))
 
 
 def _parts(first: _Groups, second: _Groups) -> list[_Part]:

@@ -18,7 +18,7 @@ from moesched.analysis.replayed_run import without_loading
 from moesched.analysis.what_if import NO_HANDOVERS, Change, decides_as_it_goes, parse_change, replayed_with
 from moesched.drivers.pricing import no_garbage_collection
 from moesched.errors import BadInput
-from moesched.trace.recording import Recording
+from moesched.trace.recording import Recording, phase_of
 from moesched.trace.summary import lane_title, summarize
 
 MOST_HELPS = 3
@@ -136,7 +136,7 @@ def _run_seconds(replay: Recording, decode_steps: int) -> float:
     """Seconds of a run whose other decode steps take as long as those of a replay, without loading."""
     prefill, decode = 0.0, []
     for each in summarize(without_loading(replay)).steps:
-        if each.step > 0:
+        if phase_of(each.step) == "decode":
             decode.append(each.seconds)
         else:
             prefill += each.seconds

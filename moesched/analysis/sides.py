@@ -12,8 +12,9 @@ import msgspec
 from moesched.analysis.replayed_run import replay_recording
 from moesched.errors import BadInput
 from moesched.system.decoding import decode_json
+from moesched.tasks import Phase
 from moesched.trace.chrome_reader import MOST_BYTES, Trace, read_bytes, read_trace
-from moesched.trace.recording import About, Recording
+from moesched.trace.recording import About, Recording, phase_of
 from moesched.trace.summary import KindUse, lane_title, summarize
 
 Section = Literal["total", "lane", "kind", "memory"]
@@ -70,11 +71,12 @@ def side_of_recording(title: str, recording: Recording, about: About) -> Side:
     """Compute the figures of a recording."""
     summary = summarize(recording)
     ranks = len({lane.rank for lane in recording.lanes})
-    seconds = {step.step: step.seconds for step in summary.steps}
-    decode = [value for step, value in seconds.items() if step > 0]
-    values = _totals(
-        seconds.get(-1), seconds.get(0), decode[1:] if recording.trimmed else decode, summary.seconds
-    )
+    seconds: dict[Phase | None, list[float]] = {None: [], "prefill": [], "decode": []}
+    for step in summary.steps:
+        seconds[phase_of(step.step)].append(step.seconds)
+    load, prefill = (next(iter(seconds[phase]), None) for phase in (None, "prefill"))
+    decode = seconds["decode"][1:] if recording.trimmed else seconds["decode"]
+    values = _totals(load, prefill, decode, summary.seconds)
     values[Measure("total", "run", "tasks", "tasks")] = summary.tasks
     values[Measure("total", "run", "moved", "bytes")] = summary.nbytes_moved
     for lane in summary.lanes:

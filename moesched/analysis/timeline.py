@@ -11,7 +11,7 @@ import msgspec
 from moesched.analysis.families import Family, family_of
 from moesched.errors import BadInput
 from moesched.trace.critical import critical_path
-from moesched.trace.recording import LaneName, Recording, Slice, TaskInfo
+from moesched.trace.recording import LaneName, Recording, Slice, TaskInfo, phase_of
 from moesched.trace.summary import StepTime, lane_title, summarize
 from moesched.units import format_seconds, parse_seconds
 
@@ -137,7 +137,7 @@ def _typical(times: dict[int, StepTime], trimmed: bool) -> int:
     """The first typical decode step; of a trimmed recording not the first step, of which a part may be missing."""
     steps = sorted(times)
     whole = steps[1:] if trimmed and len(steps) > 1 else steps
-    decode = [times[step] for step in whole if step > 0]
+    decode = [times[step] for step in whole if phase_of(step) == "decode"]
     if not decode:
         return steps[-1]
     usual = median(each.seconds for each in decode)
@@ -147,7 +147,8 @@ def _typical(times: dict[int, StepTime], trimmed: bool) -> int:
 
 
 def _of_steps(first: StepTime, last: StepTime) -> Window:
-    one = {-1: "loading", 0: "prefill"}.get(first.step, f"decode step {first.step}")
+    phase = phase_of(first.step)
+    one = f"decode step {first.step}" if phase == "decode" else phase or "loading"
     name = one if first is last else f"steps {first.step} to {last.step}"
     return Window(round(first.start * 1e9), round(last.end * 1e9), name)
 

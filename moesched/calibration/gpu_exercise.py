@@ -110,11 +110,11 @@ class GpuExercise:
         """Attend to a micro-batch."""
         if step.kv_on_accelerator(j, i):
             return step.attention(i, j)
-        if step.kind == "decode" and not on_gpu:
+        if step.phase(j) == "decode" and not on_gpu:
             step.offload_qkv(i, j)
             step.cpu_attention(i, j)
             return step.load_hidden(i, j)
-        if step.kind == "decode":
+        if step.phase(j) == "decode":
             step.load_kv(i, j)
         return step.attention(i, j)
 

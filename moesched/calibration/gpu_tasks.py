@@ -52,7 +52,7 @@ class GpuTasks:
         alike: dict[Alike, list[Timed]] = {}
         for task in filter(_tells_of_dispatch, tasks):
             work = task.work
-            key = Alike(work.resource, work.kind, task.micro_batch, task.step == 0, calls(work))
+            key = Alike(work.resource, work.kind, task.micro_batch, task.phase == "prefill", calls(work))
             alike.setdefault(key, []).append(Timed(work, (task.end - task.start) / 1e9))
         self._runs.append(alike)
         self._alone.add(source, [task for task in tasks if _is_timed_beside(task)])
@@ -139,7 +139,7 @@ def _tells_of_dispatch(task: Task) -> bool:
     if task.verb == "fetch":
         return False
     copies = task.work.resource not in (GPU, CPU)
-    return task.step > 0 or copies or task.work.parts[0].operation in ATTENTIONS
+    return task.phase == "decode" or copies or task.work.parts[0].operation in ATTENTIONS
 
 
 def _dispatch(timed: Timed, running: Callable[[Work], float]) -> float:

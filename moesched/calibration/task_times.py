@@ -196,7 +196,7 @@ class TaskTimes:
         observed: dict[str, list[Observed]] = {}
         for task in tasks:
             alone = self._alone.get(_key(source, task, fresh=fresh))
-            if alone is not None and task.step > 0:
+            if alone is not None and task.phase == "decode":
                 each = Observed(fmean(alone), _seconds(task), _seconds_beside(task, tasks))
                 observed.setdefault(sort_of(task.work), []).append(each)
         return observed
@@ -285,7 +285,7 @@ def _group(source: Source, task: Task) -> Group:
         return Group(model.name, dtype, batch, task.verb, resident, rows, False)
     if task.verb in ("embed", "sample", *WITHOUT_WEIGHTS):
         resident = False
-    return Group(model.name, dtype, batch, task.verb, resident, task.micro_batch, task.step == 0)
+    return Group(model.name, dtype, batch, task.verb, resident, task.micro_batch, task.phase == "prefill")
 
 
 def _key(source: Source, task: Task, *, fresh: bool = False) -> TaskKey:

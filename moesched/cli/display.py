@@ -75,7 +75,7 @@ class LoadingBar(Listener):
         if task.verb == "load":
             self._loaded += 1
             bar.update(self._loaded, self._pages, "loading weights")
-        elif not task.step and task.verb in ENDS_OF_LAYERS:
+        elif task.phase == "prefill" and task.verb in ENDS_OF_LAYERS:
             self._prefilled += 1
             bar.update(self._prefilled, self._layers, "prefill")
 

@@ -114,7 +114,7 @@ def _fitting_layers(plan: Plan, beside: int) -> list[int]:
 
 def attend(step: Step, i: int, j: int) -> None:
     """Run a micro-batch's attention where its KV cache is; in prefill, always on the accelerator."""
-    if step.kind == "prefill" or step.kv_on_accelerator(j, i):
+    if step.phase(j) == "prefill" or step.kv_on_accelerator(j, i):
         attend_on_accelerator(step, i, j)
     else:
         step.offload_qkv(i, j)

@@ -94,6 +94,8 @@ class Template:
     Attributes:
         tasks: the captured tasks, joins included.
         lanes: each task's lane by its index; -1 for joins.
+        samples: positions of the tasks that sample tokens.
+        last: positions of the tasks that end the step; of loading, all of them.
         by_lane: the positions of each lane's tasks.
         starts_on: the same, but -2 - lane for collectives, which take their lane after all other tasks of that moment.
         classes: each task's class, in the high bits of its key.
@@ -122,6 +124,7 @@ class Template:
         ]
         self.classes = [class_of(task) << CLASS_SHIFT for task in tasks]
         self.samples = [position for position, task in enumerate(tasks) if task.verb == "sample"]
+        self.last = self.samples or range(len(tasks))
         self.edges = edges.needed(tasks)
         self.earlier: list[tuple[int, int]] = []
         self.waits = [0] * len(tasks)

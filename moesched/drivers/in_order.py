@@ -31,6 +31,5 @@ def play_in_order(steps: Sequence[Template], durations: Iterable[list[int]]) -> 
                     start = end
             starts.append(start)
             ends.append(start + duration)
-        last = step.samples if index else range(len(step.tasks))
-        sampled.append(max((ends[base + position] for position in last), default=0))
+        sampled.append(max((ends[base + position] for position in step.last), default=0))
     return starts, ends

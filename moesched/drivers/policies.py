@@ -81,6 +81,8 @@ class PolicyRun:
 def scheduled(policy: Policy, step: Step) -> Generator[Task, None, None]:
     """Have a policy schedule a step; while it waits, and once it has ended, the step's verbs are refused.
 
+    A step with any micro-batch that decodes goes to `decode`.
+
     Raises:
         PolicyError: its method is not `async def`, or it raised something that is no `Exception`, such as SystemExit.
     """
@@ -164,7 +166,7 @@ def results_of(runs: Sequence[PolicyRun]) -> list[Any]:
 
 
 def _no_coroutine(policy: Policy, step: Step, gave: object) -> PolicyError:
-    method = f"{step.kind} of {type(policy).__name__}"
+    method = f"{'prefill' if step.kind == 'prefill' else 'decode'} of {type(policy).__name__}"
     if isinstance(gave, AsyncGenerator):
         return PolicyError(f"{method} has a `yield`, which makes it a generator: await handles instead")
     return PolicyError(f"{method} gave {gave!r}, no coroutine: define it `async def`")

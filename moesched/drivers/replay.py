@@ -57,9 +57,8 @@ class Timeline:
     def step_ends(self) -> list[int]:
         """The end of loading, and the time at which each step had its samples."""
         ends, base = [], 0
-        for index, step in enumerate(self.steps):
-            last = step.samples if index else range(len(step.tasks))
-            ends.append(max((self.ends[base + position] for position in last), default=0))
+        for step in self.steps:
+            ends.append(max((self.ends[base + position] for position in step.last), default=0))
             base += len(step.tasks)
         return ends
 
@@ -99,8 +98,7 @@ class Timeline:
             before = max(0, index - 2)
             step = self.steps[before]
             if before or index == 1:
-                last = step.samples if before else range(len(step.tasks))
-                awaits += [(bases[before] + position, bases[index]) for position in last]
+                awaits += [(bases[before] + position, bases[index]) for position in step.last]
         return awaits
 
     def tasks(self) -> Iterator[Task]:
@@ -114,6 +112,7 @@ class Timeline:
                     work=_resized(captured.work, self.works[index].get(template.key(captured))),
                     id=number,
                     step=index - 1,
+                    generated=_generated(captured, index - 1),
                     state=DONE,
                     start=self.starts[number],
                     end=self.ends[number],
@@ -121,6 +120,12 @@ class Timeline:
                     followers=None,
                 )
                 number += 1
+
+
+def _generated(captured: Task, step: int) -> int:
+    """The tokens that the sequences of a captured task have generated before another step."""
+    since = step - captured.step
+    return captured.generated + since if captured.phase == "decode" else captured.generated
 
 
 def _resized(captured: Work, work: Work | None) -> Work:
@@ -198,12 +203,14 @@ class _PricedSteps:
         self._steps = steps
         self._run_state = run_state
         self._price = price
+        run_state.restart()
 
     def durations(self, index: int) -> list[int]:
-        """The nanoseconds of a step's tasks; loading is step 0."""
+        """The nanoseconds of a step's tasks; loading is step 0. To be called step after step."""
         step, run_state = self._steps[index], self._run_state
-        if index:
-            run_state.size(index - 1)
+        if step.samples:
+            run_state.begin_step()
+            run_state.end_step()
         works = {key: run_state.numbered(key[0]).works_at[0][key[2]][key[1]] for key in step.sized}
         self.works.append(works)
         return step.nanoseconds(self._price, works)
@@ -324,18 +331,17 @@ class Player:
 
     def _submit(self, index: int, now: int) -> None:
         template, tasks = self._steps[index], self._tasks
-        base, size = len(tasks.starts), len(template.tasks)
+        base = len(tasks.starts)
         tasks.append(template, self._durations(index))
         for position, back in template.earlier:
             number = base + position
             if tasks.ends[number - back] < 0:
                 tasks.waits[number] += 1
                 self._crossing.setdefault(number - back, []).append(number)
-        last = template.samples if index else range(size)
-        for position in last:
+        for position in template.last:
             self._crossing.setdefault(base + position, [])
             self._ends_step[base + position] = index
-        self._unsampled.append(len(last))
+        self._unsampled.append(len(template.last))
         ready = [base + position for position in template.roots if not tasks.waits[base + position]]
         while ready:
             number = heappop(ready)

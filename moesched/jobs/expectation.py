@@ -26,6 +26,7 @@ from moesched.routing.router_forecast import RouterForecast
 from moesched.runs.batch_policies import BatchPolicies
 from moesched.runs.decisions import simulated_decisions
 from moesched.runs.ending import Ending
+from moesched.runs.generation import TokenHandling
 from moesched.runs.listeners import KindMeter
 from moesched.runs.outcome import LaneUse, PreviewUse, make_report
 from moesched.runs.ranks import Devices, Rank
@@ -111,7 +112,8 @@ class Expectation:
         kinds, busy = KindMeter(), _BusyBySteps(simulated)
         virtual = VirtualRun(
             [Rank(plan, policy)],
-            decisions=simulated_decisions(plan, self._routing, forecast),
+            decisions=simulated_decisions(plan, self._routing, forecast, report.tokens or ()),
+            tokens=TokenHandling(config.stop_tokens, rows_apart=self._routing.rows_apart),
             observers=[kinds, busy],
             steps=simulated,
         )

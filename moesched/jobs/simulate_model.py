@@ -43,7 +43,7 @@ from moesched.runs.listeners import KindMeter, Listener
 from moesched.runs.ranks import Rank
 from moesched.runs.simulation import simulate
 from moesched.seams import Routing, keeps_state
-from moesched.steps.plan import lanes_contend
+from moesched.steps.contention import lanes_contend
 from moesched.system.cells import PATIENCE_SECONDS
 from moesched.system.logs import Log
 from moesched.system.own_loop import interruptible

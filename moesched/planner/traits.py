@@ -219,14 +219,16 @@ class _Needs:
         run_state = RunState(plan, Engine(lanes.values()), lanes)
         batch = run_state.micro_batches[number]
         self._shares = [count / len(plan.layers) for count in plan.layout.config.kinds.values()]
-        run_state.size(0)
+        run_state.begin_step()
         self._prefill: list[_Part] = []
         for each in run_state.prefill_batches:
             if each.chunk is not None and each.chunk.micro_batch == number:
                 for kind, (share, works) in enumerate(zip(self._shares, each.works_at[0], strict=True)):
                     self._prefill += [(share, works[verb]) for verb in ("pre_attention", "attention")]
                     self._prefill.append(self._ffn(run_state, works, kind))
-        run_state.size(max(1, plan.batch.new_tokens // 2))
+        run_state.end_step()
+        run_state.skip(max(1, plan.batch.new_tokens // 2) - 1)
+        run_state.begin_step()
         self._accelerator: list[_Part] = []
         self._host: list[_Part] = []
         self._link: list[_Part] = []

@@ -24,8 +24,8 @@ from moesched.planner.trial_run import steps_of, trial_run, whole_steps
 from moesched.requests.batch import Batch
 from moesched.runs.assembly import assemble
 from moesched.runs.ranks import Rank
-from moesched.steps.plan import devices_contend
-from moesched.tasks import Task, Work
+from moesched.steps.contention import devices_contend
+from moesched.tasks import Phase, Task, Work
 
 LEVELS: tuple[Level, ...] = ("low", "high")
 LEAST = 0.05
@@ -148,35 +148,32 @@ class _WorkMeter:
     """Observer that keeps the works of a run's prefill and of its decode steps, and how many tasks have each."""
 
     def __init__(self) -> None:
-        self._works: dict[bool, dict[int, tuple[Work, int]]] = {True: {}, False: {}}
-        self._spans: dict[bool, tuple[int, int]] = {}
+        self._works: dict[Phase, dict[int, tuple[Work, int]]] = {"prefill": {}, "decode": {}}
+        self._spans: dict[Phase, tuple[int, int]] = {}
 
     def ended(self, task: Task) -> None:
         """Add a task, unless it loads what stays."""
-        if task.step < 0:
+        phase = task.phase
+        if phase is None:
             return
-        decodes = task.step > 0
-        start, end = self._spans.get(decodes, (task.start, task.end))
-        self._spans[decodes] = min(start, task.start), max(end, task.end)
-        works = self._works[decodes]
+        start, end = self._spans.get(phase, (task.start, task.end))
+        self._spans[phase] = min(start, task.start), max(end, task.end)
+        works = self._works[phase]
         _, count = works.get(id(task.work), (task.work, 0))
         works[id(task.work)] = task.work, count + 1
 
     def change(self, cost: CostModel) -> float:
         """By how much another cost model changes all tasks' time, as a share of the prefill or of the decode steps."""
         return max(
-            (
-                self._moved(decodes, cost) / max(1, end - start)
-                for decodes, (start, end) in self._spans.items()
-            ),
+            (self._moved(phase, cost) / max(1, end - start) for phase, (start, end) in self._spans.items()),
             default=0.0,
         )
 
-    def _moved(self, decodes: bool, cost: CostModel) -> float:
+    def _moved(self, phase: Phase, cost: CostModel) -> float:
         """Nanoseconds."""
         moved: float = 1e9 * sum(
             count * abs(cost.work(work).seconds - work.demand.seconds)
-            for work, count in self._works[decodes].values()
+            for work, count in self._works[phase].values()
             if work.demand is not None
         )
         return moved

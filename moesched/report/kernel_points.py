@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from moesched.trace.recording import Recording, Roof
 
-LOADING, PREFILL = -1, 0
-
 
 class KernelPoint(NamedTuple):
     """All tasks of one verb on one processor, in prefill or in decode.
@@ -34,8 +32,8 @@ def kernel_points(recording: Recording, roofs: Mapping[str, Roof]) -> list[Kerne
     sums: dict[tuple[str, str, str], list[float]] = {}
     for each in recording.slices:
         task = each.task
-        if task.flops > 0 and task.nbytes > 0 and each.end > each.start and each.step > LOADING:
-            phase = "prefill" if each.step == PREFILL else "decode"
+        phase = each.phase
+        if task.flops > 0 and task.nbytes > 0 and each.end > each.start and phase is not None:
             found = sums.setdefault((task.verb, task.resource, phase), [0, 0.0, 0.0, 0.0])
             for place, amount in enumerate((1, (each.end - each.start) / 1e9, task.flops, task.nbytes)):
                 found[place] += amount

@@ -44,12 +44,11 @@ def require_finite(logits_SV: Logits, requests: Sequence[int], positions: Sequen
         raise NotFinite(f"the logits of request {requests[row]} at position {positions[row]} are not finite")
 
 
-def traced(error: NotFinite, step: int, first_bad: str, dtype: str = "") -> NotFinite:
-    """Add the step (0 is prefill) and the first tensor that is not finite to the error of bad logits.
+def traced(error: NotFinite, when: str, first_bad: str, dtype: str = "") -> NotFinite:
+    """Add the step and the first tensor that is not finite to the error of bad logits.
 
     dtype: that of the computation; numbers beyond 65,504 are not finite in float16.
     """
-    when = f"decode step {step}" if step else "prefill"
     remedy = "copy the checkpoint again, or try --dtype float32"
     if dtype == "float16":
         remedy = "float16 ends at 65,504: use --dtype float32, or bfloat16 on hardware that has it"

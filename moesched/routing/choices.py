@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesched.requests.batch import Batch
+from moesched.tasks import phase_after
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -28,7 +29,7 @@ class ExpertChoices(Protocol):
 
 
 class BatchRouting:
-    """Routing of one batch, by step and micro-batch, as simulations need it.
+    """Routing of one batch, by micro-batch and its steps, as simulations need it.
 
     In decode, each beam chooses experts as if it were a request of its own.
     """
@@ -49,7 +50,7 @@ class BatchRouting:
         Raises:
             ValueError: the micro-batch has a different number of tokens in that step.
         """
-        if step == 0:
+        if phase_after(step) == "prefill":
             chunk = self._chunks[micro_batch]
             requests_T = np.repeat(np.array(chunk.requests) + self._first_request, chunk.tokens)
             spans = zip(chunk.starts, chunk.tokens, strict=True)

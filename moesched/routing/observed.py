@@ -18,11 +18,18 @@ class ObservedRouting:
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._chosen: dict[tuple[int, int, int], Mapping[int, int]] = {}
+        self._rows: dict[int, set[int]] = {}
 
     def ended(self, task: Task) -> None:
         """Keep the value of a router."""
-        if task.verb == "route" and task.step < self._steps:
-            self._chosen[task.step, task.layer, task.micro_batch] = task.value
+        if task.verb == "route" and task.generated < self._steps:
+            self._chosen[task.generated, task.layer, task.micro_batch] = task.value
+            if task.phase == "decode":
+                self._rows.setdefault(task.micro_batch, set()).add(task.work.tokens)
+
+    def rows_apart(self, rows: int) -> bool:
+        """Test whether sequences that had ended left their micro-batches."""
+        return any(len(seen) > 1 for seen in self._rows.values())
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
         """Return the number of tokens of each expert that got any in the run."""

@@ -12,7 +12,7 @@ from moesched.runs.generation import Generation, TokenHandling
 from moesched.runs.outcome import Outcome
 from moesched.runs.planning import make_lanes
 from moesched.runs.ranks import OfLanes, Rank
-from moesched.seams import LaneKind, Observer
+from moesched.seams import KeepsRowsApart, LaneKind, Observer
 from moesched.steps.run_state import RunState
 from moesched.tasks import Lane
 from moesched.trace import LastSteps, Recorder
@@ -71,6 +71,9 @@ def assemble(
     lanes = make_lanes(rank.plan, kinds)
     engine = make_engine(lanes.values())
     run_state = RunState(rank.plan, engine, lanes, steps=steps, age=age)
+    hardware: object = rank.hardware
+    if isinstance(hardware, KeepsRowsApart):
+        tokens = (tokens or TokenHandling())._replace(rows_apart=hardware.rows_apart)
     return RankRun(rank, lanes, engine, run_state, Generation(run_state, rank.policy, tokens))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moesched.requests.beams import Standing
@@ -15,9 +15,12 @@ from moesched.tasks import Preview, Task
 
 
 def simulated_decisions(
-    plan: Plan, routing: Routing | None = None, previews: RouterForecast | None = None
+    plan: Plan,
+    routing: Routing | None = None,
+    previews: RouterForecast | None = None,
+    tokens: Sequence[Sequence[int]] = (),
 ) -> Callable[[Task], Any]:
-    """The function that computes the values of a simulated run's decisions; every sampled token is 0.
+    """The function that computes the values of a simulated run's decisions.
 
     Router scores, where the plan requests them, are the routing's own if it is a `ScoresExperts`. Otherwise, and for
     previews, they are the experts' shares of the micro-batch's choices.
@@ -25,32 +28,38 @@ def simulated_decisions(
     Args:
         routing: by default uniform, with seed 0.
         previews: forecasts the routing for `Step.preview_route`; by default with `RouterForecast`'s own accuracy.
+        tokens: what each request generates, such as what it did in a real run; by default, and after these, zeros.
     """
     config = plan.layout.config
     chosen = routing or SeededRouting(config.routed.experts, config.routed.top_k)
     forecast = previews or RouterForecast(chosen, config.routed.experts)
-    batches = plan.batch.micro_batches
     dense = {layer for layer in plan.layers if not plan.layout.experts_of(layer)}
     scored = plan.declared.scores
     scores = chosen.scores if isinstance(chosen, ScoresExperts) else None
 
-    def with_scores(task: Task, tokens: dict[int, int]) -> Mapping[int, int]:
+    def with_scores(task: Task, counts: dict[int, int]) -> Mapping[int, int]:
         if scores is None or isinstance(task, Preview):
-            return with_shares(tokens, config.routed.experts)
-        return ScoredTokens(tokens, scores(task.step, task.layer, task.micro_batch, task.work.tokens))
+            return with_shares(counts, config.routed.experts)
+        return ScoredTokens(counts, scores(task.generated, task.layer, task.micro_batch, task.work.tokens))
 
     def decide(task: Task) -> Any:
         if task.layer in dense:
             return {}
         if task.verb == "route":
-            tokens = chosen.choose(task.step, task.layer, task.micro_batch, task.work.tokens)
-            return with_scores(task, tokens) if scored else tokens
+            counts = chosen.choose(task.generated, task.layer, task.micro_batch, task.work.tokens)
+            return with_scores(task, counts) if scored else counts
         if isinstance(task, Preview):
-            tokens = forecast.choose(task.step, task.layer, task.micro_batch, task.work.tokens, task.ahead)
-            return with_scores(task, tokens) if scored else tokens
-        requests = batches[task.micro_batch] if task.step else plan.chunks[task.micro_batch].ends
+            rows, ahead = task.work.tokens, task.ahead
+            counts = forecast.choose(task.generated, task.layer, task.micro_batch, rows, ahead)
+            return with_scores(task, counts) if scored else counts
         if plan.batch.beams > 1:
-            return [Standing((0,) * (task.step + 1), 0.0, done=False)] * len(requests)
-        return [0] * len(requests)
+            return [Standing((0,) * (task.generated + 1), 0.0, done=False)] * len(task.operands)
+        if not tokens:
+            return [0] * len(task.operands)
+        return [_token(tokens[request], task.generated) for request in task.operands]
 
     return decide
+
+
+def _token(tokens: Sequence[int], place: int) -> int:
+    return tokens[place] if place < len(tokens) else 0

@@ -12,14 +12,13 @@ from typing import NamedTuple
 from moesched.drivers.policies import scheduled
 from moesched.requests.beams import Standing
 from moesched.seams import Policy
-from moesched.steps.micro_batch import MicroBatch
 from moesched.steps.run_state import RunState
 from moesched.steps.step import Step
 from moesched.tasks import Task
 
 OnTokens = Callable[[dict[int, int]], object]
-Sampled = tuple[MicroBatch, Task]
-"""A micro-batch, and the task that samples its tokens."""
+Sampled = tuple[tuple[int, ...], Task]
+"""Requests of a micro-batch, and the task that samples a token for each."""
 
 
 class TokenHandling(NamedTuple):
@@ -28,10 +27,12 @@ class TokenHandling(NamedTuple):
     Attributes:
         stop_tokens: each of them ends its request.
         on_tokens: called with each micro-batch's new tokens, by request.
+        rows_apart: as `KeepsRowsApart.rows_apart`, of what computes the tokens; None where rows depend on others.
     """
 
     stop_tokens: Collection[int] = ()
     on_tokens: OnTokens | None = None
+    rows_apart: Callable[[int], bool] | None = None
 
     def without_receiver(self) -> TokenHandling:
         """A copy without a receiver, for ranks that generate the same tokens as the first one."""
@@ -40,6 +41,9 @@ class TokenHandling(NamedTuple):
 
 class Generation:
     """One batch's requests and the tokens generated for them.
+
+    Args:
+        tokens: stop tokens of requests, and the receiver of their tokens.
 
     Attributes:
         tokens: generated tokens, by request; a stop token ends a request and is kept. Of several beams, the best one's.
@@ -50,11 +54,16 @@ class Generation:
         ended: whether all steps did.
         step_ends: time at which each step, prefill included, had sampled its last micro-batch; nanoseconds.
         first_tokens: time of each request's first token, if its prompt is complete; nanoseconds.
-        sampled: for each decode step, the time at which each micro-batch had its tokens; nanoseconds.
+        sampled: for each step that decodes, the time at which each micro-batch that did had its tokens; nanoseconds.
     """
 
-    def __init__(self, run_state: RunState, policy: Policy, tokens: TokenHandling | None = None) -> None:
-        stop_tokens, self._on_tokens = tokens or TokenHandling()
+    def __init__(
+        self,
+        run_state: RunState,
+        policy: Policy,
+        tokens: TokenHandling | None = None,
+    ) -> None:
+        stop_tokens, self._on_tokens, self._apart = tokens or TokenHandling()
         self.tokens: list[list[int]] = [[] for _ in run_state.plan.batch.prompts]
         self._beams = run_state.plan.batch.beams
         self.scores: list[float] = [-math.inf] * len(self.tokens) if self._beams > 1 else []
@@ -64,7 +73,7 @@ class Generation:
         self.ended = False
         self.step_ends: list[int] = []
         self.first_tokens: dict[int, int] = {}
-        self.sampled: list[list[int]] = []
+        self.sampled: list[dict[int, int]] = []
         self._run = run_state
         self._policy = policy
         self._stop_tokens = frozenset(stop_tokens)
@@ -81,6 +90,8 @@ class Generation:
             samples = following
             if len(self._stopped) == len(self.tokens):
                 break
+            if self._stopped:
+                self._run.leave_out(self._stopped, self._rows_apart)
         await self._collect(samples)
         self.ended = True
         return self.tokens
@@ -103,15 +114,15 @@ class Generation:
 
     async def _collect(self, samples: list[Sampled]) -> None:
         """Wait for a step's tokens and pass them on."""
-        for batch, sample in samples:
+        for requests, sample in samples:
             values = await sample
-            if not self.step_ends:
-                self.first_tokens |= dict.fromkeys(batch.ends, sample.end)
+            if sample.phase == "prefill":
+                self.first_tokens |= dict.fromkeys(requests, sample.end)
             if self._beams > 1:
-                self._take_in(batch.ends, values)
+                self._take_in(requests, values)
                 continue
             fresh = {}
-            for request, token in zip(batch.ends, values, strict=True):
+            for request, token in zip(requests, values, strict=True):
                 if request not in self._stopped:
                     fresh[request] = token
                     self.tokens[request].append(token)
@@ -119,11 +130,20 @@ class Generation:
                         self._stopped.add(request)
             if self._on_tokens is not None and fresh:
                 self._on_tokens(fresh)
-        ends = [sample.end for _, sample in sorted(samples, key=_micro_batch)]
-        if self.step_ends:
-            self.sampled.append(ends)
-        self.step_ends.append(max(ends))
+        decoded = {sample.micro_batch: sample.end for _, sample in samples if sample.phase == "decode"}
+        if decoded:
+            self.sampled.append(decoded)
+        self.step_ends.append(max(sample.end for _, sample in samples))
         self.busy = self._busy()
+
+    def _rows_apart(self, rows: int) -> bool:
+        """Test whether sequences can be left out of a micro-batch of that many rows, and no other's bits change.
+
+        Beams of a request stay together, and several ranks have rows alike, which their kernels may treat differently.
+        """
+        plan = self._run.plan
+        alone = plan.nodes.count == plan.layout.config.ranks == self._beams == 1
+        return alone and self._apart is not None and self._apart(rows)
 
     def _busy(self) -> dict[str, int]:
         return {name: lane.busy for name, lane in self._run.lanes.items()}
@@ -139,7 +159,3 @@ class Generation:
                 if self._on_tokens is not None:
                     for token in tokens:
                         self._on_tokens({request: token})
-
-
-def _micro_batch(sampled: Sampled) -> int:
-    return sampled[0].index

@@ -33,7 +33,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         tasks: number of submitted tasks.
         scores: of the best beam, by request; empty without beam search.
         first_tokens: time of each request's first token, for requests that have one.
-        sampled: for each decode step, the time at which each micro-batch had its tokens.
+        sampled: for each decode step, the time at which each micro-batch that took part had its tokens.
         scheduled: number of steps that the policy scheduled; others repeat the last of them.
         previews: forecasts of the router beside its choices, by the number of layers ahead.
         forecasts: the same of predictors, by their name and that number.
@@ -46,7 +46,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     tasks: int
     scores: list[float] = []
     first_tokens: dict[int, int] = {}
-    sampled: list[list[int]] = []
+    sampled: list[dict[int, int]] = []
     scheduled: int = 0
     previews: dict[int, Compared] = {}
     forecasts: dict[tuple[str, int], Compared] = {}

@@ -21,7 +21,8 @@ from moesched.runs.outcome import Outcome, Report, make_report
 from moesched.runs.ranks import Rank
 from moesched.runs.virtual_run import VirtualRun
 from moesched.seams import Observer, Policy, Routing
-from moesched.steps.plan import Plan, lanes_contend
+from moesched.steps.contention import lanes_contend
+from moesched.steps.plan import Plan
 from moesched.trace import LastSteps, Recorder
 
 
@@ -125,9 +126,6 @@ def _replay(
             for number, end in timeline.samples(1).items()
             for request in plan.chunks[number].ends
         },
-        sampled=[
-            [end for _, end in sorted(timeline.samples(index).items())]
-            for index in range(2, len(timeline.steps))
-        ],
+        sampled=[timeline.samples(index) for index in range(2, len(timeline.steps))],
         scheduled=timeline.captured,
     )

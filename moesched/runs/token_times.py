@@ -42,7 +42,7 @@ def request_times(
     batch: Batch,
     loaded: int,
     first_tokens: Mapping[int, int],
-    sampled: Sequence[Sequence[int]],
+    sampled: Sequence[Mapping[int, int]],
     tokens: Sequence[int],
 ) -> RequestTimes:
     """The times of a batch's requests.
@@ -50,12 +50,12 @@ def request_times(
     Args:
         loaded: the end of loading; all times are nanoseconds.
         first_tokens: the time of each request's first token.
-        sampled: for each decode step, the time at which each micro-batch had its tokens.
+        sampled: for each decode step, the time at which each micro-batch that took part had its tokens.
         tokens: the number of each request's tokens.
     """
     found = RequestTimes(*(_unknown(len(batch.prompts)) for _ in range(3)))
     for number, requests in enumerate(batch.micro_batches):
-        ends = [step[number] for step in sampled]
+        ends = [step[number] for step in sampled if number in step]
         longest = list(accumulate((after - before for before, after in pairwise(ends)), max, initial=0))
         for request in requests:
             first = first_tokens.get(request)

@@ -14,9 +14,10 @@ from moesched.machines.cost import cost_model
 from moesched.machines.demand import CostModel
 from moesched.runs.assembly import assemble, close_at_end, observers_of
 from moesched.runs.decisions import simulated_decisions
+from moesched.runs.generation import TokenHandling
 from moesched.runs.ranks import OnDevices, Rank
 from moesched.seams import Observer
-from moesched.steps.plan import lanes_contend
+from moesched.steps.contention import lanes_contend
 from moesched.tasks import Collective, Decision, HostKernel, Kernel, Lane, PageTransfer, Preview, Task
 from moesched.trace import LastSteps, Recorder
 
@@ -35,6 +36,7 @@ class VirtualRun:
         make_engine: by default an engine, a checked one if the environment asks for validation.
         observers: observers of the first rank's tasks.
         recorder: keeps the tasks of all ranks, for a trace.
+        tokens: stop tokens of requests, and the receiver of their tokens.
         steps: number of steps to run; by default all of the batch.
         age: decode steps that the KV cache already holds when decoding begins.
 
@@ -52,6 +54,7 @@ class VirtualRun:
         make_engine: Callable[[Iterable[Lane]], Engine] = new_engine,
         observers: Sequence[Observer] = (),
         recorder: Recorder | LastSteps | None = None,
+        tokens: TokenHandling | None = None,
         steps: int | None = None,
         age: int = 0,
     ) -> None:
@@ -59,7 +62,7 @@ class VirtualRun:
         sharing = lanes_contend(plan) if sharing is None else sharing
         if recorder is not None:
             recorder.sharing = sharing
-        self.rank_runs = [assemble(rank, make_engine, steps=steps, age=age) for rank in ranks]
+        self.rank_runs = [assemble(rank, make_engine, tokens=tokens, steps=steps, age=age) for rank in ranks]
         self._driver = VirtualDriver(
             [each.engine for each in self.rank_runs],
             cost or cost_model(plan.machine, plan.layout.dtype),

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from moesched.requests.chunks import Chunk
 from moesched.steps.pipeline_stages import PipelineStage
-from moesched.steps.verbs.table import VERBS
-from moesched.tasks import Block, Lane, Task, Work
+from moesched.steps.verbs.table import START, VERBS
+from moesched.tasks import Block, Lane, Phase, Task, Work, phase_after
 
 _NAMES = [verb.name for verb in VERBS]
 
@@ -119,13 +119,20 @@ class MicroBatch:
     """One micro-batch of a run, or a chunk of one in prefill.
 
     Attributes:
-        progress: the steps, layers and verbs that it has been through, as one number: `STRIDE` values for each layer.
+        requests: those that its step computes.
+        generated: the tokens that each of its sequences generated before its step.
+        phase: that of its step.
+        progress: the layers and verbs of its step that it has been through, as one number: `STRIDE` values for each
+            layer.
         last: the task that brought it there.
         room: a block that stands for its activations within a layer, where the plan limits these.
         stage: the pipeline stage that it is at.
         works: those of its verbs there, in its kind of layer; `works_at` has those of all stages and kinds.
         bound: by a verb's number, its lane and its work at that stage, and the blocks that its task reads and writes.
-        chunk: the part of the prompts that it takes through prefill.
+        sized_for: the phase and the requests that its works are for.
+        chunk: the part of the prompts that it takes through prefill; None where chunks do that for it.
+        whole: the micro-batch that decodes what is sampled: itself, unless it is a chunk.
+        is_chunk: whether it is a part of another micro-batch's prompts.
         before: the chunk that it continues.
         ends: the requests that it samples tokens for.
     """
@@ -136,14 +143,19 @@ class MicroBatch:
         "bound",
         "chunk",
         "ends",
+        "generated",
         "index",
+        "is_chunk",
         "kv",
         "last",
+        "phase",
         "progress",
         "requests",
         "room",
         "routing",
+        "sized_for",
         "stage",
+        "whole",
         "works",
         "works_at",
     )
@@ -155,14 +167,28 @@ class MicroBatch:
         self.kv = kv
         self.routing = RoutingState()
         self.chunk: Chunk | None = None
+        self.whole = self
+        self.is_chunk = False
         self.before: MicroBatch | None = None
         self.room: Block | None = None
-        self.progress = -1
+        self.generated = 0
+        self.phase: Phase = "prefill"
+        self.progress = START
         self.last: Task | None = None
         self.stage: PipelineStage
+        self.sized_for: tuple[Phase, tuple[int, ...]] | None = None
         self.works: dict[str, Work] = {}
         self.works_at: list[list[dict[str, Work]]] = []
         self.bound: list[tuple[Lane | None, Work | None, tuple[Block, ...], tuple[Block, ...]]] = []
+
+    def begin(self, progress: int) -> None:
+        """Begin a step with this progress."""
+        self.phase = phase_after(self.generated)
+        self.progress = progress
+
+    def keep(self, requests: tuple[int, ...]) -> None:
+        """Go on with some of its requests only."""
+        self.requests = self.ends = requests
 
     def enter(self, stage: PipelineStage, kind: int) -> None:
         """Move to a layer of some kind at a stage, where its next verbs run."""
@@ -191,4 +217,5 @@ def chunk_of(
     kv = KVState(whole.kv.layers, whole.kv.device, whole.kv.on_accelerator)
     made = MicroBatch(index, chunk.requests, Blocks(index, unified=unified, whole=whole.blocks), kv)
     made.chunk, made.ends, made.before = chunk, chunk.ends, before
+    made.whole, made.is_chunk = whole, True
     return made

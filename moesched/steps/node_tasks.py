@@ -22,7 +22,7 @@ from moesched.engine import Engine
 from moesched.machines.networks import NETWORK
 from moesched.models.operations import Amount, Operations
 from moesched.steps.plan import Plan
-from moesched.steps.split_verbs import Split, SplitVerbs, SubTask
+from moesched.steps.split_verbs import Split, SplitVerbs, SubTask, part_of, signature_of
 from moesched.steps.works import Works
 from moesched.tasks import Block, Collective, Lane, Task
 
@@ -99,7 +99,7 @@ class NodeTasks(SplitVerbs):
 
     def _exchange(self, verb: str, task: Task, data: str) -> Collective:
         rows = task.work.tokens
-        signature = f"{data} of {rows} rows, step {task.step}, layer {task.layer}, mb{task.micro_batch}"
+        signature = signature_of(data, task)
         if data == SUM:
             signature += "".join(
                 f", E{expert} of node {node}" for expert, node in sorted(task.operands.items())
@@ -107,9 +107,9 @@ class NodeTasks(SplitVerbs):
         work = self._works.work(
             f"{verb} of {data}", NETWORK, rows, lambda rows: self._amount(verb, data, rows)
         )
-        return Collective(
-            self._lane, work, verb, task.layer, task.micro_batch, -1, data, task.step, signature=signature
-        )
+        part = part_of(task, Collective, self._lane, work, verb, data)
+        part.signature = signature
+        return part
 
     def _amount(self, verb: str, data: str, rows: int) -> Amount:
         """Bytes through the network card of the busiest node, in its busier direction."""

@@ -7,38 +7,24 @@ does not matter: memory is reserved when all are known, and each reservation is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 from moesched.errors import BadInput, PolicyError
-from moesched.machines import Machine
-from moesched.machines.group import numbered, written_out
-from moesched.machines.machine import read_only
-from moesched.machines.sustained import is_rated
-from moesched.models.layout import Page, WeightLayout, bytes_of
-from moesched.models.operations import Operations
-from moesched.requests.batch import Batch
-from moesched.requests.chunks import Chunk
+from moesched.models.layout import Page
 from moesched.steps.claims import claim_of_slots
-from moesched.steps.declarations import Declarations, require_slots
+from moesched.steps.declarations import require_slots
 from moesched.steps.eviction_rule import Eviction
 from moesched.steps.memory import Fixed, Memory, Pool, Replacement
 from moesched.steps.model_pages import describe, require_list, require_pages
 from moesched.steps.node_experts import require_placement, require_routers
-from moesched.steps.placed_weights import PlacedWeights
-from moesched.steps.process import Process
-from moesched.steps.reservations import Declared, KVPlan, NodeShare, Reservations
+from moesched.steps.plan_facts import PlanFacts
 from moesched.steps.roles import KV_ROLES, Role, role_named
 from moesched.steps.ruled_pool import RuledPool
-from moesched.system.cells import html_of
 from moesched.system.source_lines import calling_line
 
-VERBS_OF_A_LAYER = 20
-"""Tasks of a layer beside its experts, and more."""
 
-
-class Plan(Declarations):
+class Plan(PlanFacts):
     """The declarations of a policy, and the facts that it bases them on.
 
     Args:
@@ -69,116 +55,6 @@ class Plan(Declarations):
         weights: for the framework: the pages' places.
         reservations: for the framework: the bytes that everything needs.
     """
-
-    def __init__(
-        self,
-        machine: Machine,
-        layout: WeightLayout,
-        batch: Batch,
-        budgets: Mapping[str, int] | None = None,
-        slot_bytes: Callable[[Page], int] | None = None,
-        nodes: int = 1,
-        node: int = 0,
-        *,
-        pipelined: bool = False,
-        process: Process | None = None,
-    ) -> None:
-        self.layout = layout
-        self.batch = batch
-        self.layers = range(layout.config.layers)
-        self.micro_batches = range(len(batch.micro_batches))
-        self.chunks: Mapping[int, Chunk] = batch.chunks()
-        self.operations = Operations(layout.config, layout.dtype)
-        self.slot_bytes = slot_bytes or bytes_of
-        count = min(machine.accelerator_group.count, len(self.layers)) if pipelined else 1
-        starts = [-(-stage * len(self.layers) // count) for stage in range(count + 1)]
-        self.stages = tuple(map(range, starts, starts[1:]))
-        self.machine = read_only(written_out(machine, count) if pipelined else machine)
-        self.memories: Mapping[str, Memory] = MappingProxyType(
-            _memories(machine, self.machine, budgets or {})
-        )
-        self.accelerators = tuple(self.memory("accelerator", stage) for stage in range(count))
-        self.weights = PlacedWeights()
-        super().__init__(
-            Declared(
-                in_flight=len(self.chunks),
-                kv_roles=((None,) * len(self.layers),) * len(self.micro_batches),
-                nodes=NodeShare(nodes, node),
-            ),
-            _default_task_limit(layout, len(self.chunks)),
-        )
-        self.reservations = Reservations(
-            self.machine,
-            layout,
-            batch,
-            self.chunks,
-            self.operations,
-            self.stages,
-            self.slot_bytes,
-            process=process,
-        )
-        self._seal()
-
-    def __repr__(self) -> str:
-        sizes = f"{len(self.batch.prompts)} requests in {len(self.micro_batches)} micro-batches"
-        placed = sum(len(kept.slots) for kept in self.weights.resident)
-        return f"<Plan: {self.layout.config.name} on {self.machine.name}, {sizes}, {placed} resident pages>"
-
-    def _repr_html_(self) -> str:
-        return html_of(self)
-
-    # -- what a policy reads -----------------------------------------------------------------------
-
-    @property
-    def kv(self) -> KVPlan:
-        """Placement of the KV cache, by the declarations so far."""
-        return self.reservations.kv(self.declared)
-
-    def memory(self, role: Role, stage: int = 0) -> Memory:
-        """The memory that plays a role; each stage of a pipeline has an accelerator of its own.
-
-        Raises:
-            BadInput: the machine has no pinned memory.
-            PolicyError: there is no such role.
-        """
-        role, roles = role_named("memory", role, self.machine), self.machine.roles
-        if role == "pinned":
-            if roles.pinned is None:
-                raise BadInput(
-                    f"machine {self.machine.name} has no pinned memory, as {_without_staging(self.machine)}: "
-                    "fetch pages directly where plan.machine.roles.pinned is None"
-                )
-            return self.memories[roles.pinned]
-        processor = numbered(roles.accelerator, stage) if role == "accelerator" else roles.host
-        return self.memories[self.machine.processors[processor].memory]
-
-    def free(self, role: Role, stage: int = 0, given: Declared | None = None) -> int:
-        """Bytes of a memory left beside everything declared so far, and everything that any policy needs.
-
-        Activations count for all micro-batches unless `limit_in_flight` is declared, and KV caches as soon as they have
-        a place.
-
-        Args:
-            given: declarations to assume instead of those so far, such as `replace(plan.declared, in_flight=1)`.
-                Pools and resident pages are always those declared so far.
-
-        Raises:
-            OverBudget: the declarations need more than the memory's budget.
-        """
-        memory = self.memory(role, stage)
-        left = memory.free_bytes
-        if self.declared.settled:
-            return left
-        for reservation in self.reservations.of(given or self.declared):
-            if reservation.memory == memory.name:
-                memory.require_free(reservation.what, reservation.nbytes, left, reservation.parts)
-                left -= reservation.nbytes
-        for what, nbytes, parts in self.weights.claims(memory, left):
-            memory.require_free(what, nbytes, left, parts)
-            left -= nbytes
-        return left
-
-    # -- what a policy declares --------------------------------------------------------------------
 
     def limit_in_flight(self, micro_batches: int) -> None:
         """Promise that in prefill no more micro-batches are within a layer at once; otherwise all of them may be.
@@ -386,8 +262,6 @@ class Plan(Declarations):
         if self.machine.unified:
             self.weights.count_load_buffers(host, self.layout.globals_bytes)
 
-    # -- helpers -----------------------------------------------------------------------------------
-
     def _memory_for(self, verb: str, pages: Sequence[Page], role: Role) -> Memory:
         """The memory of a role for these pages; for accelerators, that of the pages' stage."""
         role = role_named(verb, role, self.machine)
@@ -417,51 +291,3 @@ def _placed(
             )
         placed.append(role if here else before)
     return tuple(placed)
-
-
-def _default_task_limit(layout: WeightLayout, micro_batches: int) -> int:
-    config = layout.config
-    return (
-        20 * micro_batches * (len(layout.pages) + config.layers * (config.routed.experts + VERBS_OF_A_LAYER))
-    )
-
-
-def lanes_contend(plan: Plan) -> bool:
-    """Test whether tasks on one lane slow others."""
-    return devices_contend(plan) or host_contends(plan)
-
-
-def devices_contend(plan: Plan) -> bool:
-    """Test whether accelerator and host share a memory, several stages' links do, or contention was measured."""
-    return plan.machine.unified or len(plan.stages) > 1 or bool(plan.machine.contention)
-
-
-def host_contends(plan: Plan) -> bool:
-    """Test whether the host computes from the memory that copies to the accelerator read meanwhile.
-
-    A machine without classes of device, or with measured costs, is taken at its word.
-    """
-    if not is_rated(plan.machine) or plan.machine.cost_table:
-        return False
-    attends = any("host" in roles for roles in plan.declared.kv_roles) and not plan.declared.kv_buffers
-    return attends or plan.declared.experts_on_host
-
-
-def _without_staging(machine: Machine) -> str:
-    """The reason that a machine has no pinned memory."""
-    return "accelerator and host share one" if machine.unified else "all of the host's is page-locked"
-
-
-def _memories(machine: Machine, written: Machine, budgets: Mapping[str, int]) -> dict[str, Memory]:
-    """The memories of `written`, which lists each of the machine's accelerators; all have the first one's budget."""
-    for name in budgets:
-        if name not in machine.memories:
-            raise BadInput(
-                f"--budget names {name!r}, which machine {machine.name} does not have: "
-                f"its memories are {', '.join(machine.memories)}"
-            )
-    fast = machine.accelerator.memory
-    return {
-        name: Memory(name, budgets.get(name if name in machine.memories else fast, tier.nbytes))
-        for name, tier in written.memories.items()
-    }

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from moesched.engine import Engine
 from moesched.machines import INTERCONNECT
 from moesched.models.operations import Operations
-from moesched.steps.split_verbs import SplitVerbs, SubTask
+from moesched.steps.split_verbs import SplitVerbs, SubTask, part_of, signature_of
 from moesched.steps.works import Works
 from moesched.tasks import Block, Collective, Kernel, Lane, Task
 
@@ -92,14 +92,6 @@ class RankTasks(SplitVerbs):
         work = self._works.work(
             f"all_reduce of {reduced}", INTERCONNECT, rows, lambda _: self._operations.all_reduce(nbytes)
         )
-        return Collective(
-            self._lane,
-            work,
-            "all_reduce",
-            task.layer,
-            task.micro_batch,
-            -1,
-            reduced,
-            task.step,
-            signature=f"{reduced} of {rows} rows, step {task.step}, layer {task.layer}, mb{task.micro_batch}",
-        )
+        part = part_of(task, Collective, self._lane, work, "all_reduce", reduced)
+        part.signature = signature_of(reduced, task)
+        return part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from moesched.engine import Engine
 from moesched.machines import INTERCONNECT
@@ -17,7 +17,7 @@ from moesched.steps.plan import Plan
 from moesched.steps.pool_counts import LOADED
 from moesched.steps.preview_accuracy import PreviewAccuracy
 from moesched.steps.rank_tasks import RankTasks
-from moesched.steps.verbs.table import STRIDE
+from moesched.steps.verbs.table import INPUT, START, STRIDE
 from moesched.steps.works import Works
 from moesched.tasks import Block, Lane, PageTransfer, Task
 
@@ -31,6 +31,7 @@ class RunState:
 
     Attributes:
         prefill_batches: the micro-batches of prefill: chunks where prompts are cut, else those of decoding.
+        present: the micro-batches of the present or next step: some hold prompts, others decode.
         kv_slots: the buffers that `load_kv` fills, of all stages.
         rooms: what micro-batches within a layer in prefill share, where the plan limits their number.
         stride: the progress that a micro-batch makes in a step.
@@ -69,6 +70,7 @@ class RunState:
         self.kv_slots = [Block(f"keys and values [{number}]") for number in range(slots)]
         self.rooms = deque(Block(f"room {number}") for number in range(plan.declared.in_flight))
         self.stride = (len(plan.layers) + 1) * STRIDE
+        self.present = list(self.prefill_batches)
         self.previews = PreviewAccuracy()
         self.submit = self._submitter()
 
@@ -77,28 +79,61 @@ class RunState:
         """True if the plan limits the micro-batches within a layer in prefill."""
         return self.plan.declared.in_flight < len(self.prefill_batches)
 
-    def batches(self, index: int) -> dict[int, MicroBatch]:
-        """The micro-batches of a step, by number."""
-        return dict(enumerate(self.micro_batches if index else self.prefill_batches))
-
     def numbered(self, number: int) -> MicroBatch:
         """The micro-batch that a task names, in prefill or decoding."""
         count = len(self.micro_batches)
         return self.micro_batches[number] if number < count else self.prefill_batches[number - count]
 
-    def size(self, index: int) -> None:
-        """Set the micro-batches' works for a step, and have them begin at the first stage."""
-        self.works.size(self.micro_batches if index else self.prefill_batches, index)
+    def begin_step(self) -> dict[int, MicroBatch]:
+        """Have the present micro-batches begin a step at the first stage.
 
-    def end_prefill(self) -> None:
-        """Have the micro-batches of decoding continue from the end of prefill."""
+        Returns:
+            them by number: chunks count from 0 where there is nothing else.
+        """
+        start = START if self.plan.nodes.attends else INPUT  # only a node that attends has `embed`
+        for batch in self.present:
+            batch.begin(start)
+            self.works.size(batch)
+        only_chunks = all(batch.is_chunk for batch in self.present)
+        first = len(self.micro_batches) if only_chunks else 0
+        return {batch.index - first: batch for batch in self.present}
+
+    def end_step(self) -> None:
+        """Have the micro-batches whose prompts are complete decode from now on, with one more token each."""
+        through = [batch.whole for batch in self.present if batch.chunk is None or batch.chunk.last]
+        for batch in through:
+            batch.generated += 1
+        self.present = through
+
+    def leave_out(self, ended: Set[int], rows_apart: Callable[[int], bool]) -> None:
+        """Leave out sequences that have ended, from the next step on.
+
+        A micro-batch all of whose sequences have ended takes no part. Another one goes on without those that have,
+        where that changes no bits.
+
+        Args:
+            ended: requests.
+            rows_apart: tests whether the bits of no row depend on another one, in micro-batches of up to that many.
+        """
+        batches, self.present = self.present, []
+        for batch in batches:
+            left = tuple(request for request in batch.requests if request not in ended)
+            if left:
+                self.present.append(batch)
+                rows = len(self.plan.batch.micro_batches[batch.whole.index])
+                if len(left) < len(batch.requests) and rows_apart(rows):
+                    batch.keep(left)
+
+    def restart(self) -> None:
+        """Go back to the first step."""
         for batch in self.micro_batches:
-            batch.progress = self.stride - 1
+            batch.generated = 0
+        self.present = list(self.prefill_batches)
 
     def skip(self, steps: int) -> None:
         """Continue as if that many more steps had been scheduled, each like the one before."""
-        for batch in self.micro_batches:
-            batch.progress += steps * self.stride
+        for batch in self.present:
+            batch.generated += steps
 
     def pass_on(self, batch: MicroBatch, layer: int, step: int) -> list[PageTransfer]:
         """Have a micro-batch enter the next stage, which begins with `layer`.
@@ -112,7 +147,9 @@ class RunState:
         for source, destination in stage.onward:
             lane, work = self.works.move(source, destination, nbytes)
             ends = (source, destination)
-            hops.append(PageTransfer(lane, work, "pass_hidden", layer, batch.index, -1, ends, step))
+            hops.append(
+                PageTransfer(lane, work, "pass_hidden", layer, batch.index, -1, ends, step, batch.generated)
+            )
         batch.enter(self.stages[stage.number + 1], self.works.kind_of[layer])
         return hops
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 from moesched.engine import Engine
 from moesched.models.operations import Amount, Operations
 from moesched.steps.works import Works
-from moesched.tasks import Block, Collective, Decision, Kernel, Task, Work
+from moesched.tasks import Block, Collective, Decision, Kernel, Lane, Task, Work
+
+T = TypeVar("T", bound=Task)
 
 SubTask = tuple[Task, Sequence[Block], Sequence[Block]]
 """A task, and the blocks that it reads and writes."""
@@ -56,10 +59,20 @@ class SplitVerbs:
 
     def _kernel(self, verb: str, task: Task, work: Work) -> Kernel:
         """A part of a verb, on the lane of its own task."""
-        return Kernel(task.lane, work, verb, task.layer, task.micro_batch, -1, task.operands, task.step)
+        return part_of(task, Kernel, task.lane, work, verb, task.operands)
 
     def _work(self, kind: str, task: Task, amount: Callable[[Operations, int], Amount]) -> Work:
         """The work of a part, on as many rows as the verb's, in its kind of layer."""
         number = self._works.kind_of[task.layer]
         of_layer = partial(amount, self._works.kinds[number])
         return self._works.work(kind, task.work.resource, task.work.tokens, of_layer, number)
+
+
+def part_of(task: Task, make: type[T], lane: Lane, work: Work, verb: str, operands: object) -> T:
+    """A task that is a part of a verb's own task, for the same layer and micro-batch."""
+    return make(lane, work, verb, task.layer, task.micro_batch, -1, operands, task.step, task.generated)
+
+
+def signature_of(data: str, task: Task) -> str:
+    """The description of an exchange of data that belongs to a task, on which all ranks must agree."""
+    return f"{data} of {task.work.tokens} rows, step {task.step}, layer {task.layer}, mb{task.micro_batch}"

@@ -40,14 +40,13 @@ the hidden state there. Token ids always come from the host.
 from __future__ import annotations
 
 from moesched.errors import OutOfOrder, PolicyError
-from moesched.steps.micro_batch import MicroBatch
 from moesched.steps.turn import NOBODY
 from moesched.steps.verbs.attention import AttentionVerbs
 from moesched.steps.verbs.experts import ExpertVerbs
 from moesched.steps.verbs.outlook import Outlook
 from moesched.steps.verbs.pages import PageVerbs
-from moesched.steps.verbs.table import EMBED, POST_ATTENTION, SAMPLE
-from moesched.tasks import HostKernel, Kernel, Task
+from moesched.steps.verbs.table import EMBED, POST_ATTENTION, SAMPLE, START
+from moesched.tasks import HostKernel, Kernel, Phase, Task
 
 
 class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
@@ -56,11 +55,12 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
     Its attributes cannot be changed. Verbs may be called while `prefill` or `decode` runs, and only on its thread.
 
     Attributes:
-        kind: "prefill" or "decode".
+        kind: "prefill" or "decode", the phase of its micro-batches; "mixed" where some hold prompts and others decode.
         layers: the model's layers.
-        micro_batches: the micro-batches. Prefill may have more of them than decode steps, where long prompts are cut.
+        micro_batches: the numbers of the micro-batches. Prefill may have more of them than decode steps, where long
+            prompts are cut; micro-batches whose sequences have all ended are left out.
         last: whether this is the last step, so that nothing need be fetched for a later one.
-        chunked: whether it is a prefill in which prompts are cut.
+        chunked: whether some of its micro-batches are parts of prompts.
         nodes: the number of nodes that share the experts.
         node: this node's number, from 0.
         attends: whether this node has attention, router and sampling. Otherwise `route` and `sample` have the results
@@ -72,6 +72,10 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         here = self._batches[micro_batch].kv.on_accelerator
         return all(here) if layer is None else here[layer]
 
+    def phase(self, micro_batch: int) -> Phase:
+        """The phase of a micro-batch: it holds prompts, or decodes."""
+        return self._batches[micro_batch].phase
+
     def goes_on(self, micro_batch: int) -> bool:
         """Test whether it is a chunk that continues the one before it, in prefill."""
         return self._batches[micro_batch].before is not None
@@ -79,15 +83,15 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
     def embed(self, micro_batch: int) -> Task:
         """Look up the embeddings of the micro-batch's tokens: its prompts, or the tokens sampled last."""
         batch = self._at(EMBED, -1, micro_batch)
-        if batch.before is not None and batch.before.progress < self._base:
+        if batch.before is not None and batch.before.progress == START:
             raise OutOfOrder(f"embed: mb{micro_batch} continues mb{micro_batch - 1}: embed that first")
-        if self._number and self._state.plan.batch.beams > 1:
+        if batch.phase == "decode" and self._state.plan.batch.beams > 1:
             stage, blocks, kv = batch.stage, batch.blocks, batch.kv
             lane, kernel = (stage.lane, Kernel) if kv.on_accelerator[0] else (stage.host, HostKernel)
             work = batch.works["reorder"]
-            reorder = kernel(lane, work, "reorder", -1, batch.index, -1, None, self._number)
+            reorder = kernel(lane, work, "reorder", -1, batch.index, -1, None, self._number, batch.generated)
             self._enter(reorder, (blocks.tokens,), (blocks.positions, *kv.layers))
-        return self._run(EMBED, -1, batch)
+        return self._run(EMBED, -1, batch, batch.requests)
 
     def post_attention(self, layer: int, micro_batch: int) -> Task:
         """Output projection, router, all experts and combine as one kernel over the whole layer's pages."""
@@ -107,12 +111,15 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         """LM head and the choice of each sequence's next token; the value is the list of tokens."""
         batch = self._at(SAMPLE, -1, micro_batch)
         if not batch.ends:
-            batch.progress = self._base + self._state.stride - 1
+            batch.progress = self._state.stride + START
             return batch.last  # type: ignore[return-value]  # it is through all layers, so that tasks were submitted
-        return self._run(SAMPLE, -1, batch)
+        return self._run(SAMPLE, -1, batch, batch.ends)
 
-    def close(self) -> list[tuple[MicroBatch, Task]]:
-        """End the step; returns the micro-batches that sampled tokens, and each one's `sample`, whose values these are.
+    def close(self) -> list[tuple[tuple[int, ...], Task]]:
+        """End the step.
+
+        Returns:
+            the requests of each micro-batch that sampled, and its `sample`, whose value are their tokens.
 
         Raises:
             OutOfOrder: a micro-batch was not sampled.
@@ -122,16 +129,15 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
             raise PolicyError("close: a step is closed once prefill or decode has ended: return instead")
         samples = []
         for batch in self._batches.values():
-            if batch.progress != self._base + self._state.stride - 1 or batch.last is None:
+            if batch.progress != self._state.stride + START or batch.last is None:
                 last = f", where {batch.last.line} left it" if batch.last is not None else ""
                 raise OutOfOrder(
                     f"{self.kind} step {self._number} ended before mb{batch.index} was sampled: "
                     f"it is at {self._where(batch)}{last}"
                 )
             if batch.ends:
-                samples.append((batch, batch.last))
-        if self.chunked:
-            self._state.end_prefill()
+                samples.append((batch.ends, batch.last))
+        self._state.end_step()
         self._state.count_pools()
         self._state.previews.end_step()
         return samples

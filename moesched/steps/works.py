@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from operator import add
-from typing import Literal
 
 from moesched.machines.cost import cost_model
 from moesched.machines.demand import CostModel
@@ -18,8 +17,6 @@ from moesched.steps.plan import Plan
 from moesched.steps.verbs.table import VERBS
 from moesched.tasks import Lane, Work, WorkPart
 
-Kind = Literal["prefill", "decode"]
-
 GROWING = tuple(verb.name for verb in VERBS if verb.grows)
 """Verbs whose work differs from step to step, since the KV cache grows."""
 
@@ -27,7 +24,7 @@ _TO_THE_HOST_AND_BACK = WorkPart("hop", 0, times=2)
 
 
 class Works:
-    """Makes `Work` objects, and sets those of the micro-batches for each step.
+    """Makes `Work` objects, and sets those of a micro-batch for each of its steps.
 
     Args:
         age: tokens that count as generated before the first decode step, to look into the middle of a long run.
@@ -48,7 +45,6 @@ class Works:
         self._lanes = lanes
         self._stages = stages
         self._age = age
-        self._sized_for: Kind | None = None
         self._works: dict[tuple[str, str, int, int, bool], Work] = {}
         self._moves: dict[tuple[str, str, int, int, str], tuple[Lane, Work]] = {}
 
@@ -96,25 +92,23 @@ class Works:
     def _cost(self) -> CostModel:
         return cost_model(self._plan.machine, self._plan.layout.dtype)
 
-    def size(self, batches: Iterable[MicroBatch], index: int) -> None:
-        """Set the works of a step's micro-batches: those of the step before, apart from attention's."""
-        kind: Kind = "decode" if index else "prefill"
-        for batch in batches:
-            if kind != self._sized_for:
-                numbers = range(len(self.kinds))
-                batch.works_at = [
-                    [self._of_kind(batch, kind, stage, number) for number in numbers]
-                    for stage in self._stages
-                ]
-            self._size_attention(batch, index + self._age if index else 0)
-            batch.enter(self._stages[0], self.kind_of[0])
-        self._sized_for = kind
+    def size(self, batch: MicroBatch) -> None:
+        """Set the works of a micro-batch's step: those of the step before, apart from attention's."""
+        needed = batch.phase, batch.requests
+        if batch.sized_for != needed:
+            numbers = range(len(self.kinds))
+            batch.works_at = [
+                [self._of_kind(batch, stage, number) for number in numbers] for stage in self._stages
+            ]
+            batch.sized_for = needed
+        self._size_attention(batch)
+        batch.enter(self._stages[0], self.kind_of[0])
 
-    def _of_kind(self, batch: MicroBatch, kind: Kind, stage: PipelineStage, number: int) -> dict[str, Work]:
-        """A micro-batch's works in one kind of layer that do not change between steps of a kind."""
+    def _of_kind(self, batch: MicroBatch, stage: PipelineStage, number: int) -> dict[str, Work]:
+        """A micro-batch's works in one kind of layer that do not change between steps of a phase."""
         plan, operations = self._plan, self.kinds[number]
         sequences = tokens = plan.batch.sequences(batch.requests)
-        if kind == "prefill":
+        if batch.phase == "prefill":
             assert batch.chunk is not None
             sequences, tokens = len(batch.ends), sum(batch.chunk.tokens)
         accelerator = stage.processors["accelerator"]
@@ -148,12 +142,14 @@ class Works:
             )[1]
         return works
 
-    def _size_attention(self, batch: MicroBatch, index: int) -> None:
+    def _size_attention(self, batch: MicroBatch) -> None:
         """Set a micro-batch's works that grow from step to step."""
         plan = self._plan
         prompts, beams = plan.batch.prompts, plan.batch.beams
-        if index:
-            lengths = [prompts[request] + index for request in batch.requests for _ in range(beams)]
+        decodes = batch.phase == "decode"
+        if decodes:
+            generated = batch.generated + self._age
+            lengths = [prompts[request] + generated for request in batch.requests for _ in range(beams)]
             new: tuple[int, ...] = ()
             tokens = len(lengths)
         else:
@@ -161,9 +157,9 @@ class Works:
             new = batch.chunk.tokens
             lengths = list(map(add, batch.chunk.starts, new))
             tokens = sum(new)
-        loads = index and plan.kv.slots and not (plan.machine.unified or all(batch.kv.on_accelerator))
+        loads = decodes and plan.kv.slots and not (plan.machine.unified or all(batch.kv.on_accelerator))
         for number, operations in enumerate(self.kinds):
-            if index:
+            if decodes:
                 amount = operations.attention_step(lengths)
             else:
                 amount = operations.attention(list(zip(new, lengths, strict=True)))

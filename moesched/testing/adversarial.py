@@ -139,7 +139,7 @@ class Adversarial:
     def _attend(self, step: Step, i: int, j: int) -> Generator[Task, dict[int, int], None]:
         """Run attention on a processor that the placement of the KV cache allows."""
         kv_on_host = not step.kv_on_accelerator(j, i)
-        on_host = kv_on_host and (step.kind == "decode" or step.chunked or self.random.random() < 0.5)
+        on_host = kv_on_host and (step.phase(j) == "decode" or step.chunked or self.random.random() < 0.5)
         if on_host or (self.unified and self.random.random() < 0.5):
             yield step.offload_qkv(i, j)
             yield step.cpu_attention(i, j)
@@ -151,7 +151,7 @@ class Adversarial:
 
     def _takes_slot(self, step: Step, i: int, j: int) -> bool:
         """Choose the accelerator or the host for the KV cache and attention; takes a KV buffer for the former."""
-        loads = step.kind == "decode" and not step.kv_on_accelerator(j, i)
+        loads = step.phase(j) == "decode" and not step.kv_on_accelerator(j, i)
         taken = loads and self.kv_slots > 0 and self.random.random() < 0.5
         self.kv_slots -= taken
         return taken

@@ -172,7 +172,9 @@ class _Values:
         for task in self._tasks:
             requests = self._batch.micro_batches[task.micro_batch] if task.micro_batch >= 0 else ()
             if task.verb in ("route", "preview_route", "post_attention"):
-                tokens = sum(1 if task.step else self._batch.prompts[request] for request in requests)
+                tokens = sum(
+                    1 if task.phase == "decode" else self._batch.prompts[request] for request in requests
+                )
                 rows = sum(task.value.values())
                 assert rows == tokens * self._config.routed.top_k, (
                     f"{task.label} gives {rows} rows to {tokens} tokens"

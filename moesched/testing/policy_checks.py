@@ -6,7 +6,7 @@ refuse a plan that does not fit, or end with exactly the tokens of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Literal
 
@@ -25,6 +25,7 @@ from moesched.models.layers import FeedForward, GroupedAttention, Layer
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.requests.batch import split_batch
 from moesched.runs.assembly import assemble, close_at_end
+from moesched.runs.generation import TokenHandling
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import OnDevices, Rank
 from moesched.runs.virtual_run import VirtualRun
@@ -46,6 +47,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         weights: the share of the weights that fits into fast memory beside all else; above 1 there is room to spare.
         pages_per_expert: smallest number of pages of each expert.
         nodes: number of such machines that share the experts.
+        ends_early: whether the sequences of the first micro-batch end with their second token, so that later steps
+            leave it out.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     weights: float = 1.2
     pages_per_expert: int = 1
     nodes: int = 1
+    ends_early: bool = False
 
     def layout(self) -> WeightLayout:
         """The weights of a small model, cut into pages."""
@@ -122,7 +126,13 @@ def policy_cases() -> list[Case]:
         Case(name="tight unified memory", machine=unified, weights=0.7),
         Case(name="one micro-batch", machine=gpu, weights=0.7, micro_batch_size=8),
         Case(
-            name="two layers, many micro-batches", machine=gpu, layers=2, micro_batch_size=1, prompts=(1,) * 5
+            name="two layers, many micro-batches",
+            machine=gpu,
+            layers=2,
+            micro_batch_size=1,
+            prompts=(1,) * 5,
+            new_tokens=5,
+            ends_early=True,
         ),
         Case(name="uneven micro-batches", machine=unified, weights=0.8, micro_batch_size=3),
         Case(
@@ -135,7 +145,15 @@ def policy_cases() -> list[Case]:
         Case(name="weights on the disk", machine=load_machine("t4-nvme"), weights=0.7),
         Case(name="one layer", machine=gpu, layers=1, weights=2.2),
         Case(name="one new token", machine=gpu, new_tokens=1),
-        Case(name="many new tokens", machine=gpu, layers=2, prompts=(1, 2), micro_batch_size=1, new_tokens=9),
+        Case(
+            name="many new tokens",
+            machine=gpu,
+            layers=2,
+            prompts=(1, 2),
+            micro_batch_size=1,
+            new_tokens=9,
+            ends_early=True,
+        ),
         Case(name="dense model", machine=unified, experts=1, top_k=1),
         Case(name="roomy GPUs", machine=load_machine("t4x2")),
         Case(name="tight GPUs", machine=load_machine("t4x2"), layers=7, weights=0.5, micro_batch_size=1),
@@ -150,7 +168,15 @@ def node_cases() -> list[Case]:
     gpu, unified = (msgspec.structs.replace(machine, network=network) for machine in (gpu, unified))
     return [
         Case(name="two nodes", machine=unified, nodes=2),
-        Case(name="nodes with a GPU", machine=gpu, nodes=2, micro_batch_size=1),
+        Case(
+            name="nodes with a GPU",
+            machine=gpu,
+            nodes=2,
+            micro_batch_size=1,
+            prompts=(3, 5),
+            new_tokens=5,
+            ends_early=True,
+        ),
         Case(name="three nodes, experts that do not divide", machine=unified, nodes=3, experts=5, top_k=3),
         Case(name="more nodes than experts chosen", machine=unified, nodes=4, experts=8, top_k=1, layers=2),
         Case(name="nodes, one layer", machine=unified, nodes=2, layers=1, weights=2.2),
@@ -177,12 +203,14 @@ def run_on_symbols(
     observers: Sequence[Observer] = (),
     peers: Sequence[tuple[Plan, Policy]] = (),
     cost: CostModel | None = None,
+    stop_tokens: Collection[int] = (),
 ) -> Ended:
     """Run a plan on symbols, with the engine checked.
 
     Args:
         peers: plans and policies of the other nodes, if several share the model.
         cost: durations on a virtual clock; by default the machine's own.
+        stop_tokens: each of them ends its request.
 
     Raises:
         AssertionError: a peer generated other tokens than the first node.
@@ -195,13 +223,21 @@ def run_on_symbols(
     for number, own in enumerate(devices):
         own.join(number, None, first)
         own.begin(ranks[number].plan)
+    handling = TokenHandling(stop_tokens)
     if clock == "real":
-        tokens, tasks, now = _run_in_real_time(ranks, observers)
+        tokens, tasks, now = _run_in_real_time(ranks, observers, handling)
     else:
-        tokens, tasks, now = _run_virtual(ranks, observers, cost, sharing=clock == "shared")
+        tokens, tasks, now = _run_virtual(ranks, observers, handling, cost, sharing=clock == "shared")
     if any(of_peer != tokens[0] for of_peer in tokens):
         raise AssertionError("the nodes generated different tokens")
-    return Ended(plan, tokens[0], expected_tokens(plan), tasks, now)
+    expected = [_until(stop_tokens, each) for each in expected_tokens(plan)]
+    return Ended(plan, tokens[0], expected, tasks, now)
+
+
+def _until(stop_tokens: Collection[int], tokens: Sequence[int]) -> list[int]:
+    """The tokens up to the first one that ends them, which is kept."""
+    end = next((place for place, token in enumerate(tokens, 1) if token in stop_tokens), len(tokens))
+    return list(tokens[:end])
 
 
 def check_policy(
@@ -230,12 +266,12 @@ def check_policy(
             except BadInput as error:
                 unfit.append(f"{case.name}: {error}")
                 break
+            where, early = f"{case.name}, {clock} clock", case.ends_early
             try:
-                check_plans(plans, policies, clock, f"{case.name}, {clock} clock")
+                check_plans(plans, policies, clock, where, ends_early=early)
                 if keeps_state(policies[0]):
-                    check_plans(
-                        _plans(case, policies), policies, clock, f"{case.name}, {clock} clock, second batch"
-                    )
+                    again = _plans(case, policies)
+                    check_plans(again, policies, clock, f"{where}, second batch", ends_early=early)
             except Exception as error:
                 error.add_note(f"in the case {case.name}, {clock} clock")
                 raise
@@ -257,15 +293,24 @@ def check_plans(
     clock: Clock,
     where: str,
     cost: CostModel | None = None,
+    *,
+    ends_early: bool = False,
 ) -> None:
     """Run the plans of all nodes, and check their tokens and their use of memory; `where` names the case.
+
+    Args:
+        ends_early: as in `Case`.
 
     Raises:
         AssertionError: the tokens are wrong, or a budget was exceeded.
         Exception: the policy submitted something illegal, or raised an error of its own.
     """
     (plan, policy), *peers = zip(plans, policies, strict=True)
-    ended = run_on_symbols(policy, plan, clock, peers=peers, cost=cost)
+    stop_tokens: set[int] = set()
+    if ends_early:
+        tokens = expected_tokens(plan)
+        stop_tokens = {tokens[request][1] for request in plan.batch.micro_batches[0]}
+    ended = run_on_symbols(policy, plan, clock, peers=peers, cost=cost, stop_tokens=stop_tokens)
     if ended.tokens != ended.expected:
         raise AssertionError(f"{where}: wrong tokens")
     memories = [memory for each in plans for memory in each.memories.values()]
@@ -275,7 +320,12 @@ def check_plans(
 
 
 def _run_virtual(
-    ranks: Sequence[Rank], observers: Sequence[Observer], cost: CostModel | None, *, sharing: bool
+    ranks: Sequence[Rank],
+    observers: Sequence[Observer],
+    handling: TokenHandling,
+    cost: CostModel | None,
+    *,
+    sharing: bool,
 ) -> tuple[list[list[list[int]]], list[Task], int]:
     """Run on the virtual clock; returns each rank's tokens, the first one's tasks, and nanoseconds."""
     engines: list[CheckedEngine] = []
@@ -284,15 +334,17 @@ def _run_virtual(
         engines.append(CheckedEngine(lanes))
         return engines[-1]
 
-    virtual = VirtualRun(ranks, cost=cost, sharing=sharing, make_engine=make_engine, observers=observers)
+    virtual = VirtualRun(
+        ranks, cost=cost, sharing=sharing, make_engine=make_engine, observers=observers, tokens=handling
+    )
     return virtual.run(), engines[0].tasks, virtual.now
 
 
 def _run_in_real_time(
-    ranks: Sequence[Rank], observers: Sequence[Observer]
+    ranks: Sequence[Rank], observers: Sequence[Observer], handling: TokenHandling
 ) -> tuple[list[list[list[int]]], list[Task], int]:
     """Run on real threads, with the same results."""
-    rank_runs = [assemble(rank, CheckedSharedEngine) for rank in ranks]
+    rank_runs = [assemble(rank, CheckedSharedEngine, tokens=handling) for rank in ranks]
     execute = OnDevices(ranks, [each.lanes.values() for each in rank_runs]).execute
     driver = RealtimeDriver([each.engine for each in rank_runs], execute, observers=observers)
 

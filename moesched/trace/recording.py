@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from moesched.machines.demand import Demand
 from moesched.steps.pool_counts import Counted
+from moesched.tasks import Phase, phase_after
 
 
 class LaneName(NamedTuple):
@@ -73,7 +74,7 @@ class Slice(msgspec.Struct, gc=False):
 
     Attributes:
         id: number of the task on its rank, in program order.
-        step: -1 for loading, 0 for prefill.
+        step: -1 for loading, then those of the batch from 0.
         state: "done" or "failed".
         ticket: number of the collective that it is a part of, -1 if none.
         line: the line of the policy that submitted it, as file:line.
@@ -97,6 +98,16 @@ class Slice(msgspec.Struct, gc=False):
     dispatch: int = 0
     submit_delay: int = -1
     experts: dict[int, int] | None = None
+
+    @property
+    def phase(self) -> Phase | None:
+        """The phase of its step; None for loading."""
+        return phase_of(self.step)
+
+
+def phase_of(step: int) -> Phase | None:
+    """The phase of a step of a recorded batch, which generates one token in each; None for loading."""
+    return None if step < 0 else phase_after(step)
 
 
 class Cancelled(msgspec.Struct, frozen=True):

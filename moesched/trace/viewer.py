@@ -23,6 +23,7 @@ import msgspec
 from moesched.errors import BadInput
 from moesched.trace.chrome_reader import Event, NameArgs, SliceArgs, decode_trace, nanoseconds, read_bytes
 from moesched.trace.chrome_writer import CRITICAL_PID
+from moesched.trace.recording import phase_of
 from moesched.trace.zero_counters import without_zero_counters
 
 HOST = "127.0.0.1"
@@ -134,7 +135,7 @@ def start_view(events: Sequence[Event]) -> tuple[int, int] | None:
         if event.ph == "X" and event.pid != CRITICAL_PID:
             with suppress(msgspec.DecodeError, ValueError):
                 args = decode(event.args)
-                if args.type == TRANSFER or args.step < 1 or args.layer < 0:
+                if args.type == TRANSFER or phase_of(args.step) != "decode" or args.layer < 0:
                     continue
                 start = nanoseconds(event.ts)
                 end = start + nanoseconds(event.dur)

@@ -64,7 +64,7 @@ class _Breakdown:
         self._handover = round(handover * 1e9)
 
     def ended(self, task: Task) -> None:
-        if task.step < 1:
+        if task.phase != "decode":
             return
         took = task.end - task.start
         within = task.layer >= 0

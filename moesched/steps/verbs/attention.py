@@ -36,7 +36,7 @@ class AttentionVerbs(Verbs):
         if view.noted != self._number:
             view.use(self._number, batch.works["pre_attention"].tokens)
         room: tuple[Block, ...] = ()
-        if not self._number and self._state.limited:
+        if batch.phase == "prefill" and self._state.limited:
             batch.room = self._free_room(micro_batch)
             room = (batch.room,)
         return self._run(PRE_ATTENTION, layer, batch, view, view.reads, room)
@@ -51,12 +51,12 @@ class AttentionVerbs(Verbs):
         kv, unified = batch.kv, self._state.unified
         cache = kv.layers[layer]
         buffer = None
-        if self.chunked:
+        if batch.is_chunk:
             self._require_before("attention", layer, micro_batch)
         if not kv.on_accelerator[layer]:
-            if self.chunked and not unified:
+            if batch.is_chunk and not unified:
                 cache = self._chunks_kv(layer, micro_batch)
-            if self._number:
+            if batch.phase == "decode":
                 buffer = self._take_loaded(batch, layer)
                 cache = cache if unified else self._state.kv_slots[buffer]
             kv.unsaved = layer
@@ -71,8 +71,9 @@ class AttentionVerbs(Verbs):
         state = self._state
         batch = self._in_time(LOAD_KV, layer, micro_batch)
         kv = batch.kv
-        if not self._number or kv.on_accelerator[layer]:
-            where = "the KV cache lives on the accelerator" if self._number else "a prompt has nothing cached"
+        if batch.phase == "prefill" or kv.on_accelerator[layer]:
+            cached = batch.phase == "decode"
+            where = "the KV cache lives on the accelerator" if cached else "a prompt has nothing cached"
             raise PolicyError(f"load_kv: {where}: omit it")
         if layer in kv.loaded:
             raise OutOfOrder(f"load_kv: keys and values of L{layer} mb{micro_batch} were loaded already")
@@ -88,7 +89,9 @@ class AttentionVerbs(Verbs):
             return batch.last  # type: ignore[return-value]  # the step has begun, so that a task was submitted
         # The micro-batch may still be at an earlier stage, so `_run` would take the wrong lane.
         work = batch.works_at[stage.number][state.works.kind_of[layer]][LOAD_KV.name]
-        task = LOAD_KV.task(lane, work, LOAD_KV.name, layer, batch.index, -1, buffer, self._number)
+        task = LOAD_KV.task(
+            lane, work, LOAD_KV.name, layer, batch.index, -1, buffer, self._number, batch.generated
+        )
         reads = (kv.layers[layer], *batch.blocks.reads[LOAD_KV.number])
         return self._enter(task, reads, (state.kv_slots[buffer],))
 
@@ -100,7 +103,7 @@ class AttentionVerbs(Verbs):
         """Attention on the host, over the KV cache in host memory."""
         batch = self._at(CPU_ATTENTION, layer, micro_batch)
         kv = batch.kv
-        if self.chunked:
+        if batch.is_chunk:
             self._require_before("cpu_attention", layer, micro_batch)
             if batch.before is not None and batch.before.kv.unsaved == layer:
                 raise OutOfOrder(
@@ -124,7 +127,7 @@ class AttentionVerbs(Verbs):
         cache = batch.kv.layers[layer]
         # All other readers of the positions lie between this step's `embed` and the next one's; this one may be late.
         reads: tuple[Block, ...] = (cache,)
-        if self.chunked:
+        if batch.is_chunk:
             # `attention` was over the chunks' keys and values on the accelerator, and touched no cache.
             reads = (cache, batch.blocks.attention)
         reads += self._room(batch, leaves=batch.progress % STRIDE == INPUT)
@@ -142,7 +145,7 @@ class AttentionVerbs(Verbs):
 
     def _attended(self, batch: MicroBatch, layer: int) -> bool:
         """Test whether a micro-batch was attended to in a layer, on either processor."""
-        return batch.progress >= self._base + layer * STRIDE + ATTENDED_HOST
+        return batch.progress >= layer * STRIDE + ATTENDED_HOST
 
     def _require_before(self, verb: str, layer: int, micro_batch: int) -> None:
         """Check that the preceding chunk, if there is one, was attended to in that layer."""
@@ -161,8 +164,11 @@ class AttentionVerbs(Verbs):
         batch = self._batches[micro_batch]
         before = batch.before
         if before is None:
-            following = list(self._batches.values())[micro_batch + 1 :]
-            others = [each for each in following if each.kv.device is batch.kv.device]
+            others = [
+                each
+                for number, each in self._batches.items()
+                if number > micro_batch and each.kv.device is batch.kv.device
+            ]
             if layer and not all(self._attended(each, layer - 1) for each in others):
                 raise OutOfOrder(
                     f"attention(L{layer}, mb{micro_batch}): its prompts continue in later micro-batches, which have to "

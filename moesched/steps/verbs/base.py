@@ -17,10 +17,9 @@ from moesched.steps.plan import Plan
 from moesched.steps.read_only import ReadOnly
 from moesched.steps.run_state import RunState
 from moesched.steps.turn import Turn
-from moesched.steps.verbs.table import PROGRESS, STRIDE, VERBS, Verb
+from moesched.steps.verbs.table import PROGRESS, START, STRIDE, VERBS, Verb
 from moesched.steps.views import View, Views
-from moesched.steps.works import Kind
-from moesched.tasks import DEMAND, IDLE, URGENT, Block, PageTransfer, Task
+from moesched.tasks import DEMAND, IDLE, URGENT, Block, PageTransfer, Phase, Task
 
 NEVER = -1 << 62
 """The needed progress of a verb that does not exist on this node."""
@@ -37,19 +36,20 @@ class StepFacts(ReadOnly):
 
     _remedy = "loop over a part of it, or keep your own numbers in attributes of the policy"
 
-    def __init__(self, plan: Plan, index: int, *, last: bool) -> None:
+    def __init__(self, plan: Plan, index: int, batches: Mapping[int, MicroBatch], *, last: bool) -> None:
         self.nodes, self.node = plan.nodes.count, plan.nodes.index
         self.attends = plan.nodes.attends
-        self.kind: Kind = "decode" if index else "prefill"
+        phases = {batch.phase for batch in batches.values()}
+        self.kind: Phase | Literal["mixed"] = phases.pop() if len(phases) == 1 else "mixed"
         self._number = index
         self.last = last
-        self.chunked = not index and plan.batch.chunked
+        self.chunked = any(batch.is_chunk for batch in batches.values())
         self.layers = plan.layers
-        self.micro_batches = plan.micro_batches if index else range(len(plan.chunks))
+        self.micro_batches: Sequence[int] = tuple(batches)
 
     @property
     def index(self) -> int:
-        """0 for prefill, then 1, 2, ... for the decode steps."""
+        """The number of the step: of one batch, 0 for prefill, then 1, 2, ... for the decode steps."""
         return self._number
 
 
@@ -57,22 +57,16 @@ class Verbs(StepFacts):
     """The part of `Step` that all verbs use."""
 
     def __init__(self, run_state: RunState, index: int, *, last: bool = False) -> None:
-        super().__init__(run_state.plan, index, last=last)
+        self._batches = run_state.begin_step()
+        super().__init__(run_state.plan, index, self._batches, last=last)
         self._turn = Turn(f"{self.kind} step {index}")
         self._state = run_state
         self._submit = run_state.submit
-        self._batches = run_state.batches(index)
         self._own_pools: set[Pool] = set()
         self._looks = 0
-        self._base = index * run_state.stride
         self._last_task = run_state.engine.submitted + run_state.plan.task_limit
-        needed, left = _progress(run_state.stride, self.attends)
-        self._needed = [self._base + progress for progress in needed]
-        self._left = [self._base + progress for progress in left]
-        run_state.size(index)
-        if not self.attends:
-            for batch in self._batches.values():
-                batch.progress += batch.progress == self._base - 1  # there is no `embed`
+        self._needed, self._left = _progress(run_state.stride, self.attends)
+        self._generated = min(batch.generated for batch in self._batches.values())
         self._seal()
 
     @contextmanager
@@ -133,7 +127,7 @@ class Verbs(StepFacts):
             in_time = batch.kv.unsaved == layer
         else:
             needed = self._needed[verb.number] + layer * STRIDE
-            in_time = self._base <= batch.progress <= needed
+            in_time = START < batch.progress <= needed
             if verb.when == "earlier":
                 in_time = in_time and (needed - batch.progress) % STRIDE == 0
         if not in_time:
@@ -164,7 +158,7 @@ class Verbs(StepFacts):
         if lane is None:
             return batch.last  # type: ignore[return-value]  # every progress past INPUT was left by a task
         assert work is not None, "a verb with a lane has a work"
-        task = kind(lane, work, verb.name, layer, batch.index, -1, operands, self._number)
+        task = kind(lane, work, verb.name, layer, batch.index, -1, operands, self._number, batch.generated)
         if verb.moves:
             batch.last = task
         elif self._state.engine.submitted >= self._last_task:  # other verbs can be repeated without an end
@@ -206,10 +200,11 @@ class Verbs(StepFacts):
         return (room,)
 
     def _where(self, batch: MicroBatch) -> str:
-        step, rest = divmod(batch.progress + 1, self._state.stride)
-        if not rest:
-            return f"the end of step {step - 1}" if step else "the start"
-        return f"step {step} {self._point(rest - 1)}{self._unsaved(batch)}"
+        if batch.progress == START:
+            return "the start" if batch.phase == "prefill" else f"the end of step {self._number - 1}"
+        if batch.progress == self._state.stride + START:
+            return f"the end of step {self._number}"
+        return f"step {self._number} {self._point(batch.progress)}{self._unsaved(batch)}"
 
     def _point(self, progress: int) -> str:
         """A progress within a step, in words."""
@@ -226,8 +221,13 @@ class Verbs(StepFacts):
             known = f"its layers are L0 to L{len(self.layers) - 1}: loop over step.layers"
             return OutOfOrder(f"{verb.name}: the model has no {named}: {known}")
         named = f"mb{micro_batch}" if isinstance(micro_batch, int) else f"micro-batch {micro_batch!r}"
-        known = f"they are mb0 to mb{len(self._batches) - 1}: loop over step.micro_batches"
-        return OutOfOrder(f"{verb.name}: there is no {named} in this step: {known}")
+        known = f"they are mb0 to mb{len(self._batches) - 1}"
+        planned = self._state.plan.micro_batches
+        if micro_batch in planned and len(self._batches) < len(planned):
+            known = "its sequences have ended, or have yet to begin"
+        return OutOfOrder(
+            f"{verb.name}: there is no {named} in this step: {known}: loop over step.micro_batches"
+        )
 
     def _swapped(self, verb: Verb, layer: int, micro_batch: int) -> bool:
         """Test whether a verb would be in order with its layer and micro-batch the other way round."""
@@ -248,8 +248,10 @@ class Verbs(StepFacts):
                 f"{verb.name}({about}): mb{batch.index} has no keys and values to save in L{layer}: call attention "
                 f"before; it is at {self._where(batch)}"
             )
-        needed = self._needed[verb.number] + layer * STRIDE - self._base
-        needs = "the end of the step before" if needed == -1 else f"step {self._number} {self._point(needed)}"
+        needed = self._needed[verb.number] + layer * STRIDE
+        needs = (
+            "the end of the step before" if needed == START else f"step {self._number} {self._point(needed)}"
+        )
         if verb.when == "until":
             needs += " or earlier in the step"
         elif verb.when == "earlier":

@@ -80,10 +80,12 @@ class ExpertVerbs(Verbs):
             view.use(self._number, batch.works["preview_route"].tokens)
         lane, _, reads, _ = batch.bound[PREVIEW_ROUTE.number]
         assert lane is not None, "an accelerator has a lane"
-        ahead = layer - (batch.progress - self._base) // STRIDE
+        ahead = layer - batch.progress // STRIDE
         work = batch.works_at[batch.stage.number][self._state.works.kind_of[layer]]["preview_route"]
         name = PREVIEW_ROUTE.name
-        task = Preview(lane, work, name, layer, batch.index, -1, view, self._number, ahead=ahead)
+        task = Preview(
+            lane, work, name, layer, batch.index, -1, view, self._number, batch.generated, ahead=ahead
+        )
         self._enter(task, reads + view.reads, ())
         self._state.previews.expect(layer, batch.index, task)
         return task
@@ -140,7 +142,9 @@ class ExpertVerbs(Verbs):
         ran = tuple(sorted(((each.expert, each.rows) for each in outputs), key=_expert_and_row))
         loaded = Block(f"outputs from the host mb{micro_batch}")
         routing.outputs.append(loaded)
-        task = PageTransfer(lane, work, "load_routed", layer, batch.index, -1, ran, self._number)
+        task = PageTransfer(
+            lane, work, "load_routed", layer, batch.index, -1, ran, self._number, batch.generated
+        )
         return self._enter(task, tuple(output.block for output in outputs), (loaded,))
 
     def run_expert(
@@ -186,9 +190,7 @@ class ExpertVerbs(Verbs):
         else:
             normed = blocks.normed_host
             self._leave_on_host(routing, HostOutput(expert, range(tokens), output))
-        task = self._expert_task(
-            RUN_EXPERT, batch.stage, view, at, layer, batch.index, expert, tokens, routing
-        )
+        task = self._expert_task(RUN_EXPERT, batch, view, at, layer, expert, tokens)
         return self._enter(task, (normed, *view.reads), (output,))
 
     def warm_expert(self, layer: int, expert: int, micro_batch: int) -> Task:
@@ -198,13 +200,10 @@ class ExpertVerbs(Verbs):
         quota of router-aided dynamic loading: section 4.2 of the paper on a cluster of Apple silicon, RACS'24).
         """
         batch = self._at(WARM_EXPERT, layer, micro_batch)
-        stage = batch.stage
-        view = self._expert_view(stage, "accelerator", layer, expert, 0)
+        view = self._expert_view(batch.stage, "accelerator", layer, expert, 0)
         warmed = Block(f"touched E{expert} mb{micro_batch}")
         batch.routing.outputs.append(warmed)
-        task = self._expert_task(
-            WARM_EXPERT, stage, view, "accelerator", layer, batch.index, expert, 1, batch.routing
-        )
+        task = self._expert_task(WARM_EXPERT, batch, view, "accelerator", layer, expert, 1)
         return self._enter(task, (batch.blocks.normed, *view.reads), (warmed,))
 
     def combine(self, layer: int, micro_batch: int) -> Task:
@@ -234,8 +233,8 @@ class ExpertVerbs(Verbs):
             _, tokens = self._pending(layer, expert, batch, at)
             shares.append(share_of(batch, layer, expert, tokens, rows))
         require_each_once(shares)
-        stage, tokens = shares[0].batch.stage, sum(len(share.rows) for share in shares)
-        view = self._expert_view(stage, at, layer, expert, tokens)
+        first, tokens = shares[0].batch, sum(len(share.rows) for share in shares)
+        view = self._expert_view(first.stage, at, layer, expert, tokens)
         reads, outputs = [], []
         for share in shares:
             take(share, expert)
@@ -248,10 +247,11 @@ class ExpertVerbs(Verbs):
             else:
                 reads.append(blocks.normed_host)
                 self._leave_on_host(routing, HostOutput(expert, share.rows, output))
-        index = shares[0].batch.index if len(shares) == 1 else -1
-        routing = shares[0].batch.routing
-        task = self._expert_task(RUN_EXPERT, stage, view, at, layer, index, expert, tokens, routing)
+        task = self._expert_task(RUN_EXPERT, first, view, at, layer, expert, tokens)
         task.ranges = ranges_of(shares)
+        if len(shares) > 1:
+            task.micro_batch = -1
+            task.generated = min(share.batch.generated for share in shares)
         return task, (*reads, *view.reads), tuple(outputs)
 
     def _leave_on_host(self, routing: RoutingState, output: HostOutput) -> None:
@@ -329,34 +329,33 @@ class ExpertVerbs(Verbs):
     def _expert_task(
         self,
         verb: Verb,
-        stage: PipelineStage,
+        batch: MicroBatch,
         view: View[Any],
         at: At,
         layer: int,
-        micro_batch: int,
         expert: int,
         tokens: int,
-        routing: RoutingState,
     ) -> Task:
-        """A task of an expert; resident weights may have another layout than fetched ones, and thus another cost.
+        """A task of an expert on rows of a micro-batch.
+
+        Resident weights may have another layout than fetched ones, and thus another cost.
 
         Programs hand all of a layer's experts whose weights stay in a processor's memory to it in one call, so that the
         second and later ones join the first. Fetched experts start one by one, as they arrive.
         """
-        works = self._state.works
+        works, stage, called = self._state.works, batch.stage, batch.routing.called
         kind, amount = f"expert at {at}", works.operations.fetched_expert
         stays = view.slots[0].fixed
         if stays and (at == "accelerator" or self._state.unified):
             kind, amount = f"resident expert at {at}", works.operations.resident_expert
-        joins = stays and at in routing.called
+        joins = stays and at in called
         if joins:
             kind += ", joined"  # traces tell works apart by their kind, and this one costs less
         work = works.work(kind, stage.processors[at], tokens, amount, joins=joins)
         if stays:
-            routing.called.add(at)
-        if at == "accelerator":
-            return Kernel(stage.lane, work, verb.name, layer, micro_batch, expert, view, self._number)
-        return HostKernel(stage.host, work, verb.name, layer, micro_batch, expert, view, self._number)
+            called.add(at)
+        lane, make = (stage.lane, Kernel) if at == "accelerator" else (stage.host, HostKernel)
+        return make(lane, work, verb.name, layer, batch.index, expert, view, self._number, batch.generated)
 
 
 def note_forecast(
@@ -366,8 +365,7 @@ def note_forecast(
     for micro_batch, tokens in forecast.items():
         if micro_batch not in step._batches:
             raise step._not_there(ROUTE, layer, micro_batch)
-        progress = step._batches[micro_batch].progress - step._base
-        ahead = layer - (progress - ROUTED) // STRIDE
+        ahead = layer - (step._batches[micro_batch].progress - ROUTED) // STRIDE
         step._state.previews.expect(layer, micro_batch, Answer(predictor, ahead, tokens))
 
 

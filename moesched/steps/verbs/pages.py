@@ -148,7 +148,9 @@ class PageVerbs(Verbs):
         origin = plan.machine.roles.weights if source is None else source.memory.name
         lane, work = state.works.move(origin, pool.memory.name, nbytes, count)
         first = moved[0]
-        task = PageTransfer(lane, work, verb, first.layer, -1, first.expert, reads, self._number)
+        task = PageTransfer(
+            lane, work, verb, first.layer, -1, first.expert, reads, self._number, self._generated
+        )
         task.pages, task.slots = moved, slots
         policy = _getframe(2)  # a verb calls this, a policy calls the verb
         task.code = policy.f_code

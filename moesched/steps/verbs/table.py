@@ -18,7 +18,9 @@ STRIDE = 8
 
 INPUT, QKV, QKV_HOST, ATTENDED_HOST, ATTENDED, ROUTED = range(6)
 SAMPLED = STRIDE - 1
-"""The end of a step; the next one begins there. It comes after all layers."""
+"""The end of a step, after all layers."""
+START = SAMPLED - STRIDE
+"""The progress of a micro-batch that begins a step, before its first layer."""
 NEXT_INPUT = STRIDE + INPUT
 ROUTED_BEFORE = ROUTED - STRIDE
 

@@ -73,7 +73,13 @@ def _of_pool(case: str, pool: Pool) -> Advice | None:
 
 
 def _of_free_memory(case: str, memory: Memory, transfers: Sequence[PageTransfer]) -> Advice | None:
-    moved = [slot for task in transfers if task.step > 0 for slot in task.slots if slot.memory == memory.name]
+    moved = [
+        slot
+        for task in transfers
+        if task.phase == "decode"
+        for slot in task.slots
+        if slot.memory == memory.name
+    ]
     if not moved or memory.free_bytes < LEAST_FREE * memory.capacity:
         return None
     pool = moved[0].pool
@@ -91,7 +97,7 @@ def _of_repeats(case: str, transfers: Sequence[PageTransfer]) -> Iterator[Advice
     first: dict[str, str] = {}
     moved = 0
     for task in sorted(transfers, key=_by_id):
-        if task.step < 1:  # the chunks of a prompt pass the layers one after another
+        if task.phase != "decode":  # the chunks of a prompt pass the layers one after another
             continue
         line = task.line
         for page, slot in zip(task.pages, task.slots, strict=True):

@@ -57,6 +57,7 @@ class Trial(msgspec.Struct, frozen=True):
             self.clock,
             self.name,
             cost if self.uneven is None else UnevenTimes(cost, self.uneven),
+            ends_early=self.case.ends_early,
         )
 
 

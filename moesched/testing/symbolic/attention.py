@@ -17,8 +17,9 @@ class Attention:
     def embed(self, task: Task, data: Access) -> None:
         """Look up the tokens of a step, or of a chunk of the prompts."""
         j = task.micro_batch
-        data.write(self._batch.hidden(task), embed(data.read(("tokens" if task.step else "prompt", j))))
-        data.write(("positions", j), positions(task.step, self._batch.starts(task)))
+        tokens = "tokens" if task.phase == "decode" else "prompt"
+        data.write(self._batch.hidden(task), embed(data.read((tokens, j))))
+        data.write(("positions", j), positions(task.generated, self._batch.starts(task)))
 
     def pass_hidden(self, task: Task, data: Access) -> None:
         """Copy a hidden state to the next accelerator of a pipeline."""
@@ -35,7 +36,8 @@ class Attention:
         batch, j = self._batch, task.micro_batch
         key, held = self._cache(task), None
         if batch.kv_on_host(task):
-            key = ("kv slot", task.operands) if task.step else ("kv of prompts", batch.whole(task))
+            decodes = task.phase == "decode"
+            key = ("kv slot", task.operands) if decodes else ("kv of prompts", batch.whole(task))
             held = None if batch.continues(task) else 0  # ignores the keys and values of the previous layer
         data.write(("attention", j), self._attend(task, data, ("qkv", j), key, held))
 

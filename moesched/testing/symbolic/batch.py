@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moesched.machines.group import numbered
+from moesched.requests.chunks import Chunk
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 from moesched.testing.symbolic.data import Key
@@ -43,25 +44,27 @@ class SymbolicBatch:
 
     def tokens(self, task: Task) -> int:
         """The number of tokens that pass a layer together."""
-        if task.step:
-            return len(self._micro_batches[task.micro_batch])
-        return sum(self._chunks[task.micro_batch].tokens)
+        chunk = self._chunk(task)
+        return len(self._micro_batches[task.micro_batch]) if chunk is None else sum(chunk.tokens)
 
     def starts(self, task: Task) -> tuple[int, ...]:
         """In prefill, the tokens of each request in earlier chunks."""
-        return () if task.step else self._chunks[task.micro_batch].starts
+        chunk = self._chunk(task)
+        return () if chunk is None else chunk.starts
 
     def continues(self, task: Task) -> bool:
         """Test whether the micro-batch has keys and values of an earlier step or chunk."""
-        return bool(task.step) or self._chunks[task.micro_batch].before >= 0
-
-    def sampled(self, task: Task) -> tuple[int, ...]:
-        """The requests that a token is sampled for."""
-        return self._micro_batches[task.micro_batch] if task.step else self._chunks[task.micro_batch].ends
+        chunk = self._chunk(task)
+        return chunk is None or chunk.before >= 0
 
     def whole(self, task: Task) -> int:
         """The micro-batch of decode that a task's chunk belongs to."""
-        return task.micro_batch if task.step else self._chunks[task.micro_batch].micro_batch
+        chunk = self._chunk(task)
+        return task.micro_batch if chunk is None else chunk.micro_batch
+
+    def _chunk(self, task: Task) -> Chunk | None:
+        """The part of the prompts that a task's micro-batch takes through prefill; None if it decodes."""
+        return None if task.phase == "decode" else self._chunks[task.micro_batch]
 
     def kv_on_host(self, task: Task) -> bool:
         """Test whether the KV cache is in the host's memory, away from the accelerator."""

@@ -85,7 +85,7 @@ class Experts:
     def sample(self, task: Task, data: Access) -> list[int]:
         """Choose the next tokens."""
         key = ("tokens", self._batch.whole(task))
-        tokens = sample(data.read(self._batch.hidden(task)), self._batch.sampled(task))
+        tokens = sample(data.read(self._batch.hidden(task)), task.operands)
         data.write(key, symbol("tokens", data.read(key), *tokens))
         return tokens
 

@@ -1,0 +1,27 @@
+"""Contention: whether tasks on one lane slow those on others, by a plan's machine and places."""
+
+from __future__ import annotations
+
+from moesched.machines.sustained import is_rated
+from moesched.steps.plan import Plan
+
+
+def lanes_contend(plan: Plan) -> bool:
+    """Test whether tasks on one lane slow others."""
+    return devices_contend(plan) or host_contends(plan)
+
+
+def devices_contend(plan: Plan) -> bool:
+    """Test whether accelerator and host share a memory, several stages' links do, or contention was measured."""
+    return plan.machine.unified or len(plan.stages) > 1 or bool(plan.machine.contention)
+
+
+def host_contends(plan: Plan) -> bool:
+    """Test whether the host computes from the memory that copies to the accelerator read meanwhile.
+
+    A machine without classes of device, or with measured costs, is taken at its word.
+    """
+    if not is_rated(plan.machine) or plan.machine.cost_table:
+        return False
+    attends = any("host" in roles for roles in plan.declared.kv_roles) and not plan.declared.kv_buffers
+    return attends or plan.declared.experts_on_host

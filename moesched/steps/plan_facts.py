@@ -1,0 +1,162 @@
+"""The facts of a plan: the model, the machine, the batch, and what of the memories is free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from moesched.errors import BadInput
+from moesched.machines import Machine
+from moesched.machines.group import numbered, written_out
+from moesched.machines.machine import read_only
+from moesched.models.layout import Page, WeightLayout, bytes_of
+from moesched.models.operations import Operations
+from moesched.requests.batch import Batch
+from moesched.requests.chunks import Chunk
+from moesched.steps.declarations import Declarations
+from moesched.steps.memory import Memory
+from moesched.steps.placed_weights import PlacedWeights
+from moesched.steps.process import Process
+from moesched.steps.reservations import Declared, KVPlan, NodeShare, Reservations
+from moesched.steps.roles import Role, role_named
+from moesched.system.cells import html_of
+
+VERBS_OF_A_LAYER = 20
+"""Tasks of a layer beside its experts, and more."""
+
+
+class PlanFacts(Declarations):
+    """The facts of `Plan`, which describes them, and their arguments."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        layout: WeightLayout,
+        batch: Batch,
+        budgets: Mapping[str, int] | None = None,
+        slot_bytes: Callable[[Page], int] | None = None,
+        nodes: int = 1,
+        node: int = 0,
+        *,
+        pipelined: bool = False,
+        process: Process | None = None,
+    ) -> None:
+        self.layout = layout
+        self.batch = batch
+        self.layers = range(layout.config.layers)
+        self.micro_batches = range(len(batch.micro_batches))
+        self.chunks: Mapping[int, Chunk] = batch.chunks()
+        self.operations = Operations(layout.config, layout.dtype)
+        self.slot_bytes = slot_bytes or bytes_of
+        count = min(machine.accelerator_group.count, len(self.layers)) if pipelined else 1
+        starts = [-(-stage * len(self.layers) // count) for stage in range(count + 1)]
+        self.stages = tuple(map(range, starts, starts[1:]))
+        self.machine = read_only(written_out(machine, count) if pipelined else machine)
+        self.memories: Mapping[str, Memory] = MappingProxyType(
+            _memories(machine, self.machine, budgets or {})
+        )
+        self.accelerators = tuple(self.memory("accelerator", stage) for stage in range(count))
+        self.weights = PlacedWeights()
+        super().__init__(
+            Declared(
+                in_flight=len(self.chunks),
+                kv_roles=((None,) * len(self.layers),) * len(self.micro_batches),
+                nodes=NodeShare(nodes, node),
+            ),
+            _default_task_limit(layout, len(self.chunks)),
+        )
+        self.reservations = Reservations(
+            self.machine,
+            layout,
+            batch,
+            self.chunks,
+            self.operations,
+            self.stages,
+            self.slot_bytes,
+            process=process,
+        )
+        self._seal()
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.batch.prompts)} requests in {len(self.micro_batches)} micro-batches"
+        placed = sum(len(kept.slots) for kept in self.weights.resident)
+        return f"<Plan: {self.layout.config.name} on {self.machine.name}, {sizes}, {placed} resident pages>"
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
+
+    @property
+    def kv(self) -> KVPlan:
+        """Placement of the KV cache, by the declarations so far."""
+        return self.reservations.kv(self.declared)
+
+    def memory(self, role: Role, stage: int = 0) -> Memory:
+        """The memory that plays a role; each stage of a pipeline has an accelerator of its own.
+
+        Raises:
+            BadInput: the machine has no pinned memory.
+            PolicyError: there is no such role.
+        """
+        role, roles = role_named("memory", role, self.machine), self.machine.roles
+        if role == "pinned":
+            if roles.pinned is None:
+                raise BadInput(
+                    f"machine {self.machine.name} has no pinned memory, as {_without_staging(self.machine)}: "
+                    "fetch pages directly where plan.machine.roles.pinned is None"
+                )
+            return self.memories[roles.pinned]
+        processor = numbered(roles.accelerator, stage) if role == "accelerator" else roles.host
+        return self.memories[self.machine.processors[processor].memory]
+
+    def free(self, role: Role, stage: int = 0, given: Declared | None = None) -> int:
+        """Bytes of a memory left beside everything declared so far, and everything that any policy needs.
+
+        Activations count for all micro-batches unless `limit_in_flight` is declared, and KV caches as soon as they have
+        a place.
+
+        Args:
+            given: declarations to assume instead of those so far, such as `replace(plan.declared, in_flight=1)`.
+                Pools and resident pages are always those declared so far.
+
+        Raises:
+            OverBudget: the declarations need more than the memory's budget.
+        """
+        memory = self.memory(role, stage)
+        left = memory.free_bytes
+        if self.declared.settled:
+            return left
+        for reservation in self.reservations.of(given or self.declared):
+            if reservation.memory == memory.name:
+                memory.require_free(reservation.what, reservation.nbytes, left, reservation.parts)
+                left -= reservation.nbytes
+        for what, nbytes, parts in self.weights.claims(memory, left):
+            memory.require_free(what, nbytes, left, parts)
+            left -= nbytes
+        return left
+
+
+def _default_task_limit(layout: WeightLayout, micro_batches: int) -> int:
+    config = layout.config
+    return (
+        20 * micro_batches * (len(layout.pages) + config.layers * (config.routed.experts + VERBS_OF_A_LAYER))
+    )
+
+
+def _without_staging(machine: Machine) -> str:
+    """The reason that a machine has no pinned memory."""
+    return "accelerator and host share one" if machine.unified else "all of the host's is page-locked"
+
+
+def _memories(machine: Machine, written: Machine, budgets: Mapping[str, int]) -> dict[str, Memory]:
+    """The memories of `written`, which lists each of the machine's accelerators; all have the first one's budget."""
+    for name in budgets:
+        if name not in machine.memories:
+            raise BadInput(
+                f"--budget names {name!r}, which machine {machine.name} does not have: "
+                f"its memories are {', '.join(machine.memories)}"
+            )
+    fast = machine.accelerator.memory
+    return {
+        name: Memory(name, budgets.get(name if name in machine.memories else fast, tier.nbytes))
+        for name, tier in written.memories.items()
+    }
