@@ -114,4 +114,4 @@ def test_run_and_simulate_say_neither_where_only_the_figures_are_wanted(command:
 @pytest.mark.parametrize("option", ["--no-band", "--no-helps"])
 def test_several_processes_have_neither_to_omit(command: Any, no_text: Path, option: str) -> None:
     said = command("run", no_text, "--policy", "ep_naive", "--prompt-ids", "1", "--local", 2, option)
-    refused(said, f"a run with --local has neither a band nor what would help: omit {option}")
+    refused(said, f"--local 2 starts several processes, and {option} is for one: omit {option}")

@@ -275,14 +275,11 @@ class NativeLogits(NativeKernel):
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """(hidden_TD, rows) -> logits_SV."""
-        head = partial(weights.arguments, Head, self._prepare.head)
-        return partial(_logits, self._threads, head)
+        return partial(_logits, self._threads, weights.arguments(Head, self._prepare.head))
 
 
-def _logits(
-    threads: NativeKernels, head: Callable[[], Head], hidden_TD: Tensor, rows: Sequence[int]
-) -> Tensor:
-    call = HeadCall(threads, head(), rows)
+def _logits(threads: NativeKernels, head: Head, hidden_TD: Tensor, rows: Sequence[int]) -> Tensor:
+    call = HeadCall(threads, head, rows)
     call(hidden_TD)
     return call.logits_SV
 
@@ -294,13 +291,13 @@ class NativeGreedy(NativeMemoryKernel):
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """(hidden_TD, rows) -> logits_SV, tokens."""
-        return _Greedy(self._threads, partial(weights.arguments, Head, self._prepare.head))
+        return _Greedy(self._threads, weights.arguments(Head, self._prepare.head))
 
 
 class _Greedy:
     """A bound call; it makes a new `HeadCall` only for other rows than in the last call."""
 
-    def __init__(self, threads: NativeKernels, head: Callable[[], Head]) -> None:
+    def __init__(self, threads: NativeKernels, head: Head) -> None:
         self._threads = threads
         self._head = head
         self._rows: Sequence[int] = ()
@@ -309,7 +306,7 @@ class _Greedy:
     def __call__(self, hidden_TD: Tensor, rows: Sequence[int]) -> tuple[Tensor, list[int]]:
         call = self._call
         if call is None or rows != self._rows:
-            call = self._call = HeadCall(self._threads, self._head(), rows)
+            call = self._call = HeadCall(self._threads, self._head, rows)
             self._rows = rows
         return call.logits_SV, call(hidden_TD)
 
@@ -317,11 +314,15 @@ class _Greedy:
 class HeadCall:
     """The call for the logits of some rows, with memory for them.
 
+    Args:
+        head: the prepared arguments, which are copied.
+
     Attributes:
         logits_SV: of each row, float32.
     """
 
     def __init__(self, threads: NativeKernels, head: Head, rows: Sequence[int]) -> None:
+        head = Head.from_buffer_copy(head)
         self._chosen = array("q", rows)
         self._likeliest = numbers(len(rows))
         self._head = head

@@ -131,8 +131,7 @@ class MicroBatch:
         bound: by a verb's number, its lane and its work at that stage, and the blocks that its task reads and writes.
         sized_for: the phase and the requests that its works are for.
         chunk: the part of the prompts that it takes through prefill; None where chunks do that for it.
-        whole: the micro-batch that decodes what is sampled: itself, unless it is a chunk.
-        is_chunk: whether it is a part of another micro-batch's prompts.
+        chunk_of: the micro-batch whose prompts it is a part of; else None.
         before: the chunk that it continues.
         ends: the requests that it samples tokens for.
     """
@@ -142,10 +141,10 @@ class MicroBatch:
         "blocks",
         "bound",
         "chunk",
+        "chunk_of",
         "ends",
         "generated",
         "index",
-        "is_chunk",
         "kv",
         "last",
         "phase",
@@ -155,7 +154,6 @@ class MicroBatch:
         "routing",
         "sized_for",
         "stage",
-        "whole",
         "works",
         "works_at",
     )
@@ -167,8 +165,7 @@ class MicroBatch:
         self.kv = kv
         self.routing = RoutingState()
         self.chunk: Chunk | None = None
-        self.whole = self
-        self.is_chunk = False
+        self.chunk_of: MicroBatch | None = None
         self.before: MicroBatch | None = None
         self.room: Block | None = None
         self.generated = 0
@@ -180,6 +177,11 @@ class MicroBatch:
         self.works: dict[str, Work] = {}
         self.works_at: list[list[dict[str, Work]]] = []
         self.bound: list[tuple[Lane | None, Work | None, tuple[Block, ...], tuple[Block, ...]]] = []
+
+    @property
+    def whole(self) -> MicroBatch:
+        """The micro-batch that decodes what is sampled: itself, unless it is a chunk."""
+        return self.chunk_of or self
 
     def begin(self, progress: int) -> None:
         """Begin a step with this progress."""
@@ -217,5 +219,5 @@ def chunk_of(
     kv = KVState(whole.kv.layers, whole.kv.device, whole.kv.on_accelerator)
     made = MicroBatch(index, chunk.requests, Blocks(index, unified=unified, whole=whole.blocks), kv)
     made.chunk, made.ends, made.before = chunk, chunk.ends, before
-    made.whole, made.is_chunk = whole, True
+    made.chunk_of = whole
     return made
