@@ -132,6 +132,7 @@ class MicroBatch:
         sized_for: the phase and the requests that its works are for.
         chunk: the part of the prompts that it takes through prefill; None where chunks do that for it.
         chunk_of: the micro-batch whose prompts it is a part of; else None.
+        is_chunk: whether it is a part of another micro-batch's prompts.
         before: the chunk that it continues.
         ends: the requests that it samples tokens for.
     """
@@ -145,6 +146,7 @@ class MicroBatch:
         "ends",
         "generated",
         "index",
+        "is_chunk",
         "kv",
         "last",
         "phase",
@@ -166,6 +168,7 @@ class MicroBatch:
         self.routing = RoutingState()
         self.chunk: Chunk | None = None
         self.chunk_of: MicroBatch | None = None
+        self.is_chunk = False
         self.before: MicroBatch | None = None
         self.room: Block | None = None
         self.generated = 0
@@ -219,5 +222,5 @@ def chunk_of(
     kv = KVState(whole.kv.layers, whole.kv.device, whole.kv.on_accelerator)
     made = MicroBatch(index, chunk.requests, Blocks(index, unified=unified, whole=whole.blocks), kv)
     made.chunk, made.ends, made.before = chunk, chunk.ends, before
-    made.chunk_of = whole
+    made.chunk_of, made.is_chunk = whole, True
     return made

@@ -94,7 +94,7 @@ class RunState:
         for batch in self.present:
             batch.begin(start)
             self.works.size(batch)
-        only_chunks = all(batch.chunk_of for batch in self.present)
+        only_chunks = all(batch.is_chunk for batch in self.present)
         first = len(self.micro_batches) if only_chunks else 0
         return {batch.index - first: batch for batch in self.present}
 
