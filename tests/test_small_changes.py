@@ -1,0 +1,122 @@
+"""Additions that change a file or two, shown on a tree of links: a family of models that runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.shared.random_models import hugging_face_logits, ready
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("", "models", "models/architectures")
+"""Folders of the package that are copied as folders of links."""
+
+FAMILY = '''"""Qwen3: dense models whose queries and keys are normalised per head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moesched.models.architectures import llama, llama_like
+from moesched.models.architectures.architecture import Architecture
+from moesched.models.config import ModelConfig
+from moesched.models.config_file import ConfigFile
+from moesched.models.layers import FeedForward
+
+
+def read(file: ConfigFile) -> ModelConfig:
+    """Convert config.json to a ModelConfig."""
+    keys = file.keys(llama_like.LlamaLikeKeys)
+    network = FeedForward(experts=1, top_k=1, intermediate=keys.intermediate_size)
+    return llama_like.build(file, keys, "qwen3", llama_like.layer(keys, network, qk_norm="head"))
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """The keys of config.json that are particular to the architecture."""
+    return llama_like.config_json(config) | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": config.attention.head_dim,
+        "intermediate_size": config.routed.intermediate,
+    }
+
+
+QWEN3 = Architecture(
+    model_types=("qwen3",),
+    shapes=(),
+    sources={},
+    read=read,
+    config_json=config_json,
+    tensors=llama.tensors,
+    other_tensors=lambda config: iter(()),
+    extra_tensors=llama_like.extra_tensors,
+)
+'''
+IMPORT = "from moesched.models.architectures.qwen3_moe import QWEN3_MOE\n"
+ENTRY = '    "qwen3_moe": QWEN3_MOE,\n'
+
+RUNS = """
+import json, sys
+import moesched
+report = moesched.run_model(sys.argv[1], [[5, 6, 7]], max_new_tokens=6, dtype="float32", expect=False)
+print(json.dumps(report.tokens[0]))
+"""
+
+
+def linked_tree(folder: Path) -> Path:
+    """The package as folders of links, whose files can be replaced."""
+    package = folder / "moesched"
+    for name in FOLDERS:
+        (package / name).mkdir()
+        for source in (ROOT / "moesched" / name).iterdir():
+            if str(Path(name) / source.name) not in FOLDERS:
+                (package / name / source.name).symlink_to(source)
+    return package
+
+
+def test_a_family_that_runs_is_a_file_and_its_entry(tmp_path: Path) -> None:
+    package = linked_tree(tmp_path)
+    architectures = package / "models" / "architectures"
+    (architectures / "qwen3.py").write_text(FAMILY)
+    table = architectures / "__init__.py"
+    text = table.read_text()
+    assert text.count(IMPORT) == text.count(ENTRY) == 1
+    table.unlink()
+    table.write_text(
+        text.replace(IMPORT, "from moesched.models.architectures.qwen3 import QWEN3\n" + IMPORT).replace(
+            ENTRY, '    "qwen3": QWEN3,\n' + ENTRY
+        )
+    )
+    torch.manual_seed(1)
+    model = ready(
+        Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=97,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=8,
+                max_position_embeddings=256,
+                initializer_range=0.3,
+                tie_word_embeddings=False,
+            )
+        )
+    )
+    model.save_pretrained(tmp_path / "model")
+    done = subprocess.run(
+        [sys.executable, "-c", RUNS, tmp_path / "model"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    tokens = json.loads(done.stdout)
+    expected = hugging_face_logits(model, [5, 6, 7, *tokens])[2:-1].argmax(-1)
+    assert tokens == expected.tolist()
