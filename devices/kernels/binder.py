@@ -32,13 +32,19 @@ class Binder:
 
     def bound(self, operation: str, weights: KernelWeights[Any], memory: Memory) -> Bound:
         """The kernel for an operation on the accelerator, bound to weights, for as many rows as the memory has."""
-        found = memory.bound((operation, weights.number)) or weights.bounds.get((operation, memory.rows))
-        return found or self._bind(self._case(operation, weights, memory.rows), weights, memory)
+        return (
+            memory.bound((operation, weights.number))
+            or weights.bounds.get((operation, memory.rows))
+            or self._bind(self._case(operation, weights, memory.rows), weights, memory)
+        )
 
     def fused(self, operation: str, weights: KernelWeights[Any], memory: Memory) -> Bound | None:
         """The kernel for an operation, bound as by `bound`; None where no kernel takes it, and its parts are used."""
+        found = memory.bound((operation, weights.number))
+        if found is not None:
+            return found
         key = operation, memory.rows
-        found = memory.bound((operation, weights.number)) or weights.bounds.get(key)
+        found = weights.bounds.get(key)
         if found is None and key not in weights.refused:
             case = self._case(operation, weights, memory.rows)
             if self.table.find(case):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -25,6 +25,7 @@ class Memory:
     Attributes:
         rows: the number of rows.
         kept: whether a micro-batch keeps it, with what is bound to it.
+        bound: returns the kernel that was kept by a key; None where there is none.
     """
 
     def __init__(self, rows: int, **tensors: torch.Tensor) -> None:
@@ -32,6 +33,7 @@ class Memory:
         self.kept = rows <= KEPT_ROWS
         self._tensors = tensors
         self._bound: dict[Hashable, Bound] = {}
+        self.bound: Callable[[Hashable], Bound | None] = self._bound.get
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
         """The tensor of a name, on the host; the first call allocates it.
@@ -43,10 +45,6 @@ class Memory:
             allocate = torch.zeros if zero else torch.empty
             found = self._tensors[name] = allocate(shape, dtype=dtype)
         return found
-
-    def bound(self, key: Hashable) -> Bound | None:
-        """The kernel that was kept by a key."""
-        return self._bound.get(key)
 
     def keep(self, key: Hashable, bound: Bound) -> None:
         """Keep a bound kernel for the next step."""

@@ -10,8 +10,7 @@ from moesched.tasks import Task
 
 from ..kernels.binder import Binder
 from ..kernels.kernel_weights import KernelWeights
-from ..kernels.memory import Memory, Shapes
-from ..kernels.seam import Bound
+from ..kernels.memory import Shapes
 from .micro_batch import MicroBatchState
 
 WeightsOf = Callable[[Any], KernelWeights[Any]]
@@ -59,6 +58,7 @@ class Attention:
             state.keep(task.operands)
             self._shapes.pop(task.micro_batch, None)
         state.extend()
+        state.decodes = task.phase == "decode" and state.step.one_each
         ids = [token for tokens in state.new for token in tokens]
         memory = self._shapes[task.micro_batch].of(len(ids))
         state.memory = memory if memory.kept else None
@@ -74,14 +74,9 @@ class Attention:
     def attention(self, task: Task) -> None:
         """Store keys and values in the cache, and attend over it."""
         state = self._states[task.micro_batch]
-        attend = self.attends(task, state, state.room)
+        attend = self._kernels.attention(task.layer, state.room, decodes=state.decodes)
         state.attended_TX = attend(state.qkv, state.cached(task.layer))
         del state.qkv
-
-    def attends(self, task: Task, state: MicroBatchState, memory: Memory, *, on_host: bool = False) -> Bound:
-        """The kernel that attends over a cache."""
-        decodes = task.phase == "decode" and state.step.one_each
-        return self._kernels.attention(task.layer, memory, decodes=decodes, on_host=on_host)
 
     def project_output(self, task: Task) -> None:
         """Bring attention's output back to the hidden size and add the residual."""

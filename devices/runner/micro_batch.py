@@ -25,6 +25,7 @@ class MicroBatchState:
         before: the chunk that this one continues, if any.
         ends: the places of the sequences that tokens are sampled for; None for all of them.
         memory: that of the step's kernels for results; None where its tokens are many.
+        decodes: whether each sequence has one new token in the step, behind its prompt.
         caches: the KV caches that have its requests: one of all layers, or two of some layers each. Each has `places`,
             its layers, `extend`, which makes room for tokens and returns a step, and `at`, a layer's keys and values.
         rows: the rows of the layer's experts, from `route` to `combine`; its `outputs()` are the first operands of the
@@ -40,6 +41,7 @@ class MicroBatchState:
         self.before: MicroBatchState | None = None
         self.ends: list[int] | None = None
         self.memory: Memory | None = None
+        self.decodes = False
         self.caches: tuple[Any, ...] = ()
         self._steps: list[Any] = []
         self.angles: tuple[Any, Any]

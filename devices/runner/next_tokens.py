@@ -111,21 +111,24 @@ class NextTokens:
     def sample_next(self, task: Task) -> list[int] | list[Standing]:
         """Compute the logits, and `draw` the next tokens from them."""
         state = self._states[task.micro_batch]
-        greedy = self._kernels.fused("greedy", self._head, self._memory(state)) if self._is_greedy else None
+        memory, rows = self._last_rows(state)
+        greedy = self._kernels.fused("greedy", self._head, memory) if self._is_greedy else None
         if greedy is None:
             with self._library.computing():
                 return self.draw(task, self.logits(state))
         tokens: list[int]
-        logits_SV, tokens = greedy(state.hidden_TD, state.last)
+        logits_SV, tokens = greedy(state.hidden_TD, rows)
         if -1 in tokens:
             return self.draw(task, logits_SV)  # raises
         self._hand_on(state, tokens)
         return tokens
 
-    def _memory(self, state: MicroBatchState) -> Memory:
-        """Memory for the logits: that of the step where a token is sampled for each of its rows."""
-        own = state.memory
-        return own if own and own.rows == state.sampled else Memory(state.sampled)
+    def _last_rows(self, state: MicroBatchState) -> tuple[Memory, Sequence[int]]:
+        """The rows that tokens are sampled from, and memory for logits: that of the step where these are all rows."""
+        memory, sampled = state.memory, state.sampled
+        if memory is not None and memory.rows == sampled:
+            return memory, range(sampled)
+        return Memory(sampled), state.last
 
     def _hand_on(self, state: MicroBatchState, tokens: Sequence[int]) -> None:
         """Give each request its token for the next step."""

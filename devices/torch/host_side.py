@@ -98,7 +98,7 @@ class HostSide:
     def _attend_to_loaded(self, task: Task) -> None:
         """Attention over loaded keys and values, and those of the new tokens."""
         state = self._states[task.micro_batch]
-        attend = self._there.attends(task, state, Memory(len(state.hidden_TD)))
+        attend = self._kernels.attention(task.layer, Memory(len(state.hidden_TD)), decodes=state.decodes)
         state.attended_TX = attend(state.qkv, self._loaded[task.operands])
 
     def _attend_to_prompt(self, task: Task) -> None:
@@ -134,7 +134,7 @@ class HostSide:
     def cpu_attention(self, task: Task) -> None:
         """Attend on the host, from and to the memory of the copies."""
         state, rows = self._states[task.micro_batch], self._rows[task.micro_batch]
-        attend = self._there.attends(task, state, rows.memory, on_host=True)
+        attend = self._kernels.attention(task.layer, rows.memory, decodes=state.decodes, on_host=True)
         attended_TX = attend(rows.qkv, state.cached(task.layer))
         if attended_TX is not rows.attended_TX:
             with torch.inference_mode():
