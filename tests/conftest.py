@@ -51,6 +51,15 @@ settings.register_profile("explore", max_examples=2_000, deadline=None, print_bl
 settings.load_profile("ci")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def same_environment() -> Iterator[None]:
+    """Restore what the tests of a file, or benchmarks that they run, changed in the environment."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """One process more than cores, at most four: a process whose test waits for a child or a socket leaves its core."""
     return min(4, (os.cpu_count() or 1) + 1)
