@@ -34,7 +34,7 @@ ENGINE = by_folder(["moesched/engine.py", "moesched/tasks.py"])
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a benchmark sets for its children goes with the test."""
+    """Drop the variables that a benchmark sets for its children when the test ends."""
     monkeypatch.setenv("PYTHONPATH", "")
     monkeypatch.setenv("MOESCHED_IMPORTS", "")
 

@@ -27,7 +27,7 @@ ROUTING: dict[str, Any] = {"routing": "zipf", "routing_settings": {"locality": 0
 
 
 class LruPrefetching(LeastStaleCache):
-    """What Least-Stale improves on: the same prefetches, into a cache that evicts what was used longest ago."""
+    """The baseline of Least-Stale: the same prefetches, into a cache that evicts the least recently used expert."""
 
     rule = LeastRecentlyUsed
 

@@ -171,7 +171,7 @@ class Benchmark:
         return int(any(claim["reached"] is False for claim in shown["claims"]))
 
     def shown(self, figures: Result) -> Result:
-        """What the documentation shows of figures: claims, and tables in lines of Markdown."""
+        """The claims of figures, and their tables in lines of Markdown, for the documentation."""
         return {
             "claims": [claim._asdict() for claim in self._claims(figures)],
             "tables": {name: table.splitlines() for name, table in self._tables(figures).items()},

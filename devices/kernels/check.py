@@ -84,13 +84,14 @@ def _configs() -> Iterator[ModelConfig]:
     yield plain.varied(qk_norm="head", clip=0.5, weights_sum_to_one=False, norm="layer")
 
 
-@contextmanager
-def _resources(config: ModelConfig, dtype: str) -> Iterator[Resources]:
-    """Resources of kernels on the CPU, with the native kernels where they are installed."""
-    threads = NativeKernels(max(ROWS), threads=1) if instruction_sets() else None
+def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernels | None) -> Resources:
+    """Resources for kernels on the CPU without a device, with all shipped kernels; torch keeps its number of cores.
+
+    threads: of the native kernels; None for torch alone.
+    """
     resources = Resources(
         config=config,
-        dtype=DTYPES[dtype],
+        dtype=dtype,
         indices=partial(torch.tensor, dtype=torch.int64),
         use_cores_for=lambda rows, weights: None,
         team=None,
@@ -99,11 +100,17 @@ def _resources(config: ModelConfig, dtype: str) -> Iterator[Resources]:
         table=KernelTable(()),
     )
     fill(resources.table, resources)
-    if threads is None:
-        yield resources
+    return resources
+
+
+@contextmanager
+def _resources(config: ModelConfig, dtype: str) -> Iterator[Resources]:
+    """Resources on the CPU, with the native kernels where they are installed."""
+    if not instruction_sets():
+        yield cpu_resources(config, DTYPES[dtype], None)
         return
-    with closing(threads):
-        yield resources
+    with closing(NativeKernels(max(ROWS), threads=1)) as threads:
+        yield cpu_resources(config, DTYPES[dtype], threads)
 
 
 def _check_rows(kernel: Guarded, resources: Resources, rows: int) -> int:

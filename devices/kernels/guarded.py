@@ -24,7 +24,7 @@ class Guarded(Kernel):
         self._config = config
         self._dtype = dtype
         self.operation, self.name, self.takes = kernel.operation, kernel.name, kernel.takes
-        self.independent = kernel.independent
+        self.independent, self.made_of = kernel.independent, kernel.made_of
         self.has_threads = kernel.has_threads
         self.uses_memory = kernel.uses_memory
 

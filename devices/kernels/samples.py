@@ -199,4 +199,4 @@ MAKERS: Mapping[str, Maker] = MappingProxyType(
         "product": _product,
     }
 )
-"""What makes the data of an operation, given a model, a dtype, and numbers of rows and of row blocks."""
+"""Functions that make the data of an operation, given a model, a dtype, and numbers of rows and of row blocks."""

@@ -160,6 +160,8 @@ class Kernel(ABC):
         name: unique among the kernels for this operation.
         takes: the cases that it takes, in words.
         independent: whether a row's bits depend on no other row.
+        made_of: operations whose kernels compute it, with sums of each row alone: its rows are independent where theirs
+            are.
         has_threads: whether it runs on threads of its own; otherwise on those of torch.
         uses_memory: whether `bind` uses the memory for results, and is to be called again for other memory.
     """
@@ -168,6 +170,7 @@ class Kernel(ABC):
     name: str
     takes: str
     independent = False
+    made_of: tuple[str, ...] = ()
     has_threads = False
     uses_memory = False
 

@@ -29,7 +29,6 @@ from .resources import Indices, Resources
 from .seam import OPERATIONS, ROWS, Case, Kernel
 from .table import KernelTable, listed
 from .torch_rows import TORCH as TORCH_ROWS
-from .torch_rows import TorchOutputProjection
 
 COMPUTED_IN_FLOAT32 = ".router"
 """The end of the name of weights that are converted for each use: packed ones cannot be."""
@@ -132,7 +131,8 @@ class TorchKernels(Binder):
         kernel = self.table.find(case)
         if kernel is None:
             return bool(OPERATIONS[case.operation].parts)
-        return kernel.independent or isinstance(kernel, TorchOutputProjection)  # a `product` and a sum
+        parts = [case._replace(operation=name) for name in kernel.made_of]
+        return kernel.independent or (bool(parts) and all(map(self._is_independent, parts)))
 
     @property
     def arranges(self) -> bool:

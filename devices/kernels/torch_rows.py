@@ -137,6 +137,7 @@ class TorchOutputProjection(TorchKernel):
     """Output projection and residual."""
 
     operation = "output_projection"
+    made_of = ("product",)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """(attended_TX, residual_TD) -> hidden_TD."""

@@ -33,7 +33,7 @@ class Several(NamedTuple):
 
 
 class Command(NamedTuple):
-    """How a command is listed: its name, its place and the examples below its help."""
+    """A command's entry in the help: its name, its place and the examples below its help."""
 
     name: str
     order: int

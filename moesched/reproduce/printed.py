@@ -57,7 +57,7 @@ class PaperClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PrintedPaper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every paper has; each adds its figures."""
+    """The parts common to all papers; each adds its figures."""
 
     title: str
     sections: dict[str, SectionWords]
@@ -84,7 +84,7 @@ class PrintedPaper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Made(NamedTuple):
-    """What a paper's reproduction gives, each when it is called.
+    """The results of a paper's reproduction, each computed when it is called.
 
     Attributes:
         calibration: the rates that the paper does not give, a row each.

@@ -62,7 +62,7 @@ class SimulatedKeys(msgspec.Struct, kw_only=True):
 
 
 class Family(NamedTuple):
-    """What an architecture derives from its keys.
+    """Values that an architecture derives from its keys.
 
     Attributes:
         keys: the type of the keys, by `model_type`.
