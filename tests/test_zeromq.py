@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from zmq.utils.garbage import gc as frames
 
 from meshes import (
     FIRST,
@@ -56,6 +57,12 @@ def test_large_parts_are_summed_in_the_order_of_the_ranks_too(tmp_path: Path, ra
         ]
         for total in at_once(*calls):
             assert total.tobytes() == expected.tobytes()
+
+
+def test_ranks_of_one_process_do_not_race_to_start_the_collector_of_sent_frames(tmp_path: Path) -> None:
+    frames.stop()
+    with closing(mesh_of(sockets_in(tmp_path, 2))):
+        assert frames.is_alive()
 
 
 @pytest.mark.parametrize(

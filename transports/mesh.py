@@ -8,6 +8,7 @@ address for each rank is enough, and ranks may start in any order.
 from __future__ import annotations
 
 import re
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,8 @@ SLICE_MILLISECONDS = 50
 HANDSHAKE_MILLISECONDS = 5_000
 LINGER_MILLISECONDS = 5_000
 """Time allowed for sending the last frames when a transport is closed, since a peer may not read them."""
+
+_starting = threading.Lock()
 
 _LOCAL = re.compile(r"(ipc://|tcp://(127\.[0-9.]+|localhost|\[::1\]):)")
 
@@ -63,6 +66,7 @@ class Mesh:
         max_bytes: int,
     ) -> None:
         check_addresses(addresses, rank, keys)
+        _start_collector()
         self.max_bytes = max_bytes
         self._keys = keys
         self._epoch = epoch
@@ -276,6 +280,16 @@ def check_addresses(addresses: Sequence[str], rank: int, keys: Keys | None) -> N
             )
     if keys is not None:
         check_keys(keys, rank, len(addresses))
+
+
+def _start_collector() -> None:
+    """Start pyzmq's thread that frees frames sent without a copy.
+
+    The first such frame of a process starts it, without a lock: two threads that send at once each get a socket to it,
+    and one of the sockets is closed while in use.
+    """
+    with _starting:
+        zmq.Frame(b" ", copy=False)
 
 
 def _key_of(message: Message) -> str:
