@@ -141,7 +141,7 @@ def first_bad(checkpoint: Checkpoint, prompt: list[int], *, fused: bool) -> str:
 
     config = checkpoint.config
     state = MicroBatchState([0], [prompt])
-    state.caches = (BlockedKV(config, -(-len(prompt) // KV_BLOCK_TOKENS)),)
+    state.add_cache(BlockedKV(config, -(-len(prompt) // KV_BLOCK_TOKENS)))
     state.caches[0].table.open(0)
     state.extend()
     state.angles = rotary(

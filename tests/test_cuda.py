@@ -15,7 +15,7 @@ from moesched.devices.torch.compute import Compute
 from moesched.devices.torch.copies import NumberRing, wait_for_copies
 from moesched.devices.torch.cuda_device import CudaDevice
 from moesched.devices.torch.cuda_streams import CudaStreams
-from moesched.devices.torch.kv_cache import BlockedKV, CachedLayer
+from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.devices.torch.kv_offload import KVOffload
 from moesched.devices.torch.locked_memory import locked_bytes
 from moesched.devices.torch.registered_files import RegisteredFiles, spans_of
@@ -93,7 +93,7 @@ def test_new_keys_and_values_come_to_the_hosts_cache_in_pieces() -> None:
     keys_TKd = torch.randn(600, config.attention.kv_heads, config.attention.head_dim)
     with torch.cuda.stream(torch.cuda.Stream()):
         there = keys_TKd.to(device), -keys_TKd.to(device)
-        KVOffload(config, 600, compute, piece_bytes=4096).write(CachedLayer(cache, 1, step), *there)
+        KVOffload(config, 600, compute, piece_bytes=4096).write(cache.at(1), step, *there)
     keys, values = cache.slots[1, :, step.slots_T]
     assert keys.equal(keys_TKd) and values.equal(-keys_TKd)
     compute.close()

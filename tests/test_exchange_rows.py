@@ -15,7 +15,7 @@ from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.torch.compute import Compute
 from moesched.devices.torch.copies import NumberRing
 from moesched.devices.torch.device import TorchDevice
-from moesched.devices.torch.kv_cache import BlockedKV, CachedLayer
+from moesched.devices.torch.kv_cache import BlockedKV
 from moesched.devices.torch.kv_offload import KVOffload
 from moesched.models.checkpoint import Checkpoint
 from moesched.plugins import make_policy
@@ -122,7 +122,7 @@ def test_new_keys_and_values_reach_the_cache_whole_in_pieces_of_any_size(
         row = MIXTRAL.attention.kv_heads * MIXTRAL.attention.head_dim
         offload = KVOffload(MIXTRAL, 15, compute, piece_bytes=piece * 2 * row * 4)
         keys_TKd = torch.randn(15, MIXTRAL.attention.kv_heads, MIXTRAL.attention.head_dim)
-        offload.write(CachedLayer(cache, 1, step), keys_TKd.to(GPU_DEVICE), (-keys_TKd).to(GPU_DEVICE))
+        offload.write(cache.at(1), step, keys_TKd.to(GPU_DEVICE), (-keys_TKd).to(GPU_DEVICE))
         keys, values = cache.slots[1, :, step.slots_T]
         assert keys.equal(keys_TKd)
         assert values.equal(-keys_TKd)

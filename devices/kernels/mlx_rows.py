@@ -76,15 +76,15 @@ class MlxAttention(MlxKernel):
     operation = "attention"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """(qkv, cached) -> attended_TX."""
+        """(qkv, cached, step) -> attended_TX."""
         assert case.layer is not None, "it is in a layer"
         return partial(_attend, case.layer.grouped.window)
 
 
-def _attend(window: int | None, qkv: tuple[Array, Array, Array], cached: Any) -> Array:
+def _attend(window: int | None, qkv: tuple[Array, Array, Array], cached: Any, step: Any) -> Array:
     q_THd, k_TKd, v_TKd = qkv
-    cached.append(k_TKd, v_TKd)
-    return functions.attention(q_THd, cached.views(), window)
+    cached.append(step, k_TKd, v_TKd)
+    return functions.attention(q_THd, cached.views(step), window)
 
 
 class MlxOutputProjection(MlxKernel):

@@ -57,7 +57,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
         return "" if case.decodes else "it takes one new token for each sequence"
 
     def bind(self, case: Case, weights: object, memory: Memory) -> Bound:
-        """(qkv, cached) -> attended_TX."""
+        """(qkv, cached, step) -> attended_TX."""
         assert case.layer is not None, "it is in a layer"
         width = case.layer.attention.attended_width
         attended_TX = memory.tensor("attended", memory.rows, width, dtype=self._dtype)
@@ -65,22 +65,22 @@ class NativeDecodeAttention(NativeAttentionKernel):
 
 
 class _Attention:
-    """A bound call; it is prepared anew only where its tensors or its cache are others than in the last call."""
+    """A bound call; it is prepared anew where its tensors or its cache are others than in the last call."""
 
-    __slots__ = ("_attended_TX", "_attention", "_cache", "_call", "_qkv")
+    __slots__ = ("_attended_TX", "_attention", "_cached", "_call", "_qkv")
 
     def __init__(self, attention: NativeAttention, attended_TX: Tensor) -> None:
         self._attention = attention
         self._attended_TX = attended_TX
         self._qkv: QKV | None = None
-        self._cache: object = None
+        self._cached: object = None
         self._call: AttentionCall
 
-    def __call__(self, qkv: QKV, cached: Any) -> Tensor:
-        if qkv is not self._qkv or cached.cache is not self._cache:
-            self._qkv, self._cache = qkv, cached.cache
+    def __call__(self, qkv: QKV, cached: Any, step: Any) -> Tensor:
+        if qkv is not self._qkv or cached is not self._cached:
+            self._qkv, self._cached = qkv, cached
             self._call = self._attention.prepared(*qkv, cached.addresses, self._attended_TX)
-        self._call(cached.in_blocks)
+        self._call(step.in_blocks)
         return self._attended_TX
 
 

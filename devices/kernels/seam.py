@@ -72,7 +72,7 @@ _OPERATIONS = (
         "attention",
         "new keys and values into the KV cache, and attention over it",
         (),
-        "((q_THd, k_TKd, v_TKd), cached) -> attended_TX",
+        "((q_THd, k_TKd, v_TKd), cached, step) -> attended_TX",
     ),
     Operation(
         "prompt_attention",

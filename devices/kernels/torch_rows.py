@@ -104,15 +104,15 @@ class TorchAttention(TorchKernel):
     operation = "attention"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """(qkv, cached) -> attended_TX."""
+        """(qkv, cached, step) -> attended_TX."""
         attend = self._resources.table.bind(case._replace(operation="prompt_attention"))
         return Inferring(partial(_attend_cached, attend))
 
 
-def _attend_cached(attend: Bound, qkv: tuple[Tensor, Tensor, Tensor], cached: Any) -> Tensor:
+def _attend_cached(attend: Bound, qkv: tuple[Tensor, Tensor, Tensor], cached: Any, step: Any) -> Tensor:
     q_THd, k_TKd, v_TKd = qkv
-    cached.append(k_TKd, v_TKd)
-    attended_TX: Tensor = attend(q_THd, cached.views())
+    cached.append(step, k_TKd, v_TKd)
+    attended_TX: Tensor = attend(q_THd, cached.views(step))
     return attended_TX
 
 

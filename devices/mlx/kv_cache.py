@@ -66,9 +66,9 @@ class RequestsKV:
         slots_T = _slice_or_array(np.concatenate(slots))
         return KVStep(tuple(requests), past, tuple(new), np.concatenate(spans), slots_T, last, max(new) == 1)
 
-    def at(self, layer: int, step: KVStep) -> CachedLayer:
-        """The keys and values of a layer, as attention reads them in a step."""
-        return CachedLayer(self, layer, step)
+    def at(self, layer: int) -> CachedLayer:
+        """The keys and values of a layer, as attention reads them."""
+        return CachedLayer(self, layer)
 
     def append(self, layer: int, step: KVStep, keys_TKd: Array, values_TKd: Array) -> None:
         """Store the new tokens' keys and values of one layer."""
@@ -110,19 +110,18 @@ class RequestsKV:
 
 
 class CachedLayer(NamedTuple):
-    """The keys and values of one layer, as attention reads them in a step."""
+    """The keys and values of one layer, as attention reads them."""
 
     cache: RequestsKV
     layer: int
-    step: KVStep
 
-    def append(self, keys_TKd: Array, values_TKd: Array) -> None:
+    def append(self, step: KVStep, keys_TKd: Array, values_TKd: Array) -> None:
         """Store the new tokens' keys and values."""
-        self.cache.append(self.layer, self.step, keys_TKd, values_TKd)
+        self.cache.append(self.layer, step, keys_TKd, values_TKd)
 
-    def views(self) -> list[KVView]:
+    def views(self, step: KVStep) -> list[KVView]:
         """The cached keys and values of each request, new tokens included."""
-        return self.cache.views(self.layer, self.step)
+        return self.cache.views(self.layer, step)
 
 
 def _slice_or_array(slots: npt.NDArray[np.int64]) -> Array | slice:

@@ -164,5 +164,5 @@ def _states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchS
         lengths = [cached_tokens(prompt + new_tokens) for prompt in plan.batch.prompts]
         cache = RequestsKV(plan.layout.config, lengths, ARRAY_DTYPES[plan.layout.dtype])
         for state in states:
-            state.caches = (cache,)
+            state.add_cache(cache)
     return states + chunks_of(plan.chunks, states, prompts) if plan.batch.chunked else states

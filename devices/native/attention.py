@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -170,7 +169,3 @@ def refuses_prompts(instruction_set: str, heads: int, kv_heads: int, head_dim: i
     return ""
 
 
-@lru_cache(maxsize=64)
-def one_after_the_other(blocks: int) -> array[int]:
-    """The blocks of sequences that follow each other from the first block on."""
-    return array("q", range(blocks))

@@ -75,7 +75,7 @@ class Attention:
         """Store keys and values in the cache, and attend over it."""
         state = self._states[task.micro_batch]
         attend = self._kernels.attention(task.layer, state.room, decodes=state.decodes)
-        state.attended_TX = attend(state.qkv, state.cached(task.layer))
+        state.attended_TX = attend(state.qkv, *state.cached(task.layer))
         del state.qkv
 
     def project_output(self, task: Task) -> None:

@@ -27,7 +27,8 @@ class MicroBatchState:
         memory: that of the step's kernels for results; None where its tokens are many.
         decodes: whether each sequence has one new token in the step, behind its prompt.
         caches: the KV caches that have its requests: one of all layers, or two of some layers each. Each has `places`,
-            its layers, `extend`, which makes room for tokens and returns a step, and `at`, a layer's keys and values.
+            its layers, `extend`, which makes room for tokens and returns a step, and `at`, a layer's keys and values,
+            as kernels take them together with the step.
         rows: the rows of the layer's experts, from `route` to `combine`; its `outputs()` are the first operands of the
             operation combine.
     """
@@ -43,6 +44,8 @@ class MicroBatchState:
         self.memory: Memory | None = None
         self.decodes = False
         self.caches: tuple[Any, ...] = ()
+        self._cached: dict[int, tuple[Any, int]] = {}
+        """The keys and values of each layer, and the number of its cache."""
         self._steps: list[Any] = []
         self.angles: tuple[Any, Any]
         self.hidden_TD: Any
@@ -72,10 +75,15 @@ class MicroBatchState:
         """Memory for the results of a kernel; new each time where the tokens are many."""
         return self.memory or Memory(len(self.hidden_TD))
 
-    def cached(self, layer: int) -> Any:
-        """The keys and values of a layer, and the new tokens' places among them."""
-        number = 0 if layer in self.caches[0].places else 1
-        return self.caches[number].at(layer, self._steps[number])
+    def add_cache(self, cache: Any) -> None:
+        """Keep the keys and values of some layers in a cache."""
+        self._cached |= {layer: (cache.at(layer), len(self.caches)) for layer in cache.places}
+        self.caches += (cache,)
+
+    def cached(self, layer: int) -> tuple[Any, Any]:
+        """The keys and values of a layer, and the step, which has the new tokens' places among them."""
+        cached, number = self._cached[layer]
+        return cached, self._steps[number]
 
     @property
     def whole(self) -> MicroBatchState:
@@ -115,6 +123,7 @@ def chunks_of(
         new = [prompts[request][start : start + tokens] for request, start, tokens in spans]
         state = states[number] = MicroBatchState(chunk.requests, new, whole.beams)
         state.chunk_of, state.before = whole, states.get(chunk.before)
-        state.caches = whole.caches
+        for cache in whole.caches:
+            state.add_cache(cache)
         state.ends = [place for place, request in enumerate(chunk.requests) if request in chunk.ends]
     return list(states.values())

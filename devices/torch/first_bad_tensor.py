@@ -113,7 +113,8 @@ class FirstBadTensor:
         """
         views = []
         start = 0
-        for keys, values, new in state.cached(layer).views():
+        cached, step = state.cached(layer)
+        for keys, values, new in cached.views(step):
             end = start + len(keys) * new
             view = KVView(keys.to(self._accelerator, copy=True), values.to(self._accelerator, copy=True), new)
             view.keys_SLKd[:, -new:] = k_TKd[start:end].reshape(view.keys_SLKd[:, -new:].shape)

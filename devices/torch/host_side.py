@@ -84,8 +84,8 @@ class HostSide:
 
     def load_kv(self, task: Task) -> None:
         """Copy a micro-batch's cached keys and values, each sequence with room for its new token at the end."""
-        cached = self._states[task.micro_batch].cached(task.layer)
-        self._loaded[task.operands] = LoadedKV(cached, self._kv_slots[task.operands])
+        cached, step = self._states[task.micro_batch].cached(task.layer)
+        self._loaded[task.operands] = LoadedKV(cached, step, self._kv_slots[task.operands])
 
     def attention(self, task: Task) -> None:
         if task.layer not in self._cached_here.get(task.micro_batch, ()):
@@ -99,7 +99,8 @@ class HostSide:
         """Attention over loaded keys and values, and those of the new tokens."""
         state = self._states[task.micro_batch]
         attend = self._kernels.attention(task.layer, Memory(len(state.hidden_TD)), decodes=state.decodes)
-        state.attended_TX = attend(state.qkv, self._loaded[task.operands])
+        loaded = self._loaded[task.operands]
+        state.attended_TX = attend(state.qkv, loaded, loaded.step)
 
     def _attend_to_prompt(self, task: Task) -> None:
         """Attention within the prompts, over keys and values on the accelerator, while the cache is on the host.
@@ -135,7 +136,7 @@ class HostSide:
         """Attend on the host, from and to the memory of the copies."""
         state, rows = self._states[task.micro_batch], self._rows[task.micro_batch]
         attend = self._kernels.attention(task.layer, rows.memory, decodes=state.decodes, on_host=True)
-        attended_TX = attend(rows.qkv, state.cached(task.layer))
+        attended_TX = attend(rows.qkv, *state.cached(task.layer))
         if attended_TX is not rows.attended_TX:
             with torch.inference_mode():
                 rows.attended_TX.copy_(attended_TX)
@@ -148,11 +149,11 @@ class HostSide:
     def offload_kv(self, task: Task) -> None:
         state = self._states[task.micro_batch]
         _, k_TKd, v_TKd = state.qkv
-        cached = state.cached(task.layer)
+        cached, step = state.cached(task.layer)
         if self._kv_offload is None:
-            cached.append(k_TKd, v_TKd)
+            cached.append(step, k_TKd, v_TKd)
         else:
-            self._kv_offload.write(cached, k_TKd, v_TKd)
+            self._kv_offload.write(cached, step, k_TKd, v_TKd)
         if task.phase == "prefill":
             del state.qkv  # in decode attention may still need them
 

@@ -12,7 +12,7 @@ from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 
 from ..kernels.functions import KVView
-from ..native.attention import LayerAddresses, SequencesInBlocks
+from ..native.attention import LayerAddresses
 from ..native.kernels import NativeKernels
 from ..native.kv_rows import store
 from ..products.team import use_cores
@@ -125,9 +125,9 @@ class BlockedKV:
         """
         return [self._view(self.slots[self.places[layer]], part) for part in step.parts]
 
-    def at(self, layer: int, step: KVStep) -> CachedLayer:
-        """The keys and values of a layer, as attention reads them in a step."""
-        return CachedLayer(self, layer, step)
+    def at(self, layer: int) -> CachedLayer:
+        """The keys and values of a layer, as attention reads them."""
+        return CachedLayer(self, layer)
 
     def layer(self, layer: int) -> LayerAddresses:
         """A layer's keys and values, for native attention."""
@@ -152,26 +152,20 @@ class BlockedKV:
 
 
 class CachedLayer(NamedTuple):
-    """The keys and values of one layer, as attention reads them in a step."""
+    """The keys and values of one layer, as attention reads them."""
 
     cache: BlockedKV
     layer: int
-    step: KVStep
-
-    @property
-    def in_blocks(self) -> SequencesInBlocks:
-        """The tokens of each sequence, and the blocks that hold them."""
-        return self.step.in_blocks
 
     @property
     def addresses(self) -> LayerAddresses:
         """The addresses of all keys and values."""
         return self.cache.layer(self.layer)
 
-    def append(self, keys_TKd: Tensor, values_TKd: Tensor) -> None:
+    def append(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> None:
         """Store the new tokens' keys and values."""
-        self.cache.append(self.layer, self.step, keys_TKd, values_TKd)
+        self.cache.append(self.layer, step, keys_TKd, values_TKd)
 
-    def views(self) -> list[KVView]:
+    def views(self, step: KVStep) -> list[KVView]:
         """Views of each sequence's keys and values, new tokens included."""
-        return self.cache.views(self.layer, self.step)
+        return self.cache.views(self.layer, step)

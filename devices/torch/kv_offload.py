@@ -9,6 +9,7 @@ from ..products.linear import Tensor
 from .compute import Compute
 from .copies import wait_for_copies
 from .kv_cache import CachedLayer
+from .kv_step import KVStep
 from .locked_memory import locked_if_possible
 
 
@@ -35,7 +36,7 @@ class KVOffload:
         )
         self._buffers = memory.view(compute.dtype).view(shape)
 
-    def write(self, cached: CachedLayer, k_TKd: Tensor, v_TKd: Tensor) -> None:
+    def write(self, cached: CachedLayer, step: KVStep, k_TKd: Tensor, v_TKd: Tensor) -> None:
         """Write all new tokens' keys and values of a layer to the cache; returns when they are there."""
         starts = range(0, len(k_TKd), self._tokens)
         for number, start in enumerate(starts):
@@ -46,7 +47,7 @@ class KVOffload:
                 self._copy(number + 1, starts[number + 1], k_TKd, v_TKd)
             stop = min(start + self._tokens, len(k_TKd))
             keys, values = self._buffers[number % 2, :, : stop - start]
-            cached.cache.store(cached.layer, cached.step, keys, values, start)
+            cached.cache.store(cached.layer, step, keys, values, start)
 
     def _copy(self, number: int, start: int, k_TKd: Tensor, v_TKd: Tensor) -> None:
         """Begin to copy a piece."""

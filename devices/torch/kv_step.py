@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import NamedTuple
 
 import torch
@@ -122,6 +122,12 @@ class KVStep:
             _ranges(part.blocks[first : first + each], range(past), self._block_size)
             for first in range(0, len(part.blocks), each)
         ]
+
+    def one_after_the_other(self) -> KVStep:
+        """The same tokens in a cache whose blocks are those of the sequences, in order."""
+        numbers = count()
+        blocks = [[next(numbers) for _ in each] for each in self._blocks]
+        return KVStep(self.sequences, self.past, self.new, blocks, self._block_size, self._indices)
 
     def _spans(self) -> Iterator[range]:
         return (range(past, past + new) for past, new in zip(self.past, self.new, strict=True))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 from moesched.requests.batch import KV_BLOCK_TOKENS
 
 from ..kernels.functions import KVView
-from ..native.attention import LayerAddresses, SequencesInBlocks, one_after_the_other
+from ..native.attention import LayerAddresses
 from ..products.linear import Tensor
 from .kv_cache import CachedLayer
 from .kv_step import KVStep
@@ -20,27 +19,20 @@ class LoadedKV:
     Args:
         cached: the layer in the host's cache.
         slot: memory of the accelerator for keys, then values.
+
+    Attributes:
+        step: the new tokens, with their places here.
     """
 
-    def __init__(self, cached: CachedLayer, slot: Tensor) -> None:
+    def __init__(self, cached: CachedLayer, step: KVStep, slot: Tensor) -> None:
+        self.step = step.one_after_the_other()
         self._cached = cached
         self._slot = slot
-        cache, step = cached.cache, cached.step
+        cache = cached.cache
         halves = zip(slot.chunk(2), cache.slots[cache.places[cached.layer]], strict=True)
         keys, values = ([*_loaded(memory, there, step)] for memory, there in halves)
         queries = (part.queries for part in step.parts)
         self._views = list(map(KVView, keys, values, queries))
-
-    @property
-    def cache(self) -> LoadedKV:
-        """These keys and values, which are in no other cache."""
-        return self
-
-    @cached_property
-    def in_blocks(self) -> SequencesInBlocks:
-        """The tokens of each sequence, and the blocks that hold them."""
-        lengths, blocks = self._cached.in_blocks
-        return SequencesInBlocks(lengths, one_after_the_other(len(blocks)))
 
     @property
     def addresses(self) -> LayerAddresses:
@@ -48,7 +40,7 @@ class LoadedKV:
         keys, values = (half.data_ptr() for half in self._slot.chunk(2))
         return self._cached.addresses._replace(keys=keys, values=values)
 
-    def append(self, keys_TKd: Tensor, values_TKd: Tensor) -> None:
+    def append(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> None:
         """Store the new tokens' keys and values at the ends of their sequences."""
         start = 0
         for keys_SLKd, values_SLKd, new in self._views:
@@ -58,7 +50,7 @@ class LoadedKV:
             values_SLKd[:, -new:].copy_(values_TKd[start:end].reshape(shape))
             start = end
 
-    def views(self) -> list[KVView]:
+    def views(self, step: KVStep) -> list[KVView]:
         """Views of each sequence's keys and values, new tokens included."""
         return self._views
 

@@ -58,7 +58,7 @@ def _open_cache(
         kernels=compute.kernels.threads if lock else None,
     )
     for state in states:
-        state.caches += (cache,)
+        state.add_cache(cache)
         for request, sequence in zip(state.requests, state.sequences, strict=True):
             # Beams take blocks as they grow.
             new_tokens = plan.batch.new_tokens if state.beams == 1 else 0

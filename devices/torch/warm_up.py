@@ -195,7 +195,7 @@ class WarmUp(ExpertWarmUp):
         )
         for sequence in state.sequences:
             cache.table.open(sequence, room)
-        state.caches = (cache,)
+        state.add_cache(cache)
         self._states[:] = [state]
         return state
 

@@ -63,27 +63,27 @@ class TensorSizes:
         down = config.weight_bytes("expert_down", width, self.dtype)
         return round(config.hidden * width * (2 * up + down))
 
-    @property
+    @cached_property
     def hidden_bytes(self) -> int:
         """Hidden state of one token."""
         return self.config.hidden * self.element
 
-    @property
+    @cached_property
     def qkv_bytes(self) -> int:
         """Query, key and value of one token."""
         return self.layer.attention.qkv_width * self.element
 
-    @property
+    @cached_property
     def attention_bytes(self) -> int:
         """Attention output of one token."""
         return self.query_width * self.element
 
-    @property
+    @cached_property
     def kv_bytes(self) -> int:
         """Bytes that one more token adds to the cache of one layer: its key and value."""
         return self.layer.attention.cache_width * self.element
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         """Bytes that the layer keeps of a sequence whatever its length."""
         return self.layer.attention.state_bytes

@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeVar
 from moesched.errors import OutOfOrder, PolicyError
 from moesched.steps.memory import Pool
 from moesched.steps.micro_batch import MicroBatch
-from moesched.steps.plan import Plan
 from moesched.steps.read_only import ReadOnly
 from moesched.steps.run_state import RunState
 from moesched.steps.turn import Turn
@@ -36,16 +35,15 @@ class StepFacts(ReadOnly):
 
     _remedy = "loop over a part of it, or keep your own numbers in attributes of the policy"
 
-    def __init__(self, plan: Plan, index: int, batches: Mapping[int, MicroBatch], *, last: bool) -> None:
-        self.nodes, self.node = plan.nodes.count, plan.nodes.index
-        self.attends = plan.nodes.attends
-        phases = {batch.phase for batch in batches.values()}
-        self.kind: Phase | Literal["mixed"] = phases.pop() if len(phases) == 1 else "mixed"
-        self._number = index
-        self.last = last
-        self.chunked = any(batch.is_chunk for batch in batches.values())
-        self.layers = plan.layers
-        self.micro_batches: Sequence[int] = tuple(batches)
+    kind: Phase | Literal["mixed"]
+    layers: range
+    micro_batches: Sequence[int]
+    last: bool
+    chunked: bool
+    nodes: int
+    node: int
+    attends: bool
+    _number: int
 
     @property
     def index(self) -> int:
@@ -56,18 +54,45 @@ class StepFacts(ReadOnly):
 class Verbs(StepFacts):
     """The part of `Step` that all verbs use."""
 
+    _batches: Mapping[int, MicroBatch]
+    _state: RunState
+    _submit: Callable[..., Task]
+    _turn: Turn
+    _own_pools: set[Pool]
+    _looks: int
+    _last_task: int
+    _needed: Sequence[int]
+    _left: Sequence[int]
+    _generated: int
+
     def __init__(self, run_state: RunState, index: int, *, last: bool = False) -> None:
-        self._batches = run_state.begin_step()
-        super().__init__(run_state.plan, index, self._batches, last=last)
-        self._turn = Turn(f"{self.kind} step {index}")
-        self._state = run_state
-        self._submit = run_state.submit
-        self._own_pools: set[Pool] = set()
-        self._looks = 0
-        self._last_task = run_state.engine.submitted + run_state.plan.task_limit
-        self._needed, self._left = _progress(run_state.stride, self.attends)
-        self._generated = min(batch.generated for batch in self._batches.values())
-        self._seal()
+        plan, batches = run_state.plan, run_state.begin_step()
+        present, nodes = batches.values(), plan.nodes
+        phases = {batch.phase for batch in present}
+        kind = phases.pop() if len(phases) == 1 else "mixed"
+        needed, left = _progress(run_state.stride, nodes.attends)
+        vars(self).update(  # at once: there is a step for each token, and an assignment takes the way of `ReadOnly`
+            kind=kind,
+            layers=plan.layers,
+            micro_batches=tuple(batches),
+            last=last,
+            chunked=any(batch.is_chunk for batch in present),
+            nodes=nodes.count,
+            node=nodes.index,
+            attends=nodes.attends,
+            _number=index,
+            _batches=batches,
+            _state=run_state,
+            _submit=run_state.submit,
+            _turn=Turn(f"{kind} step {index}"),
+            _own_pools=set(),
+            _looks=0,
+            _last_task=run_state.engine.submitted + plan.task_limit,
+            _needed=needed,
+            _left=left,
+            _generated=min([batch.generated for batch in present]),
+            _sealed=True,
+        )
 
     @contextmanager
     def priority(self, name: Priority) -> Iterator[None]:
