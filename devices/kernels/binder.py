@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 from moesched.models.config import ModelConfig
@@ -40,11 +41,8 @@ class Binder:
 
     def fused(self, operation: str, weights: KernelWeights[Any], memory: Memory) -> Bound | None:
         """The kernel for an operation, bound as by `bound`; None where no kernel takes it, and its parts are used."""
-        found = memory.bound((operation, weights.number))
-        if found is not None:
-            return found
         key = operation, memory.rows
-        found = weights.bounds.get(key)
+        found = memory.bound((operation, weights.number)) or weights.bounds.get(key)
         if found is None and key not in weights.refused:
             case = self._case(operation, weights, memory.rows)
             if self.table.find(case):
@@ -59,13 +57,13 @@ class Binder:
         """
         device = "cpu" if on_host else self._device
         key = "attention", layer, decodes, device
-        bound = memory.bound(key)
-        if bound is None:
-            described = self._config.layer(layer)
-            case = Case("attention", memory.rows, frozenset(), self.dtype, device, described, decodes)
-            bound = self.table.bind(case, None, memory)
-            memory.keep(key, bound)
-        return bound
+        return memory.bound(key) or self._bind_for(
+            memory,
+            key,
+            Case(
+                "attention", memory.rows, frozenset(), self.dtype, device, self._config.layer(layer), decodes
+            ),
+        )
 
     def prompt_attention(self, layer: int, rows: int) -> Bound:
         """Attention over views of keys and values, on the accelerator."""
@@ -95,16 +93,19 @@ class Binder:
 
     def combine(self, memory: Memory) -> Bound:
         """The weighted sum of the experts' outputs, and the residual."""
-        bound = memory.bound("combine")
-        if bound is None:
-            case = Case("combine", memory.rows, frozenset(), self.dtype, self._device)
-            bound = self.table.bind(case, None, memory)
-            memory.keep("combine", bound)
-        return bound
+        return memory.bound("combine") or self._bind_for(
+            memory, "combine", Case("combine", memory.rows, frozenset(), self.dtype, self._device)
+        )
 
     def _case(self, operation: str, weights: KernelWeights[Any], rows: int) -> Case:
         formats = weights.formats(OPERATIONS[operation])
         return Case(operation, rows, formats, self.dtype, self._device, weights.layer)
+
+    def _bind_for(self, memory: Memory, key: Hashable, case: Case) -> Bound:
+        """Bind a kernel that has no weights, and keep it."""
+        bound = self.table.bind(case, None, memory)
+        memory.keep(key, bound)
+        return bound
 
     def _bind(self, case: Case, weights: KernelWeights[Any], memory: Memory) -> Bound:
         kernel = self.table.require(case)
