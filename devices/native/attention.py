@@ -167,5 +167,3 @@ def refuses_prompts(instruction_set: str, heads: int, kv_heads: int, head_dim: i
     if heads // kv_heads > MOST_GROUP:
         return f"it takes up to {MOST_GROUP} heads that share keys"
     return ""
-
-
