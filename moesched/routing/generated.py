@@ -23,7 +23,7 @@ _TABLE, _CHOICE, _REPEAT = range(3)
 
 
 class _Table(NamedTuple):
-    """A layer's experts in all rotations of a random order, one after the other, and where each one's share ends."""
+    """A layer's experts in many random orders, one after the other, and the running sum of their shares."""
 
     experts: Integers
     ends: Floats

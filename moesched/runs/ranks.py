@@ -76,7 +76,7 @@ class Devices(NamedTuple):
         return sum(device.bytes_read for device in counting) if counting else None
 
     def slot_bytes(self, page: Page) -> int:
-        """Bytes that a page takes in a slot: the most of all ranks, whose files differ in alignment, as plans are equal."""
+        """Bytes that a page takes in a slot on all ranks, whose plans are equal: the most of any rank."""
         return max(device.slot_bytes(page) for device in self.all)
 
 
