@@ -30,7 +30,7 @@ REMEDY = "run with --device-set map_files=false"
 
 
 class Span(NamedTuple):
-    """A part of a file: whole blocks from `start` up to `end`."""
+    """A part of a file: whole blocks from byte `start` up to byte `end`."""
 
     path: Path
     start: int
@@ -40,8 +40,8 @@ class Span(NamedTuple):
 class RegisteredFiles:
     """Files that are mapped read-only, held by leases, and registered with CUDA in parts.
 
-    A part is pinned, and the process itself does not read it. So nothing ends process or GPU if a file is cut off
-    against its lease.
+    A registered part is pinned, and the process itself does not read it. So neither process nor GPU fails if a file is
+    cut off in spite of its lease.
 
     threads: number of threads that have the system read what the page cache lacks.
     """
@@ -83,6 +83,8 @@ class RegisteredFiles:
 
     def register(self, spans: Sequence[Span], tell: Progress) -> None:
         """Read and register those spans of open files that are not registered yet; no two may have a block in common.
+
+        tell: called with the bytes read and the total.
 
         Raises:
             Refused: the system does not map a file, or CUDA does not register it.
