@@ -23,8 +23,7 @@ the accelerator: they lie below their bounds by as much."""
 
 
 def chunks_to_try(setting: Setting, size: int) -> list[int | None]:
-    """The prefill chunks to try, in tokens: only the setting's, if it has one; else none and, for long prompts,
-    `CHUNK`.
+    """The prefill chunks to try, in tokens: the setting's, if it has one; else none and, for long prompts, `CHUNK`.
 
     size: requests of a micro-batch.
     """
@@ -182,7 +181,7 @@ class Climb:
         return seen.point.resident / seen.point.micro_batches
 
     def _filled(self, point: Point) -> PolicyChoice | None:
-        """The bound of a point, with as many resident weights as fit; of fewer micro-batches if so many do not fit."""
+        """The bound of a point, with the most resident weights that fit; of fewer micro-batches if not all of them fit."""
         shape = self._shape_of(point.size, point.chunk)
 
         def with_micro_batches(count: int) -> PolicyChoice | None:

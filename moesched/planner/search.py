@@ -173,10 +173,9 @@ class _Programme:
         return _choice(setting, self._traits, shape, each + here, here, model.val(self._resident_share))
 
     def _add_counts(self, shape: Shape, taken: Any) -> list[tuple[Share, Any]]:
-        """Add variables for the micro-batches with their KV cache on the host and on the accelerator; 0 without the
-        shape.
+        """Add variables for the micro-batches with their KV cache on the host, and for those on the accelerator.
 
-        taken: the binary variable of the shape.
+        taken: the binary variable of the shape; without the shape, there are no micro-batches.
         """
         model, share = self._model, self._setting.kv_on_gpu
         sorts = [shape.each] if shape.resident is None else [shape.each, shape.resident]

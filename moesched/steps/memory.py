@@ -91,8 +91,7 @@ class Memory(ReadOnly):
         self._take(what, nbytes, parts)
 
     def require(self, what: str, nbytes: int) -> None:
-        """Check that bytes which are used at another time, such as during loading, are within the budget; counts for
-        the peak.
+        """Check that bytes in use at another time, such as during loading, fit in the budget; they count for the peak.
 
         Raises:
             OverBudget: they are more than the budget.

@@ -76,8 +76,7 @@ class Plan(PlanFacts):
     def place_kv(
         self, role: Role, micro_batches: Iterable[int] | None = None, layers: Iterable[int] | None = None
     ) -> None:
-        """Have a memory hold the KV cache of these micro-batches in these layers; of all micro-batches or in all layers
-        by default.
+        """Have a memory hold the KV cache of these micro-batches, or of all, in these layers, or in all.
 
         In a pipeline, each accelerator holds the cache of its own layers.
 

@@ -251,8 +251,9 @@ class Reservations(ReadOnly):
                 yield Reservation(memory, "sums exchanged between nodes", sizes.exchanged(count))
 
     def _kv_cache(self, declared: Declared) -> Iterator[Reservation]:
-        """Reservations for the KV caches placed so far, and for one layer's keys and values of chunked prompts, if
-        these are on the accelerator while the cache is not.
+        """Reservations for the KV caches placed so far, and for a layer's keys and values of chunked prompts.
+
+        The latter are on the accelerator while the cache is on the host.
         """
         for role in KV_ROLES:
             groups = held_alike(declared.kv_roles, role)

@@ -68,8 +68,7 @@ class Workers:
             each.kill()
 
     def lines(self, points: Iterable[Point]) -> Iterator[bytes]:
-        """Simulate points; yields the result line of each as soon as it is done, until all are done or `stop` is
-        called.
+        """Simulate points; yields each point's line of results when it is done, until all are or `stop` is called.
 
         Raises:
             MoeschedError: a process cannot start.

@@ -16,8 +16,7 @@ LAYERS, EXPERTS = 3, 5
 
 
 def check_eviction(make: Callable[[], Eviction], *, rounds: int = 25) -> None:
-    """Check that an eviction rule always names one of the given pages, makes equal choices again, and finds enough
-    hits.
+    """Check that an eviction rule names one of the given pages, makes equal choices again, and finds enough hits.
 
     The pages are dense ones and experts'. Some leave without the rule having named them, some that it named come back
     at once, and sometimes there is only one. Rules that take scores and previews get some of these, too.
