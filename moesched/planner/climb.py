@@ -181,7 +181,7 @@ class Climb:
         return seen.point.resident / seen.point.micro_batches
 
     def _filled(self, point: Point) -> PolicyChoice | None:
-        """The bound of a point, with the most resident weights that fit; of fewer micro-batches if not all of them fit."""
+        """The bound of a point, with the most resident weights that fit; of fewer micro-batches if some do not fit."""
         shape = self._shape_of(point.size, point.chunk)
 
         def with_micro_batches(count: int) -> PolicyChoice | None:
