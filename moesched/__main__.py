@@ -34,7 +34,10 @@ def main() -> int:
 
 
 def leave_current_folder_out() -> None:
-    """Undo what `python -m` does: a file there named like a library would take its place."""
+    """Remove the current folder from the module search path, where `python -m` puts it.
+
+    A file there that is named like a library would be imported in its place.
+    """
     try:
         here = os.getcwd()  # noqa: PTH109  # pathlib could be such a file
     except OSError:  # the folder was removed

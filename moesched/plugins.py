@@ -215,7 +215,7 @@ def _points_on(path: tuple[str, ...], kind: Kind) -> tuple[EntryPoint, ...]:
 
 
 def _target(kind: Kind, name: str) -> tuple[str, bool]:
-    """Where to import a plug-in from, as `module:Class` or `file.py:Class`, and whether it is an installed one."""
+    """The place to import a plug-in from, as `module:Class` or `file.py:Class`, and whether it is an installed one."""
     for point in _points(kind):
         if point.name == name:
             return point.value, True

@@ -47,7 +47,7 @@ class Policy(Protocol):
     """
 
     def plan(self, plan: Plan) -> None:
-        """Declare where the KV cache lives, which pages stay, and which pools the others stream through."""
+        """Declare where the KV cache lives, which pages stay, and which pools other pages stream through."""
 
     async def prefill(self, step: Step) -> None:
         """Schedule the prompts, up to and including each micro-batch's `sample`."""
@@ -255,7 +255,7 @@ class IsCalibrated(Protocol):
 
     @staticmethod
     def processors() -> str:
-        """The processors that it runs on here, as `Machine.measured_on` names those of a calibration.
+        """The processors of this machine that the device runs on, as `Machine.measured_on` names a calibration's.
 
         Raises:
             BadInput: the hardware is not there.
@@ -531,7 +531,7 @@ class Transport(Protocol):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Meet the other ranks, in the way that the parameters say.
+        """Connect to the other ranks, as the parameters describe.
 
         `(ranks)`: the ranks are threads that share the transport. `(addresses, rank, *, keys, listen, epoch,
         lost_after_seconds)`: each process listens at one of the addresses. `(rank, ranks)`: rank 0 is found by

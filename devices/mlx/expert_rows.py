@@ -24,14 +24,14 @@ class Span(NamedTuple):
 
 
 class ExpertRows:
-    """The rows of a micro-batch in one layer, those of each expert together.
+    """The rows of a micro-batch in one layer, sorted by expert.
 
     Args:
         x_TD: the experts' input.
         experts_Tk, weights_Tk: the experts of each token, and their weights.
 
     Attributes:
-        x_nD: the input rows, sorted by expert.
+        x_nD: the input rows.
         counts: number of rows of each expert; empty until the host knows them.
         many: whether there are at least `MANY_ROWS`.
     """

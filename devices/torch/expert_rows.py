@@ -32,7 +32,7 @@ class HostRows:
 
 
 class ExpertRows:
-    """The rows of a micro-batch in one layer, those of each expert together.
+    """The rows of a micro-batch in one layer, sorted by expert.
 
     Args:
         x_TD: the experts' input.

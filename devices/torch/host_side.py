@@ -96,7 +96,7 @@ class HostSide:
             self._attend_to_loaded(task)
 
     def _attend_to_loaded(self, task: Task) -> None:
-        """Run attention over loaded keys and values, and those of the new tokens."""
+        """Run attention over loaded keys and values, and over the new tokens' own."""
         state = self._states[task.micro_batch]
         attend = self._kernels.attention(task.layer, Memory(len(state.hidden_TD)), decodes=state.decodes)
         loaded = self._loaded[task.operands]

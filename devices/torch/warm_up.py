@@ -104,7 +104,7 @@ class ExpertWarmUp:
         self._expert(max(shapes.prompts * shapes.length, shapes.sequences))
 
     def _layer(self, shapes: Shapes) -> None:
-        """Run the other kernels of a layer; none on a node that has experts only."""
+        """Run the kernels of a layer besides experts; a node with only experts has none."""
 
     def _expert(self, most: int) -> None:
         """Run an expert on 1, 2, 4, ... up to `most` rows, since the router decides how many it gets."""
@@ -151,7 +151,7 @@ class WarmUp(ExpertWarmUp):
         self._tokens = NextTokens(global_weights.head, states, kernels, LIBRARY, choice, lambda _: "")
 
     def _layer(self, shapes: Shapes) -> None:
-        """Run the other kernels of a layer, as in prefill and as in decode."""
+        """Run the kernels of a layer besides experts, as in prefill and as in decode."""
         self._prefill(shapes.prompts, shapes.length)
         self._decode(shapes.sequences, shapes.cached)
         self._states.clear()

@@ -314,7 +314,7 @@ def filled_bytes(plan: Plan, memory: str) -> int:
 
 
 def _used(plan: Plan, deep: Plan) -> dict[str, int]:
-    """Bytes by memory of everything but resident weights and the slots that the others stream through.
+    """Bytes by memory of everything but resident weights and the slots of streamed weights.
 
     Several accelerators count as one, with the name of the first and the bytes of the one that needs the most.
 

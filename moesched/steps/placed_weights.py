@@ -88,7 +88,7 @@ class PlacedWeights(ReadOnly):
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the pools and resident pages that are reserved here, in all memories."""
+        """Bytes of the pools and resident pages that `reserve` reserves, in all memories."""
         return sum(pool.nbytes for pool in self._in_order)
 
     def leave_at_home(self, memory: Memory, pages: Sequence[Page], both: Collection[int]) -> None:

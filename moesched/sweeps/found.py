@@ -103,10 +103,10 @@ class Finder:
         ).hexdigest()[:_KEY_DIGITS]
 
     def require_budgets(self, names: Iterable[str]) -> None:
-        """Require that each name of a budget is that of a memory of some machine, or of another known budget.
+        """Require that each budget is for a memory of some machine, or for another known use.
 
         Raises:
-            BadInput: no machine has such a memory.
+            BadInput: no machine has a memory of that name.
         """
         known = {PROCESS: None}
         for machine in self.found.machines.values():
