@@ -37,7 +37,7 @@ class NativeAttentionKernel(Kernel):
 
     @classmethod
     def problem(cls) -> str | None:
-        """The reason why the library is missing, or does not load."""
+        """The reason why the native library cannot be used: it is missing or does not load; None if it can."""
         return why_unusable() or None
 
 

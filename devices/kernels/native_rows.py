@@ -43,7 +43,7 @@ class NativeKernel(Kernel):
 
     @classmethod
     def problem(cls) -> str | None:
-        """The reason why the library is missing, or does not load."""
+        """The reason why the native library cannot be used: it is missing or does not load; None if it can."""
         return why_unusable() or None
 
     def refusal(self, case: Case) -> str:

@@ -53,7 +53,7 @@ class NodeKernels(Protocol):
         """Add the residual to the sum over all nodes, and round once, as a single machine does."""
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """The number of rows of each expert that has any, and the input of the other nodes' `take_rows`."""
+        """Run the router; returns the number of rows of each expert, and what the other nodes' `take_rows` need."""
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
         """Take the rows that the first node routed; returns the number of rows of each expert that has any."""

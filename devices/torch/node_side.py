@@ -71,7 +71,7 @@ class NodeSide:
         state.hidden_TD = self._on_device(total_TD).add_(state.hidden_TD).to(self._dtype)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """The number of rows of each expert that has any; the router's result for all tokens, float32 on the host."""
+        """Run the router; returns each expert's number of rows, and the result for all tokens, float32 on the host."""
         self._project_output(task)
         routed = self._moe.route(task)
         parts = (routed.x_TD, routed.experts_Tk, routed.weights_Tk)

@@ -103,7 +103,7 @@ class ConfigFile:
 
     @property
     def model_type(self) -> str | None:
-        """The value that selects the architecture."""
+        """The value of `model_type`, which selects the architecture; None without one."""
         return self.keys(_TypeKey).model_type
 
     @property

@@ -199,7 +199,7 @@ class ExpertOperations(Products):
         return Amount(flops, nbytes, _by_residency("route", product.nbytes, tokens, 1, self.resident.dense))
 
     def expert(self, tokens: int) -> Amount:
-        """The feed-forward network of one expert for `tokens` tokens, resident with the mean probability."""
+        """The feed-forward network of one expert for `tokens` tokens, with the mean share of resident weights."""
         return self._expert(tokens, self.resident.experts)
 
     def resident_expert(self, tokens: int) -> Amount:

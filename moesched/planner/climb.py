@@ -75,7 +75,7 @@ class Climb:
         return self._see(point)
 
     def from_seen(self, found: Seen) -> Seen:
-        """Move from one schedule to a better one: in large steps first, then in small ones."""
+        """Move from a schedule to better ones, in large steps first, then in small ones; returns the last."""
         for around in (self._far, self._near):
             found = self._uphill(found, around)
         return found

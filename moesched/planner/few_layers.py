@@ -15,7 +15,7 @@ DEPTHS = (4, 8, 16)
 
 
 def few_layers(config: ModelConfig, layers: int) -> ModelConfig:
-    """The model cut to some of its layers; its vocabulary shrinks alike, so that seconds are in proportion.
+    """The model cut to some of its layers; its vocabulary is cut in proportion, so that seconds are, too.
 
     Where layers differ, the model keeps all kinds, and may have more layers than asked for.
     """

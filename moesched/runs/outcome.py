@@ -125,12 +125,12 @@ class ForecastUse(msgspec.Struct, frozen=True):
 
 
 def forecast_use(predictor: str, ahead: int, compared: Compared) -> ForecastUse:
-    """The report of a predictor's answers from `ahead` layers before."""
+    """The report of a predictor's answers that were made `ahead` layers before."""
     return ForecastUse(predictor, ahead, *compared, _rate(compared.found, compared.chosen))
 
 
 def preview_use(ahead: int, compared: Compared) -> PreviewUse:
-    """The report of the router previews from `ahead` layers before."""
+    """The report of the router previews that were made `ahead` layers before."""
     return PreviewUse(ahead, *compared, _rate(compared.found, compared.chosen))
 
 

@@ -114,7 +114,7 @@ class Cancelled(msgspec.Struct, frozen=True):
     """A task that the policy cancelled before it started.
 
     Attributes:
-        id, lane, task, step, line: as of a `Slice`.
+        id, lane, task, step, line: as in a `Slice`.
         time: nanoseconds from the start of the run to the cancellation.
     """
 
@@ -127,7 +127,7 @@ class Cancelled(msgspec.Struct, frozen=True):
 
 
 class MemorySample(NamedTuple):
-    """Bytes of one memory at one time: those reserved by the plan, and those of them that hold pages."""
+    """A memory at one time: the bytes that the plan has reserved, and the bytes of these that hold pages."""
 
     rank: int
     memory: str
