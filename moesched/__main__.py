@@ -34,10 +34,7 @@ def main() -> int:
 
 
 def leave_current_folder_out() -> None:
-    """Remove the current folder from the module search path, where `python -m` puts it.
-
-    A file there that is named like a library would be imported in its place.
-    """
+    """Take the current folder off the module search path, where a file named like a library would replace it."""
     try:
         here = os.getcwd()  # noqa: PTH109  # pathlib could be such a file
     except OSError:  # the folder was removed

@@ -31,10 +31,7 @@ def documented(kind: type[Given]) -> type[Given]:
 
 
 class takes(Generic[Keywords, Given]):
-    """Decorates a function of one options object so that it takes their fields as keywords.
-
-    Its signature and the `Args:` of its docstring list all of them.
-    """
+    """Decorates a function of options so that it takes their fields as keywords, which signature and `Args:` list."""
 
     def __init__(self, kind: Callable[Keywords, Given]) -> None:
         self._kind: Any = kind

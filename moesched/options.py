@@ -111,14 +111,7 @@ class Described(NamedTuple):
         return str if str in self.kinds else self.kinds[0]
 
     def require(self, value: Any, title: str = "") -> None:
-        """Check that a value is within the option's bounds.
-
-        Args:
-            title: the option's name in the error; by default its flag.
-
-        Raises:
-            BadInput: it is not.
-        """
+        """Raise BadInput if a value is out of the option's bounds; `title` names the option, by default its flag."""
         if value is None or not self.option.bounds:
             return
         for number in value if isinstance(value, tuple | list) else [value]:

@@ -59,9 +59,7 @@ def find(kind: Literal["kernels"], given: str | type) -> type[Kernel]: ...
 
 
 def find(kind: Kind, given: str | type) -> type:
-    """Find a plug-in class by its name, at `module:Class` (also in the current folder) or `file.py:Class`.
-
-    A class that is given instead of a name is returned.
+    """Find the class of a name, at `module:Class` (also in the current folder) or `file.py:Class`; or the given class.
 
     Raises:
         BadInput: there is none, it cannot be imported, or it lacks a method of its seam; the message says why.

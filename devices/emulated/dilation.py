@@ -25,10 +25,7 @@ NEGLIGIBLE = 1 / 200
 def choose_dilations(
     checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel, tell: Progress
 ) -> Dilations:
-    """Find the least dilations for a plan by a rehearsal; several ranks share the cores, so they need larger ones.
-
-    tell: called with the progress of the rehearsal.
-    """
+    """Find the least dilations for a plan by a rehearsal; several ranks share the cores, so they need larger ones."""
     rehearsed, ranks = rehearse(checkpoint, layout, plan, cost, tell), layout.config.ranks
     return Dilations(
         ranks * least_dilation(rehearsed["prefill"]), ranks * least_dilation(rehearsed["decode"])

@@ -20,13 +20,7 @@ class LaneMeter:
         self.modelled = self.excess = self.overruns = self.late = 0
 
     def add(self, worked: float, modelled: int, taken: int) -> None:
-        """Add a task.
-
-        Args:
-            worked: nanoseconds of its real work.
-            modelled: nanoseconds that it should take.
-            taken: nanoseconds that it occupied the lane.
-        """
+        """Add a task: nanoseconds of its real work, of its modelled time, and of the time that it took on the lane."""
         self.worked += worked
         self.modelled += modelled
         self.excess += taken - modelled

@@ -45,10 +45,7 @@ class MlxExperts:
         self._evaluations = evaluations
 
     def group(self, task: Task, routed: Routed, *beside: Array) -> dict[int, int]:
-        """Keep and evaluate the rows of each expert; returns the number of rows of each expert that has any.
-
-        beside: lazy arrays that are evaluated at the same time.
-        """
+        """Keep each expert's rows, and evaluate them and the arrays `beside`; returns the rows of each that has any."""
         rows = ExpertRows(routed.x_TD, routed.experts_Tk, routed.weights_Tk)
         self._states[task.micro_batch].rows = rows
         experts = self._config.layer(task.layer).feed_forward.experts
@@ -57,10 +54,7 @@ class MlxExperts:
         return with_rows(rows.counts)
 
     def counts(self, task: Task, experts: int, experts_Tk: Array, *beside: Array) -> dict[int, int]:
-        """The number of rows of each expert that has any, of `experts` experts.
-
-        beside: lazy arrays that are evaluated at the same time.
-        """
+        """The number of rows of each expert that has any; evaluates the choices and the arrays `beside`."""
         self._evaluations.settle(task.micro_batch, *beside, experts_Tk)
         return with_rows(_counted(experts_Tk, experts))
 

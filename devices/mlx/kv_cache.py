@@ -84,12 +84,7 @@ class RequestsKV:
         return [self._view(layer, *part) for part in self._parts(step)]
 
     def _parts(self, step: KVStep) -> list[tuple[int, int, int, list[int]]]:
-        """Group neighbouring requests that one view can show.
-
-        Returns:
-            for each group, the new tokens, the length, and the distance in slots of its requests, and their first
-                slots.
-        """
+        """Groups of neighbours for one view each: new tokens, length and distance of all its requests, first slots."""
         parts: list[tuple[int, int, int, list[int]]] = []
         for request, past, new in zip(step.requests, step.past, step.new, strict=True):
             first, length = self._first[request], past + new

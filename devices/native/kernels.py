@@ -83,14 +83,7 @@ class NativeKernels:
     def _run_expert(
         self, matrices: Sequence[array[int]], weights: array[int], width: int, x_nD: Tensor, y_nD: Tensor
     ) -> None:
-        """Call the kernel for an expert.
-
-        Args:
-            matrices: the row blocks of gate, up and down.
-            weights: the addresses of `matrices`, which must live as long.
-            width: number of inner elements.
-            y_nD: receives the outputs.
-        """
+        """Run an expert's kernel, which writes `y_nD`; `weights` has addresses in `matrices`, which live as long."""
         x_nD = _with_plain_rows(x_nD)
         shape = (*x_nD.shape, width, x_nD.data_ptr(), x_nD.stride(0))
         check(self._library.moesched_expert(self._team, *shape, address(weights), y_nD.data_ptr()))

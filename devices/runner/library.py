@@ -30,16 +30,13 @@ class Experts(Protocol):
     """The experts of a layer on rows of micro-batches."""
 
     def group(self, task: Task, routed: Routed, *beside: Any) -> dict[int, int]:
-        """Keep the rows of each expert in the micro-batch's state; returns the rows of each expert that has any.
+        """Keep the rows of each expert in the micro-batch's state; returns the number of rows of each that has any.
 
         beside: lazy tensors that are computed at the same time.
         """
 
     def counts(self, task: Task, experts: int, experts_Tk: Any, *beside: Any) -> dict[int, int]:
-        """The number of rows of each expert that has any, of `experts` experts.
-
-        beside: lazy tensors that are computed at the same time.
-        """
+        """The rows of each of `experts` experts that has any; lazy tensors `beside` are computed at the same time."""
 
     def scores(self, logits_TE: Any) -> Any:
         """Each expert's probability by the router (E), float32, averaged over the tokens."""

@@ -27,10 +27,7 @@ class Beams(Protocol):
     """The beam searches of a batch."""
 
     def advance(self, state: MicroBatchState, places: Sequence[int], logits_SV: Logits) -> list[Standing]:
-        """Extend the beams of some of a micro-batch's requests by a token; returns each search's standing.
-
-        places: indices of these requests in the micro-batch.
-        """
+        """Extend the beams of a micro-batch's requests at these indices by a token; returns each search's standing."""
 
 
 class Choice(NamedTuple):

@@ -29,10 +29,7 @@ class BeamSearches:
     def advance(
         self, state: MicroBatchState, places: Sequence[int], logits_SV: npt.NDArray[np.float32]
     ) -> list[Standing]:
-        """Extend the beams of some of a micro-batch's requests by a token; returns each search's standing.
-
-        places: indices of these requests in the micro-batch.
-        """
+        """Extend the beams of a micro-batch's requests at these indices by a token; returns each search's standing."""
         count = len(state.requests) * state.beams
         if len(state.new) != count:  # after prefill: one entry per prompt
             state.new = [[]] * count

@@ -56,11 +56,7 @@ class BlockTable:
         return self._sequences[sequence]
 
     def open(self, sequence: int, tokens: int = 0) -> None:
-        """Begin a sequence, and reserve blocks for `tokens` tokens.
-
-        Raises:
-            OutOfBlocks: there are not enough free blocks.
-        """
+        """Begin a sequence, and reserve blocks for `tokens` tokens; raises OutOfBlocks if too few are free."""
         if sequence in self._sequences:
             raise ValueError(f"sequence {sequence} is open already")
         blocks = self._free.take(self.blocks_for(tokens))

@@ -77,10 +77,7 @@ class Compute:
         return CODE_BYTES if self.on_cpu and self.dtype == torch.bfloat16 and has_bfloat16() else 0
 
     def start(self, rows_an_expert: float) -> None:
-        """Start kernels and threads; later calls do nothing.
-
-        rows_an_expert: mean number of an expert's rows in a decode step.
-        """
+        """Start kernels and threads for a mean of `rows_an_expert` rows in a decode step; later calls do nothing."""
         if self._threads_before is not None:
             return
         self._threads_before = torch.get_num_threads()

@@ -49,11 +49,7 @@ class DeviceKV:
 
 
 def device_kv_of(plan: Plan, states: Sequence[MicroBatchState], compute: Compute) -> dict[int, DeviceKV]:
-    """Make a `DeviceKV` for each micro-batch whose prompts are cut into chunks and whose KV cache is on the host.
-
-    Returns:
-        for the number of each of these chunks, the one that they share.
-    """
+    """One for each micro-batch of chunked prompts whose KV cache is on the host, by the numbers of its chunks."""
     of_wholes: dict[int, DeviceKV] = {}
     of_chunks: dict[int, DeviceKV] = {}
     for number, chunk in plan.chunks.items():

@@ -57,8 +57,6 @@ class HeldPages:
     def hold(self, pages: Sequence[Page], tell: Progress) -> None:
         """Read these pages if they are not in memory, and free all others; after an error, none is in memory.
 
-        tell: called with the bytes read and the total.
-
         Raises:
             Refused: the system locks no more memory.
             MoeschedError: a file cannot be read.

@@ -27,11 +27,9 @@ class Run(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """Sequences of one length whose blocks are scattered, so that they have to be copied together.
+    """Sequences of one length in scattered blocks; `slots`, once made, are those blocks' slots, to be copied together.
 
     Each begins with a block of its own, as in the cache, for the same bits as from there.
-
-    blocks: numbers of their blocks. slots: the slots of these blocks, as a tensor; None where it was not made.
     """
 
     queries: int

@@ -84,8 +84,6 @@ class RegisteredFiles:
     def register(self, spans: Sequence[Span], tell: Progress) -> None:
         """Read and register those spans of open files that are not registered yet; no two may have a block in common.
 
-        tell: called with the bytes read and the total.
-
         Raises:
             Refused: the system does not map a file, or CUDA does not register it.
             MoeschedError: a file cannot be read.

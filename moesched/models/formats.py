@@ -60,10 +60,7 @@ def _format(name: str, each: float, rate: float, why: str, **other: float) -> Fo
 
 
 def _llama_cpp(name: str, each: float, rate: float, why: str, *, head: float, favoured: float) -> Format:
-    """A format of llama.cpp's files, in which half of the value and down matrices have `favoured` bytes per weight.
-
-    `use_more_bits` in its quantize tool selects these.
-    """
+    """A format of llama.cpp: half of the value and down matrices have `favoured` bytes per weight (use_more_bits)."""
 
     def weights(formats: Mapping[float, float]) -> dict[Role, float]:
         one, better = formats.get(each, each), formats.get(favoured, favoured)

@@ -44,10 +44,7 @@ def routed_rows_bytes(operations: Operations, tokens: int) -> int:
 
 
 def routed_prompt_bytes(operations: Operations, tokens: int) -> int:
-    """Bytes of the rows of prompts for experts on the host.
-
-    They are freed with the layer, and such allocations are rounded up to powers of two.
-    """
+    """Bytes of prompts' rows for experts on the host, freed with the layer; allocations have powers of two bytes."""
     return sum(1 << (nbytes - 1).bit_length() for nbytes in _routed(operations, tokens))
 
 

@@ -58,10 +58,7 @@ class Products(TensorSizes):
         return Product(sum(matrices.values()), round(nbytes), min(rates, default=1.0))
 
     def _times(self, product: Product, tokens: int, width: int) -> tuple[float, float]:
-        """FLOPs and bytes of a product with `tokens` rows.
-
-        width: elements of inputs and outputs per token.
-        """
+        """FLOPs and bytes of a product with `tokens` rows, whose inputs and outputs have `width` elements per token."""
         return 2.0 * tokens * product.elements, product.nbytes + tokens * width * self.element
 
 
@@ -121,10 +118,7 @@ class AttentionOperations(Products):
         return Amount(in_prompts + (pairs - prompt_pairs) * attention.step_flops, nbytes, tuple(parts))
 
     def attention_step(self, totals: Sequence[int]) -> Amount:
-        """Attention of one new token per sequence; equal to `attention` and faster, since simulations call it often.
-
-        totals: tokens of each sequence in the cache, the new one included.
-        """
+        """Attention of one new token per sequence, given all tokens in each cache; like `attention`, but faster."""
         attention = self.layer.attention
         if isinstance(attention, LinearAttention):
             return self._linear_attention(attention, len(totals), len(totals))
@@ -315,13 +309,7 @@ class Operations(AttentionOperations, ExpertOperations):
 def _by_residency(
     operation: str, weights: int, rows: float, times: float, resident: float
 ) -> tuple[WorkPart, ...]:
-    """An operation on `weights` bytes of weights, as its resident and its fetched part, which have measured costs each.
-
-    Args:
-        rows: rows that the weights are multiplied with.
-        times: number of operations.
-        resident: share of the weights that is resident, from 0 to 1.
-    """
+    """`times` operations on `weights` bytes of weights, split by residency, since either part has measured costs."""
     parts = (
         WorkPart(f"resident {operation}", weights, rows, times * resident),
         WorkPart(operation, weights, rows, times * (1.0 - resident)),

@@ -130,10 +130,7 @@ class Candidate:
         return sorted(found, key=lambda seen: seen.rate, reverse=True)
 
     def _large(self, counts: Sequence[int]) -> Iterator[Point]:
-        """Points with the largest micro-batches that fit, in chunks too if larger ones fit then; needs no bound.
-
-        counts: the numbers of micro-batches to try.
-        """
+        """Points with the largest micro-batches that fit, in chunks too if larger ones fit then; needs no bound."""
         if len(self.setting.lengths) == 1:
             return
         sizes, most = [size for size in self._coarse if size in self._ladder], 0
@@ -218,9 +215,9 @@ class Candidate:
         ]
 
     def _best_of(self, setting: Setting, shapes: Sequence[Shape], above: float = 0.0) -> PolicyChoice | None:
-        """The sizes with the highest bound; of similar bounds, the largest micro-batches, which are the fewest tasks.
+        """The sizes with the highest bound, at least `above`; of similar bounds the one of the largest micro-batches.
 
-        above: tokens per second that the bound has to reach; None is returned if none does.
+        Larger micro-batches are fewer tasks.
         """
         found = best(setting, self.traits, shapes, above)
         if found is None:

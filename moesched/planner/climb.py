@@ -92,10 +92,7 @@ class Climb:
         return seen
 
     def _uphill(self, found: Seen, around: Callable[[Seen], list[Point]]) -> Seen:
-        """Move to faster schedules until no neighbour has a higher bound, or enough of them were simulated.
-
-        around: returns the neighbours of a schedule.
-        """
+        """Move to faster schedules until no neighbour (`around`) has a higher bound, or enough were simulated."""
         tried = {found.point}
         ahead = self._ahead(found, around(found))
         while ahead and len(tried) <= MOST_PREVIEWS:

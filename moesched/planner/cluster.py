@@ -155,10 +155,7 @@ def plan_cluster(given: ClusterPlanOptions) -> ClusterProposal:
 
 
 class _Bytes(NamedTuple):
-    """Bytes of a model's weights.
-
-    dense: one layer's dense weights. expert: one expert's weights in all layers. outside: weights outside of layers.
-    """
+    """Bytes of weights: of a layer's dense weights, of one expert in all layers, and of weights outside of layers."""
 
     dense: int
     expert: int

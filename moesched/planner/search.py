@@ -100,9 +100,9 @@ def least(setting: Setting, traits: Traits, shape: Shape) -> PolicyChoice:
 def filled(
     setting: Setting, traits: Traits, shape: Shape, count: int, resident: float
 ) -> PolicyChoice | None:
-    """The choice of `count` micro-batches with as many weights kept as fit; None if the micro-batches do not fit.
+    """The choice of `count` micro-batches, `resident` with their KV cache on the accelerator, and all weights that fit.
 
-    resident: number of them whose KV cache stays on the accelerator.
+    It is None if the micro-batches do not fit.
     """
     fast = setting.machine.accelerator.memory
     free = {
@@ -173,10 +173,7 @@ class _Programme:
         return _choice(setting, self._traits, shape, each + here, here, model.val(self._resident_share))
 
     def _add_counts(self, shape: Shape, taken: Any) -> list[tuple[Share, Any]]:
-        """Add variables for the micro-batches with their KV cache on the host, and for those on the accelerator.
-
-        taken: the binary variable of the shape; without the shape, there are no micro-batches.
-        """
+        """Add variables for micro-batches with their KV cache on the host and on the accelerator: 0 unless `taken`."""
         model, share = self._model, self._setting.kv_on_gpu
         sorts = [shape.each] if shape.resident is None else [shape.each, shape.resident]
         limits = [min(shape.most, self._room(shape, sort)) for sort in sorts]

@@ -139,11 +139,7 @@ def plan_best(
 
 
 def _asked(policies: Iterable[PolicyGiven] | None, settings: Mapping[str, Any]) -> Sequence[PolicyGiven]:
-    """The policies to search: those that are named, by default all.
-
-    Raises:
-        BadInput: there are settings, but no named policy that they are for.
-    """
+    """The policies to search, by default all; BadInput if there are settings but no policy that they are for."""
     if policies is not None:
         return list(policies)
     if settings:
@@ -159,10 +155,7 @@ def _best_of(
     band: bool,
     on_progress: Callable[[str], object],
 ) -> Best:
-    """The best plan of the policies, after a search for better sizes if there are several.
-
-    seen: by candidate, its schedule so far; the search puts better ones there.
-    """
+    """The best plan; it searches for better sizes if there are several policies, and puts their schedules in `seen`."""
     if not seen:
         raise _nothing_fits(in_order([], misfits))
     if len(seen) > 1:

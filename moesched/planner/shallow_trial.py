@@ -41,10 +41,7 @@ class Cut(NamedTuple):
     share: float | None
 
     def trial(self, most_steps: int, prepared: tuple[Plan, Policy] | None = None) -> TrialRun:
-        """Simulate the few layers; returns the figures extrapolated to the whole model.
-
-        prepared: the plan and policy, if they were made already.
-        """
+        """Simulate the few layers, by `prepared` if it was planned already; figures are extrapolated to all layers."""
         plan, policy = prepared or self.plan()
         return trial_run(plan, policy, most_steps=most_steps).times(1 / self.part)
 
@@ -65,8 +62,6 @@ class Cut(NamedTuple):
 
 def cut_like(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tuple[Plan, Policy]] | None:
     """Cut the model to the fewest layers whose plan keeps the same share of weights; returns that plan and policy, too.
-
-    It returns None if there is no such cut.
 
     Args:
         plan: of the whole model.

@@ -193,10 +193,7 @@ def _captured(rank: Rank) -> CapturedRun | None:
 
 
 def _figures(ends: Sequence[int], batch: Batch) -> Figures:
-    """The figures of a replayed trial run.
-
-    ends: the end of loading, then of each step, in nanoseconds.
-    """
+    """The figures of a replayed trial run, given the nanoseconds at the end of loading and of each step."""
     loaded, *steps = ends
     window = whole_steps(steps)
     step = (window[-1] - window[0]) / 1e9 / max(1, len(window) - 1)

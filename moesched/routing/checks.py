@@ -114,10 +114,7 @@ def with_all_layers(chosen_Tlk: Integers, config: ModelConfig) -> Integers:
 
 
 def other_top_k(place: str, count: int, config: ModelConfig) -> BadInput:
-    """The error for tokens with more or fewer experts than the model chooses.
-
-    place: names the token in the message. count: experts of that token.
-    """
+    """The error for a token (`place`) with more or fewer experts (`count`) than the model chooses."""
     return BadInput(
         f"{place}: a token has {count} experts, but {config.name} has top {config.routed.top_k}: "
         "give a trace of that model"
@@ -125,10 +122,7 @@ def other_top_k(place: str, count: int, config: ModelConfig) -> BadInput:
 
 
 def other_layers(where: str, count: int, config: ModelConfig) -> BadInput:
-    """The error for a trace with more or fewer layers than the model.
-
-    where: names the trace in the message. count: layers of the trace.
-    """
+    """The error for a trace (`where`) with more or fewer layers (`count`) than the model."""
     routed = len(routed_layers(config))
     with_experts = "" if routed == config.layers else f", {routed} of them with experts"
     return BadInput(

@@ -62,8 +62,6 @@ class _Pass(NamedTuple):
 def parse_megatron_trace(where: str, data: bytes, config: ModelConfig) -> RoutingTrace:
     """Read the records of one trace file, or of several files joined into one.
 
-    where: names the file in messages.
-
     Raises:
         BadInput: a line is not a record (the message names it), a pass lacks a layer, or the trace is of another model.
     """

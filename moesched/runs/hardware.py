@@ -106,11 +106,7 @@ def run(
 
 
 def _require_runnable(plan: Plan, policy: Policy, device: Device) -> None:
-    """Check that a device can run a plan.
-
-    Raises:
-        BadInput: the plan is a pipeline, or requests router scores, which the device does not give.
-    """
+    """Raise BadInput if a plan is a pipeline, or requests router scores that the device does not give."""
     if len(plan.stages) > 1:
         raise BadInput(
             f"policy {type(policy).__name__} makes a pipeline of {len(plan.stages)} accelerators, and devices run "

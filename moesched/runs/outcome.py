@@ -53,10 +53,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneUse(msgspec.Struct, frozen=True):
-    """Use of a lane from the end of loading to the end of the last step.
-
-    Tasks that end after it, such as the last transfers, count too.
-    """
+    """Use of a lane from the end of loading to the end of the last step; tasks that end later count, too."""
 
     busy_seconds: float
     utilization: float

@@ -15,10 +15,7 @@ Price = Callable[[Work], int]
 
 
 class ExpectedEnds(NamedTuple):
-    """Expected times in nanoseconds.
-
-    tasks: the end of each unsettled task, by `Task.id`. lanes: the end of each lane's last task.
-    """
+    """Expected nanoseconds: the end of each unsettled task by `Task.id`, and the end of each lane's last task."""
 
     tasks: dict[int, int]
     lanes: dict[Lane, int]

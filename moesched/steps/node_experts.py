@@ -44,12 +44,7 @@ def require_routers(verb: str, declared: Declared) -> None:
 def ownership_problem(
     owners: Mapping[int, int], routed: Collection[int], placement: Sequence[Collection[int]]
 ) -> str:
-    """Find the fault of an assignment of routed experts to nodes, as text; empty if there is none.
-
-    Args:
-        owners: the node of each expert.
-        placement: for each node, the experts that it holds.
-    """
+    """Find the fault of an assignment of routed experts to nodes that hold experts; empty if there is none."""
     if missing := sorted(set(routed) - owners.keys()):
         return f"it leaves out {named(missing)}, which tokens were routed to"
     for expert, node in owners.items():

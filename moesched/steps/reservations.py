@@ -251,10 +251,7 @@ class Reservations(ReadOnly):
                 yield Reservation(memory, "sums exchanged between nodes", sizes.exchanged(count))
 
     def _kv_cache(self, declared: Declared) -> Iterator[Reservation]:
-        """Reservations for the KV caches placed so far, and for a layer's keys and values of chunked prompts.
-
-        The latter are on the accelerator while the cache is on the host.
-        """
+        """Reservations for KV caches, and for a layer of chunked prompts on accelerators without their cache."""
         for role in KV_ROLES:
             groups = held_alike(declared.kv_roles, role)
             chosen = [number for numbers in groups.values() for number in numbers]

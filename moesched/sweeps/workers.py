@@ -209,10 +209,7 @@ def _one_thread_each() -> Iterator[None]:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """A context in which a process starts with signals blocked until it is ready to handle them.
-
-    multiprocessing starts a first process of its own, which unblocks them.
-    """
+    """Block signals while a process starts, until it is ready; multiprocessing's first own process unblocks them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield

@@ -81,10 +81,7 @@ def control_groups(root: Path = ROOT) -> Iterator[GroupMemory]:
 
 
 def _groups(top: Path, path: str, limit: str, usage: str, freeable: str) -> Iterator[GroupMemory]:
-    """The groups with a limit, from the process's own group to the top one.
-
-    limit, usage: names of the files with these bytes. freeable: name of the bytes in memory.stat that can be freed.
-    """
+    """The groups with a limit, from the process's own to the top one, by the names of their files and statistic."""
     own = top / path.lstrip("/")
     inside = [own, *own.parents] if own.is_relative_to(top) and ".." not in own.parts else [top]
     for folder in inside:

@@ -44,10 +44,7 @@ def check_eviction(make: Callable[[], Eviction], *, rounds: int = 25) -> None:
 def _require_hits(
     make: Callable[[], Eviction], experts: str, choices: Choices, *, least: float, ahead: bool = False
 ) -> None:
-    """Check that a rule finds at least `least` times the share of pages that random choices find.
-
-    experts: names the sequences in the message.
-    """
+    """Check that a rule finds at least `least` times the share of pages that random choices find."""
     found, at_random = hit_rate(make, choices, ahead=ahead), random_hit_rate(choices, ahead=ahead)
     assert found >= least * at_random, (
         f"of {experts}, {found:.0%} are in a cache of this rule and {at_random:.0%} in one that evicts at random: "

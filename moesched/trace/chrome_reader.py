@@ -235,8 +235,6 @@ def read_bytes(path: Path) -> bytes:
 def decode_trace(data: bytes, path: Path) -> TraceFile:
     """Decode the events of a trace file.
 
-    path: names the file in messages.
-
     Raises:
         BadInput: the bytes are not JSON, or not a trace that this version of moesched writes.
     """

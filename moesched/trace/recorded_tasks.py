@@ -149,10 +149,7 @@ def _cancelled(
 
 
 def costs_of(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
-    """The demands of the tasks' works, where a cost model gave them.
-
-    sharing: whether tasks slowed each other down, so that their shares of resources count.
-    """
+    """The demands of the tasks' works, where a cost model gave them; with shares of resources if `sharing`."""
     works = {id(task.work): task.work for task in tasks if task.work.demand is not None}
     costs = {}
     for work in works.values():

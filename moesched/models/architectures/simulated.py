@@ -122,10 +122,7 @@ class Family(NamedTuple):
         left_out: Sequence[str] = (),
         formats: Sequence[str] = COMMON_FORMATS,
     ) -> Architecture:
-        """Make the architecture, with its known models and the source of each.
-
-        left_out, formats: as in `Architecture`.
-        """
+        """Make the architecture, with its known models and the source of each."""
         return Architecture(
             model_types=tuple(self.keys),
             shapes=tuple(models),

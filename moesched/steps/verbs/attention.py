@@ -134,11 +134,7 @@ class AttentionVerbs(Verbs):
         return self._run(OFFLOAD_KV, layer, batch, None, reads, (cache,))
 
     def _free_room(self, micro_batch: int) -> Block:
-        """Take one of the limited places for micro-batches within a layer.
-
-        Raises:
-            OverBudget: as many micro-batches are within a layer as the plan allows.
-        """
+        """Take one of the limited places for micro-batches within a layer; OverBudget if none is free."""
         rooms = self._state.rooms
         if not rooms:
             raise OverBudget(

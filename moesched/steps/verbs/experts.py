@@ -226,11 +226,7 @@ class ExpertVerbs(Verbs):
     def _run_rows(
         self, layer: int, expert: int, micro_batch: int | Collection[int], at: At, rows: range | None
     ) -> tuple[Task, tuple[Block, ...], tuple[Block, ...]]:
-        """Make a task for some of an expert's rows or for several micro-batches, and the blocks that it uses.
-
-        Returns:
-            the task, the blocks that it reads, and those that it writes.
-        """
+        """A task for some of an expert's rows or for several micro-batches, and the blocks it reads and writes."""
         shares = []
         for number in named_micro_batches(micro_batch, rows):
             batch = self._at(RUN_EXPERT, layer, number)

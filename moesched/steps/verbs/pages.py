@@ -107,11 +107,7 @@ class PageVerbs(Verbs):
             self._add_own(verb, source)
 
     def _add_own(self, verb: str, pool: Pool) -> None:
-        """Note that a pool is of this run's plan.
-
-        Raises:
-            PolicyError: it is not.
-        """
+        """Note that a pool is of this run's plan; raises PolicyError if it is of another one."""
         try:
             if self._state.plan.memories.get(pool.memory.name) is not pool.memory:
                 raise PolicyError(

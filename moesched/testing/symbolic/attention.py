@@ -70,13 +70,7 @@ class Attention:
         return "kv", task.layer, self._batch.whole(task)
 
     def _attend(self, task: Task, data: Access, source: Key, key: Key, held: int | None = None) -> int:
-        """Append a step's keys and values to a cache, and attend over it; returns the output's symbol.
-
-        Args:
-            source: the data with queries, keys and values.
-            key: the cache.
-            held: the cache's value, if it is not the present one.
-        """
+        """Append keys and values at `source` to the cache at `key`, or to its value `held`, and attend over it."""
         qkv = data.read(source)
         return attend(task.layer, qkv, self._append(task, data, qkv, key, held))
 
