@@ -57,7 +57,7 @@ class Listener:
 
 
 def observers_in(listener: Listener) -> list[Observer]:
-    """The listener in a list if it overrides `ended`, else no observer: a call at every task's end takes some time."""
+    """A list with the listener if it overrides `ended`; empty otherwise, since a call for every task takes time."""
     return [] if type(listener).ended is Listener.ended else [listener]
 
 

@@ -12,7 +12,7 @@ class Parts(NamedTuple):
     unit: str
 
     def that_fit(self, nbytes: int, free: int) -> str:
-        """The number of parts that fit in `free` bytes, in words, if all parts have `nbytes` bytes."""
+        """The number of parts that fit in `free` bytes, in words, if all parts together have `nbytes` bytes."""
         return f"{max(free, 0) * self.number // nbytes:,} {self.unit} would fit"
 
 

@@ -113,11 +113,11 @@ class KVPlan(NamedTuple):
     slot_bytes: int
 
     def held_by(self, role: Role) -> list[int]:
-        """The micro-batches of which a memory holds the KV cache, in all layers or in some."""
+        """The micro-batches whose KV cache a memory holds, in all layers or in some."""
         return [number for number, holders in enumerate(self.roles) if role in holders]
 
     def layers_held_by(self, role: Role, micro_batch: int) -> tuple[int, ...]:
-        """The layers of a micro-batch whose KV cache a memory holds."""
+        """The layers in which a memory holds the KV cache of a micro-batch."""
         return tuple(layer for layer, holder in enumerate(self.roles[micro_batch]) if holder == role)
 
     @property
