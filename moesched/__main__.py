@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def leave_current_folder_out() -> None:
-    """Undo what `python -m` does: a file there named like a library would take its place."""
+    """Take the current folder off the module search path, where a file named like a library would replace it."""
     try:
         here = os.getcwd()  # noqa: PTH109  # pathlib could be such a file
     except OSError:  # the folder was removed

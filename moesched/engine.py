@@ -311,7 +311,7 @@ class PlainEngine:
                 self._settle(task, CANCELLED)
 
     def forget(self) -> None:
-        """Drop the errors of a run that is over: their tracebacks lead back to tasks, which no collector sees."""
+        """Drop the errors of a finished run: their tracebacks refer to tasks, which no garbage collector tracks."""
         while self._undone:
             self._undone.pop().cause = None
         self.failure = self._halted = self._refusal = None
@@ -325,7 +325,7 @@ class PlainEngine:
         self._settle_all(ended)
 
     def _release(self, task: Task, ended: list[Task]) -> None:
-        """Make a task ready whose edges are met; one that is over instead goes to `ended`, to be settled."""
+        """Advance a task whose edges are all met; append it to `ended` if it is over without running."""
         lane = task.lane
         if self._halted is not None and task.cause is None and lane is not _NOWHERE and task.state != ISSUED:
             task.cause = self._halted
@@ -353,7 +353,7 @@ class PlainEngine:
             self._next(lane)
 
     def _end_on_device(self, task: Task) -> None:
-        """Settle a task that ended, after those it waited for on the device, whose ends the host may learn later."""
+        """Settle a task that ended on the device, once the host knows the ends of those that it waited for there."""
         if not wait_on_host(task):
             self._settle(task, DONE if task.cause is None else CANCELLED)
 
@@ -391,7 +391,7 @@ class PlainEngine:
         self._settle_all([task])
 
     def _settle_all(self, ended: list[Task]) -> None:
-        """Release the followers of tasks that are over, and of those that are over with them, without recursion."""
+        """Release the followers of tasks that are over; those that end with them join the list: no recursion."""
         for task in ended:
             self.settled += 1
             task.operands = None
@@ -421,7 +421,7 @@ class PlainEngine:
 
 
 def _compiled_methods() -> tuple[Any, Any]:
-    """`submit` and `finish` from engine.c; those in Python where it was not compiled, or for another version."""
+    """Load `submit` and `finish` from engine.c; those in Python where it was not compiled, or for another version."""
     classes = PlainEngine, Task, Block, Lane
     try:
         compiled = import_module("moesched._engine")
@@ -441,7 +441,7 @@ class Engine(PlainEngine):
 
 
 def _follow(task: Task, others: Sequence[Task]) -> int:
-    """Order a new task after others whose results it does not need; returns the number that have not settled."""
+    """Have a task wait for others whose results it does not need; returns the number of those that have not settled."""
     task.deps += [other.id for other in others]
     unsettled = [other.followers for other in others if other.followers is not None]
     for followers in unsettled:

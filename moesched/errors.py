@@ -65,7 +65,7 @@ class PolicyError(MoeschedError):
     """A policy submitted an illegal task; raised at the line that submitted it.
 
     Attributes:
-        line: the policy's line as file:line, where the error is raised later than there; empty otherwise.
+        line: the policy's line as file:line, if the error was raised after that line had run; empty otherwise.
     """
 
     line = ""
@@ -84,7 +84,7 @@ class OverBudget(PolicyError):
 
 
 class KernelFailed(MoeschedError):
-    """A kernel from outside the tree raised, or gave something else than its operation; the message names both."""
+    """A kernel from outside the tree raised, or returned no result of its operation; the message names both."""
 
 
 class TaskFailed(MoeschedError):
@@ -154,7 +154,7 @@ _REFUSALS = (
 
 
 def memory_refusal(error: BaseException | None) -> str | None:
-    """The reason in words if the system refused memory, in this error or in one that it came from; None otherwise."""
+    """Find the words in which the system refused memory, in an error or in its causes; None if it did not."""
     seen: set[int] = set()  # an error may be its own cause
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -31,7 +31,7 @@ def documented(kind: type[Given]) -> type[Given]:
 
 
 class takes(Generic[Keywords, Given]):
-    """Decorates a function of options so that it takes them as keywords; its signature and `Args:` have all of them."""
+    """Decorates a function of options so that it takes their fields as keywords, which signature and `Args:` list."""
 
     def __init__(self, kind: Callable[Keywords, Given]) -> None:
         self._kind: Any = kind
@@ -68,7 +68,7 @@ class takes(Generic[Keywords, Given]):
 
 
 def _without_description(annotation: str) -> str:
-    """The type in the source of an annotation."""
+    """The type in the source text of an annotation, without its `Option`."""
     match ast.parse(annotation, mode="eval").body:
         case ast.Subscript(ast.Name("Annotated"), ast.Tuple([kind, *_])):
             return ast.unparse(kind)
@@ -76,7 +76,7 @@ def _without_description(annotation: str) -> str:
 
 
 def _place(each: Described) -> int:
-    """The order of parameters: by place, required, others."""
+    """Sort key of parameters: positional ones first, then those without a default, then the others."""
     return 0 if each.by_place else 1 if each.default is MISSING else 2
 
 
@@ -91,7 +91,7 @@ def _parameter(each: Described) -> inspect.Parameter:
 
 
 def _with_meanings(text: str, own: Iterable[Described]) -> str:
-    """A docstring with the arguments before what it raises."""
+    """A docstring with an `Args:` section of these options, inserted before its `Raises:`."""
     head, raises, errors = text.partition("\n\nRaises")
     indented = TextWrapper(WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
     lines = [

@@ -50,7 +50,7 @@ class Option:
 
     @property
     def bounds(self) -> str:
-        """The numbers that it may have, in words; empty without bounds."""
+        """The option's bounds in words; empty without bounds."""
         if self.gt is not None:
             return f"more than {self.gt:,}" + ("" if self.le is None else f", at most {self.le:,}")
         if self.ge is None:
@@ -83,35 +83,35 @@ class Described(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """Its name on the command line."""
+        """The option's name on the command line."""
         flag = self.option.flag
         return f"--{self.name.replace('_', '-')}" if flag is None else flag
 
     @property
     def switches_off(self) -> bool:
-        """Test whether its flag switches it off, as `--no-band` does `band`."""
+        """Test whether the option's flag switches it off, as `--no-band` does `band`."""
         return self.flag.startswith("--no-") and not self.name.startswith("no_")
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        """The types that its value may have, apart from None."""
+        """The types that the option's value may have, apart from None."""
         several = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
         return tuple(each for each in several if each is not NoneType)
 
     @property
     def is_table(self) -> bool:
-        """Test whether its value has keys."""
+        """Test whether the option's value is a dict."""
         return any(get_origin(each) is Mapping for each in self.kinds)
 
     @property
     def item_kind(self) -> Any:
-        """The type of a value that is written as text: that of each key's, if it has keys."""
+        """The type that the option's text is converted to; of a dict's values, if the option is a dict."""
         if self.is_table:
             return get_args(self.kinds[0])[1]
         return str if str in self.kinds else self.kinds[0]
 
     def require(self, value: Any, title: str = "") -> None:
-        """Raise BadInput where a number is out of bounds; `title` names the option there, by default its flag."""
+        """Raise BadInput if a value is out of the option's bounds; `title` names the option, by default its flag."""
         if value is None or not self.option.bounds:
             return
         for number in value if isinstance(value, tuple | list) else [value]:
@@ -142,7 +142,7 @@ _DESCRIBED: dict[type, dict[str, Described]] = {}
 
 
 def described(kind: type[Options]) -> dict[str, Described]:
-    """The fields of options that have a description, by name."""
+    """The fields of a class of options that have an `Option` in their annotation, by name."""
     if kind not in _DESCRIBED:
         _DESCRIBED[kind] = _described(kind)
     return _DESCRIBED[kind]
@@ -167,7 +167,7 @@ def _described(kind: type[Options]) -> dict[str, Described]:
 
 
 def split(annotation: Any) -> tuple[Any, Option | None]:
-    """The type in an annotation, and the description beside it."""
+    """Split an annotation into its type and its `Option`, if it has one."""
     if get_origin(annotation) is not Annotated:
         return annotation, None
     kind, *marks = get_args(annotation)
@@ -175,12 +175,12 @@ def split(annotation: Any) -> tuple[Any, Option | None]:
 
 
 def part_of(options: Options, *parts: type[Options]) -> dict[str, Any]:
-    """The fields of some parts, with the values that the options give them."""
+    """The values that `options` has for the fields of these option classes, by field name."""
     return {name: getattr(options, name) for part in parts for name in described(part)}
 
 
 def flags_given(options: Options) -> list[str]:
-    """The flags of those fields whose values differ from what the command line has without them."""
+    """The flags of fields whose values differ from the command line's defaults."""
     return [
         each.flag
         for each in described(type(options)).values()
@@ -189,7 +189,7 @@ def flags_given(options: Options) -> list[str]:
 
 
 class _Names(dict[str, Any]):
-    """The names of a module; those that only type checkers import stand for text."""
+    """A module's names for the evaluation of annotations; those that only type checkers import become `str`."""
 
     def __missing__(self, name: str) -> Any:
         return vars(builtins).get(name, str)

@@ -38,7 +38,7 @@ def names(kind: Kind) -> list[str]:
 
 
 def shipped(kind: Kind) -> list[str]:
-    """The names of those plug-ins that come with the framework, sorted."""
+    """The names of the plug-ins of one kind that come with the framework, sorted."""
     return sorted(point.name for point in _points(kind) if point.value.startswith(f"moesched.{kind}."))
 
 
@@ -59,7 +59,7 @@ def find(kind: Literal["kernels"], given: str | type) -> type[Kernel]: ...
 
 
 def find(kind: Kind, given: str | type) -> type:
-    """The class of a name, or at `module:Class` (also in the current folder) or `file.py:Class`; or the given class.
+    """Find the class of a name, at `module:Class` (also in the current folder) or `file.py:Class`; or the given class.
 
     Raises:
         BadInput: there is none, it cannot be imported, or it lacks a method of its seam; the message says why.
@@ -93,7 +93,7 @@ def name_of(kind: Kind, given: object) -> str:
 
 
 def name_elsewhere(kind: Kind, given: object) -> str:
-    """The name by which other processes find a plug-in.
+    """The name by which other processes find a plug-in that was given by its name, as a class or as an object.
 
     Raises:
         BadInput: they cannot find it.
@@ -139,7 +139,7 @@ def load(target: str, title: str, *, here: bool = True) -> Any:
 
 
 def _module_in(file: Path) -> ModuleType:
-    """The module in a file; its folder is searched, last, for the modules that it imports."""
+    """Import the module in a file; its folder is searched, last, for the modules that it imports."""
     path = file.expanduser().resolve(strict=True)
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(path):
@@ -159,14 +159,14 @@ def _module_in(file: Path) -> ModuleType:
 
 
 def _line_of(error: BaseException) -> str:
-    """The line of somebody's module that an import failed at, as file:line; empty where it was none."""
+    """The line of a plug-in's module that made its import fail, as file:line; empty if none of its lines did."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     return raising_line(error)
 
 
 def _search_here_last() -> None:
-    """Add the current folder to the end of the search path, so that no module there replaces another one."""
+    """Add the current folder to the end of the module search path, where no file replaces an installed module."""
     with suppress(OSError):  # the folder was removed
         here = str(Path.cwd())
         if here not in sys.path:
@@ -177,8 +177,8 @@ def make_policy(name: str, settings: dict[str, Any] | None = None) -> Policy:
     """Make a policy by its name and settings.
 
     Raises:
-        BadInput: it does not exist, or does not take one of the settings.
-        Exception: an error of its constructor.
+        BadInput: the policy does not exist, or does not take one of the settings.
+        Exception: an error of the policy's constructor.
     """
     make: Callable[..., Policy] = find("policies", name)
     try:
@@ -208,12 +208,12 @@ def _points(kind: Kind) -> tuple[EntryPoint, ...]:
 
 @cache
 def _points_on(path: tuple[str, ...], kind: Kind) -> tuple[EntryPoint, ...]:
-    """The plug-ins of the packages on `path`, cached: finding them opens a file for each package."""
+    """The entry points of one kind in the packages on `path`, cached: finding them opens a file for each package."""
     return tuple(entry_points(group=f"moesched.{kind}"))
 
 
 def _target(kind: Kind, name: str) -> tuple[str, bool]:
-    """The place of a plug-in, and whether that is an installed one."""
+    """The place to import a plug-in from, as `module:Class` or `file.py:Class`, and whether it is an installed one."""
     for point in _points(kind):
         if point.name == name:
             return point.value, True

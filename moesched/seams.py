@@ -47,7 +47,7 @@ class Policy(Protocol):
     """
 
     def plan(self, plan: Plan) -> None:
-        """Declare where the KV cache lives, which pages stay, and which pools the others stream through."""
+        """Declare where the KV cache lives, which pages stay, and which pools other pages stream through."""
 
     async def prefill(self, step: Step) -> None:
         """Schedule the prompts, up to and including each micro-batch's `sample`."""
@@ -125,14 +125,14 @@ class Issued(Protocol):
     """A task that was issued to a device's stream."""
 
     def wait(self) -> None:
-        """Block until it ends; raises its error."""
+        """Block until the task ends; raises the task's error."""
 
     @property
     def value(self) -> Any:
-        """Its result."""
+        """The task's result."""
 
     def span(self) -> tuple[int, int]:
-        """Its start and end on the driver's clock; known once `wait` has returned."""
+        """The task's start and end in nanoseconds on the driver's clock; known once `wait` has returned."""
 
 
 class Streams(Protocol):
@@ -255,7 +255,7 @@ class IsCalibrated(Protocol):
 
     @staticmethod
     def processors() -> str:
-        """The processors that it runs on here, as `Machine.measured_on` names those of a calibration.
+        """The processors of this machine that the device runs on, as `Machine.measured_on` names a calibration's.
 
         Raises:
             BadInput: the hardware is not there.
@@ -264,11 +264,11 @@ class IsCalibrated(Protocol):
 
 @runtime_checkable
 class ChoosesDtype(Protocol):
-    """A device class that computes in float16, too; one whose hardware may lack bfloat16 chooses it there."""
+    """A device class that chooses the dtype to compute in, such as float16 where its hardware lacks bfloat16."""
 
     @staticmethod
     def chosen_dtype(own: str) -> str:
-        """The number format for a model whose own one this is, where the user names none; by default its own."""
+        """The dtype to compute in where the user names none; `own` is the model's, and the default."""
         return own
 
 
@@ -345,7 +345,7 @@ class WarmsUp(Protocol):
     """A device that runs its kernels once before the first step, while pages that stay are loaded."""
 
     def warm_up_seconds(self) -> float | None:
-        """Seconds that this took in the last batch; None where nothing was to be warmed up. Called after a batch."""
+        """Seconds that the warm-up of the last batch took; None if it had nothing to warm up. Called after a batch."""
 
 
 @runtime_checkable
@@ -363,7 +363,7 @@ class ReportsHome(Protocol):
 
     @property
     def weights_home(self) -> WeightsHome | None:
-        """The way of the last batch; None where no weights were there for a GPU."""
+        """The way that the last batch used; None if the host kept no weights for a GPU."""
 
 
 @runtime_checkable
@@ -379,8 +379,8 @@ class KernelRow(NamedTuple):
     """A row of a device's table of kernels.
 
     Attributes:
-        takes: the cases that it takes, in words.
-        problem: the reason why it takes none on this machine; None where it does.
+        takes: the cases that the kernel computes, in words.
+        problem: the reason why it computes none on this machine; None where it does.
     """
 
     operation: str
@@ -395,17 +395,17 @@ class ListsKernels(Protocol):
 
     @staticmethod
     def kernel_rows() -> Sequence[KernelRow]:
-        """The rows by operation; of each the first that takes a case computes it."""
+        """The rows of all operations. Of an operation's rows, the first that takes a case computes it."""
 
 
 class Kernel(Protocol):
     """A kernel from outside the tree, for one operation; see `moesched.devices.kernels.seam`."""
 
     def refusal(self, case: Any) -> str:
-        """The reason why it does not take a case; empty if it does."""
+        """The reason why the kernel does not take a case; empty if it does."""
 
     def bind(self, case: Any, weights: Any, memory: Any) -> Callable[..., Any]:
-        """Make the call for a case that it takes."""
+        """Make the function that computes a case with its weights; called only for cases that the kernel takes."""
 
 
 @runtime_checkable
@@ -508,7 +508,7 @@ class Exchange(NamedTuple):
 
     Attributes:
         ticket: its number in the sequence of all collectives, from 0.
-        signature: its subject; ranks with different signatures get an error that names them.
+        signature: text that says what is exchanged; ranks with different signatures get an error that names them.
         step, layer: those that it belongs to; -1 for none.
     """
 
@@ -531,7 +531,7 @@ class Transport(Protocol):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Meet the other ranks, in the way that the parameters say.
+        """Connect to the other ranks, as the parameters describe.
 
         `(ranks)`: the ranks are threads that share the transport. `(addresses, rank, *, keys, listen, epoch,
         lost_after_seconds)`: each process listens at one of the addresses. `(rank, ranks)`: rank 0 is found by
@@ -565,5 +565,5 @@ class Routing(Protocol):
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
         """Count a micro-batch's tokens for each expert that gets any, in ascending order of expert.
 
-        step: of the micro-batch: 0 for its prompts, then 1, 2, ... for the tokens that follow them.
+        step: the micro-batch's step: 0 for its prompts, then 1, 2, ... for the tokens that follow them.
         """

@@ -12,7 +12,7 @@ _MEANT = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 def parse_value(text: str) -> int | float | bool | str:
-    """Convert a text to a whole number, another number, true or false, if it is one."""
+    """Convert a text to an int, float or bool if it reads as one; otherwise return it as it is."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):

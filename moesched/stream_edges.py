@@ -25,7 +25,7 @@ def kept_on_device(task: Task, other: Task, *, data: bool = False) -> bool:
 
 
 def leave_to_device(task: Task) -> list[Task]:
-    """Leave a task's edges to followers on its device to the device; returns these followers."""
+    """Hand over to the device a task's edges to followers on the same device; returns these followers."""
     domain, followers = task.lane.domain, task.followers or ()
     released = [other for other in followers if other.lane.domain == domain]
     task.followers = [other for other in followers if other.lane.domain != domain]
@@ -36,14 +36,14 @@ def leave_to_device(task: Task) -> list[Task]:
 
 
 def _wait_there(task: Task, other: Task) -> None:
-    """Have a task wait for another one on their device; once, over however many blocks."""
+    """Have a task wait for another one on their device, listed once even if several blocks link the two."""
     before = task.after or ()
     if other not in before:
         task.after = [*before, other]
 
 
 def wait_on_host(task: Task) -> bool:
-    """Have a task settle after those that it waits for on its device; returns whether any are unsettled."""
+    """Have a task settle only after those that it waits for on its device; returns whether any is unsettled."""
     unsettled = [other for other in task.after or () if other.state < DONE]
     for other in unsettled:
         assert other.followers is not None

@@ -108,7 +108,7 @@ class Lane:
         self.queue: deque[Task] = deque()
 
     def next_task(self) -> Task | None:
-        """Take out the task that is to run next; None while there is none that may start."""
+        """Remove and return the task that is to run next; None while there is none that may start."""
         if self.in_flight >= self.depth:
             return None
         if not self.in_order:
@@ -119,19 +119,19 @@ class Lane:
         return queue.popleft() if queue and queue[0].state == READY else None
 
     def remove(self, task: Task) -> None:
-        """Take out a ready task that is not to run; an in-order lane passes over it when it has settled."""
+        """Take a ready task that is not to run out of the lane; an in-order lane passes over it when it has settled."""
         if not self.in_order:
             self.heap.remove((task.key, task))
             heapify(self.heap)
 
     def advance(self, task: Task, key: int) -> None:
-        """Have a ready task wait further ahead, under another key."""
+        """Give a ready task a smaller key, so that it runs earlier; no effect on an in-order lane."""
         if not self.in_order:
             self.heap[self.heap.index((task.key, task))] = (key, task)
             heapify(self.heap)
 
     def remove_all(self) -> list[Task]:
-        """Take out all ready tasks but collectives, which other ranks rely on."""
+        """Remove and return all ready tasks but collectives, which other ranks rely on."""
         removed = [task for _, task in self.heap if type(task) is not Collective]
         removed += [task for task in self.queue if task.state == READY and type(task) is not Collective]
         self.heap = [(key, task) for key, task in self.heap if type(task) is Collective]
@@ -199,9 +199,9 @@ class Work(msgspec.Struct, eq=False):
 
 
 def _set_plainly(cls: type[S]) -> type[S]:
-    """Have the interpreter set a struct's attributes, in a quarter of the time that msgspec takes.
+    """Let a struct class set attributes as plain objects do, in a quarter of the time that msgspec takes.
 
-    The work that msgspec adds is for the garbage collector, which does not know of tasks.
+    The work that msgspec adds is for the garbage collector, which does not track tasks.
     """
     cls.__setattr__ = object.__setattr__  # type: ignore[method-assign]
     cls.__delattr__ = object.__delattr__  # type: ignore[method-assign]
@@ -274,17 +274,17 @@ class Task(msgspec.Struct, eq=False, gc=False):
 
     @property
     def phase(self) -> Phase | None:
-        """The phase of its micro-batch; None for what belongs to no step."""
+        """The phase of the task's micro-batch; None for a task that belongs to no step."""
         return None if self.generated < 0 else phase_after(self.generated)
 
     @property
     def when(self) -> str:
-        """The step of its micro-batch, for people."""
+        """The step of the task's micro-batch in words."""
         return f"decode step {self.step}" if self.phase == "decode" else "prefill"
 
     @property
     def label(self) -> str:
-        """A name for people: verb, layer, expert, micro-batch, and the rows of a part of it."""
+        """The task's name for people: verb, layer, expert, micro-batch, and the rows if it has a part of them."""
         parts = [self.verb]
         if self.layer >= 0:
             parts.append(f"L{self.layer}")
@@ -383,19 +383,19 @@ def priority(priority_class: int, task_id: int) -> int:
 
 
 def class_of(task: Task) -> int:
-    """The class of a task; collectives have none, and go before all others once they are admitted."""
+    """The priority class of a task; 0 for collectives, which go before all other tasks once they are admitted."""
     return 0 if type(task) is Collective else task.key >> CLASS_SHIFT
 
 
 def read_only(value: object) -> object:
-    """A task's value as everybody sees it: dicts and lists cannot be changed, since verbs rely on them later."""
+    """A read-only view of a dict or list, another value as it is: verbs rely on task values after policies saw them."""
     if isinstance(value, dict):
         return MappingProxyType(value)
     return tuple(value) if isinstance(value, list) else value
 
 
 def _line_of(code: CodeType, instruction: int) -> int:
-    """The source line of a byte offset in a code object, found late: looking it up takes a microsecond."""
+    """The source line of a byte offset in a code object; found only when shown, since that takes a microsecond."""
     line = code.co_firstlineno
     for start, _, number in code.co_lines():
         if start > instruction:

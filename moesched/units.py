@@ -119,7 +119,7 @@ def _with_prefix(value: float, unit: str, small: str) -> str:
 
 
 def _in_largest(value: float, units: Mapping[str, float]) -> str:
-    """The value with three digits in the first unit in which these make at least 1; empty where none does."""
+    """Format a value with three digits in the first unit in which it rounds to at least 1; empty if none does."""
     for name, factor in units.items():
         rounded = float(f"{value / factor:.3g}")
         if abs(rounded) >= 1:
@@ -128,7 +128,7 @@ def _in_largest(value: float, units: Mapping[str, float]) -> str:
 
 
 def format_size(nbytes: int) -> str:
-    """Bytes as text that `parse_bytes` reads to the byte: a whole number of a unit, else of bytes."""
+    """Format bytes so that `parse_bytes` gets the same number: a whole number of the largest unit possible."""
     for unit, factor in (("TB", 10**12), ("GB", 10**9), ("GiB", 2**30), ("MB", 10**6)):
         if nbytes % factor == 0:
             return f"{nbytes // factor}{unit}"

@@ -33,7 +33,7 @@ from .meters import Meters
 
 
 class EmulatedDevice:
-    """Imitates the accelerator and the links of any machine profile, in time that runs slower than ours.
+    """Imitates the accelerator and the links of any machine profile, in time that runs slower than real time.
 
     Args:
         dilation: real seconds for each second of the emulated machine; 0 for the least that keeps real work below a
@@ -93,7 +93,7 @@ class EmulatedDevice:
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """Every lane is a worker thread."""
+        """Empty: every lane is a worker thread."""
         return {}
 
     @property
@@ -107,7 +107,7 @@ class EmulatedDevice:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes beyond the plan, of the torch device."""
+        """Bytes of memory that the torch device uses beyond the plan."""
         return self._torch.own_bytes
 
     @property
@@ -158,7 +158,7 @@ class EmulatedDevice:
             self._pace = Pace(self._time, self._dilations, last_chunks)
 
     def rows_apart(self, rows: int) -> bool:
-        """As of the torch device."""
+        """Test whether no row's bits depend on another row, as the torch device does."""
         return self._torch.rows_apart(rows)
 
     def execute(self, task: Task) -> Any:
@@ -180,7 +180,7 @@ class EmulatedDevice:
         self._torch.close()
 
     def emulation(self) -> Emulation:
-        """Compare real work with dilated time since `begin`, without loading."""
+        """Compare real work with dilated time since `begin`; loading is left out."""
         return self._meters.result(self._dilations)
 
 

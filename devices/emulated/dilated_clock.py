@@ -14,7 +14,7 @@ NAP_NANOSECONDS = 2_000_000
 
 
 class DilatedClock:
-    """Stands at 0 until `run`; then runs slower than the real clock by the dilation."""
+    """A clock of an emulated machine: stands at 0 until `run`, then runs slower than the real clock by the dilation."""
 
     def __init__(self) -> None:
         self._pace: tuple[int, int, float] | None = None
@@ -22,24 +22,25 @@ class DilatedClock:
 
     @property
     def dilation(self) -> float:
-        """Real seconds for each emulated one, now."""
+        """Real seconds for each emulated second, at present."""
         return 1.0 if self._pace is None else self._pace[2]
 
     def now(self) -> int:
-        """Nanoseconds of the emulated machine since the start."""
+        """Nanoseconds of the emulated machine since the first `run`."""
         if self._pace is None:
             return 0
         real, emulated, dilation = self._pace
         return emulated + int((perf_counter_ns() - real) / dilation)
 
     def run(self, dilation: float) -> None:
-        """Continue at another pace."""
+        """Run with another dilation from now on."""
         self._pace = perf_counter_ns(), self.now(), dilation
 
     def wait_until(self, moment: int) -> None:
-        """Return when the emulated machine has reached a moment, on an idle core some 20 µs of real time later.
+        """Wait until the emulated machine's clock shows `moment`.
 
-        Other threads can run meanwhile, except at the very end.
+        On an idle core this returns some 20 µs of real time later. Other threads can run meanwhile, except at the very
+        end.
         """
         while (left := (moment - self.now()) * self.dilation) > SPUN_NANOSECONDS:
             sleep(min(left - SPUN_NANOSECONDS, NAP_NANOSECONDS) / 1e9)
@@ -48,9 +49,9 @@ class DilatedClock:
 
 
 class Pace:
-    """The pace of a run's clock: that of prefill, and that of decode once all prompts have passed.
+    """Sets the clock's dilation: that of prefill first, that of decode once all prompts were sampled.
 
-    prompts: chunks of prefill at whose end tokens are sampled.
+    prompts: number of prefill chunks at whose end tokens are sampled.
     """
 
     def __init__(self, time: DilatedClock, dilations: Dilations, prompts: int) -> None:
@@ -60,7 +61,7 @@ class Pace:
         time.run(dilations.prefill)
 
     def count_prefilled(self) -> None:
-        """Count a chunk that has passed; called on the one lane that samples all of them."""
+        """Count a chunk whose tokens were sampled; called on a single lane."""
         self._left -= 1
         if not self._left:
             self._time.run(self._decode)

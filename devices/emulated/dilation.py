@@ -25,7 +25,7 @@ NEGLIGIBLE = 1 / 200
 def choose_dilations(
     checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel, tell: Progress
 ) -> Dilations:
-    """The least dilations for a plan, found by a rehearsal; ranks share the cores, so each rank makes time slower."""
+    """Find the least dilations for a plan by a rehearsal; several ranks share the cores, so they need larger ones."""
     rehearsed, ranks = rehearse(checkpoint, layout, plan, cost, tell), layout.config.ranks
     return Dilations(
         ranks * least_dilation(rehearsed["prefill"]), ranks * least_dilation(rehearsed["decode"])
@@ -33,7 +33,7 @@ def choose_dilations(
 
 
 def least_dilation(rehearsed: Sequence[Rehearsed]) -> float:
-    """The least dilation, of three significant bits, that keeps real work within its shares of lanes and operations."""
+    """The least dilation, of three significant bits, with which real work takes its share of time on each lane."""
     lanes: dict[str, list[Rehearsed]] = {}
     for each in rehearsed:
         lanes.setdefault(each.lane, []).append(each)

@@ -13,14 +13,14 @@ REAL_SHARE = 1 / 3
 
 
 class LaneMeter:
-    """Adds up one lane's tasks; nanoseconds of the emulated machine."""
+    """Sums over the tasks of one lane: real work and excess time, in nanoseconds of the emulated machine."""
 
     def __init__(self) -> None:
         self.worked = 0.0
         self.modelled = self.excess = self.overruns = self.late = 0
 
     def add(self, worked: float, modelled: int, taken: int) -> None:
-        """Add a task: nanoseconds of its real work, of its modelled time, and of its time on the lane."""
+        """Add a task: nanoseconds of its real work, of its modelled time, and of the time that it took on the lane."""
         self.worked += worked
         self.modelled += modelled
         self.excess += taken - modelled
@@ -28,12 +28,12 @@ class LaneMeter:
         self.late += worked > modelled
 
     def result(self) -> EmulatedLane:
-        """The comparison, of a lane that had tasks."""
+        """The comparison for a lane that had tasks."""
         return EmulatedLane(self.worked / self.modelled, self.overruns, self.late, self.excess / 1e9)
 
 
 class Meters:
-    """Measures a run from now on.
+    """Measures a run from the time when it is made.
 
     Attributes:
         lanes: the meter of each lane, by name.

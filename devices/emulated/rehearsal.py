@@ -39,7 +39,7 @@ NO_LIMIT = 1 << 62
 
 
 class Rehearsed(NamedTuple):
-    """One kind of operation on its lane: real and modelled seconds of all that were rehearsed, in every layer."""
+    """One kind of operation on its lane: total real and modelled seconds, extrapolated to all layers."""
 
     lane: str
     verb: str
@@ -50,9 +50,9 @@ class Rehearsed(NamedTuple):
 def rehearse(
     checkpoint: Checkpoint, layout: WeightLayout, plan: Plan, cost: CostModel, tell: Progress
 ) -> dict[Phase, list[Rehearsed]]:
-    """Run the model's first layer on the plan's largest micro-batch, one task after the other.
+    """Run the model's first layer on the plan's largest micro-batch, one task after the other; returns times by phase.
 
-    Every weight streams: computing with resident ones is at least as fast. Returns the timings by phase.
+    Every weight streams: computing with resident weights is at least as fast.
     """
     config = checkpoint.config.varied(layers=1)
     short = weight_layout(config, layout.dtype, layout.page_bytes)
@@ -73,12 +73,12 @@ def rehearse(
 
 
 def _perform(plan: Plan, policy: Policy, cost: CostModel, device: Device) -> None:
-    """Run a plan on the virtual clock, with the real work of each task done as it ends."""
+    """Run a plan on the virtual clock, where the device does each task's real work at the task's end."""
     VirtualRun([Rank(plan, policy, device)], cost=cost, sharing=False, make_engine=Engine).run()
 
 
 class _Alone:
-    """The transport of a single rank, whose part is the sum."""
+    """The transport of a single rank: its part is the sum."""
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
         return part.copy()
@@ -94,7 +94,7 @@ class _Alone:
 
 
 class _OneLayer:
-    """Policy of the rehearsal: each verb once for each micro-batch, with KV caches wherever the run has some."""
+    """The policy of the rehearsal: runs each verb once for each micro-batch, with KV caches where the run has them."""
 
     def __init__(self, kv_roles: Sequence[Role], experts_on_host: bool) -> None:
         self._kv_roles = kv_roles
@@ -135,7 +135,7 @@ class _OneLayer:
             step.evict(pages, self._pinned)
 
     async def _second_half(self, step: Step, j: int) -> None:
-        """Run a layer's second half as one task and expert by expert, in turn."""
+        """Run a layer's second half: as one task for odd micro-batches, expert by expert for even ones."""
         if j % 2:
             step.post_attention(0, j)
             return
@@ -173,7 +173,7 @@ class _TimedDevice(TorchDevice):
         self._seconds: dict[tuple[Phase, str, str], list[tuple[float, float, bool]]] = {}
 
     def execute(self, task: Task) -> Any:
-        """Run a task, and note its time beside the modelled one."""
+        """Run a task, and note its real time beside the modelled time."""
         start = perf_counter_ns()
         value = super().execute(task)
         real = (perf_counter_ns() - start) / 1e9
@@ -186,7 +186,7 @@ class _TimedDevice(TorchDevice):
         return value
 
     def summary(self, layers: int) -> dict[Phase, list[Rehearsed]]:
-        """Real and modelled times by phase, of a model with that many layers."""
+        """Real and modelled times by phase, extrapolated to a model with that many layers."""
         by_phase: dict[Phase, list[Rehearsed]] = {"prefill": [], "decode": []}
         for (phase, lane, verb), times in self._seconds.items():
             count = len(times) * (layers if times[0][2] else 1)
@@ -197,7 +197,7 @@ class _TimedDevice(TorchDevice):
 
 
 def _prompts(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
-    """Tokens that differ: equal ones would all be routed to the same experts."""
+    """Prompts of different tokens, since equal tokens would all be routed to the same experts."""
     return [
         [(31 * request + 17 * place * place) % vocabulary for place in range(length)]
         for request, length in enumerate(lengths)
@@ -205,7 +205,7 @@ def _prompts(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
 
 
 def _largest_micro_batch(batch: Batch) -> Batch:
-    """The micro-batch with the most tokens, several times over; of prompts in chunks, as many as a chunk has."""
+    """A batch of the largest micro-batch several times; its prompts are no longer than a chunk, if there are chunks."""
     requests = max(batch.micro_batches, key=lambda each: sum(batch.prompts[request] for request in each))
     share = max(sum(chunk.tokens) for chunk in batch.chunks().values()) / sum(
         batch.prompts[r] for r in requests

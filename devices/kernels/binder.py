@@ -18,11 +18,11 @@ class Binder:
     """Finds the kernels of a table for the operations of a model, and binds them.
 
     Args:
-        device: of the accelerator's tensors, such as "cuda".
+        device: device of the accelerator's tensors, such as "cuda".
 
     Attributes:
         table: the kernels.
-        dtype: of weights and hidden states.
+        dtype: dtype of weights and hidden states.
     """
 
     def __init__(self, table: KernelTable, config: ModelConfig, dtype: str, device: str) -> None:
@@ -32,7 +32,7 @@ class Binder:
         self._device = device
 
     def bound(self, operation: str, weights: KernelWeights[Any], memory: Memory) -> Bound:
-        """The kernel for an operation on the accelerator, bound to weights, for as many rows as the memory has."""
+        """The kernel for an operation on the accelerator, bound to weights, for the memory's number of rows."""
         return (
             memory.bound((operation, weights.number))
             or weights.bounds.get((operation, memory.rows))
@@ -40,7 +40,7 @@ class Binder:
         )
 
     def fused(self, operation: str, weights: KernelWeights[Any], memory: Memory) -> Bound | None:
-        """The kernel for an operation, bound as by `bound`; None where no kernel takes it, and its parts are used."""
+        """The bound kernel for an operation; None if no kernel takes it, and kernels for its parts are to be used."""
         key = operation, memory.rows
         found = memory.bound((operation, weights.number)) or weights.bounds.get(key)
         if found is None and key not in weights.refused:
@@ -51,7 +51,7 @@ class Binder:
         return found
 
     def attention(self, layer: int, memory: Memory, *, decodes: bool, on_host: bool = False) -> Bound:
-        """Attention over the cache of a layer.
+        """The bound kernel for attention over the KV cache of a layer.
 
         decodes: whether it is a decode step, with one new token for each sequence.
         """
@@ -66,7 +66,7 @@ class Binder:
         )
 
     def prompt_attention(self, layer: int, rows: int) -> Bound:
-        """Attention over views of keys and values, on the accelerator."""
+        """The bound kernel for attention over views of keys and values, on the accelerator."""
         described = self._config.layer(layer)
         return self.table.bind(
             Case("prompt_attention", rows, frozenset(), self.dtype, self._device, described)
@@ -75,7 +75,7 @@ class Binder:
     def expert(
         self, weights: Weights, expert: int, rows: int, *, on_host: bool = False
     ) -> tuple[Kernel, Bound]:
-        """The kernel for an expert on some rows, and the same bound to its weights."""
+        """The kernel for an expert on a number of rows, and that kernel bound to the expert's weights."""
         part = weights.expert(expert)
         case = Case(
             "expert",
@@ -92,7 +92,7 @@ class Binder:
         return kernel, bound
 
     def combine(self, memory: Memory) -> Bound:
-        """The weighted sum of the experts' outputs, and the residual."""
+        """The bound kernel for the weighted sum of the experts' outputs and the residual."""
         return memory.bound("combine") or self._bind_for(
             memory, "combine", Case("combine", memory.rows, frozenset(), self.dtype, self._device)
         )

@@ -41,10 +41,10 @@ def check_kernel(row: str | type) -> int:
     """Check the promises of a kernel on small made-up data; returns the number of cases that it took.
 
     Args:
-        row: its class, or its name as for `moesched.plugins.find`.
+        row: the kernel's class, or its name as for `moesched.plugins.find`.
 
     Raises:
-        KernelFailed: it raised, a result has another shape or dtype, or its operation is not checked alone.
+        KernelFailed: the kernel raised, a result has another shape or dtype, or its operation is not checked alone.
         AssertionError: a result is further from the exact one than `WORSE` allows, a second call has other bits, an
             input was written to, or the kernel is called independent and its bits depend on other rows or on row
             blocks. The message names kernel and case.
@@ -66,7 +66,7 @@ def check_kernel(row: str | type) -> int:
 
 
 def _configs() -> Iterator[ModelConfig]:
-    """Two small models, of which one has weights that do not sum to one, norms of heads, and clipped projections."""
+    """Two small models; the second has expert weights that do not sum to one, head norms, and clipped projections."""
     attention = GroupedAttention(heads=4, kv_heads=2, head_dim=24)
     network = FeedForward(experts=6, top_k=2, intermediate=72)
     plain = ModelConfig(
@@ -87,7 +87,7 @@ def _configs() -> Iterator[ModelConfig]:
 def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernels | None) -> Resources:
     """Resources for kernels on the CPU without a device, with all shipped kernels; torch keeps its number of cores.
 
-    threads: of the native kernels; None for torch alone.
+    threads: the native kernels, with their threads; None for torch alone.
     """
     resources = Resources(
         config=config,
@@ -114,7 +114,7 @@ def _resources(config: ModelConfig, dtype: str) -> Iterator[Resources]:
 
 
 def _check_rows(kernel: Guarded, resources: Resources, rows: int) -> int:
-    """Check a number of rows; returns the number of cases that the kernel took."""
+    """Check a kernel on a number of rows; returns the number of cases that the kernel took."""
     outcomes = [_outcome(kernel, resources, rows, blocks) for blocks in BLOCKS]
     taken = [outcome for outcome in outcomes if outcome is not None]
     if kernel.independent and len(taken) == len(BLOCKS):
@@ -126,7 +126,7 @@ def _check_rows(kernel: Guarded, resources: Resources, rows: int) -> int:
 
 
 def _outcome(kernel: Guarded, resources: Resources, rows: int, blocks: int) -> Tensor | None:
-    """Check one case; returns the kernel's results (rows, X), or None where it does not take the case."""
+    """Check one case; returns the kernel's results (rows, X), or None if the kernel does not take the case."""
     sample = samples.MAKERS[kernel.operation](resources.config, resources.dtype, rows, blocks)
     case = _case(kernel, resources, sample, rows)
     if kernel.refusal(case):
@@ -152,7 +152,7 @@ def _outcome(kernel: Guarded, resources: Resources, rows: int, blocks: int) -> T
 
 
 def _require_close(title: str, got: Tensor, resources: Resources, sample: Sample, case: Case) -> None:
-    """Check the squared error against that of torch's own kernel.
+    """Check that a result's squared error is not much larger than that of torch's own kernel.
 
     Raises:
         AssertionError: it is larger than `WORSE` allows.

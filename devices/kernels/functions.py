@@ -54,7 +54,10 @@ class Grouping(NamedTuple):
 
 
 def norm(x_TD: Tensor, weight_D: Tensor, eps: float, kind: NormKind = "rms") -> Tensor:
-    """Each token normalised, times the weight."""
+    """Each token normalised, times the weight: (T, D).
+
+    kind: "rms" divides by the root mean square, "layer" normalises by mean and variance.
+    """
     return (layer_norm if kind == "layer" else rms_norm)(x_TD, weight_D, eps)
 
 
@@ -103,7 +106,7 @@ def project_qkv(
     Args:
         weights: a layer's row blocks by name: attention_norm, qkv, and q_norm and k_norm where it has them.
         angles: cosines and signed sines as `rotary` gives them.
-        attention: describes the layer's.
+        attention: the description of the layer's attention.
     """
     x_TD = norm(hidden_TD, weights["attention_norm"][0], config.norm_eps, config.norm)
     return rotated_heads(linear(x_TD, weights["qkv"]), weights, angles, config, attention)
@@ -116,7 +119,7 @@ def rotated_heads(
     config: ModelConfig,
     attention: GroupedAttention,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Projected queries, keys and values (T, X), as `project_qkv` returns them."""
+    """Split, normalise, clip and rotate projected queries, keys and values (T, X); returned as by `project_qkv`."""
     heads, kv_heads = attention.heads, attention.kv_heads
     if attention.qk_norm:
         qk_norms = weights["q_norm"][0], weights["k_norm"][0]
@@ -146,8 +149,8 @@ def attention(
     """Causal attention of each sequence over its own cache: (T, H * d).
 
     q_THd: the new tokens of the first view's sequences, one after the other, then those of the second view's.
-    A query sees itself and all earlier tokens; with a window, that many tokens, itself included.
-    fused: whether torch has a kernel for it that holds no scores; otherwise they are few at a time.
+    window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
+    fused: whether torch has a kernel for this that stores no scores; otherwise few queries are computed at a time.
 
     The last bits of float32 depend on strides, on the alignment of queries and keys to cache lines, and on the number
     of cores: keep these the same to get the same bits.
@@ -164,7 +167,7 @@ def attention(
 
 
 def beside(parts: list[Tensor]) -> Tensor:
-    """The rows of all parts, one after the other."""
+    """Join the rows of all parts, one after the other."""
     if len(parts) == 1:
         return parts[0]
     rows_TX = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
@@ -237,7 +240,7 @@ def _mask(start: int, stop: int, first_key: int, window: int | None, device: tor
 
 
 def output_projection(attention_TX: Tensor, o: Blocks, residual_TD: Tensor) -> Tensor:
-    """The attention's output brought back to the hidden size and added to the residual."""
+    """The attention's output projected to the hidden size, plus the residual: (T, D)."""
     return residual_TD + linear(attention_TX, o)
 
 
@@ -255,15 +258,15 @@ def scores(logits_TE: Tensor) -> Tensor:
 
 
 def route(x_TD: Tensor, router: Blocks, top_k: int, sum_to_one: bool = True) -> tuple[Tensor, Tensor]:
-    """The experts of each token and their weights, as `choose_experts` gives them."""
+    """The experts of each token and their weights, as `choose_experts` gives them; x is the router's input."""
     return choose_experts(router_logits(x_TD, router), top_k, sum_to_one)
 
 
 def choose_experts(logits_TE: Tensor, top_k: int, sum_to_one: bool = True) -> tuple[Tensor, Tensor]:
     """The experts of each token (int64, ascending) and their weights (float32), both (T, k).
 
-    Weights that sum to one are a softmax of the top-k logits, as in Mixtral; a softmax over all experts whose top k are
-    divided by their sum is equal to that. The others are those of the softmax over all experts.
+    With `sum_to_one`, weights are a softmax of the top-k logits, as in Mixtral; that equals a softmax over all experts
+    whose top k are divided by their sum. Otherwise they are taken from the softmax over all experts.
     """
     top_Tk, experts_Tk = logits_TE.topk(top_k, dim=-1)
     experts_Tk, order_Tk = experts_Tk.sort(dim=-1)
@@ -281,7 +284,7 @@ def group_by_expert(experts_Tk: Tensor, experts: int) -> Grouping:
 
 
 def counts_of_sorted(sorted_n: Tensor, experts: int) -> list[int]:
-    """The number of times that each expert occurs among ascending ones; waits for the device once.
+    """The number of times that each expert occurs in a sorted tensor; waits for the device once.
 
     `bincount` would wait for it twice more, to look at its input.
     """
@@ -291,7 +294,7 @@ def counts_of_sorted(sorted_n: Tensor, experts: int) -> list[int]:
 
 
 def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-    """The weighted sum of each token's experts: (T, D), float32.
+    """The weighted sum of each token's expert outputs: (T, D), float32.
 
     y_nD: the experts' outputs in the rows of `group_by_expert`. They are added in ascending order of expert, whatever
     the order in which the experts ran.
@@ -312,12 +315,12 @@ def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tens
 def lm_head(
     hidden_TD: Tensor, norm_D: Tensor, head: Blocks, eps: float, norm_kind: NormKind = "rms"
 ) -> Tensor:
-    """The logits (T, V), float32, that follow the given tokens: the last ones of their sequences."""
+    """The logits (T, V), float32, of the tokens that follow the given ones."""
     return linear(norm(hidden_TD, norm_D, eps, norm_kind), head).float()
 
 
 def likeliest(logits_SV: Tensor) -> list[int]:
-    """The likeliest tokens, found where the logits are; -1 where one is not finite. Of equals the first."""
+    """The likeliest token of each row, the first of equal ones; -1 if the largest logit is not finite."""
     largest_S1 = logits_SV.amax(dim=-1, keepdim=True)
     numbers_V = torch.arange(logits_SV.shape[1], device=logits_SV.device)
     first_S = numbers_V.where(logits_SV == largest_S1, logits_SV.shape[1]).amin(dim=-1)

@@ -12,9 +12,9 @@ PIECE_BYTES = 64 << 20
 
 
 def has_fused_attention(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:
-    """True if torch has a fused kernel for heads of this size on a GPU of this compute capability.
+    """Test whether torch has a fused kernel for heads of this size on a GPU of this compute capability.
 
-    Flash attention takes numbers of 16 bits, and memory-efficient attention heads that are a multiple of 8.
+    Flash attention takes 16-bit dtypes, and memory-efficient attention heads that are a multiple of 8.
     """
     if capability >= FLASH_SINCE and dtype != torch.float32:
         return head_dim <= LARGEST_FLASH_HEAD or head_dim % 8 == 0
@@ -22,10 +22,10 @@ def has_fused_attention(dtype: torch.dtype, head_dim: int, capability: tuple[int
 
 
 def prefer_kernels_without_plans() -> None:
-    """Have torch leave out cuDNN's attention, which may plan anew for each length of the KV cache."""
+    """Have torch not use cuDNN's attention, which may plan anew for each length of the KV cache."""
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
 
 
 def queries_in_a_piece(heads: int, length: int) -> int:
-    """The queries of some heads whose scores (heads, queries, length), float32, fit PIECE_BYTES; at least one."""
+    """The number of queries whose scores (heads, queries, length), float32, fit in PIECE_BYTES; at least one."""
     return max(1, PIECE_BYTES // (4 * heads * length))

@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 class Guarded(Kernel):
-    """A kernel from outside the tree. Its errors, and results of another shape, become one clear line."""
+    """Wraps a kernel from outside the tree: its errors, and results of another shape, become KernelFailed."""
 
     def __init__(self, kernel: Kernel, config: ModelConfig, dtype: torch.dtype) -> None:
         self._kernel = kernel
@@ -29,18 +29,18 @@ class Guarded(Kernel):
         self.uses_memory = kernel.uses_memory
 
     def refusal(self, case: Case) -> str:
-        """The reason of the kernel.
+        """The wrapped kernel's reason why it does not take a case; empty if it does.
 
         Raises:
-            KernelFailed: it raised.
+            KernelFailed: the kernel raised.
         """
         return str(self._call(case, "refusal", self._kernel.refusal, case))
 
     def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
-        """Its call, whose results are checked.
+        """Return the wrapped kernel's call, with a check of its results.
 
         Raises:
-            KernelFailed: it raised.
+            KernelFailed: the kernel raised.
         """
         bound = self._call(case, "bind", self._kernel.bind, case, weights, memory)
 
@@ -63,7 +63,7 @@ class Guarded(Kernel):
         """Check the shapes and dtypes of a result.
 
         Raises:
-            KernelFailed: one is another.
+            KernelFailed: a shape or dtype is not that of the operation.
         """
         got = [result] if isinstance(result, Tensor) else list(result or ())
         for number, (shape, dtype) in enumerate(self._expected(case, arguments)):
@@ -76,7 +76,7 @@ class Guarded(Kernel):
                 )
 
     def _expected(self, case: Case, arguments: Sequence[Any]) -> Iterator[tuple[Shape, torch.dtype]]:
-        """The shapes and dtypes of an operation's first results."""
+        """The shapes and dtypes that the first results of an operation must have."""
         config, layer, dtype = self._config, case.layer, self._dtype
         match case.operation:
             case "embed":

@@ -23,10 +23,10 @@ class KernelWeights(dict[str, list[T]]):
     """Tensors by name, as blocks, with what kernels keep of them.
 
     Attributes:
-        layer: describes the layer that they belong to; None outside the layers.
+        layer: the description of the layer that they belong to; None outside the layers.
         number: unique id.
-        bounds: kernels that are bound to these weights alone.
-        refused: the operations that no kernel takes, with the number of rows.
+        bounds: kernels that are bound to these weights alone, by operation and number of rows.
+        refused: pairs of operation and number of rows that no kernel takes.
     """
 
     def __init__(

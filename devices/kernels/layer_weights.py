@@ -47,7 +47,7 @@ class Weights(KernelWeights[Tensor]):
         return self._part(str(number), {part: f"experts.{number}.{part}" for part in EXPERT_PARTS})
 
     def matrix(self, name: str) -> Weights:
-        """One matrix, by the name `matrix`."""
+        """One matrix by its name in these weights; in the result it has the name `matrix`."""
         return self._part(name, {"matrix": name})
 
     def _part(self, key: str, names: Mapping[str, str]) -> Weights:
@@ -57,7 +57,7 @@ class Weights(KernelWeights[Tensor]):
         return part
 
     def arguments(self, kind: type[A], prepare: Callable[[Weights, Held], A]) -> A:
-        """A copy of a native call's arguments of one kind, which the first call prepares."""
+        """A copy of these weights' arguments for a native call, of the struct `kind`; `prepare` makes them once."""
         if kind not in self._prepared:
             held: Held = []
             self._prepared[kind] = prepare(self, held), held

@@ -20,12 +20,12 @@ class Memory:
     """Tensors by name for a number of rows, which kernels share from layer to layer.
 
     Args:
-        tensors: those that are there already, by name.
+        tensors: tensors that exist already, by name.
 
     Attributes:
         rows: the number of rows.
-        kept: whether a micro-batch keeps it, with what is bound to it.
-        bound: returns the kernel that was kept by a key; None where there is none.
+        kept: whether a micro-batch keeps this memory, and the kernels bound to it, for later steps.
+        bound: returns the kernel that was kept by a key; None if there is none.
     """
 
     def __init__(self, rows: int, **tensors: torch.Tensor) -> None:
@@ -36,7 +36,7 @@ class Memory:
         self.bound: Callable[[Hashable], Bound | None] = self._bound.get
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-        """The tensor of a name, on the host; the first call allocates it.
+        """The host tensor of a name; the first call allocates it.
 
         zero: fill it with zeros when it is allocated.
         """
@@ -47,7 +47,7 @@ class Memory:
         return found
 
     def keep(self, key: Hashable, bound: Bound) -> None:
-        """Keep a bound kernel for the next step."""
+        """Keep a bound kernel for the next steps, by a key."""
         if self.kept:
             if len(self._bound) >= MOST_BOUND:
                 self._bound.clear()
@@ -55,13 +55,13 @@ class Memory:
 
 
 class Shapes:
-    """The memory of a micro-batch by number of rows: those of earlier steps are used again."""
+    """The memories of a micro-batch by number of rows, kept for later steps."""
 
     def __init__(self) -> None:
         self._kept: dict[int, Memory] = {}
 
     def of(self, rows: int) -> Memory:
-        """Memory for a number of rows. Of more than `MOST_SHAPES` the oldest is dropped."""
+        """The memory for a number of rows, made if needed; with more than `MOST_SHAPES`, the oldest is dropped."""
         memory = self._kept.get(rows) or Memory(rows)
         if memory.kept and rows not in self._kept:
             if len(self._kept) == MOST_SHAPES:

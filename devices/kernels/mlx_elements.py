@@ -22,13 +22,13 @@ ONE_BY_ONE: list[Kernel] = []
 
 
 def joined(function: Kernel) -> Kernel:
-    """The function as one kernel, for arrays of any shapes."""
+    """Compile the function to one kernel, for arrays of any shapes."""
     compiled: Kernel = mx.compile(function, shapeless=True)
     return compiled
 
 
 def on_elements(function: Kernel) -> Kernel:
-    """The function as it runs fastest here."""
+    """The function, compiled to one kernel where there is Metal."""
     ONE_BY_ONE.append(function)
     return joined(function) if mx.metal.is_available() else function
 
@@ -41,13 +41,13 @@ def swiglu(gate: Array, up: Array) -> Array:
 
 @on_elements
 def turned(x: Array, swapped: Array, cos: Array, sin: Array) -> Array:
-    """Elements and those that they make a pair with, turned by their angles, in the elements' dtype."""
+    """Elements rotated by their angles, in the elements' dtype; `swapped` has each element's partner of its pair."""
     return (x * cos + swapped * sin).astype(x.dtype)
 
 
 @on_elements
 def clipped(x: Array, limit: float) -> Array:
-    """x between -limit and limit."""
+    """x limited to the range from -limit to limit."""
     return mx.clip(x, -limit, limit)
 
 
@@ -71,5 +71,5 @@ def added_to(residual: Array, *parts: Array) -> Array:
 
 @on_elements
 def probability(logits: Array, log_sum: Array) -> Array:
-    """The probabilities of logits, whose exponentials add up to a sum with this logarithm."""
+    """Probabilities of logits; `log_sum` is the logarithm of the sum of their exponentials."""
     return mx.exp(logits - log_sum)

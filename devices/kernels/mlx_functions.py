@@ -35,7 +35,7 @@ Metal then reads an expert's weights once for neighbouring rows, in another kern
 class Stack(NamedTuple):
     """The matrices of several experts, each part as blocks (E, D, some of N).
 
-    transposed_down: whether the blocks of down are (E, some of D, N).
+    transposed_down: whether the blocks of down are (E, some of D, N) instead.
     """
 
     gate: Blocks
@@ -49,8 +49,8 @@ class Rows(NamedTuple):
 
     Attributes:
         indices_n: the expert's index in the stack, uint32, ascending.
-        counts: number of rows of each index; None where the host does not know them, so that they are gathered.
-        many: whether the micro-batch has `MANY_ROWS`.
+        counts: number of rows of each index; None if the host does not know them, so that matrices are gathered.
+        many: whether the micro-batch has at least `MANY_ROWS`.
     """
 
     indices_n: Array
@@ -112,7 +112,9 @@ def project_qkv(
 ) -> tuple[Array, Array, Array]:
     """Queries (T, H, d), keys and values (T, K, d) of tokens, normalised, clipped and rotated as the model requires.
 
-    weights: `attention_norm` and `qkv`, and where the model has them `q_norm` and `k_norm`.
+    Args:
+        angles: cosines and signed sines as `rotary` gives them.
+        weights: `attention_norm` and `qkv`, and where the model has them `q_norm` and `k_norm`.
     """
     x_TX = linear(norm(hidden_TD, weights["attention_norm"][0], config.norm_eps, config.norm), weights["qkv"])
     queries, head_dim = attention.query_width, attention.head_dim
@@ -132,7 +134,7 @@ def project_qkv(
 
 
 def _normed_heads(x_TX: Array, weight: Array, eps: float) -> Array:
-    """Each head normalised, or the whole projection where the weight is as wide as that."""
+    """Each head normalised; the whole projection if the weight has its width."""
     return mx.fast.rms_norm(x_TX.reshape(len(x_TX), -1, len(weight)), weight, eps).reshape(len(x_TX), -1)
 
 
@@ -140,7 +142,7 @@ def attention(q_THd: Array, views: Sequence[KVView], window: int | None = None) 
     """Causal attention of each sequence over its own cache: (T, H * d).
 
     q_THd: the new tokens of the first view's sequences, one after the other, then those of the second view's.
-    A query sees itself and all earlier tokens; with a window, that many tokens, itself included.
+    window: number of tokens that a query sees, itself included; None for itself and all earlier tokens.
     """
     parts = []
     start = 0
@@ -200,7 +202,7 @@ def scores(logits_TE: Array) -> Array:
 def choose_experts(logits_TE: Array, top_k: int, sum_to_one: bool = True) -> tuple[Array, Array]:
     """The experts of each token (uint32, ascending) and their weights (float32), both (T, k).
 
-    Weights that sum to one are a softmax of the top-k logits; the others are those of a softmax over all experts.
+    With `sum_to_one`, weights are a softmax of the top-k logits; otherwise they are taken from one over all experts.
     """
     if top_k < logits_TE.shape[-1]:
         experts_Tk = mx.argpartition(-logits_TE, kth=top_k - 1, axis=-1)[:, :top_k]
@@ -216,8 +218,8 @@ def choose_experts(logits_TE: Array, top_k: int, sum_to_one: bool = True) -> tup
 class Grouping(NamedTuple):
     """The rows of a micro-batch, one for each expert of each token, sorted by expert, then by token.
 
-    x_nD: the rows. experts_n: each row's expert. rows_Tk: the row of each pair of token and expert; None for one token,
-    whose rows are in that order already.
+    x_nD: the rows. experts_n: each row's expert. rows_Tk: the row of each pair of token and expert; None for a single
+    token, whose rows are in the order of its experts.
     """
 
     x_nD: Array
@@ -226,7 +228,7 @@ class Grouping(NamedTuple):
 
 
 def group_by_expert(x_TD: Array, experts_Tk: Array) -> Grouping:
-    """The rows of the experts of each token."""
+    """The input rows of the experts that tokens chose, sorted by expert."""
     tokens, top_k = experts_Tk.shape
     if tokens == 1:
         return Grouping(mx.broadcast_to(x_TD, (top_k, x_TD.shape[1])), experts_Tk.reshape(-1), None)
@@ -242,16 +244,17 @@ def sort_rows(experts_Tk: Array) -> tuple[Array, Array, Array]:
 
 
 def gathered_experts(stack: Stack, x_nD: Array, rows: Rows) -> Array:
-    """The experts' outputs for their rows: down (silu(gate x) * up x), in few kernels that gather matrices by row.
+    """The experts' outputs for their rows, down @ (silu(gate @ x) * (up @ x)), in few kernels.
 
-    A row's result depends on no other row, so it is the same whether experts run together or one by one.
+    The kernels gather matrices by row. A row's result depends on no other row, so it is the same whether experts run
+    together or one by one.
     """
     tiles = [_ffn(x, stack, product).squeeze(1) for x, product in _gathered(x_nD[:, None], rows)]
     return _joined(tiles, axis=0)
 
 
 def experts_one_by_one(stack: Stack, x_nD: Array, rows: Rows) -> Array:
-    """`gathered_experts` as products of one expert's rows each. rows: must have counts."""
+    """The same outputs as `gathered_experts`, by products of one expert's rows each; `rows` must have counts."""
     assert rows.counts is not None, "the host knows the rows"
     return _joined([_ffn(x, stack, product) for x, product in _one_by_one(x_nD, rows.counts)], axis=0)
 
@@ -264,7 +267,7 @@ def _ffn(x_nD: Array, stack: Stack, product: Product) -> Array:
 
 
 def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
-    """The product with blocks of some inputs each, summed in float32 and rounded once."""
+    """The product with blocks of which each takes some of the inputs, summed in float32 and rounded once."""
     if len(blocks) == 1:
         return product(x_nI, blocks)
     ends = list(accumulate(block.shape[1] for block in blocks))
@@ -274,7 +277,7 @@ def _sum_of_products(x_nI: Array, blocks: Blocks, product: Product) -> Array:
 
 
 def _gathered(x_n1D: Array, rows: Rows) -> Iterator[tuple[Array, Product]]:
-    """Tiles of rows, each of any expert, and the product for them."""
+    """Yield tiles of rows, which may be of different experts, each with the function for its product."""
     tile = EXPERTS_AT_ONCE * EXPERT_TILE
     count = len(x_n1D)
     if count <= tile:
@@ -301,12 +304,12 @@ def _gather(indices_n: Array, many: bool, x_n1D: Array, blocks: Blocks) -> Array
 
 @cache
 def _ascending(count: int) -> Array:
-    """0, 1, ... up to a count below `MANY_ROWS`."""
+    """The integers from 0 to count - 1, for a count below `MANY_ROWS`."""
     return mx.array([*range(count)], dtype=mx.uint32)
 
 
 def _one_by_one(x_nD: Array, counts: Sequence[int]) -> Iterator[tuple[Array, Product]]:
-    """Tiles of rows of one expert each, and the product for them."""
+    """Yield tiles of rows of one expert each, each with the function for its product."""
     start = 0
     for index, count in enumerate(counts):
         for first in range(start, start + count, EXPERT_TILE):
@@ -319,7 +322,10 @@ def _multiply(index: int, x_nD: Array, blocks: Blocks) -> Array:
 
 
 def sum_experts(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array) -> Array:
-    """The weighted sum of each token's experts: (T, D), float32, by ascending expert. Rows as in `Grouping`."""
+    """The weighted sum of each token's expert outputs: (T, D), float32, added by ascending expert.
+
+    rows_Tk: as in `Grouping`.
+    """
     return mlx_elements.added(*_weighted(y_nD, rows_Tk, weights_Tk)).squeeze(1)
 
 
@@ -330,7 +336,7 @@ def combine(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array, residual_TD: 
 
 
 def _weighted(y_nD: Array, rows_Tk: Array | None, weights_Tk: Array) -> list[Array]:
-    """Each token's experts times their weights, (T, 1, D), float32, by ascending expert."""
+    """Each token's expert outputs times their weights, (T, 1, D), float32, one array per expert, ascending."""
     y_TkD = y_nD[None] if rows_Tk is None else y_nD[rows_Tk]
     weighted_TkD = mlx_elements.weighted(y_TkD, weights_Tk[:, :, None])
     return list(mx.split(weighted_TkD, weighted_TkD.shape[1], axis=1))

@@ -23,7 +23,7 @@ class MlxKernel(Kernel):
     """A kernel of MLX, on any device.
 
     Args:
-        table: finds the kernels that others are made of.
+        table: finds the kernels for its parts.
     """
 
     name = "mlx"
@@ -34,7 +34,7 @@ class MlxKernel(Kernel):
         self._table = table
 
     def refusal(self, case: Case) -> str:
-        """Empty: it takes every case."""
+        """Return "": it takes every case."""
         return ""
 
 
@@ -44,7 +44,7 @@ class MlxEmbed(MlxKernel):
     operation = "embed"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """(ids, positions) -> hidden_TD, angles."""
+        """Return the call (ids, positions) -> hidden_TD, angles."""
         return partial(self._embed, weights["embedding"][0])
 
     def _embed(
@@ -61,7 +61,7 @@ class MlxAttentionInputs(MlxKernel):
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """(hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
+        """Return the call (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
         assert case.layer is not None, "it is in a layer"
         names = ("attention_norm", "qkv", "q_norm", "k_norm")
         arrays = {name: weights[name] for name in names if name in weights}
@@ -76,7 +76,7 @@ class MlxAttention(MlxKernel):
     operation = "attention"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """(qkv, cached, step) -> attended_TX."""
+        """Return the call (qkv, cached, step) -> attended_TX."""
         assert case.layer is not None, "it is in a layer"
         return partial(_attend, case.layer.grouped.window)
 
@@ -93,7 +93,7 @@ class MlxOutputProjection(MlxKernel):
     operation = "output_projection"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """(attended_TX, residual_TD) -> hidden_TD."""
+        """Return the call (attended_TX, residual_TD) -> hidden_TD."""
         return partial(_project_output, weights["o"])
 
 
@@ -107,7 +107,7 @@ class MlxRoute(MlxKernel):
     operation = "route"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """(hidden_TD) -> Routed."""
+        """Return the call (hidden_TD) -> Routed."""
         assert case.layer is not None, "it is in a layer"
         network, config = case.layer.feed_forward, self._config
         norm = partial(functions.norm, weight_D=weights["ffn_norm"][0], eps=config.norm_eps, kind=config.norm)
@@ -131,7 +131,7 @@ def _route(
 
 
 class GatheredExperts(MlxKernel):
-    """Experts of a stack in a few kernels, each of which finds a row's matrix by the row's expert."""
+    """Experts of a stack in a few kernels, which gather each row's matrix by the row's expert."""
 
     operation = "experts"
     name = "mlx gathered"
@@ -139,11 +139,11 @@ class GatheredExperts(MlxKernel):
     independent = True
 
     def refusal(self, case: Case) -> str:
-        """Refuses bfloat16 on a processor."""
+        """Refuse bfloat16 on a CPU."""
         return _not_gathered(case)
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """(x_nD, rows) -> y_nD."""
+        """Return the call (x_nD, rows) -> y_nD."""
         return partial(functions.gathered_experts, _stack(weights))
 
 
@@ -153,13 +153,13 @@ def _not_gathered(case: Case) -> str:
 
 
 class ExpertsOneByOne(MlxKernel):
-    """Experts of a stack, each as three products."""
+    """Experts of a stack, three products for each expert."""
 
     operation = "experts"
     name = "mlx one by one"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """(x_nD, rows) -> y_nD."""
+        """Return the call (x_nD, rows) -> y_nD."""
         return partial(functions.experts_one_by_one, _stack(weights))
 
 
@@ -175,22 +175,22 @@ class MlxCombine(MlxKernel):
     operation = "combine"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """(y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD."""
+        """Return the call (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD."""
         return functions.combine
 
 
 class MlxMoELayer(MlxKernel):
-    """All that follows attention: the host need not know the routing before its end."""
+    """The operations of a layer after attention; the host learns the routing only at the end."""
 
     operation = "moe_layer"
     takes = "experts in one stack, as `mlx gathered` does"
 
     def refusal(self, case: Case) -> str:
-        """Refuses experts in several stacks, and bfloat16 on a processor."""
+        """Refuse experts in several stacks, and bfloat16 on a CPU."""
         return _not_gathered(case) if STACK in case.formats else "it takes experts in one stack"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """(attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None."""
+        """Return the call (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None."""
         assert weights.stack is not None, "the case has the format STACK"
         project, route = (
             self._table.bind(self._part(case, name, weights), weights)
@@ -219,7 +219,7 @@ class MlxLogits(MlxKernel):
     operation = "logits"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """(hidden_TD, rows) -> logits_SV."""
+        """Return the call (hidden_TD, rows) -> logits_SV."""
         return partial(self._logits, weights["final_norm"][0], weights["lm_head"])
 
     def _logits(self, norm_D: Array, head: Sequence[Array], hidden_TD: Array, rows: list[int]) -> Array:
@@ -250,5 +250,5 @@ def mlx_table(config: ModelConfig) -> KernelTable:
 
 
 def device_name() -> str:
-    """The device that MLX computes on, as cases name it."""
+    """The name of the device that MLX computes on, as in `Case.device`."""
     return "metal" if mx.metal.is_available() else "cpu"

@@ -15,13 +15,13 @@ ALL_ROWS, ALL_STACKED = frozenset({ROWS}), frozenset({ROWS, STACK})
 
 
 class Arrays(KernelWeights[Array]):
-    """Arrays by name, as blocks (D, some of N) of their transposes; those of a stack are (E, D, some of N).
+    """Arrays by name, as blocks (D, some of N) of transposed matrices; those of a stack are (E, D, some of N).
 
     Args:
-        experts: the stack of each expert, and the expert's index in it.
+        experts: for each expert, its stack and its index there.
 
     Attributes:
-        stack: the stack that has all experts; None where they are in several.
+        stack: the stack that has all experts; None if they are in several.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Arrays(KernelWeights[Array]):
 
 
 def stack_of(parts: Mapping[str, Sequence[Array]], layer: Layer) -> Arrays:
-    """A stack of blocks as the files hold them: (E, some of N, D), or (E, some of D, N) for down where transposed."""
+    """Make a stack from blocks as the files hold them: (E, some of N, D); (E, some of D, N) for a transposed down."""
     transposed = layer.feed_forward.transposed_down
     turned = {
         part: [block if part == "down" and transposed else block.swapaxes(-1, -2) for block in blocks]

@@ -22,7 +22,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class NativeAttentionKernel(Kernel):
-    """Attention by the library. A token's bits depend on the instruction set alone."""
+    """Attention by the native library. A token's bits depend on the instruction set alone."""
 
     name = "native"
     independent = True
@@ -37,7 +37,7 @@ class NativeAttentionKernel(Kernel):
 
     @classmethod
     def problem(cls) -> str | None:
-        """The reason why the library is missing, or does not load."""
+        """The reason why the native library cannot be used: it is missing or does not load; None if it can."""
         return why_unusable() or None
 
 
@@ -49,7 +49,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
     uses_memory = True
 
     def refusal(self, case: Case) -> str:
-        """Refuses prompts, other devices and other dtypes."""
+        """Refuse prompts, other devices than the CPU, and dtypes that the library lacks."""
         if case.device != "cpu":
             return "it is for the CPU"
         if self._dtype not in DTYPES:
@@ -57,7 +57,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
         return "" if case.decodes else "it takes one new token for each sequence"
 
     def bind(self, case: Case, weights: object, memory: Memory) -> Bound:
-        """(qkv, cached, step) -> attended_TX."""
+        """Return the call (qkv, cached, step) -> attended_TX."""
         assert case.layer is not None, "it is in a layer"
         width = case.layer.attention.attended_width
         attended_TX = memory.tensor("attended", memory.rows, width, dtype=self._dtype)
@@ -65,7 +65,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
 
 
 class _Attention:
-    """A bound call; it is prepared anew where its tensors or its cache are others than in the last call."""
+    """A bound call; its arguments are prepared again only when tensors or cache differ from the last call's."""
 
     __slots__ = ("_attended_TX", "_attention", "_cached", "_call", "_qkv")
 
@@ -92,12 +92,12 @@ class NativePromptAttention(NativeAttentionKernel):
 
     @classmethod
     def problem(cls) -> str | None:
-        """The reason why the library cannot be used, or the instructions that this processor has instead."""
+        """The reason why the library cannot attend to prompts here, such as missing instructions; None if it can."""
         best = next(iter(instruction_sets()), "")
         return super().problem() or (None if best == PROMPT_INSTRUCTIONS else f"this processor has {best}")
 
     def refusal(self, case: Case) -> str:
-        """Refuses other devices, dtypes and sizes of heads."""
+        """Refuse other devices than the CPU, and dtypes and head sizes that the library lacks."""
         if case.device != "cpu":
             return "it is for the CPU"
         if case.dtype != "bfloat16":
@@ -107,7 +107,7 @@ class NativePromptAttention(NativeAttentionKernel):
         return refuses_prompts(self._instruction_set, attention.heads, attention.kv_heads, attention.head_dim)
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """(q_THd, views) -> attended_TX."""
+        """Return the call (q_THd, views) -> attended_TX."""
         assert case.layer is not None, "it is in a layer"
         return partial(self._attention.attend_prompts, window=case.layer.grouped.window)
 

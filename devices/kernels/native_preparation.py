@@ -12,7 +12,7 @@ from .layer_weights import Blocks, Held, Tensor, Weights
 
 
 class Preparation:
-    """Fills in the arguments of calls that depend on the model and its weights."""
+    """Prepares arguments of native calls that depend only on the model and its weights; `held` keeps their memory."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
@@ -77,6 +77,6 @@ class Preparation:
 
 
 def _held(blocks: Blocks, held: Held) -> int:
-    """The address of the row blocks, which are kept in `held`."""
+    """The address of a matrix's row blocks for C; `held` keeps them alive."""
     held.append(rows_of(blocks))
     return address(held[-1])

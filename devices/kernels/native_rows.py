@@ -43,11 +43,11 @@ class NativeKernel(Kernel):
 
     @classmethod
     def problem(cls) -> str | None:
-        """The reason why the library is missing, or does not load."""
+        """The reason why the native library cannot be used: it is missing or does not load; None if it can."""
         return why_unusable() or None
 
     def refusal(self, case: Case) -> str:
-        """Refuses other devices and dtypes, many rows, for which torch is faster, and matrices not in plain rows."""
+        """Refuse devices, dtypes and matrices that the library lacks, and many rows, for which torch is faster."""
         if case.device != "cpu":
             return "it is for the CPU"
         if case.dtype != "bfloat16":
@@ -65,7 +65,7 @@ class NativeKernel(Kernel):
 
 
 class NativeMemoryKernel(NativeKernel):
-    """A kernel whose results stay in the memory of a micro-batch."""
+    """A kernel that writes its results to the memory of a micro-batch."""
 
     uses_memory = True
 
@@ -76,7 +76,7 @@ class NativeEmbed(NativeMemoryKernel):
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """(ids, positions) -> hidden_TD, angles."""
+        """Return the call (ids, positions) -> hidden_TD, angles."""
         head_dim = self._config.attention.head_dim
         hidden_TD = hidden_states(memory, self._config)
         cosines, sines = (
@@ -122,7 +122,7 @@ class NativeAttentionInputs(NativeMemoryKernel):
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """(hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
+        """Return the call (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         queries, keys, values = (
@@ -141,7 +141,7 @@ class NativeAttentionInputs(NativeMemoryKernel):
 
 
 class _AttentionInputs:
-    """A bound call; it reads addresses anew only where its inputs are other tensors than in the last call."""
+    """A bound call; it reads addresses again only when its inputs are other tensors than in the last call."""
 
     __slots__ = ("_angles", "_arguments", "_hidden_TD", "_qkv", "_run")
 
@@ -167,7 +167,7 @@ class NativeRoute(NativeMemoryKernel):
     operation = "route"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """(hidden_TD) -> Routed."""
+        """Return the call (hidden_TD) -> Routed."""
         choices = choices_in(memory, self._config)
         layer = weights.arguments(Layer, self._prepare.layer)
         layer.tokens, layer.output_weights = memory.rows, None
@@ -187,7 +187,7 @@ class NativeExpert(NativeKernel):
     operation = "expert"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """(x_nD, y_nD) -> None."""
+        """Return the call (x_nD, y_nD) -> None."""
         return self._threads.prepared_expert(weights["gate"], weights["up"], weights["down"])
 
 
@@ -197,7 +197,7 @@ class NativeCombine(NativeMemoryKernel):
     operation = "combine"
 
     def bind(self, case: Case, weights: object, memory: Memory) -> Bound:
-        """(y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD, which may be the residual."""
+        """Return the call (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD, which may be the residual."""
         return partial(_combine, hidden_states(memory, self._config))
 
 
@@ -211,12 +211,12 @@ def _combine(
 
 
 class NativeMoELayer(NativeMemoryKernel):
-    """All that follows attention: output projection, norm, router, experts, and their weighted sum."""
+    """The operations of a layer after attention: output projection, norm, router, experts, and their weighted sum."""
 
     operation = "moe_layer"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """(attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts."""
+        """Return the call (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts."""
         hidden_TD, choices = hidden_states(memory, self._config), choices_in(memory, self._config)
         projected_TD = memory.tensor("projected", *hidden_TD.shape, dtype=BFLOAT16)
         counts = numbers(self._config.routed.experts)
@@ -229,7 +229,7 @@ class NativeMoELayer(NativeMemoryKernel):
 
 
 class _MoELayer:
-    """A bound call; it reads addresses anew only where its inputs are other tensors than in the last call."""
+    """A bound call; it reads addresses again only when its inputs are other tensors than in the last call."""
 
     __slots__ = (
         "_attended_TX",
@@ -269,12 +269,12 @@ class _MoELayer:
 
 
 class NativeLogits(NativeKernel):
-    """Logits of some rows, in memory of their own."""
+    """Logits of some rows, each time in new memory."""
 
     operation = "logits"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """(hidden_TD, rows) -> logits_SV."""
+        """Return the call (hidden_TD, rows) -> logits_SV."""
         return partial(_logits, self._threads, weights.arguments(Head, self._prepare.head))
 
 
@@ -285,17 +285,17 @@ def _logits(threads: NativeKernels, head: Head, hidden_TD: Tensor, rows: Sequenc
 
 
 class NativeGreedy(NativeMemoryKernel):
-    """Logits and the likeliest tokens, in memory that the next call for as many rows overwrites."""
+    """Logits and the likeliest tokens, in memory that the next call for the same number of rows overwrites."""
 
     operation = "greedy"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """(hidden_TD, rows) -> logits_SV, tokens."""
+        """Return the call (hidden_TD, rows) -> logits_SV, tokens."""
         return _Greedy(self._threads, weights.arguments(Head, self._prepare.head))
 
 
 class _Greedy:
-    """A bound call; it makes a new `HeadCall` only for other rows than in the last call."""
+    """A bound call; it makes a new `HeadCall` only when the rows differ from the last call's."""
 
     def __init__(self, threads: NativeKernels, head: Head) -> None:
         self._threads = threads
@@ -318,7 +318,7 @@ class HeadCall:
         head: the prepared arguments, which are copied.
 
     Attributes:
-        logits_SV: of each row, float32.
+        logits_SV: logits of each row, float32.
     """
 
     def __init__(self, threads: NativeKernels, head: Head, rows: Sequence[int]) -> None:
@@ -346,17 +346,17 @@ class NativeProduct(NativeKernel):
     operation = "product"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """(x_TD) -> y_TN."""
+        """Return the call (x_TD) -> y_TN."""
         return partial(self._threads.linear, blocks=weights["matrix"])
 
 
 def hidden_states(memory: Memory, config: ModelConfig) -> Tensor:
-    """Memory for hidden states, which all layers share."""
+    """The tensor for hidden states, which all layers share."""
     return memory.tensor("hidden", memory.rows, config.hidden, dtype=BFLOAT16)
 
 
 def choices_in(memory: Memory, config: ModelConfig) -> Routed:
-    """Memory for a router's result; the logits are zero, as those of a single expert stay."""
+    """The tensors for a router's result; logits begin as zeros, which a single expert keeps."""
     rows, routed = memory.rows, config.routed
     return Routed(
         memory.tensor("experts' input", rows, config.hidden, dtype=BFLOAT16),

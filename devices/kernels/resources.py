@@ -22,14 +22,14 @@ class Resources:
     """Arguments of the constructors of kernels.
 
     Attributes:
-        config: of the model.
-        dtype: of weights and hidden states.
-        indices: makes an int64 tensor on the accelerator of numbers.
-        use_cores_for: sets torch's number of cores for a product, given its rows and weights.
-        team: divides independent products among the cores; None where they run one after the other, on all cores.
-        threads: threads of the native kernels; None where these are not installed or not wanted.
-        fused_attention: whether the accelerator has a kernel for attention that holds no scores.
-        table: finds the kernels that others are made of.
+        config: the model.
+        dtype: dtype of weights and hidden states.
+        indices: makes an int64 tensor on the accelerator from numbers.
+        use_cores_for: sets torch's number of cores for a product, given its numbers of rows and weights.
+        team: divides independent products among the cores; None if they run one after the other, each on all cores.
+        threads: the native kernels, with their threads; None if these are not installed or not wanted.
+        fused_attention: whether the accelerator has a kernel for attention that stores no scores.
+        table: finds the kernels for the parts of others.
     """
 
     config: ModelConfig

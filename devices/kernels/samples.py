@@ -23,9 +23,9 @@ class Sample(NamedTuple):
     """An operation on made-up data.
 
     Attributes:
-        inputs: of all rows.
+        inputs: the inputs for all rows.
         call: calls a kernel for a range of rows; returns its results as one tensor, a row for each.
-        exact: these results in float64.
+        exact: the exact results, in float64.
     """
 
     weights: Weights
@@ -34,7 +34,7 @@ class Sample(NamedTuple):
     exact: Tensor
 
     def run(self, bound: Bound, rows: range) -> Tensor:
-        """The results of a kernel for some rows, (rows, X), float64."""
+        """The results of a kernel for some rows, (rows, X), as float64."""
         return self.call(bound, rows).double()
 
 
@@ -47,7 +47,7 @@ def _random(dtype: torch.dtype, *shape: int, seed: int, scale: float = 1.0) -> T
 
 
 def _cut(matrix: Tensor, blocks: int) -> list[Tensor]:
-    """Row blocks in memory of their own, of uneven sizes."""
+    """Row blocks of a matrix, copied, of uneven sizes."""
     size = len(matrix) // blocks + 1
     return [block.clone() for block in matrix.split(size)]
 
@@ -151,7 +151,7 @@ def _route(config: ModelConfig, dtype: torch.dtype, rows: int, blocks: int) -> S
 
 
 def _by_expert(experts: int, x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-    """The experts' input, and the weight of each expert: 0 where it was not chosen."""
+    """Join the experts' input with the weight of each expert, 0 if it was not chosen: (T, D + E), float64."""
     weights_TE = weights_Tk.new_zeros(len(x_TD), experts).scatter(1, experts_Tk, weights_Tk)
     return torch.cat([x_TD.double(), weights_TE.double()], dim=1)
 

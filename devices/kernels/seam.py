@@ -29,7 +29,7 @@ class Routed(NamedTuple):
     Attributes:
         x_TD: the experts' input.
         experts_Tk: the experts of each token, ascending integers.
-        weights_Tk: their weights, float32.
+        weights_Tk: the weights of these experts, float32.
         logits_TE: the router's logits, float32; None where another node has them.
     """
 
@@ -44,8 +44,8 @@ class Operation(NamedTuple):
 
     Attributes:
         matrices: the weights whose storage formats decide which kernel takes it; all of the layer if empty.
-        call: the arguments and results of a bound kernel. Shapes in names as in `functions.py`.
-        parts: the operations that do the same one after the other where no kernel takes this one.
+        call: the arguments and results of a bound kernel, in words. Shapes in names as in `functions.py`.
+        parts: operations that together do the same; they are used if no kernel takes this operation.
     """
 
     name: str
@@ -133,9 +133,9 @@ class Case(NamedTuple):
 
     Attributes:
         rows: the number of tokens, or of an expert's rows.
-        formats: of the operation's matrices.
-        device: of its tensors, such as "cpu".
-        layer: None outside the layers.
+        formats: storage formats of the operation's matrices.
+        device: device of its tensors, such as "cpu".
+        layer: description of the layer; None outside the layers.
         decodes: whether it is attention of a decode step, with one new token for each sequence.
     """
 
@@ -160,10 +160,9 @@ class Kernel(ABC):
         name: unique among the kernels for this operation.
         takes: the cases that it takes, in words.
         independent: whether a row's bits depend on no other row.
-        made_of: operations whose kernels compute it, with sums of each row alone: its rows are independent where theirs
-            are.
+        made_of: operations whose kernels it uses; if their rows are independent, its rows are, too.
         has_threads: whether it runs on threads of its own; otherwise on those of torch.
-        uses_memory: whether `bind` uses the memory for results, and is to be called again for other memory.
+        uses_memory: whether `bind` uses `memory` for results, so that other memory needs another `bind`.
     """
 
     operation: str
@@ -176,18 +175,18 @@ class Kernel(ABC):
 
     @abstractmethod
     def refusal(self, case: Case) -> str:
-        """The reason why it does not take a case of its operation; empty if it does."""
+        """The reason why the kernel does not take a case of its operation; empty if it does."""
 
     @classmethod
     def problem(cls) -> str | None:
-        """The reason why it takes nothing on this machine; None where it does."""
+        """The reason why the kernel takes nothing on this machine; None if it does."""
         return None
 
     @abstractmethod
     def bind(self, case: Case, weights: Any, memory: Any) -> Bound:
-        """Make the call for a case that it takes.
+        """Return the function that computes a case with its weights; called only for cases that the kernel takes.
 
         Args:
             weights: tensors by name, each as its row blocks.
-            memory: keeps tensors for the results of the case's rows.
+            memory: holds tensors for the results of the case's rows.
         """

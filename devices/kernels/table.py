@@ -16,10 +16,10 @@ NOTHING = Memory(0)
 
 
 class KernelTable:
-    """Chooses kernels, by operation and case alone: so bits depend on no policy.
+    """Chooses kernels by operation and case alone, so that bits depend on no policy.
 
     Args:
-        rows: in their order; of each operation the first that takes a case computes it.
+        rows: kernels in order; of each operation the first that takes a case computes it.
 
     Raises:
         BadInput: two rows of an operation have one name, or a row has an operation that does not exist.
@@ -53,7 +53,7 @@ class KernelTable:
         return {name: sorted(self._used[name]) for name in OPERATIONS if name in self._used}
 
     def find(self, case: Case) -> Kernel | None:
-        """The first row that takes a case; None where none does."""
+        """The first row that takes a case; None if none does."""
         key = case[:-2] + (id(case.layer), case.decodes)
         if key not in self._found:
             rows = self._rows[case.operation]
@@ -64,7 +64,7 @@ class KernelTable:
         """The first row that takes a case.
 
         Raises:
-            MoeschedError: none does; the message has the reason of each.
+            MoeschedError: no row takes it; the message has the reason of each.
         """
         kernel = self.find(case)
         if kernel is None:
@@ -77,18 +77,18 @@ class KernelTable:
         """Bind the first row that takes a case.
 
         Raises:
-            MoeschedError: none does; the message has the reason of each.
+            MoeschedError: no row takes it; the message has the reason of each.
         """
         return self.bound_to(self.require(case), case, weights, memory)
 
     def bound_to(self, kernel: Kernel, case: Case, weights: Any, memory: Memory = NOTHING) -> Bound:
-        """Bind a row, which counts as used from now on."""
+        """Bind this row, and list it in `used` from now on."""
         self._used.setdefault(case.operation, {})[kernel.name] = None
         return kernel.bind(case, weights, memory)
 
 
 def listed(rows: Iterable[type[Kernel]]) -> list[KernelRow]:
-    """Rows for a list that people read, by operation in the order of a step."""
+    """The rows of these classes for `moesched list kernels`, by operation in the order of a step."""
     given = list(rows)
     return [
         KernelRow(name, row.name, row.takes, row.problem())

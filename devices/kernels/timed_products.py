@@ -20,13 +20,13 @@ PRODUCT = Shape(2048, 1024)
 
 
 class TimedProducts:
-    """Multiplies as the device does: few rows by the native kernels, others by torch.
+    """Multiplies as the torch device does: few rows by the native kernels, more rows by torch.
 
     Args:
         threads: number of threads.
 
     Attributes:
-        packing_pays: whether the device packs bfloat16 weights that stay.
+        packing_pays: whether the device packs bfloat16 weights that stay in memory.
     """
 
     def __init__(self, threads: int) -> None:
@@ -40,7 +40,7 @@ class TimedProducts:
             self._native.close()
 
     def of_rows(self, matrices: list[torch.Tensor], *, packed: bool) -> Callable[[int], Call]:
-        """Products of any number of rows by matrices of one shape, which take turns.
+        """A function that makes the call for products of a number of rows; matrices of one shape take turns.
 
         packed: use packed matrices, except for as few rows as the native kernels take, which multiply plain ones.
         """

@@ -42,25 +42,25 @@ PLAIN = {
 
 
 class TorchKernels(Binder):
-    """The kernels of a device. All batches share them, so that all get the same bits.
+    """The kernels of a torch device. All batches share them, so that all get the same bits.
 
     Args:
-        device: of the accelerator's tensors.
+        device: device of the accelerator's tensors.
         choice: `auto`, `torch`, or an instruction set of the native kernels.
         own: kernels from outside the tree: classes, or names as for `moesched.plugins.find`.
-        cores: for kernels on the CPU.
+        cores: number of cores for kernels on the CPU.
         pin, left: as for `NativeKernels`.
-        use_cores_for: sets torch's number of cores for a product, given its rows and weights.
+        use_cores_for: sets torch's number of cores for a product, given its numbers of rows and weights.
 
     Attributes:
-        table: the kernels; none until `start`.
-        threads: of the native kernels; None until `start`, and where torch does everything.
-        team: divides experts and blocks of the LM head among the cores; None where products run one after the other,
+        table: the kernels; empty until `start`.
+        threads: the native kernels, with their threads; None until `start`, and if torch computes everything.
+        team: divides experts and blocks of the LM head among the cores; None if products run one after the other,
             each on all cores.
-        fused_attention: whether the accelerator has a kernel for attention that holds no scores.
+        fused_attention: whether the accelerator has a kernel for attention that stores no scores.
 
     Raises:
-        BadInput: this machine has no such kernel.
+        BadInput: this machine lacks the chosen kernel.
     """
 
     def __init__(
@@ -94,8 +94,9 @@ class TorchKernels(Binder):
         """Start the threads and fill the table.
 
         Args:
-            rows_an_expert: the mean rows of an expert in a decode step, for which weights that stay are arranged.
-            indices: makes an int64 tensor on the accelerator of numbers.
+            rows_an_expert: the mean number of an expert's rows in a decode step, for which resident weights are
+                arranged.
+            indices: makes an int64 tensor on the accelerator from numbers.
         """
         if self._packs and rows_an_expert <= self._rows(packed=True):
             self._packs = False  # only torch multiplies by packed weights
@@ -136,11 +137,11 @@ class TorchKernels(Binder):
 
     @property
     def arranges(self) -> bool:
-        """True if weights that stay are packed, or copied to a GPU, after they were read."""
+        """True if resident weights are packed, or copied to a GPU, after they were read."""
         return self._packs or self._device != "cpu"
 
     def arranged(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
-        """A copy on a device of a tensor that stays, packed for oneDNN where that pays."""
+        """A copy of a resident tensor on a device, packed for oneDNN where that is faster."""
         if self._packs and tensor.dim() == 2 and not name.endswith(COMPUTED_IN_FLOAT32):
             packed = pack(tensor)
             if packed_bytes(packed) <= tensor.nbytes:
@@ -158,10 +159,10 @@ class TorchKernels(Binder):
 
 
 def guarded(row: type, resources: Resources) -> Guarded:
-    """A kernel from outside the tree.
+    """Make a kernel from outside the tree, wrapped so that its errors name it.
 
     Raises:
-        BadInput: it is none.
+        BadInput: `row` is no kernel.
     """
     kernel = row(resources)
     if not isinstance(kernel, Kernel):
@@ -172,7 +173,7 @@ def guarded(row: type, resources: Resources) -> Guarded:
 
 
 def kernel_rows() -> list[KernelRow]:
-    """All rows of a torch device on this machine, by operation; of each the first that takes a case computes it.
+    """All rows of the torch device's table on this machine; of an operation, the first that takes a case computes it.
 
     Those that cannot be loaded come first, without an operation.
     """
@@ -184,18 +185,18 @@ def kernel_rows() -> list[KernelRow]:
 
 
 def fill(table: KernelTable, resources: Resources) -> None:
-    """Add all rows that are for a torch device; those of the native library where it is there."""
+    """Add all rows for a torch device to a table, with the native library's if it is usable."""
     native = (*NATIVE, *NATIVE_ATTENTION) if resources.threads else ()
     for row in (*native, *TORCH_ROWS):
         table.add(row(resources))
 
 
 def rows_for_native(choice: str, dtype: str, shape: Shape, packed: bool) -> int:
-    """The most rows for which the native kernels are used; 0 where they are not used at all.
+    """The most rows for which the native kernels are used; 0 if they are not used at all.
 
     Args:
         choice: `auto`, `torch`, or an instruction set.
-        shape: of the matrices that most weights are in.
+        shape: the shape of the matrices that hold most weights.
         packed: whether torch would multiply by packed weights.
     """
     if choice == TORCH or dtype != "bfloat16" or not instruction_sets():
@@ -206,7 +207,7 @@ def rows_for_native(choice: str, dtype: str, shape: Shape, packed: bool) -> int:
 def open_native(
     choice: str, rows: int, *, cores: int, pin: bool = False, left: int = 0
 ) -> NativeKernels | None:
-    """The native kernels, with their threads, for up to `rows` rows; None where torch does everything.
+    """Start the native kernels' threads, for up to `rows` rows; None if torch computes everything.
 
     cores, pin, left: as for `NativeKernels`.
     """

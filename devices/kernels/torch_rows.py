@@ -30,18 +30,21 @@ class TorchKernel(Kernel):
         self._config = resources.config
 
     def refusal(self, case: Case) -> str:
-        """Empty: it takes every case."""
+        """Return "": it takes every case."""
         return ""
 
     def _product(self, case: Case, weights: Weights) -> Bound:
-        """The product of a case's rows by one matrix."""
+        """The bound product of a case's rows with its single matrix."""
         formats = weights.formats(OPERATIONS["product"])
         inner = case._replace(operation="product", formats=formats)
         return self._resources.table.bind(inner, weights)
 
 
 class Inferring:
-    """A call in torch's inference mode, for verbs that may be a native call: to enter it takes longer than the rest."""
+    """Calls a bound kernel in torch's inference mode.
+
+    Verbs that may be a native call do so here instead of entering it for all calls, which takes longer than the rest.
+    """
 
     __slots__ = ("_call",)
 
@@ -59,7 +62,7 @@ class TorchEmbed(TorchKernel):
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """(ids, positions) -> hidden_TD, angles."""
+        """Return the call (ids, positions) -> hidden_TD, angles."""
         return Inferring(partial(self._embed, weights["embedding"][0]))
 
     def _embed(
@@ -77,7 +80,7 @@ class TorchAttentionInputs(TorchKernel):
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """(hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
+        """Return the call (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
         names = ("attention_norm", "qkv", "q_norm", "k_norm")
         tensors = {name: weights[name] for name in names if name in weights}
         product = self._product(case, weights.matrix("qkv"))
@@ -104,7 +107,7 @@ class TorchAttention(TorchKernel):
     operation = "attention"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """(qkv, cached, step) -> attended_TX."""
+        """Return the call (qkv, cached, step) -> attended_TX."""
         attend = self._resources.table.bind(case._replace(operation="prompt_attention"))
         return Inferring(partial(_attend_cached, attend))
 
@@ -117,12 +120,12 @@ def _attend_cached(attend: Bound, qkv: tuple[Tensor, Tensor, Tensor], cached: An
 
 
 class TorchPromptAttention(TorchKernel):
-    """Attention over views."""
+    """Attention over views of keys and values."""
 
     operation = "prompt_attention"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """(q_THd, views) -> attended_TX."""
+        """Return the call (q_THd, views) -> attended_TX."""
         assert case.layer is not None, "it is in a layer"
         return partial(self._attend, case.layer.grouped)
 
@@ -140,7 +143,7 @@ class TorchOutputProjection(TorchKernel):
     made_of = ("product",)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """(attended_TX, residual_TD) -> hidden_TD."""
+        """Return the call (attended_TX, residual_TD) -> hidden_TD."""
         assert case.layer is not None, "it is in a layer"
         size = self._config.hidden * case.layer.attention.attended_width
         return partial(self._project, size, self._product(case, weights.matrix("o")))
@@ -157,7 +160,7 @@ class TorchRoute(TorchKernel):
     operation = "route"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """(hidden_TD) -> Routed."""
+        """Return the call (hidden_TD) -> Routed."""
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
         norm = partial(
@@ -191,7 +194,7 @@ class TorchExpert(TorchKernel):
     operation = "expert"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """(x_nD, y_nD) -> None."""
+        """Return the call (x_nD, y_nD) -> None."""
         return partial(_apply_expert, weights["gate"], weights["up"], weights["down"])
 
 
@@ -205,7 +208,7 @@ class TorchCombine(TorchKernel):
     operation = "combine"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """(y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD."""
+        """Return the call (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD."""
         return _combine
 
 
@@ -215,12 +218,12 @@ def _combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Ten
 
 
 class TorchLogits(TorchKernel):
-    """Last norm and LM head; each block of the head on a core of its own."""
+    """Last norm and LM head; on the CPU, cores compute different blocks of the head."""
 
     operation = "logits"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """(hidden_TD, rows) -> logits_SV."""
+        """Return the call (hidden_TD, rows) -> logits_SV."""
         head = weights.matrix("lm_head")
         inner = case._replace(operation="product", formats=head.formats(OPERATIONS["product"]))
         shares = self._resources.team is not None and not self._resources.table.require(inner).has_threads
@@ -256,17 +259,17 @@ def _multiply_block(x_TD: Tensor, block: Tensor, into: dict[int, Tensor], number
 
 
 class TorchGreedy(TorchKernel):
-    """Logits and their largest, found where they are."""
+    """Logits, and the token with the largest one, found on the logits' own device."""
 
     operation = "greedy"
     takes = "everything on GPUs"
 
     def refusal(self, case: Case) -> str:
-        """Refuses logits on the CPU, where `sample` finds the largest."""
+        """Refuse logits on the CPU, where `sample` finds the largest."""
         return "it is for logits that are not on the host" if case.device == "cpu" else ""
 
     def bind(self, case: Case, weights: Weights, memory: Any) -> Bound:
-        """(hidden_TD, rows) -> logits_SV, tokens."""
+        """Return the call (hidden_TD, rows) -> logits_SV, tokens."""
         inner = case._replace(operation="logits")
         return Inferring(partial(_likeliest, self._resources.table.bind(inner, weights, memory)))
 
@@ -277,12 +280,12 @@ def _likeliest(logits: Bound, hidden_TD: Tensor, rows: Sequence[int]) -> tuple[T
 
 
 class TorchProduct(TorchKernel):
-    """A product of each block of a matrix, by the storage format of the block."""
+    """A product with each block of a matrix, by the block's storage format."""
 
     operation = "product"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """(x_TD) -> y_TN."""
+        """Return the call (x_TD) -> y_TN."""
         return partial(linear, blocks=weights["matrix"])
 
 

@@ -29,21 +29,21 @@ GPU_DEVICE = torch.device(DEVICE_TYPE, 0)
 
 
 class LaggingGpu:
-    """Imitated GPUs; torch finds those that were made last.
+    """Imitated GPUs on the CPU; torch uses the ones that were made last.
 
     Args:
-        seed: of the order in which work of different streams runs.
+        seed: seed of the random order in which work of different streams runs.
         fails_at: the number of the piece of work that fails, from 1 on; 0 for none.
-        capacity: bytes of each GPU's memory; None for as many as there are.
-        reported_free: bytes that a GPU reports as free beside those that torch holds.
-        clock: the host's clock in nanoseconds, which the GPUs' drift from.
+        capacity: bytes of each GPU's memory; None for no limit.
+        reported_free: bytes that a GPU reports as free, in addition to those that torch holds.
+        clock: the host's clock in nanoseconds; the GPUs' clocks drift from it.
         count: number of GPUs.
 
     Attributes:
-        streams: their queues.
-        memories: their memories, with the bytes that are in use.
-        pinned: memory of the host that they copy from by themselves, how much there may be, and faults in its use.
-        operations: what is called on their tensors.
+        streams: the GPUs' queues of work.
+        memories: each GPU's memory, with the bytes that are in use.
+        pinned: page-locked memory of the host: its limit, and faults in its use.
+        operations: runs or queues torch's calls on the GPUs' tensors, and counts them.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LaggingGpu:
         return self.memories[0]
 
     def __enter__(self) -> LaggingGpu:
-        """Let the calling thread make tensors on it."""
+        """Let the calling thread make tensors on the imitated GPU."""
         self._mode.__enter__()
         return self
 
@@ -78,11 +78,11 @@ class LaggingGpu:
 
 
 class LaggingDevice(TorchDevice):
-    """Runs tasks as the CUDA device does, on GPUs that are imitated: one set of them in a process at a time.
+    """Runs tasks with the CUDA device's code on imitated GPUs; a process can have one set of them at a time.
 
     Args:
-        gpu: by default one that runs work in the order of seed 0; the ranks of a model that is cut share it.
-        kernel: on the host, as for `TorchDevice`.
+        gpu: by default one with seed 0; the ranks of a tensor-parallel model share it.
+        kernel: the choice of kernels on the host, as for `TorchDevice`.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class LaggingDevice(TorchDevice):
         CudaDevice.check_machine(machine)
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
-        """Work as one of several: ranks have a GPU each, nodes share the first one."""
+        """Become one of several ranks, each with its own GPU, or one of several nodes, which share the first GPU."""
         super().join(rank, transport, first)
         if self.layout.config.ranks > 1:
             self._compute.accelerator = torch.device(DEVICE_TYPE, rank)
@@ -128,7 +128,7 @@ class LaggingDevice(TorchDevice):
 
 
 def _stay_on_gpu() -> None:
-    """Let the calling thread make tensors on the GPU until it ends."""
+    """Let the calling thread make tensors on the imitated GPU until the thread ends."""
     mode: Any = OnGpu()  # torch gives its contexts no types
     mode.__enter__()
 
@@ -142,7 +142,7 @@ def _on_gpu(verb: Verb) -> Verb:
 
 
 def _install(operations: Operations, free: int) -> None:
-    """Have torch find the imitated GPU by the type of its device, as it finds `torch.cuda`."""
+    """Make the imitated GPU known to torch under the name of its device type, like `torch.cuda`."""
     module = getattr(torch, DEVICE_TYPE, None)
     if module is None:
         module = ModuleType(f"torch.{DEVICE_TYPE}")

@@ -11,11 +11,11 @@ from .streams import Gpu, LaggingStream
 
 
 class Block:
-    """Memory of the GPU; free as soon as nothing refers to it, whatever is still in the queues.
+    """A block of GPU memory; free as soon as nothing refers to it, even if queued work still uses it.
 
     Attributes:
-        raw: its bytes.
-        stream: the stream that allocated it, and whose next allocation may get it.
+        raw: the bytes.
+        stream: the stream that allocated it; the next allocation of that stream may reuse it.
     """
 
     def __init__(self, memory: GpuMemory, piece: Piece, nbytes: int, stream: LaggingStream) -> None:
@@ -29,7 +29,7 @@ class Block:
         self._memory.free(self._piece, self._nbytes)
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor in this memory with another one's type, shape, strides and offset."""
+        """A tensor in this memory with the type, shape, strides and offset of `like`."""
         items = self.raw.view(like.dtype)
         return items.as_strided(like.size(), like.stride(), items.storage_offset() + like.storage_offset())
 
@@ -38,12 +38,12 @@ class GpuMemory:
     """Allocates memory of one GPU by stream, as torch does.
 
     Args:
-        capacity: bytes; None for as many as there are.
+        capacity: bytes; None for no limit.
 
     Attributes:
-        wanted, most_wanted: bytes of tensors that are in use, and the most that were.
-        taken, most_taken: the same in blocks, whose sizes are rounded up.
-        most_reserved: the most bytes of segments that blocks were cut from.
+        wanted, most_wanted: bytes of tensors that are in use now, and the most so far.
+        taken, most_taken: bytes of their blocks, whose sizes are rounded up, now and at most.
+        most_reserved: the most bytes of segments, from which blocks are cut.
     """
 
     def __init__(self, gpu: Gpu, capacity: int | None = None) -> None:
@@ -54,10 +54,10 @@ class GpuMemory:
         self._freed: deque[tuple[Piece, int]] = deque()
 
     def allocate(self, nbytes: int, stream: LaggingStream) -> Block:
-        """Memory for a stream, which is poisoned when the stream reaches this point.
+        """Allocate a block for a stream; it is filled with poison when the stream reaches this point.
 
         Raises:
-            torch.OutOfMemoryError: there is not enough.
+            torch.OutOfMemoryError: there is not enough memory.
         """
         with self._gpu.lock:
             self._take_back()
@@ -76,7 +76,7 @@ class GpuMemory:
             return block
 
     def free(self, piece: Piece, nbytes: int) -> None:
-        """Free memory; without a lock, since the garbage collector may call it anywhere."""
+        """Free a block's memory; takes no lock, since the garbage collector may call it anywhere."""
         self._freed.append((piece, nbytes))
 
     @property

@@ -22,16 +22,16 @@ INVALID_VALUE, OUT_OF_MEMORY, ALREADY_REGISTERED, NOT_REGISTERED = 1, 2, 712, 71
 
 
 class PinnedMemory:
-    """Page-locked memory of the host: which addresses are locked.
+    """Page-locked memory of the host: the addresses that are locked.
 
-    Copies use locked memory when their stream comes to them, by address alone: it has to be locked until then.
+    A copy uses locked memory by address alone, when its stream runs it: the memory has to be locked until then.
 
-    gpu: whose streams copy.
+    gpu: the GPU whose streams copy.
 
     Attributes:
-        registered: bytes of the memory that was locked as it is, by its address.
-        most_registered: bytes that may be locked so; None for as many as there are.
-        refuses_files: CUDA's error where files are to be locked; 0 where they may be.
+        registered: number of bytes of existing memory that was locked, by its address.
+        most_registered: the most bytes that may be locked so; None for no limit.
+        refuses_files: the number of CUDA's error when memory of files is locked; 0 if that succeeds.
         faults: uses of locked memory that a real GPU might answer with wrong bytes, or not at all.
         allocations: number of allocations of locked memory so far, registrations included.
     """
@@ -48,7 +48,7 @@ class PinnedMemory:
         self._copies = 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # CUDA's name
-        """Lock memory; returns 0, or the number of CUDA's error."""
+        """Lock existing memory; returns 0, or the number of CUDA's error."""
         most = self.most_registered
         if any(start < address + nbytes and address < end for start, end in self._registrations()):
             return ALREADY_REGISTERED
@@ -83,15 +83,18 @@ class PinnedMemory:
         return raw.view(dtype)[: int(np.prod(size))].view(torch.Size(size))
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True if the whole of a tensor of the host is in page-locked memory.
+        """Test whether the whole of a host tensor is in page-locked memory.
 
         Raises:
-            RuntimeError: a part of it is.
+            RuntimeError: only a part of it is.
         """
         return tensor.untyped_storage().data_ptr() in self._cached or self._is_registered(tensor)
 
     def at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """A locked tensor for a copy in a queue: called once, when the copy runs, which memory does not wait for."""
+        """A function that returns a locked tensor of the host when its copy runs; fails if it is unlocked by then.
+
+        It is called once, and keeps no reference to the tensor until then.
+        """
         if tensor.untyped_storage().data_ptr() in self._cached:
             return lambda: tensor  # torch keeps it until its copies ran
         start, end = bounds(tensor)
@@ -123,7 +126,7 @@ class PinnedMemory:
 
 
 def bounds(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte, and behind its last one."""
+    """The addresses of a tensor's first byte, and after its last byte."""
     if not tensor.numel():
         return tensor.data_ptr(), tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
@@ -131,7 +134,7 @@ def bounds(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def is_read_only(address: int) -> bool:
-    """True if the process may not write to memory, by the system's table of mappings; always False outside Linux."""
+    """Test whether the process may not write at an address, by the system's table of mappings; False outside Linux."""
     if sys.platform != "linux":
         return False
     for line in Path("/proc/self/maps").read_text().splitlines():

@@ -21,8 +21,8 @@ class Piece:
     """A part of a segment, free or in use.
 
     Attributes:
-        pool: the stream whose blocks its segment has, and whether they are small.
-        before, behind: its neighbours in the segment.
+        pool: the segment's stream, and whether its blocks are small.
+        before, behind: the pieces next to it in the segment.
     """
 
     __slots__ = ("before", "behind", "free", "memory", "nbytes", "pool", "start")
@@ -37,11 +37,11 @@ class Piece:
         self.behind: Piece | None = None
 
     def bytes(self) -> torch.Tensor:
-        """Its memory."""
+        """The piece's memory."""
         return self.memory[self.start : self.start + self.nbytes]
 
     def cut(self, nbytes: int) -> Piece:
-        """Shorten it to that many bytes; returns the rest."""
+        """Shorten the piece to that many bytes; returns the rest as a new piece."""
         rest = Piece(self.memory, self.start + nbytes, self.nbytes - nbytes, self.pool)
         rest.before, rest.behind, self.nbytes = self, self.behind, nbytes
         if self.behind is not None:
@@ -50,7 +50,7 @@ class Piece:
         return rest
 
     def absorb(self) -> None:
-        """Take over the piece behind."""
+        """Join the next piece to this one."""
         gone = self.behind
         assert gone is not None
         self.nbytes += gone.nbytes
@@ -60,7 +60,7 @@ class Piece:
 
 
 class Segments:
-    """Cuts blocks from segments: the smallest free piece that fits, among equal ones the one that was freed last.
+    """Cuts blocks from segments: the smallest free piece that fits; of equal pieces, the one that was freed last.
 
     Attributes:
         reserved: bytes of all segments.
@@ -71,7 +71,7 @@ class Segments:
         self._free: dict[tuple[Any, bool], list[Piece]] = {}
 
     def take(self, nbytes: int, stream: Any, capacity: int | None) -> Piece | None:
-        """A block for a stream; None if the segments would have more bytes than `capacity`, unused ones freed."""
+        """Allocate a block for a stream; None if segments would exceed `capacity` bytes even without unused ones."""
         nbytes = max(1, -(-nbytes // ROUNDING)) * ROUNDING
         pool = (stream, nbytes <= SMALL)
         unused = self._free.setdefault(pool, [])
@@ -109,7 +109,7 @@ class Segments:
         self._free[piece.pool].append(piece)
 
     def _release_unused(self) -> None:
-        """Free the segments that have no block; torch waits for all streams before."""
+        """Free the segments without a block in use; torch waits for all streams before."""
         for pool, pieces in self._free.items():
             whole = [piece for piece in pieces if piece.before is None and piece.behind is None]
             self.reserved -= sum(piece.nbytes for piece in whole)

@@ -14,7 +14,7 @@ MOST = 20_000
 
 
 class Shape(NamedTuple):
-    """A result: a view of an operand's memory by that one's number, or a tensor of its own (-1)."""
+    """The shape of a result, and its memory: a view of the operand with the number `operand`, or a new tensor (-1)."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -31,7 +31,7 @@ class Shapes:
         self._known: dict[Any, Shape] = {}
 
     def of(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The results of a call with tensors of the device "meta"."""
+        """The shapes of a call's results, in the structure of the results; computed once on the device "meta"."""
         operands: list[torch.Tensor] = []
         try:
             key = (func, _signature(args, operands), _signature(kwargs, operands))
@@ -47,11 +47,7 @@ class Shapes:
 
 
 def _signature(of: Any, operands: list[torch.Tensor]) -> Any:
-    """A key for arguments: equal ones have results of equal shapes.
-
-    Raises:
-        TypeError: there is none.
-    """
+    """A key for the arguments of a call; calls with equal keys have results of equal shapes."""
     if isinstance(of, torch.Tensor):
         if of.device.type != "meta":
             raise TypeError  # its value may matter

@@ -28,7 +28,7 @@ class DeviceLost(RuntimeError):
 
 
 class Item(NamedTuple):
-    """An item of a stream's queue: work, the recording of an event, or waiting for one."""
+    """An item of a stream's queue: a piece of work, the recording of an event, or, if `waits`, waiting for one."""
 
     work: Callable[[], object] | None = None
     event: LaggingEvent | None = None
@@ -37,11 +37,11 @@ class Item(NamedTuple):
 
 
 class LaggingStream:
-    """A queue of work that runs in its order, at some time.
+    """A queue of work that runs in order, at random times.
 
     Attributes:
-        number: its GPU's.
-        eagerness: the chance that it runs what it can when something is enqueued.
+        number: number of its GPU.
+        eagerness: probability that it runs its ready work whenever something is enqueued on any stream.
     """
 
     def __init__(self, gpu: Gpu, number: int) -> None:
@@ -51,30 +51,30 @@ class LaggingStream:
         self._gpu = gpu
 
     def enqueue(self, work: Callable[[], object]) -> None:
-        """Run this after all that is in the queue."""
+        """Run `work` after everything that is in the queue."""
         self._put(Item(work=work))
 
     def record(self, event: LaggingEvent) -> None:
-        """Have an event happen after all that is in the queue."""
+        """Let an event happen after everything that is in the queue."""
         self._put(Item(event=event, version=event.recorded))
 
     def wait_event(self, event: LaggingEvent) -> None:
-        """Run nothing from now on before the event has happened, as it was recorded last."""
+        """Delay all later work until the event has happened, as it was last recorded."""
         self._put(Item(event=event, version=event.recorded, waits=True))
 
     def synchronize(self) -> None:
-        """Return when all that is in the queue has run."""
+        """Wait until everything that is in the queue has run."""
         self._gpu.run_until(lambda: not self.queue)
 
     def is_ready(self) -> bool:
-        """True if the first work of the queue may run."""
+        """True if the first item of the queue may run."""
         if not self.queue:
             return False
         head = self.queue[0]
         return not head.waits or head.event is None or head.event.happened >= head.version
 
     def run_head(self) -> None:
-        """Run the head of the queue; it must be ready."""
+        """Run the first item of the queue, which must be ready."""
         head = self.queue.popleft()
         if head.work is not None:
             self._gpu.run(head.work)
@@ -107,7 +107,7 @@ class LaggingEvent:
         gpu.events_made += 1
 
     def record(self, stream: LaggingStream | None = None) -> None:
-        """Record it on a stream, by default the current one.
+        """Record the event on a stream, by default the current one.
 
         Raises:
             RuntimeError: it was recorded on another GPU before.
@@ -121,18 +121,18 @@ class LaggingEvent:
             stream.record(self)
 
     def synchronize(self) -> None:
-        """Return when it has happened."""
+        """Wait until the event has happened."""
         version = self.recorded
         self._gpu.run_until(lambda: self.happened >= version)
 
     def query(self) -> bool:
-        """True if the work before its last `record` has run."""
+        """True if the work before the event's last `record` has run."""
         with self._gpu.lock:
             self._gpu.raise_error()
             return self.happened >= self.recorded
 
     def happen(self, version: int, nanoseconds: int) -> None:
-        """Note that it happened."""
+        """Note that the event's recording `version` happened at this time."""
         self.happened, self._nanoseconds = version, nanoseconds
 
     def elapsed_time(self, end: LaggingEvent) -> float:
@@ -152,19 +152,19 @@ class LaggingEvent:
 
 
 class Gpu:
-    """The streams of imitated GPUs. One lock guards all: queues, events and the work that runs.
+    """The streams of imitated GPUs. One lock guards all queues, events and running work.
 
     Args:
-        seed: of the order of work.
+        seed: seed of the random order of work.
         fails_at: the number of the piece of work that fails, from 1 on; 0 for none.
-        clock: the host's clock in nanoseconds, which the device's clock drifts from.
+        clock: the host's clock in nanoseconds; the device's clock drifts from it.
 
     Attributes:
-        ran: pieces of work that ran so far.
-        failed_at: when a piece failed, by the host's clock; None where none did.
-        events: those that somebody still has.
-        events_made: number of all that were made.
-        waits: how often the host has waited for a GPU.
+        ran: number of pieces of work that ran so far.
+        failed_at: time of the failure on the host's clock; None without a failure.
+        events: the events that are still referred to.
+        events_made: number of all events that were made.
+        waits: number of times that the host has waited for a GPU.
     """
 
     def __init__(self, seed: int = 0, fails_at: int = 0, clock: Callable[[], int] = perf_counter_ns) -> None:
@@ -184,7 +184,7 @@ class Gpu:
 
     @property
     def number(self) -> int:
-        """The calling thread's current GPU."""
+        """Number of the calling thread's current GPU."""
         number: int = getattr(self._threads, "number", 0)
         return number
 
@@ -194,7 +194,7 @@ class Gpu:
         return self.current_of(self.number)
 
     def current_of(self, number: int) -> LaggingStream:
-        """The calling thread's current stream on a GPU: the default one, unless it chose another."""
+        """The calling thread's current stream on a GPU; the default stream unless the thread chose another."""
         chosen: LaggingStream | None = getattr(self._threads, f"stream {number}", None)
         if chosen is not None:
             return chosen
@@ -225,7 +225,7 @@ class Gpu:
             setattr(self._threads, name, before)
 
     def new_stream(self, number: int = 0) -> LaggingStream:
-        """A stream of a GPU that waits for no other by itself."""
+        """Make a stream of a GPU that does not wait for the default stream."""
         with self.lock:
             self._streams.append(LaggingStream(self, number))
             return self._streams[-1]
@@ -236,27 +236,27 @@ class Gpu:
 
     @property
     def queued(self) -> int:
-        """Items in all queues."""
+        """Number of items in all queues."""
         with self.lock:
             return sum(len(stream.queue) for stream in self._streams)
 
     def nanoseconds(self, number: int) -> int:
-        """The clock of a GPU; those of neighbours drift in opposite directions."""
+        """The time on a GPU's clock; the clocks of neighbours drift in opposite directions."""
         return int(self._clock() * (1 + (-DRIFT if number % 2 else DRIFT)))
 
     def lag(self) -> None:
-        """Run some of the work that may run, more of it on eager streams."""
+        """Run some of the work that is ready, chosen at random by the streams' eagerness."""
         for stream in self._streams:
             if self._error is None and stream.queue and self.random.random() < stream.eagerness:
                 while stream.is_ready():
                     stream.run_head()
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Run heads of queues, in random order, until something is done.
+        """Run the first items of queues, in random order, until `done()` is true.
 
         Raises:
             DeviceLost: some work failed, now or before.
-            RuntimeError: nothing may run.
+            RuntimeError: no item is ready: the streams wait for events that never happen.
         """
         with self.lock:
             self.waits += 1
@@ -269,7 +269,7 @@ class Gpu:
                 self.raise_error()
 
     def run(self, work: Callable[[], object]) -> None:
-        """Run one piece of work; its error is raised by later calls."""
+        """Run one piece of work; if it fails, later calls raise its error."""
         self.ran += 1
         try:
             if self.ran == self._fails_at:

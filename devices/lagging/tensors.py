@@ -44,8 +44,8 @@ class LaggingTensor(torch.Tensor):
 
     Attributes:
         block: its memory.
-        values_now: the tensor in that memory, whose values are those of the work that ran so far.
-        twin: a tensor without values; views share memory as the real ones do.
+        values_now: a CPU tensor in that memory, with the values after the work that ran so far.
+        twin: a tensor without values that has its shape; twins of views share memory as the views do.
     """
 
     block: Block
@@ -60,7 +60,7 @@ class LaggingTensor(torch.Tensor):
 
 
 class OnGpu(TorchFunctionMode):
-    """Within it, the calling thread can make tensors on the imitated GPU, and page-locked ones."""
+    """A context in which the calling thread can make tensors on the imitated GPU, and page-locked ones."""
 
     def __torch_function__(
         self, func: Call, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -69,17 +69,17 @@ class OnGpu(TorchFunctionMode):
 
 
 class Operations:
-    """Runs Python at once and queues what computes.
+    """Carries out torch's calls: those that compute are queued on a stream, all others run at once.
 
     Attributes:
-        gpu, memories: the queues, and the memory of each GPU.
+        gpu, memories: the streams, and the memory of each GPU.
         pinned: page-locked memory of the host.
-        blocked: copies that made their thread wait although they were to be asynchronous: the host's memory is not
+        blocked: copies that were to be asynchronous but made their thread wait, as the host's memory is not
             page-locked.
-        staged: number of copies between host and GPU for which torch takes memory of the GPU beside both tensors.
+        staged: number of copies between host and GPU for which torch needs temporary memory on the GPU.
         calls: number of operations that were queued, by name.
-        misaligned: number of products with weights that are at no multiple of 16 bytes.
-        most_to_host: bytes of the largest tensor that came to the host.
+        misaligned: number of products with weights whose address is no multiple of 16 bytes.
+        most_to_host: bytes of the largest tensor that was copied to the host.
     """
 
     def __init__(self, gpu: Gpu, memories: Sequence[GpuMemory]) -> None:
@@ -93,7 +93,7 @@ class Operations:
         self.most_to_host = 0
 
     def call(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call of torch, whatever its tensors are on."""
+        """Carry out one call of torch, with tensors of the host or of GPUs."""
         with torch._C.DisableTorchFunction(), torch.inference_mode():
             name = getattr(func, "__name__", "")
             if name in ("to", "cpu", "copy_"):
@@ -125,7 +125,7 @@ class Operations:
             return self._queue(func, name, args, kwargs, number)
 
     def _on_host(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call without tensors of the GPU, which may make one."""
+        """Carry out a call without GPU tensors, which may make one."""
         if name == "is_pinned":
             return self.pinned.holds(args[0])
         if kwargs.get("pin_memory"):
@@ -149,7 +149,7 @@ class Operations:
     def _queue(
         self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int
     ) -> Any:
-        """Work for the GPU's current stream; the shapes of its results come from tensors without values."""
+        """Queue a call on the GPU's current stream; the results' shapes come from tensors without values."""
         self.calls[name] += 1
         if name == "linear" and isinstance(args[1], LaggingTensor):
             self.misaligned += args[1].values_now.data_ptr() % 16 > 0
@@ -212,7 +212,7 @@ class Operations:
         return self._copy(target, tensor, at_once=at_once)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, *, at_once: bool) -> torch.Tensor:
-        """A copy between any two memories, on the current stream of the GPU that one of them is of."""
+        """Copy between any two memories, on the current stream of the GPU that one of them belongs to."""
         to_gpu, from_gpu = isinstance(target, LaggingTensor), isinstance(source, LaggingTensor)
         if not to_gpu and not from_gpu:
             return target.copy_(source)
@@ -235,7 +235,7 @@ class Operations:
         return target
 
     def _at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Source or target of a copy, looked up when the stream runs the copy."""
+        """A function that returns the source or target of a copy when the stream runs the copy."""
         if isinstance(tensor, LaggingTensor):
             values = tensor.values_now
             return lambda: values
@@ -287,7 +287,7 @@ def _twins(of: Any) -> Any:
 
 
 def _mapped(change: Callable[[LaggingTensor], torch.Tensor], of: Any) -> Any:
-    """Arguments of a call, with tensors of the GPU exchanged."""
+    """The arguments of a call with each GPU tensor replaced by `change` of it."""
     if isinstance(of, LaggingTensor):
         return change(of)
     if isinstance(of, tuple | list):
@@ -321,10 +321,10 @@ def _changes(name: str, kwargs: dict[str, Any]) -> bool:
 
 
 def _one_device(name: str, tensors: Sequence[torch.Tensor], first: LaggingTensor) -> int:
-    """The GPU of a call's tensors, of which one is known to be on a GPU.
+    """The number of the GPU that a call's tensors are on, of which `first` is one.
 
     Raises:
-        RuntimeError: they are on several, or beside tensors of the host that are more than single numbers.
+        RuntimeError: they are on several GPUs, or some are host tensors with more than one number.
     """
     number = first.block.stream.number
     for each in tensors:
@@ -337,7 +337,7 @@ def _one_device(name: str, tensors: Sequence[torch.Tensor], first: LaggingTensor
 def _destination(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.device | None, torch.dtype | None, dict[str, Any]]:
-    """Device, type and other arguments of `Tensor.to`."""
+    """The device, the dtype and the other arguments of a call of `Tensor.to`."""
     rest = dict(kwargs)
     device, dtype = rest.pop("device", None), rest.pop("dtype", None)
     for each in args:
@@ -354,7 +354,7 @@ def _destination(
 
 
 def operate(gpu: Gpu, memories: Sequence[GpuMemory]) -> Operations:
-    """Make these the GPUs that tensors of DEVICE_TYPE are on, from now on."""
+    """Make these the GPUs that tensors of DEVICE_TYPE are on; returns what carries out their calls."""
     global _operations
     _operations = Operations(gpu, memories)
     return _operations

@@ -41,11 +41,11 @@ KEPT_BACK_BYTES = 64_000_000
 
 
 class MlxDevice:
-    """Runs batches of one model on MLX, one after the other: on Apple silicon with Metal, on Linux on the processor.
+    """Runs batches of one model on MLX, one after the other: on Apple silicon with Metal, on Linux on the CPU.
 
     Files are read straight into the memory of MLX arrays. One thread builds and evaluates them, for all lanes. Tasks of
-    few tokens whose weights stay end before their results are evaluated, with the next value that the host needs. Beam
-    search and observing activations exist only on the torch device.
+    few tokens with resident weights end before their results are evaluated, which happens with the next value that the
+    host needs. Beam search and observing activations exist only on the torch device.
 
     Args:
         keep_logits: store every step's logits (S, V) by micro-batch, in `logits`.
@@ -87,16 +87,16 @@ class MlxDevice:
 
     @staticmethod
     def check_machine(machine: Machine) -> None:
-        """Check that a machine description fits this machine.
+        """Check that this machine can run as a given machine.
 
         Raises:
-            BadInput: it does not.
+            BadInput: it cannot.
         """
         require_unified(machine)
 
     @staticmethod
     def kernel_rows() -> list[KernelRow]:
-        """The rows of the table of kernels."""
+        """The rows of MLX's table of kernels."""
         return listed(MLX)
 
     @property
@@ -106,7 +106,7 @@ class MlxDevice:
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """Every lane is a worker thread; lanes that compute wait for the device's one thread."""
+        """Empty: every lane is a worker thread; lanes that compute wait for the device's one thread."""
         return {}
 
     @property
@@ -120,7 +120,7 @@ class MlxDevice:
 
     @property
     def evaluations(self) -> int:
-        """Evaluations in the current batch so far, each of which waits for the processor."""
+        """Number of evaluations in the current batch so far, each of which waits for the processor."""
         return 0 if self._evaluations is None else self._evaluations.count
 
     def slot_bytes(self, page: Page) -> int:
@@ -132,7 +132,7 @@ class MlxDevice:
         self._observers.routing = observer
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
-        """Work as one of several nodes from now on, with the experts that a batch's plan gives it."""
+        """Become one of several nodes, with the experts that each batch's plan places here."""
         self._transport = transport
 
     def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
@@ -159,7 +159,7 @@ class MlxDevice:
         return self._thread.call(verb, task)
 
     def stand_by(self) -> int:
-        """Touch every array of weights, so that Metal keeps them wired between batches; returns their number.
+        """Touch every array of weights, so that Metal keeps them wired between batches; returns the number of arrays.
 
         This is the standby calculation between requests of RACS'24, section 4.2, which sums all weights: the driver
         wires a whole array for one element of it.

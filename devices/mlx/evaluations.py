@@ -47,16 +47,16 @@ class Evaluations:
         """Results of deferred tasks, by micro-batch."""
 
     def defers(self, task: Task) -> bool:
-        """True if a task's results may be evaluated after its end; callable from any thread."""
+        """True if a task's results may be evaluated after the task's end; callable from any thread."""
         if not self._defers or (isinstance(task.operands, View) and task.operands.moving):
             return False
         return _tokens(task, self._decoded if task.phase == "decode" else self._prefilled) <= FEW_TOKENS
 
     def later(self, task: Task, *arrays: Array, micro_batch: int | None = None) -> None:
-        """Evaluate a task's results, unless it is deferred.
+        """Evaluate a task's results now, or later if the task is deferred.
 
         Args:
-            micro_batch: theirs, if it is not the task's.
+            micro_batch: the results' micro-batch, if it is not the task's.
         """
         number = task.micro_batch if micro_batch is None else micro_batch
         if self.defers(task):
@@ -65,16 +65,16 @@ class Evaluations:
             self.settle(number, *arrays)
 
     def settle(self, micro_batch: int, *arrays: Array) -> None:
-        """Evaluate arrays, and all results of their micro-batch so far."""
+        """Evaluate arrays, and all deferred results of their micro-batch."""
         self.count += 1
         mx.eval(arrays, self._open.pop(micro_batch, ()))
 
     def on_host(self, array: Array) -> npt.NDArray[Any]:
-        """Copy an evaluated array."""
+        """Copy an evaluated array to numpy."""
         return np.array(array)
 
     def close_others(self, micro_batch: int) -> None:
-        """Evaluate all results of other micro-batches, which may read a KV cache that is to be written.
+        """Evaluate all deferred results of other micro-batches, which may read a KV cache that is about to be written.
 
         MLX would copy the cache for the writer.
         """
@@ -83,7 +83,7 @@ class Evaluations:
 
 
 def _tokens(task: Task, tokens: Mapping[int, int]) -> int:
-    """The tokens of a task's micro-batches."""
+    """The number of tokens of a task's micro-batches together."""
     if not task.ranges:
         return tokens[task.micro_batch]
     return sum(tokens[micro_batch] for micro_batch, _, _ in task.ranges)

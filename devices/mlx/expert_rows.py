@@ -13,7 +13,7 @@ from ..kernels.mlx_functions import MANY_ROWS, Array, Rows, group_by_expert
 
 
 class Span(NamedTuple):
-    """Some of an expert's rows, counted from its first, and the tiles that they are in.
+    """Some of an expert's rows, counted from the expert's first row, and the tiles that contain them.
 
     Tiles are computed whole: bits may depend on the other rows of a product.
     """
@@ -24,14 +24,14 @@ class Span(NamedTuple):
 
 
 class ExpertRows:
-    """The rows of a micro-batch in one layer, those of each expert together.
+    """The rows of a micro-batch in one layer, sorted by expert.
 
     Args:
         x_TD: the experts' input.
         experts_Tk, weights_Tk: the experts of each token, and their weights.
 
     Attributes:
-        x_nD: the rows.
+        x_nD: the input rows.
         counts: number of rows of each expert; empty until the host knows them.
         many: whether there are at least `MANY_ROWS`.
     """
@@ -53,14 +53,14 @@ class ExpertRows:
         return Span(expert, rows, range(first, last))
 
     def tiles(self, span: Span) -> Array:
-        """The rows of a span's tiles."""
+        """The input rows of a span's tiles."""
         if self._rows_Tk is None:
             return self._x_TD
         first = sum(self.counts[: span.expert])
         return self.x_nD[first + span.tiles.start : first + span.tiles.stop]
 
     def keep(self, span: Span, y_nD: Array) -> Array:
-        """Keep the outputs of a span, given those of its tiles, and return them."""
+        """Keep the outputs of a span's rows, cut from those of its tiles; returns them."""
         if len(y_nD) > len(span.rows):
             start, stop = (each - span.tiles.start for each in (span.rows.start, span.rows.stop))
             y_nD = mx.contiguous(y_nD[start:stop])  # a copy: the tiles can be freed
@@ -68,12 +68,12 @@ class ExpertRows:
         return y_nD
 
     def arrays(self) -> list[Array]:
-        """All that later kernels read."""
+        """All arrays that later kernels read."""
         index = [] if self._rows_Tk is None else [self._rows_Tk]
         return [self.x_nD, self._weights_Tk, self._experts_n, *index]
 
     def outputs(self) -> tuple[Array, Array | None, Array]:
-        """The experts' outputs row by row, zeros where they have not run; the row of each choice; its weight."""
+        """The experts' outputs by row, zeros until an expert has run; the row of each choice; the choices' weights."""
         parts: list[Array] = []
         for expert, count in enumerate(self.counts):
             ran = self._outputs.get(expert, {})
@@ -84,12 +84,12 @@ class ExpertRows:
 
 
 def rows_of_one(count: int, index: int, *, many: bool) -> Rows:
-    """Rows of one expert, which is at that index of its stack."""
+    """`Rows` of a single expert; `index` is its index in its stack."""
     return Rows(_alike(count, index), [0] * index + [count], many)
 
 
 def zeros(count: int, width: int, dtype: mx.Dtype) -> Array:
-    """Zeros (count, width); a single row is made once."""
+    """Zeros (count, width); the array for a single row is cached."""
     return _zero_row(width, dtype) if count == 1 else mx.zeros((count, width), dtype)
 
 

@@ -23,10 +23,10 @@ from .expert_rows import ExpertRows, Span, rows_of_one, zeros
 
 
 class MlxExperts:
-    """Runs experts.
+    """Runs the experts of a layer.
 
     Args:
-        weights: the arrays that a view shows.
+        weights: returns the arrays of the pages that a view shows.
         evaluations: evaluates results.
     """
 
@@ -45,7 +45,7 @@ class MlxExperts:
         self._evaluations = evaluations
 
     def group(self, task: Task, routed: Routed, *beside: Array) -> dict[int, int]:
-        """Keep the rows of each expert, evaluated; returns the number of rows of each that has any."""
+        """Keep each expert's rows, and evaluate them and the arrays `beside`; returns the rows of each that has any."""
         rows = ExpertRows(routed.x_TD, routed.experts_Tk, routed.weights_Tk)
         self._states[task.micro_batch].rows = rows
         experts = self._config.layer(task.layer).feed_forward.experts
@@ -54,7 +54,7 @@ class MlxExperts:
         return with_rows(rows.counts)
 
     def counts(self, task: Task, experts: int, experts_Tk: Array, *beside: Array) -> dict[int, int]:
-        """The number of rows of each expert that has any; evaluates them."""
+        """The number of rows of each expert that has any; evaluates the choices and the arrays `beside`."""
         self._evaluations.settle(task.micro_batch, *beside, experts_Tk)
         return with_rows(_counted(experts_Tk, experts))
 
@@ -63,7 +63,7 @@ class MlxExperts:
         return functions.scores(logits_TE)
 
     def run_all(self, task: Task, counts: Mapping[int, int], weights: Arrays) -> None:
-        """Run the experts one after the other; their outputs are not evaluated."""
+        """Run the experts one after the other, without evaluating their outputs; `counts` has the rows of each."""
         rows: ExpertRows = self._states[task.micro_batch].rows
         for expert in counts:
             self._apply(rows, rows.span(expert), weights)
@@ -84,7 +84,7 @@ class MlxExperts:
         self._evaluations.later(task, self._run(stack, x_1D, rows_of_one(1, index, many=False)))
 
     def _apply(self, rows: ExpertRows, span: Span, weights: Arrays) -> Array:
-        """Run an expert on the tiles of a span; returns the span's outputs."""
+        """Run an expert on whole tiles; returns the outputs of the span's rows."""
         stack, index = weights.experts[span.expert]
         x_nD = rows.tiles(span)
         return rows.keep(span, self._run(stack, x_nD, rows_of_one(len(x_nD), index, many=rows.many)))

@@ -13,7 +13,7 @@ from .machine import recommended_bytes
 
 
 def metal_facts() -> MetalFacts:
-    """MLX, its GPU, and the memory that the system recommends to wire at most."""
+    """MLX's version, its GPU, and the most memory that the system recommends to wire."""
     metal = bool(mx.metal.is_available())
     return MetalFacts(
         mlx=version("mlx"),

@@ -21,8 +21,8 @@ class KVStep(NamedTuple):
     Attributes:
         past, new: number of tokens of each request before the step, and in it.
         positions: the new tokens' positions in their requests, int64.
-        slots_T: slots of the new tokens in the cache; a slice where they follow each other.
-        last: index of each request's last token among the T.
+        slots_T: slots of the new tokens in the cache; a slice if they are consecutive.
+        last: index of each request's last token among the T new tokens.
         one_each: whether each request has one new token.
     """
 
@@ -36,13 +36,13 @@ class KVStep(NamedTuple):
 
 
 class RequestsKV:
-    """Keys and values, (slots, K, d) for each layer.
+    """A KV cache: keys and values, (slots, K, d) for each layer.
 
     Args:
-        lengths: tokens of each request at its longest.
+        lengths: the most tokens of each request.
 
     Attributes:
-        places: the layers that it holds: all.
+        places: the numbers of the layers that it holds: all.
     """
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int], dtype: mx.Dtype) -> None:
@@ -56,7 +56,7 @@ class RequestsKV:
         mx.eval(self._layers)
 
     def extend(self, requests: Sequence[int], new: Sequence[int]) -> KVStep:
-        """Extend requests[i] by new[i] tokens, which count from now on."""
+        """Make room for new[i] tokens of requests[i], which count as cached from now on."""
         past = tuple(self._length[request] for request in requests)
         spans = [np.arange(start, start + tokens) for start, tokens in zip(past, new, strict=True)]
         slots = [self._first[request] + span for request, span in zip(requests, spans, strict=True)]
@@ -67,7 +67,7 @@ class RequestsKV:
         return KVStep(tuple(requests), past, tuple(new), np.concatenate(spans), slots_T, last, max(new) == 1)
 
     def at(self, layer: int) -> CachedLayer:
-        """The keys and values of a layer, as attention reads them."""
+        """The keys and values of a layer, as attention kernels take them."""
         return CachedLayer(self, layer)
 
     def append(self, layer: int, step: KVStep, keys_TKd: Array, values_TKd: Array) -> None:
@@ -76,7 +76,7 @@ class RequestsKV:
             array[step.slots_T] = fresh_TKd
 
     def arrays(self, layer: int) -> list[Array]:
-        """The keys and the values of one layer, which are to be evaluated after `append`."""
+        """The arrays of keys and values of one layer, to be evaluated after `append`."""
         return self._layers[layer]
 
     def views(self, layer: int, step: KVStep) -> list[KVView]:
@@ -84,7 +84,7 @@ class RequestsKV:
         return [self._view(layer, *part) for part in self._parts(step)]
 
     def _parts(self, step: KVStep) -> list[tuple[int, int, int, list[int]]]:
-        """Groups of neighbours with equal new tokens, length and distance, one per view, and their first slots."""
+        """Groups of neighbours for one view each: new tokens, length and distance of all its requests, first slots."""
         parts: list[tuple[int, int, int, list[int]]] = []
         for request, past, new in zip(step.requests, step.past, step.new, strict=True):
             first, length = self._first[request], past + new
@@ -110,7 +110,7 @@ class RequestsKV:
 
 
 class CachedLayer(NamedTuple):
-    """The keys and values of one layer, as attention reads them."""
+    """One layer of a KV cache, as attention kernels take it."""
 
     cache: RequestsKV
     layer: int
@@ -120,12 +120,12 @@ class CachedLayer(NamedTuple):
         self.cache.append(self.layer, step, keys_TKd, values_TKd)
 
     def views(self, step: KVStep) -> list[KVView]:
-        """The cached keys and values of each request, new tokens included."""
+        """The cached keys and values of the step's requests, in the step's order, new tokens included; no copies."""
         return self.cache.views(self.layer, step)
 
 
 def _slice_or_array(slots: npt.NDArray[np.int64]) -> Array | slice:
-    """The slots as a slice where they follow each other, which takes fewer kernels to write to."""
+    """The slots as a slice if they are consecutive, which takes fewer kernels to write to; otherwise as an array."""
     if np.all(np.diff(slots) == 1):
         return slice(int(slots[0]), int(slots[-1]) + 1)
     return mx.array(slots)

@@ -21,18 +21,18 @@ LEAST_ROOM, ROOM_SHARE = 4_000_000_000, 0.05
 
 
 def with_metal(host: Machine) -> Machine:
-    """This machine as MLX sees it: on Apple silicon with its GPU, elsewhere as it is."""
+    """This machine with its GPU on Apple silicon; elsewhere unchanged."""
     if not mx.metal.is_available():
         return host
     return with_gpu(host, str(mx.device_info()["device_name"]), recommended_bytes())
 
 
 def with_gpu(host: Machine, gpu: str, recommended: int | None) -> Machine:
-    """A machine whose GPU computes from the host's memory; its rates are assumed.
+    """The machine with a GPU that computes from the host's memory; the GPU's rates are assumed.
 
     Args:
-        gpu: its name.
-        recommended: bytes of memory that it should use at most, where the system says so.
+        gpu: name of the GPU.
+        recommended: the most bytes of memory that it should use, by the system; None if that is not known.
     """
     memory = host.host.memory
     tier = host.memories[memory]
@@ -47,7 +47,7 @@ def with_gpu(host: Machine, gpu: str, recommended: int | None) -> Machine:
 
 
 def require_unified(machine: Machine) -> None:
-    """Check that a machine can be one that MLX runs on.
+    """Check that MLX can run as a machine.
 
     Raises:
         BadInput: its accelerator has a memory of its own, or it is a shipped profile and there is no Metal here.
@@ -91,7 +91,7 @@ class ProcessLimit:
 class WiredLimit:
     """The limit of memory that Metal keeps wired, so that idle weights need not be wired again.
 
-    It leaves room beside the plan: with a limit of exactly the plan's bytes, any further array makes Metal drop another
+    It is higher than the plan's bytes: with a limit of exactly these, any further array makes Metal drop another
     one. It is never lowered between batches, which would drop weights that the next batch uses. Without Metal it has no
     effect.
 
@@ -106,7 +106,7 @@ class WiredLimit:
         self._highest = 0
 
     def hold(self, used: int) -> None:
-        """Keep a plan's bytes wired.
+        """Raise the limit so that `used` bytes of a plan stay wired.
 
         Raises:
             BadInput: the system wires fewer bytes, so that weights would be paged out between their uses.
@@ -141,6 +141,6 @@ def cache_limit() -> ProcessLimit:
 
 
 def recommended_bytes() -> int | None:
-    """The most bytes of memory that the system recommends to use; None where it gives no recommendation."""
+    """The most bytes of memory that the system recommends to wire; None where it gives no recommendation."""
     nbytes = mx.device_info().get("max_recommended_working_set_size")
     return None if nbytes is None else int(nbytes)

@@ -20,13 +20,13 @@ _RAW = {4: mx.uint32, 2: mx.uint16}
 
 
 class Bytes:
-    """Bytes at a multiple of 4096, shared by the page reader and kernels.
+    """Bytes of memory at a multiple of 4096, shared by the page reader and kernels.
 
     Nothing may be written while a kernel that reads them is running.
 
     Attributes:
         array: the bytes, uint8, with padding on both sides.
-        tensor: the bytes as the page reader writes to them, uint8.
+        tensor: the bytes without padding, uint8, which the page reader writes to.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -37,14 +37,14 @@ class Bytes:
         self.tensor = torch.from_numpy(memory[self._skip : self._skip + nbytes])
 
     def show(self, items: torch.Tensor, dtype: str) -> Array:
-        """The same bytes as an MLX array. items: a contiguous view of `tensor`, of that dtype."""
+        """An MLX array over the same bytes as `items`, a contiguous view of `tensor` of the dtype `dtype`."""
         start = self._skip + items.data_ptr() - self.tensor.data_ptr()
         part = self.array[start : start + items.nbytes].view(ARRAY_DTYPES[dtype])
         return part.reshape(tuple(items.shape))
 
 
 def shared(shape: Sequence[int], dtype: str) -> tuple[Array, torch.Tensor]:
-    """An array of zeros, and a tensor over the same memory."""
+    """An MLX array of zeros, and a torch tensor over the same memory."""
     raw = mx.zeros(tuple(shape), dtype=_RAW[DTYPES[dtype].itemsize])
     array = raw.view(ARRAY_DTYPES[dtype])
     mx.eval(raw, array)

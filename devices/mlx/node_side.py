@@ -33,7 +33,7 @@ class MlxNodeSide:
 
     Args:
         evaluations: evaluates results.
-        project_output: runs before a layer's norm and router.
+        project_output: runs the output projection, before a layer's norm and router.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class MlxNodeSide:
         return tensor
 
     def combine(self, task: Task, total_TD: Array) -> None:
-        """Add the residual to the nodes' sum, and round once, as one machine does."""
+        """Add the residual to the sum over all nodes, and round once, as a single machine does."""
         state = self._states[task.micro_batch]
         state.hidden_TD = mlx_elements.added_to(state.hidden_TD, mx.array(total_TD))
         self._evaluations.later(task, state.hidden_TD)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """The rows of each expert, and the router's result for all tokens, as float32 on the host."""
+        """Run the router; returns each expert's number of rows, and the result for all tokens, float32 on the host."""
         self._project_output(task)
         routed = self._moe.route(task)
         parts = (routed.x_TD, routed.experts_Tk, routed.weights_Tk)
@@ -80,7 +80,7 @@ class MlxNodeSide:
         return self._experts.group(task, routed, routed_TX), np.array(routed_TX)
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
-        """The rows of each expert, as the first node routed them."""
+        """Take the rows that the first node routed; returns the number of rows of each expert that has any."""
         width = routed_TX.shape[-1] - 2 * self._top_k
         x_TD, experts_Tk, weights_Tk = mx.split(mx.array(routed_TX), [width, width + self._top_k], axis=-1)
         routed = Routed(x_TD.astype(self._dtype), experts_Tk.astype(mx.uint32), weights_Tk)

@@ -24,17 +24,17 @@ PARTS = ("gate", "up", "down")
 
 
 class Key(NamedTuple):
-    """Key of an array of pages: a layer's experts, or an expert in all layers."""
+    """The key of a stack: of a layer's experts, or of an expert in all layers."""
 
     by: StackedBy
     number: int
 
 
 class Stacked(Protocol):
-    """Pages in few arrays.
+    """Expert pages in few large arrays.
 
     Attributes:
-        arrays: all of them.
+        arrays: all arrays.
         missing: the ids of pages that were not copied in yet.
     """
 
@@ -42,14 +42,14 @@ class Stacked(Protocol):
     missing: set[int]
 
     def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
-        """Copy in a page's tensors."""
+        """Copy the tensors of a page into the arrays."""
 
     def find(self, page: Page) -> tuple[Arrays, int]:
         """The stack that has a page's expert, and its index there."""
 
 
 class _Block(NamedTuple):
-    """Rows of a matrix as one page has them."""
+    """Rows of one of an expert's matrices, as a page contains them."""
 
     page_index: int
     part: str
@@ -72,7 +72,7 @@ class StackedLayer:
         self.missing = {page.id for page in layout.layer(layer) if page.expert >= 0}
 
     def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
-        """Copy in a page's tensors."""
+        """Copy the tensors of a page into the arrays."""
         for part, stored in stored_blocks(self._layout, views):
             self._tensors[page.index, part][page.expert].copy_(stored)
         self.missing.discard(page.id)
@@ -98,7 +98,7 @@ class StackedExpert:
         self.missing = {page.id for layer in layers for page in layout.expert(layer, expert)}
 
     def take(self, page: Page, views: Mapping[str, list[torch.Tensor]]) -> None:
-        """Copy in a page's tensors."""
+        """Copy the tensors of a page into the array."""
         for part, stored in stored_blocks(self._layout, views):
             start, stop = self._spans[_Block(page.index, part, tuple(stored.shape))]
             self._tensor[page.layer, start:stop].view(stored.shape).copy_(stored)
@@ -119,7 +119,7 @@ class StackedExpert:
 
 
 def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
-    """The array for each expert page that stays, by the page's id; some pages have none.
+    """The key of the stack for each resident expert page, by the page's id; some pages have none.
 
     Fully resident layers are stacked by layer; in the other layers, experts that stay in all of them are stacked by
     expert. Arrays larger than the system allocates are omitted.
@@ -145,14 +145,14 @@ def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
 
 
 def open_stack(layout: WeightLayout, key: Key) -> Stacked:
-    """Allocate the arrays of a key, still without weights."""
+    """Allocate the arrays of a stack, without weights."""
     return (StackedLayer if key.by == "layer" else StackedExpert)(layout, key.number)
 
 
 def stored_blocks(
     layout: WeightLayout, views: Mapping[str, list[torch.Tensor]]
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """An expert's blocks of rows as in the files, each with the name of its part."""
+    """An expert's blocks of rows as in the files, each with the name of its matrix."""
     for name, blocks in views.items():
         for block in blocks:
             yield _part(name), block.T if is_transposed(layout.config, name) else block
@@ -171,7 +171,7 @@ def _blocks(layout: WeightLayout) -> list[_Block]:
 
 
 def _allocates(nbytes: int) -> bool:
-    """True if the system allocates an array of that size."""
+    """Test whether the system allocates an array of that size."""
     return nbytes <= int(mx.device_info().get("max_buffer_length", nbytes))
 
 

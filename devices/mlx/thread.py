@@ -13,7 +13,7 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class OneThread:
-    """Runs calls of all threads, one after the other, and hands back what each returns or raises.
+    """Runs calls from all threads on one thread, one after the other, and returns what each returns or raises.
 
     It uses raw locks: a hand-over was measured to take less than half as long as with an executor.
     """
@@ -31,7 +31,7 @@ class OneThread:
         self._thread.start()
 
     def call(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run a call on the thread, after those that were posted, and wait for it; raises what one of them raises."""
+        """Run a function on the thread, after the posted calls, and wait for it; raises an error of any of them."""
         with self._turn:
             self._call = (work, arguments)
             self._given.release()

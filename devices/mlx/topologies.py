@@ -42,10 +42,10 @@ DEFERRABLE = {
 
 
 class Topology:
-    """Makes the verbs of one batch, with memory for its KV cache; on the device's thread.
+    """Makes the verbs of one batch, with memory for its KV cache; used on the device's thread.
 
     Args:
-        weights: those of the model.
+        weights: the model's weights.
         evaluations: evaluates results.
         first_bad: names the first weight that is not finite.
     """
@@ -72,25 +72,25 @@ class Topology:
         self._experts = MlxExperts(plan.layout.config, self._states, weights.show, kernels, evaluations)
 
     def alone(self) -> Verbs:
-        """A device with all of the model."""
+        """The verbs of a device that has the whole model."""
         attention, moe = self._halves(self._weights.embedding)
         return self._layers(attention, moe) | {"sample": self._tokens().sample_next}
 
     def node(self, transport: Transport) -> Verbs:
-        """One of several devices that share the experts of each layer; it attends."""
+        """The verbs of a node with some of each layer's experts; it has attention."""
         attention, moe = self._halves(self._weights.embedding)
         sample = self._tokens().sample_next
         exchanges = NodeVerbs(self._plan, transport, self._node_side(attention, moe), sample)
         return {**self._layers(attention, moe), "sample": sample, **exchanges.verbs}
 
     def node_of_experts(self, transport: Transport) -> Verbs:
-        """One of several devices that share the experts of each layer, while the first one attends."""
+        """The verbs of a node with some of each layer's experts, where only the first node has attention."""
         attention, moe = self._halves(Arrays())
         exchanges = NodeVerbs(self._plan, transport, self._node_side(attention, moe))
         return {**self._layers(attention, moe), **exchanges.verbs}
 
     def _halves(self, embedding: Arrays) -> tuple[Attention, MoELayer]:
-        """The halves of a layer."""
+        """The runners of a layer's first half and of its second half."""
         states, shown, kernels = self._states, self._weights.show, self._kernels
         attention = Attention(states, shown, embedding, kernels)
         moe = MoELayer(
@@ -106,7 +106,7 @@ class Topology:
         return attention, moe
 
     def _layers(self, attention: Attention, moe: MoELayer) -> Verbs:
-        """The verbs of layers, and those before them."""
+        """The verbs of the layers, those before them, and those that move pages."""
         weights, experts = self._weights, self._experts
         attend = self._evaluated(attention.attention, _attended)
         attend = after(lambda task: self._evaluations.close_others(task.micro_batch), attend)
@@ -127,7 +127,7 @@ class Topology:
         }
 
     def _evaluated(self, verb: Verb, results: Callable[[MicroBatchState, int], Sequence[Array]]) -> Verb:
-        """A verb whose results, by the state and the layer, are evaluated then or later."""
+        """A verb followed by the evaluation, now or deferred, of `results(state, layer)`."""
 
         def run(task: Task) -> Any:
             value = verb(task)
@@ -157,7 +157,7 @@ def _attended(state: MicroBatchState, layer: int) -> Sequence[Array]:
 
 
 def _states_of(plan: Plan, prompts: Sequence[Sequence[int]]) -> list[MicroBatchState]:
-    """The micro-batches of decoding, then the chunks of prefill if prompts are cut, in one KV cache."""
+    """The states of decode micro-batches, then those of prefill chunks if prompts are cut, in one KV cache."""
     states = wholes_of(plan.batch.micro_batches, prompts, beams=1)
     if plan.nodes.attends:
         new_tokens = plan.batch.new_tokens

@@ -36,7 +36,7 @@ class MlxWeights:
         reader: reads pages; on any thread, as long as no running kernel reads the same slot.
 
     Attributes:
-        globals: the tensors that are in no page, by canonical name, where the node attends.
+        globals: the tensors that are in no page, by canonical name; empty if the node has no attention.
     """
 
     def __init__(self, reader: PageReader, layout: WeightLayout) -> None:
@@ -62,17 +62,17 @@ class MlxWeights:
 
     @property
     def embedding(self) -> Arrays:
-        """The embedding, where the node attends."""
+        """The embedding; empty if the node has no attention."""
         return Arrays({"embedding": [self.globals["embedding"]]})
 
     @property
     def head(self) -> Arrays:
-        """The last norm and the LM head, where the node attends."""
+        """The last norm and the LM head; empty if the node has no attention."""
         matrix_VD = self.globals.get("lm_head", self.globals["embedding"])
         return Arrays({"final_norm": [self.globals["final_norm"]], "lm_head": [matrix_VD.T]})
 
     def begin(self, plan: Plan) -> None:
-        """Allocate slots, and room for pages that stay; pages that stayed in the batch before and still do are kept."""
+        """Allocate slots and memory for resident pages; pages that stay from the previous batch are kept."""
         self._allocate(plan.weights.pools, [page for pool in plan.weights.resident for page in pool.pages()])
         if plan.nodes.attends and not self.globals:
             self.globals = {name: self._read_global(name) for name in global_shapes(self._layout.config)}
@@ -83,7 +83,7 @@ class MlxWeights:
         self.globals = {}
 
     def load(self, task: PageTransfer) -> None:
-        """Read pages that stay, unless they are here already."""
+        """Read resident pages that are not in memory yet."""
         for page in task.pages:
             key = self._key_of.get(page.id)
             if key is not None:
@@ -98,7 +98,7 @@ class MlxWeights:
             self._reader.read(page, self._slots[slot.pool][slot.index].tensor)
 
     def show(self, view: View[Any]) -> Arrays:
-        """The arrays of the pages that a view shows; on the thread that evaluates them."""
+        """The arrays of the pages that a view shows; called on the thread that evaluates them."""
         if view.bound is None:
             view.bound = self._bind(view)
         bound: Arrays = view.bound
@@ -183,5 +183,5 @@ def _is_router(name: str) -> bool:
 
 
 def one_item(array: Array) -> Array:
-    """The first item of an array, which may have more items than a dimension can have."""
+    """The first item of an array, for arrays with more items than a dimension can have."""
     return array[(0,) * array.ndim]

@@ -26,10 +26,10 @@ _LENGTHS, _BLOCKS = Attend.lengths.offset // 8, Attend.blocks.offset // 8
 
 
 class LayerAddresses(NamedTuple):
-    """A layer's keys and values, (slots, K, d) each, as C reads them.
+    """A layer's cached keys and values, (slots, K, d) each, as arguments for C.
 
     Attributes:
-        keys, values: their addresses.
+        keys, values: addresses of their first elements.
         block_size: tokens of a block.
         window: tokens that a query sees, itself included; None for all.
     """
@@ -48,7 +48,7 @@ class SequencesInBlocks(NamedTuple):
 
 
 class AttentionCall:
-    """A call of attention whose tensors stay where they are, for as many sequences."""
+    """A bound call of attention: its tensors stay where they are, and the number of sequences stays the same."""
 
     __slots__ = ("_fields", "_run")
 
@@ -65,8 +65,8 @@ class AttentionCall:
 class NativeAttention:
     """Attention of one new token per sequence, and of prompts.
 
-    A token's bits depend on the instruction set alone: not on the other sequences, the blocks that hold its tokens, how
-    prompts are cut, or the number of threads.
+    A token's bits depend on the instruction set alone: not on the other sequences, the blocks that hold its tokens, the
+    cuts of prompts into chunks, or the number of threads.
     """
 
     def __init__(self, kernels: NativeKernels) -> None:
@@ -93,7 +93,7 @@ class NativeAttention:
     def prepared(
         self, q_SHd: Tensor, k_SKd: Tensor, v_SKd: Tensor, cached: LayerAddresses, out_SX: Tensor
     ) -> AttentionCall:
-        """A bound call of `attend`: it reads and writes these tensors at each call, so they must live as long."""
+        """A bound call of `attend`: each call reads and writes these tensors, so they must live as long as it does."""
         count, heads, head_dim = q_SHd.shape
         kv_heads = k_SKd.shape[1]
         arguments = Attend(
@@ -119,13 +119,14 @@ class NativeAttention:
     def attend_prompts(
         self, q_THd: Tensor, views: Iterable[tuple[Tensor, Tensor, int]], window: int | None = None
     ) -> Tensor:
-        """Attention of new tokens over keys and values that hold them already: (T, H * d).
+        """Attention of new tokens over keys and values that already contain theirs: (T, H * d).
 
-        Ask `refuses_prompts` first.
+        Call it only where `refuses_prompts` gives no reason.
 
         Args:
             q_THd: bfloat16, contiguous, on the CPU.
-            views: keys and values, both (S, L, K, d) with the same strides, and the new tokens of each sequence.
+            views: keys and values, both (S, L, K, d) with the same strides, and the number of new tokens of each
+                sequence.
             window: as in `LayerAddresses`.
         """
         tokens, heads, head_dim = q_THd.shape

@@ -54,7 +54,7 @@ def _loaded() -> Library | str:
 
 
 def load(paths: Sequence[Path]) -> Library | str:
-    """The first of these libraries, or the reason why it cannot be used."""
+    """Load the first of these libraries; returns it, or the reason why it cannot be used."""
     for path in paths:
         try:
             library = Library(str(path))
@@ -93,7 +93,7 @@ def _declare(library: Library) -> None:
 
 
 def library() -> Library:
-    """The library; only where there are `instruction_sets`."""
+    """The loaded library; call it only if there are `instruction_sets`."""
     loaded = _loaded()
     assert isinstance(loaded, Library), loaded
     return loaded
@@ -121,7 +121,7 @@ def availability() -> str:
 
 
 def check_choice(kernel: str) -> None:
-    """Check a choice of kernel: `auto`, `torch` for none, or an instruction set.
+    """Check a user's choice of kernel: `auto`, `torch` (no native kernel), or an instruction set.
 
     Raises:
         BadInput: this machine has no such kernel.

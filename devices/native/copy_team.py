@@ -22,10 +22,10 @@ PIECE_BYTES = 1 << 20
 
 
 class CopyTeam:
-    """Threads that copy bytes. Other Python threads run meanwhile; while it copies for one, others copy alone.
+    """Threads that copy bytes. Other Python threads run meanwhile; a second caller at a time copies on its own thread.
 
     Args:
-        threads: their number, the caller included.
+        threads: number of threads, the caller included.
         native: use the compiled library where there is one.
     """
 
@@ -40,7 +40,7 @@ class CopyTeam:
             self._pool = ThreadPoolExecutor(threads, "copying")
 
     def copy(self, pairs: Sequence[Pair]) -> None:
-        """Copy each source into its target; no targets overlap."""
+        """Copy each source into its target; targets must not overlap."""
         if self._pool is not None:
             list(self._pool.map(_copy, chain(*map(_pieces, pairs))))
             return

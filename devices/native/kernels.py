@@ -27,8 +27,8 @@ class NativeKernels:
     down projection.
 
     Args:
-        most_rows: most rows that they are to be used for.
-        instruction_set: by default the best one here.
+        most_rows: the largest number of rows for which callers use these kernels.
+        instruction_set: by default the best one of this processor.
         threads: number of threads, the caller included.
         pin: pin each helper to a core of its own. The caller is never pinned: threads that torch later starts from it
             would stay on the same core.
@@ -70,30 +70,30 @@ class NativeKernels:
         return y_TN
 
     def expert(self, x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
-        """One expert on its rows: silu(gate x) * up x, brought back to the hidden size by down."""
+        """One expert on its rows: down @ (silu(gate @ x) * (up @ x)), (n, D)."""
         y_nD = x_nD.new_empty(x_nD.shape)
         self.prepared_expert(gate, up, down)(x_nD, y_nD)
         return y_nD
 
     def prepared_expert(self, gate: Blocks, up: Blocks, down: Blocks) -> Callable[[Tensor, Tensor], None]:
-        """A bound call of `expert`; it writes the outputs to its second argument, which is contiguous."""
+        """A bound call of `expert`, which takes the input and writes the outputs to its second argument, contiguous."""
         width, matrices = _outputs(gate), [rows_of(matrix) for matrix in (gate, up, down)]
         return partial(self._run_expert, matrices, array("q", map(address, matrices)), width)
 
     def _run_expert(
         self, matrices: Sequence[array[int]], weights: array[int], width: int, x_nD: Tensor, y_nD: Tensor
     ) -> None:
-        """Call the kernel; `weights` has the addresses of the matrices' row blocks, which live as long."""
+        """Run an expert's kernel, which writes `y_nD`; `weights` has addresses in `matrices`, which live as long."""
         x_nD = _with_plain_rows(x_nD)
         shape = (*x_nD.shape, width, x_nD.data_ptr(), x_nD.stride(0))
         check(self._library.moesched_expert(self._team, *shape, address(weights), y_nD.data_ptr()))
 
     def call(self, function: Callable[..., int], arguments: ctypes.Structure) -> None:
-        """Call a function that takes the threads and a pointer to its arguments."""
+        """Call a function of the library with the threads and a pointer to its arguments."""
         check(function(self._team, ctypes.byref(arguments)))
 
     def bound(self, function: Callable[..., int], arguments: ctypes.Structure) -> Callable[[], int]:
-        """A bound `call`, which returns the library's status for `check`."""
+        """A bound `call`; each call returns the library's status, for `check`."""
         return bound_call(function, self._team, arguments)
 
 
@@ -106,12 +106,12 @@ def _outputs(blocks: Blocks) -> int:
 
 
 def rows_of(blocks: Blocks) -> array[int]:
-    """The row blocks of a matrix, as C reads them."""
+    """The addresses and sizes of a matrix's row blocks, as C reads them."""
     return array("q", chain(*((each.data_ptr(), len(each)) for each in blocks)))
 
 
 def numbers(count: int) -> array[int]:
-    """Zeros of 64 bits, whose address stays while none is added.
+    """An array of 64-bit zeros, whose address stays the same as long as no item is added.
 
     Arrays of ctypes would do, but run its code, which a layer's weights push out of the processor's caches.
     """
@@ -119,11 +119,11 @@ def numbers(count: int) -> array[int]:
 
 
 def address(numbers: array[int]) -> int:
-    """The address of the numbers; keep them alive while C uses it."""
+    """The address of an array of numbers; keep the array alive while C uses it."""
     return numbers.buffer_info()[0]
 
 
 def check(result: int) -> None:
-    """Raise MemoryError if a native call returned that it had none."""
+    """Raise MemoryError if the status of a native call says that memory is exhausted."""
     if result:
         raise MemoryError("no memory for the rows that the CPU kernels multiply")

@@ -24,7 +24,7 @@ def store(
     """Write keys and values of T tokens, contiguous and on the CPU, to their slots in a layer's cache.
 
     Args:
-        slots: of the tokens, behind `start` others.
+        slots: slots of the tokens, from the index `start` on.
     """
     arguments = NewRows(
         tokens=len(k_TKd),

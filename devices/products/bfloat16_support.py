@@ -10,7 +10,7 @@ import torch
 
 @cache
 def has_bfloat16() -> bool:
-    """True if oneDNN, with which torch was built, uses such instructions here.
+    """Test whether oneDNN, with which torch was built, uses bfloat16 instructions on this processor.
 
     With AVX512 but without AVX512_BF16, it says yes and imitates them. Such products are slow for many rows, and their
     bits depend on the number of cores.

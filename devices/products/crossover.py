@@ -54,14 +54,14 @@ Rows = Annotated[int, Meta(ge=0, le=ROWS[-1])]
 
 
 class Shape(NamedTuple):
-    """The shape of a matrix, or of those that are measured together with it."""
+    """The shape of a matrix, or of the power-of-two matrix that is measured in its place."""
 
     outputs: int
     inputs: int
 
     @property
     def measured(self) -> Shape:
-        """The shape that is measured for it: powers of two."""
+        """The shape to measure in place of this one: its sizes as powers of two."""
         inputs = _power_of_two(self.inputs, MOST_WEIGHTS // LEAST)
         return Shape(_power_of_two(self.outputs, MOST_WEIGHTS // inputs), inputs)
 
@@ -72,11 +72,11 @@ def _power_of_two(number: int, most: int) -> int:
 
 @cache
 def most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
-    """The number of rows up to which the kernel wins; read from the cache folder, or measured.
+    """The number of rows up to which the native kernel is faster; read from the cache folder, or measured.
 
-    It is ANY_ROWS where the kernel wins up to the last of ROWS.
+    It is ANY_ROWS if the kernel is faster up to the last of ROWS.
 
-    packed: over torch with packed weights.
+    packed: compare with torch's product by packed weights.
     """
     here = _here(instruction_set, shape, packed)
     kept = _kept()
@@ -90,16 +90,16 @@ def most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
 
 
 def forget() -> None:
-    """Measure everything again when it is needed next."""
+    """Drop all measurements, so that they are made again when needed."""
     _keep({})
     most_rows.cache_clear()
 
 
 def measure_most_rows(instruction_set: str, shape: Shape, packed: bool) -> int:
-    """The number of ROWS up to which the kernel saves the most in all; 0 if it saves nothing.
+    """Measure the number of ROWS up to which the native kernel saves the most time in total; 0 if it saves none.
 
-    Kernel and torch take turns on one core, and the fastest turn of each counts.
-    Other processes hardly change what a thread takes of its core's time; waits of threads for each other they do.
+    Kernel and torch take turns on one core, and the fastest turn of each counts. Other processes hardly change the time
+    that a thread gets of its core; they do change the time that threads wait for each other.
     """
     # On a thread of its own, as the number of cores that torch uses is the thread's.
     with ThreadPoolExecutor(1, "crossover") as thread:
@@ -124,12 +124,13 @@ def _tie(packed: bool) -> float:
 
 
 def most_saved(ratios: Mapping[int, float], tie: float = 1) -> int:
-    """The number of rows up to which the product of all ratios is smallest; 0 if it is never below that of
-    ties.
+    """The number of rows up to which the product of all ratios is smallest; 0 if it is never below that of ratios of 1.
 
-    One ratio that another process spoiled does not cut off the rows behind it.
+    One ratio that another process spoiled does not cut off the larger numbers of rows.
 
-    ratios: the kernel's time to torch's by number of rows, ascending.
+    Args:
+        ratios: the kernel's time divided by torch's, by number of rows, ascending.
+        tie: the ratio that counts as equal times.
     """
     saved = list(accumulate((log(tie / ratio) for ratio in ratios.values()), initial=0.0))
     return (0, *ratios)[saved.index(max(saved))]
@@ -139,7 +140,7 @@ Call = Callable[[], object]
 
 
 def _contests(kernel: NativeKernels, shape: Shape, packed: bool) -> Iterator[tuple[int, Call, Call]]:
-    """Numbers of rows, and the same products by the kernel and by torch."""
+    """Pairs of calls to be timed: for each number of rows, the same product by the kernel and by torch."""
     count = max(2, COLD_BYTES // (2 * shape.outputs * shape.inputs))
     matrices = [_matrix(shape) for _ in range(count)]
     plain = cycle(matrices)
@@ -150,7 +151,7 @@ def _contests(kernel: NativeKernels, shape: Shape, packed: bool) -> Iterator[tup
 
 
 def _matrix(shape: Shape) -> Tensor:
-    """A matrix in huge pages, as weights are."""
+    """A matrix in huge pages, like a model's weights."""
     return aligned_bytes(2 * shape.outputs * shape.inputs).view(torch.bfloat16).view(shape).fill_(0.01)
 
 
@@ -186,7 +187,7 @@ def _file() -> Path:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Keep other processes from measuring: two that did would multiply the same rows in different ways."""
+    """A context that only one process can be in: two that measured could choose different kernels for the same rows."""
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(_file().with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
@@ -210,7 +211,7 @@ def _kept() -> dict[str, int]:
 
 
 def _keep(rows: dict[str, int]) -> None:
-    """Save the measurements for later processes, where the cache folder can be written."""
+    """Save the measurements in the cache folder for later processes, if it can be written."""
     path = _file()
     unfinished = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):

@@ -25,7 +25,7 @@ Linear = Callable[[Tensor, Blocks], Tensor]
 
 
 def joined(blocks: Blocks) -> list[Tensor]:
-    """The row blocks of a matrix, with those that follow each other in memory as one.
+    """The row blocks of a matrix, with neighbours in memory joined into one.
 
     Only a block of a multiple of 128 rows is joined with the next one: products then had the same bits as with the
     parts, in all types and shapes that were tried on CPUs. With other numbers of rows, float32 products had not.
@@ -41,7 +41,7 @@ def joined(blocks: Blocks) -> list[Tensor]:
 
 
 def _follows(block: Tensor, above: Tensor) -> bool:
-    """True if a block lies behind the one above, in the same allocation."""
+    """Test whether a block begins where `above` ends, in the same allocation."""
     if len(above) % KERNEL_ROWS or not above.is_contiguous() or not block.is_contiguous():
         return False
     end = (above.storage_offset() + above.numel() + block.numel()) * above.itemsize
@@ -67,7 +67,7 @@ def _linear(x_TD: Tensor, block_ND: Tensor) -> Tensor:
 
 
 def _sum_of_products(x_TD: Tensor, blocks: Blocks) -> Tensor:
-    """The product with column blocks, summed in float32 and rounded once."""
+    """x @ W.T, W as column blocks, summed in float32 and rounded once: (T, N)."""
     total_TN = x_TD.new_zeros(len(x_TD), blocks[0].shape[0], dtype=torch.float32)
     start = 0
     for block in blocks:
@@ -78,10 +78,10 @@ def _sum_of_products(x_TD: Tensor, blocks: Blocks) -> Tensor:
 
 
 def expert_ffn(x_nD: Tensor, gate: Blocks, up: Blocks, down: Blocks) -> Tensor:
-    """One expert on its rows: silu(gate x) * up x, brought back to the hidden size by down."""
+    """One expert on its rows: down @ (silu(gate @ x) * (up @ x)), (n, D)."""
     return linear(gated(x_nD, gate).mul_(linear(x_nD, up)), down)
 
 
 def gated(x_nD: Tensor, gate: Blocks) -> Tensor:
-    """An expert's activations: silu(gate x)."""
+    """The gate's activations of an expert: silu(gate @ x), (n, I)."""
     return F.silu(linear(x_nD, gate), inplace=True)

@@ -20,14 +20,14 @@ TRIED = ((256, 192), (96, 4096), (33, 40), (1024, 3584))
 
 @cache
 def packing_pays(transposed: bool = False, cores: int = 1) -> bool:
-    """True if packed bfloat16 weights are faster on this processor, with the same bits.
+    """Test whether packed bfloat16 weights are faster on this processor, with the same bits.
 
     The bits are tested, since one policy may keep weights packed that another one streams, and results must not depend
     on the schedule. Matrices packed whole are compared with their row blocks.
 
     Args:
-        transposed: also for matrices that lie transposed in memory.
-        cores: the most that a product runs on; the bits are tried on one and on all of them.
+        transposed: also for matrices that are transposed in memory.
+        cores: the most cores that a product runs on; bits are compared on one core and on all of them.
     """
     if not has_bfloat16():
         return False
@@ -68,12 +68,12 @@ def _same_bits_transposed(outputs: int, inputs: int) -> bool:
 
 @cache
 def cores_keep_bits(dtype: torch.dtype, cores: int, transposed: bool = False) -> bool:
-    """True if a product of this dtype has the same bits on one core as on `cores`, packed or not; found by trying.
+    """Test by trying whether a product of this dtype has the same bits on one core as on `cores`, packed or not.
 
     If not, a product must run on the same number of cores under every policy.
 
     Args:
-        transposed: also for matrices that lie transposed in memory.
+        transposed: also for matrices that are transposed in memory.
     """
     if dtype != torch.bfloat16:
         return False  # float32 products of five rows were seen to differ
@@ -92,7 +92,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _products(outputs: int, inputs: int, transposed: bool, cores: int) -> Iterator[Product]:
-    """Each way in which a matrix is multiplied."""
+    """The ways in which a matrix may be multiplied: plain, transposed and packed, as far as they are used."""
     weight_ND = _random(outputs, inputs)
     yield partial(plain_linear, weight_ND=weight_ND)
     if transposed:
@@ -120,7 +120,7 @@ def _random(rows: int, columns: int) -> torch.Tensor:
 def pack(weight_ND: torch.Tensor) -> torch.Tensor:
     """A copy of the matrix in oneDNN's own layout; `linear` takes it like a plain one.
 
-    weight_ND: bfloat16, CPU. Ask `packing_pays` first.
+    weight_ND: bfloat16, on the CPU. Pack only where `packing_pays`.
     """
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_ND.contiguous())
     return packed
@@ -132,7 +132,7 @@ def packed_bytes(packed: torch.Tensor) -> int:
 
 
 def packed_linear(x_TD: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """x @ W.T for a packed W."""
+    """x @ W.T for a packed W: (T, N)."""
     return in_tiles(_multiply, x_TD, packed)
 
 

@@ -21,7 +21,7 @@ PIECE = 256
 
 
 def plain_linear(x_TD: torch.Tensor, weight_ND: torch.Tensor) -> torch.Tensor:
-    """x @ W.T; the rows or the columns of W are contiguous."""
+    """x @ W.T: (T, N); the rows or the columns of W are contiguous."""
     if weight_ND.dtype == torch.bfloat16 and weight_ND.is_cpu and not has_bfloat16():
         lies_transposed = weight_ND.stride(0) == 1 and weight_ND.stride(1) != 1
         if lies_transposed:
@@ -36,7 +36,7 @@ def _in_float32(
     weight_ND: torch.Tensor,
     multiply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
 ) -> torch.Tensor:
-    """The product, piece by piece and rounded once, on one core: on more its bits might differ."""
+    """The product in float32, piece by piece and rounded once, on one core: on several its bits might differ."""
     y_TN = torch.zeros(len(x_TD), len(weight_ND))
     with one_core():
         multiply(y_TN, x_TD.float(), weight_ND)

@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 def in_tiles(product: Callable[[Tensor, Tensor], Tensor], x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """`product` of x and a matrix; rows of zeros complete the last tile and are dropped again."""
+    """Compute `product(x, matrix)` in whole tiles of rows; the last tile is filled with rows of zeros."""
     rows = len(x_TD)
     missing = -rows % TILE
     if rows < TILE or not missing or x_TD.dtype != torch.bfloat16 or not x_TD.is_cpu or not has_bfloat16():

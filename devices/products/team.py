@@ -24,7 +24,7 @@ def use_cores(count: int) -> None:
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Keep torch to one core for operations whose bits might depend on the number of cores."""
+    """A context in which torch uses one core, for operations whose bits might depend on the number of cores."""
     before = torch.get_num_threads()
     if before == 1:
         yield
@@ -37,7 +37,7 @@ def one_core() -> Iterator[None]:
 
 
 class Team:
-    """The calling thread and its helpers, which take jobs off one list until none is left.
+    """The calling thread and helper threads, which take jobs from a list until none is left.
 
     Torch itself cuts every product into as many parts as there are cores and waits for all of them: dozens of times in
     a layer, each time for the slowest core. Where other lanes keep a core busy, such a wait was measured to take
@@ -52,9 +52,9 @@ class Team:
         self._free = threading.Lock()
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Do all jobs, in any order; raises the first error after all have ended.
+        """Run all jobs, in any order; raises the first error after all have ended.
 
-        The cores are divided evenly among the jobs. If the helpers are busy for another lane, the caller does its jobs
+        The cores are divided evenly among the jobs. If the helpers are busy for another lane, the caller runs its jobs
         alone.
         """
         use_cores(max(1, self.cores // max(1, len(jobs))))
@@ -124,7 +124,7 @@ class _Helper:
 
 
 def _work_off(pending: deque[Job]) -> BaseException | None:
-    """Do jobs until none is left or one fails, which drops the others; returns its error."""
+    """Run jobs until none is left or one fails, which drops the others; returns the error, if there was one."""
     while True:
         try:
             job = pending.popleft()

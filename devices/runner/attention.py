@@ -18,7 +18,7 @@ WeightsOf = Callable[[Any], KernelWeights[Any]]
 
 
 def itself(hidden_TD: Any) -> Any:
-    """The residual of a device that sums alone."""
+    """Return the hidden states themselves: the residual on a device that has the whole sum."""
     return hidden_TD
 
 
@@ -26,10 +26,10 @@ class Attention:
     """Runs the verbs before the experts, for KV caches in the memory where the kernels run.
 
     Args:
-        weights: the tensors of a view.
+        weights: returns the tensors that a view shows.
         embedding: empty on a node that does not attend.
-        residual_of: makes what is added to a sum of hidden states; zeros on all ranks but the first.
-        keeps_attended: keep attention's output of decode steps until the next layer's.
+        residual_of: returns the tensor to add to a sum for given hidden states; zeros on all ranks but the first.
+        keeps_attended: whether to keep attention's output of decode steps until the next layer's.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Attention:
         del state.qkv
 
     def project_output(self, task: Task) -> None:
-        """Bring attention's output back to the hidden size and add the residual."""
+        """Project attention's output to the hidden size, and add the residual."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         project = self._kernels.bound("output_projection", weights, state.room)
         state.hidden_TD = project(state.attended_TX, self.residual(state))
@@ -87,5 +87,5 @@ class Attention:
             del state.attended_TX
 
     def residual(self, state: MicroBatchState) -> Any:
-        """The tensor that is added to a sum of hidden states."""
+        """The tensor that is added to a sum of hidden states: these states, or zeros on all ranks but the first."""
         return self._residual_of(state.hidden_TD)

@@ -17,13 +17,13 @@ class Library(Protocol):
     """Tensors between kernels and the host."""
 
     def computing(self) -> AbstractContextManager[object]:
-        """The context of computations outside bound kernels, and of those with many rows."""
+        """The context for computations outside bound kernels, and for kernels on many rows."""
 
     def settle(self, micro_batch: int, *tensors: Any) -> None:
-        """Compute lazy tensors of a micro-batch, and all its results so far."""
+        """Compute lazy tensors of a micro-batch, and all its earlier results."""
 
     def on_host(self, tensor: Any) -> npt.NDArray[Any]:
-        """The tensor in the host's memory."""
+        """Copy a tensor to the host's memory."""
 
 
 class Experts(Protocol):
@@ -32,17 +32,17 @@ class Experts(Protocol):
     def group(self, task: Task, routed: Routed, *beside: Any) -> dict[int, int]:
         """Keep the rows of each expert in the micro-batch's state; returns the number of rows of each that has any.
 
-        beside: lazy tensors that are computed with them.
+        beside: lazy tensors that are computed at the same time.
         """
 
     def counts(self, task: Task, experts: int, experts_Tk: Any, *beside: Any) -> dict[int, int]:
-        """The number of rows of each of `experts` experts that has any. beside: as for `group`."""
+        """The rows of each of `experts` experts that has any; lazy tensors `beside` are computed at the same time."""
 
     def scores(self, logits_TE: Any) -> Any:
         """Each expert's probability by the router (E), float32, averaged over the tokens."""
 
     def run_all(self, task: Task, counts: Mapping[int, int], weights: Any) -> None:
-        """Run all experts of a layer that have rows. counts: the rows of each, as `group` returned them."""
+        """Run all experts of a layer that have rows; `counts` has the rows of each, as `group` returned them."""
 
     def run_expert(self, task: Task) -> None:
         """Run one expert on its rows of one or several micro-batches, each as if it ran alone."""
@@ -52,5 +52,5 @@ class Experts(Protocol):
 
 
 def with_rows(counts: Sequence[int]) -> dict[int, int]:
-    """The number of rows of each expert that has any, given those of all."""
+    """The number of rows of each expert that has any, by expert; `counts` has those of all experts."""
     return {expert: count for expert, count in enumerate(counts) if count}

@@ -21,14 +21,14 @@ class MicroBatchState:
         requests: the requests, as the KV cache knows them.
         sequences: the requests' sequences in the KV cache, in order of request: one each, and later one per beam.
         new: each sequence's tokens for the next step.
-        chunk_of: the micro-batch that a chunk of prefill is part of; else None.
+        chunk_of: the micro-batch that a chunk of prefill is part of; None if it is no chunk.
         before: the chunk that this one continues, if any.
         ends: the places of the sequences that tokens are sampled for; None for all of them.
-        memory: that of the step's kernels for results; None where its tokens are many.
-        decodes: whether each sequence has one new token in the step, behind its prompt.
-        caches: the KV caches that have its requests: one of all layers, or two of some layers each. Each has `places`,
-            its layers, `extend`, which makes room for tokens and returns a step, and `at`, a layer's keys and values,
-            as kernels take them together with the step.
+        memory: memory for results of the step's kernels; None if the step has many tokens.
+        decodes: whether each sequence has one new token in the step, after its prompt.
+        caches: the KV caches that have its requests: one of all layers, or two of some layers each. A cache has
+            `places`, its layers; `extend`, which makes room for tokens and returns a step; and `at`, which returns a
+            layer's keys and values, as kernels take them together with the step.
         rows: the rows of the layer's experts, from `route` to `combine`; its `outputs()` are the first operands of the
             operation combine.
     """
@@ -54,40 +54,40 @@ class MicroBatchState:
         self.rows: Any
 
     def keep(self, requests: tuple[int, ...]) -> None:
-        """Go on with some of the requests only."""
+        """Continue with some of the requests only."""
         places = [self.requests.index(request) for request in requests]
         self.requests = requests
         self.sequences = tuple(self.sequences[place] for place in places)
         self.new = [self.new[place] for place in places]
 
     def extend(self) -> None:
-        """Make room in the caches for the tokens of the next step, which begins."""
+        """Begin the next step: make room in the caches for its tokens."""
         new = [len(tokens) for tokens in self.new]
         self._steps = [cache.extend(self.sequences, new) for cache in self.caches]
 
     @property
     def step(self) -> Any:
-        """The step of the first cache: tokens of each sequence before it (`past`) and in it (`new`), and positions."""
+        """The step in the first cache: each sequence's tokens before it (`past`) and in it (`new`), and positions."""
         return self._steps[0]
 
     @property
     def room(self) -> Memory:
-        """Memory for the results of a kernel; new each time where the tokens are many."""
+        """Memory for the results of a kernel: the step's, or new each time if the step has many tokens."""
         return self.memory or Memory(len(self.hidden_TD))
 
     def add_cache(self, cache: Any) -> None:
-        """Keep the keys and values of some layers in a cache."""
+        """Add a KV cache, which has some of the layers."""
         self._cached |= {layer: (cache.at(layer), len(self.caches)) for layer in cache.places}
         self.caches += (cache,)
 
     def cached(self, layer: int) -> tuple[Any, Any]:
-        """The keys and values of a layer, and the step, which has the new tokens' places among them."""
+        """The keys and values of a layer, and the cache's step with the places of the new tokens."""
         cached, number = self._cached[layer]
         return cached, self._steps[number]
 
     @property
     def whole(self) -> MicroBatchState:
-        """The micro-batch that decodes what is sampled: itself, unless it is a chunk."""
+        """The micro-batch of decode steps that a chunk is a part of; itself if it is no chunk."""
         return self.chunk_of or self
 
     @property
@@ -97,7 +97,7 @@ class MicroBatchState:
 
     @property
     def last(self) -> list[int]:
-        """The last token among the T of each sequence that tokens are sampled for."""
+        """For each sequence that tokens are sampled for, the index of its last token among the T."""
         last = self.step.last
         return last if self.ends is None else [last[end] for end in self.ends]
 
@@ -105,7 +105,7 @@ class MicroBatchState:
 def wholes_of(
     micro_batches: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], beams: int
 ) -> list[MicroBatchState]:
-    """The micro-batches of decoding, with their prompts."""
+    """Make the micro-batches of decode steps, with their prompts."""
     return [
         MicroBatchState(requests, [prompts[request] for request in requests], beams)
         for requests in micro_batches
@@ -115,7 +115,7 @@ def wholes_of(
 def chunks_of(
     chunks: Mapping[int, Chunk], wholes: Sequence[MicroBatchState], prompts: Sequence[Sequence[int]]
 ) -> list[MicroBatchState]:
-    """The chunks of prefill in their order, in the caches of the micro-batches that they are parts of."""
+    """Make the chunks of prefill in their order; they share the caches of the micro-batches that they are parts of."""
     states: dict[int, MicroBatchState] = {}
     for number, chunk in chunks.items():
         whole = wholes[chunk.micro_batch]

@@ -22,8 +22,8 @@ class MoELayer:
     """Runs router, experts and combine on the accelerator.
 
     Args:
-        weights: the tensors that a view shows.
-        attention: runs the output projection, and knows the residual that is added to the sum of the experts.
+        weights: returns the tensors that a view shows.
+        attention: runs the output projection, and gives the residual to add to the sum of the experts.
         observers: receive the chosen experts, before they run.
         scores: whether `route` and `preview_route` give router scores.
     """
@@ -50,7 +50,7 @@ class MoELayer:
         self._observers = observers
 
     def post_attention(self, task: Task) -> dict[int, int]:
-        """Run all that follows attention: output projection, router, experts, combine."""
+        """Run output projection, router, experts and combine; returns each expert's number of rows."""
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         observers = self._observers
         whole = None if observers.activations else self._kernels.fused("moe_layer", weights, state.room)
@@ -68,7 +68,7 @@ class MoELayer:
         return counts
 
     def run_all(self, task: Task) -> dict[int, int]:
-        """Run all that follows the output projection: router, experts, combine."""
+        """Run router, experts and combine; returns each expert's number of rows."""
         counts = self._experts.group(task, self.route(task))
         self._experts.run_all(task, counts, self._weights(task.operands))
         self.combine(task)
@@ -76,13 +76,13 @@ class MoELayer:
         return counts
 
     def choose_experts(self, task: Task) -> Mapping[int, int]:
-        """Norm and router; the rows of each expert that has any, with router scores where the plan requests them."""
+        """Run norm and router; returns each expert's number of rows, with router scores if the plan requests them."""
         routed = self.route(task)
         scores = self._scores_of(routed)
         return self._with_scores(self._experts.group(task, routed, *scores), scores)
 
     def route(self, task: Task) -> Routed:
-        """Norm and router."""
+        """Run norm and router, and report the choices to an observer, if there is one."""
         state = self._states[task.micro_batch]
         routed = self._route(state.hidden_TD, self._weights(task.operands), state.room)
         if self._observers.routing is not None:
@@ -98,7 +98,7 @@ class MoELayer:
         return self._with_scores(counts, scores)
 
     def combine(self, task: Task) -> None:
-        """The weighted sum of the experts' outputs, and the residual."""
+        """Compute the weighted sum of the experts' outputs, and add the residual."""
         state = self._states[task.micro_batch]
         operands = *state.rows.outputs(), self._attention.residual(state)
         state.hidden_TD = self._kernels.combine(state.room)(*operands)
@@ -109,11 +109,11 @@ class MoELayer:
         return routed
 
     def _scores_of(self, routed: Routed) -> list[Any]:
-        """The router's scores; empty where the plan requests none."""
+        """The router's scores, in a list; empty if the plan requests none."""
         return [self._experts.scores(routed.logits_TE)] if self._scores else []
 
     def _with_scores(self, counts: Mapping[int, int], scores: Sequence[Any]) -> Mapping[int, int]:
-        """The value of a router's task."""
+        """The value of a router's task: the rows of each expert, with the scores if there are any."""
         return ScoredTokens(counts, self._library.on_host(scores[0]).tolist()) if scores else counts
 
 

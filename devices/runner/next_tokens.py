@@ -27,14 +27,14 @@ class Beams(Protocol):
     """The beam searches of a batch."""
 
     def advance(self, state: MicroBatchState, places: Sequence[int], logits_SV: Logits) -> list[Standing]:
-        """Extend the beams of the requests at these places of a micro-batch by one token."""
+        """Extend the beams of a micro-batch's requests at these indices by a token; returns each search's standing."""
 
 
 class Choice(NamedTuple):
-    """The way tokens are chosen from logits.
+    """The way that tokens are chosen from logits.
 
     Attributes:
-        first_request: the number of requests in the batches before.
+        first_request: the number of requests in the earlier batches.
         keep: receives sequences and their logits (S, V), float32; None to drop them.
     """
 
@@ -48,9 +48,9 @@ class NextTokens:
 
     Args:
         head: the last norm and the LM head.
-        choice: the way tokens are chosen, without beam search.
+        choice: the way that tokens are chosen without beam search.
         first_bad: names the first tensor of a micro-batch's step that is not finite.
-        beams: choose the tokens in beam search.
+        beams: the beam searches; None without beam search.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class NextTokens:
         self._first_bad = first_bad
 
     def logits(self, state: MicroBatchState) -> Any:
-        """The logits (S, V), float32, of the last tokens."""
+        """The logits (S, V), float32, of the last tokens of a micro-batch."""
         last = state.last
         return self._kernels.bound("logits", self._head, Memory(len(last)))(state.hidden_TD, last)
 
     def draw(self, task: Task, logits_SV: Any) -> list[int] | list[Standing]:
-        """The next token of each sequence, or the standing of each request's beam search.
+        """Choose the next token of each sequence, or advance each request's beam search and return its standing.
 
         Raises:
             NotFinite: a logit is not finite; the message names the step and the first tensor that was bad.
@@ -124,14 +124,14 @@ class NextTokens:
         return tokens
 
     def _last_rows(self, state: MicroBatchState) -> tuple[Memory, Sequence[int]]:
-        """The rows that tokens are sampled from, and memory for logits: that of the step where these are all rows."""
+        """The rows that tokens are sampled from, and memory for logits: the step's if these are all of its rows."""
         memory, sampled = state.memory, state.sampled
         if memory is not None and memory.rows == sampled:
             return memory, range(sampled)
         return Memory(sampled), state.last
 
     def _hand_on(self, state: MicroBatchState, tokens: Sequence[int]) -> None:
-        """Give each request its token for the next step."""
+        """Set each sequence's sampled token as its input of the next step."""
         if state.ends is None and state.chunk_of is None:
             state.new = [[token] for token in tokens]
             return

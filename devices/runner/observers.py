@@ -13,10 +13,10 @@ from .micro_batch import MicroBatchState
 
 
 class DeviceObservers:
-    """Reports to the observers, if there are any.
+    """Reports routers' choices and experts' activations to observers, if there are any.
 
     Attributes:
-        first_request: the number of requests in the batches before.
+        first_request: the number of requests in the earlier batches.
     """
 
     def __init__(self) -> None:

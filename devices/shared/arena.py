@@ -16,19 +16,19 @@ ALIGNMENT = 4096  # of the address, file offset and length of direct reads
 
 
 def round_up(nbytes: int) -> int:
-    """The next multiple of ALIGNMENT."""
+    """Round bytes up to a multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def round_down(nbytes: int) -> int:
-    """The last multiple of ALIGNMENT."""
+    """Round bytes down to a multiple of ALIGNMENT."""
     return nbytes // ALIGNMENT * ALIGNMENT
 
 
 class Arena:
-    """`slots` slots of `slot_bytes` bytes each, rounded up to 4096, in one allocation that is backed at once.
+    """One allocation of `slots` slots of `slot_bytes` bytes each, rounded up to 4096, that is backed at once.
 
-    allocate: gives a number of bytes as a uint8 tensor at a multiple of 4096; by default ordinary memory of the host.
+    allocate: returns a uint8 tensor of a number of bytes at a multiple of 4096; by default ordinary host memory.
     """
 
     def __init__(
@@ -41,25 +41,25 @@ class Arena:
 
     @property
     def on_cpu(self) -> bool:
-        """True if it is in the host's memory."""
+        """True if the arena is in the host's memory."""
         return self._memory.is_cpu
 
     @staticmethod
     def nbytes_for(slots: int, slot_bytes: int) -> int:
-        """The bytes that an arena takes, before it is made."""
+        """The bytes that an arena with these slots takes."""
         return slots * round_up(slot_bytes)
 
     def __len__(self) -> int:
         return self.slots
 
     def slot(self, index: int) -> torch.Tensor:
-        """The slot's bytes: a uint8 tensor of slot_bytes that starts at a multiple of 4096."""
+        """A slot's bytes: a uint8 tensor of slot_bytes that starts at a multiple of 4096."""
         if not 0 <= index < self.slots:
             raise IndexError(f"slot {index} of an arena of {self.slots}")
         return self._memory[index * self.slot_bytes : (index + 1) * self.slot_bytes]
 
     def view(self, index: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of `shape` over the slot's bytes from `offset` on, a multiple of the item's size."""
+        """A tensor of `shape` over a slot's bytes from `offset` on, a multiple of the item's size."""
         return typed_view(self.slot(index), offset, shape, dtype)
 
 
@@ -69,7 +69,7 @@ def typed_view(slot: torch.Tensor, offset: int, shape: Sequence[int], dtype: tor
 
 
 def copy_placed_alike(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of its own with the original's strides; on the CPU also with its offset within a cache line.
+    """A copy with the original's strides; on the CPU also with its offset within a cache line.
 
     The last bits of a float32 product depend on that offset, and must be the same for resident and streamed weights. A
     large copy is in huge pages, which products read a tenth to a quarter faster. On other devices all weights start at

@@ -15,7 +15,7 @@ from .page_reader import PageReader
 def describe_first_bad_weight(reader: PageReader, layout: WeightLayout) -> str:
     """Read all weights and describe the first that is not finite, for an error message.
 
-    Needs the memory of one page, or of one tensor that is in no page.
+    It needs memory for one page, or for one tensor that is in no page.
     """
     return first_bad(_weights(reader, layout)) or "none of the weights, so an activation"
 

@@ -33,12 +33,12 @@ def _drop(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 class Ways(NamedTuple):
-    """The system's ways to read files, of which macOS has fewer than Linux.
+    """The system's functions and flags for reading files; macOS has fewer than Linux.
 
     Attributes:
         preadv: reads into buffers from an offset on, as `os.preadv`.
         direct: the flag that opens a file past the page cache; None on macOS.
-        no_cache: keeps what a descriptor reads out of the page cache, which still serves what it has; None on Linux.
+        no_cache: keeps what a descriptor reads out of the page cache, but reads what is cached; None on Linux.
         drop: drops a range of a descriptor from the page cache; None on macOS.
     """
 
@@ -56,7 +56,9 @@ class DirectFile:
     """Positional reads of one file, from any thread; it is opened once.
 
     `caching` is the effect on the page cache: "bypassed" (O_DIRECT, or F_NOCACHE on macOS), "dropped" (the system
-    refuses to bypass it, so each read is dropped from it afterwards) or "kept" (direct=False). `ways` are the system's.
+    refuses to bypass it, so each read is dropped from it afterwards) or "kept" (direct=False).
+
+    ways: the system's functions for reading files.
 
     Raises:
         BadInput: the file cannot be opened.
@@ -73,11 +75,11 @@ class DirectFile:
             raise BadInput(f"cannot open {path}: {error.strerror}; restore it or its permissions") from error
 
     def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
-        """Fill `into` from `offset` on and return the bytes read, at least `needed`: the file may end before.
+        """Fill `into` from `offset` on; returns the bytes read, at least `needed`, since the file may end before.
 
         The offset, the length and the address of `into` are multiples of 4096. Releases the interpreter lock.
 
-        cached: take what the page cache has from there: a copy in memory is several times as fast as a disk.
+        cached: read what is in the page cache from there: a copy in memory is several times as fast as a disk.
 
         Raises:
             MoeschedError: the disk failed, or the file ends early.
@@ -97,7 +99,7 @@ class DirectFile:
         return done
 
     def _read_cached(self, into: memoryview, offset: int) -> int:
-        """Fill the beginning of `into` from the page cache, as far as that has it, without a wait for the disk."""
+        """Fill the beginning of `into` from the page cache, up to the first block that it lacks; returns the bytes."""
         done = 0
         if self._buffered < 0:
             return done
@@ -136,7 +138,7 @@ class DirectFile:
 
 
 class AbsentFile:
-    """A file of which only the header is known; a plan that reads it is refused before."""
+    """A file of which only the header is here; plans that would read it are refused earlier."""
 
     caching: Caching = "bypassed"
 
@@ -144,11 +146,11 @@ class AbsentFile:
         self.path = path
 
     def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
-        """Raise MoeschedError."""
+        """Raise MoeschedError, since the file is absent."""
         raise MoeschedError(f"{self.path} is not here: copy the file to this machine")
 
     def require(self, offset: int, needed: int) -> None:
-        """Raise MoeschedError."""
+        """Raise MoeschedError, since the file is absent."""
         self.read(memoryview(b""), offset, needed)
 
     def close(self) -> None:
@@ -170,7 +172,7 @@ def _open(path: Path, direct: bool, ways: Ways) -> tuple[int, Caching]:
 
 
 def _open_direct(path: Path, flag: int) -> int | None:
-    """A descriptor that reads 4096-aligned blocks directly, or None where the file system refuses."""
+    """Open a file for direct reads of 4096-aligned blocks; None if the file system refuses."""
     try:
         descriptor = os.open(path, os.O_RDONLY | flag)
     except OSError as error:

@@ -25,13 +25,13 @@ FIRST = 0
 
 
 def exchange_of(task: Collective) -> Exchange:
-    """A collective as transports name it."""
+    """Make the `Exchange` of a collective task, as transports take it."""
     return Exchange(task.ticket, task.signature, task.step, task.layer)
 
 
 @contextmanager
 def making_part(transport: Transport, rank: int, task: Collective) -> Iterator[None]:
-    """Make a rank's part in an exchange; the others do not wait for one that fails, if the transport can say so."""
+    """A context in which a rank computes its part in an exchange; if that fails, the others are told, if possible."""
     try:
         yield
     except Exception as error:
@@ -47,22 +47,22 @@ class NodeKernels(Protocol):
         """The weighted sum (T, D), float32, of the outputs of this node's own experts: a tensor of the device."""
 
     def on_host(self, tensor: Any) -> Array:
-        """A tensor of the device in the host's memory; called on the network's lane."""
+        """Copy a tensor of the device to the host's memory; called on the network's lane."""
 
     def combine(self, task: Task, total_TD: Array) -> None:
-        """Add the residual to the nodes' sum, and round once, as one machine does."""
+        """Add the residual to the sum over all nodes, and round once, as a single machine does."""
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """The rows of each expert that has any, and the input of the other nodes' `take_rows`."""
+        """Run the router; returns the number of rows of each expert, and what the other nodes' `take_rows` need."""
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
-        """The rows of each expert, as the first node routed them."""
+        """Take the rows that the first node routed; returns the number of rows of each expert that has any."""
 
 
 class NodeVerbs:
     """Runs the verbs that exist only where several nodes share a model's experts.
 
-    Kernels store the data to exchange by micro-batch and operand, and find the results there.
+    Kernels store the data to exchange by micro-batch and operand, and read the results by the same key.
 
     Args:
         sample: chooses a micro-batch's tokens, where the node attends.
@@ -83,7 +83,7 @@ class NodeVerbs:
 
     @property
     def verbs(self) -> Mapping[str, Verb]:
-        """The implementation of each verb."""
+        """The function of each verb, by the verb's name."""
         verbs: dict[str, Verb] = {
             "partial_sum": self._partial_sum,
             "all_reduce": self._all_reduce,

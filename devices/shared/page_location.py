@@ -25,7 +25,7 @@ class Placement(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One read: the blocks of a file that hold neighbouring extents."""
+    """One read: consecutive blocks of a file that contain neighbouring extents, and the offset in the slot, `at`."""
 
     file: Blocks
     offset: int
@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
 
 class PageLocation(NamedTuple):
-    """The blocks of the files that hold a page, and the places of its tensors in a slot.
+    """The blocks of the files that contain a page, and the places of its tensors in a slot.
 
     A tensor starts anywhere in its file, but a disk is read in blocks of 4096 bytes. So the blocks that cover a page
     are read into the slot, with the tensors at their offsets within these blocks. A page is converted instead, and has
@@ -44,7 +44,7 @@ class PageLocation(NamedTuple):
 
     Attributes:
         placements: the place of each extent, in the page's order.
-        runs: the reads that fill the slot; none where the page is converted.
+        runs: the reads that fill the slot; none if the page is converted.
         nbytes: bytes of the slot that are filled.
         bytes_to_read: bytes to read from the files for the page, in whole blocks.
     """
@@ -56,7 +56,7 @@ class PageLocation(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes of a page that lie together where it was read to, and in the layout's order."""
+    """Bytes of a page that are consecutive both where they were read to and in the layout's order."""
 
     source: int
     target: int
@@ -64,7 +64,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(page: Page, location: PageLocation) -> tuple[Piece, ...]:
-    """The copies that bring a page from where it was read to, to the layout's offsets; few, where gaps are equal."""
+    """The copies that bring a page to the layout's offsets after it was read; few, where gaps are equal."""
     pieces: list[Piece] = []
     for extent, placement in zip(page.extents, location.placements, strict=True):
         last = pieces[-1] if pieces else None
@@ -78,7 +78,7 @@ def pieces_of(page: Page, location: PageLocation) -> tuple[Piece, ...]:
 def locate(
     page: Page, dtype: str, tensors: Mapping[str, StoredTensor], files: Mapping[Path, Blocks]
 ) -> PageLocation:
-    """Find a page whose kernels need that dtype."""
+    """Find the location of a page whose kernels need the dtype `dtype`."""
     stored = [tensors[extent.tensor] for extent in page.extents]
     ranges = [byte_range(each, extent.rows) for each, extent in zip(stored, page.extents, strict=True)]
     if any(_must_convert(each, start, dtype) for each, (start, _) in zip(stored, ranges, strict=True)):
@@ -91,7 +91,7 @@ def locate(
 
 
 def byte_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
-    """The range of the rows in their file: whole rows, even if only some columns are needed."""
+    """The range of bytes in the file of these rows: whole rows, even if only some columns are needed."""
     first, end = rows
     return stored.offset + first * row_bytes(stored), stored.offset + end * row_bytes(stored)
 

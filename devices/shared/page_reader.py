@@ -32,7 +32,7 @@ _log = Log(__name__)
 
 
 class Part(NamedTuple):
-    """Bytes of a page that lie together in memory (uint8), and their offset in a slot."""
+    """Consecutive bytes of a page in memory (uint8), and their offset `at` in a slot."""
 
     at: int
     memory: torch.Tensor
@@ -44,12 +44,12 @@ class PageReader:
     Several threads may read at once, each into its own slot.
 
     Attributes:
-        dtype: of the layout.
+        dtype: the layout's dtype.
         slot_bytes: bytes of the largest page in a slot.
         converts: whether there are pages whose bytes in the files must be converted.
         buffer_bytes: size of each reading thread's buffer for conversions.
         bytes_read: bytes read from the files so far, in whole blocks.
-        ahead: memory for weights that stay, as far as it goes.
+        ahead: memory that was allocated early, used first for resident weights.
 
     Raises:
         BadInput: a file cannot be opened.
@@ -107,7 +107,8 @@ class PageReader:
 
         Layout offsets are multiples of a cache line. Products on GPUs are slower with weights that are at no multiple
         of 16 bytes, as they may be in files.
-        parts: of the page, as `read` leaves it.
+
+        parts: the page's bytes as `read` leaves them.
         """
         for source, target, nbytes in pieces_of(page, self._locations[page.id]):
             for part in parts:
@@ -121,7 +122,10 @@ class PageReader:
         """The page's tensors over the slot's bytes, by canonical name: row blocks, top to bottom; no copy.
 
         Blocks of a matrix that the files hold transposed are (outputs, some of the inputs), left to right.
-        slot: uint8, on any device, with the bytes that `read` leaves; with `pieces` at their offsets if it is aligned.
+
+        Args:
+            slot: uint8, on any device, with the bytes as `read` leaves them.
+            aligned: whether the bytes are at the layout's offsets instead, as `pieces` gives them.
         """
         items = slot.view(self.dtype)
         first, size = items.storage_offset(), self.dtype.itemsize
@@ -136,9 +140,9 @@ class PageReader:
         return blocks
 
     def read(self, page: Page, slot: torch.Tensor, *, cached: bool = False) -> int:
-        """Read the page into the slot (uint8, CPU, at a multiple of 4096) and return the bytes read.
+        """Read the page into the slot (uint8, CPU, at a multiple of 4096); returns the bytes read.
 
-        cached: take what the page cache has from there.
+        cached: read what is in the page cache from there.
 
         Raises:
             MoeschedError: the disk failed, the file ends early, or the slot is too small or not aligned.
@@ -153,19 +157,19 @@ class PageReader:
         return nbytes
 
     def read_tensor(self, name: str) -> torch.Tensor:
-        """The whole tensor of that canonical name, in the layout's dtype, in memory of its own."""
+        """Read the whole tensor of a canonical name, in the layout's dtype, into new memory."""
         shape = self._tensors[name].shape
         items = self.new_memory(math.prod(shape) * self.dtype.itemsize).view(self.dtype)
         self.read_tensor_into(name, items)
         return items.view(shape)
 
     def new_memory(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor at a multiple of 4096, for weights that stay; memory that was taken ahead if there is some."""
+        """A uint8 tensor at a multiple of 4096, for resident weights; made of `ahead` as far as it goes."""
         taken = self.ahead.use(nbytes)
         return aligned_bytes(nbytes) if taken is None else torch.frombuffer(taken, dtype=torch.uint8)[:nbytes]
 
     def read_tensor_into(self, name: str, items: torch.Tensor) -> None:
-        """Read a whole tensor into items (1-D) of the layout's dtype; what the page cache has comes from there."""
+        """Read a whole tensor into `items` (1-D) of the layout's dtype, from the page cache as far as it is there."""
         stored = self._tensors[name]
         file, rows = self._files[stored.file], (0, stored.shape[0])
         self._count(_convert(file, stored, rows, items, aligned_bytes(_BUFFER_BYTES), cached=True))
@@ -229,12 +233,12 @@ def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _whole_rows(stored: StoredTensor) -> int:
-    """Bytes of the rows that are read at once if only some columns are wanted."""
+    """Bytes of a buffer for the whole rows that are read at once, if only some columns are wanted."""
     return CHUNK_BYTES // row_bytes(stored) * row_bytes(stored)
 
 
 def _wanted(items: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """The wanted columns of whole rows, as 1-D items."""
+    """The columns of whole rows that the tensor consists of, as 1-D items."""
     if stored.columns is None:
         return items
     first, of = stored.columns
@@ -242,7 +246,7 @@ def _wanted(items: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
 
 
 def _copy_here(items: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy and convert on this thread alone.
+    """Copy and convert on the calling thread alone.
 
     Torch converts larger pieces on its thread pool; while other lanes keep the cores busy, waiting for the pool took
     8 ms per call when measured.

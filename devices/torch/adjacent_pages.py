@@ -15,9 +15,9 @@ from .compute import Compute
 
 
 class AdjacentPages:
-    """The pages of an expert, or of a layer's dense part, one after the other in one allocation.
+    """Memory for pages: those of an expert, or of a layer's dense part, are one after the other in one allocation.
 
-    The parts of a matrix that stays are then one block for `joined`.
+    The parts of a resident matrix are then one block for `joined`.
     """
 
     def __init__(self, reader: PageReader, compute: Compute) -> None:
@@ -29,14 +29,14 @@ class AdjacentPages:
         """The ids of the pages in each allocation."""
 
     def retain(self, pages: Iterable[Page]) -> set[int]:
-        """Free each allocation unless just its pages stay; returns the ids of the pages that are kept."""
+        """Free each allocation unless exactly its pages are among these; returns the ids of the pages that are kept."""
         self._together &= {_ids(group) for group in _groups(pages)}
         staying = {page for group in self._together for page in group}
         self._slots = {page: slot for page, slot in self._slots.items() if page in staying}
         return staying
 
     def allocate(self, pages: Iterable[Page]) -> None:
-        """Allocate memory for those of the pages that have none; `retain` was given the same pages."""
+        """Allocate memory for those of the pages that have none; the same pages were passed to `retain` before."""
         for group in _groups(pages):
             if _ids(group) not in self._together:
                 self._together.add(_ids(group))
@@ -45,11 +45,11 @@ class AdjacentPages:
                 self._slots |= zip(_ids(group), memory.split(sizes), strict=True)
 
     def memory(self, page: Page, elsewhere: Tensor) -> Tensor:
-        """The memory of a page; `elsewhere` if it has none."""
+        """The memory of a page; `elsewhere` if none was allocated for it."""
         return self._slots.get(page.id, elsewhere)
 
     def copied(self, page: Page, weights: NamedBlocks) -> NamedBlocks:
-        """Copy a page's tensors to where it stays, and return them; several threads may do so with a page each."""
+        """Copy a page's tensors to the page's memory, and return the copies; threads may do so with different pages."""
         placed = self._reader.views(self._slots[page.id], page, aligned=True)
         for name, blocks in placed.items():
             for block, original in zip(blocks, weights[name], strict=True):

@@ -12,15 +12,15 @@ from ..products.linear import Tensor
 
 
 class AtOnce:
-    """The library of a batch's verbs on torch."""
+    """The `Library` of torch: tensors are computed when a kernel is called, or enqueued on a stream."""
 
     computing: type[AbstractContextManager[object]] = torch.inference_mode
 
     def settle(self, micro_batch: int, *tensors: Tensor) -> None:
-        """Do nothing: they are computed, or in a stream."""
+        """Do nothing: torch's tensors are not lazy."""
 
     def on_host(self, tensor: Tensor) -> npt.NDArray[Any]:
-        """The tensor in the host's memory; waits for the device."""
+        """Copy a tensor to the host's memory; waits for the device."""
         array: npt.NDArray[Any] = tensor.cpu().numpy()
         return array
 

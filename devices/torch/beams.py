@@ -15,10 +15,10 @@ from ..runner.micro_batch import MicroBatchState
 
 
 class BeamSearches:
-    """Advances the beam searches of a batch, and updates its sequences.
+    """Advances the beam searches of a batch, and updates their sequences in the KV cache.
 
     Args:
-        searches: one for each request.
+        searches: one search for each request.
     """
 
     def __init__(self, searches: Mapping[int, BeamSearch], states: Sequence[MicroBatchState]) -> None:
@@ -29,7 +29,7 @@ class BeamSearches:
     def advance(
         self, state: MicroBatchState, places: Sequence[int], logits_SV: npt.NDArray[np.float32]
     ) -> list[Standing]:
-        """Extend the beams of the requests at these places of a micro-batch by one token."""
+        """Extend the beams of a micro-batch's requests at these indices by a token; returns each search's standing."""
         count = len(state.requests) * state.beams
         if len(state.new) != count:  # after prefill: one entry per prompt
             state.new = [[]] * count

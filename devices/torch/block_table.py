@@ -17,14 +17,14 @@ class OutOfBlocks(OverBudget):
 
 
 class SequenceBlocks(msgspec.Struct):
-    """The number of a sequence's tokens in the cache, and the blocks that hold them, in order."""
+    """The number of a sequence's tokens in the cache, and the numbers of the blocks that hold them, in order."""
 
     length: int
     blocks: list[int]
 
     @property
     def last(self) -> int:
-        """The last block; -1 without any."""
+        """The number of the last block; -1 without any."""
         return self.blocks[-1] if self.blocks else -1
 
 
@@ -38,7 +38,7 @@ class BlockCopy(NamedTuple):
 class BlockTable:
     """Gives blocks of tokens to sequences as they grow, and takes them back.
 
-    Sequences that `reorder` made share full blocks. Several threads may grow and reorder sequences of their own.
+    Sequences that `reorder` made share full blocks. Several threads may grow and reorder different sequences.
     """
 
     def __init__(self, blocks: int, block_size: int) -> None:
@@ -49,14 +49,14 @@ class BlockTable:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that no sequence has."""
+        """Number of blocks that no sequence has."""
         return self._free.count
 
     def __getitem__(self, sequence: int) -> SequenceBlocks:
         return self._sequences[sequence]
 
     def open(self, sequence: int, tokens: int = 0) -> None:
-        """Begin a sequence, and reserve blocks for `tokens` tokens. Raises OutOfBlocks."""
+        """Begin a sequence, and reserve blocks for `tokens` tokens; raises OutOfBlocks if too few are free."""
         if sequence in self._sequences:
             raise ValueError(f"sequence {sequence} is open already")
         blocks = self._free.take(self.blocks_for(tokens))
@@ -98,10 +98,10 @@ class BlockTable:
         Full blocks are shared; a partly filled one is copied for every heir except the first.
 
         Returns:
-            The copies to be made before an heir is written to.
+            the copies to make before an heir is written to.
 
         Raises:
-            OutOfBlocks: there are not enough for the copies.
+            OutOfBlocks: there are not enough free blocks for the copies.
         """
         with self._lock:
             before = [self._sequences.pop(sequence) for sequence in sequences]
@@ -124,7 +124,7 @@ class BlockTable:
             return self._copied(partly_filled)
 
     def _copied(self, partly_filled: Sequence[tuple[int, SequenceBlocks]]) -> list[BlockCopy]:
-        """Give each of these sequences a block of its own for the copy of a block."""
+        """Give each of these sequences a new last block; returns the copies that fill them."""
         self._free.require(len(partly_filled))
         for _, state in partly_filled:
             state.blocks += self._free.take(1, after=state.last)
@@ -132,7 +132,7 @@ class BlockTable:
 
 
 class _FreeBlocks:
-    """The free blocks; neighbouring ones are preferred."""
+    """The free blocks; a sequence gets neighbouring ones if possible."""
 
     def __init__(self, blocks: int) -> None:
         self.count = self.total = blocks

@@ -22,16 +22,16 @@ class Compute:
     """The accelerator that a model runs on, and its kernels, which all batches share.
 
     Args:
-        accelerator: such as "cuda:0".
+        accelerator: torch device, such as "cuda:0".
         kernel, pin, threads, own_kernels: as for `TorchDevice`.
 
     Attributes:
-        accelerator: where the accelerator's tensors are.
-        dtype: of weights and hidden states.
-        core_plan: the division of the cores; on the CPU alone, kernels have all.
-        use_cores_for: sets the number of cores for a product, given its rows and weights.
-        kernels: compute the operations.
-        indices: makes an int64 tensor on the accelerator of numbers.
+        accelerator: torch device of the accelerator's tensors.
+        dtype: dtype of weights and hidden states.
+        core_plan: the division of the host's cores; None on the CPU alone, where kernels have all.
+        use_cores_for: sets the number of cores for a product, given its numbers of rows and weights.
+        kernels: the kernels of the operations.
+        indices: makes an int64 tensor on the accelerator from numbers.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Compute:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of oneDNN's code for the shapes of products."""
+        """Bytes that oneDNN's code for the shapes of products takes."""
         return CODE_BYTES if self.on_cpu and self.dtype == torch.bfloat16 and has_bfloat16() else 0
 
     def start(self, rows_an_expert: float) -> None:
-        """Start kernels and threads, given the rows of an expert in a decode step; later calls do nothing."""
+        """Start kernels and threads for a mean of `rows_an_expert` rows in a decode step; later calls do nothing."""
         if self._threads_before is not None:
             return
         self._threads_before = torch.get_num_threads()

@@ -31,11 +31,10 @@ MOST_NUMBERS = NUMBER_RING_BYTES // (2 * NUMBER_BYTES)
 
 
 class NumberRing:
-    """Takes numbers to an accelerator through page-locked memory of two halves, which take turns.
+    """Copies numbers to an accelerator through page-locked memory of two halves, which are used in turn.
 
-    A half is filled again only after the copies from it have ended. All copies are on one stream at a time.
-
-    It is allocated by its first use.
+    A half is filled again only after the copies from it have ended. All copies are on one stream at a time. The memory
+    is allocated at the first use.
 
     Args:
         numbers: size of a half.
@@ -60,7 +59,7 @@ class NumberRing:
         return there
 
     def _held(self, numbers: Sequence[int]) -> Tensor:
-        """The numbers in page-locked memory."""
+        """Copy the numbers into page-locked memory."""
         if not self._halves:
             nbytes = 2 * self._most * NUMBER_BYTES
             memory = locked_if_possible(nbytes, self._device, "memory for indices")
@@ -73,7 +72,7 @@ class NumberRing:
         return held
 
     def _turn(self) -> None:
-        """Go on in the other half, once the copies from it have ended."""
+        """Change to the other half, once the copies from it have ended."""
         if self._other_copied is not None:
             self._other_copied.synchronize()
         self._other_copied = self._module.Event(blocking=True)

@@ -12,13 +12,13 @@ ONE_CORE_PRODUCTS = 1 << 26
 
 
 class Cores:
-    """Chooses by shape alone, never by lane or load, since float32 bits may depend on the number of cores."""
+    """Chooses the number of cores by shape alone, never by lane or load, since float32 bits may depend on it."""
 
     def __init__(self, cores: int, dtype: torch.dtype) -> None:
         self._cores = cores
         self._itemsize = dtype.itemsize
 
     def use_for(self, tokens: int, weights: int) -> None:
-        """Let torch use all cores on this thread for a product, given its rows and weights, if that pays."""
+        """Let torch use all cores on this thread for a product of these rows and weights, if that is faster."""
         small = tokens * weights <= ONE_CORE_PRODUCTS and weights * self._itemsize <= ONE_CORE_BYTES
         use_cores(1 if small else self._cores)

@@ -32,8 +32,8 @@ class CudaDevice(TorchDevice):
     """Kernels on the GPU, weights and CPU attention in host memory, copies on streams of their own.
 
     Args:
-        threads: of attention and experts on the host; by default one for each core that threads which issue and wait do
-            not need (`divided_cores`).
+        threads: threads for attention and experts on the host; by default one for each core that is not needed to issue
+            tasks and wait for them (`divided_cores`).
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CudaDevice(TorchDevice):
         )
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
-        """Work as one of several ranks, each on a GPU of its own, or as a node, on the first GPU of its machine.
+        """Become one of several ranks, each with its own GPU, or a node, with the first GPU of its machine.
 
         Raises:
             BadInput: there are fewer GPUs.
@@ -75,14 +75,14 @@ class CudaDevice(TorchDevice):
         super().join(rank, transport, first)
 
     def close(self) -> None:
-        """Close the device, and free the memory of the GPU that libraries and the allocator keep."""
+        """Close the device, and free the GPU memory that libraries and the allocator keep."""
         super().close()
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
     @staticmethod
     def chosen_dtype(own: str) -> str:
-        """The model's own number format, or float16 instead of bfloat16 where the GPU has none.
+        """The dtype to compute in: the model's own, or float16 instead of bfloat16 where the GPU has no bfloat16.
 
         Raises:
             BadInput: there is no CUDA device.
@@ -92,7 +92,7 @@ class CudaDevice(TorchDevice):
 
     @staticmethod
     def machine(host: Machine) -> Machine:
-        """This machine with its GPU: as it was calibrated, else with assumed rates, and the memory that is free."""
+        """This machine with its GPU, calibrated or with assumed rates, and with the GPU memory that is free."""
         require_cuda()
         gpu = torch.cuda.get_device_properties(0)
         free = torch.cuda.mem_get_info(0)[0]
@@ -121,7 +121,7 @@ class CudaDevice(TorchDevice):
 
     @staticmethod
     def processors() -> str:
-        """This machine's processor and its first GPU.
+        """The names of this machine's processor and of its first GPU.
 
         Raises:
             BadInput: there is no CUDA device.
@@ -131,10 +131,10 @@ class CudaDevice(TorchDevice):
 
     @staticmethod
     def check_machine(machine: Machine) -> None:
-        """Check that a machine description fits this machine.
+        """Check that this machine can run as a given machine.
 
         Raises:
-            BadInput: it has no GPU with a memory of its own.
+            BadInput: the given machine has no GPU with a memory of its own.
         """
         if machine.unified:
             raise BadInput(
@@ -144,29 +144,29 @@ class CudaDevice(TorchDevice):
 
 
 def dtype_on(capability: tuple[int, int], own: str) -> str:
-    """The number format on a GPU of a compute capability for a model whose own one this is."""
+    """The dtype to compute in on a GPU of a compute capability, for a model whose own dtype is `own`."""
     return "float16" if own == "bfloat16" and capability < FIRST_WITH_BFLOAT16 else own
 
 
 def assumed_flops(capability: tuple[int, int]) -> dict[str, float]:
-    """Assumed FLOP/s of a GPU of a compute capability, in the number formats that it has."""
+    """Assumed FLOP/s of a GPU of a compute capability, by the dtypes that it has."""
     return {dtype: rate for dtype, rate in ASSUMED_FLOPS.items() if dtype_on(capability, dtype) == dtype}
 
 
 def with_float16(flops: Mapping[str, float]) -> dict[str, float]:
-    """A processor's FLOP/s, with those in float16, which it computes in float32."""
+    """Add float16 to a processor's FLOP/s by dtype: it computes float16 in float32."""
     return {**({"float16": flops["float32"]} if "float32" in flops else {}), **flops}
 
 
 def gpu_of(rank: int, ranks: int, gpus: int) -> int:
-    """The number of a rank's GPU: its own where a model is cut over ranks, the first of its machine on a node.
+    """The number of a rank's GPU: its own if the model is cut over ranks, the machine's first one on a node.
 
     Args:
         ranks: number of ranks that the model is cut over; 1 where nodes share its experts.
         gpus: number of GPUs that torch sees.
 
     Raises:
-        BadInput: there are fewer.
+        BadInput: there are fewer GPUs than ranks.
     """
     number = rank if ranks > 1 else 0
     if number >= gpus:

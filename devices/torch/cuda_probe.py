@@ -25,14 +25,14 @@ class CudaProbe(GpuOperations):
     """Operations on the first CUDA device and on the CPU, and runs of models on both.
 
     Args:
-        cores: the division of the host's.
+        cores: the division of the host's cores.
         folder: models are written there.
 
     Attributes:
-        gpu_name: as torch says it.
+        gpu_name: the GPU's name by torch.
         gpu_bytes: size of the GPU's memory.
         host_bytes: size of the host's memory.
-        half: the number format of 16 bits that the GPU has.
+        half: the 16-bit dtype that the GPU computes in.
     """
 
     def __init__(self, cores: CorePlan, folder: Path) -> None:

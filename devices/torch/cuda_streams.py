@@ -24,10 +24,10 @@ class CudaStreams:
     """Issues tasks to the streams of one CUDA device.
 
     Args:
-        device: such as "cuda:0"; torch's module of its type has the streams and events.
+        device: torch device, such as "cuda:0"; torch's module of that type has the streams and events.
         lanes: the names of the lanes that are streams, the accelerator's first.
-        execute: enqueues a task's kernels on the current stream; its value is the task's.
-        clock: the host's clock in nanoseconds, which spans are on.
+        execute: enqueues a task's kernels on the current stream; returns the task's value.
+        clock: the host's clock in nanoseconds, for the times of tasks.
     """
 
     def __init__(
@@ -48,20 +48,20 @@ class CudaStreams:
         self.begin()
 
     def begin(self) -> None:
-        """Forget those tasks of an earlier run that failed, and measure times anew; all have ended."""
+        """Prepare a run: forget failed tasks of earlier runs, all of which have ended, and measure times anew."""
         self._issued.clear()
         stream = self._module.Stream(self._device)
         self._clock = StreamClock(self._timed_event, stream, self._host_clock)
 
     def run(self, task: Task) -> Any:
-        """Run a task of a lane that is no stream, to its end.
+        """Run a task of a lane that is no stream, and wait for its end.
 
         Its allocations belong to the first lane's stream, the accelerator's, as do the tasks that free them.
         """
         return self.complete(partial(self._execute, task))
 
     def complete(self, work: Callable[[], Any]) -> Any:
-        """Run work on the first lane's stream, to its end."""
+        """Run `work` on the first lane's stream, and wait for its end."""
         stream = next(iter(self._streams.values()))
         with self._module.stream(stream):
             value = work()
@@ -69,7 +69,7 @@ class CudaStreams:
         return value
 
     def issue(self, task: Task, after: list[Task]) -> CudaTask:
-        """Enqueue a task on its lane's stream, behind the tasks `after` on other streams."""
+        """Enqueue a task on its lane's stream, after the tasks `after` on other streams."""
         stream = self._streams[task.lane.name]
         with self._lock:
             for other in after:
@@ -86,7 +86,7 @@ class CudaStreams:
         return issued
 
     def span_of(self, issued: CudaTask) -> tuple[int, int]:
-        """Start and end of a task that has ended, on the host's clock; its events are used again."""
+        """Start and end of a task that has ended, on the host's clock; its events may then be reused."""
         with self._lock:
             start, end = (self._time_of(event, issued.zero) for event in (issued.start, issued.end))
             del self._issued[issued.number]
@@ -94,7 +94,7 @@ class CudaStreams:
         return start, end
 
     def _time_of(self, event: torch.cuda.Event, zero: Zero) -> int:
-        """Time of an event: before now, and after all tasks were issued that had begun by then."""
+        """The time of an event on the host's clock, bounded by now and by the times at which tasks were issued."""
         device = self._clock.on_device(event, zero)
         reckoned = self._clock.reckoned(device)
         for other in reversed(self._issued.values()):
@@ -118,11 +118,11 @@ class CudaTask:
     """A task that was enqueued on a stream.
 
     Attributes:
-        number: the task's.
-        start, end: events around it.
-        zero: what their times are measured from.
-        issued_at: when it was issued, by the host's clock.
-        value: its result.
+        number: the task's id.
+        start, end: events around the task.
+        zero: the event from which their times are measured.
+        issued_at: time at which it was issued, on the host's clock.
+        value: the task's result.
     """
 
     def __init__(
@@ -142,9 +142,9 @@ class CudaTask:
         self._streams = streams
 
     def wait(self) -> None:
-        """Block until the stream has run it."""
+        """Block until the stream has run the task."""
         self.end.synchronize()
 
     def span(self) -> tuple[int, int]:
-        """Start and end on the host's clock; once only, after `wait`."""
+        """Start and end on the host's clock; may be called once, after `wait`."""
         return self._streams.span_of(self)

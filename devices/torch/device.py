@@ -63,8 +63,8 @@ Lanes of other names are threads, whose copies have ended when they return.
 class TorchDevice(ChoosesDtype):
     """Runs batches of one model on torch, one after the other.
 
-    Weights are read from the checkpoint's files into slots of an arena, page by page; those that stay are rearranged
-    for oneDNN where that pays, and are still there in the next batch.
+    Weights are read from the checkpoint's files into slots of an arena, page by page; resident weights are rearranged
+    for oneDNN where that is faster, and are kept for the next batch.
 
     Args:
         accelerator: torch device of the accelerator's tensors, such as "cuda". With "cpu", both memories of a machine
@@ -119,15 +119,15 @@ class TorchDevice(ChoosesDtype):
 
     @staticmethod
     def processors() -> str:
-        """This machine's processor and the number of its cores."""
+        """The name of this machine's processor, and the number of its cores."""
         return this_processor()
 
     @staticmethod
     def check_machine(machine: Machine) -> None:
-        """Check that a machine description fits this machine.
+        """Check that this machine can run as a given machine.
 
         Raises:
-            BadInput: it is a shipped profile, or its accelerator has a memory of its own.
+            BadInput: that is a shipped profile, or its accelerator has a memory of its own.
         """
         if machine.name in machine_names() or not machine.unified:
             raise BadInput(
@@ -136,17 +136,17 @@ class TorchDevice(ChoosesDtype):
             )
 
     def rows_apart(self, rows: int) -> bool:
-        """True where all kernels of a decode step compute each row by itself."""
+        """True if all kernels of a decode step compute each row independently of other rows."""
         return self._compute.kernels.rows_apart(rows)
 
     @property
     def kinds(self) -> Mapping[str, LaneKind]:
-        """Worker threads on the CPU; on CUDA the accelerator and its copies are streams."""
+        """Empty on the CPU, whose lanes are worker threads; on CUDA the accelerator and its copies are streams."""
         return {} if self._compute.on_cpu else dict.fromkeys(CUDA_LANES, "stream")
 
     @property
     def streams(self) -> Streams | None:
-        """The issuer of tasks to CUDA streams: the same in every run, since torch keeps memory by stream."""
+        """The issuer of tasks to CUDA streams; the same in all runs, since torch allocates memory by stream."""
         if self._compute.on_cpu:
             return None
         if self._cuda is None:
@@ -158,7 +158,7 @@ class TorchDevice(ChoosesDtype):
 
     @staticmethod
     def kernel_rows() -> list[KernelRow]:
-        """The rows of the table of kernels."""
+        """The rows of torch's table of kernels."""
         return kernel_rows()
 
     @property
@@ -185,9 +185,9 @@ class TorchDevice(ChoosesDtype):
         return self._store.reader.bytes_in_slot(page)
 
     def join(self, rank: int, transport: Transport, first: Any) -> None:
-        """Work as one of several from now on, with exchanges over a transport.
+        """Become one of several ranks or nodes, with exchanges over a transport.
 
-        These are ranks, each with its share of every matrix, if the model was cut; otherwise nodes, each with the
+        They are ranks, each with its share of every matrix, if the model was cut; otherwise nodes, each with the
         experts that a batch's plan gives it.
         """
         self._rank = rank if self.layout.config.ranks > 1 else 0
@@ -277,7 +277,7 @@ class TorchDevice(ChoosesDtype):
         self.close()
 
     def close(self) -> None:
-        """Close the device where nothing can be awaited."""
+        """Close the device, for callers without an event loop."""
         self._warm_ups.end()
         wait_for_device(self._compute.accelerator)
         self._verbs = {}

@@ -17,7 +17,7 @@ from .compute import Compute
 
 
 class DeviceKV:
-    """Keys and values of one layer at a time, of a micro-batch's prompts, while the KV cache is elsewhere.
+    """Keys and values on the accelerator, of one layer at a time, of prompts whose KV cache is on the host.
 
     Each sequence begins with a block of its own, as in the cache.
     """
@@ -34,7 +34,7 @@ class DeviceKV:
         self._slots = torch.empty(size, dtype=dtype, device=device)
 
     def extended(self, state: MicroBatchState, k_TKd: Tensor, v_TKd: Tensor) -> list[KVView]:
-        """Store a chunk's keys and values; returns views of all that its sequences have by now, in order."""
+        """Store a chunk's keys and values; returns views of all tokens that its sequences have so far, in order."""
         views = []
         start = 0
         step = state.step
@@ -49,7 +49,7 @@ class DeviceKV:
 
 
 def device_kv_of(plan: Plan, states: Sequence[MicroBatchState], compute: Compute) -> dict[int, DeviceKV]:
-    """One for each micro-batch whose prompts come in chunks and whose KV cache is on the host, by its chunks."""
+    """One for each micro-batch of chunked prompts whose KV cache is on the host, by the numbers of its chunks."""
     of_wholes: dict[int, DeviceKV] = {}
     of_chunks: dict[int, DeviceKV] = {}
     for number, chunk in plan.chunks.items():

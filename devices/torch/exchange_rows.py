@@ -27,14 +27,14 @@ from .locked_memory import locked_if_possible
 
 
 class Shape(NamedTuple):
-    """Size and type of a tensor."""
+    """Size and dtype of a tensor."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Its bytes, up to the next cache line: the last bits of a product may depend on where a line begins."""
+        """The tensor's bytes, up to the next cache line: a product's last bits may depend on where a line begins."""
         nbytes = math.prod(self.size) * self.dtype.itemsize
         return -(-nbytes // CACHE_LINE) * CACHE_LINE
 
@@ -45,7 +45,7 @@ class AttentionRows:
     Attributes:
         qkv: queries (T, H, d), keys and values (T, K, d).
         attended_TX: attention's output (T, H * d).
-        memory: has the output, and keeps the kernels that are bound to these rows.
+        memory: contains the output, and keeps the kernels that are bound to these rows.
     """
 
     def __init__(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, attended_TX: Tensor) -> None:
@@ -90,14 +90,14 @@ class ExchangeRows:
         self._routed = {number: RoutedRows(*(next(tensors) for _ in range(4))) for number in routed}
 
     def attention(self, micro_batch: int, tokens: int) -> AttentionRows:
-        """Rows for attention of that many tokens of a micro-batch."""
+        """The memory for attention on the host of that many tokens of a micro-batch."""
         own = self._attention.get(micro_batch)
         if own is not None and len(own.attended_TX) == tokens:
             return own
         return AttentionRows(*map(self._allocate, self._shapes.attention(tokens)))
 
     def routed(self, micro_batch: int, tokens: int) -> RoutedRows:
-        """Rows for the experts of that many tokens of a micro-batch."""
+        """The memory for experts on the host of that many tokens of a micro-batch."""
         own = self._routed.get(micro_batch)
         if own is not None and len(own.x_TD) == tokens:
             return own
@@ -108,7 +108,7 @@ class ExchangeRows:
 
 
 class _Shapes:
-    """Shapes of the rows of some tokens."""
+    """The shapes of tensors for the rows of a number of tokens."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._config = config
@@ -133,7 +133,7 @@ class _Shapes:
 
 
 def _cut(memory: Tensor, shapes: Iterable[Shape]) -> Iterator[Tensor]:
-    """Tensors of these shapes in some memory, one after the other."""
+    """Tensors of these shapes, one after the other in `memory`."""
     start = 0
     for shape in shapes:
         yield typed_view(memory, start, shape.size, shape.dtype)

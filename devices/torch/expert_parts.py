@@ -17,12 +17,12 @@ from ..products.linear import Tensor
 
 
 class Part(NamedTuple):
-    """The rows of an expert that a task has in one micro-batch.
+    """The rows of an expert that a task computes in one micro-batch.
 
     Attributes:
         x_nD, y_nD: the micro-batch's input and output rows, of all experts.
-        rows: those of the expert.
-        wanted: those of them that the task has.
+        rows: the rows of the expert.
+        wanted: those of the expert's rows that the task computes.
     """
 
     x_nD: Tensor
@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 def tiles_of(rows: range, wanted: range) -> Iterator[tuple[slice, slice | None]]:
-    """The tiles that have wanted rows of an expert, each with the place of these rows in it; None for the whole tile.
+    """The tiles with wanted rows of an expert, each with the place of these rows in it; None for all of its rows.
 
     Tiles are computed whole: the last bits of a product depend on how many rows it has, and where.
     """
@@ -54,7 +54,7 @@ class ExpertRunner:
     """Runs experts on rows of micro-batches.
 
     Args:
-        use_cores_for: sets torch's number of cores for a product, given its rows and weights.
+        use_cores_for: sets torch's number of cores for a product, given its numbers of rows and weights.
         on_host: whether the rows are on the host, where the accelerator has a memory of its own.
     """
 
@@ -72,9 +72,9 @@ class ExpertRunner:
         self._on_host = on_host
 
     def apply(self, parts: Sequence[Part], expert: int, weights: Weights) -> None:
-        """Run an expert on its parts of one micro-batch, or on all rows of several, each as if it ran alone.
+        """Run an expert on parts of one micro-batch, or on all rows of several, each as if it ran alone.
 
-        Rows of kernels whose rows do not depend on each other go there together: the weights are read once.
+        A kernel whose rows are independent computes all of them in one call, which reads the weights once.
         """
         few: list[Part] = []
         for part in parts:
@@ -98,7 +98,7 @@ class ExpertRunner:
                 part.y_nD[part.rows.start : part.rows.stop] = output_nD
 
     def apply_part(self, part: Part, expert: int, weights: Weights) -> None:
-        """Run an expert on the wanted rows of x, and write its outputs to the same rows of y."""
+        """Run an expert on the wanted rows of `part.x_nD`, and write its outputs to the same rows of `part.y_nD`."""
         x_nD, y_nD, rows, wanted = part
         for tile, kept in tiles_of(rows, wanted):
             kernel, run = self._bound(expert, tile.stop - tile.start, weights)
@@ -118,7 +118,7 @@ class ExpertRunner:
         return self._bound(expert, rows, weights)[0]
 
     def _groups(self, parts: Sequence[Part], expert: int, weights: Weights) -> Iterator[list[Part]]:
-        """The parts in their order, in groups of rows that one call of their kernel takes."""
+        """Groups of parts, in their order, that one call of the kernel computes together."""
         group: list[Part] = []
         for part in parts:
             rows = sum(len(each.rows) for each in [*group, part])

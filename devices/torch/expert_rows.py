@@ -14,7 +14,7 @@ from .expert_parts import Part
 
 
 class HostRows:
-    """The rows that experts on the host read, and their outputs.
+    """The input and output rows of experts on the host.
 
     Attributes:
         y_nD: the output rows.
@@ -26,13 +26,13 @@ class HostRows:
 
     @cached_property
     def x_nD(self) -> Tensor:
-        """The input rows; the first expert gathers them."""
+        """The input rows, gathered when first used."""
         rows = self._exchanged
         return torch.index_select(rows.x_TD, 0, rows.tokens_n, out=rows.x_nD)
 
 
 class ExpertRows:
-    """The rows of a micro-batch in one layer, those of each expert together.
+    """The rows of a micro-batch in one layer, sorted by expert.
 
     Args:
         x_TD: the experts' input.
@@ -41,7 +41,7 @@ class ExpertRows:
 
     Attributes:
         x_nD, y_nD: the experts' input and output rows.
-        on_host: the same for experts on the host; None while there are none.
+        on_host: rows of experts on the host; None if none were copied there.
     """
 
     def __init__(self, x_TD: Tensor, grouping: Grouping, weights_Tk: Tensor) -> None:
@@ -61,6 +61,6 @@ class ExpertRows:
         return range(self._starts[expert], self._starts[expert + 1])
 
     def part(self, expert: int, start: int = 0, stop: int | None = None) -> Part:
-        """Some of an expert's rows, counted from its first; by default all of them."""
+        """Some of an expert's rows, counted from the expert's first; by default all of them."""
         rows = self.of(expert)
         return Part(self.x_nD, self.y_nD, rows, rows[start:stop])

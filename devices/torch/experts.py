@@ -27,7 +27,7 @@ class TorchExperts:
     """Runs experts on the accelerator.
 
     Args:
-        weights: the tensors that a view shows.
+        weights: returns the tensors that a view shows.
         observers: receive the activations of experts, before they run.
     """
 
@@ -49,14 +49,14 @@ class TorchExperts:
         self._observers = observers
 
     def group(self, task: Task, routed: Routed, *beside: Tensor) -> dict[int, int]:
-        """Keep the rows of each expert; returns the number of rows of each that has any."""
+        """Keep the rows of each expert in the micro-batch's state; returns the rows of each expert that has any."""
         experts = self._config.layer(task.layer).feed_forward.experts
         grouping = functions.group_by_expert(routed.experts_Tk, experts)
         self._states[task.micro_batch].rows = ExpertRows(routed.x_TD, grouping, routed.weights_Tk)
         return with_rows(grouping.counts)
 
     def counts(self, task: Task, experts: int, experts_Tk: Tensor, *beside: Tensor) -> dict[int, int]:
-        """The number of rows of each expert that has any."""
+        """The number of rows of each expert that has any, of `experts` experts."""
         return with_rows(functions.counts_of_sorted(experts_Tk.view(-1).sort().values, experts))
 
     def scores(self, logits_TE: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class TorchExperts:
             )
 
     def run_expert(self, task: Task) -> None:
-        """One expert on its rows of one or several micro-batches, each as if it ran alone."""
+        """Run one expert on its rows of one or several micro-batches, each as if it ran alone."""
         weights = self._weights(task.operands)
         parts: list[Part] = [
             self._states[micro_batch].rows.part(task.expert, start, stop)
@@ -95,13 +95,13 @@ class TorchExperts:
         self._runner.apply(parts, task.expert, weights)
 
     def warm_expert(self, task: Task) -> None:
-        """One expert on a row of zeros, only to read its weights."""
+        """Run one expert on a row of zeros, only to read its weights."""
         x_1D = torch.zeros_like(self._states[task.micro_batch].rows.x_nD[:1])
         part = Part(x_1D, torch.empty_like(x_1D), range(1), range(1))
         self._runner.apply([part], task.expert, self._weights(task.operands))
 
     def _is_shared_out(self, weights: Weights, expert: int, rows: int) -> bool:
-        """True if an expert runs on one core; a kernel with threads of its own uses all cores for each expert."""
+        """Test whether an expert is to run on one core, beside others; False for kernels with threads of their own."""
         return self._team is not None and not self._kernels.expert(weights, expert, rows)[0].has_threads
 
 

@@ -11,13 +11,13 @@ from moesched.errors import MoeschedError
 
 
 class FileLease:
-    """A lease on a file that is only read.
+    """A lease on a file that is only read: it delays processes that want to write to the file.
 
     While it is held, a process that opens the file to write to it, or truncates it, waits: until the lease is given up,
     or by force after the seconds in /proc/sys/fs/lease-break-time, 45 by default. Only the file's owner and privileged
     processes get one, of a local file that nobody has open to write to.
 
-    remedy: what a user can do who has to write to the file.
+    remedy: advice for a user who has to write to the file.
 
     Raises:
         OSError: the system refuses the lease.
@@ -35,7 +35,7 @@ class FileLease:
             raise
 
     def require(self) -> None:
-        """Raise MoeschedError if another process waits to write to the file, or has been let through."""
+        """Raise MoeschedError if another process waits to write to the file, or no longer has to wait."""
         if fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
             raise MoeschedError(
                 f"another process writes to {self._path}, which this run uses in the page cache: change it after the "

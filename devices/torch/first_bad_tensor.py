@@ -26,8 +26,8 @@ class FirstBadTensor:
     tensor-parallel runs only the weights are checked.
 
     Args:
-        accelerator: device of the step's tensors, which also computes them again.
-        fused: whether it has a kernel of attention that holds no scores.
+        accelerator: torch device of the step's tensors, which computes them again.
+        fused: whether that device has a kernel for attention that stores no scores.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class FirstBadTensor:
         yield from self._step(state)
 
     def _step(self, state: MicroBatchState) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a step in the order in which they are computed; a layer's weights come before them."""
+        """The tensors of a step, by name, in the order of computation; a layer's weights come before its results."""
         config = self._config
         embedding = self._global("embedding")
         ids_T = torch.tensor([token for tokens in state.new for token in tokens]).to(self._accelerator)
@@ -107,9 +107,9 @@ class FirstBadTensor:
         yield "the logits", functions.lm_head(last_SD, final_norm, [head], config.norm_eps, config.norm)
 
     def _cached(self, state: MicroBatchState, layer: int, k_TKd: Tensor, v_TKd: Tensor) -> Sequence[KVView]:
-        """Copies of the keys and values of the step's sequences in the cache, with the new ones at their ends.
+        """Copies of the cached keys and values of the step's sequences, with the new tokens' ones added.
 
-        The new ones may not have reached a cache on the host yet.
+        A cache on the host may lack the new ones.
         """
         views = []
         start = 0

@@ -13,7 +13,7 @@ from .compute import Compute
 
 
 class GlobalWeights(NamedTuple):
-    """The weights in no page, on the accelerator.
+    """The weights that are in no page, on the accelerator.
 
     Attributes:
         head: the last norm, and the LM head as row blocks: one for each core that may share them.
@@ -26,7 +26,7 @@ class GlobalWeights(NamedTuple):
 def read_global_weights(
     config: ModelConfig, reader: PageReader, compute: Compute, rank: int
 ) -> GlobalWeights:
-    """Read the weights in no page; of a tied LM head, only the rows of this rank."""
+    """Read the weights that are in no page; of an LM head that is also the embedding, only this rank's rows."""
 
     def read(name: str) -> Tensor:
         return reader.read_tensor(name).to(compute.accelerator)

@@ -22,10 +22,10 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def usable_bytes(free: int) -> int:
-    """Return the bytes of a GPU that a plan may use. Workspaces and the allocator's rounding need the rest.
+    """Bytes of a GPU that a plan may use, if `free` are free; workspaces and the allocator's rounding need the rest.
 
     Raises:
-        BadInput: too few are free.
+        BadInput: too few bytes are free.
     """
     usable = free - free // 20 - WORKSPACE_BYTES
     if usable <= 0:
@@ -37,7 +37,7 @@ def usable_bytes(free: int) -> int:
 
 
 def with_usable_memory(machine: Machine, free: int) -> Machine:
-    """The machine with no more memory of its accelerator than a plan may use now.
+    """The machine with its accelerator's memory limited to the bytes that a plan may use now.
 
     Args:
         free: bytes of the GPU that are free.
@@ -52,7 +52,7 @@ def with_usable_memory(machine: Machine, free: int) -> Machine:
 
 
 def require_room(plan: Plan, device: torch.device) -> None:
-    """Check that a GPU has what a plan takes of it; what torch holds there already is the plan's.
+    """Check that a GPU has the memory that a plan takes; memory that torch has allocated already counts as available.
 
     Raises:
         OutOfMemory: it has less.
@@ -68,9 +68,6 @@ def require_room(plan: Plan, device: torch.device) -> None:
 
 
 def let_segments_grow(environment: Mapping[str, str] = os.environ) -> None:
-    """Have torch's allocator extend its segments, which leaves no gaps that nothing fits into.
-
-    It is left as it is where the user has set it.
-    """
+    """Have torch's allocator use expandable segments, which leave no unusable gaps; a user's own setting is kept."""
     if not any(name in environment for name in ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -49,10 +49,10 @@ class GpuOperations:
     Kernels and page-locked copies are timed by events on their stream, all else by the host's clock.
 
     Args:
-        device: the accelerator.
-        cores: the division of the host's.
-        seconds: time that an operation is repeated for.
-        cold: bytes of matrices or of buffers that take turns.
+        device: the accelerator's torch device.
+        cores: the division of the host's cores.
+        seconds: time for which an operation is repeated.
+        cold: total bytes of the matrices or buffers that are used in turn, so that none is in a cache.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class GpuOperations:
         self._cold = cold
 
     def close(self) -> None:
-        """Free the accelerator's memory, and end the host's threads."""
+        """Free the accelerator's memory, and end the threads on the host."""
         self._host.close()
         self._copies.close()
         self._module.empty_cache()
 
     def seconds(self, operation: Operation, *beside: Operation) -> float:
-        """The time of an operation among repetitions of it, while others are repeated beside it."""
+        """Seconds that one call of an operation takes, repeated while the operations `beside` are repeated, too."""
         with torch.inference_mode(), ExitStack() as running:
             call, others = self._call(operation), [(other, self._call(other)) for other in beside]
             running.callback(self._module.synchronize)
@@ -88,13 +88,13 @@ class GpuOperations:
             return self._timed(call, times, alone=not beside)
 
     def _enqueue(self, call: Call, times: int) -> None:
-        """Begin a call again and again on a stream of its own."""
+        """Enqueue a call `times` times on a stream of its own."""
         with self._module.stream(self._module.Stream(self._device)):
             for _ in range(times):
                 call()
 
     def _enqueued(self, call: Call, times: int) -> float:
-        """The time of an enqueued call among others on one stream, by events around them."""
+        """Seconds of one of `times` enqueued calls on one stream, measured by events around them."""
         start, end = self._module.Event(enable_timing=True), self._module.Event(enable_timing=True)
         with self._module.stream(self._module.Stream(self._device)):
             start.record()
@@ -106,10 +106,10 @@ class GpuOperations:
         return milliseconds / 1e3 / times
 
     def _timed(self, call: Call, times: int, *, alone: bool = True) -> float:
-        """The time of a call by the host's clock.
+        """Seconds of one of `times` calls, measured by the host's clock.
 
-        alone: whether to wait until the accelerator is idle, before and after; otherwise it goes on with what runs
-            beside.
+        alone: whether to wait until the accelerator is idle, before and after; otherwise other operations continue
+        there.
         """
         if alone:
             self._module.synchronize()
@@ -121,12 +121,12 @@ class GpuOperations:
         return (perf_counter() - start) / times
 
     def _repetitions(self, call: Call, seconds: float) -> int:
-        """The number of calls that take about that long, within limits."""
+        """The number of repetitions of a call that take about `seconds`, within limits."""
         self._timed(call, 1)  # may prepare its kernel
         return min(MOST, max(LEAST, round(seconds / max(self._timed(call, 1), 1e-9))))
 
     def _call(self, operation: Operation) -> Call:
-        """Make data for an operation, and return what begins it on the current stream."""
+        """Make data for an operation; returns a function that starts it on the current stream."""
         match operation:
             case Product():
                 return self._product(operation)
@@ -169,11 +169,11 @@ class GpuOperations:
         return lambda: self._copy_within_host(next(targets), next(sources))
 
     def _copy_within_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a page into a staging slot."""
+        """Copy a page from ordinary memory into a staging slot."""
         self._copies.copy([(target, source)])
 
     def _rooms(self, memory: str, copy: Copy) -> list[torch.Tensor]:
-        """Buffers in a memory that take turns. Those of the host that the accelerator copies are page-locked."""
+        """Buffers in a memory that copies use in turn; page-locked if the accelerator copies from or to the host's."""
         count, ends = self._buffers(copy.nbytes), (copy.source, copy.destination)
         if memory == GPU:
             return [torch.ones(copy.nbytes, dtype=torch.uint8, device=self._device) for _ in range(count)]
@@ -186,7 +186,7 @@ class GpuOperations:
 
 
 def is_enqueued(operation: Operation) -> bool:
-    """True if the host only begins an operation, which then runs on a stream."""
+    """Test whether an operation runs on a stream, so that the host only enqueues it."""
     match operation:
         case Product():
             return operation.processor == GPU
@@ -199,7 +199,7 @@ def is_enqueued(operation: Operation) -> bool:
 
 @contextmanager
 def _in_a_thread(call: Call) -> Iterator[None]:
-    """Repeat a call of the host in a thread of its own."""
+    """A context in which another thread repeats a call."""
     ended = Event()
 
     def repeat() -> None:

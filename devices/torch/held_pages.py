@@ -20,7 +20,7 @@ class HeldPage(NamedTuple):
 
     Attributes:
         parts: its bytes, as `PageReader.read` leaves them in a slot.
-        locked: whether a GPU copies from them by itself.
+        locked: whether the memory is page-locked, so that a GPU copies from it directly.
     """
 
     parts: Sequence[Part]
@@ -28,20 +28,20 @@ class HeldPage(NamedTuple):
 
     @classmethod
     def whole(cls, memory: Tensor, *, locked: bool) -> HeldPage:
-        """A page in one piece of memory."""
+        """A page in a single piece of memory."""
         return cls((Part(0, memory),), locked)
 
 
 class Refused(MoeschedError):
-    """The system refuses to hold pages in some way; the message has the reason and the remedy."""
+    """The system refuses a way to hold pages; the message has the reason and the remedy."""
 
 
 class HeldPages:
-    """Pages in memory of their own.
+    """Pages, each read into memory of its own.
 
     Args:
-        allocate: gives a number of bytes as a uint8 tensor at a multiple of 4096.
-        locked: whether a GPU copies from that memory by itself.
+        allocate: returns a uint8 tensor of a number of bytes at a multiple of 4096.
+        locked: whether that memory is page-locked, so that a GPU copies from it directly.
         threads: number of threads that read pages.
     """
 
@@ -55,7 +55,7 @@ class HeldPages:
         self._pages: dict[int, HeldPage] = {}
 
     def hold(self, pages: Sequence[Page], tell: Progress) -> None:
-        """Have exactly these pages in memory; none after an error.
+        """Read these pages if they are not in memory, and free all others; after an error, none is in memory.
 
         Raises:
             Refused: the system locks no more memory.
@@ -73,7 +73,7 @@ class HeldPages:
         self._pages = kept | {page.id: held for page, held in zip(missing, read, strict=True)}
 
     def get(self, page: Page) -> HeldPage | None:
-        """A page; None where it is not here."""
+        """A page that is in memory; None if it is not."""
         return self._pages.get(page.id)
 
     def _read(self, page: Page) -> HeldPage:
@@ -88,9 +88,9 @@ def read_page(
     *,
     cached: bool = False,
 ) -> Tensor:
-    """The bytes of a page in memory of its own.
+    """Read a page into new memory; returns its bytes.
 
-    cached: take what the page cache has from there.
+    cached: read what is in the page cache from there.
     """
     memory = allocate(reader.bytes_in_slot(page))
     reader.read(page, memory, cached=cached)

@@ -29,13 +29,13 @@ class _Way(Protocol):
 
 
 class HomePages:
-    """Pages at home, held in the fastest way that the system allows; those that stay are not loaded again.
+    """Pages in the host's memory, held in the fastest way that the system allows; kept from batch to batch.
 
     Args:
         map_files: use the files in the page cache where that is possible.
 
     Attributes:
-        chosen: the way of the last batch, and why it is no faster one; None where no page is at home.
+        chosen: the way of the last batch, and the reason why no faster one is used; None if no page is at home.
     """
 
     def __init__(self, reader: PageReader, compute: Compute, *, map_files: bool) -> None:
@@ -54,16 +54,16 @@ class HomePages:
 
     @property
     def bytes_mapped(self) -> int:
-        """Bytes of all pages that came to be at home in mapped files."""
+        """Bytes of all pages held in mapped files so far."""
         return self._mapped.bytes_mapped
 
     @property
     def locked(self) -> bool:
-        """True if a GPU copies all pages at home by itself."""
+        """True if a GPU copies all pages at home directly."""
         return self.chosen is None or self.chosen.way != "ordinary memory"
 
     def get(self, page: Page) -> HeldPage | None:
-        """A page that is about to be read; None where it is not at home.
+        """A page that is about to be read; None if it is not at home.
 
         Raises:
             MoeschedError: another process writes to its file.
@@ -71,7 +71,7 @@ class HomePages:
         return next((held for way in self._ways.values() if (held := way.get(page))), None)
 
     def begin(self, plan: Plan, tell: Progress) -> None:
-        """Free pages that are not at home in this plan, and hold those that are.
+        """Hold the pages that are at home in this plan, and free all others.
 
         Raises:
             MoeschedError: a file cannot be read.
@@ -98,7 +98,7 @@ class HomePages:
                 way.hold((), ignore_progress)
 
     def _refusal(self, name: str, way: _Way, pages: Sequence[Page], tell: Progress) -> str:
-        """Hold the pages in a way; returns the reason why the system refuses that, which it does only once."""
+        """Try to hold the pages in a way; returns the system's reason to refuse that way, empty if it holds them."""
         self._free_all_but(way)
         try:
             way.hold(pages, tell)
@@ -109,7 +109,7 @@ class HomePages:
 
 
 def _unfit(way: str, plan: Plan) -> str:
-    """The reason why a way is not for a plan; empty if it is."""
+    """The reason why a way to hold pages does not suit a plan; empty if it does."""
     limit = plan.machine.roles.pinned
     if limit is not None and way != "ordinary memory":
         return f"the machine limits page-locked memory: it has the memory {limit}"
@@ -119,7 +119,7 @@ def _unfit(way: str, plan: Plan) -> str:
 
 
 def _at_home(plan: Plan) -> Sequence[Page]:
-    """All pages that stream where weights live in the host's memory, else those that it keeps."""
+    """The pages that the host's memory holds: all streamed pages if weights come from there, else those kept there."""
     fast, host = plan.memory("accelerator"), plan.memory("host")
     if plan.weights.home is not None:
         return plan.weights.home.pages()

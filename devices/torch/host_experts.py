@@ -25,9 +25,9 @@ class HostExperts:
     depend on the position of its operands in memory.
 
     Args:
-        weights: the tensors that a view shows.
+        weights: returns the tensors that a view shows.
         exchanged: memory for the rows.
-        there: runs the experts of the accelerator.
+        there: runs the experts on the accelerator.
         observers: receive the activations of experts, before they run.
     """
 
@@ -49,7 +49,7 @@ class HostExperts:
         self._observers = observers
 
     def offload_routed(self, task: Task) -> None:
-        """Copy each token's hidden state once, from the row of its first expert, and the grouping of rows by expert."""
+        """Copy each token's hidden state to the host once, and the token of each of the experts' rows."""
         rows = self._states[task.micro_batch].rows
         x_TD = rows.x_nD.index_select(0, rows.grouping.rows_Tk[:, 0])
         on_host = self._exchanged.routed(task.micro_batch, len(x_TD))
@@ -71,7 +71,7 @@ class HostExperts:
         self._experts.apply(parts, task.expert, weights)
 
     def load_routed(self, task: Task) -> None:
-        """Copy the output rows that were computed here; adjacent ranges are one copy."""
+        """Copy the output rows that the host computed to the accelerator; adjacent ranges are one copy."""
         rows = self._states[task.micro_batch].rows
         assert rows.on_host is not None, "the step saw to it that an expert ran here"
         y_nD = rows.on_host.y_nD

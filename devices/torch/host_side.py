@@ -30,9 +30,9 @@ class HostSide:
     """Runs the verbs that exist only where accelerator and host have memories of their own.
 
     Args:
-        attention: of micro-batches whose KV cache is on the accelerator; attends over views of any other.
+        attention: runs attention of micro-batches whose KV cache is on the accelerator, or over views of other memory.
         exchanged: memory for the rows of attention on the host.
-        kv_slots: buffers of the accelerator that one layer's keys and values of a micro-batch are loaded to.
+        kv_slots: buffers on the accelerator into which one layer's keys and values of a micro-batch are loaded.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class HostSide:
                 store.copies.to_accelerator(page, held, target)
 
     def _held(self, page: Page, source: Slot | None) -> HeldPage | None:
-        """A page in a slot of a pool, or at home; None where it is not there."""
+        """A page in a slot of a pool, or at home in the host's memory; None if it is in neither."""
         if source is None or source.fixed:
             return self._store.home.get(page)
         return HeldPage.whole(self._store.bytes(source), locked=self._accelerator.type != "cpu")
 
     def load_kv(self, task: Task) -> None:
-        """Copy a micro-batch's cached keys and values, each sequence with room for its new token at the end."""
+        """Copy a micro-batch's cached keys and values to the accelerator, with room for each sequence's new token."""
         cached, step = self._states[task.micro_batch].cached(task.layer)
         self._loaded[task.operands] = LoadedKV(cached, step, self._kv_slots[task.operands])
 
@@ -96,14 +96,14 @@ class HostSide:
             self._attend_to_loaded(task)
 
     def _attend_to_loaded(self, task: Task) -> None:
-        """Attention over loaded keys and values, and those of the new tokens."""
+        """Run attention over loaded keys and values, and over the new tokens' own."""
         state = self._states[task.micro_batch]
         attend = self._kernels.attention(task.layer, Memory(len(state.hidden_TD)), decodes=state.decodes)
         loaded = self._loaded[task.operands]
         state.attended_TX = attend(state.qkv, loaded, loaded.step)
 
     def _attend_to_prompt(self, task: Task) -> None:
-        """Attention within the prompts, over keys and values on the accelerator, while the cache is on the host.
+        """Run attention within the prompts, over keys and values on the accelerator, while the cache is on the host.
 
         They have the same layout as in the cache, with prompts of one length as one view, so that the bits are equal.
         """
@@ -133,7 +133,7 @@ class HostSide:
             del state.qkv  # on CUDA the copy may not have happened yet
 
     def cpu_attention(self, task: Task) -> None:
-        """Attend on the host, from and to the memory of the copies."""
+        """Run attention on the host, on the rows that were copied there, and keep its output for the copy back."""
         state, rows = self._states[task.micro_batch], self._rows[task.micro_batch]
         attend = self._kernels.attention(task.layer, rows.memory, decodes=state.decodes, on_host=True)
         attended_TX = attend(rows.qkv, *state.cached(task.layer))
@@ -181,12 +181,12 @@ def _cached_on_host(plan: Plan) -> dict[int, frozenset[int]]:
 
 
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of neighbours with equal length, as (length, count)."""
+    """Runs of neighbours with equal length, as pairs (length, count)."""
     return [(length, len(list(neighbours))) for length, neighbours in groupby(lengths)]
 
 
 def _laid_out(tensor_TKd: Tensor, sequences: int) -> Tensor:
-    """Keys or values of sequences of one length, (S, L, K, d), each from the start of a block on."""
+    """Keys or values of sequences of one length, copied to (S, L, K, d), where each begins at the start of a block."""
     like_SLKd = tensor_TKd.reshape(sequences, -1, *tensor_TKd.shape[1:])
     memory = tensor_TKd.new_empty(sequences * room_for(like_SLKd.shape[1]) * like_SLKd[0, 0].numel())
     laid_out, _ = carved(memory, like_SLKd.shape)

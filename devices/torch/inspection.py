@@ -38,14 +38,14 @@ def caching_of(file: Path) -> Caching:
 
 
 def kernel_facts() -> KernelFacts:
-    """The library of CPU kernels."""
+    """Facts about the library of CPU kernels."""
     return KernelFacts(sets=list(instruction_sets()), problem=why_unusable())
 
 
 def cuda_facts(most_gpus: int | None = None) -> CudaFacts:
-    """CUDA, its driver and the GPUs that torch can use.
+    """Facts about CUDA, its driver and the GPUs that torch can use.
 
-    most_gpus: number of GPUs that are looked at, since that takes memory of each; None for all.
+    most_gpus: the most GPUs to look at, since that takes memory of each; None for all.
     """
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -65,7 +65,7 @@ def cuda_facts(most_gpus: int | None = None) -> CudaFacts:
 
 
 def lockable_bytes(wanted: int, device: str = "cuda:0") -> int:
-    """Bytes of the host's memory that CUDA locks for a GPU: those that are wanted, or the largest part by halves."""
+    """Bytes of host memory that CUDA locks for a GPU in a trial: `wanted`, or the most of it found by halving."""
     while wanted >= LEAST_LOCKED:
         try:
             locked_bytes(wanted, torch.device(device))
@@ -77,7 +77,7 @@ def lockable_bytes(wanted: int, device: str = "cuda:0") -> int:
 
 
 def library_bytes(device: str = "cuda:0") -> int:
-    """Bytes of a GPU that a first product on a stream of its own takes: cuBLAS's workspace, and the least segments."""
+    """GPU memory that the first product on a new stream takes: cuBLAS's workspace, and the smallest segments; bytes."""
     place = torch.device(device)
     module: Any = torch.get_device_module(place)
     before: int = module.memory_reserved(place)
@@ -93,7 +93,7 @@ def library_bytes(device: str = "cuda:0") -> int:
 
 
 def mapping_refusal(file: Path, device: str = "cuda:0") -> str:
-    """The reason why a GPU does not copy from a file in the page cache, with the remedy; empty if it does."""
+    """The reason why a GPU cannot copy from a file in the page cache, with the remedy; empty if it can."""
     if not RegisteredFiles.possible():
         return "mapped files need Linux 5.14 or later: update the system"
     files, spans = RegisteredFiles(1, torch.device(device)), spans_of([(file, 0, 1)])

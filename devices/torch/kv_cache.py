@@ -31,14 +31,14 @@ class BlockedKV:
     `extend` returned.
 
     Args:
-        layers: those that it holds; all by default.
-        indices: makes tensors of numbers on the device; by default on the host.
-        allocate: gives a number of bytes as a uint8 tensor; by default torch's own memory.
-        kernels: write what comes to a cache on the host; torch by default.
+        layers: numbers of the layers that it has; all by default.
+        indices: makes tensors from numbers on the device; by default on the host.
+        allocate: returns a uint8 tensor of a number of bytes; by default torch's own memory.
+        kernels: the native kernels that write to a cache on the host; by default torch does.
 
     Attributes:
         table: the blocks of each sequence; opens and closes sequences.
-        places: the layers that it holds, and the place of each in the arena.
+        places: the index in the arena of each layer that it has.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class BlockedKV:
         return self.slots.nbytes
 
     def extend(self, sequences: Sequence[int], new: Sequence[int]) -> KVStep:
-        """Extend sequences[i] by new[i] tokens, which count from now on.
+        """Make room for new[i] tokens of sequences[i], which count as cached from now on.
 
         Raises:
             OutOfBlocks: there are not enough free blocks; nothing has changed.
@@ -93,7 +93,7 @@ class BlockedKV:
         """Replace sequences by others that continue them: heirs[i] continues sequences[parents[i]].
 
         Raises:
-            OutOfBlocks: there are not enough to give each heir a last block of its own.
+            OutOfBlocks: there are not enough free blocks to give each heir a last block of its own.
         """
         copies = self.table.reorder(sequences, parents, heirs)
         if copies:
@@ -109,7 +109,7 @@ class BlockedKV:
         self.slots[place, 1].index_copy_(0, step.slots_T, values_TKd)
 
     def store(self, layer: int, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor, start: int = 0) -> None:
-        """Store keys and values of one layer, contiguous and on the host, of the step's new tokens from `start` on."""
+        """Store keys and values of one layer, contiguous and on the host, for the step's new tokens from `start` on."""
         if self._kernels is not None:
             store(self._kernels, keys_TKd, values_TKd, self.layer(layer), step.slots, start)
             return
@@ -121,16 +121,16 @@ class BlockedKV:
     def views(self, layer: int, step: KVStep) -> list[KVView]:
         """The cached keys and values of the step's sequences, in the step's order, new tokens included.
 
-        Views of the arena if a sequence's blocks are contiguous, otherwise copies.
+        They are views of the arena where a sequence's blocks are contiguous, otherwise copies.
         """
         return [self._view(self.slots[self.places[layer]], part) for part in step.parts]
 
     def at(self, layer: int) -> CachedLayer:
-        """The keys and values of a layer, as attention reads them."""
+        """The keys and values of a layer, as attention kernels take them."""
         return CachedLayer(self, layer)
 
     def layer(self, layer: int) -> LayerAddresses:
-        """A layer's keys and values, for native attention."""
+        """The addresses of a layer's keys and values, for native attention."""
         keys = self.slots.data_ptr() + 2 * self.places[layer] * self._half_bytes
         window = self._config.layer(layer).grouped.window
         return LayerAddresses(keys, keys + self._half_bytes, self.block_size, window)
@@ -152,14 +152,14 @@ class BlockedKV:
 
 
 class CachedLayer(NamedTuple):
-    """The keys and values of one layer, as attention reads them."""
+    """One layer of a KV cache, as attention kernels take it."""
 
     cache: BlockedKV
     layer: int
 
     @property
     def addresses(self) -> LayerAddresses:
-        """The addresses of all keys and values."""
+        """The addresses of the layer's keys and values, for native attention."""
         return self.cache.layer(self.layer)
 
     def append(self, step: KVStep, keys_TKd: Tensor, values_TKd: Tensor) -> None:
@@ -167,5 +167,5 @@ class CachedLayer(NamedTuple):
         self.cache.append(self.layer, step, keys_TKd, values_TKd)
 
     def views(self, step: KVStep) -> list[KVView]:
-        """Views of each sequence's keys and values, new tokens included."""
+        """The cached keys and values of the step's sequences, new tokens included."""
         return self.cache.views(self.layer, step)

@@ -14,9 +14,9 @@ from .locked_memory import locked_if_possible
 
 
 class KVOffload:
-    """Copies keys and values through two page-locked buffers: one is copied to while the other is written to the cache.
+    """Copies keys and values to the host through two page-locked buffers, one for copies while the other is emptied.
 
-    One task at a time may use it.
+    Only one task at a time may use it.
 
     Args:
         tokens: most tokens of a step.
@@ -37,7 +37,7 @@ class KVOffload:
         self._buffers = memory.view(compute.dtype).view(shape)
 
     def write(self, cached: CachedLayer, step: KVStep, k_TKd: Tensor, v_TKd: Tensor) -> None:
-        """Write all new tokens' keys and values of a layer to the cache; returns when they are there."""
+        """Write all new tokens' keys and values of a layer to the cache on the host; returns when they are there."""
         starts = range(0, len(k_TKd), self._tokens)
         for number, start in enumerate(starts):
             if number == 0:
@@ -50,7 +50,7 @@ class KVOffload:
             cached.cache.store(cached.layer, step, keys, values, start)
 
     def _copy(self, number: int, start: int, k_TKd: Tensor, v_TKd: Tensor) -> None:
-        """Begin to copy a piece."""
+        """Start the copy of the piece `number`, from the token `start` on, to its buffer."""
         for buffer, new_TKd in zip(self._buffers[number % 2], (k_TKd, v_TKd), strict=True):
             piece = new_TKd[start : start + self._tokens]
             buffer[: len(piece)].copy_(piece, non_blocking=True)

@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """Sequences of one length whose blocks are scattered: the slots of their blocks, to be copied together.
+    """Sequences of one length in scattered blocks; `slots`, once made, are those blocks' slots, to be copied together.
 
     Each begins with a block of its own, as in the cache, for the same bits as from there.
     """
@@ -43,9 +43,9 @@ class KVStep:
     """The new tokens of some sequences, with their places in the cache. Tensors are made when torch first needs them.
 
     Attributes:
-        past, new: tokens of each sequence before the step, and in it.
+        past, new: number of tokens of each sequence before the step, and in it.
         one_each: whether each sequence has one new token.
-        in_blocks: all tokens' blocks.
+        in_blocks: lengths and blocks of the sequences, new tokens included.
         slots: the new tokens' slots in the arena.
     """
 
@@ -81,7 +81,7 @@ class KVStep:
 
     @property
     def last(self) -> list[int]:
-        """Each sequence's last token among the new ones."""
+        """The index of each sequence's last token among the new ones."""
         return [stop - 1 for stop in accumulate(self.new)]
 
     @cached_property
@@ -95,12 +95,12 @@ class KVStep:
 
     @cached_property
     def slots_T(self) -> Tensor:
-        """`slots` on the cache's device."""
+        """`slots` as a tensor on the cache's device."""
         return self._indices(self.slots)
 
     @cached_property
     def parts(self) -> list[Run | Gather]:
-        """The sequences in their order, grouped where one view or one copy shows several."""
+        """The step's sequences in order, grouped where one view or one copy shows several."""
         parts: list[Run | Gather] = []
         for blocks, past, new in zip(self._blocks, self.past, self.new, strict=True):
             alone = self._alone(blocks, past + new, new)
@@ -112,7 +112,7 @@ class KVStep:
         return [self._located(part) if isinstance(part, Gather) else part for part in parts]
 
     def past_slots(self, part: Run | Gather) -> list[list[range]]:
-        """The slots of each sequence's tokens before the step, in their order, as few ranges."""
+        """For each sequence of a part, the slots of its tokens before the step, in order, as few ranges."""
         past = part.length - part.queries
         if isinstance(part, Run):
             firsts = (part.first_slot + number * part.distance for number in range(part.sequences))
@@ -124,7 +124,7 @@ class KVStep:
         ]
 
     def one_after_the_other(self) -> KVStep:
-        """The same tokens in a cache whose blocks are those of the sequences, in order."""
+        """The same step for a cache in which the sequences' blocks are consecutive."""
         numbers = count()
         blocks = [[next(numbers) for _ in each] for each in self._blocks]
         return KVStep(self.sequences, self.past, self.new, blocks, self._block_size, self._indices)
@@ -143,7 +143,7 @@ class KVStep:
 
 
 def _ranges(blocks: Sequence[int], tokens: range, block_size: int) -> list[range]:
-    """The slots of some of a sequence's tokens, given its blocks; neighbours are one range."""
+    """The slots of some of a sequence's tokens, given its blocks; consecutive ones as one range."""
     ranges: list[range] = []
     for number in range(tokens.start // block_size, -(-tokens.stop // block_size)):
         shift = (blocks[number] - number) * block_size
@@ -157,12 +157,12 @@ def _ranges(blocks: Sequence[int], tokens: range, block_size: int) -> list[range
 
 
 def slots_of(blocks: Sequence[int], block_size: int) -> list[int]:
-    """The slots of whole blocks."""
+    """The numbers of all slots in these blocks."""
     return [slot for block in blocks for slot in range(block * block_size, (block + 1) * block_size)]
 
 
 def _join(part: Run | Gather, alone: Run | Gather) -> Run | Gather | None:
-    """The part with one more sequence; None if they do not fit together."""
+    """The part with one more sequence; None if one view or copy cannot show them together."""
     if (part.queries, part.length) != (alone.queries, alone.length):
         return None
     if isinstance(part, Run) and isinstance(alone, Run):
@@ -173,7 +173,7 @@ def _join(part: Run | Gather, alone: Run | Gather) -> Run | Gather | None:
 
 
 def _join_runs(run: Run, alone: Run) -> Run | None:
-    """The run with one more sequence; None if that does not continue its pattern."""
+    """The run with one more sequence; None if that has another length or distance."""
     distance = alone.first_slot - (run.first_slot + (run.sequences - 1) * run.distance)
     if distance <= 0 or run.distance not in (0, distance):
         return None

@@ -14,14 +14,14 @@ from .kv_step import KVStep
 
 
 class LoadedKV:
-    """Copies of the keys and values before a step, each sequence with room for its new tokens at the end.
+    """Copies on the accelerator of the keys and values before a step, with room for each sequence's new tokens.
 
     Args:
         cached: the layer in the host's cache.
         slot: memory of the accelerator for keys, then values.
 
     Attributes:
-        step: the new tokens, with their places here.
+        step: the new tokens, with their places in these copies.
     """
 
     def __init__(self, cached: CachedLayer, step: KVStep, slot: Tensor) -> None:
@@ -36,7 +36,7 @@ class LoadedKV:
 
     @property
     def addresses(self) -> LayerAddresses:
-        """The addresses of all keys and values."""
+        """The addresses of the copied keys and values, for native attention."""
         keys, values = (half.data_ptr() for half in self._slot.chunk(2))
         return self._cached.addresses._replace(keys=keys, values=values)
 
@@ -51,12 +51,12 @@ class LoadedKV:
             start = end
 
     def views(self, step: KVStep) -> list[KVView]:
-        """Views of each sequence's keys and values, new tokens included."""
+        """The copied keys and values of the step's sequences, new tokens included."""
         return self._views
 
 
 def _loaded(memory: Tensor, cached_NKd: Tensor, step: KVStep) -> Iterator[Tensor]:
-    """Keys or values of a step's parts, (S, L, K, d), in flat memory, to which those before the step are copied.
+    """Copy the keys or values before a step into flat memory; yields those of each of the step's parts, (S, L, K, d).
 
     Only whole pieces of both memories are copied: anything else takes memory of the GPU beside the plan's.
     """
@@ -72,7 +72,7 @@ def _loaded(memory: Tensor, cached_NKd: Tensor, step: KVStep) -> Iterator[Tensor
 
 
 def carved(memory: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Keys or values of a shape (S, L, K, d) at the start of flat memory, and the memory behind them.
+    """A tensor (S, L, K, d) of keys or values at the start of flat memory, and the rest of that memory.
 
     Each sequence begins with a block of its own, as in the cache, for the same bits as from there.
     """
@@ -83,5 +83,5 @@ def carved(memory: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def room_for(length: int) -> int:
-    """The tokens that fit in the blocks that hold `length`."""
+    """The number of tokens that fit in the blocks for `length` tokens."""
     return -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS

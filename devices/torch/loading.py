@@ -22,9 +22,9 @@ def load_each(
     threads: int,
     tell: Progress,
 ) -> list[Loaded]:
-    """Load items of these sizes, in bytes; returns the results in order.
+    """Load items of these sizes, in bytes, on several threads; returns the results in order.
 
-    After an error or Ctrl-C no further item is begun, and it is raised once those under way have ended.
+    After an error or Ctrl-C no further item is started; it is raised when the started ones have ended.
     """
     loaded: list[Loaded] = []
     done, total = 0, sum(sizes)

@@ -30,7 +30,7 @@ _log = Log(__name__)
 
 
 def locked_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    """A zeroed uint8 tensor at a multiple of 4096 that a GPU copies from and to; unlocked when nothing refers to it.
+    """A zeroed, page-locked uint8 tensor at a multiple of 4096; unlocked when nothing refers to it.
 
     Raises:
         OutOfMemory: the system locked no more memory.
@@ -51,9 +51,9 @@ def locked_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def locked_if_possible(nbytes: int, device: torch.device, what: str) -> torch.Tensor:
-    """Bytes as `locked_bytes` gives them, or ordinary ones, whose copies are slow, where no more are locked.
+    """Memory as `locked_bytes` returns it; with a warning ordinary memory, whose copies are slow, if that fails.
 
-    what: what they are for, for the warning.
+    what: the purpose of the memory, for the warning.
     """
     try:
         return locked_bytes(nbytes, device)
@@ -70,7 +70,7 @@ def lock(address: int, nbytes: int, device: torch.device, flags: int) -> Callabl
     """Register memory of the process with CUDA, which pins it.
 
     Returns:
-        A function that undoes it. No copy from or to the memory may be under way then.
+        a function that undoes it; no copy from or to the memory may be under way then.
 
     Raises:
         NotLocked: CUDA refuses.
@@ -95,11 +95,11 @@ def _unregister(runtime: Any, address: int) -> None:
 
 
 def _unlock(unlock: Callable[[], None], memory: mmap.mmap) -> None:
-    """Unlock memory, which is freed with the last reference to it."""
+    """Unlock memory; the memory itself is freed with the last reference to it."""
     unlock()
 
 
 def _take_error(device: torch.device) -> None:
-    """Clear the error that CUDA keeps, which a later call would raise."""
+    """Clear CUDA's last error, which a later call would raise otherwise."""
     with suppress(RuntimeError):
         torch.zeros(1, device=device)

@@ -21,13 +21,13 @@ DONT_NEED = 4
 
 
 class MappedFile:
-    """A file that is mapped as a whole; nothing is read before `advise` asks for it, or somebody reads.
+    """A file that is mapped as a whole; the system reads parts when `advise` asks for it, or when they are used.
 
-    A process that reads a mapped part of a file after it was cut off is ended by the system. So a lease holds up
-    whoever wants to write to it, and `require` reports that. The system gives way to the writer after 45 seconds.
+    The system ends a process that reads a mapped part of a file after that was cut off. So a lease delays processes
+    that want to write to the file, and `require` reports them. The system lets them write after 45 seconds.
 
     Args:
-        remedy: what a user can do who has to write to the file.
+        remedy: advice for a user who has to write to the file.
 
     Raises:
         OSError: the system refuses the lease.
@@ -39,7 +39,7 @@ class MappedFile:
 
     @cached_property
     def bytes(self) -> torch.Tensor:
-        """The file's bytes (uint8), only to be read; the mapping lasts as long as one of their views.
+        """The file's bytes (uint8), for reading only; the mapping lasts as long as a view of them.
 
         Raises:
             BadInput: the system refuses the mapping.
@@ -47,14 +47,14 @@ class MappedFile:
         return _mapped(self.path)
 
     def require(self) -> None:
-        """Raise MoeschedError if another process waits to write to the file, or has been let through."""
+        """Raise MoeschedError if another process waits to write to the file, or no longer has to wait."""
         self._lease.require()
 
     def advise(self, offset: int, nbytes: int, advice: int) -> None:
-        """Advise the system about a part of the mapping, in whole blocks; other Python threads run meanwhile.
+        """Give the system advice (`madvise`) about a part of the mapping, in whole blocks; other threads run meanwhile.
 
         Raises:
-            MoeschedError: it cannot be read.
+            MoeschedError: that part cannot be read.
         """
         nbytes = min(nbytes, len(self.bytes) - offset)
         error = _madvise(self.bytes.data_ptr() + offset, nbytes, advice)
@@ -71,7 +71,7 @@ class MappedFile:
 
 @cache
 def system_takes(advice: int) -> bool:
-    """True if the system accepts that advice about memory; its numbers are those of Linux."""
+    """Test whether the system accepts an advice about memory, by its number on Linux."""
     if sys.platform != "linux":
         return False
     page = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)
@@ -92,7 +92,7 @@ def _mapped(path: Path) -> torch.Tensor:
 
 
 def _madvise(address: int, nbytes: int, advice: int) -> int:
-    """Advise the system about whole pages of memory; returns 0, or the error number.
+    """Call `madvise` for whole pages of memory; returns 0, or the error number.
 
     Unlike the mmap module's function, it lets other threads run meanwhile.
     """

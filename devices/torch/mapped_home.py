@@ -15,15 +15,15 @@ from .registered_files import RegisteredFiles, spans_of
 
 
 class MappedHome:
-    """Pages in files that are registered with CUDA.
+    """Pages in files that are registered with CUDA, so that a GPU copies them directly from the page cache.
 
-    Neighbouring pages are in one registration: no copy crosses from one to another, and no block is in two. Each page
-    that is brought in asks for the leases on its files.
+    Neighbouring pages are in one registration: no copy crosses from one to another, and no block is in two. The leases
+    on a page's files are checked each time that the page is copied.
 
     threads: number of threads that have the system read what the page cache lacks.
 
     Attributes:
-        bytes_mapped: bytes of all pages that came to be at home here, in whole blocks.
+        bytes_mapped: bytes of all pages that were registered here so far, in whole blocks.
     """
 
     def __init__(self, reader: PageReader, threads: int, device: torch.device) -> None:
@@ -34,13 +34,13 @@ class MappedHome:
 
     @staticmethod
     def obstacle(reader: PageReader) -> str:
-        """The reason why pages cannot be used as the files have them; empty if they can."""
+        """The reason why pages cannot be used in the form that the files have; empty if they can."""
         if reader.converts:
             return "the files have the weights in another form than the kernels"
         return "" if RegisteredFiles.possible() else "mapped files need Linux 5.14 or later"
 
     def hold(self, pages: Sequence[Page], tell: Progress) -> None:
-        """Have exactly these pages at home, none after an error. No copy from a page may be under way.
+        """Register these pages, and undo other registrations; none is left after an error. No page may be in a copy.
 
         Raises:
             Refused: the system gives no lease on a file, or CUDA does not register it.
@@ -63,7 +63,7 @@ class MappedHome:
         )
 
     def get(self, page: Page) -> HeldPage | None:
-        """A page that is about to be copied; None where it is not here.
+        """A registered page that is about to be copied; None if the page is not registered.
 
         Raises:
             MoeschedError: another process writes to one of its files.

@@ -19,17 +19,18 @@ REMEDY = "run with --device-set direct=true"
 
 
 class MappedPages:
-    """Pages of a checkpoint that the page cache is expected to hold, such as one that was just read.
+    """Pages of a checkpoint that the page cache is expected to have, for example since they were just read.
 
     A slot maps a part of a file instead of holding a copy of it, until it gets another page. So the process has mapped
     at most as much as the slots may hold, rounded up to the system's pages. A kernel that still reads a page that its
     slot has dropped gets the same bytes, a little later.
 
     The next page that is brought in reports a process that wants to write to a file. This holds as long as pages are
-    brought in more often than every 45 seconds, after which the system gives way to the writer.
+    brought in more often than every 45 seconds, after which the system lets the process write.
 
-    reader: locates the blocks of a page in the files.
-    bytes_mapped: bytes of all pages that were brought into slots so far, in whole blocks.
+    Attributes:
+        reader: locates the blocks of a page in the files.
+        bytes_mapped: bytes of all pages that were brought into slots so far, in whole blocks.
 
     Raises:
         OSError: the system refuses a lease on a file.
@@ -78,19 +79,19 @@ class MappedPages:
         return self._views[page.id]
 
     def hide(self) -> None:
-        """Drop the pages of all slots."""
+        """Unmap the pages of all slots."""
         for page in self._shown.values():
             self._advise(page, DONT_NEED)
         self._shown.clear()
 
     def close(self) -> None:
-        """Close the files, and let others write to them."""
+        """Close the files, and give up their leases."""
         self.hide()
         self._views.clear()
         self._release()
 
     def _hold_files(self, layout: WeightLayout) -> None:
-        """Take a lease on each file, and require that none is too short: from then on they stay as they are."""
+        """Take a lease on each file, so that it stays as it is, and check that none is too short."""
         runs = [run for page in layout.pages for run in self._reader.location(page).runs]
         for path in sorted({run.file.path for run in runs}):
             self._files[path] = MappedFile(path, REMEDY)

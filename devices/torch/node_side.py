@@ -27,7 +27,7 @@ class NodeSide:
     """Runs the kernels that exist only where several nodes share a model's experts.
 
     Args:
-        project_output: runs before a layer's norm and router.
+        project_output: runs the output projection, before a layer's norm and router.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class NodeSide:
         return array
 
     def combine(self, task: Task, total_TD: Array) -> None:
-        """Add the residual to the nodes' sum, and round once, as one machine does."""
+        """Add the residual to the sum over all nodes, and round once, as a single machine does."""
         state = self._states[task.micro_batch]
         state.hidden_TD = self._on_device(total_TD).add_(state.hidden_TD).to(self._dtype)
 
     def route(self, task: Task) -> tuple[dict[int, int], Array]:
-        """The rows of each expert, and the router's result for all tokens, as float32 on the host."""
+        """Run the router; returns each expert's number of rows, and the result for all tokens, float32 on the host."""
         self._project_output(task)
         routed = self._moe.route(task)
         parts = (routed.x_TD, routed.experts_Tk, routed.weights_Tk)
@@ -79,7 +79,7 @@ class NodeSide:
         return self._experts.group(task, routed), routed_TX
 
     def take_rows(self, task: Task, routed_TX: Array) -> dict[int, int]:
-        """The rows of each expert, as the first node routed them."""
+        """Take the rows that the first node routed; returns the number of rows of each expert that has any."""
         ends = (-2 * self._top_k, -self._top_k)
         x_TD, experts_Tk, weights_Tk = self._on_device(routed_TX).tensor_split(ends, dim=-1)
         routed = Routed(x_TD.to(self._dtype), experts_Tk.long(), weights_Tk)

@@ -20,7 +20,7 @@ class PageCopies:
     """Copies pages between the memories of a machine.
 
     Attributes:
-        ring: for copies from ordinary memory to a GPU; None where there are none, or where CUDA locks no memory.
+        ring: staging buffers for copies from ordinary memory to a GPU; None if not needed, or if CUDA locks no memory.
     """
 
     def __init__(self, reader: PageReader, compute: Compute) -> None:

@@ -30,7 +30,7 @@ class TorchProbe:
     Weights and caches are cold, as they are in a model: every call takes another copy of them.
 
     Attributes:
-        dtypes: the dtypes that can be computed in.
+        dtypes: the dtypes that can be computed in on this machine.
     """
 
     dtypes = ("bfloat16", "float32")
@@ -50,7 +50,7 @@ class TorchProbe:
             file.close()
 
     def ready(self) -> AbstractContextManager[object]:
-        """The context in which each thread calls operations, the same as for the device's lanes."""
+        """The context in which a thread must call operations, the same as for the device's lanes."""
         return torch.inference_mode()
 
     def packs(self, dtype: str) -> bool:
@@ -58,7 +58,7 @@ class TorchProbe:
         return dtype == "bfloat16" and self._products.packing_pays
 
     def product(self, dtype: str, outputs: int, inputs: int, *, packed: bool) -> Callable[[int], Call]:
-        """Products of any number of rows by cold matrices of (outputs, inputs).
+        """A function that returns the call for a number of rows: a product with cold matrices of (outputs, inputs).
 
         packed: use packed matrices, except for as few rows as the expert kernel takes, which multiplies plain ones.
         """

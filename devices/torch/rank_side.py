@@ -21,7 +21,7 @@ class RankSide:
 
     Args:
         rank: this device's rank, from 0.
-        head: a micro-batch's logits (S, V / ranks), float32, from the rank's rows of the LM head.
+        head: returns a micro-batch's logits (S, V / ranks), float32, from the rank's rows of the LM head.
         draw: chooses a micro-batch's tokens from its logits (S, V), for a task `sample`.
     """
 
@@ -51,7 +51,7 @@ class RankSide:
             state.hidden_TD = self._sum(task, state.hidden_TD)
 
     def logits(self, task: Task) -> None:
-        """Logits over the whole vocabulary, zero where other ranks have the rows."""
+        """Compute logits over the whole vocabulary, which are zero where other ranks have the rows."""
         part_SV = self._head(self._states[task.micro_batch])
         rows = part_SV.shape[1]
         logits_SV = part_SV.new_zeros(len(part_SV), self._vocabulary)
@@ -62,7 +62,7 @@ class RankSide:
         return self._draw(task, self._logits_SV[task.micro_batch])
 
     def _sum(self, task: Collective, part: Tensor) -> Tensor:
-        """The sum over ranks in float32, through host memory."""
+        """Sum the ranks' parts in float32, through host memory; returns the sum on the accelerator."""
         with making_part(self._transport, self._rank, task):
             mine = part.float().cpu().numpy()
         total = self._transport.all_reduce(self._rank, exchange_of(task), mine)

@@ -30,7 +30,7 @@ REMEDY = "run with --device-set map_files=false"
 
 
 class Span(NamedTuple):
-    """A part of a file: whole blocks from `start` up to `end`."""
+    """A part of a file: whole blocks from byte `start` up to byte `end`."""
 
     path: Path
     start: int
@@ -40,8 +40,8 @@ class Span(NamedTuple):
 class RegisteredFiles:
     """Files that are mapped read-only, held by leases, and registered with CUDA in parts.
 
-    A part is pinned, and the process itself does not read it. So nothing ends process or GPU if a file is cut off
-    against its lease.
+    A registered part is pinned, and the process itself does not read it. So neither process nor GPU fails if a file is
+    cut off in spite of its lease.
 
     threads: number of threads that have the system read what the page cache lacks.
     """

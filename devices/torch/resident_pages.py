@@ -21,10 +21,11 @@ READERS = 2
 
 
 class ResidentPages:
-    """Reads pages one after the other, on threads of its own.
+    """Reads resident pages one after the other, on threads of its own.
 
     Args:
-        compute: packs the weights of pages that are read through staging memory, or has the memory that they go to.
+        compute: packs weights, or has the accelerator's memory that they are copied to, after pages were read to
+            staging memory.
 
     Attributes:
         awaited: number of pages that are still to be loaded.
@@ -42,9 +43,10 @@ class ResidentPages:
         self._threads = ThreadPoolExecutor(1)
 
     def retain(self, pages: Sequence[Page]) -> int:
-        """Free all pages but these; returns the number of these that are to be loaded.
+        """Free all pages but these; returns how many of these are still to be loaded.
 
-        On an accelerator, pages are kept together with those that they lie beside, and it makes room for the others.
+        On an accelerator, pages that share an allocation are kept or freed together, and memory for missing ones is
+        allocated.
         """
         kept = self._adjacent.retain(pages) if self._adjacent else {page.id for page in pages}
         self._pages = {number: weights for number, weights in self._pages.items() if number in kept}
@@ -55,7 +57,7 @@ class ResidentPages:
     def expect(self, count: int, staging: Sequence[torch.Tensor] = ()) -> None:
         """Prepare to load `count` pages; the last `load` returns when all of them are there.
 
-        staging: buffers that pages to be rearranged are read into, by a thread for each. Without any, pages stay where
+        staging: buffers for reading pages that are then rearranged, one thread for each. Without any, pages stay where
             they are read to.
         """
         self.awaited = count
@@ -64,7 +66,7 @@ class ResidentPages:
         self._threads = ThreadPoolExecutor(len(staging) or READERS, "loading")
 
     def load(self, page: Page) -> None:
-        """Load a page that is not here yet; on return it may still be on its way, unless it is the last one."""
+        """Start to load a page that is not here yet; the last call waits until all pages are there."""
         if page.id in self._pages:
             return
         if self._in_place:
@@ -82,7 +84,7 @@ class ResidentPages:
             self.close()
 
     def close(self) -> None:
-        """Free the staging memory and the threads; pages in transfer are lost."""
+        """Free the staging memory and the threads; pages that are being loaded are lost."""
         self.awaited = 0
         self._threads.shutdown(cancel_futures=True)
         self._free.clear()
@@ -93,7 +95,7 @@ class ResidentPages:
         return self._pages[page.id]
 
     def memory(self, page: Page, elsewhere: torch.Tensor) -> torch.Tensor:
-        """The accelerator's memory where a page stays, whether it is there yet or not; `elsewhere` if it does not."""
+        """The accelerator's memory for a resident page, loaded or not; `elsewhere` if the page is not resident."""
         return self._adjacent.memory(page, elsewhere) if self._adjacent else elsewhere
 
     def _free_staging(self) -> torch.Tensor:

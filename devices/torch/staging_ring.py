@@ -26,7 +26,7 @@ class CopiesBytes(Protocol):
 
 
 class StagingRing:
-    """Slots that a team of threads fills in turn, while the GPU copies from those before.
+    """Slots that a team of threads fills in turn, while the GPU copies from earlier ones.
 
     most: bytes of the largest copy.
 
@@ -44,7 +44,7 @@ class StagingRing:
         self._lock = threading.Lock()
 
     def copy(self, pieces: Pieces, target: Tensor) -> None:
-        """Copy pieces to their places in a target on the GPU, on the current stream; all are read on return."""
+        """Copy pieces to their places in a target on the GPU, on the current stream; on return all pieces were read."""
         with self._lock:
             for first, group in _grouped(pieces, self._size):
                 number = self._filled % RING_SLOTS
@@ -59,7 +59,7 @@ class StagingRing:
 
 
 def _grouped(pieces: Pieces, most: int) -> Iterator[tuple[int, Sequence[tuple[Tensor, int]]]]:
-    """Neighbouring pieces that span at most `most` bytes of the target, with the offset of the first."""
+    """Groups of neighbouring pieces that span at most `most` bytes of the target, each with its first offset."""
     group: list[tuple[Tensor, int]] = []
     first = 0
     for piece, at in pieces:

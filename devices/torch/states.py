@@ -20,7 +20,7 @@ from .locked_memory import locked_if_possible
 
 
 def states_of(plan: Plan, prompts: Sequence[Sequence[int]], compute: Compute) -> list[MicroBatchState]:
-    """The micro-batches of decoding, then the chunks of prefill if prompts are cut."""
+    """Make the states of decode micro-batches, then those of prefill chunks if prompts are cut."""
     states = wholes_of(plan.batch.micro_batches, prompts, plan.batch.beams)
     for role in KV_ROLES if plan.nodes.attends else ():
         device = compute.accelerator if role == "accelerator" else HOST
@@ -38,7 +38,7 @@ def _open_cache(
 ) -> None:
     """Open one KV cache of these layers for these micro-batches, with room for all tokens of requests and beams.
 
-    That of the host is locked for a GPU, which then copies from it without the host; native calls write to it.
+    A cache on the host is page-locked for a GPU, which then copies from it directly; native calls write to it.
     """
     lock = device == HOST and not compute.on_cpu
     blocks = sum(plan.batch.tokens_at_end(state.requests) for state in states) // KV_BLOCK_TOKENS

@@ -26,12 +26,13 @@ REPORTED = 1024
 
 
 class Zero(NamedTuple):
-    """An event from which others are measured.
+    """An event from which the times of others are measured.
 
     Attributes:
-        device, host: when it happened, in nanoseconds: on the device's clock since the first one, and by our reckoning.
+        device: its time on the device's clock, in nanoseconds since the first zero.
+        host: its computed time on the host's clock, in nanoseconds.
         rate: the host's nanoseconds for each of the device's, from then on.
-        read: when it happened by the host's clock.
+        read: its time as it was read from the host's clock.
     """
 
     event: Any
@@ -42,13 +43,13 @@ class Zero(NamedTuple):
 
 
 class StreamClock:
-    """Translates events of one device to the host's clock; later events never get earlier times.
+    """Translates times of one device's events to the host's clock, in an order that never runs backwards.
 
     Not safe for several threads at once.
 
     Args:
         new_event: makes an event that keeps its time.
-        stream: one without work, on which events happen at once.
+        stream: a stream without work, on which events happen at once.
         clock: the host's clock in nanoseconds.
     """
 
@@ -69,18 +70,18 @@ class StreamClock:
         return self._zeros[-1]
 
     def on_device(self, event: Any, zero: Zero) -> float:
-        """Time of an event that was recorded after `zero` was given, on the device's clock."""
+        """The time of an event on the device's clock, in nanoseconds; it was recorded after `zero` was given."""
         passed: float = zero.event.elapsed_time(event)
         return zero.device + passed * 1e6
 
     def reckoned(self, device: float) -> int:
-        """A time of the device on the host's clock, as far as the rate is known."""
+        """Translate a time of the device to the host's clock, by the zero before it and that zero's rate."""
         zeros = self._zeros
         last = zeros[max(0, bisect_right(zeros, device, key=lambda each: each.device) - 1)]
         return round(last.host + (device - last.device) * last.rate)
 
     def reported(self, device: float, host: int) -> int:
-        """The host's time that is reported for one of the device: near to `host`, and in order with earlier reports."""
+        """The host's time to report for a time of the device: near to `host`, and in order with earlier reports."""
         reported = self._reported
         place = bisect_left(reported, (device,))
         for time, host_time in reported[max(0, place - 1) : place + 1]:
@@ -95,7 +96,7 @@ class StreamClock:
         return host
 
     def _following(self, last: Zero) -> Zero:
-        """The next zero; its rate corrects the error of the last one's times within a period."""
+        """The next zero; its rate is chosen so that the last zero's error is corrected within a period."""
         event, read = self._recorded()
         passed = last.event.elapsed_time(event) * 1e6
         host = last.host + passed * last.rate
@@ -103,7 +104,7 @@ class StreamClock:
         return Zero(event, last.device + passed, host, max(0.5, true_rate - (host - read) / PERIOD), read)
 
     def _recorded(self) -> tuple[Any, int]:
-        """An event, and the middle of the time in which it happened."""
+        """Record an event; returns it and the middle of the interval in which it happened, on the host's clock."""
         width, event, middle = self._recorded_once()
         for _ in range(TRIES - 1):
             if width <= NARROW:

@@ -45,7 +45,7 @@ class Topology:
     longer than all else that Python does for such a call.
 
     Attributes:
-        kv_slots: buffers of the accelerator that a layer's keys and values are loaded to from a host.
+        kv_slots: buffers on the accelerator into which a layer's keys and values are loaded from a host.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Topology:
         self._beams = _beam_searches(plan, states, choice.sampling) if plan.batch.beams > 1 else None
 
     def alone(self, weights: GlobalWeights) -> Verbs:
-        """A device with all of the model."""
+        """The verbs of a device that has the whole model."""
         attention, moe = self._halves(weights.embedding)
         return self._layers(attention, moe) | self._ends(self._tokens(weights))
 
     def rank(self, weights: GlobalWeights, rank: int, transport: Transport) -> Verbs:
-        """One of several devices, each with its share of every matrix, whose sums are completed by exchanges."""
+        """The verbs of a rank with its share of every matrix; exchanges between ranks complete the sums."""
         attention, moe = self._halves(weights.embedding, torch.zeros_like if rank else itself)
         tokens, vocabulary = self._tokens(weights), self._plan.layout.config.vocabulary
         side = RankSide(rank, transport, vocabulary, self._states, tokens.logits, tokens.draw)
@@ -87,14 +87,14 @@ class Topology:
         return self._layers(attention, moe) | self._ends(tokens) | inferring(own)
 
     def node(self, weights: GlobalWeights, transport: Transport) -> Verbs:
-        """One of several devices that share the experts of each layer; it attends."""
+        """The verbs of a node with some of each layer's experts; it has attention."""
         attention, moe = self._halves(weights.embedding)
         tokens, side = self._tokens(weights), self._node_side(attention, moe)
         exchanges = NodeVerbs(self._plan, transport, side, tokens.sample_next).verbs
         return self._layers(attention, moe) | self._ends(tokens) | inferring(exchanges)
 
     def node_of_experts(self, transport: Transport) -> Verbs:
-        """One of several devices that share the experts of each layer, while the first one attends."""
+        """The verbs of a node with some of each layer's experts, where only the first node has attention."""
         attention, moe = self._halves(Weights())
         exchanges = NodeVerbs(self._plan, transport, self._node_side(attention, moe)).verbs
         return self._layers(attention, moe) | inferring(exchanges)
@@ -102,7 +102,7 @@ class Topology:
     def _halves(
         self, embedding: Weights, residual_of: Callable[[Tensor], Tensor] = itself
     ) -> tuple[Attention, MoELayer]:
-        """The halves of a layer."""
+        """The runners of a layer's first half and of its second half."""
         kernels, shown = self._compute.kernels, self._store.weights
         attention = Attention(
             self._states,
@@ -126,7 +126,7 @@ class Topology:
         return attention, moe
 
     def _layers(self, attention: Attention, moe: MoELayer) -> Verbs:
-        """The verbs of layers, and those before them."""
+        """The verbs of the layers, those before them, and those that move pages."""
         store, experts = self._store, self._experts
         verbs: Verbs = {
             "embed": attention.embed,
@@ -151,7 +151,7 @@ class Topology:
         return verbs if self._plan.machine.unified else verbs | self._host(attention)
 
     def _host(self, attention: Attention) -> Verbs:
-        """The verbs of a machine whose accelerator has a memory of its own."""
+        """The verbs of the host, where the accelerator has a memory of its own."""
         plan, states, compute, store = self._plan, self._states, self._compute, self._store
         exchanged = ExchangeRows(plan, compute)
         host = HostSide(plan, states, compute, store, attention, exchanged, self.kv_slots)
@@ -193,7 +193,7 @@ class Topology:
 
 
 def inferring(verbs: Mapping[str, Verb]) -> Verbs:
-    """The verbs in torch's inference mode."""
+    """The verbs, each wrapped to run in torch's inference mode."""
     return {name: _inferring(verb) for name, verb in verbs.items()}
 
 

@@ -50,11 +50,12 @@ _PREFILL, _DECODE = (
 
 
 class Shapes(NamedTuple):
-    """Sizes of a plan's largest micro-batches, in which all sequences have one length.
+    """Sizes of a plan's largest micro-batches, as if all of their sequences had one length.
 
     Attributes:
-        prompts, length: the sequences of prefill, and the tokens of each.
-        sequences, cached: those of decoding, and the cached tokens that each attends to; 0 where only the host attends.
+        prompts, length: number of sequences in prefill, and tokens of each.
+        sequences, cached: number of sequences in decode, and cached tokens that each attends to; 0 where only the host
+            has attention.
         workspace: bytes that the plan has for kernels.
     """
 
@@ -66,7 +67,7 @@ class Shapes(NamedTuple):
 
 
 def shapes_of(plan: Plan, kv: Tensor | None) -> Shapes:
-    """The shapes of a plan, within `kv`: memory of the accelerator for keys and values; None without any."""
+    """The shapes of a plan; those for attention fit in `kv`, the accelerator's memory for keys and values, if any."""
     chunks = plan.chunks.values()
     tokens = min(MOST_TOKENS, max(sum(chunk.tokens) for chunk in chunks))
     length = min(tokens, max(max(chunk.tokens) for chunk in chunks))
@@ -77,14 +78,14 @@ def shapes_of(plan: Plan, kv: Tensor | None) -> Shapes:
 
 
 def memory_for_kv(states: Sequence[MicroBatchState], kv_slots: Sequence[Tensor]) -> Tensor | None:
-    """The largest memory of the accelerator for keys and values, of KV caches and slots; None without any."""
+    """The accelerator's largest memory for keys and values, of KV caches and slots; None if it has none."""
     caches = [cache.slots for state in states for cache in state.caches]
     there = (memory for memory in (*caches, *kv_slots) if not memory.is_cpu)
     return max(there, key=torch.Tensor.numel, default=None)
 
 
 class ExpertWarmUp:
-    """Runs the kernels of experts at a plan's shapes. Nothing of the results is used.
+    """Runs the kernels of experts once at a plan's shapes; the results are dropped.
 
     Args:
         weights: the tensors of a layer, in memory with any contents.
@@ -103,10 +104,10 @@ class ExpertWarmUp:
         self._expert(max(shapes.prompts * shapes.length, shapes.sequences))
 
     def _layer(self, shapes: Shapes) -> None:
-        """Run a layer's other kernels; none on a node that has experts only."""
+        """Run the kernels of a layer besides experts; a node with only experts has none."""
 
     def _expert(self, most: int) -> None:
-        """An expert on 1, 2, 4, ... rows: how many it gets is the router's choice."""
+        """Run an expert on 1, 2, 4, ... up to `most` rows, since the router decides how many it gets."""
         compute, most = self._compute, min(most, EXPERT_TILE)
         x_nD = torch.zeros((most, self._config.hidden), dtype=compute.dtype, device=compute.accelerator)
         y_nD = torch.empty_like(x_nD)
@@ -116,10 +117,10 @@ class ExpertWarmUp:
 
 
 class WarmUp(ExpertWarmUp):
-    """Runs each kernel of a layer, and those of sampling, at a plan's shapes. Nothing of the results is used.
+    """Runs each kernel of a layer, and those of sampling, once at a plan's shapes; the results are dropped.
 
     Args:
-        kv: memory of the accelerator for keys and values, whose contents nothing needs yet; None without any.
+        kv: memory of the accelerator for keys and values, which the warm-up overwrites; None without any.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class WarmUp(ExpertWarmUp):
         self._tokens = NextTokens(global_weights.head, states, kernels, LIBRARY, choice, lambda _: "")
 
     def _layer(self, shapes: Shapes) -> None:
-        """Run a layer's other kernels, as in prefill and as in decode."""
+        """Run the kernels of a layer besides experts, as in prefill and as in decode."""
         self._prefill(shapes.prompts, shapes.length)
         self._decode(shapes.sequences, shapes.cached)
         self._states.clear()
@@ -179,7 +180,7 @@ class WarmUp(ExpertWarmUp):
         functions.likeliest(self._tokens.logits(state))
 
     def _state(self, sequences: int, new: int, room: int, device: torch.device) -> MicroBatchState:
-        """A micro-batch of sequences with new tokens each, and a KV cache of one layer with room for their tokens."""
+        """The state of a micro-batch: sequences of `new` tokens each, and a one-layer KV cache for `room` tokens."""
         state = MicroBatchState(range(sequences), [[0] * new] * sequences)
         blocks = sequences * cached_tokens(room) // KV_BLOCK_TOKENS
         borrowed = device != HOST and self._kv is not None and _blocks_in(self._kv, self._config) >= blocks
@@ -208,17 +209,17 @@ class WarmUp(ExpertWarmUp):
 
 
 def _blocks_in(kv: Tensor, config: ModelConfig) -> int:
-    """The blocks of one layer that memory for keys and values holds."""
+    """The number of blocks of one layer that fit in memory for keys and values."""
     return kv.numel() // (KV_BLOCK_TOKENS * config.attention.cache_width)
 
 
 class WarmUps:
-    """The warm-ups of a GPU: one for each batch whose shapes are new, while pages that stay are loaded.
+    """The warm-ups of a GPU: one for each batch with new shapes, while resident pages are loaded.
 
     Each has a thread that ends with it: torch then hands the cuBLAS handle of that thread to the next that multiplies.
 
     Attributes:
-        on_thread: called on that thread first.
+        on_thread: called first on that thread.
     """
 
     def __init__(self) -> None:
@@ -228,16 +229,16 @@ class WarmUps:
         self._seconds: Future[float] | None = None
 
     def is_new(self, shapes: Shapes) -> bool:
-        """True the first time that a plan has these shapes."""
+        """True at the first call with these shapes."""
         before = len(self._known)
         self._known.add(shapes)
         return len(self._known) > before
 
     def start(self, work: Callable[[], object], loading: ResidentPages) -> Callable[[PageTransfer], None]:
-        """Begin a warm-up; the one before has ended.
+        """Start a warm-up on its thread; an earlier one has ended.
 
-        Returns what ends it before a transfer of the last pages that stay, which take the memory that it borrowed.
-        Where none are to be loaded, it has ended already.
+        Returns a function that waits for its end before the last resident pages are loaded, whose memory it borrowed.
+        If no pages are to be loaded, it ends before this returns.
         """
         self._thread = ThreadPoolExecutor(1, "warm-up", self.on_thread)
         self._seconds = self._thread.submit(_timed, work)
@@ -251,31 +252,31 @@ class WarmUps:
         return end_before_the_last
 
     def end(self) -> None:
-        """Block until the warm-up has ended, if there is one, and freed its memory."""
+        """Wait until the warm-up has ended, if there is one, and freed its memory."""
         if self._thread is not None:
             self._thread.shutdown()
 
     def _wait(self) -> None:
-        """End the warm-up, and raise its error."""
+        """Wait for the warm-up, and raise its error."""
         self.end()
         if self._seconds is not None:
             self._seconds.result()
 
     def seconds(self) -> float | None:
-        """The seconds that the warm-up took, when it has ended; None where there was none, or it failed."""
+        """The seconds that the warm-up took, once it has ended; None if there was none, or it failed."""
         self.end()
         return None if self._seconds is None or self._seconds.exception() else self._seconds.result()
 
     def forget(self) -> None:
-        """End the warm-up of the batch before."""
+        """End the warm-up of the previous batch."""
         self.end()
         self._seconds = None
 
 
 def stand_in(layout: WeightLayout, store: WeightStore, device: torch.device) -> Weights | None:
-    """A layer of any contents, in memory for pages that are not loaded yet; None if there is none.
+    """The tensors of a layer, with any contents, in memory for pages that are not loaded yet; None if there is none.
 
-    Pages that stay show where they will be, so that their matrices are whole; the others all show one slot.
+    Resident pages have the memory that they will have, so that their matrices are whole; the others all share one slot.
     """
     size = store.reader.slot_bytes
     arenas = (arena for arena in store.arenas.values() if not arena.on_cpu and len(arena))

@@ -43,20 +43,20 @@ _log = Log(__name__)
 
 
 class WeightStore:
-    """Weights of one model, batch after batch: pages that stay in one batch and in the next are read once.
+    """Weights of one model, batch after batch: pages that are resident in consecutive batches are read once.
 
     Args:
-        compute: the accelerator, which arranges pages that stay.
+        compute: the accelerator, which arranges resident pages.
         direct: read past the page cache where the system allows it. Otherwise streamed pages are used in the page cache
             itself if the system and the files allow that, and else copied from it.
         map_files: have a GPU copy from the page cache where that is possible.
 
     Attributes:
-        reader: of the checkpoint's files.
-        resident: the pages that stay where kernels read them.
+        reader: reads the checkpoint's files.
+        resident: the resident pages in the memory that kernels read.
         arenas: the memory of each pool's slots.
         home: the pages that host memory keeps, where the accelerator has a memory of its own.
-        copies: of pages from the host's memory.
+        copies: copies pages from the host's memory.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class WeightStore:
             done += pool.nbytes
 
     def let_go(self) -> None:
-        """Free the previous batch's memory, except weights that may stay."""
+        """Free the previous batch's memory, except weights that may be resident in the next one."""
         self.resident.close()
         self.arenas = {}
         if self._mapped is not None:
@@ -138,13 +138,13 @@ class WeightStore:
         self.reader.close()
 
     def load(self, task: PageTransfer) -> None:
-        """Bring in pages that stay."""
+        """Start to load the resident pages of a task."""
         for page, slot in zip(task.pages, task.slots, strict=True):
             if slot.memory != self._host or self.home.get(page) is None:
                 self.resident.load(page)
 
     def fetch(self, task: PageTransfer) -> None:
-        """Bring pages into slots."""
+        """Bring a task's pages into their slots."""
         pairs = list(zip(task.pages, task.slots, strict=True))
         if self._mapped is not None:
             for page, slot in pairs:
@@ -173,7 +173,7 @@ class WeightStore:
         return self.arenas[slot.pool].slot(slot.index)
 
     def _map_files(self) -> MappedPages | None:
-        """The pages in the page cache; None where others may write to the files, which then are copied from it."""
+        """Map the files' pages in the page cache; None if that is impossible, so that pages are copied from it."""
         try:
             return MappedPages(self._checkpoint, self._layout, self.reader)
         except OSError as error:
@@ -186,7 +186,7 @@ class WeightStore:
             return None
 
     def _staging(self, pages: int, most: int) -> list[Tensor]:
-        """Staging buffers of resident pages: unused slots, or memory that is freed afterwards."""
+        """Staging buffers for loading resident pages: unused slots of a pool, or memory that is freed afterwards."""
         compute = self._compute
         at_once = min(MOST_ARRANGING + 1, most) if compute.on_cpu else MOST_COPYING
         count = min(pages + 1, compute.cores + 1, at_once)
@@ -229,7 +229,7 @@ class WeightStore:
 def merged_tensors(pages: Iterable[NamedBlocks], *, joins: bool, layer: Layer) -> Weights:
     """The tensors of some pages of a layer, by their names within the layer; queries, keys and values are one matrix.
 
-    joins: make one block of those that follow each other in memory.
+    joins: whether blocks that follow each other in memory become one block.
     """
     merged = Weights(layer=layer)
     for tensors in pages:

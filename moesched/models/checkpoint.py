@@ -25,7 +25,7 @@ _log = Log(__name__)
 
 
 class Columns(NamedTuple):
-    """A range of columns of a wider matrix: its first column, and the number of columns in the file."""
+    """A range of columns of a wider matrix: its first column, and the number `of` columns in the file."""
 
     first: int
     of: int
@@ -35,9 +35,9 @@ class StoredTensor(msgspec.Struct, frozen=True, gc=False):
     """The location of one row-major tensor in a file.
 
     Attributes:
-        offset: bytes from the start of the file; with `columns`, those of the first whole row.
+        offset: bytes from the start of the file; with `columns`, up to the first whole row.
         dtype: as torch spells it.
-        columns: the columns that it has of a wider matrix; None for all.
+        columns: the columns that the tensor has of a wider matrix; None for all.
     """
 
     file: Path
@@ -62,7 +62,7 @@ class Blocks(Protocol):
     def read(self, into: memoryview, offset: int, needed: int, *, cached: bool = False) -> int:
         """Fill `into` from `offset` on, both multiples of 4096; returns the number of bytes read, at least `needed`.
 
-        cached: take what the page cache has from there, even where reads bypass it.
+        cached: read what is in the page cache from there, even if reads bypass it.
         """
 
     def require(self, offset: int, needed: int) -> None:
@@ -77,7 +77,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     Attributes:
         skipped: names of tensors in the files that the architecture declares as extra.
-        identities: of each file, when it was opened.
+        identities: the identity of each file when it was opened.
         absent: sizes in bytes of files that are not here, and whose tensors are known by a copy of their header.
     """
 
@@ -89,7 +89,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     absent: dict[Path, int] = {}
 
     def change(self) -> str | None:
-        """The first change of a file of weights since it was opened, in words; None if there is none.
+        """The first change of a file of weights since the file was opened, in words; None if there is none.
 
         It takes a few microseconds per file.
         """
@@ -114,7 +114,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 def open_checkpoint(directory: Path | str, *, partial: bool = False) -> Checkpoint:
     """Locate every tensor of the model in `directory`: one safetensors file, or several with an index.
 
-    Files may hold several of the model's tensors as one (the experts of a layer; queries, keys and values); the
+    Files may contain several of the model's tensors as one (the experts of a layer; queries, keys and values); the
     StoredTensor of each is then its range of bytes. Only headers are read.
 
     Args:
@@ -154,7 +154,7 @@ def open_checkpoint(directory: Path | str, *, partial: bool = False) -> Checkpoi
 
 
 class _Known:
-    """The tensors of an architecture by their names in files; forms that the files do not use are never built."""
+    """The tensors of an architecture by their names in files; only for the forms that the files use."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
@@ -166,7 +166,7 @@ class _Known:
         return by_stored_name(other_tensors(self._config))
 
     def get(self, found: Found) -> Published | None:
-        """The parts of the model that a stored tensor holds; None where the architecture declares it as extra.
+        """The published tensor with a stored tensor's name; None if the architecture declares it as extra.
 
         Raises:
             BadInput: the architecture has no such tensor.
@@ -185,18 +185,18 @@ class _Known:
 
 
 def parts_in(found: Found, known: Mapping[str, Published]) -> list[str]:
-    """Canonical names of the tensors that a stored one holds; none if the model does not use it."""
+    """Canonical names of the tensors that a stored tensor contains; none if the model does not use it."""
     stored = known.get(without_prefix(found.name))
     return [] if stored is None else [name for name, _ in stored.parts]
 
 
 def by_stored_name(tensors: Mapping[str, Published]) -> dict[str, Published]:
-    """Key the tensors by the names that `parts_in` looks up."""
+    """The same tensors, keyed by the names that `parts_in` looks up."""
     return {without_prefix(name): stored for name, stored in tensors.items()}
 
 
 def _parts_of(found: Found, published: Published) -> Iterator[tuple[str, StoredTensor]]:
-    """Divide a stored tensor into the canonical tensors that it holds, one after the other."""
+    """The location of each canonical tensor in a stored tensor, which contains them one after the other."""
     whole = _stored(found)
     _require_shape(found, published.shape)
     if published.parts[0][1] == published.shape:  # it is the only part
@@ -225,7 +225,7 @@ def _stored(found: Found) -> StoredTensor:
 
 
 def _stored_twice(second: Found, tensor: str, all_found: Iterable[Found], known: _Known) -> BadInput:
-    """Error for a tensor of the model that two of the files' tensors hold."""
+    """The error for a tensor of the model that two of the files' tensors contain."""
     first = next(
         found for found in all_found if found.name != second.name and _holds(known.get(found), tensor)
     )
@@ -240,7 +240,7 @@ def _holds(stored: Published | None, tensor: str) -> bool:
 
 
 def _require_counts(directory: Path, config: ModelConfig, found: Iterable[Found]) -> None:
-    """Refuse a configuration far beyond the files' contents, before tables of its size are built."""
+    """Check, before tables of its size are made, that a configuration is not far larger than the files' contents."""
     stored = sum(math.prod(tensor.entry.shape) for tensor in found)
     described, tensors = count_weights(config), count_tensors(config)
     if described > 2 * stored or tensors > MOST_TENSORS:
@@ -263,7 +263,7 @@ def _require_shape(found: Found, shape: Shape) -> None:
 
 
 def _missing(directory: Path, config: ModelConfig, tensors: dict[str, StoredTensor]) -> BadInput:
-    """Error for tensors of the model that the files lack."""
+    """The error for tensors of the model that the files lack."""
     missing = [name for name in tensor_shapes(config) if name not in tensors]
     count = f"{len(missing)} of the model's tensors, {missing[0]} the first"
     return BadInput(f"{directory} lacks {count}; copy all files of the checkpoint, or correct config.json")

@@ -34,10 +34,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         format: the storage format of the weights, a key of `FORMATS`; None for plain weights in the dtype of the
             computation.
         expert_format: the format that experts keep where the other weights have one of fewer than 16 bits.
-        unused_weights: weights in the published files that generating text does not need: extra prediction layers,
-            and encoders of pictures.
-        ranks: the tensor-parallel ranks (see `tensor_parallel.py`). Heads and inner widths of the layers are those of
-            one rank, all other sizes are of the whole model.
+        unused_weights: number of weights in the published files that generating text does not need: extra prediction
+            layers, and encoders of pictures.
+        ranks: number of tensor-parallel ranks (see `tensor_parallel.py`). Heads and inner widths of the layers are
+            those of one rank, all other sizes are of the whole model.
     """
 
     name: str
@@ -72,12 +72,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def attention(self) -> GroupedAttention:
-        """The attention of the last layer; its heads are as in all layers, in models that run (`require_runs`)."""
+        """The attention of the last layer; in models that run (`require_runs`) all layers have its numbers of heads."""
         return self.typical_layer.grouped
 
     @property
     def routed(self) -> FeedForward:
-        """The network of the last layer; its routed experts are as in all layers that have some."""
+        """The feed-forward network of the last layer; all layers with routed experts have the same ones."""
         return self.typical_layer.feed_forward
 
     @property
@@ -91,9 +91,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return replace(self, pattern=tuple(self.pattern[number] for number in chosen))
 
     def varied(self, layers: int | None = None, **settings: Any) -> ModelConfig:
-        """The model with other settings: its own, and else those of every layer (`Layer.varied`).
+        """The model with other settings: its own, and else those of every layer, as by `Layer.varied`.
 
-        layers: their number; a longer model repeats the pattern, a shorter one has the first layers.
+        layers: number of layers; a longer model repeats the pattern, a shorter one has the first layers.
         """
         own = {name: settings.pop(name) for name in self.__struct_fields__ if name in settings}
         kinds = {kind: kind.varied(**settings) for kind in self.kinds}
@@ -104,7 +104,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def weight_bytes(self, role: Role, row: int, dtype: str) -> float:
         """Bytes per weight of tensors of a role with rows of `row` items.
 
-        dtype: that of the computation, and of plain weights.
+        dtype: dtype of the computation, and of plain weights.
         """
         stored = self._format_of(role)
         return ITEM_BYTES[dtype] if stored is None else stored.bytes_per_weight(role, row)
@@ -114,7 +114,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return self.weight_bytes(role_of(name), shape[-1], dtype)
 
     def kernel_rate(self, role: Role) -> float:
-        """The kernel rate of products with tensors of a role (see `Format`)."""
+        """The share of a processor's FLOP/s that products with tensors of a role reach (see `Format`)."""
         stored = self._format_of(role)
         return 1.0 if stored is None else stored.rate(role)
 

@@ -85,7 +85,7 @@ class _QuantizationKey(msgspec.Struct):
 
 
 class _GenerationKeys(msgspec.Struct):
-    """generation_config.json, whose stop tokens take precedence over those of config.json."""
+    """The keys of generation_config.json, whose stop tokens take precedence over those of config.json."""
 
     eos_token_id: int | list[int] | None = None
 
@@ -103,16 +103,16 @@ class ConfigFile:
 
     @property
     def model_type(self) -> str | None:
-        """The value that selects the architecture."""
+        """The value of `model_type`, which selects the architecture; None without one."""
         return self.keys(_TypeKey).model_type
 
     @property
     def quantization(self) -> dict[str, Any] | None:
-        """The storage format of the weights, as the tool that quantised them describes it; None if none did."""
+        """The weights' storage format, as the tool that quantised them describes it; None if they are not quantised."""
         return self.text_keys(_QuantizationKey).quantization_config
 
     def keys(self, kind: type[T]) -> T:
-        """Decode the keys of an architecture.
+        """Decode the keys of an architecture to the type `kind`.
 
         Raises:
             BadInput: a value has the wrong type; the message names its key.
@@ -120,7 +120,7 @@ class ConfigFile:
         return convert_value(self._values, kind, str(self.path), RESTORE)
 
     def text_keys(self, kind: type[T]) -> T:
-        """Decode the keys of an architecture, of which some models nest those on text in `text_config`.
+        """Decode the keys of an architecture to the type `kind`; some models nest those for text in `text_config`.
 
         Raises:
             BadInput: a value has the wrong type; the message names its key.
@@ -133,7 +133,7 @@ class ConfigFile:
         return convert_value(self._values | nested | outer, kind, str(self.path), RESTORE)
 
     def dtype(self, given: str | None, otherwise: DType) -> DType:
-        """The dtype of the computation: the given one, that of the weights beside the file, or `otherwise`.
+        """The dtype of the computation: the given one, else that of the weights beside the file, else `otherwise`.
 
         Raises:
             BadInput: it is not supported, or the weights cannot be read.
@@ -145,11 +145,11 @@ class ConfigFile:
 
     @property
     def name(self) -> str:
-        """The model's name: that of its folder."""
+        """The model's name, which is that of its folder."""
         return self.path.parent.resolve().name
 
     def checked(self, config: ModelConfig) -> ModelConfig:
-        """The configuration, with possible values.
+        """Check that the values of a configuration are possible; returns it.
 
         Raises:
             BadInput: a value is impossible.
@@ -158,9 +158,9 @@ class ConfigFile:
         return config
 
     def build(self, keys: Keys, layers: int, kinds: Sequence[Layer], **particular: Any) -> ModelConfig:
-        """Build the configuration from the common keys and the architecture's own settings.
+        """Make a ModelConfig from the common keys and the architecture's own settings.
 
-        kinds: of the first layers, and again of those that follow, up to the number of `layers`.
+        kinds: the first layers; they repeat up to the number of `layers`.
 
         Raises:
             BadInput: a feature is not supported by the kernels, or a value is impossible.
@@ -184,13 +184,13 @@ class ConfigFile:
             raise self.unsupported(key, value, f"{key} {accepted[0]!r}")
 
     def unsupported(self, key: str, value: object, supported: str) -> BadInput:
-        """Error for a value that the kernels do not support."""
+        """Make the error for a key's value that the kernels do not support."""
         return BadInput(
             f"{self.path}: {key} is {shown(value)}, which is not supported; use a checkpoint with {supported}"
         )
 
     def impossible(self, what: str, why: str) -> BadInput:
-        """Error for values that no model can have."""
+        """Make the error for values that no model can have."""
         return BadInput(f"{self.path}: {what}, but {why}; {RESTORE}")
 
     def _refuse_unknown_features(self, keys: Keys) -> None:
@@ -217,7 +217,7 @@ class ConfigFile:
         return (tokens,) if isinstance(tokens, int) else tuple(tokens)
 
     def require_size(self, key: str, value: int, least: int = 1) -> None:
-        """Raise BadInput for a size that no model has."""
+        """Raise BadInput if a size is less than `least`, or larger than that of any model."""
         if value < least:
             raise self.impossible(
                 f"{key} is {shown(value)}", "it must be positive" if least else "it must not be negative"
@@ -226,7 +226,7 @@ class ConfigFile:
             raise self.impossible(f"{key} is {shown(value)}", f"it may be {MOST:,}")
 
     def require_layers(self, layers: int) -> None:
-        """Raise BadInput for more layers than any model has."""
+        """Raise BadInput if there are more layers than any model has."""
         if layers > MOST_LAYERS:
             raise self.impossible(f"num_hidden_layers is {layers:,}", f"it may be {MOST_LAYERS:,}")
 
@@ -282,7 +282,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Drop the nulls that stand for a default."""
+    """The values without nulls, which stand for defaults."""
     return {
         key: _without_defaults(value) if isinstance(value, dict) else value
         for key, value in values.items()

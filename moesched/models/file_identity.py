@@ -11,7 +11,7 @@ class FileIdentity(NamedTuple):
     """The state of a file, apart from its contents: every write, truncation or replacement changes it.
 
     Times are those of the file system, which are as coarse as the system's clock tick: two writes within a few
-    milliseconds may leave the same.
+    milliseconds may leave equal states.
 
     Attributes:
         size: bytes.
@@ -26,11 +26,11 @@ class FileIdentity(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileIdentity:
-        """The identity in a file's status."""
+        """The identity of the file with this status."""
         return cls(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def difference(self, path: Path) -> str | None:
-        """The difference of the file that is at `path` now, in words; None if it is this one, unchanged."""
+        """The change of the file that is now at `path`, in words; None if it is the same file, unchanged."""
         try:
             now = FileIdentity.of(path.stat())
         except OSError as error:

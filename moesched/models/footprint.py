@@ -38,7 +38,7 @@ def exchanged_bytes(operations: Operations) -> int:
 
 
 def workspace_bytes(operations: Operations, tokens: int, sequences: int) -> int:
-    """Largest workspace in bytes of one kernel, beside its input and output; elements take b bytes, or 4 in float32."""
+    """Bytes of the largest workspace of a kernel, beside its input and output; elements take b bytes, or 4."""
     config, element = operations.config, operations.element
     hidden = config.hidden
     query = max(kind.query_width for kind in operations.kinds.values())
@@ -57,12 +57,12 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int) -> int:
 
 
 def mask_bytes(tokens: int, cached: int) -> int:
-    """Bytes of the mask of a tile of queries over `cached` tokens, held as one byte and as a float per element."""
+    """Bytes of the mask of a tile of queries over `cached` tokens: one byte and one float per element."""
     return min(tokens, QUERY_TILE) * cached * (1 + _FLOAT)
 
 
 def expert_workspace_bytes(operations: Operations, tokens: int) -> int:
-    """Workspace in bytes of the experts' kernels, beside their rows and outputs; bounded by the tile size."""
+    """Bytes of the workspace of the experts' kernels, beside their rows and outputs; limited by the tile size."""
     config, element = operations.config, operations.element
     rows = min(tokens * config.routed.top_k, EXPERTS_AT_ONCE * EXPERT_TILE)
     networks = [kind.layer.feed_forward for kind in operations.kinds.values()]

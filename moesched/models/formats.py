@@ -30,8 +30,8 @@ class Format(msgspec.Struct, frozen=True):
     """A storage format.
 
     Attributes:
-        weights: bytes per weight by role.
-        odd_rows: the same for rows that are no multiple of `BLOCK`.
+        weights: bytes per weight, by role of the tensor.
+        odd_rows: bytes per weight of rows that are no multiple of `BLOCK`, by role.
         kernel_rate: share of the processor's FLOP/s in the dtype of the computation that products with weights of this
             format reach; below 1 where kernels first convert the weights.
         why: the reason for the rate, in words.
@@ -48,7 +48,7 @@ class Format(msgspec.Struct, frozen=True):
         return (self.odd_rows if row % BLOCK else self.weights)[role]
 
     def rate(self, role: Role) -> float:
-        """The kernel rate of products with tensors of a role: 1 for those that stay in 16 bits."""
+        """The share of a processor's FLOP/s that products with tensors of a role reach; 1 for 16-bit roles."""
         return self.kernel_rate if self.weights[role] < _BF16 else 1.0
 
 
@@ -60,7 +60,7 @@ def _format(name: str, each: float, rate: float, why: str, **other: float) -> Fo
 
 
 def _llama_cpp(name: str, each: float, rate: float, why: str, *, head: float, favoured: float) -> Format:
-    """A file of llama.cpp: half of the layers have value and down matrices in the `favoured` format (use_more_bits)."""
+    """A format of llama.cpp: half of the value and down matrices have `favoured` bytes per weight (use_more_bits)."""
 
     def weights(formats: Mapping[float, float]) -> dict[Role, float]:
         one, better = formats.get(each, each), formats.get(favoured, favoured)
@@ -88,7 +88,7 @@ EXPERTS_ONLY = "_experts"
 
 
 def integer_format(bits: int, group: int) -> str:
-    """The name of a format of integers."""
+    """The name of the format of integers of `bits` bits with a scale for each `group` weights."""
     return f"int{bits}" if group == GROUPS[-1] else f"int{bits}_g{group}"
 
 
@@ -98,7 +98,7 @@ def _integers(bits: int, group: int) -> Format:
 
 
 def _experts_only(each: Format) -> Format:
-    """The format for experts, and 16 bits for all other weights."""
+    """The format for experts, with 16 bits for all other weights."""
     weights: dict[Role, float] = {
         role: size if role in EXPERT_ROLES else _BF16 for role, size in each.weights.items()
     }

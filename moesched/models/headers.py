@@ -44,7 +44,7 @@ class Entry(msgspec.Struct, gc=False):
 
 
 class Found(msgspec.Struct, gc=False):
-    """A tensor found in a file, whose tensors begin at byte `data_start`."""
+    """A tensor found in a file; the data of the file's tensors begins at byte `data_start`."""
 
     file: Path
     name: str
@@ -53,7 +53,7 @@ class Found(msgspec.Struct, gc=False):
 
 
 class Header(NamedTuple):
-    """The tensors of a file, and its identity before they were read."""
+    """The tensors of a file, and the file's identity before they were read."""
 
     tensors: list[Found]
     identity: FileIdentity
@@ -77,12 +77,12 @@ def read_header(path: Path) -> Header:
 
 
 def header_copy(path: Path) -> Path:
-    """The copy of a file's header beside it, by which the file's tensors are known where it is not."""
+    """The path of the copy of a file's header, which describes the file's tensors where the file is absent."""
     return path.with_name(f"{path.name}.header")
 
 
 def read_header_copy(path: Path) -> tuple[list[Found], int]:
-    """The tensors of a file that is not here, and its size in bytes, from the copy of its header.
+    """Read the copy of an absent file's header; returns the file's tensors, and its size in bytes.
 
     Raises:
         BadInput: the copy is missing, or not the whole header of a safetensors file and nothing else.
@@ -109,7 +109,7 @@ def _entries(path: Path, text: bytes) -> dict[str, Entry]:
 
 
 def require_count(tensors: int, where: str) -> None:
-    """Raise BadInput where a file lists more tensors than any model has; `where` names it in the message."""
+    """Raise BadInput if a file lists more tensors than any model has; `where` names the file in the message."""
     if tensors > MOST_TENSORS:
         raise BadInput(
             f"{where}: it has {tensors:,} tensors, no model has more than {MOST_TENSORS:,}; {RESTORE}"
@@ -136,7 +136,7 @@ def _header_text(path: Path, file: FileIO, size: int) -> bytes:
 
 
 def _require_layout(path: Path, entries: Mapping[str, Entry], data_start: int, size: int) -> None:
-    """Require that the tensors are all of the file behind its header, one after the other."""
+    """Check that the tensors fill the file after its header, one after the other."""
     for name, entry in entries.items():
         if not name.isprintable():
             raise BadInput(f"{path} has a tensor {name!r}, a name that cannot be shown; {RESTORE}")
@@ -159,7 +159,7 @@ def _require_layout(path: Path, entries: Mapping[str, Entry], data_start: int, s
 
 
 def _require_size(path: Path, name: str, entry: Entry) -> None:
-    """Require that offsets make sense and, where the dtype's size is known, that they fit the shape."""
+    """Check that a tensor's offsets are in order and, where the dtype's size is known, that they fit the shape."""
     start, stop = entry.data_offsets
     size = _ITEM_BYTES.get(entry.dtype)
     nbytes = stop - start if size is None else math.prod(entry.shape) * size

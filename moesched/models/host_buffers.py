@@ -44,36 +44,36 @@ def routed_rows_bytes(operations: Operations, tokens: int) -> int:
 
 
 def routed_prompt_bytes(operations: Operations, tokens: int) -> int:
-    """The same of prompts, which are given back with the layer: such allocations have powers of two bytes."""
+    """Bytes of prompts' rows for experts on the host, freed with the layer; allocations have powers of two bytes."""
     return sum(1 << (nbytes - 1).bit_length() for nbytes in _routed(operations, tokens))
 
 
 def kv_piece_tokens(token_bytes: int, tokens: int, piece_bytes: int = KV_PIECE_BYTES) -> int:
-    """Tokens whose keys and values come to the host's KV cache at a time.
+    """The number of tokens whose keys and values are copied to the host's KV cache at a time.
 
     Args:
         token_bytes: bytes of a token's key and value in one layer.
-        tokens: those of the largest step.
+        tokens: number of tokens of the largest step.
     """
     return max(1, min(tokens, piece_bytes // token_bytes))
 
 
 def kv_pieces_bytes(operations: Operations, tokens: int) -> int:
-    """Bytes of the two buffers that new keys and values of at most `tokens` tokens come through."""
+    """Bytes of the two buffers through which new keys and values of at most `tokens` tokens pass."""
     token_bytes = max(kind.kv_bytes for kind in operations.kinds.values())
     return 2 * token_bytes * kv_piece_tokens(token_bytes, tokens) if token_bytes else 0
 
 
 def ring_slot_bytes(page_bytes: int) -> int:
-    """Bytes of a slot of the ring for weights.
+    """Bytes of a slot of the staging ring for weights.
 
-    page_bytes: those of the largest page in a slot.
+    page_bytes: bytes of the largest page in a slot.
     """
     return min(RING_SLOT_BYTES, page_bytes)
 
 
 def in_pages(nbytes: int) -> int:
-    """Bytes in whole pages."""
+    """Round bytes up to whole pages."""
     return -(-nbytes // LOCKED_PAGE) * LOCKED_PAGE
 
 
@@ -83,5 +83,5 @@ def _routed(operations: Operations, tokens: int) -> Sequence[int]:
 
 
 def _in_lines(nbytes: int) -> int:
-    """Bytes up to the next cache line: the last bits of a product may depend on where a line begins."""
+    """Round bytes up to whole cache lines: the last bits of a product may depend on where a line begins."""
     return -(-nbytes // CACHE_LINE) * CACHE_LINE

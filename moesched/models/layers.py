@@ -24,14 +24,14 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         window: most tokens that a token attends to; None for all before it.
-        rolling: the cache keeps no tokens that have left the window.
+        rolling: whether the cache drops tokens that have left the window.
         rope_theta: base of the rotary embedding's frequencies; only kernels need it.
         qk_norm: RMS norm of queries and keys: of each head, or of the whole projection; None for none.
         clip: the largest magnitude of queries, keys and values; None does not clip.
-        biases: projections of queries, keys and values that have a bias, and of the output: a part of "qkvo".
-        sinks: each head has a learned logit that no token belongs to.
-        gated: the output is multiplied by a gate, which the query projection computes.
-        keys_are_values: one projection computes keys and values.
+        biases: the projections that have a bias: those of the letters "qkvo" that it contains.
+        sinks: whether each head has a learned logit that no token belongs to.
+        gated: whether the output is multiplied by a gate, which the query projection computes.
+        keys_are_values: whether one projection computes keys and values.
     """
 
     heads: int
@@ -49,37 +49,37 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def query_width(self) -> int:
-        """Heads of queries times head_dim."""
+        """Elements of a token's query: heads times head_dim."""
         return self.heads * self.head_dim
 
     @property
     def key_width(self) -> int:
-        """Heads of keys times head_dim."""
+        """Elements of a token's key: KV heads times head_dim."""
         return self.kv_heads * self.head_dim
 
     @property
     def qkv_width(self) -> int:
-        """Query, key and value of one token, and its gate."""
+        """Elements of a token's query, key, value, and gate if it has one."""
         return (1 + self.gated) * self.query_width + 2 * self.key_width
 
     @property
     def attended_width(self) -> int:
-        """Attention output of one token."""
+        """Elements of a token's attention output."""
         return self.query_width
 
     @property
     def cache_width(self) -> int:
-        """Key and value of one token."""
+        """Elements that the cache keeps of a token: key and value."""
         return 2 * self.key_width
 
     @property
     def state_bytes(self) -> int:
-        """Bytes kept of a sequence whatever its length."""
+        """Bytes that are kept of a sequence whatever its length: none."""
         return 0
 
     @property
     def cached_heads(self) -> int:
-        """Heads whose cache is read one by one."""
+        """Number of heads of the cache, which are read one by one."""
         return self.kv_heads
 
     @property
@@ -93,7 +93,7 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
         return 4.0 * self.query_width
 
     def shapes_before(self, hidden: int) -> dict[str, Shape]:
-        """Tensors that are used before attention."""
+        """Shapes of the tensors that are used before attention, by name."""
         query, key = self.query_width, self.key_width
         widths = {"q": (1 + self.gated) * query, "k": key}
         if not self.keys_are_values:
@@ -109,18 +109,17 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
         return shapes
 
     def shapes_after(self, hidden: int) -> dict[str, Shape]:
-        """Tensors of the output projection."""
+        """Shapes of the tensors of the output projection, by name."""
         shapes: dict[str, Shape] = {"o": (hidden, self.query_width)}
         return shapes | ({"o_bias": (hidden,)} if "o" in self.biases else {})
 
     def split(self, ranks: int) -> GroupedAttention:
-        """The share of one of `ranks` ranks; key-value heads that are too few are copied."""
+        """The attention of one of `ranks` ranks; if there are fewer key-value heads than ranks, ranks have copies."""
         return replace(self, heads=self.heads // ranks, kv_heads=max(1, self.kv_heads // ranks))
 
 
 class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
-    """Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434): the cache holds one compressed vector per
-    token.
+    """Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434): the cache has one compressed vector per token.
 
     In decode, queries are brought to the latent space, and heads attend to the latent vectors themselves. In prefill
     the latent vectors are expanded to keys and values. Either way, the weights of the expansion are read once.
@@ -141,27 +140,27 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def qkv_width(self) -> int:
-        """Query and latent vector of one token."""
+        """Elements of a token's query and latent vector."""
         return self.heads * (self.plain + self.rotary) + self.rank + self.rotary
 
     @property
     def attended_width(self) -> int:
-        """Attention output of one token."""
+        """Elements of a token's attention output."""
         return self.heads * self.value
 
     @property
     def cache_width(self) -> int:
-        """Latent vector and rotary key of one token."""
+        """Elements that the cache keeps of a token: latent vector and rotary key."""
         return self.rank + self.rotary
 
     @property
     def state_bytes(self) -> int:
-        """Bytes kept of a sequence whatever its length."""
+        """Bytes that are kept of a sequence whatever its length: none."""
         return 0
 
     @property
     def cached_heads(self) -> int:
-        """Heads whose cache is read one by one."""
+        """Number of heads of the cache, which are read one by one."""
         return 1
 
     @property
@@ -175,7 +174,7 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
         return 2.0 * self.heads * (self.plain + self.rotary + self.value)
 
     def shapes_before(self, hidden: int) -> dict[str, Shape]:
-        """Tensors that are used before attention; those of the expansion count here, in decode too."""
+        """Shapes of the tensors that are used before attention, by name; those of the expansion too, even in decode."""
         query = self.heads * (self.plain + self.rotary)
         shapes: dict[str, Shape] = {"q": (query, hidden)}
         if self.query_rank is not None:
@@ -191,11 +190,11 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def shapes_after(self, hidden: int) -> dict[str, Shape]:
-        """Tensors of the output projection."""
+        """Shapes of the tensors of the output projection, by name."""
         return {"o": (hidden, self.attended_width)}
 
     def split(self, ranks: int) -> LatentAttention:
-        """The share of one of `ranks` ranks, each of which has the whole latent cache."""
+        """The attention of one of `ranks` ranks, each of which has the whole latent cache."""
         return replace(self, heads=self.heads // ranks)
 
 
@@ -203,9 +202,9 @@ class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
     """Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464): a state of fixed size instead of a cache that grows.
 
     Attributes:
-        key_heads, value_heads: heads of queries and keys, and of values.
+        key_heads, value_heads: numbers of heads of queries and keys, and of values.
         key, value: width of a key and of a value.
-        convolution: tokens that the convolution before attention sees.
+        convolution: number of tokens that the convolution before attention sees.
     """
 
     key_heads: int
@@ -216,38 +215,38 @@ class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def heads(self) -> int:
-        """Heads of the attention output."""
+        """Number of heads of the attention output."""
         return self.value_heads
 
     @property
     def mixed_width(self) -> int:
-        """Query, key and value of one token, which pass the convolution."""
+        """Elements of a token's query, key and value, which pass the convolution."""
         return 2 * self.key_heads * self.key + self.value_heads * self.value
 
     @property
     def qkv_width(self) -> int:
-        """Query, key, value and gate of one token, with the decay and the rate of each head."""
+        """Elements of a token's query, key, value and gate, with the decay and the rate of each head."""
         return self.mixed_width + self.attended_width + 2 * self.value_heads
 
     @property
     def attended_width(self) -> int:
-        """Attention output of one token."""
+        """Elements of a token's attention output."""
         return self.value_heads * self.value
 
     @property
     def cache_width(self) -> int:
-        """Nothing is kept of a single token."""
+        """Elements that the cache keeps of a token: none."""
         return 0
 
     @property
     def state_bytes(self) -> int:
-        """Bytes kept of a sequence: a matrix for each head, and the last tokens of the convolution, in float32."""
+        """Bytes that are kept of a sequence: a matrix per head, and the convolution's last tokens, in float32."""
         matrices = self.value_heads * self.key * self.value
         return (matrices + self.mixed_width * (self.convolution - 1)) * FLOAT_BYTES
 
     @property
     def cached_heads(self) -> int:
-        """Heads whose state is read one by one."""
+        """Number of heads of the state, which are read one by one."""
         return self.value_heads
 
     @property
@@ -257,7 +256,7 @@ class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
         return 7.0 * state + 2.0 * self.mixed_width * self.convolution
 
     def shapes_before(self, hidden: int) -> dict[str, Shape]:
-        """Tensors that are used before attention."""
+        """Shapes of the tensors that are used before attention, by name."""
         return {
             "qkv": (self.mixed_width, hidden),
             "gate": (self.attended_width, hidden),
@@ -268,11 +267,11 @@ class LinearAttention(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def shapes_after(self, hidden: int) -> dict[str, Shape]:
-        """Tensors of the output projection."""
+        """Shapes of the tensors of the output projection, by name."""
         return {"o": (hidden, self.attended_width)}
 
     def split(self, ranks: int) -> LinearAttention:
-        """The share of one of `ranks` ranks."""
+        """The attention of one of `ranks` ranks."""
         return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
 
 
@@ -286,12 +285,12 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
         experts: number of routed experts; 0 in a dense layer. A single one has no router.
         intermediate: inner width of each expert.
         shared: inner width of the part that every token uses: shared experts, or a dense layer's network.
-        biases: matrices and router have biases.
-        weights_sum_to_one: the weights of a token's experts are a softmax over those experts; otherwise they are taken
-            from a softmax over all experts.
-        transposed_down: checkpoints store the experts' down matrices as (inputs, outputs).
-        weighted: the shared part's output is weighted by a gate of its own.
-        router_bias: the router's choice has a bias per expert, which its weights do not see.
+        biases: whether matrices and router have biases.
+        weights_sum_to_one: whether the weights of a token's experts are a softmax over those experts; otherwise they
+            are taken from a softmax over all experts.
+        transposed_down: whether checkpoints store the experts' down matrices as (inputs, outputs).
+        weighted: whether the shared part's output is weighted by a gate of its own.
+        router_bias: whether the router's choice has a bias per expert, which the weights of experts do not include.
     """
 
     experts: int = 0
@@ -305,7 +304,7 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
     router_bias: bool = False
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Tensors that every token uses."""
+        """Shapes of the tensors that every token uses, by name."""
         shapes: dict[str, Shape] = {}
         if self.experts > 1:
             shapes["router"] = (self.experts, hidden)
@@ -320,7 +319,7 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True):
         return shapes | ({"shared_weight": (hidden,)} if self.weighted else {})
 
     def split(self, ranks: int) -> FeedForward:
-        """The share of one of `ranks` ranks."""
+        """The feed-forward network of one of `ranks` ranks."""
         return replace(self, intermediate=self.intermediate // ranks, shared=self.shared // ranks)
 
 
@@ -337,7 +336,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def grouped(self) -> GroupedAttention:
-        """The attention of a layer that devices run."""
+        """The layer's attention, checked to be of the kind that devices run."""
         assert isinstance(self.attention, GroupedAttention), "no device has kernels for other kinds"
         return self.attention
 
@@ -353,21 +352,22 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         )
 
     def split(self, ranks: int) -> Layer:
-        """The share of one of `ranks` ranks."""
+        """The layer of one of `ranks` ranks."""
         return replace(
             self, attention=self.attention.split(ranks), feed_forward=self.feed_forward.split(ranks)
         )
 
 
 def elements(shapes: Iterable[Shape]) -> int:
-    """Number of elements of all tensors."""
+    """Number of elements of tensors with these shapes."""
     return sum(map(math.prod, shapes))
 
 
 def representative(pattern: tuple[Layer, ...], count: int) -> tuple[int, ...]:
     """The numbers of `count` layers in which each kind has about its share of the pattern, and at least one layer.
 
-    They are the first ones of each kind, in order. Fewer layers than there are kinds have the most frequent kinds.
+    They are the first ones of each kind, in order. If `count` is less than the number of kinds, the most frequent kinds
+    have one each.
     """
     where: dict[Layer, list[int]] = {}
     for number, layer in enumerate(pattern):

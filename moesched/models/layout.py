@@ -40,8 +40,8 @@ class Page(msgspec.Struct, frozen=True):
     Attributes:
         index: position among the pages of its expert or dense part.
         nbytes: size up to the end of the last extent.
-        room: the most bytes that it takes in a slot, whatever the alignment of tensors in their files. Files are read
-            in whole blocks, so each extent may need up to two blocks more than its own bytes.
+        room: the most bytes that the page takes in a slot, whatever the alignment of tensors in their files. Files are
+            read in whole blocks, so each extent may need up to two blocks more than its own bytes.
     """
 
     id: int
@@ -103,12 +103,12 @@ class WeightLayout(msgspec.Struct, frozen=True):
         return self.pages[start : min(start + self.pages_per_expert, self.layer_starts[layer + 1])]
 
     def experts_of(self, layer: int) -> range:
-        """The experts of a layer; none in a dense one."""
+        """The numbers of a layer's experts; empty for a dense layer."""
         return range(self.config.layer(layer).feed_forward.experts)
 
     @property
     def an_expert(self) -> tuple[Page, ...]:
-        """The pages of one expert, which has as many pages of the same sizes as all others."""
+        """The pages of any expert; all experts have equally many pages of the same sizes."""
         return next((pages for i in range(self.config.layers) if (pages := self.expert(i, 0))), ())
 
 
@@ -165,7 +165,7 @@ def weight_layout(
 
 
 class _Tensor(NamedTuple):
-    """A tensor's rows and their bytes; a vector, which is never cut, has an element per row."""
+    """The number of a tensor's rows and the bytes of each; a vector, which is never cut, has an element per row."""
 
     name: str
     rows: int
@@ -185,7 +185,7 @@ def _tensor(config: ModelConfig, dtype: str, name: str, shape: Shape) -> _Tensor
 def kv_bytes(
     config: ModelConfig, tokens_per_sequence: Iterable[int], block_size: int, dtype: str | None = None
 ) -> int:
-    """Bytes of a KV cache that holds these sequences in all layers, in blocks of block_size tokens."""
+    """Bytes of a KV cache for sequences with these numbers of tokens in all layers, in blocks of block_size tokens."""
     blocks = sum(-(-tokens // block_size) for tokens in tokens_per_sequence)
     return blocks * kv_block_bytes(config, block_size, dtype)
 
@@ -211,7 +211,7 @@ def _default_page_bytes(tensors: Sequence[_Tensor]) -> int:
 
 
 def _cut(tensors: Sequence[_Tensor], page_bytes: int) -> list[list[Extent]]:
-    """The extents of each page: whole tensors while they fit, and at most one part of a matrix."""
+    """Cut tensors into pages; returns each page's extents: whole tensors that fit, at most one part of a matrix."""
     pages: list[list[Extent]] = [[]]
     has_part = False
     for tensor in tensors:
@@ -230,7 +230,7 @@ def _cut(tensors: Sequence[_Tensor], page_bytes: int) -> list[list[Extent]]:
 
 
 def _rows_of_a_part(tensor: _Tensor, page_bytes: int) -> int:
-    """All rows if a page holds them, else those of each of the fewest equal parts; the last one may have fewer."""
+    """The rows of each of the fewest equal parts that fit in a page; the last part may have fewer."""
     if tensor.nbytes <= page_bytes:
         return tensor.rows
     most = page_bytes // tensor.row_bytes

@@ -27,7 +27,7 @@ class Amount(NamedTuple):
     """FLOPs, bytes moved between a processor and its memory, and the operations that they consist of.
 
     Attributes:
-        kernel_rate: share of a processor's FLOP/s that its kernels reach on weights in their storage format.
+        kernel_rate: share of a processor's FLOP/s that kernels reach on weights in their storage format.
     """
 
     flops: float
@@ -37,7 +37,7 @@ class Amount(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Products of each row with some matrices: their elements and bytes, and the kernel rate of their format."""
+    """Products of each row with some matrices: elements and bytes of these, and the kernel rate of their format."""
 
     elements: int
     nbytes: int
@@ -48,7 +48,7 @@ class Products(TensorSizes):
     """Products with the matrices of a layer."""
 
     def _product(self, shapes: Mapping[str, Shape]) -> Product:
-        """The matrices among these tensors; vectors are not worth counting."""
+        """The matrices among these tensors; vectors are left out, as their costs are small."""
         matrices = {name: elements([shape]) for name, shape in shapes.items() if len(shape) > 1}
         nbytes = sum(
             count * self.config.tensor_bytes(name, shapes[name], self.dtype)
@@ -63,7 +63,7 @@ class Products(TensorSizes):
 
 
 class AttentionOperations(Products):
-    """Attention, with the projections around it and its cache."""
+    """Costs of attention, with the projections before and after it and the KV cache."""
 
     @cached_property
     def before_attention(self) -> Product:
@@ -118,7 +118,7 @@ class AttentionOperations(Products):
         return Amount(in_prompts + (pairs - prompt_pairs) * attention.step_flops, nbytes, tuple(parts))
 
     def attention_step(self, totals: Sequence[int]) -> Amount:
-        """Attention of one new token per sequence; equal to `attention` and faster, since simulations call it often."""
+        """Attention of one new token per sequence, given all tokens in each cache; like `attention`, but faster."""
         attention = self.layer.attention
         if isinstance(attention, LinearAttention):
             return self._linear_attention(attention, len(totals), len(totals))
@@ -150,7 +150,7 @@ class AttentionOperations(Products):
         return Amount(tokens * attention.token_flops, states + moved, parts)
 
     def _attention_steps(self, seen: float, sequences: int) -> WorkPart:
-        """Attention of one new token per sequence to `seen` tokens in total, by the bytes of one KV head."""
+        """Attention of one new token per sequence to `seen` tokens in total, measured by the bytes of a KV head."""
         heads = self.layer.attention.cached_heads
         return WorkPart("step attention", seen * self.kv_bytes / sequences / heads, heads, sequences)
 
@@ -163,7 +163,7 @@ class AttentionOperations(Products):
 
 
 class ExpertOperations(Products):
-    """The MoE block of a layer: router, experts, and the sum of their outputs."""
+    """Costs of the MoE block of a layer: router, experts, and the sum of their outputs."""
 
     @cached_property
     def routing(self) -> Product:
@@ -193,15 +193,15 @@ class ExpertOperations(Products):
         return Amount(flops, nbytes, _by_residency("route", product.nbytes, tokens, 1, self.resident.dense))
 
     def expert(self, tokens: int) -> Amount:
-        """The feed-forward network of one expert for `tokens` tokens; it is resident with the mean probability."""
+        """The feed-forward network of one expert for `tokens` tokens, with the mean share of resident weights."""
         return self._expert(tokens, self.resident.experts)
 
     def resident_expert(self, tokens: int) -> Amount:
-        """The same for an expert whose weights are resident."""
+        """The feed-forward network of one expert whose weights are resident, for `tokens` tokens."""
         return self._expert(tokens, 1.0)
 
     def fetched_expert(self, tokens: int) -> Amount:
-        """The same for an expert whose weights were fetched."""
+        """The feed-forward network of one expert whose weights were fetched, for `tokens` tokens."""
         return self._expert(tokens, 0.0)
 
     def experts(self, tokens: int) -> Amount:
@@ -223,7 +223,7 @@ class ExpertOperations(Products):
         return Amount(2.0 * tokens * top_k * self.config.hidden, moved, (WorkPart("combine", moved),))
 
     def add_residual(self, tokens: int) -> Amount:
-        """Addition of the residual to a finished sum of the experts' outputs."""
+        """Addition of the residual to a finished sum of the experts' outputs, after an exchange."""
         moved = tokens * (self.sum_bytes + 2 * self.hidden_bytes)
         return Amount(float(tokens * self.config.hidden), moved, (WorkPart("combine", moved),))
 
@@ -242,14 +242,14 @@ class ExpertOperations(Products):
 
 @dataclass(frozen=True, eq=False)
 class Operations(AttentionOperations, ExpertOperations):
-    """All operations of a model and of one kind of its layers, in one dtype.
+    """Costs of all operations of a model and of one kind of its layers, in one dtype.
 
-    Defines those outside the layers and those that combine others.
+    This class has the operations outside the layers and those that combine others.
     """
 
     @cached_property
     def kinds(self) -> Mapping[Layer, Operations]:
-        """The operations of each kind of layer."""
+        """The operations of each different kind of layer."""
         return MappingProxyType(
             {kind: self if kind == self.layer else replace(self, kind=kind) for kind in self.config.kinds}
         )
@@ -260,7 +260,7 @@ class Operations(AttentionOperations, ExpertOperations):
         return tuple(self.kinds[self.config.layer(layer)] for layer in range(self.config.layers))
 
     def held_in(self, layers: Iterable[int], requests: Sequence[int], beams: int = 1) -> int:
-        """Bytes of the caches of some layers for requests of which they hold these numbers of tokens."""
+        """Bytes of the caches of these layers for requests with these numbers of cached tokens."""
         counts = Counter(self.by_layer[layer] for layer in layers)
         return sum(times * kind.held_bytes(requests, beams) for kind, times in counts.items())
 
@@ -288,7 +288,7 @@ class Operations(AttentionOperations, ExpertOperations):
         return _sum(self.router(tokens), self.experts(tokens), self.combine(tokens))
 
     def all_reduce(self, nbytes: int) -> Amount:
-        """Ring all-reduce of `nbytes`: the bytes that each rank sends."""
+        """Ring all-reduce of `nbytes` bytes; the amount's bytes are those that each rank sends."""
         ranks = self.config.ranks
         return Amount(0, 2 * (ranks - 1) / ranks * nbytes)
 
@@ -309,7 +309,7 @@ class Operations(AttentionOperations, ExpertOperations):
 def _by_residency(
     operation: str, weights: int, rows: float, times: float, resident: float
 ) -> tuple[WorkPart, ...]:
-    """An operation on `weights` bytes of weights, split by whether they are resident: costs are measured for either."""
+    """`times` operations on `weights` bytes of weights, split by residency, since either part has measured costs."""
     parts = (
         WorkPart(f"resident {operation}", weights, rows, times * resident),
         WorkPart(operation, weights, rows, times * (1.0 - resident)),

@@ -57,7 +57,7 @@ class _Piece(NamedTuple):
 
 
 class _Array(NamedTuple):
-    """A tensor to write, and the pieces that it consists of."""
+    """A tensor to write, and the pieces of files that it consists of."""
 
     name: str
     dtype: str
@@ -79,7 +79,7 @@ def prestack_model(
     other way. Data is streamed, with 8 MiB in memory at a time.
 
     Args:
-        by: `expert` writes one array per expert, with its matrices of all layers, for nodes that hold whole experts:
+        by: `expert` writes one array per expert, with its matrices of all layers, for nodes that have whole experts:
             they need only their files, and the `.header` files of the others;
             `layer` writes one array per matrix of a layer, with all experts, for `gather_mm`.
         progress: called with the bytes written and the total.
@@ -136,7 +136,7 @@ def _stack(checkpoint: Checkpoint, name: str, stored: Published) -> _Array:
 
 
 def _file_of(name: str) -> str:
-    """Name of the file of a stack: one per expert, or per layer."""
+    """The name of the file for a stacked tensor: one file per expert, or per layer."""
     _, kind, number, *_ = name.split(".")
     return f"{kind}-{int(number):05d}.safetensors"
 

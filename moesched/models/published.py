@@ -23,7 +23,7 @@ StackedBy = Literal["expert", "layer"]
 
 
 class Published(msgspec.Struct, frozen=True, gc=False):
-    """A stored tensor, and the canonical tensors that it holds, one after the other."""
+    """A stored tensor's shape, and the canonical tensors that it contains, one after the other, with their shapes."""
 
     shape: Shape
     parts: tuple[tuple[str, Shape], ...]
@@ -35,7 +35,7 @@ def published_tensors(config: ModelConfig) -> dict[str, Published]:
 
 
 def other_tensors(config: ModelConfig) -> dict[str, Published]:
-    """The tensors that replace some of these in fused and prestacked checkpoints."""
+    """The tensors that replace some published ones in fused and prestacked checkpoints, by their names in files."""
     others = _with_shapes(config, ARCHITECTURES[config.form].other_tensors(config))
     for by in get_args(StackedBy):
         others |= stacked_tensors(config, by)
@@ -43,12 +43,12 @@ def other_tensors(config: ModelConfig) -> dict[str, Published]:
 
 
 def known_tensors(config: ModelConfig) -> dict[str, Published]:
-    """All tensors that `open_checkpoint` understands: those of published, fused and prestacked checkpoints."""
+    """All tensors that `open_checkpoint` accepts: those of published, fused and prestacked checkpoints."""
     return other_tensors(config) | published_tensors(config)
 
 
 def extra_names(config: ModelConfig) -> re.Pattern[str]:
-    """Matches the names, without "model.", of tensors in files that the model has no use for."""
+    """A pattern for the names, without "model.", of tensors in files that the model has no use for."""
     architecture, shapes = ARCHITECTURES[config.form], tensor_shapes(config)
     patterns = [*architecture.extra_tensors(config)]
     if config.routed.experts == 1:  # a choice of one has no weights
@@ -58,7 +58,7 @@ def extra_names(config: ModelConfig) -> re.Pattern[str]:
 
 
 def stacked_tensors(config: ModelConfig, by: StackedBy) -> dict[str, Published]:
-    """The tensors that replace the experts' in prestacked checkpoints.
+    """The tensors that replace those of experts in prestacked checkpoints, by their names in files.
 
     By expert: one tensor per expert, (layers, matrices, items of a matrix), as in section 4.1 of the cluster paper.
     By layer: one per matrix of a layer, (experts, rows, columns), as `gather_mm` takes it.

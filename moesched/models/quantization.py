@@ -19,7 +19,7 @@ BLOCK_OF_NF4 = 64
 
 
 class _Weights(msgspec.Struct, frozen=True):
-    """Weights of a group of compressed-tensors."""
+    """The description of weights in a config group of the tool compressed-tensors."""
 
     num_bits: int = 8
     type: str = "int"
@@ -31,7 +31,7 @@ class _Group(msgspec.Struct):
 
 
 class _Keys(msgspec.Struct, kw_only=True):
-    """The keys of all methods; tools spell some of them differently."""
+    """The keys of quantization_config for all tools, which spell some of them differently."""
 
     quant_method: str | None = None
     bits: int | None = None
@@ -49,7 +49,7 @@ class _Keys(msgspec.Struct, kw_only=True):
 
 
 def stored_format(file: ConfigFile, quantization: dict[str, Any]) -> str:
-    """The format's name, a key of `FORMATS`.
+    """The name of the weights' format, a key of `FORMATS`.
 
     Raises:
         BadInput: no format of `FORMATS` has these bits.

@@ -74,7 +74,7 @@ def write_random_model(
         progress: called with the bytes written and the total, in the calling thread.
 
     Raises:
-        BadInput: the shape or dtype is unknown, no config.json of the family has layers that differ so, the directory
+        BadInput: the shape or dtype is unknown, config.json of the family cannot describe such layers, the directory
             is in use, or the disk has too little space.
     """
     config = _resolve(shape, layers, dtype)
@@ -174,7 +174,7 @@ def _normal_table(dtype: str) -> npt.NDArray[Any]:
 
 
 def round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """The bits of the nearest bfloat16 numbers; ties go to the even one."""
+    """The bits of the nearest bfloat16 numbers; ties go to the even number."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 

@@ -63,17 +63,17 @@ def in_format(config: ModelConfig, name: str) -> ModelConfig:
 
 
 def without_prefix(name: str) -> str:
-    """The name of a tensor in a checkpoint that was saved without an LM head."""
+    """The name of a tensor without the prefix "model.", as in a checkpoint that was saved without an LM head."""
     return name.removeprefix("model.")
 
 
 def runs(config: ModelConfig) -> bool:
-    """Whether devices have kernels for the model's family."""
+    """Test whether devices have kernels for the model's family."""
     return ARCHITECTURES[config.form].runs
 
 
 def require_runs(config: ModelConfig) -> None:
-    """Raise BadInput where no device has kernels for the model's family, its layers, or the format of its weights."""
+    """Raise BadInput if no device has kernels for the model's family, its layers, or the format of its weights."""
     family = [] if runs(config) else [f"the family {config.form}"]
     stored = [] if config.format is None else [f"weights in {config.format}"]
     if family or stored:

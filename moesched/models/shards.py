@@ -34,7 +34,7 @@ class Shards(NamedTuple):
     """All tensors in the files of a checkpoint.
 
     Attributes:
-        identities: of each file, when its header was read.
+        identities: the identity of each file when its header was read.
         absent: sizes in bytes of files that are not here, by the copies of their headers.
     """
 
@@ -50,8 +50,8 @@ class _Index(msgspec.Struct):
 def read_shards(directory: Path, *, partial: bool = False) -> Shards:
     """Read the headers of a checkpoint's files.
 
-    An index must list the tensors of its files, no more and no fewer, and name files of the folder. These may be
-    links to anywhere, as in the caches of model hubs.
+    An index must list exactly the tensors of its files, and name files of the folder. These may be links to anywhere,
+    as in the caches of model hubs.
 
     Args:
         partial: whether files may be missing that have a copy of their header beside them.
@@ -80,7 +80,7 @@ def read_shards(directory: Path, *, partial: bool = False) -> Shards:
 
 
 def stored_names(directory: Path) -> Collection[str]:
-    """The names of all tensors, by the index or the only file; none where neither is here.
+    """The names of all tensors, by the index or the only file; empty if neither exists.
 
     Raises:
         BadInput: the index, or the file, cannot be read.
@@ -92,7 +92,7 @@ def stored_names(directory: Path) -> Collection[str]:
 
 
 def stored_dtype(directory: Path) -> str | None:
-    """The dtype of most weights in the first file that is here; None where there is no file, or it has no floats.
+    """The dtype of most weights in the first file that exists; None if there is no file, or it has no floats.
 
     Raises:
         BadInput: the file, or the index, cannot be read.
@@ -108,7 +108,7 @@ def stored_dtype(directory: Path) -> str | None:
 
 
 def _first_file(directory: Path) -> Path | None:
-    """A file of the checkpoint that is here, or whose header is."""
+    """A file of the checkpoint that exists, or of which the header does; None without any."""
     index = directory / INDEX_NAME
     names = sorted(set(_read_index(index).values())) if is_file(index) else []
     paths = (directory / name for name in (SINGLE_NAME, *names))
@@ -116,7 +116,7 @@ def _first_file(directory: Path) -> Path | None:
 
 
 def _read_into(shards: Shards, path: Path, *, partial: bool = False) -> list[Found]:
-    """The tensors of a file, whose identity or absence is noted."""
+    """Read the tensors of a file, and add the file's identity or absence to `shards`."""
     if partial and not is_file(path) and is_file(header_copy(path)):
         found, shards.absent[path] = read_header_copy(path)
         return found
@@ -125,7 +125,7 @@ def _read_into(shards: Shards, path: Path, *, partial: bool = False) -> list[Fou
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor, by the tensors' names."""
+    """Read an index; returns the file of each tensor, by the tensor's name."""
     text = read_input(path, "index", LARGEST_JSON, remedy=RESTORE)
     weight_map = decode_unique(text, _Index, str(path), RESTORE).weight_map
     require_count(len(weight_map), str(path))
@@ -134,7 +134,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _within_folder(index: Path, shard: str) -> str:
-    """The name of a file in the index, in its shortest form."""
+    """The name of a file in the index, in its shortest form; BadInput if it leads out of the folder."""
     name = PurePosixPath(shard)
     if not (name.parts and shard.isprintable()) or name.is_absolute() or ".." in name.parts:
         raise BadInput(f"{index} names {shard!r}, which is no file of its folder; {RESTORE}")

@@ -37,7 +37,7 @@ class TensorSizes:
 
     @cached_property
     def layer(self) -> Layer:
-        """The kind of layer that these sizes are of."""
+        """The kind of layer that these sizes describe."""
         return self.config.typical_layer if self.kind is None else self.kind
 
     @cached_property
@@ -47,12 +47,12 @@ class TensorSizes:
 
     @cached_property
     def query_width(self) -> int:
-        """Width of the attention output, in softmax attention also that of the queries."""
+        """Elements of the attention output; in softmax attention also of the queries."""
         return self.layer.attention.attended_width
 
     @cached_property
     def key_width(self) -> int:
-        """Half of what goes to attention beside the queries: in softmax attention, heads of keys times head_dim."""
+        """Half of the elements for attention beside the queries; in softmax attention, KV heads times head_dim."""
         return (self.layer.attention.qkv_width - self.query_width) // 2
 
     @cached_property
@@ -65,33 +65,33 @@ class TensorSizes:
 
     @cached_property
     def hidden_bytes(self) -> int:
-        """Hidden state of one token."""
+        """Bytes of one token's hidden state."""
         return self.config.hidden * self.element
 
     @cached_property
     def qkv_bytes(self) -> int:
-        """Query, key and value of one token."""
+        """Bytes of one token's query, key and value."""
         return self.layer.attention.qkv_width * self.element
 
     @cached_property
     def attention_bytes(self) -> int:
-        """Attention output of one token."""
+        """Bytes of one token's attention output."""
         return self.query_width * self.element
 
     @cached_property
     def kv_bytes(self) -> int:
-        """Bytes that one more token adds to the cache of one layer: its key and value."""
+        """Bytes that one more token adds to the KV cache of one layer: its key and value."""
         return self.layer.attention.cache_width * self.element
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes that the layer keeps of a sequence whatever its length."""
+        """Bytes that the layer keeps of a sequence, whatever the sequence's length."""
         return self.layer.attention.state_bytes
 
     def held_bytes(self, requests: Iterable[int], beams: int = 1) -> int:
-        """Bytes of one layer's caches for requests of which it holds these numbers of tokens.
+        """Bytes of one layer's caches for requests with these numbers of cached tokens.
 
-        A cache that rolls holds no more than a window of each sequence.
+        A rolling cache has no more than a window of each sequence.
         """
         attention, counts = self.layer.attention, list(requests)
         if isinstance(attention, GroupedAttention) and attention.rolling and attention.window is not None:
@@ -100,15 +100,15 @@ class TensorSizes:
 
     @property
     def logits_bytes(self) -> int:
-        """Logits of one token over the whole vocabulary, in float32."""
+        """Bytes of one token's logits over the whole vocabulary, in float32."""
         return 4 * self.config.vocabulary
 
     @property
     def sum_bytes(self) -> int:
-        """Sum of the experts' outputs for one token, in float32."""
+        """Bytes of the sum of the experts' outputs for one token, in float32."""
         return 4 * self.config.hidden
 
     @property
     def row_and_choices_bytes(self) -> int:
-        """Input of the experts for one token on another node: its normalised row, experts and weights, in float32."""
+        """Bytes of the experts' input for a token on another node: normalised row, experts and weights, in float32."""
         return 4 * (self.config.hidden + 2 * self.config.routed.top_k)

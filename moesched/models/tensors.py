@@ -35,7 +35,7 @@ def dense_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
 
 
 def expert_shapes(config: ModelConfig, layer: int, expert: int) -> dict[str, Shape]:
-    """Shapes of the tensors of one expert, in their usual order in files; none in a layer without that expert."""
+    """Shapes of the tensors of one expert, in their usual order in files; empty if the layer has no such expert."""
     feed_forward = config.layer(layer).feed_forward
     if expert >= feed_forward.experts:
         return {}
@@ -55,7 +55,7 @@ def expert_shapes(config: ModelConfig, layer: int, expert: int) -> dict[str, Sha
 
 
 def is_transposed(config: ModelConfig, name: str) -> bool:
-    """Whether the checkpoints of this model store a matrix as (inputs, outputs)."""
+    """Test whether the checkpoints of this model store a matrix as (inputs, outputs)."""
     return config.routed.transposed_down and name.endswith(".down")
 
 
@@ -88,7 +88,7 @@ def count_weights(config: ModelConfig) -> int:
 
 
 def count_active_weights(config: ModelConfig, left_out: Collection[str] = ()) -> int:
-    """Number of weights that compute one token: all but the experts that it does not choose.
+    """Number of weights that compute one token: all but those of experts that the token does not choose.
 
     left_out: tensors outside the layers that do not count either; publishers differ in this. An embedding that is also
         the LM head counts.
@@ -102,9 +102,9 @@ def count_active_weights(config: ModelConfig, left_out: Collection[str] = ()) ->
 
 
 def file_bytes(config: ModelConfig) -> int:
-    """Bytes of all weights in the storage format, as published files hold them.
+    """Bytes of all weights in the storage format, as in published files.
 
-    Weights that text does not need are in 16 bits, or in the format where it is that of all matrices.
+    Weights that text does not need are in 16 bits, or in the format if that is the format of all matrices.
     """
     dtype = config.dtype
     total = sum(
@@ -134,7 +134,7 @@ def _dense(layer: Layer, hidden: int) -> dict[str, Shape]:
 
 
 def _examples(config: ModelConfig) -> list[tuple[int, int, int]]:
-    """For each kind of layer: one layer's number, how many layers are like it, and their experts."""
+    """For each kind of layer: one layer's number, how many layers are like it, and how many experts they have."""
     return [
         (config.pattern.index(layer), times, layer.feed_forward.experts)
         for layer, times in config.kinds.items()

@@ -21,7 +21,7 @@ def decode_unique(text: bytes, kind: type[T], where: str, remedy: str) -> T:
     """Decode JSON to a type.
 
     Args:
-        where: names the file in messages, perhaps with what it should be.
+        where: names the file in messages, perhaps with its expected kind.
         remedy: ends the message.
 
     Raises:

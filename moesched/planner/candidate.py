@@ -44,8 +44,8 @@ class Candidate:
         sizes: allowed sizes of micro-batches; None for any.
 
     Attributes:
-        choice: the sizes with the highest bound: of `ROUGH` ones, until refined.
-        schedules: those of its schedules that were simulated, in a few layers or in all.
+        choice: the sizes with the highest bound: the best of the `ROUGH` sizes, until `refine` finds better ones.
+        schedules: the policy's schedules that were simulated, in a few layers or in all.
 
     Raises:
         BadInput: not even one request fits; the message names the memory and the missing bytes.
@@ -71,7 +71,7 @@ class Candidate:
         self.choice = self._best_of(setting, shapes) or least(setting, self.traits, shapes[0])
 
     def refine(self) -> None:
-        """Choose among all coarse sizes, and the fine ones next to the best of these."""
+        """Set `choice` to the best of all coarse micro-batch sizes, then of all sizes near that one."""
         for sizes in (self._coarse, self._ladder):
             size = self.choice.micro_batch_size
             near = [other for other in sizes if other in self._coarse or size / 2 < other < size * 2]
@@ -79,11 +79,11 @@ class Candidate:
             self.choice = self._best_of(self.setting, shapes) or self.choice
 
     def first(self) -> Seen:
-        """The better schedule of the highest bound's, and of large micro-batches, since the bound may be wrong."""
+        """Simulate the sizes with the highest bound, and large micro-batches, as bounds may err; the better one."""
         return self._tried([point_of(self.choice), *self._large([FEW])])[0]
 
     def look(self) -> Seen:
-        """Find the best schedule: climb from the most promising of several starts; all layers of the finalists tell."""
+        """Find the best schedule: climb from several promising starts, then simulate all layers of the best few."""
         self.refine()
         starts = self._tried([point_of(self.choice), *self._large([1, FEW]), *self._edges()])
         for start in starts[:MOST_CLIMBS]:
@@ -93,7 +93,7 @@ class Candidate:
         return self._best_in_all_layers()
 
     def in_chunks(self, found: Seen) -> Seen:
-        """The same sizes with prompts in chunks where that is better, as `simulate` has them by default."""
+        """The same sizes with prompts in chunks, `simulate`'s default, if that is faster; otherwise `found`."""
         if found.chunk is None and CHUNK in chunks_to_try(self.setting, found.micro_batch_size):
             with suppress(BadInput):
                 chunked = self.schedules.see(found.point._replace(chunk=CHUNK))
@@ -102,7 +102,7 @@ class Candidate:
         return found
 
     def bound_with(self, setting: Setting) -> float:
-        """The bound with micro-batches of the chosen size on another machine, in tokens per second."""
+        """The policy's bound in another setting, in tokens per second, with the chosen size of micro-batches."""
         faster = setting.machine is not self.setting.machine
         traits = (
             replace(self.traits, fetch=self._lesson.fetch_seconds(setting.cost)) if faster else self.traits
@@ -113,7 +113,7 @@ class Candidate:
         return max(most_of(setting, traits, shape, share) for share in shares)
 
     def _tried(self, points: Iterable[Point]) -> list[Seen]:
-        """Schedules of those points that fit, the best first.
+        """Simulate those points that fit; returns their schedules, the best first.
 
         Raises:
             BadInput: none fits.
@@ -130,7 +130,7 @@ class Candidate:
         return sorted(found, key=lambda seen: seen.rate, reverse=True)
 
     def _large(self, counts: Sequence[int]) -> Iterator[Point]:
-        """Micro-batches of the largest size that fits, in chunks if more then fit: that needs no bound."""
+        """Points with the largest micro-batches that fit, in chunks too if larger ones fit then; needs no bound."""
         if len(self.setting.lengths) == 1:
             return
         sizes, most = [size for size in self._coarse if size in self._ladder], 0
@@ -148,7 +148,7 @@ class Candidate:
 
     @property
     def _share(self) -> float | None:
-        """The share of the KV cache on the accelerator, as given, or none of it; None for a policy without one."""
+        """The share of the KV cache on the accelerator, 0 unless it is set; None if the policy does not split it."""
         return (self.setting.kv_on_gpu or 0.0) if self.setting.splits_kv else None
 
     def _number_that_fit(self, sizes: Sequence[int], chunk: int | None) -> int:
@@ -160,7 +160,7 @@ class Candidate:
         return setting.fits(setting.batch(1, size), self._share)
 
     def _edges(self) -> Iterator[Point]:
-        """The best bounds with none and all of the KV cache on the accelerator, and one micro-batch with most of it.
+        """The highest bounds with none and all of the KV cache on the accelerator, and a micro-batch with most of it.
 
         The bound ignores that lanes overlap less well where micro-batches differ.
         """
@@ -189,7 +189,7 @@ class Candidate:
                     return
 
     def _best_in_all_layers(self) -> Seen:
-        """The best schedule of those that look best in a few layers; the first of them where all would take long."""
+        """Simulate all layers of the finalists; returns the best one. If that takes long, the best in a few layers."""
         few = self.schedules.seen
         finalists = [seen for seen in few[:FINALISTS] if seen.rate * CLOSE >= few[0].rate]
         if sum(seen.tasks_of_all_layers for seen in finalists) > MOST_FINAL_TASKS:
@@ -197,7 +197,7 @@ class Candidate:
         return max(map(self.schedules.deepened, finalists), key=lambda seen: seen.rate)
 
     def _most_layers(self, size: int, chunk: int | None) -> PolicyChoice | None:
-        """One micro-batch with the KV cache of as many layers as fit on the accelerator; None if all or none do."""
+        """One micro-batch with the KV cache of the most layers that fit on the accelerator; None if all or none fit."""
         layers = self.setting.layout.config.layers
         shape = self._shape(size, chunk)
         choices = (
@@ -215,7 +215,10 @@ class Candidate:
         ]
 
     def _best_of(self, setting: Setting, shapes: Sequence[Shape], above: float = 0.0) -> PolicyChoice | None:
-        """The highest bound; of bounds that are about as high, one of larger micro-batches, which are fewer tasks."""
+        """The sizes with the highest bound, at least `above`; of similar bounds the one of the largest micro-batches.
+
+        Larger micro-batches are fewer tasks.
+        """
         found = best(setting, self.traits, shapes, above)
         if found is None:
             return None
@@ -241,6 +244,6 @@ class Candidate:
 
 
 def _even_shares(requests: int) -> set[int]:
-    """Sizes of micro-batches that divide the requests evenly, if a few micro-batches hold all."""
+    """Sizes of micro-batches that divide the requests evenly among a few micro-batches."""
     shares = {-(-requests // count) for count in range(1, MOST_SHARES + 1)}
     return {share for share in shares if share <= SIZES[-1]}

@@ -23,17 +23,20 @@ the accelerator: they lie below their bounds by as much."""
 
 
 def chunks_to_try(setting: Setting, size: int) -> list[int | None]:
-    """The chunks to try with micro-batches of a size: the given one, or none, and one that keeps kernels busy."""
+    """The prefill chunks to try, in tokens: the setting's, if it has one; else none and, for long prompts, `CHUNK`.
+
+    size: requests of a micro-batch.
+    """
     if setting.prefill_chunk is not None or size * max(setting.lengths) <= CHUNK:
         return [setting.prefill_chunk]
     return [None, CHUNK]
 
 
 class Climb:
-    """Steps between sizes of one policy.
+    """A local search for better sizes of one policy, from one simulated schedule to a faster one of similar sizes.
 
-    The bounds say which steps are worth a simulation, until a schedule refutes them by being faster, or by holding more
-    requests than they allow: a policy may choose places by what is free, or fetch only the experts that tokens need.
+    The bounds say which moves are worth a simulation, until a schedule refutes them by being faster, or by holding more
+    requests than they allow: a policy may place weights by the free memory, or fetch only the experts that tokens need.
 
     Args:
         ladder: allowed sizes of micro-batches, in ascending order.
@@ -56,7 +59,7 @@ class Climb:
         self._refuted = False
 
     def start(self, point: Point) -> Seen:
-        """Simulate sizes; with smaller micro-batches if not even one fits: the search knows only average lengths.
+        """Simulate a point, with smaller micro-batches if not even one fits: the search knows only average lengths.
 
         Raises:
             BadInput: not even a micro-batch of one request fits.
@@ -72,7 +75,7 @@ class Climb:
         return self._see(point)
 
     def from_seen(self, found: Seen) -> Seen:
-        """Move from one schedule to a better one: in large steps first, then in small ones."""
+        """Move from a schedule to better ones, in large steps first, then in small ones; returns the last."""
         for around in (self._far, self._near):
             found = self._uphill(found, around)
         return found
@@ -89,7 +92,7 @@ class Climb:
         return seen
 
     def _uphill(self, found: Seen, around: Callable[[Seen], list[Point]]) -> Seen:
-        """Move on, until no neighbour promises more, or enough of them were tried."""
+        """Move to faster schedules until no neighbour (`around`) has a higher bound, or enough were simulated."""
         tried = {found.point}
         ahead = self._ahead(found, around(found))
         while ahead and len(tried) <= MOST_PREVIEWS:
@@ -105,7 +108,7 @@ class Climb:
         return found
 
     def _ahead(self, found: Seen, points: Sequence[Point]) -> list[Point]:
-        """The points that may be better than a schedule, the highest bound first."""
+        """Those of the points whose bounds allow a better schedule than `found`, the highest bound first."""
         bounds = {point: self._filled(point) for point in points}
         here = self._filled(found.point)
         bound = found.throughput if here is None else here.throughput
@@ -126,9 +129,9 @@ class Climb:
         return sorted(known, key=lambda point: promise(known[point]), reverse=True)
 
     def _far(self, seen: Seen) -> list[Point]:
-        """About twice and half of the sizes: of micro-batches for as many requests, of their number, of both.
+        """Neighbours with about twice or half of the micro-batch size for as many requests, of their number, or both.
 
-        Chunks leave room for more micro-batches.
+        Chunks leave room for more micro-batches, so that twice their number is tried with chunks, too.
         """
         size, count, _, chunk = seen.point
         others = [min(self._ladder, key=lambda each: abs(each - aim)) for aim in (2 * size, size / 2)]
@@ -144,10 +147,11 @@ class Climb:
         return points
 
     def _near(self, seen: Seen) -> list[Point]:
-        """A fifth more or fewer micro-batches, or other sizes for as many requests; more or less of the KV cache there.
+        """Neighbours: a fifth more or fewer micro-batches, other sizes for as many requests, or another KV cache share.
 
-        The share of the KV cache on the accelerator changes by a tenth of the micro-batches, or of a single one's
-        layers; or that tenth is added, where the host's memory has no room for more.
+        The share of the KV cache on the accelerator changes by a tenth of the micro-batches, or of the layers if there
+        is only one micro-batch. A last neighbour adds a tenth more of them there, where the host's memory has no room
+        for more.
         """
         point, share = seen.point, self._share(seen)
         size, count = point.size, point.micro_batches
@@ -165,7 +169,7 @@ class Climb:
         return points
 
     def _of_sizes(self, seen: Seen, sizes: Sequence[int]) -> list[Point]:
-        """Micro-batches of these sizes for as many requests, with the same share of the KV cache on the accelerator."""
+        """Points with micro-batches of these sizes for as many requests, and the same share of the KV cache."""
         counts = [(size, -(-seen.batch_size // size)) for size in sizes]
         share = self._share(seen)
         return [Point(size, count, resident_of(share, count), seen.chunk) for size, count in counts]
@@ -174,7 +178,7 @@ class Climb:
         return seen.point.resident / seen.point.micro_batches
 
     def _filled(self, point: Point) -> PolicyChoice | None:
-        """That number of micro-batches, or the most that should fit, with as many weights kept as then fit."""
+        """The bound of a point, with the most resident weights that fit; of fewer micro-batches if some do not fit."""
         shape = self._shape_of(point.size, point.chunk)
 
         def with_micro_batches(count: int) -> PolicyChoice | None:
@@ -190,5 +194,5 @@ class Climb:
 
 
 def point_of(choice: PolicyChoice) -> Point:
-    """Its sizes."""
+    """The point with the sizes of a choice."""
     return Point(choice.micro_batch_size, choice.micro_batches, choice.resident, choice.chunk)

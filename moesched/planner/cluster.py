@@ -45,10 +45,10 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
         experts: "whole", each on one node or on several; or "cut", a slice of each on every node.
         replicas: nodes that hold an expert, on average.
         attention: "replicated" on all nodes, or "sharded", which takes one more exchange in each layer.
-        policy: name of a policy that implements this way; None if none of ours does.
+        policy: name of a shipped policy that splits the model in this way; None if there is none.
         expected_experts: mean number of a token's experts that the busiest node runs in a layer.
-        bytes_per_node: of weights.
-        kernel_seconds: launches of the experts' kernels, which Eq. 1 omits.
+        bytes_per_node: bytes of weights on each node.
+        kernel_seconds: seconds to launch the experts' kernels, which Eq. 1 omits.
         token_seconds: the sum of the bound and the launches.
     """
 
@@ -64,11 +64,11 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The way with the least time per token.
+    """The way to split a model that takes the least time per token.
 
     Attributes:
         why: reasons, one sentence each.
-        runs: the best way that one of our policies implements, which may be another.
+        runs: the fastest way that a shipped policy implements; it may be another than `best`.
     """
 
     best: Way
@@ -77,10 +77,10 @@ class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterProposal(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on a cluster.
+    """The best placement and split of a model on a cluster of equal machines.
 
     Attributes:
-        policy: its placement is the one that `bound` is for.
+        policy: the expert-parallel policy that `placement` and `bound` are for.
         bound: of one token, by Eq. 1.
         expected_experts: mean number of a token's experts that the busiest node runs in a layer;
             `expected_experts_error` is its standard error, 0 if all choices were enumerated.
@@ -155,7 +155,7 @@ def plan_cluster(given: ClusterPlanOptions) -> ClusterProposal:
 
 
 class _Bytes(NamedTuple):
-    """Bytes of weights: a layer's dense weights, one expert's in all layers, and all others."""
+    """Bytes of weights: of a layer's dense weights, of one expert in all layers, and of weights outside of layers."""
 
     dense: int
     expert: int
@@ -186,7 +186,7 @@ class _Cluster:
         return token_bound(self.operations, self.machine, self.network, share)
 
     def placement(self, policy: str) -> Placement:
-        """The policy's placement within the memory budget.
+        """The experts on each node by the policy's placement, within the memory budget.
 
         Raises:
             BadInput: the nodes cannot hold the experts.
@@ -205,11 +205,11 @@ class _Cluster:
         return best_placement(experts, self.config.routed.top_k, nodes, self.that_fit)
 
     def needed(self, experts: float) -> int:
-        """Bytes of weights on a node that holds that number of experts."""
+        """Bytes of weights on a node that holds that number of experts in each layer."""
         return self.bytes.outside + self.bytes.dense + round(experts * self.bytes.expert)
 
     def ways(self) -> Iterator[Way]:
-        """All ways that fit."""
+        """All ways to split the model that fit in the nodes' memories."""
         network, nodes = self.config.routed, self.nodes
         once = mirrored(network.experts, nodes, nodes)
         authors = self.placement(AUTHORS)
@@ -234,7 +234,11 @@ class _Cluster:
     def _both(
         self, replicas: float, experts: str, policy: str | None, load: float, kernels: float, held: float
     ) -> Iterator[Way]:
-        """The ways with attention replicated and, if its heads can be divided evenly, sharded."""
+        """One way to place experts, with attention replicated and, on several nodes, sharded.
+
+        load: mean number of a token's experts that the busiest node runs in a layer. kernels: kernel launches in a
+        layer. held: experts that a node holds in each layer.
+        """
         config, nodes = self.config, self.nodes
         kv_heads = config.typical_layer.attention.cached_heads
         heads = -(-kv_heads // nodes) / kv_heads
@@ -332,7 +336,7 @@ def _network(machine: Machine, network: Network | str | None) -> Network:
 
 
 def _budget(machine: Machine, budgets: Mapping[str, int | str] | None) -> int:
-    """Bytes that may be used of a node's accelerator memory."""
+    """Bytes that weights may take of a node's accelerator memory."""
     memory = machine.accelerator.memory
     for name in budgets or {}:
         if name != memory:

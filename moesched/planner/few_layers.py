@@ -15,7 +15,7 @@ DEPTHS = (4, 8, 16)
 
 
 def few_layers(config: ModelConfig, layers: int) -> ModelConfig:
-    """The model cut to some of its layers; its vocabulary shrinks alike, so that seconds are in proportion.
+    """The model cut to some of its layers; its vocabulary is cut in proportion, so that seconds are, too.
 
     Where layers differ, the model keeps all kinds, and may have more layers than asked for.
     """
@@ -24,20 +24,20 @@ def few_layers(config: ModelConfig, layers: int) -> ModelConfig:
 
 
 def depths_of(setting: Setting) -> list[int]:
-    """The numbers of layers that may stand for the whole model; none where machines or accelerators share it."""
+    """The numbers of layers to which trial runs may cut the model; none where machines or accelerators share it."""
     if setting.machine.accelerator_group.count > 1 or setting.nodes > 1:
         return []
     return [depth for depth in DEPTHS if 2 * depth <= setting.layout.config.layers]
 
 
 def cut(setting: Setting, layers: int) -> Setting:
-    """The same setting for a model of that number of layers."""
+    """The same setting for the model cut to that number of layers."""
     layout = setting.layout
     return replace(setting, layout=_layout(layout.config, layout.dtype, layout.page_bytes, layers))
 
 
 def probed(setting: Setting) -> Setting:
-    """The setting with the fewest layers that a policy's traits are learned from."""
+    """The setting for the model cut to the fewest layers from which a policy's traits are learned."""
     depths = depths_of(setting)
     return cut(setting, depths[0]) if depths else setting
 

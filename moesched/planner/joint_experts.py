@@ -11,7 +11,9 @@ from moesched.tasks import Task
 
 
 def runs_experts_jointly(setting: Setting) -> bool:
-    """Run two steps of two requests, whose tokens all choose the same experts, each in a micro-batch of its own.
+    """Test whether a policy runs an expert once for the tokens of several micro-batches.
+
+    It runs two steps of two requests, each in a micro-batch of its own, whose tokens all choose the same experts.
 
     Raises:
         BadInput: the policy plans nothing for two micro-batches, whatever the budgets.
@@ -32,13 +34,13 @@ def runs_experts_jointly(setting: Setting) -> bool:
 
 
 class _FirstExperts:
-    """Routing of each token to the first experts."""
+    """Routing that sends every token to the experts 0 to top-k - 1."""
 
     def __init__(self, top_k: int) -> None:
         self._top_k = top_k
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """Count the tokens of each expert."""
+        """Count the tokens of each expert: all of them for each of the first experts."""
         return dict.fromkeys(range(self._top_k), tokens)
 
 
@@ -49,5 +51,5 @@ class _JointTasks:
         self.any = False
 
     def ended(self, task: Task) -> None:
-        """Look at a task."""
+        """Note whether the task runs an expert for several micro-batches."""
         self.any = self.any or (task.verb == "run_expert" and task.micro_batch < 0)

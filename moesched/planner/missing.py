@@ -11,9 +11,9 @@ PRECISION = 0.01
 
 
 def missing_bytes(setting: Setting) -> dict[str, int]:
-    """Bytes that each memory lacks for one request; empty where the plan fits, or fits in no budget.
+    """Bytes that each memory lacks for a plan of one request; empty if the plan fits, or fits in no budget.
 
-    A memory's bytes are those that it lacks beside unlimited others.
+    Each memory's bytes are found with no limit to the other memories.
     """
     return {
         memory: lacking
@@ -23,7 +23,7 @@ def missing_bytes(setting: Setting) -> dict[str, int]:
 
 
 def _lacking(setting: Setting, memory: str) -> int | None:
-    """The least that a memory's budget must grow by; None where no budget is enough."""
+    """The fewest bytes by which a memory's budget must grow for a request: 0 if it fits, None if none is enough."""
     budget = setting.capacity(memory)
     if _plan(setting, memory, budget) is not None:
         return 0
@@ -43,7 +43,7 @@ def _lacking(setting: Setting, memory: str) -> int | None:
 
 
 def _plan(setting: Setting, memory: str, budget: int) -> Plan | None:
-    """The plan of one request with that budget of one memory; None where it does not fit."""
+    """Plan one request with that budget of one memory and no limit to the others; None if it does not fit."""
     budgets = dict.fromkeys(setting.machine.memories, UNLIMITED) | {memory: budget}
     try:
         return setting.plan(setting.batch(1, 1), budgets, setting.kv_on_gpu)[0]

@@ -22,7 +22,7 @@ class NodeShare(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         experts: mean number of experts that it runs.
         attention: share of attention's projections, from 0 to 1.
-        exchanges: collectives of all nodes.
+        exchanges: number of collectives of all nodes.
     """
 
     experts: float
@@ -34,9 +34,10 @@ class TokenBound(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of Eq. 1 for one token, in seconds, and the resulting throughput.
 
     Attributes:
-        load_seconds: reading weights. compute_seconds: FLOPs, which overlap with loading.
-        latency_seconds, transfer_seconds: of all exchanges.
-        seconds: of the whole token.
+        load_seconds: time to read the weights.
+        compute_seconds: time of the FLOPs, which overlap with the reading.
+        latency_seconds, transfer_seconds: latency and transfer time of all exchanges.
+        seconds: time of the whole token.
     """
 
     load_seconds: float
@@ -50,7 +51,7 @@ class TokenBound(msgspec.Struct, frozen=True, kw_only=True):
 def token_bound(
     operations: Operations, machine: Machine, network: Network | None, share: NodeShare
 ) -> TokenBound:
-    """Evaluate Eq. 1.
+    """Evaluate Eq. 1: the least time of one token on the busiest node and for the exchanges.
 
     Raises:
         BadInput: nodes exchange data without a network, or the machine has no rate for the dtype.
@@ -80,7 +81,7 @@ def token_bound(
 
 
 def attention_bytes(operations: Operations) -> int:
-    """A layer's projections of queries, keys, values and output: Table 1's note (b), with D_embed squared."""
+    """Bytes of a layer's projections of queries, keys, values and output: Table 1's note (b), with D_embed squared."""
     return operations.before_attention.nbytes + operations.after_attention.nbytes
 
 

@@ -32,30 +32,30 @@ def require_objective(objective: str, new_tokens: int) -> None:
 
 
 def requests_for(objective: Objective, lengths: Sequence[int]) -> tuple[int, ...]:
-    """The prompt lengths that a plan is for: all of them, or one of average length."""
+    """The prompt lengths that a plan with this objective is for: all of them, or a single one of average length."""
     return tuple(lengths) if objective == "throughput" else (round(fmean(lengths)),)
 
 
 def most_steps(objective: Objective) -> int:
-    """Most steps of a trial run. One request chooses few experts in a step, so its speed is the mean of more."""
+    """The most steps of a trial run. For a single request there are more, since few experts are chosen in each step."""
     return MOST_STEPS if objective == "throughput" else STEPS_OF_ONE_REQUEST
 
 
 def cheap_tasks(objective: Objective) -> int:
-    """Tasks of a run of all layers up to which it takes the place of one of a few layers, which is an estimate.
+    """The most tasks for which a trial run simulates all layers, instead of an estimate from a few.
 
-    Of one request the estimate is worse, since what a step has besides layers counts more.
+    It is higher for a single request, whose estimate is worse: what a step does outside of layers counts more.
     """
     return 4_000 if objective == "throughput" else 20_000
 
 
 def close(objective: Objective) -> float:
-    """Factor within which trial runs of a few layers do not tell two policies apart."""
+    """Factor between two rates from few layers within which either policy may be the faster one with all layers."""
     return 1.12 if objective == "throughput" else 1.15
 
 
 def rate(objective: Objective, trial: TrialRun, batch: Batch) -> float:
-    """The figure of a trial run that the objective maximises, per second."""
+    """The figure of a trial run that the objective maximises: tokens or steps per second, as the objective says."""
     if objective == "throughput":
         return trial.tokens_per_second(batch)
     return 1 / (trial.step_seconds if objective == "latency" else trial.seconds(batch))

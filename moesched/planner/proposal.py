@@ -31,7 +31,7 @@ class PlannedSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         prefill_chunk: most prompt tokens that pass a layer together; None for all of a micro-batch.
-        attention_on_gpu: whether the GPU attends to the micro-batches whose KV cache is on the host.
+        attention_on_gpu: whether the GPU computes attention of the micro-batches whose KV cache is on the host.
         weights_on_gpu, kv_on_gpu: shares, from 0 to 1, of the weights and of the KV cache that stay in
             the accelerator's memory.
     """
@@ -51,7 +51,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         throughput_tokens_per_second: all generated tokens over the time from the end of loading.
-        decode_step_seconds: of a step in the middle of the generation.
+        decode_step_seconds: time of a step in the middle of the generation.
         bound_by: the busiest lane in such a step.
         utilization: the share of such a step that each lane is busy.
         bound_tokens_per_second: throughput if the lanes of this schedule overlapped perfectly.

@@ -18,23 +18,23 @@ from moesched.units import format_bytes
 
 
 class Ranked(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy with its best sizes, or with what it lacks.
+    """A policy with its best sizes, or with the bytes that it lacks.
 
     Attributes:
         throughput_tokens_per_second: all generated tokens over the time from the end of loading.
-        decode_step_seconds: of a step in the middle of the generation.
+        decode_step_seconds: time of a step in the middle of the generation.
         first_token_seconds: from the end of loading to a prompt's first token, on average over the batch.
         bound_by: the busiest lane in such a step.
-        busy: the share of such a step that it is busy.
-        estimate: whether the figures are extrapolated from a few layers, which does not rank the row; otherwise all
-            layers were simulated.
-        fits: whether it can be planned; figures are None otherwise.
-        missing_bytes: the sum over the memories, for one request; 0 if that is not why it cannot be planned.
+        busy: the share of such a step that this lane is busy.
+        estimate: whether the figures are extrapolated from a few layers, so that their order is uncertain; otherwise
+            all layers were simulated.
+        fits: whether the policy can be planned; figures are None otherwise.
+        missing_bytes: the sum over the memories, for one request; 0 if the policy cannot be planned for another reason.
         missing: bytes that each memory lacks.
         prefill_chunk: most prompt tokens that pass a layer together; None for all of a micro-batch.
         kv_on_gpu: share of the KV cache on the accelerator, for a policy with that setting.
         gain: the resource of which a tenth more raises the bound most; None if none does.
-        why: the reason why it cannot be planned.
+        why: the reason why the policy cannot be planned.
     """
 
     policy: str
@@ -56,13 +56,13 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lacks(self) -> str:
-        """The missing bytes in words; the reason, if it is another."""
+        """The bytes that the policy lacks, in words, or another reason why it cannot be planned."""
         lacking = ", ".join(f"{format_bytes(nbytes)} more {name}" for name, nbytes in self.missing.items())
         return f"{lacking} would" if lacking else self.why or ""
 
 
 def ranked(candidate: Candidate, seen: Seen) -> Ranked:
-    """The row of a policy that fits."""
+    """The row of the ranking for a policy that fits."""
     busy = seen.trial_run.utilization
     best = next(iter(gains(candidate, seen)), None)
     lane = max(busy, key=busy.__getitem__)
@@ -84,7 +84,7 @@ def ranked(candidate: Candidate, seen: Seen) -> Ranked:
 
 
 def misfit(name: str, setting: Setting | None, error: Exception) -> Ranked:
-    """The row of a policy that cannot be planned; `setting` is None if the policy cannot be made."""
+    """The row of the ranking for a policy that cannot be planned; `setting` is None if the policy cannot be made."""
     missing: dict[str, int] = {}
     if setting is not None and isinstance(error, BadInput):
         missing = missing_bytes(setting)
@@ -95,8 +95,10 @@ def misfit(name: str, setting: Setting | None, error: Exception) -> Ranked:
 
 
 def in_order(rows: Sequence[tuple[float, Ranked]], misfits: Sequence[Ranked]) -> list[Ranked]:
-    """All rows: those of which all layers were simulated, the highest rate first; estimates, which may be wrong about
-    their order; those that cannot be planned, the least missing bytes first.
+    """Order the rows of a ranking, the best first.
+
+    First come policies with all layers simulated, by rate; then estimates, whose order may be wrong; then policies that
+    cannot be planned, by missing bytes.
     """
     fitting = [row for _, row in sorted(rows, key=lambda each: (each[1].estimate, -each[0]))]
     return fitting + sorted(misfits, key=lambda row: (not row.missing, row.missing_bytes))

@@ -21,14 +21,14 @@ IDLE = 0.02
 
 
 class Gain(msgspec.Struct, frozen=True):
-    """A resource, and the relative increase of throughput from a tenth more of it."""
+    """The relative increase of throughput, `share`, from a tenth more of a resource."""
 
     resource: str
     share: float
 
 
 def gains(candidate: Candidate, seen: Seen) -> list[Gain]:
-    """The gains of a candidate, the most useful first: of its bound, or, for one request, of its trial run."""
+    """The gains of a candidate, the largest first: by its bound, or by a trial run if the plan is for one request."""
     setting = candidate.setting
     rate_with = candidate.bound_with if setting.objective == "throughput" else _trials(setting, seen)
     now = rate_with(setting)
@@ -41,7 +41,7 @@ def gains(candidate: Candidate, seen: Seen) -> list[Gain]:
 
 
 def _trials(setting: Setting, seen: Seen) -> Callable[[Setting], float]:
-    """A function from a setting to the rate of a trial run there, of the same layers and with the same routing."""
+    """A function that returns the rate of a trial run in another setting, with the layers and the routing of `seen`."""
 
     def rate_with(richer: Setting) -> float:
         if seen.few is not None:
@@ -57,7 +57,7 @@ def _trials(setting: Setting, seen: Seen) -> Callable[[Setting], float]:
 
 
 def _richer(setting: Setting, seen: Seen) -> Iterator[tuple[str, Setting]]:
-    """Copies of the setting, each with more of one resource of a lane that is in use, or of a memory.
+    """Pairs of a resource and the setting with a tenth more of it: of memories, and of resources of lanes in use.
 
     For a calibrated machine only capacities vary, since its measured costs are not valid for other hardware.
     """
@@ -75,7 +75,7 @@ def _richer(setting: Setting, seen: Seen) -> Iterator[tuple[str, Setting]]:
 
 
 def _faster(machine: Machine) -> Iterator[tuple[str, str, Machine]]:
-    """Lane, resource, and the machine with more of it."""
+    """Triples of a lane or processor role, one of its resources, and the machine with a tenth more of that."""
     roles = {machine.roles.host: "host", machine.roles.accelerator: "accelerator"}
     for name, role in sorted(roles.items(), key=lambda each: each[1]):
         processor = machine.processors[name]

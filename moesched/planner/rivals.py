@@ -27,7 +27,7 @@ MOST_TASKS = 30_000
 
 
 class Rival(NamedTuple):
-    """A policy, its sizes, and the figures of its schedule with all layers."""
+    """A faster policy, and its simulated schedule of all layers with the best sizes."""
 
     policy: str
     seen: Seen
@@ -37,7 +37,7 @@ def faster_policy(setting: Setting, policy: str, rate: float) -> Rival | None:
     """The fastest of the shipped policies that is much faster than `policy`; None if there is none.
 
     Args:
-        setting: that of `policy`; the lengths are those of its batch.
+        setting: the setting of `policy`; its lengths are those of the batch.
         rate: generated tokens per second of `policy`, prefill included.
     """
     with no_garbage_collection():
@@ -57,7 +57,7 @@ def faster_policy(setting: Setting, policy: str, rate: float) -> Rival | None:
 
 
 def _candidates(setting: Setting, policy: str) -> Iterator[Candidate]:
-    """The other shipped policies that fit."""
+    """Candidates of all other shipped policies that fit."""
     sizes = [size for size in SIZES if size <= len(setting.lengths)] or [len(setting.lengths)]
     shipped = plugins.shipped("policies")
     for name in plannable():

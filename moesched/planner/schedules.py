@@ -26,11 +26,12 @@ NEAR_SHARE = 0.09
 
 
 class Point(NamedTuple):
-    """Sizes to try: µ, the number of micro-batches, the chunk, and the micro-batches with their KV cache on the
-    accelerator.
+    """Sizes to try.
 
     Attributes:
-        resident: a whole number, apart from a single micro-batch, whose cache is divided by layers.
+        size: requests of a micro-batch, µ.
+        resident: number of micro-batches whose KV cache is on the accelerator; a whole number, except that the cache of
+            a single micro-batch is divided by layers.
         chunk: most tokens of a micro-batch of prefill; None for no limit.
     """
 
@@ -41,15 +42,15 @@ class Point(NamedTuple):
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes for a policy, and the predicted figures of its schedule.
+    """A simulated schedule of a policy: its sizes and its predicted figures.
 
     Attributes:
-        point: its sizes.
+        point: the sizes.
         weights_on_gpu: share of the weights' bytes that stays in the accelerator's memory.
         kv_on_gpu: share of the KV cache that stays there.
-        few: a few layers of it; None where a trial run needs all of them.
+        few: the model cut to the few layers that were simulated; None if all were.
         throughput: generated tokens per second, prefill included.
-        bound: the same if its lanes overlapped perfectly.
+        bound: throughput if the schedule's lanes overlapped perfectly.
         rate: the figure that the setting's objective maximises.
     """
 
@@ -76,7 +77,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tasks_of_all_layers(self) -> float:
-        """Tasks of a run of all layers, by those of a few."""
+        """Number of tasks of a trial run of all layers; extrapolated if only a few layers were simulated."""
         return (
             self.trial_run.tasks if self.whole or self.few is None else self.trial_run.tasks / self.few.part
         )
@@ -105,17 +106,17 @@ class Schedules:
 
     @property
     def seen(self) -> list[Seen]:
-        """All that were simulated, the best first."""
+        """All schedules that were simulated, the best first."""
         return sorted(self._seen.values(), key=lambda seen: seen.rate, reverse=True)
 
     def see(self, point: Point, *, deep: bool | None = None) -> Seen:
-        """Simulate the schedule of that number of micro-batches, or of as many as fit.
+        """Simulate the schedule of a point, with fewer micro-batches if they do not all fit; kept for the next call.
 
         Args:
-            deep: whether to simulate all layers; by default as the schedules are.
+            deep: whether to simulate all layers; by default as given to the constructor.
 
         Raises:
-            BadInput: not even one such micro-batch fits, or the policy takes no such chunks, which were not asked for.
+            BadInput: not even one micro-batch fits, or the policy cannot run chunks that the user did not ask for.
         """
         deep = self._deep if deep is None else deep
         if (point, deep) not in self._seen:
@@ -128,7 +129,7 @@ class Schedules:
         return self._seen[point, deep]
 
     def _simulated(self, point: Point, deep: bool) -> Seen:
-        """Simulate a schedule."""
+        """Simulate the schedule of a point: all layers if `deep` or if they have few tasks, otherwise a few layers."""
         plan, policy = self._fitting(point)
         batch, setting = plan.batch, self._of(point)
         share = plan.kv.on_gpu if setting.splits_kv else None
@@ -171,7 +172,7 @@ class Schedules:
         )
 
     def _fitting(self, point: Point) -> tuple[Plan, Policy]:
-        """The plan of that number of micro-batches, or of the most that fit."""
+        """Plan the point's number of micro-batches, or the most that fit."""
         with suppress(BadInput):
             return self._plan(point)
         fewer = range(1, point.micro_batches)
@@ -195,17 +196,17 @@ class Schedules:
         return setting.plan(setting.batch(point.micro_batches, point.size), kv_on_gpu=share)
 
     def _of(self, point: Point) -> Setting:
-        """The setting with the point's chunks."""
+        """The setting with the point's prefill chunks."""
         return with_chunk(self._setting, point.chunk)
 
 
 def with_chunk(setting: Setting, chunk: int | None) -> Setting:
-    """The setting with other chunks of prefill."""
+    """The setting with prefill chunks of at most that number of tokens; None for no limit."""
     return setting if setting.prefill_chunk == chunk else replace(setting, prefill_chunk=chunk)
 
 
 def with_count(point: Point, count: int) -> Point:
-    """Another number of micro-batches, with the same share of the KV cache on the accelerator."""
+    """The point with another number of micro-batches, and the same share of the KV cache on the accelerator."""
     return point._replace(
         micro_batches=count, resident=resident_of(point.resident / point.micro_batches, count)
     )

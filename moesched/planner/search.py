@@ -35,9 +35,9 @@ class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         chunk: most tokens of a micro-batch of prefill; None for no limit.
-        resident: micro-batches whose KV cache stays on the accelerator, for a policy that splits it; a single one's may
-            stay in part.
-        kept: share of the weights that stays there.
+        resident: number of micro-batches whose KV cache stays on the accelerator, for a policy that splits it; a
+            fraction if there is a single micro-batch.
+        resident_share: share of the weights that stays there.
         lanes: seconds that a layer of a decode step keeps each lane busy.
     """
 
@@ -54,7 +54,7 @@ class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
 def best(
     setting: Setting, traits: Traits, shapes: Sequence[Shape], above: float = 0.0
 ) -> PolicyChoice | None:
-    """The best sizes among these shapes; None if none fits, or none reaches `above` tokens per second."""
+    """The sizes with the highest bound of these shapes; None if none fits or reaches `above` tokens per second."""
     programme = _Programme(setting, traits, shapes)
     found, rate = None, max(above, _reached(setting, traits, shapes) * (1 - 2 * TOLERANCE))
     for _ in range(MOST_ROUNDS):
@@ -66,7 +66,7 @@ def best(
 
 
 def _reached(setting: Setting, traits: Traits, shapes: Sequence[Shape]) -> float:
-    """The best of a few sizes, with none or all of the KV cache on the accelerator: a λ that saves rounds."""
+    """The highest throughput with none or all of the KV cache on the accelerator: a first λ that saves rounds."""
     if setting.kv_on_gpu is not None:
         return 0.0
     shares = (0.0, 1.0) if setting.splits_kv else (0.0,)
@@ -76,7 +76,7 @@ def _reached(setting: Setting, traits: Traits, shapes: Sequence[Shape]) -> float
 def most_of(setting: Setting, traits: Traits, shape: Shape, resident: float) -> float:
     """The highest throughput of any number of micro-batches of a shape; 0 if none fits.
 
-    It rises with their number up to a single peak, so two neighbours tell the side of it.
+    Throughput rises with their number up to a single peak, so that a binary search by two neighbours finds it.
 
     resident: share of the micro-batches whose KV cache stays on the accelerator.
     """
@@ -93,14 +93,17 @@ def most_of(setting: Setting, traits: Traits, shape: Shape, resident: float) -> 
 
 
 def least(setting: Setting, traits: Traits, shape: Shape) -> PolicyChoice:
-    """One micro-batch of that shape, with as few weights kept on the accelerator as possible."""
+    """The choice of one micro-batch of that shape, with as few weights kept on the accelerator as possible."""
     return _choice(setting, traits, shape, 1, 0, 0.0 if traits.streams else traits.keeps)
 
 
 def filled(
     setting: Setting, traits: Traits, shape: Shape, count: int, resident: float
 ) -> PolicyChoice | None:
-    """`count` micro-batches with as many weights kept as fit; None if the micro-batches do not fit."""
+    """The choice of `count` micro-batches, `resident` with their KV cache on the accelerator, and all weights that fit.
+
+    It is None if the micro-batches do not fit.
+    """
     fast = setting.machine.accelerator.memory
     free = {
         memory: setting.capacity(memory) - used for memory, used in used_bytes(shape, count, resident).items()
@@ -125,13 +128,13 @@ def used_bytes(shape: Shape, count: int, resident: float) -> dict[str, float]:
 
 
 def weight_bytes(setting: Setting, traits: Traits, resident_share: float) -> float:
-    """Bytes of an accelerator's memory for weights: the share that stays, and a buffer for the others."""
+    """Bytes of an accelerator's memory for weights: the share that stays, and the buffer for streamed ones."""
     buffer = traits.buffer * setting.weight_bytes / setting.layout.config.layers
     return resident_share * setting.weight_bytes / traits.stages + (1 - resident_share) * buffer
 
 
 class _Programme:
-    """All variables and constraints; only λ, and with it the objective, changes from round to round."""
+    """The variables and constraints of the search. From round to round only λ, and with it the objective, changes."""
 
     def __init__(self, setting: Setting, traits: Traits, shapes: Sequence[Shape]) -> None:
         import highspy  # here, since most commands search nothing
@@ -170,7 +173,7 @@ class _Programme:
         return _choice(setting, self._traits, shape, each + here, here, model.val(self._resident_share))
 
     def _add_counts(self, shape: Shape, taken: Any) -> list[tuple[Share, Any]]:
-        """Variables for the number of micro-batches of each kind: zero unless the shape is chosen."""
+        """Add variables for micro-batches with their KV cache on the host and on the accelerator: 0 unless `taken`."""
         model, share = self._model, self._setting.kv_on_gpu
         sorts = [shape.each] if shape.resident is None else [shape.each, shape.resident]
         limits = [min(shape.most, self._room(shape, sort)) for sort in sorts]
@@ -187,7 +190,7 @@ class _Programme:
         return list(zip(sorts, counts, strict=True))
 
     def _room(self, shape: Shape, sort: Share) -> int:
-        """The most micro-batches that memories hold beside the bytes that these share."""
+        """The most micro-batches of this cost that memories hold beside the bytes that all of the shape share."""
         rooms = [
             (self._setting.capacity(memory) - shape.shared[memory]) // nbytes
             for memory, nbytes in sort.nbytes.items()
@@ -196,7 +199,7 @@ class _Programme:
         return max(0, min(rooms))
 
     def _sum(self, cost: Callable[[Share], float]) -> Any:
-        """A cost of all micro-batches together."""
+        """The sum of a cost over all micro-batches, as an expression of the variables."""
         return self._model.qsum(cost(sort) * count for counts in self._counts for sort, count in counts)
 
     def _add_lanes(self) -> None:

@@ -42,9 +42,9 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
     """The best plan found.
 
     Attributes:
-        seen: its sizes, and the predicted figures of its schedule.
+        seen: its simulated schedule: sizes and predicted figures.
         bound_by: the busiest lane in a decode step.
-        gains: relative increase of the bound for a tenth more of each resource, the most useful first.
+        gains: relative increase of the bound for a tenth more of each resource, the largest first.
         ranking: all policies, the best first; those that do not fit are last.
         uncertainty: the band of the schedule's figures; None where it was not asked for.
     """
@@ -69,7 +69,7 @@ def plannable() -> list[str]:
 
 
 class Resources(TypedDict, total=False):
-    """Fields of `Setting` that a search may be given; see there."""
+    """Fields of `Setting` that callers of a search may give."""
 
     budgets: dict[str, int]
     slot_bytes: Callable[[Page], int] | None
@@ -139,7 +139,7 @@ def plan_best(
 
 
 def _asked(policies: Iterable[PolicyGiven] | None, settings: Mapping[str, Any]) -> Sequence[PolicyGiven]:
-    """The policies to search."""
+    """The policies to search, by default all; BadInput if there are settings but no policy that they are for."""
     if policies is not None:
         return list(policies)
     if settings:
@@ -155,7 +155,7 @@ def _best_of(
     band: bool,
     on_progress: Callable[[str], object],
 ) -> Best:
-    """The best plan, after a search for better sizes if there are several policies."""
+    """The best plan; it searches for better sizes if there are several policies, and puts their schedules in `seen`."""
     if not seen:
         raise _nothing_fits(in_order([], misfits))
     if len(seen) > 1:
@@ -181,7 +181,7 @@ def _best_of(
 
 
 def _search_sizes(seen: dict[Candidate, Seen], on_progress: Callable[[str], object]) -> None:
-    """Look for better sizes of the promising policies, the best first, while that takes few tasks."""
+    """Replace schedules of promising policies by better ones, the best policy first, until many tasks were run."""
     firsts: dict[float, Candidate] = {}
     ahead = sorted(seen, key=lambda each: seen[each].rate, reverse=True)
     before = sum(each.schedules.tasks for each in ahead)
@@ -202,7 +202,7 @@ def _search_sizes(seen: dict[Candidate, Seen], on_progress: Callable[[str], obje
 def _deepen(seen: dict[Candidate, Seen], on_progress: Callable[[str], object]) -> None:
     """Simulate all layers of the best policy, of those that a few layers cannot tell from it, and of some others.
 
-    Others are simulated from the best on, while that takes few tasks.
+    The others follow in the order of their rates, as long as their tasks stay within a limit.
     """
     deepened: dict[float, Seen] = {}
     tasks_left = float(MOST_FAR_TASKS)
@@ -236,7 +236,7 @@ def _winner(seen: Mapping[Candidate, Seen]) -> Candidate:
 
 
 def _needs_others(name: str) -> bool:
-    """Test whether a policy shares experts between machines."""
+    """Test whether a policy divides experts among several machines, so that one machine alone cannot run it."""
     try:
         return is_expert_parallel(plugins.find("policies", name))
     except BadInput:
@@ -244,7 +244,7 @@ def _needs_others(name: str) -> bool:
 
 
 def _nothing_fits(ranking: list[Ranked]) -> DoesNotFit:
-    """The error where no policy fits: what that policy lacks that lacks the least."""
+    """The error where no policy fits; its message names the bytes of the policy that lacks the least."""
     least = next((row for row in ranking if row.missing), None)
     if least is None:
         return DoesNotFit("; ".join(dict.fromkeys(row.why or "" for row in ranking)), ranking)

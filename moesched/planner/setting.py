@@ -33,14 +33,14 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         make: makes a new policy for each plan; one that splits the KV cache takes `kv_on_gpu`.
         lengths: prompt lengths in tokens; their number is the most requests of a batch.
         budgets: bytes by memory; by default the machine's capacities.
-        slot_bytes: bytes of a page in a slot of the device.
+        slot_bytes: returns the bytes that a page takes in a slot of the device.
         splits_kv: whether the policy has a setting for the share of the KV cache that stays on the accelerator.
         kv_on_gpu: that share, if it is fixed; None to search for it.
         beams: sequences of each request in decode.
         prefill_chunk: most tokens of a micro-batch of prefill; None for no limit.
         nodes: number of such machines that share the experts.
         process: the process that will run the plans.
-        objective: the figure that sizes are best in.
+        objective: the figure that the search maximises.
     """
 
     make: Callable[..., Policy]
@@ -60,7 +60,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     objective: Objective = "throughput"
 
     def batch(self, micro_batches: int, size: int) -> Batch:
-        """A batch of the first requests, in full micro-batches and a last one of the rest."""
+        """A batch of the first requests, in micro-batches of `size` requests; the last one may have fewer."""
         lengths = self.lengths[: micro_batches * size]
         sizes = BatchSizes(len(lengths), size, beams=self.beams, prefill_chunk=self.prefill_chunk)
         return _batch(lengths, self.new_tokens, sizes)
@@ -104,16 +104,16 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def searches_shares(self) -> bool:
-        """True if the share of the KV cache on the accelerator is to be found."""
+        """True if the search is to find the share of the KV cache on the accelerator."""
         return self.splits_kv and self.kv_on_gpu is None
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of all weights in slots."""
+        """Bytes that all weights take in slots."""
         return sum(map(self.slot_bytes or bytes_of, self.layout.pages))
 
     def undecided(self, batch: Batch) -> Plan:
-        """A plan of a batch in which nothing is declared."""
+        """A plan of a batch before any policy declared something in it."""
         return Plan(self.machine, self.layout, batch, self.budgets, self.slot_bytes, process=self.process)
 
     def capacity(self, memory: str) -> int:
@@ -123,10 +123,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 @lru_cache(maxsize=64)
 def _batch(lengths: tuple[int, ...], new_tokens: int, sizes: BatchSizes) -> Batch:
-    """A batch, kept since all policies are tried with the same ones."""
+    """Make a batch; cached, since all policies are tried with the same ones."""
     return batch_of(lengths, new_tokens, sizes)
 
 
 def splits_kv(policy: type, machine: Machine) -> bool:
-    """Test whether a policy has a setting for the KV cache's share on an accelerator with a memory of its own."""
+    """Test whether a policy has the setting `kv_on_gpu`, and the accelerator has a memory of its own."""
     return not machine.unified and takes_setting(policy, KV_SHARE)

@@ -31,7 +31,7 @@ class Cut(NamedTuple):
 
     Attributes:
         part: share of the layers that are left.
-        share: of the KV cache on the accelerator, for a policy that splits it.
+        share: share of the KV cache on the accelerator; None for a policy that does not split it.
     """
 
     setting: Setting
@@ -41,16 +41,16 @@ class Cut(NamedTuple):
     share: float | None
 
     def trial(self, most_steps: int, prepared: tuple[Plan, Policy] | None = None) -> TrialRun:
-        """The figures of the whole model, from those of its few layers."""
+        """Simulate the few layers, by `prepared` if it was planned already; figures are extrapolated to all layers."""
         plan, policy = prepared or self.plan()
         return trial_run(plan, policy, most_steps=most_steps).times(1 / self.part)
 
     def plan(self) -> tuple[Plan, Policy]:
-        """The few layers' plan."""
+        """Plan the few layers."""
         return self.setting.plan(self.batch, self.budgets, self.share)
 
     def on(self, setting: Setting) -> Cut:
-        """The same layers in another setting, with the same part of what its memories have more or less."""
+        """The same few layers in another setting, whose memories' differences are scaled to the share of the layers."""
         more = {
             name: self.part * (setting.capacity(name) - self.setting.capacity(name)) for name in self.budgets
         }
@@ -61,11 +61,11 @@ class Cut(NamedTuple):
 
 
 def cut_like(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tuple[Plan, Policy]] | None:
-    """The fewest layers whose plan keeps as many weights in proportion, and that plan; None where there are none.
+    """Cut the model to the fewest layers whose plan keeps the same share of weights; returns that plan and policy, too.
 
     Args:
-        plan: for all layers.
-        share: of the KV cache on the accelerator, for a policy that splits it.
+        plan: of the whole model.
+        share: share of the KV cache on the accelerator; None for a policy that does not split it.
     """
     for depth in depths_of(setting):
         found = _alike(cut(setting, depth), plan, share)
@@ -75,10 +75,10 @@ def cut_like(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tu
 
 
 def _alike(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tuple[Plan, Policy]] | None:
-    """The plan of a cut model in memories that leave it as much room in proportion; None where it does not fit.
+    """Plan a cut model in memories that leave it the same room in proportion; None if it does not fit.
 
-    A cache has slots in proportion to the layers; a buffer that pages stream through has as many at any depth. A plan
-    whose pools do not shrink with the memory streams.
+    A cache has slots in proportion to the layers; a buffer that pages stream through has the same number at any depth.
+    A plan whose pools do not shrink with the memory is taken to stream.
     """
     part = setting.layout.config.layers / len(plan.layers)
     pooled = _pooled(plan)
@@ -97,7 +97,7 @@ def _alike(setting: Setting, plan: Plan, share: float | None) -> tuple[Cut, tupl
 
 
 def _budgets(setting: Setting, plan: Plan, part: float, fixed: Mapping[str, int]) -> dict[str, int]:
-    """Budgets of a cut model's memories.
+    """Budgets of a cut model's memories, in bytes.
 
     fixed: bytes of pools by memory that do not depend on the depth.
     """
@@ -110,7 +110,7 @@ def _budgets(setting: Setting, plan: Plan, part: float, fixed: Mapping[str, int]
 
 
 def _pooled(plan: Plan) -> dict[str, int]:
-    """Bytes by memory of slots that are empty before the first step."""
+    """Bytes by memory of the pools' slots that are empty before the first step."""
     found = {name: -filled_bytes(plan, name) for name in plan.memories}
     for pool in plan.weights.pools:
         found[pool.memory.name] += pool.nbytes
@@ -118,11 +118,11 @@ def _pooled(plan: Plan) -> dict[str, int]:
 
 
 def _as_resident(few: Plan, plan: Plan) -> bool:
-    """Test whether a plan of a few layers has as much of the weights and the KV cache there, in proportion."""
+    """Test whether a plan of few layers keeps about the same shares of weights and KV cache on the accelerator."""
     pairs = (_kept(few), _kept(plan)), (few.kv.on_gpu, plan.kv.on_gpu)
     return all(abs(ours - theirs) <= SHARE_DIFFERS for ours, theirs in pairs)
 
 
 def _kept(plan: Plan) -> float:
-    """The share of the weights that is on the accelerator before the first step."""
+    """The share of the weights that is on the accelerator before the first step, from 0 to 1."""
     return resident_bytes(plan) / weight_bytes(plan)

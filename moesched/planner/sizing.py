@@ -46,6 +46,7 @@ def choose_sizes(
 
     Args:
         setting: its lengths are those of all requests, in order of arrival.
+        wanted: the sizes that the user gave.
         successive: whether all requests run, in successive batches; else only the first batch must fit.
 
     Raises:
@@ -90,7 +91,7 @@ def _smaller_chunks(tokens: int) -> list[int]:
 def _sizes(
     setting: Setting, batch_size: int | None, micro_batch_size: int | None, successive: bool
 ) -> BatchSizes:
-    """Choose sizes; the setting's chunks, if it has any, stay."""
+    """Choose the sizes that are None, with the setting's prefill chunks if it has any."""
     count = len(setting.lengths)
     if batch_size is None and count > 1:
         return _search(setting, micro_batch_size, successive)
@@ -98,7 +99,7 @@ def _sizes(
 
 
 def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes:
-    """The planner's sizes; if the size of micro-batches is given, only their number."""
+    """The planner's best sizes; with a `given` size of micro-batches it searches only their number."""
     asked = setting
     if given is not None:
         given = min(given, len(setting.lengths))
@@ -123,9 +124,9 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
 
 
 def _rather_all(setting: Setting, candidate: Candidate, seen: Seen) -> Seen:
-    """Batches that take the least time for all requests: a single one, if it is about as fast as several.
+    """The schedule that takes the least time for all requests: a single batch, if it is about as fast as several.
 
-    The last batch takes as long as a full one.
+    The last of several batches takes as long as a full one.
     """
     requests = len(setting.lengths)
     count = -(-requests // seen.micro_batch_size)
@@ -144,7 +145,7 @@ def _rather_all(setting: Setting, candidate: Candidate, seen: Seen) -> Seen:
 
 
 def _cache_tokens(plan: Plan, setting: Setting) -> int:
-    """Tokens that a micro-batch may have in the KV cache: its share of the reserved and the free bytes.
+    """Most tokens of a micro-batch in the KV cache: its share of the reserved and the free bytes.
 
     It is at least what the plan's largest micro-batch has, and the longest request alone.
     """
@@ -160,7 +161,7 @@ def _cache_tokens(plan: Plan, setting: Setting) -> int:
 
 
 def _fit_all(setting: Setting, sizes: BatchSizes, chunk: int | None = None) -> BatchSizes:
-    """The same sizes, or chunks or a smaller batch if later batches, whose lengths differ, would not fit."""
+    """The same sizes if later batches fit, whose lengths differ; otherwise with `chunk`, or with a smaller batch."""
 
     def fit(sizes: BatchSizes) -> bool:
         batches = batches_of(setting.lengths, setting.new_tokens, sizes)
@@ -179,8 +180,10 @@ def _fit_all(setting: Setting, sizes: BatchSizes, chunk: int | None = None) -> B
 def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSizes:
     """The sizes with which a batch of the longest requests runs fastest, of those that fit.
 
+    given: requests of a micro-batch; None to choose them.
+
     Raises:
-        BadInput: it does not fit.
+        BadInput: no such batch fits.
     """
     longest = tuple(sorted(setting.lengths, reverse=True)[:batch_size])
     setting = replace(setting, lengths=longest)
@@ -210,13 +213,13 @@ def _of_batch(setting: Setting, batch_size: int, given: int | None) -> BatchSize
 
 
 def _batch_sizes(setting: Setting, point: Point) -> BatchSizes:
-    """The sizes of a batch of all requests."""
+    """The sizes of a batch of all the setting's requests, with a point's micro-batches, chunks and KV cache share."""
     share = point.resident / point.micro_batches if setting.searches_shares else None
     return BatchSizes(len(setting.lengths), point.size, None, share, setting.beams, point.chunk)
 
 
 def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
-    """All requests in micro-batches of a size, by the shares of the KV cache on the accelerator that fit."""
+    """All requests in micro-batches of a size: a point for each share of the KV cache on the accelerator that fits."""
     cut, count = with_chunk(setting, chunk), -(-len(setting.lengths) // size)
     batch = cut.batch(count, size)
     if not setting.searches_shares:
@@ -229,7 +232,7 @@ def _shares(setting: Setting, size: int, chunk: int | None) -> list[Point]:
 
 
 def _fastest(schedules: Schedules, line: Sequence[Point]) -> Seen:
-    """The fastest schedule in a line of points: from its better end on, until they get slower."""
+    """The fastest schedule along a line of points: it starts at the faster end and stops where schedules get slower."""
     ahead = list(line)
     if schedules.see(line[-1]).throughput > schedules.see(line[0]).throughput:
         ahead.reverse()
@@ -243,7 +246,7 @@ def _fastest(schedules: Schedules, line: Sequence[Point]) -> Seen:
 
 
 def _even_sizes(batch_size: int) -> Iterator[int]:
-    """Sizes that cut a batch evenly, the largest first."""
+    """Sizes of micro-batches that divide a batch evenly, the largest first."""
     yield from dict.fromkeys(-(-batch_size // count) for count in COUNTS)
 
 

@@ -38,8 +38,8 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """A policy's use of memories, for any batch.
 
     Attributes:
-        attention_on_gpu, ffn_on_gpu: A_g and F_g of MoE-Lightning, for decode; attention, where the KV cache is split,
-            is that of the host's part.
+        attention_on_gpu, ffn_on_gpu: A_g and F_g of MoE-Lightning, for decode; if the KV cache is split, attention over
+            the host's part.
         kv_on_gpu: whether all of the KV cache is in the accelerator's memory.
         keeps: largest share of the weights' bytes that it keeps there, from 0 to 1.
         streams: whether it can keep less than that.
@@ -68,7 +68,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
         link, host, accelerator: seconds of each lane for one layer of a decode step in the middle of the generation,
             without the weights. The stages of a pipeline work concurrently, on a layer each.
         prefill: seconds of the accelerator for one layer of the prefill, likewise.
-        nbytes: by memory.
+        nbytes: bytes of the micro-batch, by memory.
     """
 
     link: float
@@ -85,9 +85,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         size: requests of a micro-batch, µ.
         chunk: most tokens of a micro-batch of prefill; None for no limit.
         most: largest number of micro-batches of that size.
-        shared: bytes by memory that they need together, independent of their number.
-        each: cost of each of them; if the KV cache is split, of those whose cache is on the host.
-        resident: cost of those whose cache is on the accelerator; None if the policy does not split it.
+        shared: bytes by memory that the micro-batches need together, independent of their number.
+        each: cost of a micro-batch; if the KV cache is split, of one whose cache is on the host.
+        resident: cost of one whose cache is on the accelerator; None if the policy does not split it.
     """
 
     size: int
@@ -102,10 +102,10 @@ class Lesson:
     """A policy's plans with unlimited memory and with too little, and the traits that they show.
 
     Attributes:
-        few: whether a few layers show them; otherwise a setting needs more, such as a number of experts.
+        few: whether plans of a few layers show them; a policy's setting may need more, such as a number of experts.
 
     Raises:
-        BadInput: it plans nothing at all.
+        BadInput: the policy plans nothing at all.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -146,14 +146,14 @@ class Lesson:
         )
 
     def fetch_seconds(self, cost: CostModel) -> float:
-        """`Traits.fetch` with other costs."""
+        """`Traits.fetch` with the costs of another cost model."""
         return max(_hop_seconds(self._least, cost)) if self._ffn_on_gpu else 0.0
 
 
 class TraitProbe:
     """Plans of a few micro-batches of `size` average requests, with no limit to memory.
 
-    few: whether a few layers are enough.
+    few: whether plans of a few layers are enough.
     joint: whether an expert runs once for all micro-batches.
     """
 
@@ -208,7 +208,7 @@ class _Needs:
 
     Where layers differ, the work is that of all kinds, weighted by their shares of the layers.
 
-    together: micro-batches of which experts run on the tokens at once, so that each has a share of that work.
+    together: number of micro-batches whose tokens an expert runs on at once, so that each has a share of that work.
     """
 
     def __init__(self, plan: Plan, number: int, nbytes: dict[str, int], together: int) -> None:
@@ -254,7 +254,7 @@ class _Needs:
         return self._shares[kind] / self._together, work
 
     def _experts_there(self, plan: Plan, run_state: RunState, works: Mapping[str, Work], kind: int) -> None:
-        """The experts of a layer on the host: their outputs come back."""
+        """Add the work of a layer's experts on the host, and of the copy of their outputs to the accelerator."""
         share, made = self._shares[kind], run_state.works
         self._accelerator += [(share, works["route"]), (share, works["combine"])]
         operations, tokens = made.kinds[kind], works["route"].tokens
@@ -267,7 +267,7 @@ class _Needs:
             self._link.append((share, made.move(host, accelerator, nbytes)[1]))
 
     def share(self, cost: CostModel) -> Share:
-        """The cost in seconds."""
+        """The micro-batch's cost in seconds, by a cost model."""
 
         def seconds(works: Sequence[_Part]) -> float:
             return sum(share * cost.work(work).seconds for share, work in works)
@@ -289,12 +289,12 @@ def resident_bytes(plan: Plan) -> int:
 
 
 def weight_bytes(plan: Plan) -> int:
-    """Bytes of all weights in slots."""
+    """Bytes that all weights of a plan take in slots."""
     return sum(map(plan.slot_bytes, plan.layout.pages))
 
 
 def _buffer(plan: Plan) -> float:
-    """Bytes of a plan's buffer for each byte of a layer that streams."""
+    """Bytes of a plan's streaming buffer for each byte of a layer that streams."""
     streamed = (weight_bytes(plan) - resident_bytes(plan)) / len(plan.layers)
     return _pool_bytes(plan) / streamed if streamed else 0.0
 
@@ -307,14 +307,14 @@ def _pool_bytes(plan: Plan) -> int:
 
 
 def filled_bytes(plan: Plan, memory: str) -> int:
-    """Bytes of a memory's slots that are full before the first step."""
+    """Bytes of a memory's slots for weights that are full before the first step."""
     return sum(
         len(pages) * pool.slot_bytes for pool, pages in plan.weights.filled if pool.memory.name == memory
     )
 
 
 def _used(plan: Plan, deep: Plan) -> dict[str, int]:
-    """Bytes by memory of everything but resident weights and the slots that the others stream through.
+    """Bytes by memory of everything but resident weights and the slots of streamed weights.
 
     Several accelerators count as one, with the name of the first and the bytes of the one that needs the most.
 
@@ -342,7 +342,7 @@ def bytes_beside_pages(facts: Plan, declared: Plan) -> dict[str, int]:
 
 
 def _at_depth(declared: Declared, layers: int) -> Declared:
-    """The same declarations for another number of layers: a memory holds as large a share of each KV cache."""
+    """The same declarations for another number of layers; each KV cache keeps the same share of layers in a memory."""
 
     here: Role = "accelerator"
 
@@ -358,7 +358,7 @@ def _at_depth(declared: Declared, layers: int) -> Declared:
 def _hop_seconds(plan: Plan, cost: CostModel) -> list[float]:
     """Seconds that each link from the weights' source to the accelerator takes for a layer, page by page.
 
-    Where layers differ, they are those of the average layer.
+    Where layers differ, the seconds are those of the average layer.
     """
     lanes = make_lanes(plan)
     run_state = RunState(plan, Engine(lanes.values()), lanes)

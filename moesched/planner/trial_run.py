@@ -29,7 +29,7 @@ class TrialRun(msgspec.Struct, frozen=True):
     Attributes:
         prefill_seconds: from the end of loading to the last prompt's first token.
         first_token_seconds: from the end of loading to a prompt's first token, on average.
-        step_seconds: of a decode step in the middle of the generation.
+        step_seconds: time of a decode step in the middle of the generation.
         utilization: share of such a step that each lane is busy.
         prefill_utilization: share of the prefill that each lane is busy.
         prefill: start and end of the prefill, in nanoseconds.
@@ -49,7 +49,7 @@ class TrialRun(msgspec.Struct, frozen=True):
     tasks: int
 
     def times(self, factor: float) -> TrialRun:
-        """The figures of a model with that many times as many layers; all else remains that of this run."""
+        """The figures of a model with `factor` times as many layers; the rest, such as utilization, stays the same."""
         return replace(
             self,
             prefill_seconds=factor * self.prefill_seconds,
@@ -89,7 +89,7 @@ def trial_run(
 
     Args:
         cost: by default the measured costs of the plan's machine, or its roofline.
-        recorder: keeps the tasks.
+        recorder: records the tasks.
         peers: the other nodes, if several run one model.
         most_steps: most steps to run, the prefill included.
     """
@@ -125,18 +125,18 @@ def trial_run(
 
 
 def steps_of(batch: Batch, most: int = MOST_STEPS) -> tuple[int, int]:
-    """The steps that a trial run has, and the tokens that count as generated before its first decode step."""
+    """The number of steps of a trial run, and of the tokens that count as generated before its first decode step."""
     steps = min(most, batch.new_tokens)
     return steps, max(0, (batch.new_tokens - steps) // 2)
 
 
 def whole_steps(ends: Sequence[int]) -> Sequence[int]:
-    """The ends of those steps between which decode steps are as in the middle of a generation."""
+    """The ends of steps without the first and the last, whose steps are not typical, unless few would be left."""
     return ends[1:-1] if len(ends) > 3 else ends
 
 
 class _Spans:
-    """Busy spans of each lane."""
+    """Observer that keeps the times at which each lane was busy."""
 
     def __init__(self) -> None:
         self._spans: dict[str, list[tuple[int, int]]] = {}
@@ -146,7 +146,7 @@ class _Spans:
 
     @property
     def count(self) -> int:
-        """Number of tasks."""
+        """Number of tasks that ran."""
         return sum(map(len, self._spans.values()))
 
     def share(self, lane: str, start: int, end: int) -> float:

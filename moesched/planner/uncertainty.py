@@ -44,7 +44,8 @@ class Figures(msgspec.Struct, frozen=True):
 
     Attributes:
         throughput_tokens_per_second: all generated tokens over the time from the end of loading.
-        decode_step_seconds: of a step in the middle of the generation.
+        decode_step_seconds: time of a step in the middle of the generation.
+        prefill_seconds: from the end of loading to the last prompt's first token.
     """
 
     throughput_tokens_per_second: float
@@ -74,7 +75,7 @@ RunsProgress: TypeAlias = Callable[[int, int], object]
 
 
 def ignore_runs(done: int, total: int) -> None:
-    """Take no note of progress."""
+    """Ignore progress: `done` of `total` runs."""
 
 
 def uncertainty(
@@ -83,8 +84,9 @@ def uncertainty(
     """The band around a prediction.
 
     Args:
-        make_ranks: makes plans and policies anew, since a plan runs once; those of all nodes.
-        expected: the figures, of this or of a longer run of the plan.
+        make_ranks: makes plans and policies of all nodes anew, since a plan runs once.
+        expected: the predicted figures, of this or of a longer run of the plan.
+        progress: called with the number of trial runs done, and their total.
     """
     runs = _Runs(make_ranks, progress)
     machine, dtype = runs.machine, runs.dtype
@@ -111,7 +113,7 @@ def uncertainty(
 
 
 class _Runs:
-    """Trial runs of one schedule at several costs; captured once if the schedule is fixed."""
+    """Trial runs of one schedule with several cost models; a schedule that is fixed is captured once and replayed."""
 
     def __init__(self, make_ranks: Callable[[], Sequence[Rank]], progress: RunsProgress) -> None:
         self._make_ranks = make_ranks
@@ -127,7 +129,7 @@ class _Runs:
         self._done, self._all = 0, 2 + len(LEVELS) * len(groups(self.machine))
 
     def figures(self, cost: CostModel) -> Figures:
-        """The figures at the costs of one cost model; those of the first one where it hardly changes any task."""
+        """The figures with one cost model; those with the first model if this one hardly changes the time of tasks."""
         self._progress(self._done, self._all)
         self._done += 1
         if self._captured is not None:
@@ -145,14 +147,14 @@ class _Runs:
 
 
 class _WorkMeter:
-    """Observer that keeps the works of a run's prefill and of its decode steps, and how many tasks have each."""
+    """Observer that counts the tasks of each `Work` in a run's prefill and in its decode steps."""
 
     def __init__(self) -> None:
         self._works: dict[Phase, dict[int, tuple[Work, int]]] = {"prefill": {}, "decode": {}}
         self._spans: dict[Phase, tuple[int, int]] = {}
 
     def ended(self, task: Task) -> None:
-        """Add a task, unless it loads what stays."""
+        """Count a task, unless it loads resident weights before the first step."""
         phase = task.phase
         if phase is None:
             return
@@ -163,14 +165,14 @@ class _WorkMeter:
         works[id(task.work)] = task.work, count + 1
 
     def change(self, cost: CostModel) -> float:
-        """By how much another cost model changes all tasks' time, as a share of the prefill or of the decode steps."""
+        """The change of all tasks' times under another cost model, as a share of the phase that it changes most."""
         return max(
             (self._moved(phase, cost) / max(1, end - start) for phase, (start, end) in self._spans.items()),
             default=0.0,
         )
 
     def _moved(self, phase: Phase, cost: CostModel) -> float:
-        """Nanoseconds."""
+        """The sum of the changes of all tasks' times in a phase under another cost model, in nanoseconds."""
         moved: float = 1e9 * sum(
             count * abs(cost.work(work).seconds - work.demand.seconds)
             for work, count in self._works[phase].values()
@@ -180,7 +182,7 @@ class _WorkMeter:
 
 
 def _captured(rank: Rank) -> CapturedRun | None:
-    """A trial run of the plan; None if its schedule depends on values."""
+    """Capture a trial run of the plan for replay; None if its schedule depends on computed values."""
     steps, age = steps_of(rank.plan.batch)
     run = assemble(rank, CapturingEngine, steps=steps, age=age)
     try:
@@ -191,7 +193,7 @@ def _captured(rank: Rank) -> CapturedRun | None:
 
 
 def _figures(ends: Sequence[int], batch: Batch) -> Figures:
-    """The figures of a replayed trial run, from the end of loading and of each step."""
+    """The figures of a replayed trial run, given the nanoseconds at the end of loading and of each step."""
     loaded, *steps = ends
     window = whole_steps(steps)
     step = (window[-1] - window[0]) / 1e9 / max(1, len(window) - 1)
@@ -201,7 +203,7 @@ def _figures(ends: Sequence[int], batch: Batch) -> Figures:
 
 
 def _effects(base: Figures, others: Iterable[Figures]) -> dict[str, tuple[float, float]]:
-    """Effect of a rate on each figure, down and up, as logarithms."""
+    """The largest decrease and increase of each figure from `base` in other runs, as logarithms of the ratio."""
     known = list(others)
     moves = {
         name: [_log_ratio(getattr(each, name), getattr(base, name)) for each in known] for name in FIGURES
@@ -210,13 +212,13 @@ def _effects(base: Figures, others: Iterable[Figures]) -> dict[str, tuple[float,
 
 
 def _band(expected: float, effects: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """The band of a figure, from the effects of independent rates."""
+    """The low end, expected value and high end of a figure, from the effects of independent rates."""
     down, up = (hypot(*(effect[side] for effect in effects)) for side in (0, 1))
     return expected * exp(-down), expected, expected * exp(up)
 
 
 def _moved(expected: Figures, base: Figures, other: Figures) -> Figures:
-    """The expected figures, changed as from one run to another."""
+    """The expected figures times the ratios of another run's figures to those of `base`."""
     return Figures(
         *(
             getattr(expected, name) * exp(_log_ratio(getattr(other, name), getattr(base, name)))

@@ -19,19 +19,19 @@ from moesched.units import format_bytes
 
 
 def cell(title: str, *content: str) -> str:
-    """The content of a cell below its title."""
+    """The HTML of a notebook's cell: a title, and the content below it."""
     return element("div", element("strong", text(title)), *content)
 
 
 def figures_table(heading: str, figures: Mapping[str, str]) -> str:
-    """Figures, each in a row with its name; empty without any."""
+    """A table of figures, each in a row with its name; empty if there are none."""
     return (
         table("", ["", heading], [[name, figure] for name, figure in figures.items()], 1) if figures else ""
     )
 
 
 def memory_table(name: str, used: Mapping[str, int], most: Mapping[str, int] | None = None) -> str:
-    """The bytes of each memory that are used, in a column of this name, and the most that may be."""
+    """A table of memories with the bytes used, in a column called `name`, and the most that may be used."""
     rows = [
         [memory, format_bytes(nbytes), *([] if most is None else [format_bytes(most[memory])])]
         for memory, nbytes in used.items()
@@ -52,7 +52,7 @@ def bottleneck_and_timeline(recording: Recording, explanation: Explanation) -> s
 
 @singledispatch
 def drawn(value: object) -> str:
-    """A value as the HTML of a cell."""
+    """A trace, plan or comparison as the HTML of a notebook's cell."""
     raise TypeError(f"no cell shows a {type(value).__name__}")
 
 

@@ -20,7 +20,7 @@ STATES = ("done", "failed")
 
 
 def run_columns(columns: Columns, title: str, recording: Recording, shift: int = 0) -> dict[str, Any]:
-    """The JSON value of a run; its numbers are added to `columns`.
+    """The JSON value of a run for the page; its numbers are added to `columns`.
 
     Args:
         shift: nanoseconds to add to its times, so that several runs can be compared.
@@ -45,30 +45,30 @@ def run_columns(columns: Columns, title: str, recording: Recording, shift: int =
 
 
 class _Numbered:
-    """Values in the order in which they were first seen, and their numbers."""
+    """Numbers values in the order in which they were first seen, from 0."""
 
     def __init__(self, known: Iterable[Any] = ()) -> None:
         self.numbers: dict[Any, int] = {each: number for number, each in enumerate(known)}
 
     def of(self, value: Any) -> int:
-        """The number of a value."""
+        """The number of a value; a new value gets the next one."""
         return self.numbers.setdefault(value, len(self.numbers))
 
     @property
     def values(self) -> list[Any]:
-        """All values."""
+        """All values in the order of their numbers."""
         return list(self.numbers)
 
 
 class _NumberedTasks(_Numbered):
-    """Descriptions of tasks; most are known by their identity, which is faster than comparing all of their fields."""
+    """Numbers descriptions of tasks, by identity if it is known, which is faster than comparing all of their fields."""
 
     def __init__(self) -> None:
         super().__init__()
         self._by_identity: dict[int, int] = {}
 
     def of(self, value: TaskInfo) -> int:
-        """The number of a description."""
+        """The number of a description; a new one gets the next number."""
         number = self._by_identity.get(id(value))
         if number is None:
             number = self._by_identity[id(value)] = super().of(value)
@@ -106,12 +106,12 @@ def _tasks_and_slices(columns: Columns, recording: Recording) -> dict[str, Any]:
 
 
 def _choice(experts: Mapping[int, int] | None) -> str:
-    """The experts that a router chose, with their rows."""
+    """The experts that a router chose, with their rows, as text."""
     return ", ".join(f"E{expert}: {rows}" for expert, rows in sorted((experts or {}).items()))
 
 
 def _tasks(columns: Columns, tasks: Sequence[TaskInfo]) -> dict[str, Any]:
-    """The descriptions of tasks, which slices share."""
+    """The descriptions of tasks, which slices refer to by number, as columns."""
     verbs, resources = _Numbered(), _Numbered()
     return {
         "label": [each.label for each in tasks],
@@ -132,7 +132,7 @@ def _tasks(columns: Columns, tasks: Sequence[TaskInfo]) -> dict[str, Any]:
 
 
 def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
-    """The number of each slice's producers, and how far back each of them is: small numbers, which compress well."""
+    """The number of each slice's producers, and how many slices back each of them is: small numbers compress well."""
     back = (index - producer for index, producers in enumerate(recording.producers) for producer in producers)
     return {
         "edges": {
@@ -143,7 +143,7 @@ def _edges(columns: Columns, recording: Recording) -> dict[str, Any]:
 
 
 def _waits(columns: Columns, recording: Recording) -> dict[str, Any]:
-    """For each slice, the one that it waited for last, why, and the time between the two."""
+    """For each slice, the slice that it waited for last, the cause, and the time between the two, as columns."""
     waits = waits_of(recording)
     return {
         "waits": {

@@ -26,7 +26,7 @@ WORDS = {
 
 
 def glossary() -> str:
-    """The words with their meanings, folded."""
+    """The page's folded list of words with their meanings, as HTML."""
     pairs = (
         element("div", element("dt", text(word)), element("dd", text(meaning)))
         for word, meaning in WORDS.items()

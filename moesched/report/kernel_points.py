@@ -12,6 +12,7 @@ class KernelPoint(NamedTuple):
     """All tasks of one verb on one processor, in prefill or in decode.
 
     Attributes:
+        seconds: time that they ran.
         intensity: FLOPs per byte that they access.
         rate: FLOP/s while they run.
         attainable: FLOP/s that the processor allows at this intensity; None if its limits are not known.
@@ -28,7 +29,7 @@ class KernelPoint(NamedTuple):
 
 
 def kernel_points(recording: Recording, roofs: Mapping[str, Roof]) -> list[KernelPoint]:
-    """The points of a run after loading, those that took longest first."""
+    """The points of a run after loading, the longest total time first."""
     sums: dict[tuple[str, str, str], list[float]] = {}
     for each in recording.slices:
         task = each.task
@@ -54,5 +55,5 @@ def kernel_points(recording: Recording, roofs: Mapping[str, Roof]) -> list[Kerne
 
 
 def attainable(roof: Roof, intensity: float) -> float:
-    """FLOP/s that a processor allows at an intensity."""
+    """FLOP/s that a processor allows at an intensity in FLOPs per byte."""
     return min(roof.flops, roof.bandwidth * intensity)

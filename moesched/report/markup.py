@@ -9,12 +9,12 @@ from moesched.system.plain_text import plain_text
 
 
 def text(value: object) -> str:
-    """Escaped text, also for use in attributes."""
+    """Escape a value for HTML text and attributes."""
     return escape(plain_text(str(value)))
 
 
 def element(name: str, *content: str, **attributes: str) -> str:
-    """An element; its content is HTML, its attributes are text. `css` is its class."""
+    """An HTML element; its content is HTML, its attributes are text. The attribute `css` is its class."""
     given = "".join(
         f' {"class" if key == "css" else key.replace("_", "-")}="{text(value)}"'
         for key, value in attributes.items()
@@ -53,7 +53,7 @@ def section(title: str, *content: str) -> str:
 
 
 def figures(values: Mapping[str, str]) -> str:
-    """Figures that stand out, each with its name."""
+    """A list of figures that stand out, each with its name."""
     pairs = (
         element("div", element("dt", text(name)), element("dd", text(value)))
         for name, value in values.items()

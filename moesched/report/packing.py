@@ -23,20 +23,20 @@ _LEVEL = 6
 
 
 class Columns:
-    """Collects columns."""
+    """Collects the columns of a page's data."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._size = 0
 
     def add(self, kind: str, numbers: Iterable[float]) -> dict[str, Any]:
-        """Add a column, and return the value that stands for it.
+        """Add a column, and return the JSON value that refers to it.
 
         Args:
             kind: "f64", "i32", "u32", "u16" or "u8".
 
         Raises:
-            BadInput: a number does not fit; no recording of ours has such a number.
+            BadInput: a number does not fit the type; no recording of moesched has such a number.
         """
         listed = list(numbers)
         try:
@@ -50,7 +50,7 @@ class Columns:
         return {"column": kind, "at": at, "length": len(column)}
 
     def pack(self, content: Any) -> str:
-        """Pack the columns and a JSON value that holds what stands for them."""
+        """Pack all columns, and a JSON value that refers to them, into base64 text."""
         text = msgspec.json.encode(content)
         text += b" " * (-(4 + len(text)) % _ALIGNMENT)
         data = b"".join((len(text).to_bytes(4, "little"), text, *self._parts))

@@ -42,7 +42,7 @@ _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
 def page(title: str, sections: Mapping[str, str], rules: str, data: str) -> str:
-    """The text of a page.
+    """The HTML text of a whole page.
 
     Args:
         title: of the window, as escaped text.
@@ -65,7 +65,7 @@ def page(title: str, sections: Mapping[str, str], rules: str, data: str) -> str:
 
 
 def _content_policy(style: str, scripts: tuple[str, ...]) -> str:
-    """Allows these scripts and this style, and nothing from anywhere else."""
+    """The page's content security policy: it allows these scripts and this style, and loads nothing from elsewhere."""
     allowed = " ".join(map(_hash, scripts))
     return (
         f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; img-src data:; "
@@ -80,7 +80,7 @@ def _hash(content: str) -> str:
 
 @cache
 def _script() -> str:
-    """Our own scripts as one."""
+    """All scripts of assets/js joined into one."""
     parts = (_EXPORT.sub("", _IMPORT.sub("", _asset(f"js/{name}.js"))) for name in MODULES)
     return "\n" + "\n".join(parts)
 

@@ -43,7 +43,7 @@ def write_run_page(
 
     Args:
         report: the JSON of the run's report, if there is one.
-        explanation: of the run, if it was made already.
+        explanation: the run's explanation, if it was made already.
 
     Raises:
         BadInput: the file cannot be written; nothing is left of it.
@@ -88,7 +88,7 @@ def write_comparison_page(path: Path | str, comparison: Comparison, runs: Sequen
     """Write the page of several runs, with their timelines one below the other.
 
     Args:
-        runs: those of the comparison that have a trace.
+        runs: the compared runs that have a trace.
 
     Raises:
         BadInput: the file cannot be written; nothing is left of it.
@@ -139,7 +139,7 @@ def _bottleneck(explanation: Explanation) -> str:
 
 
 def _helps(helps: Sequence[Help]) -> str:
-    """The changes that would save most, each with its command."""
+    """The list of the changes that would save the most time, each with its command."""
     if not helps:
         return ""
     items = (
@@ -152,7 +152,7 @@ def _helps(helps: Sequence[Help]) -> str:
 
 
 def _legend(runs: Sequence[TitledRun]) -> str:
-    """The families of tasks that run, with room for their colours and hatches."""
+    """The legend: families of tasks that ran, with room for their colours and hatches."""
     known = {id(each.task): each.task for run in runs for each in run.recording.slices}
     used = {family_of(task) for task in known.values()}
     items = [

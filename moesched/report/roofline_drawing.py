@@ -35,7 +35,7 @@ class _Scale:
         self._start, self._end = start, end
 
     def at(self, value: float) -> float:
-        """The pixel of a value."""
+        """The pixel at which a value is drawn."""
         share = (math.log10(value) - self.low) / (self.high - self.low)
         return round(self._start + share * (self._end - self._start), 1)
 
@@ -45,7 +45,7 @@ class _Scale:
 
 
 def roofline_section(recording: Recording, roofs: Mapping[str, Roof]) -> str:
-    """The roofline with this run's kernels, as a section; empty if no task computes."""
+    """The section with the roofline and the run's kernels on it; empty if no task computes."""
     points = kernel_points(recording, roofs)[:SHOWN_POINTS]
     if not points:
         return ""

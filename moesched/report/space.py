@@ -14,13 +14,13 @@ _CONSTANT = re.compile(r"^(?:export )?const (\w+) = (\d+);", re.MULTILINE)
 
 
 def reserved(runs: Sequence[TitledRun]) -> str:
-    """Style rules: the height of the lanes in pixels, and the number of curves."""
+    """Style rules that reserve the space: the height of the lanes in pixels, and the number of curves."""
     curves = sum(_curves(run.recording) for run in runs)
     return f":root {{ --lanes: {lanes_height(runs)}px; --curves: {curves}; }}\n"
 
 
 def lanes_height(runs: Sequence[TitledRun]) -> int:
-    """The height of all rows of the timeline; assets/js/rows.js lays them out."""
+    """The height of all rows of the timeline, in pixels, as assets/js/rows.js lays them out."""
     sizes = _sizes()
     shown = [run for run in runs if run.recording.slices]
     lanes = sum(len(run.recording.lanes) for run in shown)
@@ -43,6 +43,6 @@ def _curves(recording: Recording) -> int:
 
 @cache
 def _sizes() -> dict[str, int]:
-    """The constants of rows.js."""
+    """The constants that assets/js/rows.js defines, by name."""
     script = resources.files("moesched.report") / "assets" / "js" / "rows.js"
     return {name: int(size) for name, size in _CONSTANT.findall(script.read_text(encoding="utf-8"))}

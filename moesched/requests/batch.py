@@ -31,7 +31,7 @@ class Batch(msgspec.Struct, frozen=True):
     prefill_chunk: int | None = None
 
     def chunks(self) -> Mapping[int, Chunk]:
-        """The chunks of prefill, by the number of their micro-batch."""
+        """The chunks of prefill, by number of their micro-batch of prefill."""
         return chunks_of_batch(self.prompts, self.micro_batches, self.prefill_chunk)
 
     @property
@@ -44,15 +44,15 @@ class Batch(msgspec.Struct, frozen=True):
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens in the KV cache at the end, in whole blocks."""
+        """Tokens of all requests in the KV cache at the end of the generation, in whole blocks."""
         return self.tokens_at_end(range(len(self.prompts)))
 
     def tokens_at_end(self, requests: Iterable[int]) -> int:
-        """Tokens of these requests in the KV cache at the end, in whole blocks."""
+        """Tokens of these requests together in the KV cache at the end of the generation, in whole blocks."""
         return sum(self.each_at_end(requests))
 
     def each_at_end(self, requests: Iterable[int]) -> list[int]:
-        """Tokens of each of these requests in the KV cache at the end, in whole blocks."""
+        """Tokens of each of these requests in the KV cache at the end of the generation, in whole blocks."""
         prompts, new_tokens, beams = self.prompts, self.new_tokens, self.beams
         if beams == 1:  # written out, since planning asks for thousands again and again
             return [
@@ -62,7 +62,7 @@ class Batch(msgspec.Struct, frozen=True):
         return [cached_tokens_of_beams(prompts[request], new_tokens, beams) for request in requests]
 
     def longest_at_end(self, requests: Iterable[int]) -> int:
-        """Tokens of these requests in the KV cache at the end, if beams shared no blocks."""
+        """Tokens of these requests in the KV cache at the end of the generation, if beams shared no blocks."""
         return self.beams * sum(
             cached_tokens(self.prompts[request] + self.new_tokens) for request in requests
         )
@@ -73,7 +73,7 @@ class Batch(msgspec.Struct, frozen=True):
 
     @property
     def largest(self) -> int:
-        """Prompt tokens of the largest micro-batch."""
+        """Prompt tokens of the micro-batch that has the most."""
         return max(sum(self.prompts[request] for request in requests) for requests in self.micro_batches)
 
 

@@ -11,7 +11,7 @@ from moesched.requests.batch import Batch, cached_tokens_of_beams
 
 
 class BatchSizes(NamedTuple):
-    """Sizes of batches and micro-batches, as a plan chooses them.
+    """The most requests and tokens of batches and micro-batches, as a plan chooses them.
 
     Attributes:
         batch_size: the most requests that run together.
@@ -36,7 +36,7 @@ class BatchSizes(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Requests by index: those of each micro-batch, and those left over."""
+    """Indices of requests: those of each micro-batch, and those left for later batches."""
 
     micro_batches: list[list[int]]
     left: list[int]
@@ -120,7 +120,7 @@ def batch_of(prompts: Sequence[int], new_tokens: int, sizes: BatchSizes, first_r
 
 
 def batches_of(prompts: Sequence[int], new_tokens: int, sizes: BatchSizes) -> Iterator[Batch]:
-    """Yield batches until all requests are taken; requests that do not fit in one begin the next.
+    """Yield batches until all requests are taken; requests that do not fit in a batch are in the next one.
 
     Raises:
         BadInput: a single request exceeds the cache of a micro-batch.

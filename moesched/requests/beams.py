@@ -41,9 +41,9 @@ class BeamSearch:
     """The search of one request.
 
     Args:
-        sampling: its width, length penalty, and whether it stops early, once `beams` sequences are finished.
+        sampling: number of beams, length penalty, and whether the search stops once `beams` sequences are finished.
         stop_tokens: tokens that finish a sequence.
-        most: the most generated tokens of a sequence.
+        most: the most tokens to generate for a sequence.
     """
 
     def __init__(self, sampling: Sampling, stop_tokens: Collection[int], most: int) -> None:
@@ -67,7 +67,7 @@ class BeamSearch:
         return Standing(tokens, float(score), self._done)
 
     def advance(self, logits_SV: Logits) -> Moves:
-        """Extend the beams by one token, given the logits of each; at first there is a single beam.
+        """Extend the beams by one token, given the logits of each (beams, vocabulary); at first there is a single beam.
 
         A search that is done keeps its beams, so that their number stays the same.
         """

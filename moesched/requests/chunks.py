@@ -18,10 +18,10 @@ class Chunk(NamedTuple):
     """Micro-batch of prefill: some or all of the prompt tokens of a micro-batch of decode.
 
     Attributes:
-        micro_batch: the micro-batch of decode.
+        micro_batch: number of the micro-batch of decode.
         requests: requests with tokens in this chunk.
-        starts: tokens of each of these requests in earlier chunks.
-        tokens: tokens of each of these requests in this chunk.
+        starts: number of tokens of each of these requests in earlier chunks.
+        tokens: number of tokens of each of these requests in this chunk.
         ends: requests whose prompts end in this chunk; their first tokens are sampled after it.
         before: number of the chunk that this one continues; -1 for the first of a micro-batch.
         last: whether this is the last chunk of the micro-batch.
@@ -41,7 +41,8 @@ def chunks_of(
 ) -> dict[int, Chunk]:
     """Divide prompts into chunks, keyed by the number of the micro-batch of prefill.
 
-    If no micro-batch needs more than one chunk, the numbers are those of decode; otherwise they follow these.
+    If no micro-batch needs more than one chunk, chunks have the numbers of the micro-batches of decode; otherwise their
+    numbers follow those.
 
     Args:
         prompts: prompt lengths in tokens, by request.
@@ -62,12 +63,12 @@ def chunks_of(
 def chunks_of_batch(
     prompts: tuple[int, ...], micro_batches: tuple[tuple[int, ...], ...], most: int | None
 ) -> Mapping[int, Chunk]:
-    """The same, kept since many plans are made of a batch."""
+    """Divide prompts into chunks, as `chunks_of` does; cached, since many plans are made of a batch."""
     return MappingProxyType(chunks_of(prompts, micro_batches, most))
 
 
 def _cut(number: int, requests: Sequence[int], prompts: Sequence[int], most: int | None) -> list[Chunk]:
-    """The chunks of one micro-batch; `before` is 0 or -1, to be numbered by the caller."""
+    """The chunks of one micro-batch of decode; `before` is only 0 or -1, and the caller sets the numbers."""
     whole = tuple(prompts[request] for request in requests)
     total = sum(whole)
     size = total if most is None else min(most, total)

@@ -45,9 +45,9 @@ def require_finite(logits_SV: Logits, requests: Sequence[int], positions: Sequen
 
 
 def traced(error: NotFinite, when: str, first_bad: str, dtype: str = "") -> NotFinite:
-    """Add the step and the first tensor that is not finite to the error of bad logits.
+    """Make an error that adds the step and the first tensor that is not finite to the error of bad logits.
 
-    dtype: that of the computation; numbers beyond 65,504 are not finite in float16.
+    dtype: dtype of the computation; numbers beyond 65,504 are not finite in float16.
     """
     remedy = "copy the checkpoint again, or try --dtype float32"
     if dtype == "float16":
@@ -58,7 +58,7 @@ def traced(error: NotFinite, when: str, first_bad: str, dtype: str = "") -> NotF
 
 
 def uniform(seed: int, request: int, position: int) -> float:
-    """Random number in [0, 1) of a token, from a counter-based generator."""
+    """Random number in [0, 1) for a token's position in a request, from a counter-based generator."""
     bits = np.random.Philox(key=seed, counter=[0, 0, position, request])
     return float(np.random.Generator(bits).random())
 
@@ -78,7 +78,7 @@ def probabilities(logits_V: Logits, sampling: Sampling) -> Probabilities:
 
 
 def _least_likely(likely: Probabilities, top_p: float) -> float:
-    """Probability of the last token that top_p includes."""
+    """Probability of the least likely token that top_p includes."""
     # Tokens below this threshold add up to less than 1 - top_p, so they need no sorting.
     candidates = likely[likely >= (1 - top_p) / likely.size]
     descending = np.sort(candidates)[::-1]
@@ -87,7 +87,7 @@ def _least_likely(likely: Probabilities, top_p: float) -> float:
 
 
 def _draw(likely: Probabilities, number: float) -> int:
-    """The token whose share of [0, 1) contains the number."""
+    """Index of the token whose share of [0, 1) contains the number."""
     ends = np.cumsum(likely)
     token = int(np.searchsorted(ends, number * ends[-1], side="right"))
     return min(token, int(np.flatnonzero(likely)[-1]))

@@ -90,7 +90,7 @@ def read_npz(where: str, data: bytes) -> Iterator[tuple[str, Array]]:
 
 
 def _unpacked(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
-    """The bytes of an entry, at most as many as it claims."""
+    """The unpacked bytes of a file in a zip archive, at most as many as its entry states."""
     if entry.compress_type not in _COMPRESSIONS:
         raise zipfile.BadZipFile("a compression that numpy does not write")
     with file.open(entry) as stream:

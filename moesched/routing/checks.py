@@ -59,12 +59,14 @@ def routed_layers(config: ModelConfig) -> list[int]:
 
 
 def layers_without_experts(config: ModelConfig) -> list[int]:
-    """The numbers of the other layers."""
+    """The numbers of the layers without experts."""
     return sorted(set(range(config.layers)).difference(routed_layers(config)))
 
 
 def checked_layers(where: str, chosen_TLk: Integers, config: ModelConfig) -> Integers:
-    """The choices (tokens, layers, top_k) of all layers, checked and sorted, from those of all or of the routed ones.
+    """Check and sort the choices of a trace; returns them for all layers (tokens, layers, top_k).
+
+    chosen_TLk: the choices in all layers, or in the layers with experts only.
 
     Raises:
         BadInput: it has another number of layers, choices in a layer without experts, or a row as for `sorted_choices`.
@@ -86,7 +88,7 @@ def checked_layers(where: str, chosen_TLk: Integers, config: ModelConfig) -> Int
 
 
 def _require_no_choices(where: str, chosen_TLk: Integers, config: ModelConfig) -> None:
-    """Require that a token has one number, again and again, in layers without experts, as no router gives it.
+    """Check that in layers without experts all of a token's ids are equal, which no router would choose.
 
     Raises:
         BadInput: a token has different experts in such a layer.
@@ -101,7 +103,7 @@ def _require_no_choices(where: str, chosen_TLk: Integers, config: ModelConfig) -
 
 
 def with_all_layers(chosen_Tlk: Integers, config: ModelConfig) -> Integers:
-    """The choices in all layers, with zeros in those without experts, from the choices in the others."""
+    """Add layers without experts to the choices in layers with experts, as zeros (tokens, layers, top_k)."""
     routed = routed_layers(config)
     if len(routed) == config.layers:
         return chosen_Tlk
@@ -112,7 +114,7 @@ def with_all_layers(chosen_Tlk: Integers, config: ModelConfig) -> Integers:
 
 
 def other_top_k(place: str, count: int, config: ModelConfig) -> BadInput:
-    """The error for tokens that have more experts than the model chooses, or fewer."""
+    """The error for a token (`place`) with more or fewer experts (`count`) than the model chooses."""
     return BadInput(
         f"{place}: a token has {count} experts, but {config.name} has top {config.routed.top_k}: "
         "give a trace of that model"
@@ -120,7 +122,7 @@ def other_top_k(place: str, count: int, config: ModelConfig) -> BadInput:
 
 
 def other_layers(where: str, count: int, config: ModelConfig) -> BadInput:
-    """The error for a trace with more layers than the model, or fewer."""
+    """The error for a trace (`where`) with more or fewer layers (`count`) than the model."""
     routed = len(routed_layers(config))
     with_experts = "" if routed == config.layers else f", {routed} of them with experts"
     return BadInput(

@@ -25,11 +25,11 @@ class ExpertChoices(Protocol):
         """Number of experts in a layer."""
 
     def of_tokens(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
-        """Return the experts (T, k), ascending, of the tokens at these positions of these requests of the run."""
+        """The experts (T, k), ascending, of T tokens in a layer, given the request and the position of each token."""
 
 
 class BatchRouting:
-    """Routing of one batch, by micro-batch and its steps, as simulations need it.
+    """The `Routing` of one batch by the choices of single tokens, as simulations need it.
 
     In decode, each beam chooses experts as if it were a request of its own.
     """

@@ -31,8 +31,8 @@ def read_routing_file(path: Path | str, config: ModelConfig) -> RoutingProfile |
         config: the model that the file is used for.
 
     Raises:
-        BadInput: the file cannot be read, is none of them, is broken (the message names the place), or is of another
-            model.
+        BadInput: the file cannot be read, is neither profile nor trace, is broken (the message names the place), or is
+            of another model.
     """
     path = Path(path)
     data = read_input(path, "routing", MOST_BYTES, remedy="check its path")

@@ -23,7 +23,7 @@ _TABLE, _CHOICE, _REPEAT = range(3)
 
 
 class _Table(NamedTuple):
-    """The experts of a layer in all orders, one after the other, and the end of each one's share."""
+    """A layer's experts in many random orders, one after the other, and the running sum of their shares."""
 
     experts: Integers
     ends: Floats
@@ -32,8 +32,8 @@ class _Table(NamedTuple):
 class GeneratedChoices:
     """Random choices of `top_k` different experts per token; each expert gets exactly its share in the long run.
 
-    With locality, a token repeats with that probability the experts of the previous token of its request in the same
-    layer. This does not change the shares.
+    With locality, each token repeats the experts of the previous token of its request in the same layer with that
+    probability. This does not change the shares.
 
     Raises:
         BadInput: the locality is not a probability below 1.
@@ -51,7 +51,7 @@ class GeneratedChoices:
         self._start = cache(self._make_start)
 
     def of_tokens(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
-        """Return the experts (T, k), ascending, of the tokens at these positions of these requests."""
+        """The experts (T, k), ascending, of T tokens in a layer, given the request and the position of each token."""
         drawn_T = self._drawn_at(layer, requests_T, positions_T)
         order_T, rest_T = np.divmod(ORDERS * self._numbers(layer, _CHOICE, requests_T, drawn_T), 1.0)
         # Systematic sampling: every expert has an interval as long as its share, at most 1, so points at distances of 1
@@ -62,7 +62,7 @@ class GeneratedChoices:
         return np.sort(table.experts[indices_Tk], axis=1)
 
     def _drawn_at(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
-        """Position of the token whose choice each token repeats: its own, or an earlier one."""
+        """Position of the token whose choice each token has: its own, or by locality an earlier one's."""
         drawn_T = np.array(positions_T)
         unsettled = np.arange(len(drawn_T)) if self.locality else np.arange(0)
         while len(unsettled):

@@ -60,7 +60,7 @@ class _Pass(NamedTuple):
 
 
 def parse_megatron_trace(where: str, data: bytes, config: ModelConfig) -> RoutingTrace:
-    """Read the records of a file, or of several that were put together.
+    """Read the records of one trace file, or of several files joined into one.
 
     Raises:
         BadInput: a line is not a record (the message names it), a pass lacks a layer, or the trace is of another model.
@@ -84,7 +84,7 @@ def parse_megatron_trace(where: str, data: bytes, config: ModelConfig) -> Routin
 
 
 def _passes(where: str, data: bytes, config: ModelConfig) -> Iterator[_Pass]:
-    """Group records: a pass ends where the step or rank changes, or a layer comes again."""
+    """Group records into forward passes: a new one begins where the step or rank changes, or a layer comes again."""
     current = None
     for line, text in enumerate(BytesIO(data), 1):
         if not text.strip():
@@ -123,7 +123,7 @@ def _chosen(where: str, record: _Record, config: ModelConfig) -> Integers:
 
 
 def _stacked(where: str, done: _Pass, first: int, config: ModelConfig) -> Integers:
-    """The choices (tokens, layers, top_k) of a pass that has all layers, with the same tokens in each."""
+    """The choices (tokens, layers, top_k) of a pass; BadInput if layers are missing or have other numbers of tokens."""
     routed = routed_layers(config)
     expected = [first - routed[0] + layer for layer in routed]
     named = f"step {done.step} of rank {done.rank}"

@@ -81,7 +81,7 @@ def _request(where: str, array: Array, config: ModelConfig) -> Integers:
 
 
 def _own(where: str, arrays: dict[str, Array], config: ModelConfig) -> RoutingTrace:
-    """Check moesched's arrays, so that no index is out of range later."""
+    """Make a trace of moesched's arrays, checked so that no index is out of range later."""
     for name, dimensions in OWN.items():
         kind = "U" if name == "model" else "iu"
         if name not in arrays:
@@ -105,7 +105,7 @@ def _own(where: str, arrays: dict[str, Array], config: ModelConfig) -> RoutingTr
 
 
 def _require_ascending(where: str, chosen: Integers, config: ModelConfig) -> None:
-    """Check choices (tokens, layers, top_k) that are sorted already, where all layers have experts without a copy."""
+    """Check without a copy that choices (tokens, layers, top_k) are sorted ids of the model's experts."""
     routed = routed_layers(config)
     chosen_Nk = (chosen if len(routed) == config.layers else chosen[:, routed]).reshape(
         -1, config.routed.top_k

@@ -9,7 +9,7 @@ from moesched.tasks import Task
 
 
 class ObservedRouting:
-    """An observer of a run, and afterwards a routing: micro-batches choose what they chose in the run.
+    """An observer of a run, and afterwards a `Routing` with the choices of that run.
 
     Args:
         steps: number of steps whose choices are kept.
@@ -21,22 +21,22 @@ class ObservedRouting:
         self._rows: dict[int, set[int]] = {}
 
     def ended(self, task: Task) -> None:
-        """Keep the value of a router."""
+        """Keep the choices of a `route` task."""
         if task.verb == "route" and task.generated < self._steps:
             self._chosen[task.generated, task.layer, task.micro_batch] = task.value
             if task.phase == "decode":
                 self._rows.setdefault(task.micro_batch, set()).add(task.work.tokens)
 
     def rows_apart(self, rows: int) -> bool:
-        """Test whether sequences that had ended left their micro-batches."""
+        """Test whether ended sequences left their micro-batches in the run, as in `KeepsRowsApart`."""
         return any(len(seen) > 1 for seen in self._rows.values())
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
-        """Return the number of tokens of each expert that got any in the run."""
+        """The number of tokens of each expert that got any in the run's micro-batch, step and layer."""
         return dict(self._chosen[step, layer, micro_batch])
 
     def scores(self, step: int, layer: int, micro_batch: int, tokens: int) -> Sequence[float]:
-        """Return the router's scores of all experts; only of runs whose plan requests scores."""
+        """The router's scores of all experts in the run; only for plans that request scores."""
         value = self._chosen[step, layer, micro_batch]
         assert isinstance(value, ScoredTokens), "the device gives scores to such a plan"
         return value.scores

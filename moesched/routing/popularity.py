@@ -35,11 +35,11 @@ ROUNDING = 1e-12
 
 
 class Popularity(Protocol):
-    """A source of popularity."""
+    """A source of the experts' popularity."""
 
     @property
     def locality(self) -> float:
-        """Probability that a token repeats the experts of the previous one."""
+        """Probability that a token repeats the experts of the previous token of its request in the same layer."""
 
     def weights(self, layers: int, experts: int, seed: int) -> Floats:
         """Return weights (layers, experts), at least 0, relative to those of the same layer."""
@@ -52,7 +52,7 @@ class Uniform:
     locality: float = 0.0
 
     def weights(self, layers: int, experts: int, seed: int) -> Floats:
-        """Return ones."""
+        """Return ones (layers, experts)."""
         return np.ones((layers, experts))
 
 
@@ -63,7 +63,7 @@ class LikeMixtral:
     locality: float = 0.0
 
     def weights(self, layers: int, experts: int, seed: int) -> Floats:
-        """Return values of the paper's distribution, dealt to the layers so that their sums are nearly equal."""
+        """Return values of the paper's distribution (layers, experts), dealt so that layers have nearly equal sums."""
         ranks = np.linspace(MIXTRAL_RANKS[0], MIXTRAL_RANKS[-1], layers * experts)
         values = np.interp(ranks, MIXTRAL_RANKS, MIXTRAL_VALUES)
         dealt = np.random.default_rng(seed % 2**64).permutation(values).reshape(layers, experts)
@@ -83,7 +83,7 @@ class Zipf:
             raise BadInput(f"routing zipf: exponent is {self.exponent:g}: give a number from 0 to 100")
 
     def weights(self, layers: int, experts: int, seed: int) -> Floats:
-        """Return the popularities of all ranks, in a random order for each layer."""
+        """Return the popularities of all ranks (layers, experts), in a random order for each layer."""
         ranked = np.tile(np.arange(1.0, experts + 1) ** -self.exponent, (layers, 1))
         return np.random.default_rng(seed % 2**64).permuted(ranked, axis=1)
 
@@ -96,7 +96,7 @@ class Counted:
     locality: float = 0.0
 
     def weights(self, layers: int, experts: int, seed: int) -> Floats:
-        """Return the counts of the profile."""
+        """Return the counts of the profile (layers, experts)."""
         return np.array(self.profile.counts, dtype=np.float64)
 
 
@@ -127,7 +127,7 @@ def layer_weights(popularity: Popularity, config: ModelConfig, seed: int) -> Flo
 
 
 def expected_profile(popularity: Popularity, config: ModelConfig, seed: int, tokens: int) -> RoutingProfile:
-    """Return the profile expected after this number of tokens."""
+    """The profile with the counts that are expected after this number of tokens."""
     shares_LE = shares_of(layer_weights(popularity, config, seed), config.routed.top_k)
     counts_LE = np.rint(shares_LE * tokens).astype(np.int64)
     counts_LE[layers_without_experts(config)] = 0
@@ -158,7 +158,7 @@ def _shares(layer: int, weights_E: Floats, top_k: int) -> Floats:
 
 
 def _level(dealt_LE: Floats) -> None:
-    """Swap values between the layer whose sum is furthest from the mean and others, while this evens out the sums."""
+    """Swap values between the layer whose sum is furthest from the mean and others, until all sums are nearly equal."""
     while True:
         over_L = dealt_LE.sum(axis=1) - dealt_LE.sum() / len(dealt_LE)
         worst = int(np.abs(over_L).argmax())

@@ -52,7 +52,7 @@ class RoutingProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def require_shape(source: str, of: str, shape: tuple[int, int, int], config: ModelConfig) -> None:
-    """Require that choices recorded from one model fit another.
+    """Require that choices recorded from one model fit another, by their shapes.
 
     Args:
         source: the file, for the error message.

@@ -33,7 +33,7 @@ class RoutingRecorder:
         self._choices = 0
 
     def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: Integers) -> None:
-        """Record the choices of one layer's router."""
+        """Record the choices (T, k) of one layer's router for T tokens, which `spans` name in order."""
         start = 0
         for request, first, tokens in spans:
             stop = start + tokens
@@ -45,9 +45,13 @@ class RoutingRecorder:
             self._progress(self._choices, self._most)
 
     def trace(self, lengths: Sequence[int], prompt_tokens: Sequence[int]) -> RoutingTrace:
-        """Return the recorded choices, cut to the given numbers of tokens per request.
+        """The recorded choices as a trace.
 
         Tokens that did not pass all layers, because the run was interrupted, are omitted.
+
+        Args:
+            lengths: tokens of each request; choices of later tokens are left out.
+            prompt_tokens: prompt tokens of each request.
         """
         kept = {
             request: min(lengths[request], *ends)
@@ -65,7 +69,7 @@ class RoutingRecorder:
         )
 
     def _array(self, request: int, tokens: int) -> Integers:
-        """Return the array of a request's choices (at least `tokens`, layers, top_k)."""
+        """The array of a request's choices (tokens, layers, top_k), with room for at least `tokens`."""
         have = self._chosen.get(request)
         if have is None:
             self._ends[request] = [0] * self._config.layers

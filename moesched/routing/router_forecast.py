@@ -13,12 +13,12 @@ _PREVIEW = 1
 
 
 class RouterForecast:
-    """Predicts a routing; the same arguments and seed give the same prediction.
+    """Predicts what a `Routing` will choose; the same arguments and seed give the same prediction.
 
     Each expert that the router will choose is predicted with probability `accuracy` one layer ahead, and with
     `accuracy` to the power of n for n layers ahead. Otherwise another expert, which the router will not choose, is
-    predicted in its place, with its tokens, as long as there is one. An expert that is mistaken is so from further
-    ahead, too.
+    predicted in its place, with its tokens, as long as there is one. An expert that is missed is also missed from
+    further ahead.
 
     Raises:
         BadInput: the accuracy is not a probability.
@@ -35,7 +35,7 @@ class RouterForecast:
         self._seed = seed % 2**64
 
     def choose(self, step: int, layer: int, micro_batch: int, tokens: int, ahead: int = 1) -> dict[int, int]:
-        """Predict the number of tokens of each expert, `ahead` layers before, in ascending order of expert."""
+        """Predict the tokens of each expert in `layer`, `ahead` layers before it, in ascending order of expert."""
         accuracy = self._accuracy**ahead
         chosen = self._routing.choose(step, layer, micro_batch, tokens)
         random = np.random.default_rng((self._seed, step, layer, micro_batch, _PREVIEW))

@@ -47,7 +47,7 @@ class ScoresExperts(Protocol):
 
 
 def with_shares(tokens: Mapping[int, int], experts: int) -> ScoredTokens:
-    """Take the experts' shares of the choices for their scores, where no router runs; without a choice, equal ones."""
+    """Use the experts' shares of the choices as their scores, where no router runs; equal scores without any choice."""
     choices = sum(tokens.values())
     if not choices:
         return ScoredTokens(tokens, [1 / experts] * experts)

@@ -30,7 +30,7 @@ RoutingGiven = str | RoutingTrace | RoutingProfile
 def find_choices(
     given: RoutingGiven | None, config: ModelConfig, settings: Mapping[str, Any] | None = None, seed: int = 0
 ) -> ExpertChoices | None:
-    """Find expert choices; None if no routing is given.
+    """Find expert choices by the name of a generator or file, or of a profile or trace; None if no routing is given.
 
     Raises:
         BadInput: the name or a setting is unknown, or the file is invalid or of another model.
@@ -43,7 +43,7 @@ def find_choices(
 
 
 def choices_of(source: Popularity | RoutingTrace, config: ModelConfig, seed: int) -> ExpertChoices:
-    """The choices of a trace, or random ones by popularity."""
+    """The choices of a trace, or random choices by popularity."""
     if isinstance(source, RoutingTrace):
         return RecordedChoices(source)
     return GeneratedChoices(source, config, seed)
@@ -52,7 +52,7 @@ def choices_of(source: Popularity | RoutingTrace, config: ModelConfig, seed: int
 def find_profile(
     name: str, config: ModelConfig, settings: Mapping[str, Any] | None = None, seed: int = 0
 ) -> RoutingProfile:
-    """Find a profile by the name of a generator or file; for generators, the expected counts.
+    """Find a profile by the name of a generator or file; a generator's has the expected counts.
 
     Raises:
         BadInput: as for `find_choices`.
@@ -61,7 +61,7 @@ def find_profile(
 
 
 def profile_of(source: Popularity | RoutingTrace, config: ModelConfig, seed: int) -> RoutingProfile:
-    """The counts of a profile or trace; for generators, the expected counts."""
+    """The counts of a profile or trace; the expected counts of a generator."""
     if isinstance(source, RoutingTrace):
         return source.profile()
     if isinstance(source, Counted):

@@ -29,7 +29,7 @@ class HitRate(msgspec.Struct, frozen=True):
 
 
 class RoutingStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Popularity over all experts of all layers, relative to the most popular one."""
+    """Popularity over all experts of all layers, as fractions of the most popular expert's."""
 
     model: str
     layers: int
@@ -49,10 +49,10 @@ def statistics_of(profile: RoutingProfile, gpu_experts: Sequence[int] = ()) -> R
     """Compute the statistics of Appendix C, over layers with experts.
 
     Args:
-        gpu_experts: numbers of experts on the GPU for the hit rates; by default the paper's two shares.
+        gpu_experts: numbers of experts on the GPU for the hit rates; by default the paper's two shares of all experts.
 
     Raises:
-        BadInput: the profile has no tokens, or the model has fewer experts.
+        BadInput: the profile has no tokens, or the model has fewer experts than one of the numbers.
     """
     routed = [counts for counts in profile.counts if any(counts)]
     ascending = np.sort(np.array(routed, dtype=np.float64), axis=None)

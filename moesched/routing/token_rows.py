@@ -106,7 +106,7 @@ def _require_known_layers(where: str, rows: Integers, config: ModelConfig) -> No
 def _with_consecutive_layers(
     where: str, rows: Integers, config: ModelConfig, routed: Sequence[int]
 ) -> Integers:
-    """The rows of layers with experts, whose numbers count these layers alone, as those of some tools do."""
+    """The rows with the model's layer numbers, where a file counts only the layers with experts, as some tools do."""
     layers_N = rows[:, 2]
     if layers_N.max() < len(routed):
         return rows
@@ -124,9 +124,9 @@ def _with_consecutive_layers(
 
 
 def _require_each_once(where: str, rows: Integers, numbers: Sequence[int]) -> None:
-    """Require that sorted rows have each layer of each token of each request once, all counted from 0.
+    """Require that sorted rows have each layer of each token of each request once, counted from 0.
 
-    numbers: those of the layers, for messages.
+    numbers: numbers of the layers, for messages.
     """
     layers = len(numbers)
     lines_N, requests_N, layers_N, tokens_N = rows[:, :_PLACES].T
@@ -155,7 +155,7 @@ def _require_each_once(where: str, rows: Integers, numbers: Sequence[int]) -> No
 
 
 def _after(here: tuple[int, int, int], next_request: int, layers: int) -> tuple[int, int, int]:
-    """Request, token and layer that should follow a row, where the row after it is of this request."""
+    """Request, token and layer that should follow a row; `next_request` is the request of the row that does follow."""
     request, token, layer = here
     if layer < layers - 1:
         return request, token, layer + 1

@@ -26,7 +26,7 @@ from moesched.system.whole_file import whole_file
 
 
 class RoutingTrace(NamedTuple):
-    """Expert choices of each token; the fields are described above."""
+    """Expert choices of each token; the module's docstring describes the fields."""
 
     model: str
     experts: int
@@ -41,7 +41,7 @@ class RoutingTrace(NamedTuple):
         return layers, self.experts, top_k
 
     def profile(self) -> RoutingProfile:
-        """Count the choices; layers without experts have none."""
+        """Count the tokens that chose each expert; layers without experts have no counts."""
         layers, experts, top_k = self.shape
         counts = [np.bincount(self._choices_in(i), minlength=experts).tolist() for i in range(layers)]
         return RoutingProfile(
@@ -54,7 +54,7 @@ class RoutingTrace(NamedTuple):
         )
 
     def _choices_in(self, layer: int) -> Integers:
-        """The experts of all tokens in a layer; none where they are only zeros, which several experts cannot be."""
+        """The experts of all tokens in a layer; empty if all ids are 0, as they are in a layer without experts."""
         chosen: Integers = self.chosen[:, layer].ravel()
         return chosen if self.chosen.shape[2] == 1 or chosen.any() else chosen[:0]
 
@@ -69,7 +69,7 @@ class RecordedChoices:
         self._starts = np.cumsum(trace.request_tokens) - trace.request_tokens
 
     def of_tokens(self, layer: int, requests_T: Integers, positions_T: Integers) -> Integers:
-        """Return the experts (T, k), ascending, of the tokens at these positions of these requests."""
+        """The experts (T, k), ascending, of T tokens in a layer, given the request and the position of each token."""
         recorded_T = requests_T % len(self._lengths)
         rows_T = self._starts[recorded_T] + positions_T % self._lengths[recorded_T]
         experts_Tk: Integers = self._chosen[rows_T, layer]
@@ -77,11 +77,11 @@ class RecordedChoices:
 
     @property
     def tokens(self) -> int:
-        """Number of its tokens."""
+        """Number of the trace's tokens."""
         return int(self._lengths.sum())
 
     def unused(self, lengths: Sequence[int]) -> int:
-        """The tokens of the trace that requests of these lengths leave out."""
+        """Number of the trace's tokens that requests of these lengths do not use."""
         used = np.zeros_like(self._lengths)
         for request, length in enumerate(lengths):
             recorded = request % len(used)

@@ -11,10 +11,7 @@ from moesched.routing.trace import RoutingTrace
 
 
 class TransitionCounts:
-    """Counts of experts that follow each other, in layers of a model with a given distance.
-
-    distance: of a later layer from an earlier one.
-    """
+    """Counts of pairs of experts that tokens chose in a layer and in the one that is `distance` layers later."""
 
     def __init__(self, layers: int, experts: int, distance: int) -> None:
         self._distance = distance
@@ -27,16 +24,16 @@ class TransitionCounts:
             np.add.at(counts_EE, (earlier_Tk[:, :, None], later_Tk[:, None, :]), 1)
 
     def add(self, layer: int, earlier: Mapping[int, int], later: Mapping[int, int]) -> None:
-        """Count a micro-batch's choices: its tokens by expert, in a layer and in the one that is `distance` later.
+        """Count a micro-batch's choices: tokens by expert in `layer`, and in the one that is `distance` later.
 
-        Which token chose what is not known, so that each of the later experts counts for all of the earlier ones.
+        The choices of single tokens are not known, so each of the later experts counts for all of the earlier ones.
         """
         weight = np.fromiter(later.values(), float) / max(1, sum(later.values()))
         more = np.multiply.outer(np.fromiter(earlier.values(), float), weight)
         self._counts_LEE[layer][np.ix_(list(earlier), list(later))] += more
 
     def expected(self, layer: int, chosen: Mapping[int, int]) -> npt.NDArray[np.float64]:
-        """Tokens (E,) that each expert can expect `distance` layers later, given those by expert in `layer`.
+        """Tokens (E,) that each expert can expect `distance` layers later, given the tokens by expert in `layer`.
 
         All zeros where none of the chosen experts was counted.
         """

@@ -60,11 +60,11 @@ def assemble(
     steps: int | None = None,
     age: int = 0,
 ) -> RankRun[EngineType]:
-    """The parts of one rank's run, ready for a driver.
+    """Make the parts of one rank's run, ready for a driver.
 
     Args:
         kinds: the device's kind of each lane.
-        tokens: stop tokens of requests, and the receiver of their tokens.
+        tokens: stop tokens of requests, and the callback for their tokens.
         steps: number of steps to run; by default all of the plan's batch.
         age: decode steps that the KV cache already holds when decoding begins.
     """
@@ -78,7 +78,7 @@ def assemble(
 
 
 def close_at_end(opened: ExitStack, rank_run: RankRun[EngineType]) -> None:
-    """Free a run's tasks when the stack closes, after the checks of validation mode."""
+    """Register a rank's run with the stack: its end runs the checks of validation mode, then drops the run's tasks."""
     opened.enter_context(closing(rank_run.run_state))
     opened.enter_context(watching(rank_run.run_state))
 
@@ -88,7 +88,7 @@ def observers_of(
     observers: Sequence[Observer],
     recorder: Recorder | LastSteps | None,
 ) -> Sequence[Observer]:
-    """The driver's observers: the given ones observe the first rank, the recorder all ranks."""
+    """The observers for the driver: `observers` see the first rank's tasks only, the recorder those of all ranks."""
     if len(rank_runs) > 1:
         observers = [OfLanes(observer, rank_runs[0].engine.lanes) for observer in observers]
     if recorder is None:

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def listener_or_cell(given: Listener | None, *, patience: float = 0.0) -> Listener:
-    """The given listener; without one, progress in the cell, if a notebook runs this program.
+    """The given listener; without one, a listener that shows progress in the cell if a notebook runs this program.
 
     Args:
-        patience: seconds before the cell says anything.
+        patience: seconds before the cell shows anything.
     """
     if given is not None:
         return given
@@ -41,14 +41,14 @@ class CellProgress(Listener):
         self._line.show(what, done, total)
 
     def planned(self, plan: Plan) -> None:
-        """Begin a batch."""
+        """Begin to show a batch."""
         self._pages, self._loaded = sum(len(kept.slots) for kept in plan.weights.resident), 0
         self._most = len(plan.batch.prompts) * plan.batch.new_tokens
         self._tokens = 0
         self._line.show("planned")
 
     def loading(self, done: int, total: int) -> None:
-        """Show the pages that all nodes loaded."""
+        """Show the number of pages that all nodes loaded, and their total."""
         self._line.show("loading weights", done, total)
 
     def ended(self, task: Task) -> None:
@@ -58,21 +58,21 @@ class CellProgress(Listener):
             self._line.show("loading weights", self._loaded, self._pages)
 
     def replayed(self, timeline: Timeline) -> None:
-        """A replay takes too little time to be shown."""
+        """Ignore a replay, which is over before anything can be shown."""
 
     def generated(self, request: int, token: int, text: str) -> None:
-        """Count the tokens."""
+        """Count a token."""
         self._tokens += 1
         self._line.show(f"{self._tokens:,} of at most {self._most:,} tokens", self._tokens, self._most)
 
     def estimating(self, done: int, total: int) -> None:
-        """Show the runs for the band."""
+        """Show the number of runs done for the band of a prediction, and their total."""
         self._line.show("estimating the band", done, total)
 
     def writing(self, trace: Path) -> None:
-        """Name the file."""
+        """Show the name of the trace file that is being written."""
         self._line.show(f"writing {trace}")
 
     def ran(self) -> None:
-        """End the batch."""
+        """Show the end of the batch."""
         self._line.end(f"{self._tokens:,} tokens" if self._tokens else "done")

@@ -20,7 +20,7 @@ def simulated_decisions(
     previews: RouterForecast | None = None,
     tokens: Sequence[Sequence[int]] = (),
 ) -> Callable[[Task], Any]:
-    """The function that computes the values of a simulated run's decisions.
+    """A function that computes the values of a simulated run's decisions, for the virtual driver.
 
     Router scores, where the plan requests them, are the routing's own if it is a `ScoresExperts`. Otherwise, and for
     previews, they are the experts' shares of the micro-batch's choices.
@@ -28,7 +28,7 @@ def simulated_decisions(
     Args:
         routing: by default uniform, with seed 0.
         previews: forecasts the routing for `Step.preview_route`; by default with `RouterForecast`'s own accuracy.
-        tokens: what each request generates, such as what it did in a real run; by default, and after these, zeros.
+        tokens: tokens that each request generates, such as those of a real run; by default, and after these, zeros.
     """
     config = plan.layout.config
     chosen = routing or SeededRouting(config.routed.experts, config.routed.top_k)

@@ -12,7 +12,7 @@ _log = Log(__name__)
 
 
 class Ending:
-    """A context around a run: it takes in an interrupt or an error, so that a report can be made first.
+    """A context around a run that catches an interrupt or an error, so that a report can be made first.
 
     Attributes:
         interrupted: whether Ctrl-C or a signal ended the run.
@@ -39,7 +39,7 @@ class Ending:
 
     @property
     def failure(self) -> str | None:
-        """The reason of the error, as reports give it: of a failed task, that of its cause, if it is one of ours."""
+        """The text of the error for a report; for a failed task, that of its cause, if moesched raised the cause."""
         error = self.error
         if error is None:
             return None
@@ -47,7 +47,7 @@ class Ending:
         return str(cause if isinstance(cause, MoeschedError) else error) or type(error).__name__
 
     def raise_error(self, report: object = None) -> None:
-        """Raise the error, if there is one, with the report of the run, if it had begun."""
+        """Raise the error that ended the run, if there is one; a run that had begun adds its report to it."""
         error, self.error = self.error, None
         if error is None:
             return

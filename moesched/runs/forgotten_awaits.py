@@ -18,7 +18,7 @@ _CREATED = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in ')
 
 @contextmanager
 def forgotten_awaits() -> Iterator[list[PolicyError]]:
-    """Collect an error, with its line, for each coroutine that is dropped in this context before it was awaited."""
+    """Collect an error, with the call's line, for each coroutine that is dropped in this context and never awaited."""
     found: list[PolicyError] = []
 
     def note(

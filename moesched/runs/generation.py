@@ -22,12 +22,12 @@ Sampled = tuple[tuple[int, ...], Task]
 
 
 class TokenHandling(NamedTuple):
-    """Stop tokens of requests, and the receiver of their tokens.
+    """Stop tokens of requests, and the callback for their tokens.
 
     Attributes:
         stop_tokens: each of them ends its request.
         on_tokens: called with each micro-batch's new tokens, by request.
-        rows_apart: as `KeepsRowsApart.rows_apart`, of what computes the tokens; None where rows depend on others.
+        rows_apart: the device's `KeepsRowsApart.rows_apart`; None if rows of a micro-batch depend on each other.
     """
 
     stop_tokens: Collection[int] = ()
@@ -35,7 +35,7 @@ class TokenHandling(NamedTuple):
     rows_apart: Callable[[int], bool] | None = None
 
     def without_receiver(self) -> TokenHandling:
-        """A copy without a receiver, for ranks that generate the same tokens as the first one."""
+        """A copy without the callback, for ranks that generate the same tokens as the first one."""
         return self._replace(on_tokens=None)
 
 
@@ -43,18 +43,18 @@ class Generation:
     """One batch's requests and the tokens generated for them.
 
     Args:
-        tokens: stop tokens of requests, and the receiver of their tokens.
+        tokens: stop tokens of requests, and the callback for their tokens.
 
     Attributes:
         tokens: generated tokens, by request; a stop token ends a request and is kept. Of several beams, the best one's.
         scores: the best beam's score, by request; empty without beam search.
         loaded: time at which the resident weights were loaded; nanoseconds.
         busy_loading: busy time of each lane until then; nanoseconds.
-        busy: the same until the last step that ended; nanoseconds.
-        ended: whether all steps did.
+        busy: busy time of each lane until the last step that ended; nanoseconds.
+        ended: whether all steps have ended.
         step_ends: time at which each step, prefill included, had sampled its last micro-batch; nanoseconds.
         first_tokens: time of each request's first token, if its prompt is complete; nanoseconds.
-        sampled: for each step that decodes, the time at which each micro-batch that did had its tokens; nanoseconds.
+        sampled: for each decode step, the time at which each of its micro-batches had its tokens; nanoseconds.
     """
 
     def __init__(
@@ -137,9 +137,10 @@ class Generation:
         self.busy = self._busy()
 
     def _rows_apart(self, rows: int) -> bool:
-        """Test whether sequences can be left out of a micro-batch of that many rows, and no other's bits change.
+        """Test whether sequences can leave a micro-batch of `rows` rows without changing the bits of its other rows.
 
-        Beams of a request stay together, and several ranks have rows alike, which their kernels may treat differently.
+        Beams of a request stay together, and ranks need equal rows: their kernels may treat different numbers
+        differently.
         """
         plan = self._run.plan
         alone = plan.nodes.count == plan.layout.config.ranks == self._beams == 1
@@ -149,7 +150,7 @@ class Generation:
         return {name: lane.busy for name, lane in self._run.lanes.items()}
 
     def _take_in(self, requests: Sequence[int], standings: Sequence[Standing]) -> None:
-        """Take over the state of a beam search. A request's tokens are passed on once they are final."""
+        """Store the state of each request's beam search. A request's tokens are passed on once its search is done."""
         for request, (tokens, score, done) in zip(requests, standings, strict=True):
             if request in self._stopped:
                 continue

@@ -62,9 +62,9 @@ def run(
     report as its attribute `report`.
 
     Args:
-        tokens: stop tokens of requests, and the receiver of their tokens.
-        peers: the other ranks or nodes in this process; plan, policy and device are those of the first. Observers and
-            report are those of the first too, except for the trace.
+        tokens: stop tokens of requests, and the callback for their tokens.
+        peers: the other ranks or nodes in this process. Observers and report are those of the first one, which has
+            `plan`, `policy` and `device`; the trace has all of them.
         keep_open: leave the device open for another batch; the caller closes it.
 
     Raises:
@@ -106,7 +106,7 @@ def run(
 
 
 def _require_runnable(plan: Plan, policy: Policy, device: Device) -> None:
-    """Check that a device runs such plans."""
+    """Raise BadInput if a plan is a pipeline, or requests router scores that the device does not give."""
     if len(plan.stages) > 1:
         raise BadInput(
             f"policy {type(policy).__name__} makes a pipeline of {len(plan.stages)} accelerators, and devices run "
@@ -120,7 +120,7 @@ def _require_runnable(plan: Plan, policy: Policy, device: Device) -> None:
 
 
 def _report_suffices(error: Exception | None, *, one_of_several: bool) -> bool:
-    """Test whether the report alone describes an error: damaged or unreadable weights, or lost nodes."""
+    """Test whether an error only ends the run's report: damaged or unreadable weights, or nodes that were lost."""
     cause = error.__cause__ if isinstance(error, TaskFailed) else None
     return isinstance(cause, MoeschedError) and (one_of_several or not isinstance(cause, TransportError))
 
@@ -130,7 +130,7 @@ class _HardwareRun:
 
     Attributes:
         began: whether the devices were ready, and the policies began.
-        interrupted: whether a signal ended it.
+        interrupted: whether a signal ended the run.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class _HardwareRun:
 
     @property
     def origin(self) -> int:
-        """The device clock's time at which the run began."""
+        """The time on the device's clock at which the run began, in nanoseconds."""
         return self._driver.origin
 
     def run(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keep_open: bool) -> None:
@@ -193,13 +193,13 @@ class _HardwareRun:
                     await rank.device.aclose()
 
     def _insist(self) -> None:
-        """Stop a policy that computes without a pause, so that `_interrupt` has not been called yet."""
+        """Raise in a policy that computes without a pause, so that the event loop cannot call `_interrupt`."""
         if self.began and not self.interrupted:
             _log.warning("interrupted in the policy", line=calling_line())
             raise Stopped
 
     def _interrupt(self, running: asyncio.Task[None]) -> None:
-        """Stop after the tasks that have started."""
+        """End the run once the tasks that have started are over."""
         self.interrupted = True
         running.cancel()
         if waiting_for := self._driver.describe_running():

@@ -57,12 +57,12 @@ class Listener:
 
 
 def observers_in(listener: Listener) -> list[Observer]:
-    """The listener, if it observes tasks: to call one that does not takes some time at every task's end."""
+    """A list with the listener if it overrides `ended`; empty otherwise, since a call for every task takes time."""
     return [] if type(listener).ended is Listener.ended else [listener]
 
 
 class KindMeter:
-    """Sums of tasks by kind and lane, loading included."""
+    """Sums the numbers, times, bytes and FLOPs of tasks by kind and lane, loading included."""
 
     def __init__(self) -> None:
         self._sums: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
@@ -94,7 +94,7 @@ class KindMeter:
             first += len(template.tasks)
 
     def kinds(self) -> list[KindUse]:
-        """The sums, with their rates."""
+        """The sums of each kind of task on each lane, with their rates."""
         return [
             kind_use(verb, lane, int(tasks), nanoseconds / 1e9, nbytes, flops)
             for (verb, lane), (tasks, nanoseconds, nbytes, flops) in sorted(self._sums.items())
@@ -109,7 +109,7 @@ class KindMeter:
 
 
 def _alike(template: Template) -> dict[tuple[Sized, str], list[int]]:
-    """Positions of a captured step's tasks by micro-batch, verb, kind of layer and lane, without joins."""
+    """Positions of a captured step's tasks, grouped by micro-batch, verb, kind of layer and lane; without joins."""
     positions: dict[tuple[Sized, str], list[int]] = {}
     for position, task in enumerate(template.tasks):
         if template.lanes[position] >= 0:
@@ -118,7 +118,7 @@ def _alike(template: Template) -> dict[tuple[Sized, str], list[int]]:
 
 
 def kind_use(kind: str, lane: str, tasks: int, seconds: float, nbytes: float, flops: float) -> KindUse:
-    """One kind of task on one lane, with its rates while it ran."""
+    """The report of one kind of task on one lane, with its rates while it ran."""
     return KindUse(
         kind=kind,
         lane=lane,

@@ -13,9 +13,9 @@ from moesched.units import format_bytes
 
 @contextmanager
 def memory_refusals(plan: Plan) -> Iterator[None]:
-    """Raise OutOfMemory, with what the plan takes, where the system gives no more memory or threads.
+    """Raise OutOfMemory, with the bytes that the plan takes, where the system gives no more memory or threads.
 
-    Python, torch, the system and the dynamic linker tell so in errors of their own.
+    Python, torch, the system and the dynamic linker raise errors of their own for this, which are recognised.
     """
     try:
         yield

@@ -29,14 +29,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         loaded: time at which the resident weights were loaded.
         step_ends: time at which each step, prefill first, had sampled its last micro-batch.
         tokens: generated tokens, by request.
-        busy: busy time of each lane after loading, of a run that ended early until its last whole step.
+        busy: busy time of each lane after loading; until the last whole step, if the run ended early.
         tasks: number of submitted tasks.
-        scores: of the best beam, by request; empty without beam search.
+        scores: the score of the best beam, by request; empty without beam search.
         first_tokens: time of each request's first token, for requests that have one.
         sampled: for each decode step, the time at which each micro-batch that took part had its tokens.
-        scheduled: number of steps that the policy scheduled; others repeat the last of them.
-        previews: forecasts of the router beside its choices, by the number of layers ahead.
-        forecasts: the same of predictors, by their name and that number.
+        scheduled: number of steps that the policy scheduled; further ones repeat the last of them.
+        previews: comparisons of router previews with the router's choices, by the number of layers ahead.
+        forecasts: comparisons of predictors' answers with those choices, by predictor and number of layers ahead.
     """
 
     loaded: int
@@ -53,7 +53,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneUse(msgspec.Struct, frozen=True):
-    """Use of a lane between the end of loading and that of the last step, whose last tasks may reach beyond it."""
+    """Use of a lane from the end of loading to the end of the last step; tasks that end later count, too."""
 
     busy_seconds: float
     utilization: float
@@ -88,10 +88,10 @@ class PreviewUse(msgspec.Struct, frozen=True):
     layer is then routed by `Step.route`.
 
     Attributes:
-        ahead: number of layers that they looked ahead.
+        ahead: number of layers that the previews looked ahead.
         forecasts: number of previews that were compared.
-        chosen: experts that the router then chose.
-        found: those of them that had been forecast.
+        chosen: number of experts that the router then chose.
+        found: number of those experts that had been forecast.
         accuracy: share of the chosen experts that had been forecast.
     """
 
@@ -105,7 +105,7 @@ class PreviewUse(msgspec.Struct, frozen=True):
 class ForecastUse(msgspec.Struct, frozen=True):
     """Answers of a predictor of the kit's `Forecasts` from one distance, beside the routers' choices.
 
-    Of an answer, as many experts count as the router then chose, the most expected ones.
+    As many of an answer's experts count as the router then chose, those with the most expected tokens.
 
     Attributes:
         predictor: the name of its class.
@@ -122,12 +122,12 @@ class ForecastUse(msgspec.Struct, frozen=True):
 
 
 def forecast_use(predictor: str, ahead: int, compared: Compared) -> ForecastUse:
-    """The report of a predictor's answers from one distance."""
+    """The report of a predictor's answers that were made `ahead` layers before."""
     return ForecastUse(predictor, ahead, *compared, _rate(compared.found, compared.chosen))
 
 
 def preview_use(ahead: int, compared: Compared) -> PreviewUse:
-    """The report of the previews from one distance."""
+    """The report of the router previews that were made `ahead` layers before."""
     return PreviewUse(ahead, *compared, _rate(compared.found, compared.chosen))
 
 
@@ -230,7 +230,7 @@ def make_report(
     emulation: Emulation | None = None,
     peers: Sequence[Plan] = (),
 ) -> Report:
-    """The report of a run of `plan` with this `outcome`; other ranks or nodes have plans of their own."""
+    """Make the report of a run of `plan` with this `outcome`; `peers` are the plans of other ranks or nodes."""
     loaded = outcome.loaded / 1e9
     ends = [end / 1e9 for end in outcome.step_ends]
     last = ends[-1] if ends else loaded
@@ -288,7 +288,7 @@ def make_report(
 
 
 def bytes_of_all_ranks(plan: Plan, memory: Memory, nbytes: int) -> int:
-    """Bytes of a memory for all ranks, of which this one takes `nbytes`: ranks share all memories but accelerators'."""
+    """Bytes of a memory for all ranks, given one rank's: they share all memories but those of accelerators."""
     return nbytes if memory in plan.accelerators else nbytes * plan.layout.config.ranks
 
 

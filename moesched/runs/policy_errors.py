@@ -36,7 +36,7 @@ _HINTS = (
 
 
 class Frame(NamedTuple):
-    """A line of the policy's code that was being executed."""
+    """A line of the policy's code in an error's traceback."""
 
     file: str
     line: int
@@ -47,7 +47,7 @@ class Frame(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The line itself, without its comment."""
+        """The text of the line, without its comment."""
         return linecache.getline(self.file, self.line).split("#")[0].strip()
 
 
@@ -59,7 +59,7 @@ def is_policys(error: BaseException) -> bool:
 
 
 def explained(error: BaseException) -> list[str]:
-    """The lines about a policy's error: where and what, the policy's frames if there are several, and a hint."""
+    """The lines that explain a policy's error: where and what, the policy's frames if there are several, and a hint."""
     frames = own_frames(error)
     what = in_words(error)
     lines = [f"{policy_line(error)}: {what}"]
@@ -78,7 +78,7 @@ def policy_line(error: BaseException) -> str:
 
 
 def own_frames(error: BaseException) -> list[Frame]:
-    """The policy's frames, outermost first; a line that calls itself again and again counts once."""
+    """The policy's frames in an error's traceback, outermost first; of a recursion only the first one."""
     frames: list[Frame] = []
     called = False
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -94,14 +94,14 @@ def own_frames(error: BaseException) -> list[Frame]:
 
 
 def _has_other_arguments(error: BaseException) -> bool:
-    """Test whether a policy's method could not be called, since it takes other arguments."""
+    """Test whether the framework's call of a policy's method failed because the method takes other arguments."""
     return isinstance(error, TypeError) and bool(
         re.search(r"\.(plan|prefill|decode)\(\) (takes|missing)", str(error))
     )
 
 
 def in_words(error: BaseException) -> str:
-    """The error's type and text, with a guess at the attribute that was meant."""
+    """The error's type and text; for an unknown attribute also a similar name."""
     meant = ""
     if isinstance(error, AttributeError) and error.name:
         meant = "".join(
@@ -111,7 +111,7 @@ def in_words(error: BaseException) -> str:
 
 
 def _method_line(trace: TracebackType | None) -> str:
-    """The first line of the policy method that returned before its step or its plan was complete."""
+    """The first line of the policy method that returned too early: its step or its plan is not complete."""
     for policy, kind in _methods(trace):
         method = getattr(type(policy), kind, None)
         if method is not None:
@@ -121,7 +121,7 @@ def _method_line(trace: TracebackType | None) -> str:
 
 
 def _methods(trace: TracebackType | None) -> Iterator[tuple[object, str]]:
-    """The policies that frames of the framework were busy with, and the methods that they were about to complete."""
+    """The policies that the traceback's frames of the framework were running, each with the method's name."""
     for frame, _ in traceback.walk_tb(trace):
         known = frame.f_locals
         policy = known.get("policy") or getattr(known.get("self"), "_policy", None)

@@ -17,10 +17,10 @@ class ProcessBytes(msgspec.Struct, frozen=True, kw_only=True):
             accelerator's driver takes memory of unknown size.
         measured: the peak since the process started; None for a prediction.
         limit: the user's limit; None for none.
-        runtime: part that was there before the first batch: Python, libraries, prompts. A simulation assumes it.
-        plan: part of the plan: weights, KV cache and buffers.
-        allocator: part that kernels released, and that the allocator keeps.
-        kernels: part of the kernels' own code.
+        runtime: bytes before the first batch: Python, libraries, prompts. A simulation assumes them.
+        plan: bytes of the plan: weights, KV cache and buffers.
+        allocator: bytes that kernels released, and that the allocator keeps.
+        kernels: bytes of the kernels' own code.
     """
 
     predicted: int | None
@@ -55,7 +55,7 @@ def process_bytes_of(plan: Plan, *, measured: bool) -> ProcessBytes | None:
 
 
 def largest(parts: list[ProcessBytes]) -> ProcessBytes | None:
-    """The largest prediction of successive batches, and the largest measured peak; None without batches."""
+    """The largest prediction of successive batches, with the largest measured peak; None without batches."""
     if not parts:
         return None
     most = max(parts, key=lambda each: each.predicted or 0)

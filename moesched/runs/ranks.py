@@ -40,7 +40,7 @@ class Rank(NamedTuple):
     """One of the ranks or nodes that run a batch together.
 
     Attributes:
-        hardware: its device; None on the virtual clock.
+        hardware: the rank's device; None on the virtual clock.
     """
 
     plan: Plan
@@ -49,7 +49,7 @@ class Rank(NamedTuple):
 
     @property
     def device(self) -> Device:
-        """Its device, in a run on real hardware."""
+        """The rank's device, in a run on real hardware."""
         assert self.hardware is not None, "a rank on the virtual clock has no device"
         return self.hardware
 
@@ -66,7 +66,7 @@ class Devices(NamedTuple):
 
     @property
     def core_plan(self) -> CorePlan | None:
-        """The division of the host's cores by the first device, if any."""
+        """The first device's division of the host's cores among its threads; None if it makes none."""
         return self.first.core_plan if isinstance(self.first, DividesCores) else None
 
     @property
@@ -76,14 +76,14 @@ class Devices(NamedTuple):
         return sum(device.bytes_read for device in counting) if counting else None
 
     def slot_bytes(self, page: Page) -> int:
-        """Bytes of a page's slot on every rank: the largest, as their files are aligned differently and plans equal."""
+        """Bytes that a page takes in a slot on all ranks, whose plans are equal: the most of any rank."""
         return max(device.slot_bytes(page) for device in self.all)
 
 
 def process_of(devices: Sequence[Device], machine: Machine, ahead: int = 0) -> Process:
-    """This process before its first batch, when its devices are open and hold no weights.
+    """The memory of this process before its first batch, when its devices are open and hold no weights.
 
-    ahead: bytes that were taken for weights.
+    ahead: bytes that were already allocated for weights.
     """
     return Process(
         runtime=resident_bytes() - ahead,
@@ -103,7 +103,7 @@ def open_devices(
     """Open a device for each rank of the layout's model; close them at the end, after all batches.
 
     Raises:
-        BadInput: the device cannot be one of several.
+        BadInput: the model has several ranks, and the device cannot be one of them.
     """
     ranks = layout.config.ranks
     with signals_held():
@@ -162,20 +162,20 @@ class OnDevices:
         return self._execute[task.lane](task)
 
     def issue(self, task: Task, after: list[Task]) -> Issued:
-        """Hand a task to its lane's stream."""
+        """Issue a task to its lane's stream, after the tasks `after` on other streams of the device."""
         streams = self._streams[task.lane]
         assert streams is not None, "a lane of kind stream belongs to a device with streams"
         return streams.issue(task, after)
 
 
 class OfLanes:
-    """Passes only the tasks of some lanes to an observer."""
+    """An observer that passes only the tasks of some lanes on to another observer."""
 
     def __init__(self, observer: Observer, lanes: Iterable[Lane]) -> None:
         self._observer = observer
         self._lanes = frozenset(lanes)
 
     def ended(self, task: Task) -> None:
-        """Pass on a task that ended, if it is one of these lanes'."""
+        """Pass on a task that ended, if its lane is one of these."""
         if task.lane in self._lanes:
             self._observer.ended(task)

@@ -48,7 +48,7 @@ def simulate(
             layer later, from 0 to 1; n layers later it is this to the power of n.
         sharing: whether concurrent tasks slow each other down; by default if lanes share a memory.
         replay: build the graph of a few steps only and replay it: several times faster, the same to the nanosecond.
-        recorder: keeps the tasks, for a trace.
+        recorder: records the tasks, for a trace.
         peers: the other nodes, if several run one model; `plan` and `policy` are those of the first node. Observers and
             report are also those of the first node, except for the trace, and for each memory's peak, which is the
             highest of all nodes.

@@ -12,12 +12,12 @@ from moesched.requests.batch import Batch
 
 
 class RequestTimes(msgspec.Struct, frozen=True):
-    """Times by request, in seconds; None where there was no such token.
+    """Times by request, in seconds; None for a request without such a token.
 
     Attributes:
         first_token_seconds: from the end of loading to the first token.
-        between_tokens_seconds: between two tokens, on average.
-        longest_between_tokens_seconds: the longest of them.
+        between_tokens_seconds: mean time between two tokens.
+        longest_between_tokens_seconds: longest time between two tokens.
     """
 
     first_token_seconds: list[float | None]
@@ -29,7 +29,7 @@ class MicroBatchTimes(msgspec.Struct, frozen=True):
     """Times of a micro-batch, as in `RequestTimes`: the means over its requests, and the longest time of all.
 
     Attributes:
-        requests: their numbers among all requests of the run.
+        requests: indices of its requests among all requests of the run.
     """
 
     requests: list[int]
@@ -83,7 +83,7 @@ def micro_batch_times(batch: Batch, times: RequestTimes) -> list[MicroBatchTimes
 
 
 def merged(times: Sequence[RequestTimes | None], requests: int) -> RequestTimes | None:
-    """The times of successive batches; None where a batch has none.
+    """Join the times of successive batches; None if they are not known for a batch.
 
     requests: number of requests in all batches; those that never ran have no times.
     """
@@ -95,12 +95,12 @@ def merged(times: Sequence[RequestTimes | None], requests: int) -> RequestTimes 
 
 
 def known(seconds: Sequence[float | None]) -> list[float]:
-    """The times that are known."""
+    """The times that are not None."""
     return [each for each in seconds if each is not None]
 
 
 def mean_of_known(seconds: Sequence[float | None]) -> float | None:
-    """The mean of the times that are known; None where none is."""
+    """The mean of the times that are not None; None if all are."""
     found = known(seconds)
     return fmean(found) if found else None
 

@@ -33,10 +33,10 @@ class VirtualRun:
         cost: by default the measured costs of the first plan's machine, or its roofline.
         decisions: the values of routing and sampling if nothing is computed; by default `simulated_decisions`.
         sharing: whether concurrent tasks slow each other down; by default if lanes share a memory.
-        make_engine: by default an engine, a checked one if the environment asks for validation.
+        make_engine: makes the engine of some lanes; by default a checked one if the environment asks for validation.
         observers: observers of the first rank's tasks.
-        recorder: keeps the tasks of all ranks, for a trace.
-        tokens: stop tokens of requests, and the receiver of their tokens.
+        recorder: records the tasks of all ranks, for a trace.
+        tokens: stop tokens of requests, and the callback for their tokens.
         steps: number of steps to run; by default all of the batch.
         age: decode steps that the KV cache already holds when decoding begins.
 
@@ -80,7 +80,7 @@ class VirtualRun:
 
     @property
     def now(self) -> int:
-        """Nanoseconds on the virtual clock."""
+        """The time on the virtual clock, in nanoseconds."""
         return self._driver.now
 
     def run(self) -> list[list[list[int]]]:

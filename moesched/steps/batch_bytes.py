@@ -27,7 +27,7 @@ from moesched.steps.read_only import ReadOnly
 
 
 class BatchBytes(ReadOnly):
-    """Sizes of one batch on one model.
+    """Sizes in bytes of one batch on one model.
 
     Args:
         chunks: the chunk of each prefill micro-batch; there are more than decode micro-batches where prompts are cut.
@@ -38,8 +38,8 @@ class BatchBytes(ReadOnly):
         in_decode: activations within a layer of all micro-batches, in decode.
         host_workspace: workspace of experts that run on the host.
         hidden: hidden states of the largest micro-batch.
-        most_tokens: tokens of the largest step of a micro-batch.
-        kv_pieces: buffers that new keys and values come to the host's KV cache through.
+        most_tokens: number of tokens in the largest step of a micro-batch.
+        kv_pieces: buffers through which new keys and values come to the host's KV cache.
     """
 
     def __init__(self, batch: Batch, chunks: Mapping[int, Chunk], operations: Operations) -> None:
@@ -65,11 +65,11 @@ class BatchBytes(ReadOnly):
         self._seal()
 
     def in_prefill(self, in_flight: int) -> int:
-        """Activations within a layer of the `in_flight` largest micro-batches, in prefill."""
+        """Bytes of the activations within a layer of the `in_flight` largest micro-batches, in prefill."""
         return sum(layer_bytes(self._operations, tokens) for tokens in self._largest_first[:in_flight])
 
     def host_rows(self, attended: Iterable[int], *, routed: bool) -> int:
-        """Rows that the host exchanges with an accelerator in decode, all micro-batches in memory of their own.
+        """Bytes of the rows that the host exchanges with an accelerator in decode; each micro-batch has its own.
 
         Args:
             attended: the micro-batches whose KV cache is on the host.
@@ -84,16 +84,16 @@ class BatchBytes(ReadOnly):
         )
 
     def host_prompt_rows(self, in_flight: int) -> int:
-        """Rows of experts on the host in prefill, with `in_flight` micro-batches within a layer."""
+        """Bytes of the rows of experts on the host in prefill, with `in_flight` micro-batches within a layer."""
         return sum(routed_prompt_bytes(self._operations, rows) for rows in self._largest_first[:in_flight])
 
     def exchanged(self, in_flight: int) -> int:
-        """Buffers for the rows that nodes exchange, with `in_flight` prefill micro-batches within a layer."""
+        """Bytes of buffers for the rows that nodes exchange, with `in_flight` prefill micro-batches within a layer."""
         rows = max(sum(self._largest_first[:in_flight]), sum(self._decode_rows))
         return rows * exchanged_bytes(self._operations)
 
     def device_kv(self, micro_batches: Iterable[int]) -> int:
-        """Keys and values of one layer for those prompts of the micro-batches that are cut into chunks."""
+        """Bytes of one layer's keys and values on the accelerator, of those micro-batches whose prompts are cut."""
         requests = [
             cached_tokens(self._batch.prompts[request])
             for number in micro_batches

@@ -12,7 +12,7 @@ class Parts(NamedTuple):
     unit: str
 
     def that_fit(self, nbytes: int, free: int) -> str:
-        """The parts of `nbytes` bytes that fit in `free` bytes, in words."""
+        """The number of parts that fit in `free` bytes, in words, if all parts together have `nbytes` bytes."""
         return f"{max(free, 0) * self.number // nbytes:,} {self.unit} would fit"
 
 
@@ -25,5 +25,5 @@ class Claim(NamedTuple):
 
 
 def claim_of_slots(pool: str, slots: int, slot_bytes: int) -> Claim:
-    """The claim of a pool."""
+    """The claim of a pool for the bytes of all its slots."""
     return Claim(f"pool {pool} of {slots:,} slots", slots * slot_bytes, Parts(slots, "slots"))

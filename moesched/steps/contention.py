@@ -7,19 +7,19 @@ from moesched.steps.plan import Plan
 
 
 def lanes_contend(plan: Plan) -> bool:
-    """Test whether tasks on one lane slow others."""
+    """Test whether tasks on one lane of a plan's machine slow tasks on others."""
     return devices_contend(plan) or host_contends(plan)
 
 
 def devices_contend(plan: Plan) -> bool:
-    """Test whether accelerator and host share a memory, several stages' links do, or contention was measured."""
+    """Test whether accelerator and host share a memory, links of several stages do, or contention was measured."""
     return plan.machine.unified or len(plan.stages) > 1 or bool(plan.machine.contention)
 
 
 def host_contends(plan: Plan) -> bool:
     """Test whether the host computes from the memory that copies to the accelerator read meanwhile.
 
-    A machine without classes of device, or with measured costs, is taken at its word.
+    False for a machine without classes of device or with measured costs, whose rates are used as they are.
     """
     if not is_rated(plan.machine) or plan.machine.cost_table:
         return False

@@ -14,10 +14,12 @@ from moesched.tasks import Discipline
 
 
 def require_slots(name: str, slots: int, filled: int, replacement: object) -> None:
-    """Check the slots of a pool that is declared, and the name of its replacement rule.
+    """Check the number of slots of a declared pool, and the name of its replacement rule.
+
+    filled: number of pages that are in the pool before the first step.
 
     Raises:
-        PolicyError: they are no number, or too few for the pages that fill it; or there is no such rule.
+        PolicyError: `slots` is no number, or too few for the pages that fill the pool; or there is no such rule.
     """
     if not isinstance(slots, int) or slots < 0:
         raise PolicyError(f"pool: {name} has {slots!r} slots: give a whole number, as by int(...) or //")
@@ -47,7 +49,7 @@ class Declarations(ReadOnly):
 
     @property
     def nodes(self) -> NodeShare:
-        """This node's part of a model whose experts several nodes share."""
+        """This node's share of a model whose experts several nodes share."""
         return self._declared.nodes
 
     @property
@@ -78,7 +80,7 @@ class Declarations(ReadOnly):
         self._declare("task_limit", replace(self._declared, task_limit=limit))
 
     def request_scores(self) -> None:
-        """Have the values of `route` and `preview_route` tell the router's scores, as `.scores`.
+        """Have the values of `route` and `preview_route` include the router's scores, as `.scores`.
 
         The value is a mapping {expert: tokens}, as without. Its `scores` has one number for each expert of the layer:
         the router's probability, averaged over the micro-batch's tokens. Where no router runs, on the virtual clock,

@@ -19,19 +19,19 @@ _taken: WeakValueDictionary[int, Eviction] = WeakValueDictionary()
 
 
 class RuledPages:
-    """The pages of a cache that may go, in the order of their arrival, and the rule that says which one does.
+    """The pages of a cache that may be evicted, in the order of their arrival, and the rule that chooses one.
 
     Args:
-        rule: belongs to this cache from here on.
+        rule: an `Eviction` object, which may order no other cache, or a class.
         cache: the cache's name in messages.
-        room: number of pages that it may hold.
+        room: number of pages that the cache may hold.
 
     Attributes:
-        rule: the rule, an object.
+        rule: the rule's object.
         held: the pages by id.
 
     Raises:
-        PolicyError: the rule is none, or belongs to another cache.
+        PolicyError: `rule` is no eviction rule, or belongs to another cache.
     """
 
     def __init__(self, rule: object, cache: str, room: int) -> None:
@@ -46,7 +46,7 @@ class RuledPages:
         del self.held[page.id]
 
     def enter(self, page: Page, step: int) -> None:
-        """Add a page that comes in this step."""
+        """Add a page that comes to the cache in this step, and tell the rule."""
         self.held[page.id] = page
         try:
             self.rule.used(page, step, 0)
@@ -54,14 +54,14 @@ class RuledPages:
             raise self._failed("used", [page], error) from error
 
     def use(self, page: Page, step: int, tokens: int) -> None:
-        """Tell the rule of a use."""
+        """Tell the rule that a task of this step reads a page for `tokens` rows."""
         try:
             self.rule.used(page, step, tokens)
         except Exception as error:
             raise self._failed("used", [page], error) from error
 
     def use_all(self, pages: Sequence[Page], tokens: Mapping[int, int], step: int) -> None:
-        """Tell the rule of several uses, in the order of the pages: `tokens` by index in `pages`."""
+        """Tell the rule that a task reads several pages, in their order; `tokens` has the rows by index in `pages`."""
         used, index = self.rule.used, -1
         try:
             for index in sorted(tokens):
@@ -70,12 +70,12 @@ class RuledPages:
             raise self._failed("used", [pages[index]], error) from error
 
     def next_to_go(self, incoming: Sequence[Page] = ()) -> Page:
-        """The page that the rule names.
+        """Ask the rule for the page to evict.
 
         incoming: pages that need the room.
 
         Raises:
-            PolicyError: it failed, or named another page than one of those here.
+            PolicyError: the rule failed, or named a page that is not in the cache.
         """
         try:
             named: object = self.rule.choose(self._shown)
@@ -96,7 +96,7 @@ class RuledPages:
         )
 
     def _failed(self, call: str, about: Sequence[Page], error: Exception) -> PolicyError:
-        """The error of a rule that raised one."""
+        """The error for an exception of the rule in `call`; its message names the first page of `about`."""
         method = self.rule.used if call == "used" else self.rule.choose
         return PolicyError(
             f"{self._cache}: eviction rule {_name(self.rule)} failed in `{call}`{_for(about)} at "
@@ -105,15 +105,15 @@ class RuledPages:
 
 
 def _for(pages: Sequence[Page]) -> str:
-    """The first of the pages that a call was about."""
+    """The first page of a call in words, such as " for page ..."; empty without pages."""
     return f" for page {describe(pages[0])}" if pages else ""
 
 
 def _taken_by(cache: str, given: object) -> Eviction:
-    """Note that a rule belongs to a cache, and return it; of a class, it is a new object.
+    """Mark a rule as taken by a cache, and return its object; of a class, a new one.
 
     Raises:
-        PolicyError: it is none, belongs to another one, or is of a class whose constructor needs arguments.
+        PolicyError: it is no eviction rule, orders another cache, or is a class whose constructor needs arguments.
     """
     rule = _made(cache, given) if isinstance(given, type) else given
     if not isinstance(rule, Eviction):

@@ -15,17 +15,16 @@ Price = Callable[[Work], int]
 
 
 class ExpectedEnds(NamedTuple):
-    """Expected times in nanoseconds: the end of each unsettled task by `Task.id`, and of each lane's last one."""
+    """Expected nanoseconds: the end of each unsettled task by `Task.id`, and the end of each lane's last task."""
 
     tasks: dict[int, int]
     lanes: dict[Lane, int]
 
 
 def expected_ends(lanes: Iterable[Lane], asked: Iterable[Task], now: int, price: Price) -> ExpectedEnds:
-    """The ends of the submitted tasks if nothing more is submitted, on the clock of `now`.
+    """Compute the ends of the submitted tasks if nothing more is submitted, on the clock of `now`.
 
-    Each task takes as long as it would alone. Tasks that a stream has taken in are left out, apart from those asked
-    for.
+    Each task takes as long as it would alone. Tasks that a stream has taken in are left out, except those of `asked`.
     """
     tasks = _unsettled(lanes, asked)
     ends = _Lookahead(tasks, price).play(now)
@@ -59,7 +58,7 @@ def _waiting_for(task: Task) -> list[Task]:
 
 
 class _Lookahead:
-    """The tasks that are left. A lane runs one at a time: of those that are ready, the one with the lowest key."""
+    """A simulation of unsettled tasks. A lane runs one at a time: the ready task with the lowest key."""
 
     def __init__(self, tasks: Mapping[int, Task], price: Price) -> None:
         self._tasks = tasks
@@ -75,7 +74,7 @@ class _Lookahead:
         self._events: list[tuple[int, int]] = []
 
     def play(self, now: int) -> dict[int, int]:
-        """The end of each task, by its number."""
+        """Run the simulation from `now`; returns the end of each task in nanoseconds, by `Task.id`."""
         ends: dict[int, int] = {}
         first = [number for number in self._tasks if not self._waits[number]]
         for number in sorted(first, key=lambda number: self._tasks[number].state != RUNNING):

@@ -18,13 +18,13 @@ class Ledger:
         self._views: list[Views[Any]] = []
 
     def add(self, memories: Iterable[Memory], pools: Iterable[Pool], views: Iterable[Views[Any]]) -> None:
-        """Check these too from now on."""
+        """Add memories, pools and views to those that are checked."""
         self._memories += memories
         self._pools += pools
         self._views += views
 
     def problems(self) -> list[str]:
-        """All contradictions."""
+        """Find all contradictions between these memories, pools and views; each is one line."""
         problems = []
         for memory in self._memories:
             problems += ledger_problems(memory, [pool for pool in self._pools if pool.memory is memory])
@@ -34,7 +34,7 @@ class Ledger:
 
 
 def ledger_problems(memory: Memory, pools: Iterable[Pool] = ()) -> list[str]:
-    """Contradictions in the accounts of a memory: bytes, page table, slots."""
+    """Find contradictions in the accounts of a memory: bytes, page table, slots of its pools."""
     problems = []
     freed = sum(nbytes for nbytes, _ in memory._freed)
     if memory.used + memory._fresh + freed != memory.capacity:
@@ -74,7 +74,7 @@ def _pool_problems(pool: Pool) -> list[str]:
 
 
 def view_problems(views: Views[Any]) -> list[str]:
-    """Open views that show a slot which holds another page by now."""
+    """Find open views that show a slot which holds another page by now."""
     problems = []
     for key, view in views.open.items():
         for page, slot in zip(view.pages, view.slots, strict=True):

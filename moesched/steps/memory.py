@@ -91,7 +91,7 @@ class Memory(ReadOnly):
         self._take(what, nbytes, parts)
 
     def require(self, what: str, nbytes: int) -> None:
-        """Check that this many bytes, in use at another time, are within the budget; they count for the peak.
+        """Check that bytes in use at another time, such as during loading, fit in the budget; they count for the peak.
 
         Raises:
             OverBudget: they are more than the budget.
@@ -104,10 +104,14 @@ class Memory(ReadOnly):
         self._peak = max(self._peak, nbytes)
 
     def require_free(self, what: str, nbytes: int, free: int, parts: Parts | None = None) -> None:
-        """Check that `nbytes` bytes fit in `free` bytes; `parts` are what they consist of.
+        """Check that `nbytes` bytes fit in `free` bytes.
+
+        Args:
+            what: the claimant in the message, as in "... needs N bytes".
+            parts: the equal parts that the bytes consist of.
 
         Raises:
-            OverBudget: they do not; the message says how many parts would.
+            OverBudget: they do not fit; the message says how many parts would.
         """
         if nbytes > free:
             fit = "" if parts is None else f", {parts.that_fit(nbytes, free)}"
@@ -134,9 +138,9 @@ class Memory(ReadOnly):
 
 
 class Slot(Block):
-    """Space for one page; `page` is the page that it holds, `views` are the views that read it.
+    """Space for one page: `page` is the page that it holds, `views` are the views that read it.
 
-    `read` is the last step that read the page, or how the page came, as long as none has: see `PoolCounts`.
+    `read` is the last step that read the page; before that, the way the page came: see `PoolCounts`.
     """
 
     __slots__ = ("fixed", "index", "page", "pool", "read", "views")
@@ -164,7 +168,7 @@ class Pool(ReadOnly):
     one, and `none` raises OverBudget. In a `RuledPool`, an `Eviction` names the page. `reserve` takes the bytes.
 
     Attributes:
-        page_bytes: bytes of the largest page that it was declared for.
+        page_bytes: bytes of the largest page that the pool was declared for.
         line: the policy's line that declared it, as file:line; empty where that is not known.
     """
 
@@ -196,20 +200,20 @@ class Pool(ReadOnly):
 
     @property
     def slots(self) -> range:
-        """The numbers of its slots, from 0."""
+        """The numbers of the pool's slots, from 0."""
         return range(len(self._slots))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its slots."""
+        """Bytes of all the pool's slots."""
         return len(self._slots) * self.slot_bytes
 
     def claims(self, free: int) -> Iterable[Claim]:
-        """The reservations that it needs; `free` bytes are available."""
+        """The reservations that the pool needs; `free` bytes are available."""
         return [claim_of_slots(self.name, len(self._slots), self.slot_bytes)]
 
     def reserve(self) -> None:
-        """Take its bytes of the memory for the whole run.
+        """Reserve the pool's bytes of the memory for the whole run.
 
         Raises:
             OverBudget: fewer bytes are free.
@@ -227,16 +231,16 @@ class Pool(ReadOnly):
         return len(self._empty)
 
     def pages(self) -> list[Page]:
-        """The pages that it holds, the next to be replaced first."""
+        """The pages that the pool holds, the next one to be replaced first."""
         return [slot.page for slot in self._held.values() if slot.page is not None]
 
     def assign_all(self, pages: Sequence[Page], engine: Engine, arrival: int, step: int) -> tuple[Slot, ...]:
         """Assign slots to all these pages, or, where that raises an error, to none of them.
 
-        In program order, the pages that the slots held are gone from here on.
+        The pages that the slots held are gone for all later lines of the policy.
 
         Args:
-            arrival: of the pages: `LOADED`, `FETCHED` or `SPECULATED`. The task that is submitted next fetches them.
+            arrival: the way the pages come: `LOADED`, `FETCHED` or `SPECULATED`, by the task that is submitted next.
             step: the step that brings them; -1 before the first one.
         """
         table, held, empty = self.memory._table, self._held, self._empty
@@ -295,7 +299,7 @@ class Pool(ReadOnly):
         return True
 
     def touch(self, slot: Slot, step: int, tokens: int) -> None:
-        """Note a use, for the replacement rule; by 0 tokens when its page comes or is copied."""
+        """Note a use of a slot's page, for the replacement rule; `tokens` is 0 when the page comes or is copied."""
         if self._told_of_uses and slot.page is not None:
             self._held.move_to_end(slot.page.id)
 
@@ -332,7 +336,7 @@ class Fixed(Pool):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its slots."""
+        """Bytes of all slots."""
         return sum(slot.nbytes for slot in self._slots)
 
     def claims(self, free: int) -> Iterable[Claim]:
@@ -366,7 +370,7 @@ class Home(Fixed):
 
 
 def note_use(slots: Iterable[Slot], step: int, tokens: int) -> bool:
-    """Note that a task reads pages; returns whether one of their pools has to be told of every use."""
+    """Note that a task reads the pages in slots; returns whether one of their pools needs a note of every use."""
     every_use = False
     for slot in slots:
         read, pool = slot.read, slot.pool
@@ -393,7 +397,7 @@ def counts_of(pool: Pool) -> PoolCounts:
 
 
 def held_slot(page: Page, pool: Pool) -> Slot | None:
-    """The slot of a pool that holds a page; None where it does not hold it."""
+    """The slot of a pool that holds a page; None if the pool does not hold the page."""
     return pool._held.get(page.id)
 
 
@@ -401,7 +405,7 @@ def held_slots(verb: str, pages: Sequence[Page], source: Pool) -> tuple[Slot, ..
     """The slots of a pool that hold these pages.
 
     Raises:
-        NotResident: it does not hold one of them; the message begins with the verb.
+        NotResident: the pool does not hold one of them; the message begins with the verb.
     """
     table = source._held
     held = []
@@ -425,5 +429,5 @@ def _vacate_lost(page: Page, held: Slot, engine: Engine) -> None:
 
 
 def lost(slot: Slot) -> BaseException | None:
-    """The reason that the transfer to a slot failed or was cancelled; None where it was not."""
+    """The reason that the transfer to a slot failed or was cancelled; None if it did not."""
     return slot.writer.cause if slot.writer is not None and slot.writer.state > DONE else None

@@ -24,8 +24,8 @@ class HostOutput(NamedTuple):
 class Blocks:
     """A micro-batch's data within a step, and the blocks that each verb reads and writes, by the verb's number.
 
-    On a machine with one memory the blocks on the host are those on the accelerator. A chunk has the tokens and
-    positions of the micro-batch that it is part of.
+    On a machine with one memory the blocks on the host are those on the accelerator. A chunk shares the blocks for
+    tokens and positions with the micro-batch that it is part of.
     """
 
     __slots__ = (
@@ -72,11 +72,11 @@ class KVState:
 
     Attributes:
         layers: the cache's blocks, by layer.
-        on_accelerator: by layer, whether it lives there, rather than on the host.
+        on_accelerator: by layer, whether the cache is on the accelerator rather than on the host.
         unsaved: the layer whose new keys and values `offload_kv` has yet to move to the host; -1 for none.
         loaded: the numbers of the buffers that `load_kv` filled, by layer.
-        device: one layer's keys and values on the accelerator, which the chunks of a prompt share.
-        attended_in_device: the last layer in which `attention` left keys and values there.
+        device: the block with one layer's keys and values on the accelerator, which the chunks of a prompt share.
+        attended_in_device: the last layer in which `attention` left keys and values in `device`.
     """
 
     __slots__ = ("attended_in_device", "device", "layers", "loaded", "on_accelerator", "unsaved")
@@ -96,11 +96,11 @@ class RoutingState:
     Attributes:
         decision: the task of `route`.
         pending: the experts that have yet to run on this node; None until known.
-        left: for those of them of which a part has run, the rows that have yet to run.
+        left: for each pending expert of which a part has run, the rows that have yet to run.
         owners: the node of each expert, as passed to `assign`.
         outputs: blocks for `combine`.
-        on_host: outputs that are still on the host; None where the routed rows are not there.
-        called: the processors ("accelerator", "host") that experts which stay in their memories have begun to run on.
+        on_host: outputs that are still on the host; None if the routed rows were not copied there.
+        called: processors ("accelerator", "host") on which experts with resident weights have begun to run.
     """
 
     __slots__ = ("called", "decision", "left", "on_host", "outputs", "owners", "pending")
@@ -119,19 +119,19 @@ class MicroBatch:
     """One micro-batch of a run, or a chunk of one in prefill.
 
     Attributes:
-        requests: those that its step computes.
-        generated: the tokens that each of its sequences generated before its step.
-        phase: that of its step.
+        requests: the requests that its step computes.
+        generated: number of tokens that each of its sequences generated before its step.
+        phase: the phase of its step.
         progress: the layers and verbs of its step that it has been through, as one number: `STRIDE` values for each
             layer.
-        last: the task that brought it there.
+        last: the task that brought it to this progress.
         room: a block that stands for its activations within a layer, where the plan limits these.
         stage: the pipeline stage that it is at.
-        works: those of its verbs there, in its kind of layer; `works_at` has those of all stages and kinds.
+        works: the works of its verbs at that stage, in its kind of layer; `works_at` has those of all stages and kinds.
         bound: by a verb's number, its lane and its work at that stage, and the blocks that its task reads and writes.
         sized_for: the phase and the requests that its works are for.
-        chunk: the part of the prompts that it takes through prefill; None where chunks do that for it.
-        chunk_of: the micro-batch whose prompts it is a part of; else None.
+        chunk: the part of the prompts that it takes through prefill; None if chunks of it do that.
+        chunk_of: the micro-batch whose prompts it is a part of; None if it is no chunk.
         is_chunk: whether it is a part of another micro-batch's prompts.
         before: the chunk that it continues.
         ends: the requests that it samples tokens for.
@@ -183,20 +183,20 @@ class MicroBatch:
 
     @property
     def whole(self) -> MicroBatch:
-        """The micro-batch that decodes what is sampled: itself, unless it is a chunk."""
+        """The micro-batch of decode steps that a chunk is a part of; itself if it is no chunk."""
         return self.chunk_of or self
 
     def begin(self, progress: int) -> None:
-        """Begin a step with this progress."""
+        """Begin a step with this progress, such as `START`."""
         self.phase = phase_after(self.generated)
         self.progress = progress
 
     def keep(self, requests: tuple[int, ...]) -> None:
-        """Go on with some of its requests only."""
+        """Continue with some of its requests only."""
         self.requests = self.ends = requests
 
     def enter(self, stage: PipelineStage, kind: int) -> None:
-        """Move to a layer of some kind at a stage, where its next verbs run."""
+        """Move to a pipeline stage and a kind of layer: later verbs have its lanes and works."""
         self.stage = stage
         self.works = self.works_at[stage.number][kind]
         works = map(self.works.get, _NAMES)
@@ -206,9 +206,9 @@ class MicroBatch:
 def whole_micro_batch(
     index: int, requests: tuple[int, ...], kv_on_accelerator: tuple[bool, ...], *, unified: bool
 ) -> MicroBatch:
-    """Make a micro-batch of decoding, which is also one of prefill where no prompts are cut.
+    """Make a micro-batch of decode steps, which is also one of prefill if none of its prompts is cut.
 
-    kv_on_accelerator: by layer, whether its KV cache lives there.
+    kv_on_accelerator: by layer, whether its KV cache is on the accelerator.
     """
     cache = [Block(f"KV L{layer} mb{index}") for layer in range(len(kv_on_accelerator))]
     kv = KVState(cache, Block(f"keys and values at hand mb{index}"), kv_on_accelerator)

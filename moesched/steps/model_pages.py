@@ -39,10 +39,10 @@ def spans_of(numbers: Iterable[int]) -> str:
 
 
 def require_list(verb: str, pages: Iterable[Page]) -> tuple[Page, ...]:
-    """The pages as a tuple, checked to be pages.
+    """Check that `pages` are pages, and return them as a tuple.
 
     Raises:
-        PolicyError: it is one page, or something else.
+        PolicyError: it is a single page, or something else.
     """
     if isinstance(pages, Page):
         raise PolicyError(f"{verb}: give a list of pages, such as [{describe(pages)}], not one page")
@@ -59,10 +59,10 @@ def require_pages(verb: str, pages: Iterable[Page], layout: WeightLayout, most_b
     A page of another layout has other bytes under the same number.
 
     Args:
-        most_bytes: the largest page that may be among them.
+        most_bytes: the largest size that a page may have, in bytes.
 
     Raises:
-        PolicyError: one of them does not, or is larger.
+        PolicyError: a page belongs to another model, or is larger.
     """
     own, nbytes = layout.pages, 0
     try:

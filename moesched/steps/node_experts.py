@@ -29,7 +29,7 @@ def require_placement(placement: Sequence[Collection[int]], nodes: int, experts:
 
 
 def require_routers(verb: str, declared: Declared) -> None:
-    """Check that every node has a router, if the plan requests its scores.
+    """Check that every node has a router if the plan requests router scores.
 
     Raises:
         PolicyError: the plan is centralised, and has several nodes.
@@ -44,7 +44,7 @@ def require_routers(verb: str, declared: Declared) -> None:
 def ownership_problem(
     owners: Mapping[int, int], routed: Collection[int], placement: Sequence[Collection[int]]
 ) -> str:
-    """The fault of an assignment of routed experts to nodes, for a message; empty if there is none."""
+    """Find the fault of an assignment of routed experts to nodes that hold experts; empty if there is none."""
     if missing := sorted(set(routed) - owners.keys()):
         return f"it leaves out {named(missing)}, which tokens were routed to"
     for expert, node in owners.items():
@@ -58,5 +58,5 @@ def ownership_problem(
 
 
 def named(experts: Collection[int]) -> str:
-    """Experts as messages name them."""
+    """Experts as text for messages."""
     return ", ".join(f"E{expert}" for expert in experts)

@@ -40,7 +40,7 @@ class NodeTasks(SplitVerbs):
 
     Args:
         network: the lane of its exchanges.
-        micro_batches: their number.
+        micro_batches: number of micro-batches.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class NodeTasks(SplitVerbs):
         yield from self._exchanged_sum("gather", task, reads)
 
     def _send(self, task: Task, reads: Sequence[Block], writes: Sequence[Block]) -> Iterator[SubTask]:
-        """A task of the first node, and a broadcast of its result."""
+        """The first node's tasks: the verb's own task, then a broadcast of its result."""
         yield task, reads, writes
         yield self._exchange("broadcast", task, ROWS if task.verb == "route" else TOKENS), writes[-1:], ()
 
@@ -112,7 +112,7 @@ class NodeTasks(SplitVerbs):
         return part
 
     def _amount(self, verb: str, data: str, rows: int) -> Amount:
-        """Bytes through the network card of the busiest node, in its busier direction."""
+        """The work of an exchange: bytes through the network card of the busiest node, in its busier direction."""
         each = {
             SUM: self._operations.sum_bytes,
             ROWS: self._operations.row_and_choices_bytes,

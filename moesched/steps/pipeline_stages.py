@@ -26,9 +26,9 @@ class PipelineStage:
     Attributes:
         end: the layer that the next stage begins with; -1 for the last stage.
         processors: the accelerator's name and the host's, by role.
-        memory: the accelerator's.
+        memory: name of the accelerator's memory.
         lane, host: the lanes of the accelerator and the host.
-        places: its lanes by their purpose; none for copies within one memory.
+        places: the stage's lanes by their purpose; none for copies within one memory.
         lanes: each verb's lane, by the verb's number; None for verbs with nothing to do.
         empty_kv_slots: numbers of the slots of `Plan.reserve_kv_buffers` that are empty.
         onward: the hops of a hidden state to the next stage, as pairs of memories (source, destination).

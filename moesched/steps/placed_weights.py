@@ -27,27 +27,27 @@ class PlacedWeights(ReadOnly):
 
     @property
     def resident(self) -> tuple[Fixed, ...]:
-        """Pages that stay."""
+        """The pages that stay in a memory for the whole run."""
         return tuple(self._resident)
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """Slots that pages pass through."""
+        """The pools of slots that streamed pages pass through."""
         return tuple(self._pools)
 
     @property
     def filled(self) -> tuple[tuple[Pool, tuple[Page, ...]], ...]:
-        """Pages that are brought to a pool before the first step."""
+        """Pools with the pages that are loaded into them before the first step."""
         return tuple(self._filled)
 
     @property
     def home(self) -> Home | None:
-        """Pages that the host computes with where weights come from; None where it runs no experts."""
+        """The pages that the host computes with in the memory that weights come from; None if it runs no experts."""
         return self._home
 
     @property
     def load_buffers(self) -> int:
-        """Number of pages that are loaded concurrently."""
+        """Number of resident pages that are loaded at the same time before the first step."""
         return self._load_buffers
 
     def add_pool(self, pool: Pool, filled: Sequence[Page]) -> None:
@@ -58,19 +58,19 @@ class PlacedWeights(ReadOnly):
             self._filled.append((pool, tuple(filled)))
 
     def keep(self, memory: Memory, pages: Sequence[Page], sizes: Sequence[int]) -> Fixed:
-        """Have pages stay in a memory."""
+        """Declare pages that stay in a memory; `sizes` are their bytes in slots."""
         resident = self.hold(memory, pages, sizes)
         self._in_order.append(resident)
         return resident
 
     def hold(self, memory: Memory, pages: Sequence[Page], sizes: Sequence[int]) -> Fixed:
-        """Have pages stay in a memory where their bytes are reserved already."""
+        """Declare pages that stay in a memory where their bytes are reserved already."""
         resident = Fixed(f"kept {len(self._resident)}", memory, pages, sizes)
         self._resident.append(resident)
         return resident
 
     def claims(self, memory: Memory, free: int) -> Iterator[Claim]:
-        """The claims on a memory that has `free` bytes left."""
+        """The claims of pools and resident pages on a memory that has `free` bytes left."""
         for pool in self._in_order:
             if pool.memory is memory:
                 for claim in pool.claims(free):
@@ -81,18 +81,18 @@ class PlacedWeights(ReadOnly):
         """Reserve the bytes of all pools and resident pages.
 
         Raises:
-            OverBudget: one does not fit.
+            OverBudget: a pool or page does not fit.
         """
         for pool in self._in_order:
             pool.reserve()
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the pools and resident pages that are reserved here, in all memories."""
+        """Bytes of the pools and resident pages that `reserve` reserves, in all memories."""
         return sum(pool.nbytes for pool in self._in_order)
 
     def leave_at_home(self, memory: Memory, pages: Sequence[Page], both: Collection[int]) -> None:
-        """Have the host compute with the pages that stay nowhere else, and with those whose ids are in `both`."""
+        """Have the host compute with the pages that stay in no other memory, and with those whose ids are in `both`."""
         elsewhere = {page.id for resident in self._resident for page in resident.pages()} - set(both)
         self._home = Home(memory, (page for page in pages if page.id not in elsewhere))
 
@@ -102,7 +102,7 @@ class PlacedWeights(ReadOnly):
         global_bytes: bytes of the weights outside the layers, which are loaded first.
 
         Raises:
-            OverBudget: there is no memory for one buffer.
+            OverBudget: the memory has no room for one buffer.
         """
         sizes = [slot.nbytes for each in self._resident if each.memory is memory for slot in slots_of(each)]
         if not sizes or any(pool.memory is memory and len(pool.slots) > 1 for pool in self._pools):

@@ -81,7 +81,7 @@ class Plan(PlanFacts):
         In a pipeline, each accelerator holds the cache of its own layers.
 
         Raises:
-            PolicyError: one of them has a place already, or does not exist, or the memory holds no KV caches; or layers
+            PolicyError: a cache has a place already, or does not exist, or the memory holds no KV caches; or layers
                 are named, and the run searches with beams, whose caches are undivided.
         """
         role = role_named("place_kv", role, self.machine, KV_ROLES)
@@ -121,7 +121,7 @@ class Plan(PlanFacts):
     def run_experts_on_host(self, *, resident: bool = False) -> None:
         """Have the host run experts as well, from weights in its own memory.
 
-        If weights come from the host's memory, these are all weights that do not stay on an accelerator; otherwise,
+        If weights come from the host's memory, it may run all experts that do not stay on an accelerator; otherwise,
         those that `keep` placed on the host. Memory is reserved for the rows that go to the host and the outputs that
         come back.
 
@@ -221,8 +221,8 @@ class Plan(PlanFacts):
         """Declare pages that stay in a memory for the whole run; they are loaded before the first step.
 
         Raises:
-            PolicyError: they belong to several stages, and the memory would be an accelerator's; or one of them is kept
-                in that memory already.
+            PolicyError: the pages belong to several stages, and the memory would be an accelerator's; or one of them is
+                kept in that memory already.
         """
         self._declare("keep", self.declared)
         pages = require_list("keep", pages)
@@ -281,7 +281,7 @@ def stage_of(stages: Sequence[range], layer: int) -> int:
 def _placed(
     roles: tuple[Role | None, ...], role: Role, number: int, layers: Collection[int] | None
 ) -> tuple[Role | None, ...]:
-    """The memories of a micro-batch's KV cache by layer, once `role` has these layers, or all of them."""
+    """The memories of a micro-batch's KV cache by layer, after `role` took these layers; None for all layers."""
     placed = []
     for layer, before in enumerate(roles):
         here = layers is None or layer in layers

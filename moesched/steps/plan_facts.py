@@ -26,7 +26,7 @@ VERBS_OF_A_LAYER = 20
 
 
 class PlanFacts(Declarations):
-    """The facts of `Plan`, which describes them, and their arguments."""
+    """The properties of `Plan` that describe the model, the machine, the batch and free memory."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class PlanFacts(Declarations):
 
     @property
     def kv(self) -> KVPlan:
-        """Placement of the KV cache, by the declarations so far."""
+        """The placement of the KV cache, by the declarations so far."""
         return self.reservations.kv(self.declared)
 
     def memory(self, role: Role, stage: int = 0) -> Memory:
@@ -115,6 +115,8 @@ class PlanFacts(Declarations):
         a place.
 
         Args:
+            role: of the memory.
+            stage: number of the pipeline stage whose accelerator's memory is meant.
             given: declarations to assume instead of those so far, such as `replace(plan.declared, in_flight=1)`.
                 Pools and resident pages are always those declared so far.
 
@@ -148,7 +150,7 @@ def _without_staging(machine: Machine) -> str:
 
 
 def _memories(machine: Machine, written: Machine, budgets: Mapping[str, int]) -> dict[str, Memory]:
-    """The memories of `written`, which lists each of the machine's accelerators; all have the first one's budget."""
+    """The memories by name, with their budgets; `written` lists all accelerators, which have the first one's budget."""
     for name in budgets:
         if name not in machine.memories:
             raise BadInput(

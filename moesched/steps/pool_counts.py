@@ -19,7 +19,7 @@ class Counted(NamedTuple):
         hits: uses that found the page in the pool, or on its way there by a speculative fetch.
         misses: uses that had to fetch the page: the first one after a fetch that is not speculative.
         wasted: fetched pages that left the pool before anything read them.
-        cancelled: those of them whose transfer was cancelled, and moved no bytes.
+        cancelled: those wasted pages whose transfer was cancelled, and moved no bytes.
     """
 
     fetched: int
@@ -57,16 +57,16 @@ class PoolCounts:
         return Counted(self.fetched, self.hits, self.misses, self.wasted, self.cancelled)
 
     def record(self, submitted: int) -> None:
-        """Add the counts to the log, if there is one, after this number of tasks."""
+        """Add the counts to the log, if there is one, with the number of tasks submitted so far."""
         if self.log is not None:
             self.log.append((submitted + self.skipped, self.now()))
 
     def repeat(self, since: Counted, times: int, submitted: int, tasks: int) -> None:
-        """Count further steps, each like the one that began with the counts `since`.
+        """Count further steps, each with the same counts as the steps since `since`.
 
         Args:
             times: number of steps.
-            submitted: number of tasks so far.
+            submitted: number of tasks submitted so far.
             tasks: number of tasks of each step.
         """
         more = [late - early for late, early in zip(self.now(), since, strict=True)]

@@ -9,14 +9,14 @@ from moesched.tasks import DONE, Preview, Task
 
 
 class Compared(NamedTuple):
-    """Forecasts from one distance, compared with the routings that they were of.
+    """Forecasts from one distance, compared with the routings that they forecast.
 
     An expert counts once for each micro-batch and layer, however many tokens choose it.
 
     Attributes:
         forecasts: number of forecasts.
-        chosen: experts that the router then chose.
-        found: those of them that had been forecast.
+        chosen: number of experts that the router then chose.
+        found: number of those experts that had been forecast.
     """
 
     forecasts: int = 0
@@ -24,7 +24,7 @@ class Compared(NamedTuple):
     found: int = 0
 
     def plus(self, forecast: Mapping[int, float], chosen: Mapping[int, int]) -> Compared:
-        """The same with one more forecast."""
+        """The counts with one more forecast."""
         found = len(chosen.keys() & forecast.keys())
         return Compared(self.forecasts + 1, self.chosen + len(chosen), self.found + found)
 
@@ -33,9 +33,9 @@ class Answer(NamedTuple):
     """The answer of a predictor.
 
     Attributes:
-        predictor: the name of its class.
-        ahead: the number of layers from the last one in which the micro-batch was routed.
-        tokens: the tokens that each expert can expect.
+        predictor: name of the predictor's class.
+        ahead: number of layers from the last one in which the micro-batch was routed.
+        tokens: the number of tokens that each expert can expect.
     """
 
     predictor: str
@@ -43,7 +43,7 @@ class Answer(NamedTuple):
     tokens: Mapping[int, float]
 
     def most_expected(self, count: int) -> dict[int, float]:
-        """That many experts, the most expected ones."""
+        """The `count` experts with the most expected tokens."""
         ranked = sorted(self.tokens.items(), key=lambda each: (-each[1], each[0]))
         return dict(ranked[:count])
 
@@ -55,8 +55,8 @@ class PreviewAccuracy:
 
     Attributes:
         ahead: the comparisons of previews so far, by the number of layers that they looked ahead.
-        by_predictor: those of predictors, by the predictor and that number. Of an answer, as many experts count as the
-            router then chose, the most expected ones.
+        by_predictor: the comparisons of predictors' answers so far, by predictor and that number. As many of an
+            answer's experts count as the router then chose, those with the most expected tokens.
         waiting: forecasts whose layer has not been routed in this step, by layer and micro-batch.
     """
 
@@ -73,12 +73,12 @@ class PreviewAccuracy:
         self.waiting.setdefault((layer, micro_batch), []).append(forecast)
 
     def pair(self, route: Task) -> None:
-        """Keep a routing beside the forecasts of it."""
+        """Pair a layer's routing with the forecasts of it, to be compared at the end of the step."""
         forecasts = self.waiting.pop((route.layer, route.micro_batch), ())
         self._pairs += [(forecast, route) for forecast in forecasts]
 
     def end_step(self) -> None:
-        """Compare a step's pairs, and drop its tasks; also at the end of a run, perhaps within a step.
+        """Compare a step's pairs, and drop its tasks; also called when a run ends within a step.
 
         At the end of a step all pairs are known: experts cannot run before their routing is, and a routing overwrites
         what its previews read.

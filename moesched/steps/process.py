@@ -12,7 +12,7 @@ pool. Measured with glibc; returning large pieces at once made kernels two to th
 
 
 class Process(NamedTuple):
-    """Resident bytes of a process beside those of its plans.
+    """Resident bytes of a process, without the memory of its plans.
 
     Attributes:
         runtime: bytes before the first batch: Python, libraries, tokenizer, prompts.

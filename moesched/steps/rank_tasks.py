@@ -32,7 +32,7 @@ class RankTasks(SplitVerbs):
 
     Args:
         interconnect: the lane of its all-reduces.
-        micro_batches: their number.
+        micro_batches: number of micro-batches.
     """
 
     def __init__(

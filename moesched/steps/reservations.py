@@ -37,13 +37,13 @@ class Reservation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """This node's part of a model whose experts several nodes share.
+    """One node's part of a model whose experts several nodes share.
 
     Attributes:
         count: number of nodes.
         index: this node's number, from 0.
         placement: the experts that each node holds, the same in all layers; empty without expert parallelism.
-        centralised: only the first node has attention, router and sampling.
+        centralised: whether only the first node has attention, router and sampling.
     """
 
     count: int = 1
@@ -76,14 +76,14 @@ class Declared:
         in_flight: most micro-batches that are within a layer at once in prefill.
         kv_roles: by micro-batch, the memory that holds its KV cache of each layer; None where none is declared yet.
         kv_buffers: micro-batches whose keys and values of one layer may be loaded to the accelerator at once.
-        experts_on_host: the host runs experts too.
-        resident_experts_on_host: the host also runs experts that stay in an accelerator's memory.
+        experts_on_host: whether the host runs experts too.
+        resident_experts_on_host: whether the host also runs experts that stay in an accelerator's memory.
         nodes: this node's part, where several nodes share the experts.
         discipline: "ready_first" lanes start whichever task is ready, "in_order" ones in the order of submission.
         task_limit: most tasks of a step; None for the default.
-        scores: `route` and `preview_route` give router scores.
-        times: steps answer questions about time.
-        settled: the memory is reserved, and nothing more can be declared.
+        scores: whether `route` and `preview_route` give router scores.
+        times: whether steps answer questions about time.
+        settled: whether the memory is reserved, so that nothing more can be declared.
     """
 
     in_flight: int
@@ -104,8 +104,8 @@ class KVPlan(NamedTuple):
 
     Attributes:
         roles: by micro-batch, the memory that holds its cache of each layer; None where none is declared.
-        slots: buffers beside each accelerator for one layer's keys and values of a micro-batch, from the host.
-        slot_bytes: size of each; 0 where accelerator and host share a memory.
+        slots: number of buffers on each accelerator, each for one layer's keys and values of a micro-batch on the host.
+        slot_bytes: bytes of each buffer; 0 where accelerator and host share a memory.
     """
 
     roles: tuple[tuple[Role | None, ...], ...]
@@ -113,11 +113,11 @@ class KVPlan(NamedTuple):
     slot_bytes: int
 
     def held_by(self, role: Role) -> list[int]:
-        """The micro-batches whose KV cache a memory holds, of all layers or of some."""
+        """The micro-batches whose KV cache a memory holds, in all layers or in some."""
         return [number for number, holders in enumerate(self.roles) if role in holders]
 
     def layers_held_by(self, role: Role, micro_batch: int) -> tuple[int, ...]:
-        """The layers whose KV cache of a micro-batch a memory holds."""
+        """The layers in which a memory holds the KV cache of a micro-batch."""
         return tuple(layer for layer, holder in enumerate(self.roles[micro_batch]) if holder == role)
 
     @property
@@ -133,9 +133,10 @@ class Reservations(ReadOnly):
     Args:
         machine: with one accelerator listed for each stage.
         chunks: the micro-batches of prefill, by number.
-        stages: the layers of each stage of a pipeline; one without.
-        slot_bytes: bytes of a page in a slot of the device.
-        process: the process that will run the plan; where it is limited, what its allocator keeps counts too.
+        stages: the layers of each stage of a pipeline; a single stage without a pipeline.
+        slot_bytes: returns the bytes that a page takes in a slot of the device.
+        process: the process that will run the plan; if its bytes are limited, memory that its allocator keeps counts
+            too.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class Reservations(ReadOnly):
         ]
 
     def needed_by_all(self, nodes: NodeShare) -> Iterator[Reservation]:
-        """The reservations that do not depend on a policy, except activations within a layer."""
+        """The reservations that every policy needs, except those for activations within a layer."""
         if nodes.count == 1:
             yield from self._all_weights(nodes)
         sizes = self.sizes
@@ -195,7 +196,7 @@ class Reservations(ReadOnly):
             yield Reservation(self._host, "workspace that the allocator keeps", kept)
 
     def kv(self, declared: Declared) -> KVPlan:
-        """Placement of the KV cache, and the buffers that it is loaded to."""
+        """The placement of the KV cache, and the buffers for keys and values that are loaded to accelerators."""
         loaded = [number for number, roles in enumerate(declared.kv_roles) if set(roles) != {"accelerator"}]
         slots = declared.kv_buffers if loaded else 0
         if not slots or self._machine.unified:
@@ -204,13 +205,13 @@ class Reservations(ReadOnly):
 
     @cached_property
     def _layer_caches(self) -> tuple[int, ...]:
-        """Bytes of the largest cache of any layer, of each micro-batch at its longest."""
+        """For each micro-batch, the bytes of the largest KV cache of any layer at the end of the generation."""
         batch, kinds = self._batch, self._operations.kinds.values()
         longest = [[batch.longest_at_end((each,)) for each in requests] for requests in batch.micro_batches]
         return tuple(max(kind.held_bytes(each, batch.beams) for kind in kinds) for each in longest)
 
     def cache_bytes(self, micro_batches: Iterable[int], layers: Iterable[int]) -> int:
-        """Bytes of the KV caches of micro-batches in these layers, at their longest; kept, as weight bytes are."""
+        """Bytes of the KV caches of micro-batches in these layers at the end of the generation; cached."""
         key = tuple(micro_batches), tuple(layers)
         if key not in self._cached:
             batch, (numbers, of_layers) = self._batch, key
@@ -219,7 +220,7 @@ class Reservations(ReadOnly):
         return self._cached[key]
 
     def _tokens_of(self, micro_batches: Iterable[int]) -> int:
-        """Tokens of the KV caches of micro-batches at their longest, likewise."""
+        """Tokens of the KV caches of micro-batches at the end of the generation; cached."""
         key = tuple(micro_batches)
         if key not in self._tokens:
             batch = self._batch
@@ -227,18 +228,18 @@ class Reservations(ReadOnly):
         return self._tokens[key]
 
     def _all_weights(self, nodes: NodeShare) -> Iterator[Reservation]:
-        """All weights that this node uses, where they come from the memory that the host computes from."""
+        """The reservation of all weights that this node uses, if they come from the memory that the host reads."""
         if self._machine.weights_on_host:
             yield Reservation(self._host, "all weights", self._weight_bytes(nodes), "weights")
 
     def _weight_bytes(self, nodes: NodeShare) -> int:
-        """Bytes of all weights that this node uses; kept, since planning asks for them again and again."""
+        """Bytes of all weights that this node uses; cached."""
         if nodes not in self._of_nodes:
             self._of_nodes[nodes] = sum(map(self._slot_bytes, nodes.pages(self._layout)))
         return self._of_nodes[nodes]
 
     def _within_layers(self, declared: Declared) -> Iterator[Reservation]:
-        """Activations within a layer: in prefill of the micro-batches in flight, in decode of all of them."""
+        """Reservations for activations within a layer: in prefill of the micro-batches in flight, in decode of all."""
         sizes, count, nodes = self.sizes, declared.in_flight, declared.nodes
         for fast in self._accelerators:
             what = f"activations of {count} micro-batches within a layer"
@@ -250,7 +251,7 @@ class Reservations(ReadOnly):
                 yield Reservation(memory, "sums exchanged between nodes", sizes.exchanged(count))
 
     def _kv_cache(self, declared: Declared) -> Iterator[Reservation]:
-        """The KV caches placed so far, and one layer's keys and values of chunked prompts whose cache is elsewhere."""
+        """Reservations for KV caches, and for a layer of chunked prompts on accelerators without their cache."""
         for role in KV_ROLES:
             groups = held_alike(declared.kv_roles, role)
             chosen = [number for numbers in groups.values() for number in numbers]
@@ -281,7 +282,7 @@ class Reservations(ReadOnly):
                 yield Reservation(fast, what, kv.slots * kv.slot_bytes, parts=parts)
 
     def _host_experts(self, declared: Declared) -> Iterator[Reservation]:
-        """Rows that go to experts on the host, the outputs that come back, and workspace."""
+        """Reservations for rows that go to experts on the host, for the outputs that come back, and for workspace."""
         if not declared.experts_on_host or self._machine.unified:
             return
         prompts = self.sizes.host_prompt_rows(declared.in_flight)
@@ -291,7 +292,7 @@ class Reservations(ReadOnly):
             yield Reservation(fast, "hidden states on their way to the host", self.sizes.hidden)
 
     def _host_buffers(self, declared: Declared) -> Iterator[Reservation]:
-        """Page-locked buffers for what the host exchanges with accelerators, allocated once."""
+        """Reservations for page-locked buffers through which the host exchanges data with accelerators."""
         if self._machine.unified:
             return
         sizes, locked = self.sizes, self._locked
@@ -309,11 +310,11 @@ class Reservations(ReadOnly):
 
     @cached_property
     def _largest_page(self) -> int:
-        """Bytes of the largest page in a slot."""
+        """Bytes that the largest page takes in a slot."""
         return max(map(self._slot_bytes, self._layout.pages))
 
     def _node_weights(self, nodes: NodeShare) -> Iterator[Reservation]:
-        """The pages of a node of several, which stay in its accelerator's memory."""
+        """The reservation for the pages of a node of several, which stay in its accelerator's memory."""
         if not nodes.placement:
             return
         if nodes.count > 1:
@@ -325,7 +326,7 @@ class Reservations(ReadOnly):
 
 
 def held_alike(kv_roles: Sequence[Sequence[Role | None]], role: Role) -> dict[tuple[int, ...], list[int]]:
-    """The micro-batches whose KV cache a memory holds in the same layers, by these layers."""
+    """The micro-batches of which a memory holds the KV cache, grouped by the layers of which it does."""
     of_roles: dict[Sequence[Role | None], list[int]] = {}
     for number, roles in enumerate(kv_roles):
         of_roles.setdefault(roles, []).append(number)

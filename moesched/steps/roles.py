@@ -17,12 +17,13 @@ KV_ROLES: tuple[Role, ...] = ("accelerator", "host")
 
 
 def role_named(verb: str, name: str, machine: Machine, roles: Sequence[Role] = ROLES) -> Role:
-    """The role of a memory, which a policy names by its role or as the machine does.
+    """The role of a memory, which a policy names by its role or by the machine's name of it.
 
-    A unified memory is the accelerator's and the host's. A KV cache there needs the role: it says who attends.
+    A unified memory is the accelerator's and the host's. For a KV cache there the policy has to name the role, since it
+    decides which processor computes attention.
 
     Raises:
-        PolicyError: no role is named so, or two are and the KV cache needs one.
+        PolicyError: there is no such name, or it means two roles and the KV cache needs one.
     """
     own = dict(_own_names(machine))
     named = [role for role in roles if role == name] or [role for role in roles if own.get(role) == name]

@@ -16,7 +16,7 @@ class RuledPool(Pool):
     """Page slots in which an `Eviction` names the page to be replaced.
 
     Raises:
-        PolicyError: the rule is none, or orders another cache.
+        PolicyError: `replacement` is no eviction rule, or orders another cache.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class RunState:
         prefill_batches: the micro-batches of prefill: chunks where prompts are cut, else those of decoding.
         present: the micro-batches of the present or next step: some hold prompts, others decode.
         kv_slots: the buffers that `load_kv` fills, of all stages.
-        rooms: what micro-batches within a layer in prefill share, where the plan limits their number.
+        rooms: free blocks, one for each micro-batch that may be within a layer in prefill, where the plan limits these.
         stride: the progress that a micro-batch makes in a step.
         previews: compares forecasts of the router with its choices.
         submit: submits a verb's task: the engine's own method, unless verbs are several tasks.
@@ -80,7 +80,7 @@ class RunState:
         return self.plan.declared.in_flight < len(self.prefill_batches)
 
     def numbered(self, number: int) -> MicroBatch:
-        """The micro-batch that a task names, in prefill or decoding."""
+        """The micro-batch with a task's number: one of decode steps, or after those one of prefill."""
         count = len(self.micro_batches)
         return self.micro_batches[number] if number < count else self.prefill_batches[number - count]
 
@@ -88,7 +88,7 @@ class RunState:
         """Have the present micro-batches begin a step at the first stage.
 
         Returns:
-            them by number: chunks count from 0 where there is nothing else.
+            them by number; if all are chunks, numbers count from 0.
         """
         start = START if self.plan.nodes.attends else INPUT  # only a node that attends has `embed`
         for batch in self.present:
@@ -112,8 +112,8 @@ class RunState:
         where that changes no bits.
 
         Args:
-            ended: requests.
-            rows_apart: tests whether the bits of no row depend on another one, in micro-batches of up to that many.
+            ended: requests that have ended.
+            rows_apart: tests whether no row's bits depend on another row, in micro-batches of up to a number of rows.
         """
         batches, self.present = self.present, []
         for batch in batches:
@@ -139,7 +139,7 @@ class RunState:
         """Have a micro-batch enter the next stage, which begins with `layer`.
 
         Returns:
-            the transfers of its hidden state, to be submitted in this order.
+            the transfers of its hidden state to that stage, to be submitted in this order.
         """
         stage = batch.stage
         nbytes = batch.works["embed"].tokens * self.works.operations.hidden_bytes
@@ -159,7 +159,7 @@ class RunState:
             counts_of(pool).record(self.engine.submitted)
 
     def load(self, resident: Fixed) -> list[PageTransfer]:
-        """Submit the transfers that fill kept pages from where the weights come from."""
+        """Submit the transfers that fill resident pages from where the weights come from."""
         return [
             self._bring(page, slot, "load")
             for page, slot in zip(resident.pages(), slots_of(resident), strict=True)
@@ -177,7 +177,7 @@ class RunState:
     def close(self) -> None:
         """Drop the run's tasks and errors, and the device's views of the slots.
 
-        Tasks and slots refer to each other, and tasks are invisible to the garbage collector.
+        Tasks and slots refer to each other, and the garbage collector does not track tasks.
         """
         self.previews.end_step()
         self.engine.forget()

@@ -23,7 +23,7 @@ class SplitVerbs:
     """Submits verbs to an engine, some of them as several tasks.
 
     Args:
-        split: makes the tasks of a split verb, by the verb's name; other verbs are one task.
+        split: makes the tasks of a split verb, by the verb's name; verbs that it lacks are one task.
     """
 
     def __init__(self, engine: Engine, works: Works, split: Mapping[str, Split]) -> None:
@@ -58,21 +58,21 @@ class SplitVerbs:
         return task if isinstance(task, Decision) else last
 
     def _kernel(self, verb: str, task: Task, work: Work) -> Kernel:
-        """A part of a verb, on the lane of its own task."""
+        """A kernel that is a part of a verb, on the lane of the verb's own task."""
         return part_of(task, Kernel, task.lane, work, verb, task.operands)
 
     def _work(self, kind: str, task: Task, amount: Callable[[Operations, int], Amount]) -> Work:
-        """The work of a part, on as many rows as the verb's, in its kind of layer."""
+        """The work of a part of a verb, on as many rows as the verb's own work, in its kind of layer."""
         number = self._works.kind_of[task.layer]
         of_layer = partial(amount, self._works.kinds[number])
         return self._works.work(kind, task.work.resource, task.work.tokens, of_layer, number)
 
 
 def part_of(task: Task, make: type[T], lane: Lane, work: Work, verb: str, operands: object) -> T:
-    """A task that is a part of a verb's own task, for the same layer and micro-batch."""
+    """Make a task that is a part of a verb's own task, for the same layer and micro-batch."""
     return make(lane, work, verb, task.layer, task.micro_batch, -1, operands, task.step, task.generated)
 
 
 def signature_of(data: str, task: Task) -> str:
-    """The description of an exchange of data that belongs to a task, on which all ranks must agree."""
+    """The text that names an exchange of a task's data; it must be equal on all ranks."""
     return f"{data} of {task.work.tokens} rows, step {task.step}, layer {task.layer}, mb{task.micro_batch}"

@@ -77,7 +77,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         return self._batches[micro_batch].phase
 
     def goes_on(self, micro_batch: int) -> bool:
-        """Test whether it is a chunk that continues the one before it, in prefill."""
+        """Test whether a micro-batch of prefill is a chunk that continues the one before it."""
         return self._batches[micro_batch].before is not None
 
     def embed(self, micro_batch: int) -> Task:
@@ -119,7 +119,7 @@ class Step(PageVerbs, AttentionVerbs, ExpertVerbs, Outlook):
         """End the step.
 
         Returns:
-            the requests of each micro-batch that sampled, and its `sample`, whose value are their tokens.
+            for each micro-batch that sampled, its requests and its `sample`, whose value is their tokens.
 
         Raises:
             OutOfOrder: a micro-batch was not sampled.

@@ -11,7 +11,7 @@ NOBODY = 0
 
 
 class Turn:
-    """The policy's turn in a step.
+    """Tells whether a thread may call the verbs of a step now.
 
     Attributes:
         thread: the identifier of the thread that runs the policy; `NOBODY` while the policy waits and once the step is
@@ -27,15 +27,15 @@ class Turn:
         self.thread = NOBODY
 
     def begin(self) -> None:
-        """Let this thread call verbs."""
+        """Allow the current thread to call verbs."""
         self.thread = get_ident()
 
     def pause(self) -> None:
-        """Let no thread call verbs until the policy goes on."""
+        """Forbid verbs on all threads until the policy continues."""
         self.thread = NOBODY
 
     def end(self) -> None:
-        """Let no thread call verbs any more."""
+        """Forbid verbs on all threads for good, as the step is over."""
         self._over = True
         self.thread = NOBODY
 

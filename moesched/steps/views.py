@@ -21,8 +21,10 @@ class View(Generic[K]):
 
     n kernels that read n pages through a view need 2n edges instead of n². On streams they have n²: an edge between
     two tasks of a device costs the host nothing, a node between them would. A view lasts until one of its slots is
-    given another page; that write waits for every kernel that read through the view. `bound` belongs to the device:
-    the weights as its kernels read them. `noted` is the last step whose use was noted, unless every use has to be.
+    given another page; that write waits for every kernel that read through the view.
+
+    bound: for the device: the weights as its kernels read them.
+    noted: the last step whose use was noted, unless every use has to be.
     """
 
     __slots__ = ("block", "bound", "key", "moving", "noted", "owner", "pages", "reads", "slots")
@@ -72,7 +74,7 @@ class Views(Generic[K]):
         """A view of the key's pages, all of which must be in this memory.
 
         Raises:
-            NotResident: one of them is not.
+            NotResident: a page is not there.
             OutOfOrder: the model has no such pages.
         """
         slots = []

@@ -30,8 +30,8 @@ class Works:
         age: tokens that count as generated before the first decode step, to look into the middle of a long run.
 
     Attributes:
-        operations: those of the model's typical layer.
-        kinds: those of each kind of layer, by its number; `kind_of` has the number for each layer.
+        operations: costs of the operations in the model's typical layer.
+        kinds: costs of the operations in each kind of layer, by its number; `kind_of` has the number for each layer.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Works:
     ) -> tuple[Lane, Work]:
         """The lane and the work of moving bytes between two memories, in `pieces` pieces of equal size.
 
-        kind: of the work; by default the link, as for pages.
+        kind: the kind of work; by default the link's name, as for pages.
         """
         known = self._moves.get((source, destination, nbytes, pieces, kind))
         if known is None:
@@ -83,7 +83,7 @@ class Works:
         return known
 
     def price(self, work: Work) -> int:
-        """The expected nanoseconds of a work: those of the virtual clock, or of the machine's cost model."""
+        """The expected nanoseconds of a work, by the virtual clock's cost model or the machine's."""
         if work.nanoseconds >= 0:
             return work.nanoseconds
         return round(self._cost.work(work).seconds * 1e9)
@@ -93,7 +93,7 @@ class Works:
         return cost_model(self._plan.machine, self._plan.layout.dtype)
 
     def size(self, batch: MicroBatch) -> None:
-        """Set the works of a micro-batch's step: those of the step before, apart from attention's."""
+        """Set the works for a micro-batch's step; only those of attention change with the length of the KV cache."""
         needed = batch.phase, batch.requests
         if batch.sized_for != needed:
             numbers = range(len(self.kinds))
@@ -105,7 +105,7 @@ class Works:
         batch.enter(self._stages[0], self.kind_of[0])
 
     def _of_kind(self, batch: MicroBatch, stage: PipelineStage, number: int) -> dict[str, Work]:
-        """A micro-batch's works in one kind of layer that do not change between steps of a phase."""
+        """Make a micro-batch's works in one kind of layer that are the same in all steps of a phase."""
         plan, operations = self._plan, self.kinds[number]
         sequences = tokens = plan.batch.sequences(batch.requests)
         if batch.phase == "prefill":
@@ -143,7 +143,7 @@ class Works:
         return works
 
     def _size_attention(self, batch: MicroBatch) -> None:
-        """Set a micro-batch's works that grow from step to step."""
+        """Set a micro-batch's works that grow with the KV cache."""
         plan = self._plan
         prompts, beams = plan.batch.prompts, plan.batch.beams
         decodes = batch.phase == "decode"
@@ -178,7 +178,7 @@ class Works:
 
 
 def _resident(plan: Plan) -> ResidentShare:
-    """The share of the weights that stays in the accelerators' memories."""
+    """The shares of dense weights and of experts' weights that stay in the accelerators' memories."""
     resident = {True: 0, False: 0}
     fast = plan.accelerators
     for fixed in plan.weights.resident:

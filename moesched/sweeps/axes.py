@@ -45,7 +45,7 @@ DEFAULTS: Axes = {"model": [MODEL], "workload": [WORKLOAD]}
 
 
 class Sweep(msgspec.Struct, frozen=True):
-    """A sweep as it was asked for.
+    """The axes of a sweep, with their values, as the user gave them.
 
     Attributes:
         prices: dollars per hour of a machine, by its name.
@@ -59,7 +59,7 @@ def read_sweep(path: Path) -> Sweep:
     """Read a sweep's file.
 
     Raises:
-        BadInput: it cannot be read, has an unknown key or an empty axis, or a value is of another type.
+        BadInput: the file cannot be read, has an unknown key or an empty axis, or a value is of another type.
     """
     where = str(path)
     tables = decode_toml(read_input(path, "sweep", MOST_BYTES), f"{where}: not a sweep")
@@ -71,10 +71,10 @@ def read_sweep(path: Path) -> Sweep:
 
 
 def sweep_of_options(texts: Mapping[str, Iterable[str]]) -> Sweep:
-    """The sweep that options of the command line ask for.
+    """Make a sweep of the command line's options.
 
     Args:
-        texts: values with commas between them, by keyword, and such as "ahead=1,2" for a table.
+        texts: values separated by commas, by keyword; those of a table are such as "ahead=1,2".
 
     Raises:
         BadInput: as `read_sweep`.
@@ -101,7 +101,7 @@ def sweep_of_options(texts: Mapping[str, Iterable[str]]) -> Sweep:
 
 
 def merged(file: Sweep, options: Sweep) -> Sweep:
-    """A sweep whose options replace the file's axes of the same names; defaults are added.
+    """Join a file's sweep with that of options, which replace axes of the same names; defaults are added.
 
     Raises:
         BadInput: no machine or no policy is given.
@@ -125,7 +125,7 @@ def option_of(name: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that is most like another, as a question; all of them if none is like it."""
+    """A question whether the most similar known name was meant; a list of all known names if none is similar."""
     keys = list(known)
     if not keys:
         return "they take none"
@@ -134,7 +134,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _sweep_of(given: Mapping[str, Any], title: Callable[[str], str]) -> Sweep:
-    """Convert values to lists of their types; `title` names a key in messages."""
+    """Make a sweep: convert values to lists of their options' types; `title` names a key in messages."""
     axes: Axes = {}
     prices: dict[str, float] = {}
     for name, value in given.items():
@@ -179,6 +179,6 @@ def _price(given: Any, title: str) -> float:
 
 
 def _split(text: str, plain: bool) -> list[Any]:
-    """The values between commas; numbers and truth values are converted unless the option takes text."""
+    """The values between commas; numbers and truth values are converted unless the option takes `plain` text."""
     items = [item.strip() for item in text.split(",")]
     return items if plain else [parse_value(item) for item in items]

@@ -47,7 +47,7 @@ def policy_version(policy: type[Policy]) -> str:
 
 
 def _collect(module: str, folder: Path, found: dict[Path, None]) -> None:
-    """Add a module's file and those of the modules that it imports, as far as they are in the folder."""
+    """Add to `found` a module's file and those of the modules that it imports, as far as they are in the folder."""
     file = _file_of(module)
     if file is None or file in found or not file.is_relative_to(folder):
         return
@@ -57,7 +57,7 @@ def _collect(module: str, folder: Path, found: dict[Path, None]) -> None:
 
 
 def _imported(file: Path, package: str) -> Iterator[str]:
-    """The names of the modules that a file imports, and those that names imported from packages may be."""
+    """The names of the modules that a file imports, and of those that `from package import name` may import."""
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names)

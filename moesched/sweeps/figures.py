@@ -16,8 +16,9 @@ class Metric(NamedTuple):
     """A figure of a point.
 
     Attributes:
-        title: with its unit, for the axis of a picture.
-        best: `max` or `min`.
+        title: the figure with its unit, for the axis of a picture.
+        best: `max` if larger values are better, otherwise `min`.
+        of: returns the figure of a line; None if it has none.
     """
 
     title: str
@@ -26,7 +27,7 @@ class Metric(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """Facts for the figures beside the lines.
+    """Facts that figures need beside the lines of results.
 
     Attributes:
         fast: name of the accelerator's memory, by machine.
@@ -37,7 +38,7 @@ class Figures(NamedTuple):
     prices: Mapping[str, float]
 
     def value(self, line: Line, name: str) -> Any:
-        """A metric or the value of an axis; None where the point has none, and of metrics where it failed."""
+        """The value of a metric or an axis for a line; None if the line has none, and for metrics of a failed point."""
         if name not in METRICS:
             return axis_value(line.inputs, name)
         return None if line.failure is not None else METRICS[name].of(line, self)
@@ -94,7 +95,7 @@ class Best(NamedTuple):
 
     Attributes:
         case: values of the axes with several values, apart from the policy and its settings.
-        beside: figures of its point, by metric.
+        beside: the best point's other figures, by metric.
         next_best: the next policy with its throughput; None if there is no other.
     """
 
@@ -115,12 +116,12 @@ COUNTED = {
 
 
 def title_of(name: str) -> str:
-    """A metric or an axis in words."""
+    """The name of a metric or an axis in words."""
     return METRICS[name].title if name in METRICS else (name.partition(".")[2] or name).replace("_", " ")
 
 
 def require_figure(name: str, axes: Collection[str], option: str) -> None:
-    """Require a name of a metric or of an axis.
+    """Require that a name is that of a metric or of an axis; `option` names it in the message.
 
     Raises:
         BadInput: there is none of that name.
@@ -132,7 +133,7 @@ def require_figure(name: str, axes: Collection[str], option: str) -> None:
 
 
 def varying(axes: Axes) -> list[str]:
-    """The axes with several values."""
+    """The names of the axes with several values."""
     return [name for name, values in axes.items() if len(values) > 1 or values == ["all"]]
 
 
@@ -164,7 +165,7 @@ def _rate(line: Line) -> float:
 
 
 def pareto_front(lines: Iterable[Line], first: str, second: str, figures: Figures) -> list[Line]:
-    """The points that no other one beats in both metrics, by the first one from the best on."""
+    """The points that no other one beats in both metrics, the best in the first metric first."""
     signs = [-1 if METRICS[name].best is max else 1 for name in (first, second)]
     placed = []
     for line in lines:

@@ -38,7 +38,7 @@ class Found(msgspec.Struct):
 
     Attributes:
         code: the version of the package.
-        policies: the version of each policy.
+        policies: the version of each policy's code, by name.
     """
 
     code: str = ""
@@ -49,7 +49,7 @@ class Found(msgspec.Struct):
     sources: dict[Name, Popularity | RoutingTrace | None] = {}
 
     def scenario(self, inputs: Inputs, given: SimulationOptions) -> Scenario:
-        """The scenario of a point."""
+        """The scenario of a point: the model, the machine and the workload that its inputs name."""
         config = self.configs[_model(inputs)]
         source = self.sources[_routing(inputs)]
         choices = None if source is None else choices_of(source, config, given.seed)
@@ -57,11 +57,11 @@ class Found(msgspec.Struct):
 
 
 class Finder:
-    """Finds what points name, and makes their keys.
+    """Finds the objects that points name, and makes the points' keys.
 
     Attributes:
         policies: the classes of the policies, by name.
-        found: what was found so far.
+        found: the objects found so far.
     """
 
     def __init__(self, policies: Iterable[str]) -> None:
@@ -73,7 +73,7 @@ class Finder:
         self._digests: dict[Name, str] = {}
 
     def key(self, inputs: Inputs) -> str:
-        """Find what a point names; returns its key, which differs if any of its inputs or the code does.
+        """Find the objects that a point names; returns the point's key, which differs if an input or the code does.
 
         Raises:
             BadInput: a name is unknown, a file cannot be used, or a value is impossible.
@@ -103,10 +103,10 @@ class Finder:
         ).hexdigest()[:_KEY_DIGITS]
 
     def require_budgets(self, names: Iterable[str]) -> None:
-        """Require that some machine has each memory, or is staged by its budget.
+        """Require that each budget is for a memory of some machine, or for another known use.
 
         Raises:
-            BadInput: none has it.
+            BadInput: no machine has a memory of that name.
         """
         known = {PROCESS: None}
         for machine in self.found.machines.values():
@@ -119,20 +119,20 @@ class Finder:
                 )
 
     def _digest(self, name: Name, content: Callable[[], Any]) -> str:
-        """The hash of an object, made once."""
+        """The hash of an object's content, made once for each name."""
         if name not in self._digests:
             encoded = msgspec.json.encode(content(), order="deterministic")
             self._digests[name] = hashlib.sha256(encoded).hexdigest()
         return self._digests[name]
 
     def _checked(self, inputs: Inputs) -> Any:
-        """The settings of a point, which its policy takes."""
+        """The settings of a point, checked against its policy's parameters."""
         name = inputs["policy"]
         return check_settings(self.policies[name], f"policy {name}", inputs.get("settings", {}))
 
 
 def options_of(inputs: Inputs) -> SimulationOptions:
-    """The options of a point's simulation."""
+    """Make the options for the simulation of a point."""
     return SimulationOptions(band=False, **inputs)
 
 
@@ -172,7 +172,7 @@ def _find_routing(inputs: Inputs, config: ModelConfig) -> Popularity | RoutingTr
 
 
 def _content_of(routing: str | None) -> str:
-    """A hash of a routing's file; empty for generators."""
+    """The hash of a routing file's content; empty for the name of a generator."""
     if routing is None or not is_file(Path(routing)):
         return ""
     with Path(routing).open("rb") as file:
@@ -180,10 +180,10 @@ def _content_of(routing: str | None) -> str:
 
 
 def require_sensible(inputs: Inputs) -> None:
-    """Require values within their bounds, and budgets that can be read.
+    """Require that a point's values are within their bounds, and that its budgets can be read.
 
     Raises:
-        BadInput: one cannot be used.
+        BadInput: a value cannot be used.
     """
     options_of(inputs)
     for size in inputs.get("budgets", {}).values():

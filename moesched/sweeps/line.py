@@ -25,11 +25,11 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a line that tables and pictures show; in the file it has a report's keys, without times of requests.
+    """The part of a line of results that tables and pictures show; the file also has the other keys of a report.
 
     Attributes:
         key: differs if any input of the point, or the code, does.
-        failure: the reason why the point has no figures, or only some.
+        failure: the reason why the point has no figures, or only some; None without a failure.
     """
 
     key: str
@@ -46,7 +46,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 def encode_line(
     key: str, inputs: Inputs, code: str, report: JobReport | None, failure: str | None = None
 ) -> bytes:
-    """A line of a point.
+    """Encode the line of a point as JSON.
 
     Args:
         code: the version of the code.
@@ -61,13 +61,13 @@ def encode_line(
 
 
 def parse_line(line: bytes, where: str) -> Line:
-    """Read a line.
+    """Read a line of results.
 
     Args:
-        where: names it in the message.
+        where: names the line in the message.
 
     Raises:
-        BadInput: it is not of a sweep.
+        BadInput: it is no line of a sweep's results.
     """
     return decode_json(
         line, Line, f"{where}: not a result of a sweep", "name another file with --out", most=MOST_VALUES

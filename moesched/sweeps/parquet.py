@@ -13,7 +13,7 @@ from moesched.system.whole_file import whole_file
 
 
 def require_parquet() -> None:
-    """Require pyarrow.
+    """Require that pyarrow can be imported.
 
     Raises:
         BadInput: it is not installed.
@@ -30,8 +30,8 @@ def write_parquet(path: Path, whole: Iterable[bytes], lines: Sequence[Line], fig
     """Write results: a row for each point, a column for each key, and one for each figure that pictures show.
 
     Args:
-        whole: the lines as they stand in the file of results.
-        lines: the same, read.
+        whole: the lines as they are in the file of results.
+        lines: the same lines, parsed.
 
     Raises:
         BadInput: the file cannot be written, or values of one input are of different types.

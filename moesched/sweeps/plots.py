@@ -46,10 +46,10 @@ Place = tuple[Any, Any]
 
 
 class Picture(NamedTuple):
-    """The contents of a picture.
+    """The axes of a picture.
 
     Attributes:
-        x, y: metrics, or `x` the name of an axis of the sweep.
+        x, y: names of metrics; `x` may also be the name of an axis of the sweep.
         pareto: whether to show all points and their Pareto front instead of curves.
     """
 
@@ -59,14 +59,14 @@ class Picture(NamedTuple):
 
 
 def default_x(axes: Axes) -> str:
-    """The batch size or, if it has one value, the first axis of several numbers."""
+    """The default axis for x: the batch size or, if it has one value, the first axis with several numbers."""
     several = [name for name in ("batch_size", *varying(axes)) if len(axes.get(name, [])) > 1]
     numbers = [name for name in several if all(map(_is_number, axes[name]))]
     return (numbers or several or ["batch_size"])[0]
 
 
 def draw_sweep(path: Path, picture: Picture, lines: Sequence[Line], axes: Axes, figures: Figures) -> None:
-    """Draw a .png or .svg file.
+    """Draw a picture of a sweep's points, as a .png or .svg file.
 
     Raises:
         BadInput: no point has both figures, or the file cannot be written.
@@ -129,14 +129,14 @@ def _categories(lines: Sequence[Line], picture: Picture, figures: Figures) -> li
 
 
 def _beside(number: int, count: int) -> float:
-    """The distance of a series' points from the middle of their category, whose width is 1."""
+    """The offset of a series' points from the middle of their category, whose width is 1; `count` series share it."""
     return SPREAD * ((number + 0.5) / count - 0.5)
 
 
 def _divided(axes: Axes, picture: Picture) -> tuple[list[str], list[str]]:
-    """The axes that have a panel for each value, and those that tell the series of a panel apart.
+    """The axes that get a panel for each value, and those whose values get a series each within a panel.
 
-    A Pareto front is of all machines of a model, and the other axes have made its points.
+    In a Pareto picture only models have panels; machines, policies and settings are series, other axes are points.
     """
     several = [name for name in varying(axes) if name not in picture]
     tables = {name: name.partition(".")[0] for name in several}
@@ -174,7 +174,7 @@ def _label(panel: Panel, title: str, picture: Picture) -> None:
 
 
 def _scale(panel: Panel, places: Sequence[Place], picture: Picture, categories: Sequence[str]) -> None:
-    """Use logarithms where values differ much, and name the values of an axis of the sweep."""
+    """Use logarithmic axes where values differ much, and label the values of an axis of the sweep."""
     xs, ys = zip(*places, strict=True)
     if categories:
         panel.set_xlim(-0.5, len(categories) - 0.5)
@@ -194,7 +194,7 @@ def _scale(panel: Panel, places: Sequence[Place], picture: Picture, categories: 
 
 
 def _number_logarithms(axis: XAxis | YAxis) -> None:
-    """Write plain numbers at 1, 2 and 5 times each power of ten."""
+    """Label a logarithmic axis with plain numbers at 1, 2 and 5 times each power of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=MOST_TICKS))
@@ -232,7 +232,7 @@ def _ranked(lines: Sequence[Line], names: Sequence[str], picture: Picture, figur
 
 
 def _grouped(lines: Iterable[Line], names: Sequence[str]) -> dict[str, list[Line]]:
-    """Lines by their values of some axes, which are a title; in the order of the points."""
+    """Group lines by their values of some axes; each key is a title with these values, in the order of the points."""
     groups: dict[str, list[Line]] = {}
     for line in lines:
         groups.setdefault(", ".join(_told(name, axis_value(line.inputs, name)) for name in names), []).append(
@@ -242,7 +242,7 @@ def _grouped(lines: Iterable[Line], names: Sequence[str]) -> dict[str, list[Line
 
 
 def _told(name: str, value: Any) -> str:
-    """The value of an axis in a title; numbers and settings with the axis' name."""
+    """The value of an axis as text for a title; numbers and settings with the name of the axis."""
     if value is None:
         return ""
     table, _, key = name.partition(".")

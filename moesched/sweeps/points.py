@@ -25,7 +25,7 @@ MOST_POINTS = 1_000_000
 
 
 def policies_of(axes: Axes) -> list[str]:
-    """The names of the policies, with `all` written out."""
+    """The names of the policies; `all` is replaced by the names of all of them."""
     names = [name for each in axes["policy"] for name in (shipped("policies") if each == ALL else [each])]
     return list(dict.fromkeys(names))
 
@@ -37,7 +37,7 @@ def points_of(axes: Axes, policies: Mapping[str, type[Policy]]) -> list[Inputs]:
         policies: the classes of all policies, by name.
 
     Raises:
-        BadInput: no policy takes a setting, or there are more points than anybody would run.
+        BadInput: no policy takes a setting, or there are more points than the limit.
     """
     known = list(dict.fromkeys(name for each in policies.values() for name in setting_names(each)))
     for name in axes:
@@ -58,12 +58,12 @@ def points_of(axes: Axes, policies: Mapping[str, type[Policy]]) -> list[Inputs]:
 
 
 def canonical(inputs: Inputs) -> bytes:
-    """The same bytes for equal inputs, in whatever order."""
+    """Encode inputs as bytes that are equal for equal inputs, whatever their order."""
     return msgspec.json.encode(inputs, order="deterministic")
 
 
 def axis_value(inputs: Inputs, axis: str) -> Any:
-    """The value of an axis at a point; None where it has none, as a setting that its policy does not take."""
+    """The value of an axis at a point; None if the point has none, such as a setting that its policy does not take."""
     table, dot, key = axis.partition(".")
     return inputs.get(table, {}).get(key) if dot else inputs.get(table)
 

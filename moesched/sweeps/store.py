@@ -32,11 +32,11 @@ class _Place(NamedTuple):
 
 
 class Store:
-    """The lines of a file. Use it as a context.
+    """The lines of a file of results. Use it as a context.
 
     Attributes:
-        path: of the file.
-        lines: the newest line for each inputs, by key.
+        path: path of the file.
+        lines: the newest line for each combination of inputs, by key.
 
     Raises:
         BadInput: the file cannot be read or written, another sweep has it, or a line is not of a sweep.
@@ -70,7 +70,7 @@ class Store:
             os.close(self._descriptor)
 
     def append(self, line: bytes) -> Line:
-        """Add a line, which ends in a newline. It takes the place of one with the same inputs.
+        """Append a line, which ends in a newline, to the file. It replaces an earlier line with the same inputs.
 
         Raises:
             BadInput: it cannot be written; the file is as before.
@@ -88,7 +88,7 @@ class Store:
         return read
 
     def whole_lines(self, keys: Iterable[str]) -> Iterator[bytes]:
-        """The lines of these keys, as they stand in the file."""
+        """The lines with these keys, as they are in the file."""
         for key in keys:
             start, length = self._places[key]
             with self._reading():
@@ -121,14 +121,14 @@ class Store:
         return _told(f"cannot read results {self.path}", "check its disk, or name another file with --out")
 
     def _rewrite(self) -> None:
-        """Keep only the newest line for each inputs."""
+        """Rewrite the file with only the newest line for each combination of inputs."""
         with whole_file(self.path, "results") as file:
             for line in self.whole_lines(self.lines):
                 file.write(line)
 
 
 def _open_locked(path: Path) -> int:
-    """Open a file and lock it.
+    """Open a file of results and lock it; returns its descriptor.
 
     Raises:
         BadInput: another process has it, or it is no regular file.
@@ -153,7 +153,7 @@ def _open_locked(path: Path) -> int:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Test whether a last line without an end is the beginning of a result, and no text of somebody else's."""
+    """Test whether a last line without a newline is the beginning of a result, rather than some other text."""
     return line.startswith(LINE_START) or LINE_START.startswith(line)
 
 
@@ -165,7 +165,7 @@ def _write(descriptor: int, line: bytes) -> None:
 
 @contextmanager
 def _told(what: str, remedy: str) -> Iterator[None]:
-    """Raise BadInput for an error of the system."""
+    """A context that turns errors of the system into BadInput with this text and remedy."""
     try:
         yield
     except OSError as error:

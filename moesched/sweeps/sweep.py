@@ -23,7 +23,7 @@ TRIED_FIRST = 24
 
 
 class Prepared(NamedTuple):
-    """A sweep whose names are found and whose values are checked."""
+    """A sweep whose names were found and whose values were checked."""
 
     sweep: Sweep
     points: list[Point]
@@ -31,7 +31,7 @@ class Prepared(NamedTuple):
 
     @property
     def figures(self) -> Figures:
-        """Facts for the figures of its points."""
+        """The facts that figures of the sweep's points need."""
         fast = {inputs: machine.accelerator.memory for (inputs, *_), machine in self.found.machines.items()}
         return Figures(fast, self.sweep.prices)
 
@@ -41,11 +41,11 @@ class SweepResult(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         points: number of points.
-        reused: number of points that the file had.
+        reused: number of points whose results the file already had.
         others: number of lines of other sweeps in the file.
         interrupted: whether a signal ended it.
         hopeless: whether it ended early, since all points that ran failed.
-        lines: of the points that are done, in the order of the points.
+        lines: the results of the points that are done, in the order of the points.
     """
 
     points: int
@@ -57,15 +57,15 @@ class SweepResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failures(self) -> list[Line]:
-        """The points that failed."""
+        """The lines of the points that failed."""
         return [line for line in self.lines if line.failure is not None]
 
 
 def prepare(sweep: Sweep) -> Prepared:
-    """Find all that a sweep names, and check all values.
+    """Find all objects that a sweep names, and check all values.
 
     Raises:
-        BadInput: something cannot be found or used.
+        BadInput: an object cannot be found, or a value cannot be used.
     """
     finder = Finder(policies_of(sweep.axes))
     inputs = points_of(sweep.axes, finder.policies)
@@ -83,7 +83,7 @@ def prepare(sweep: Sweep) -> Prepared:
 
 
 def missing_points(prepared: Prepared, store: Store, *, retry: bool = False) -> list[Point]:
-    """The points that a file of results does not have; with `retry`, also those that failed."""
+    """The points that the file of results lacks; with `retry`, also those that failed."""
     known = {key for key, line in store.lines.items() if not (retry and line.failure is not None)}
     return [point for point in prepared.points if point[0] not in known]
 
@@ -97,13 +97,13 @@ def run_sweep(
     progress: Callable[[int, int], None] = lambda done, total: None,
     first_failure: Callable[[Line], None] = lambda line: None,
 ) -> SweepResult:
-    """Run the points that a file of results does not have, or fewer, if those from all parts of the sweep fail.
+    """Run the points that the file of results lacks; it ends early if the first few, from all parts of the sweep, fail.
 
     Args:
         workers: number of processes; by default one for each core.
         retry: whether points that failed run again.
-        progress: called with the numbers of points that are done and in all.
-        first_failure: called with the first point that fails.
+        progress: called with the number of points that are done, and of all points.
+        first_failure: called with the line of the first point that fails.
 
     Raises:
         BadInput: a result cannot be written; those before are in the file.
@@ -139,6 +139,6 @@ def run_sweep(
 
 
 def _spread_first(points: list[Point]) -> list[Point]:
-    """All points, beginning with a few from all parts of the sweep."""
+    """All points, with a few from evenly spread places moved to the front."""
     first = range(0, len(points), max(1, len(points) // TRIED_FIRST))[:TRIED_FIRST]
     return [points[i] for i in first] + [point for i, point in enumerate(points) if i not in first]

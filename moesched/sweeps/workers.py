@@ -39,9 +39,9 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 
 
 class Workers:
-    """As many processes as points run at a time. Use it as a context.
+    """Processes that simulate points, one point at a time each. Use it as a context.
 
-    Each has a pool of its own, so that a process that is killed takes only its own point with it.
+    Each process has a pool of its own, so that one that is killed takes only its own point with it.
     """
 
     def __init__(self, found: Found, count: int) -> None:
@@ -62,13 +62,13 @@ class Workers:
         self._environment.__exit__(None, None, None)
 
     def stop(self) -> None:
-        """End all processes at once. Points that run are lost."""
+        """End all processes at once. The points that they are simulating are lost."""
         self._stopped = True
         for each in self._all:
             each.kill()
 
     def lines(self, points: Iterable[Point]) -> Iterator[bytes]:
-        """Simulate points; yields the line of each as soon as it is done, until all are done or `stop` is called.
+        """Simulate points; yields each point's line of results when it is done, until all are or `stop` is called.
 
         Raises:
             MoeschedError: a process cannot start.
@@ -124,7 +124,7 @@ class _Worker:
         self._begun.add_done_callback(lambda _: reader.close())
 
     def submit(self, point: Point) -> Future[bytes]:
-        """Simulate a point."""
+        """Have the process simulate a point; the future gives its line of results."""
         try:
             return self.executor.submit(_line_of, *point)
         except BrokenProcessPool as error:  # it was killed while it was idle
@@ -146,7 +146,7 @@ _found = Found()
 
 
 def _begin(parent: Connection, found: Found) -> None:
-    """Prepare a new process. The parent alone reacts to signals; what a policy prints is no result."""
+    """Prepare a new worker process: it ignores signals, which its parent handles; prints go to standard error."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
@@ -162,7 +162,7 @@ def _end_with(parent: Connection) -> None:
 
 
 def _line_of(key: str, inputs: Inputs) -> bytes:
-    """Simulate a point; whatever it raises is the reason of its failure."""
+    """Simulate a point; returns its line of results, with the error as `failure` if one was raised."""
     report, failure = None, None
     with forgotten_awaits() as forgotten:
         try:
@@ -176,13 +176,13 @@ def _line_of(key: str, inputs: Inputs) -> bytes:
 
 @cache
 def _require_unchanged(policy: str) -> None:
-    """Require that this process loads the policy that the sweep began with."""
+    """Require that this process loads the same version of a policy as the process that started the sweep."""
     if policy_version(find_policy(policy)) != _found.policies[policy]:
         raise BadInput(f"policy {policy} changed while the sweep ran: run the sweep again")
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason of a failure in one line."""
+    """The text of an error as one line, for `failure`."""
     if refusal := memory_refusal(error):
         said = f"out of memory ({refusal})"
     elif isinstance(error, Exception) and is_policys(error):
@@ -194,7 +194,7 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Start processes whose libraries use one thread."""
+    """A context in which processes start whose numeric libraries use one thread."""
     before = {name: os.environ.get(name) for name in _ONE_THREAD}
     os.environ.update(_ONE_THREAD)
     try:
@@ -209,7 +209,7 @@ def _one_thread_each() -> Iterator[None]:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Start a process that no signal disturbs before it is ready; the first one of multiprocessing unblocks them."""
+    """Block signals while a process starts, until it is ready; multiprocessing's first own process unblocks them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield

@@ -21,7 +21,7 @@ DRAWINGS = "moesched.report.cell_drawings"
 
 
 def html_of(value: object) -> str:
-    """A value of a lower layer as a notebook shows it."""
+    """The HTML that a notebook shows for a value, drawn by a module of a higher layer."""
     drawn: str = import_module(DRAWINGS).drawn(value)
     return drawn
 
@@ -46,10 +46,10 @@ def named_in_cell() -> Callable[[str], object] | None:
 
 
 class CellLine:
-    """A line in the cell of a notebook that says how far some work is. Callable from any thread.
+    """A line in the cell of a notebook that shows the progress of some work. Callable from any thread.
 
     Args:
-        patience: seconds before it appears.
+        patience: seconds before the line appears.
     """
 
     def __init__(self, patience: float = 0.0) -> None:
@@ -58,7 +58,7 @@ class CellLine:
         self._lock = threading.Lock()
 
     def show(self, what: str, done: float = 0, total: float | None = None) -> None:
-        """Show the work, and its part that is done if `total` is known; most calls return at once."""
+        """Show the name of the work, and the share that is done if `total` is known; most calls return at once."""
         now = time.monotonic()
         if now < self._next or not self._lock.acquire(blocking=False):
             return
@@ -70,7 +70,7 @@ class CellLine:
             self._lock.release()
 
     def end(self, what: str) -> None:
-        """Replace the line by the last one, if there is one."""
+        """Replace the line by a last one, `what`, if the line was shown."""
         with self._lock:
             if self._handle is not None:
                 self._write(escape(what))

@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 def tied_child(
     command: Sequence[str], stderr: IO[bytes] | None = None, *, stdout: int = subprocess.DEVNULL
 ) -> subprocess.Popen[bytes]:
-    """Start a process whose program calls `end_with_parent`, in a session of its own.
+    """Start a process that ends with this one; its program calls `end_with_parent`. It has a session of its own.
 
     Ctrl-C on the terminal does not reach it. The calling thread must outlive it.
 

@@ -12,7 +12,7 @@ OBJECTS = 50_000
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Collect rarely from here to the program's end, and not at that: it would take 0.2 s to find modules in use."""
+    """Make garbage collections rare in this context, and skip the one at the program's end, which takes 0.2 s."""
     gc.set_threshold(OBJECTS, 20, 100)
     try:
         yield

@@ -28,16 +28,16 @@ def affinity() -> list[int]:
 
 
 def usable_cores() -> int:
-    """The number of cores: no more than the quota gives the time of, since further threads would only wait."""
+    """The number of cores that this process may use at once, within its affinity and its CPU quota."""
     return min(len(affinity()), cpu_quota())
 
 
 class CorePlan(NamedTuple):
-    """Threads on the host by what they do.
+    """Numbers of threads and cores on the host, by purpose.
 
     Attributes:
-        kernels: of attention and experts.
-        copies: of copies of weights into page-locked memory, in bursts, on all cores but one.
+        kernels: threads that compute attention and experts.
+        copies: threads that copy weights into page-locked memory, in bursts, on all cores but one.
         issuing: cores that kernels leave to threads that issue tasks to a GPU and wait for it.
     """
 
@@ -48,16 +48,16 @@ class CorePlan(NamedTuple):
 
 @runtime_checkable
 class DividesCores(Protocol):
-    """A device that divides the host's cores; None where its kernels have them all."""
+    """A device with a division of the host's cores, `core_plan`; None if kernels use all of them."""
 
     core_plan: CorePlan | None
 
 
 def divided_cores(cores: int, threads: int | None = None) -> CorePlan:
-    """Divide the cores beside a GPU.
+    """Divide the host's cores for a run with a GPU.
 
     Args:
-        threads: of attention and experts; by default all cores but those for issuing.
+        threads: threads for attention and experts; by default all cores but those for issuing.
     """
     issuing = min(MOST_ISSUING, max(1, cores // 4))
     kernels = threads or max(1, cores - issuing)
@@ -101,7 +101,7 @@ def _quotas(cgroups: Path, own: Path) -> Iterator[int]:
 
 
 def _limits(mount: Path, path: str) -> Iterator[int]:
-    """Of a group and those that it is in."""
+    """The cores that a control group and the groups around it allow, where they have a limit."""
     group = mount / path.lstrip("/")
     for each in (group, *group.parents):
         if each.is_relative_to(mount):

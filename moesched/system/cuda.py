@@ -12,7 +12,7 @@ FIRST_WITH_BFLOAT16 = (8, 0)
 
 
 class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A CUDA GPU.
+    """Facts about a CUDA GPU; sizes are bytes.
 
     Attributes:
         capability: compute capability, such as (8, 0).
@@ -27,7 +27,7 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """CUDA.
+    """Facts about CUDA on this machine.
 
     Attributes:
         torch: torch's version.
@@ -37,9 +37,9 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
         problem: torch's reason for not using CUDA; empty where it gives none.
         gpus: the GPUs that torch can use.
         peak: the most bytes that this process had allocated on the first GPU.
-        lockable: bytes of the host's memory that CUDA locked when it was tried; None where it was not.
-        mapping: the reason why it does not register files in the page cache, with the remedy; empty if it does, None
-            where that was not tried.
+        lockable: bytes of the host's memory that CUDA could lock in a trial; None without a trial.
+        mapping: the reason why CUDA cannot register files in the page cache, with the remedy; empty if it can, None
+            without a trial.
     """
 
     torch: str
@@ -98,7 +98,7 @@ def trouble_of_gpu(gpu: GpuFacts, cuda: CudaFacts) -> Trouble | None:
 
 
 def has_kernels(capability: tuple[int, int], kernels_for: list[str]) -> bool:
-    """Test whether kernels for these architectures run on a GPU.
+    """Test whether kernels that were built for these architectures run on a GPU.
 
     Binaries ("sm_80") run on GPUs of the same major version and the same or a later minor one; those with a letter
     ("sm_90a") only on exactly that one. Code that the driver compiles ("compute_80") runs on all later ones.

@@ -39,9 +39,9 @@ def decode_json(
     """Decode JSON to a type.
 
     Args:
-        where: names the file in messages, perhaps with what it should be, such as "a.json is not a trace".
+        where: names the file in messages, perhaps with its expected kind, such as "a.json is not a trace".
         remedy: ends the message.
-        most: limit of the values in it, above what any real file has.
+        most: the most values that the JSON may contain, above what any real file has.
 
     Raises:
         BadInput: it is not JSON, is not of that type, is nested too deep, or has more values.
@@ -79,7 +79,7 @@ def decode_toml(text: bytes, where: str) -> dict[str, Any]:
 
 
 def _given_twice(text: bytes, error: str) -> str:
-    """The key that a TOML file gives again, in words, if that is the error."""
+    """The line and the key that a TOML file gives twice, in words, if the parser's `error` is that; empty otherwise."""
     twice = _TWICE.match(error)
     if twice is None:
         return ""
@@ -93,7 +93,7 @@ def convert_value(raw: Any, kind: type[T], where: str, remedy: str) -> T:
     """Convert decoded values to a type.
 
     Raises:
-        BadInput: they are not of that type.
+        BadInput: they are not of that type; the message begins with `where` and ends with `remedy`.
     """
     try:
         return msgspec.convert(raw, kind)
@@ -111,7 +111,7 @@ def reason(error: BaseException) -> str:
 
 
 def _require_64_bits(value: object) -> None:
-    """Raise ValueError for larger integers, which TOML allows in hexadecimal."""
+    """Raise ValueError if a TOML value contains an integer of more than 64 bits."""
     if isinstance(value, int):
         if value.bit_length() > 63:
             raise ValueError("it has an integer beyond 64 bits")

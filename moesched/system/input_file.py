@@ -23,11 +23,11 @@ _PIECE = 1 << 20  # of a file that does not tell its size
 
 
 def read_input(path: Path, what: str, most: int, *, remedy: str = "check its path and permissions") -> bytes:
-    """Read a whole file, or a pipe to its end, without the mark of UTF-8 that some editors begin a text with.
+    """Read a whole file, or a pipe to its end, without a byte order mark of UTF-8.
 
     Args:
         what: kind of file, for messages, such as "machine".
-        most: limit of its bytes, above what any real file of this kind has.
+        most: the most bytes that the file may have, above what any real file of this kind has.
         remedy: advice for a file that cannot be read.
 
     Raises:
@@ -53,13 +53,14 @@ def read_input(path: Path, what: str, most: int, *, remedy: str = "check its pat
 def open_input(
     path: Path, what: str, *, remedy: str = "check its path and permissions", pipes: bool = False
 ) -> Iterator[FileIO]:
-    """Open a regular file, unbuffered; failures to read it in the block are BadInput as well.
+    """Open a regular file, unbuffered; errors while the block reads it become BadInput, too.
 
     Args:
+        what: kind of file, for messages.
         pipes: whether to accept a pipe, whose reads return None while its writer has nothing.
 
     Raises:
-        BadInput: it cannot be read, or is of another kind.
+        BadInput: the file cannot be read, or is no regular file.
     """
     try:
         with FileIO(path, "rb", opener=_without_waiting) as file:
@@ -71,17 +72,17 @@ def open_input(
 
 
 def exists(path: Path) -> bool:
-    """Test whether there is anything; False also for a path that nothing can have."""
+    """Test whether a path exists; False also for a text that can be no path."""
     return _mode(path) != 0
 
 
 def is_file(path: Path) -> bool:
-    """Test whether there is a regular file; False also for a path that no file can have."""
+    """Test whether a path is a regular file; False also for a text that can be no path."""
     return stat.S_ISREG(_mode(path))
 
 
 def is_folder(path: Path) -> bool:
-    """Test whether there is a folder; False also for a path that no folder can have."""
+    """Test whether a path is a folder; False also for a text that can be no path."""
     return stat.S_ISDIR(_mode(path))
 
 
@@ -93,7 +94,7 @@ def _mode(path: Path) -> int:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open a file; opening a pipe does not wait for its writer."""
+    """Open a file without waiting for the writer of a pipe; an opener for `open`."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

@@ -15,7 +15,7 @@ NAME = re.compile(r"(\w+) as (\w+)")
 
 @cache
 def homes_of(package: str) -> dict[str, tuple[str, str]]:
-    """The module of each name of a package, and its name there."""
+    """For each public name of a package, the module that defines it, and its name there."""
     stub = Path(str(sys.modules[package].__file__)).with_suffix(".pyi").read_text(encoding="utf-8")
     return {
         name: (module, original)

@@ -20,14 +20,14 @@ INFO, WARNING = 20, 30
 
 
 class _Choice:
-    """The lines that are shown where the application did not configure structlog itself."""
+    """The level and the set-up of the lines that are shown where the application did not configure structlog."""
 
     least = WARNING
     configure: Callable[[], object] | None = None
 
 
 def show_lines(least: int, configure: Callable[[], object]) -> None:
-    """Show lines from a level on, by structlog, which `configure` sets up when it is imported."""
+    """Show lines from a level on. `configure` sets up structlog, once that is imported."""
     _Choice.least, _Choice.configure = least, configure
     if "structlog" in sys.modules:
         configure()
@@ -36,19 +36,19 @@ def show_lines(least: int, configure: Callable[[], object]) -> None:
 class Log:
     """The log of one module.
 
-    name: of the module.
+    name: name of the module.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def info(self, event: str, **facts: Any) -> None:
-        """Tell what happens."""
+        """Log an event that is normal, with facts about it."""
         if _is_shown(INFO):
             _logger(self._name).info(event, **facts)
 
     def warning(self, event: str, **facts: Any) -> None:
-        """Tell what needs attention, although the run goes on."""
+        """Log an event that needs attention, although the run continues."""
         if _is_shown(WARNING):
             _logger(self._name).warning(event, **facts)
 
@@ -81,7 +81,7 @@ def _unconfigured() -> Any:
 
 
 class StandardError(io.TextIOBase):
-    """Standard error, whatever that is by then; a line that cannot be written, as on a full disk, is lost."""
+    """A stream that writes to the present `sys.stderr`; drops lines that cannot be written, as on a full disk."""
 
     def write(self, text: str) -> int:
         with suppress(OSError):
@@ -94,7 +94,7 @@ class StandardError(io.TextIOBase):
 
 
 def printer() -> PrintLogger:
-    """Prints lines on standard error."""
+    """A structlog logger that prints lines on standard error."""
     from structlog import PrintLogger
 
     return PrintLogger(cast(TextIO, StandardError()))

@@ -14,7 +14,7 @@ FREE_PAGES = ("free", "speculative", "inactive")
 
 
 def output_of(command: Sequence[str]) -> str:
-    """The output of a program; empty where it is not there or fails."""
+    """The standard output of a program; empty if the program is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):

@@ -38,7 +38,7 @@ def available_memory(root: Path = ROOT, ask: Ask = output_of) -> int:
 
 
 def resident_bytes() -> int:
-    """Resident bytes of this process; at least, where the system only tells its peak, as macOS does."""
+    """Resident bytes of this process; on macOS, which only tells the peak, that."""
     return _kilobytes(Path("/proc/self/status"), "VmRSS") or peak_resident_bytes()
 
 
@@ -52,7 +52,7 @@ def peak_resident_bytes() -> int:
 
 
 def require_address_space() -> None:
-    """Refuse a limit of the address space in which torch would crash while it is imported.
+    """Check that the limit of the address space is high enough to import torch, which would crash otherwise.
 
     Raises:
         OutOfMemory: the limit is too low.
@@ -81,7 +81,7 @@ def control_groups(root: Path = ROOT) -> Iterator[GroupMemory]:
 
 
 def _groups(top: Path, path: str, limit: str, usage: str, freeable: str) -> Iterator[GroupMemory]:
-    """The groups with a limit, from the process's own to the top one."""
+    """The groups with a limit, from the process's own to the top one, by the names of their files and statistic."""
     own = top / path.lstrip("/")
     inside = [own, *own.parents] if own.is_relative_to(top) and ".." not in own.parts else [top]
     for folder in inside:

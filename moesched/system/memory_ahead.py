@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 
 
 class MemoryAhead:
-    """Pieces of zeroed memory in huge pages, which a thread takes one by one; a context manager that gives them back.
+    """Pieces of zeroed memory in huge pages, which a thread allocates one by one; a context manager that frees them.
 
     Attributes:
         used: number of pieces that were used.
@@ -44,7 +44,7 @@ class MemoryAhead:
             return sum(map(len, self._ready))
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Begin to take pieces of these sizes in bytes, on Linux; called at most once."""
+        """Start to allocate pieces of these sizes in bytes, on Linux; called at most once."""
         if sizes and sys.platform == "linux":
             self._thread = threading.Thread(
                 target=self._take, args=(sizes,), name="memory ahead", daemon=True
@@ -52,13 +52,13 @@ class MemoryAhead:
             self._thread.start()
 
     def stop(self) -> None:
-        """Take no more pieces; waits for the one under way."""
+        """Allocate no more pieces; waits for the one under way."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
 
     def use(self, nbytes: int) -> mmap.mmap | None:
-        """A piece cut to `nbytes`, in whole pages; None if no piece is as large, or only much larger ones are."""
+        """Take a piece, cut to `nbytes` in whole pages; None if none is large enough, or only much larger ones are."""
         with self._lock:
             fitting = [piece for piece in self._ready if nbytes <= len(piece) <= nbytes + nbytes // 8]
             if not fitting:
@@ -72,7 +72,7 @@ class MemoryAhead:
         return piece
 
     def give_back(self) -> None:
-        """Give all pieces that are not used back to the system, and take no more."""
+        """Free all pieces that are not used, and allocate no more."""
         self.stop()
         with self._lock:
             self._ready.clear()
@@ -93,10 +93,10 @@ class MemoryAhead:
 
 @runtime_checkable
 class UsesMemoryAhead(Protocol):
-    """A device that keeps weights in memory of this process, some of which was taken while it was imported.
+    """A device that keeps weights in this process's memory, some of which was allocated while libraries were imported.
 
     Attributes:
-        memory_ahead: for weights that stay; assigned before the first batch. The device gives the rest back once they
+        memory_ahead: memory for resident weights; assigned before the first batch. The device frees the rest once they
             are loaded.
     """
 
@@ -104,7 +104,7 @@ class UsesMemoryAhead(Protocol):
 
 
 def new_memory(nbytes: int) -> mmap.mmap:
-    """Private memory that the system gives when it is first written to, in huge pages where there are any."""
+    """Private memory, which the system allocates when it is first written to, in huge pages where there are any."""
     memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -22,7 +22,7 @@ def new_folder(target: Path, needed: int, smaller: str) -> Iterator[Path]:
 
     Args:
         needed: bytes that will be written.
-        smaller: the remedy if the disk is too small, such as "ask for fewer layers".
+        smaller: the remedy if the disk has too little space, such as "ask for fewer layers".
 
     Raises:
         BadInput: the target is in use or cannot be created, or the disk has too little space.

@@ -31,12 +31,12 @@ class Output(NamedTuple):
 
 
 def is_html(path: Path | str | None) -> bool:
-    """Test whether a report of this name is a page to look at, and not JSON."""
+    """Test whether a report with this file name is to be an HTML page instead of JSON."""
     return path is not None and Path(path).suffix.lower() == ".html"
 
 
 def numbered(path: Path | str, number: int) -> Path:
-    """The file of a batch, counted from 0; the first batch has the given name."""
+    """The output file of a batch, counted from 0: the given name for the first, a numbered one for later batches."""
     path = Path(path)
     if number == 0:
         return path
@@ -96,7 +96,7 @@ def _files(output: Output) -> Iterator[Path]:
 
 
 def _is_numbered(output: Output, *, of: Output) -> bool:
-    """Test whether an output is where a later batch of the other would write, once there is one."""
+    """Test whether an output has a name that later batches of another output, `of`, would write to."""
     path, base = Path(output.path or ""), Path(of.path or "")
     return of.numbered and any(
         _real(each.parent) == _real(base.parent) and _number_pattern(base).fullmatch(each.name)
@@ -105,13 +105,13 @@ def _is_numbered(output: Output, *, of: Output) -> bool:
 
 
 def _number_pattern(path: Path) -> re.Pattern[str]:
-    """Matches the names of numbered files beside a path."""
+    """A pattern for the names of the numbered files beside a path."""
     before, after = (re.escape(part) for part in numbered(path, 1).name.split(".batch2", 1))
     return re.compile(rf"{before}\.batch\d+{after}")
 
 
 def _belongs_to(path: Path, model: Path) -> bool:
-    """Test whether a file is in a model's folder, or linked from there."""
+    """Test whether a file is in a model's folder, or a link from there leads to it."""
     if not is_folder(model) or _is_special(path):
         return False
     if _real(model) in (_real(path.parent), _real(path).parent):
@@ -120,7 +120,7 @@ def _belongs_to(path: Path, model: Path) -> bool:
 
 
 def _same(path: Path, other: Path) -> bool:
-    """Test whether two paths lead to one file, which need not exist; devices and pipes are no one's own."""
+    """Test whether two paths lead to one regular file, which need not exist; False for devices and pipes."""
     if _is_special(path):
         return False
     here, there = _status(path), _status(other)
@@ -143,12 +143,12 @@ def _is_loop(path: Path) -> bool:
 
 
 def _real(path: Path) -> Path:
-    """The path without links; unlike `Path.resolve` it takes those that lead to themselves."""
+    """The path with links resolved; unlike `Path.resolve` it accepts links that lead to themselves."""
     return Path(os.path.realpath(path))
 
 
 def _entries(folder: Path) -> list[Path]:
-    """The files of a folder; none where it cannot be listed."""
+    """The paths in a folder; none if it cannot be listed."""
     try:
         return list(folder.iterdir())
     except OSError:

@@ -31,7 +31,7 @@ def run_on_own_loop(function: Callable[[], Awaitable[T]]) -> T:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Have Ctrl-C raise KeyboardInterrupt, where an event loop runs that would only note it until its next turn."""
+    """Have Ctrl-C raise KeyboardInterrupt at once, even where an event loop runs, which would defer it."""
     if not _on_main_thread() or not _a_loop_runs():
         yield
         return
@@ -40,7 +40,7 @@ def interruptible() -> Iterator[None]:
 
 
 class _OtherThread(Generic[T]):
-    """A coroutine function on a loop and a thread of its own."""
+    """Runs a coroutine function on a loop and a thread of its own."""
 
     def __init__(self, function: Callable[[], Awaitable[T]]) -> None:
         self._function = function

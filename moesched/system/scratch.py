@@ -57,7 +57,7 @@ def scratch_folder(inside: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def scratch_beside(target: Path) -> Iterator[Path]:
-    """Yield an unused path beside `target`, to be renamed to it; what is still there in the end is removed."""
+    """Yield an unused path beside `target`, to be renamed to it; removed at the end if it still exists."""
     name = target.name[:LONGEST_NAME]
     path = target.absolute().with_name(f".{name}.{secrets.token_hex(4)}{PARTIAL}")
     _ledger.add(path)
@@ -68,27 +68,27 @@ def scratch_beside(target: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder of this module; nothing happens where it does not exist."""
+    """Remove a file or folder that this module created; no error if it does not exist."""
     _remove(path)
     _ledger.drop(path)
 
 
 def remove_all() -> None:
-    """Remove all that this process has created and not removed, for a process that ends at once."""
+    """Remove all temporary files and folders of this process, before it ends at once."""
     for path in _ledger.paths:
         _remove(path)
     _ledger.close()
 
 
 def sweep() -> None:
-    """Remove what dead processes of this machine left behind."""
+    """Remove the temporary files and folders of dead processes on this machine."""
     for file in _ledger_folder().glob(f"{platform.node()}-*"):
         with suppress(OSError):
             _sweep(file)
 
 
 def _sweep(file: Path) -> None:
-    """Remove what a ledger lists, and the ledger, unless its process lives."""
+    """Remove all paths that a ledger lists, and the ledger, unless the process that locks it lives."""
     with file.open("rb") as ledger:
         fcntl.flock(ledger, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for line in ledger.read().split(b"\0"):
@@ -135,7 +135,7 @@ class _Ledger:
                 os.write(self._descriptor, os.fsencode(path) + b"\0")
 
     def drop(self, path: Path) -> None:
-        """Forget a path that was removed; the ledger goes with the last one."""
+        """Remove a path from the list; if it was the last one, remove the ledger's file."""
         with self._lock:
             if path in self._paths:
                 self._paths.remove(path)
@@ -143,7 +143,7 @@ class _Ledger:
                 self.close()
 
     def close(self) -> None:
-        """Remove the ledger."""
+        """Remove the ledger's file."""
         with self._lock:
             descriptor, self._descriptor = self._descriptor, -1
             if descriptor < 0 or self._process != os.getpid() or self._file is None:
@@ -153,7 +153,7 @@ class _Ledger:
             os.close(descriptor)
 
     def _begin(self) -> None:
-        """A new ledger: for the first path, or in a process that was forked."""
+        """Create a new ledger's file: for the first path, or in a process that was forked."""
         self._paths, self._descriptor, self._process = [], -1, os.getpid()
         name = f"{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
         with suppress(OSError):

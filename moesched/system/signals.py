@@ -29,11 +29,11 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asks the program to end."""
+    """Raised at the first signal that asks the program to end."""
 
 
 class _Signals:
-    """The signals that this process has received."""
+    """The signals that this process has received, and what they are to do."""
 
     def __init__(self) -> None:
         self.in_use = False
@@ -55,7 +55,7 @@ class _Signals:
             end_at_once()
 
     def deliver(self, frame: FrameType | None) -> None:
-        """Pass the first signal on, unless it is held. A module that is half loaded could not be loaded again."""
+        """Stop the program because of the first signal, unless it is delayed; a module's import is finished before."""
         if self.held or self.waits_for_results or not self._pending:
             return
         if self.stop is None and _is_importing(frame):
@@ -69,12 +69,12 @@ class _Signals:
             self._call_after(INSIST_SECONDS, self._insist)
 
     def forget(self) -> None:
-        """Deliver nothing more."""
+        """Stop delivering the signal that came."""
         self._pending = False
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def lost(self, told: Any) -> None:
-        """Deliver `Stopped` again where Python ignored it, as in a finalizer."""
+        """Raise `Stopped` again if Python ignored it, as in a finalizer; `told` is what Python reports of that."""
         if isinstance(told.exc_value, Stopped):
             self._pending = True
             self._retry()
@@ -102,8 +102,8 @@ _signals = _Signals()
 def ends_in_order() -> Iterator[None]:
     """Stop at SIGINT, SIGTERM and SIGHUP; use it once, around a whole program, on its main thread.
 
-    A signal that was ignored when the program began, as under nohup, stays ignored. In the end all are ignored, so that
-    they do not disturb the end of the interpreter.
+    A signal that was ignored when the program began, as under nohup, stays ignored. At the program's end all are
+    ignored, so that they do not disturb the end of the interpreter.
     """
     _signals.in_use = True
     sys.unraisablehook = _signals.lost
@@ -125,7 +125,7 @@ def first_signal() -> int | None:
 
 
 def exit_code_of_signal() -> int:
-    """128 and the number of the signal that ended this program, as shells have it."""
+    """The exit code for the signal that ended this program, as shells have it: 128 plus its number."""
     return 128 + (_signals.first or signal.SIGINT)
 
 
@@ -136,7 +136,7 @@ def stopped_by(stop: Callable[[], object], insist: Callable[[], object] | None =
     It has no effect on other threads, and where `ends_in_order` is not in use.
 
     Args:
-        insist: called each second from then on, until the context ends; it may raise `Stopped`.
+        insist: called each second after `stop`, until the context ends; it may raise `Stopped`.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -168,19 +168,19 @@ def signals_held() -> Iterator[None]:
 
 
 def hold_signals() -> None:
-    """Delay the first signal until `release_signals`: there are results, and they are not written yet."""
+    """Delay the first signal until `release_signals`, so that results can be written before."""
     _signals.waits_for_results = _signals.in_use
 
 
 def release_signals() -> None:
-    """Deliver the first signal, if it came since `hold_signals`."""
+    """Deliver the first signal, if it came after `hold_signals`."""
     _signals.waits_for_results = False
     _signals.deliver(None)
 
 
 @contextmanager
 def _interrupt_held() -> Iterator[None]:
-    """Delay a Ctrl-C of a program that has its own way to end: it raises KeyboardInterrupt when the context ends."""
+    """Delay Ctrl-C in a program that does not use `ends_in_order`: KeyboardInterrupt is raised at the context's end."""
     came = False
 
     def remember(*_: object) -> None:
@@ -197,7 +197,7 @@ def _interrupt_held() -> Iterator[None]:
 
 
 def end_at_once() -> None:
-    """End this process now: remove temporary files, and nothing else. Children that are tied to it end, too."""
+    """End this process now: it removes temporary files and does nothing else. Tied children end, too."""
     remove_all()
     if sys.stderr.isatty():
         os.write(sys.stderr.fileno(), _SHOW_CURSOR.encode())  # a progress bar hides it

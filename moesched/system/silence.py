@@ -11,9 +11,9 @@ STDOUT, STDERR = 1, 2
 
 @contextmanager
 def silent(descriptor: int) -> Iterator[None]:
-    """Drop all that the process writes to `STDOUT` or `STDERR`, past Python's own streams.
+    """Drop everything that the process writes to the descriptor `STDOUT` or `STDERR`, C libraries included.
 
-    For short calls before a run, while no other thread has something to say.
+    For short calls before a run, while no other thread writes.
     """
     try:
         kept = os.dup(descriptor)

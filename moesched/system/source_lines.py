@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def calling_line() -> str:
-    """The innermost calling line that is neither the framework's nor a library's, as file:line; empty without one."""
+    """The innermost calling line outside the framework and libraries, as file:line; empty if there is none."""
     frame: FrameType | None = _getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -24,7 +24,7 @@ def calling_line() -> str:
 
 
 def raising_line(error: BaseException) -> str:
-    """The innermost line of an error's traceback that is neither the framework's nor a library's; empty without one."""
+    """The innermost line of an error's traceback outside the framework and libraries; empty if there is none."""
     line = ""
     for frame, number in walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
@@ -34,12 +34,12 @@ def raising_line(error: BaseException) -> str:
 
 
 def is_ours(module: str) -> bool:
-    """Test whether a module belongs to the framework; the policies that ship do not."""
+    """Test whether a module belongs to the framework; shipped policies do not."""
     return f"{module}.".startswith("moesched.") and not module.startswith("moesched.policies")
 
 
 def is_our_file(file: str) -> bool:
-    """Test whether a file belongs to the framework; the policies that ship do not."""
+    """Test whether a file belongs to the framework; shipped policies do not."""
     path = Path(file)
     return path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "policies")
 

@@ -21,9 +21,9 @@ _reserved: list[TextIO] = []
 
 
 def reserve_stdout() -> Callable[[], None]:
-    """Keep standard output for what this process writes to `command_output`, until it ends.
+    """Reserve standard output for `command_output`; all else that the process writes there goes to standard error.
 
-    A closed standard output stays closed. Returns a function that undoes it, for a process that goes on.
+    A closed standard output stays closed. Returns a function that undoes the reservation.
     """
     if sys.stderr is None:  # it is closed; libraries write to it all the same
         _open_null(STDERR)
@@ -55,7 +55,7 @@ def command_output() -> TextIO:
 
 
 def is_stdout(path: Path) -> bool:
-    """Test whether what is written to a path reaches standard output; never where that is /dev/null."""
+    """Test whether writing to a path writes to standard output; False if that is /dev/null."""
     if str(path) == "-" or _descriptor(path) == STDOUT:
         return True
     try:
@@ -66,7 +66,7 @@ def is_stdout(path: Path) -> bool:
 
 
 def _descriptor(path: Path) -> int | None:
-    """The number of this process's descriptor that a path names, perhaps by links, such as 1 for /dev/stdout."""
+    """The number of this process's descriptor that a path leads to, such as 1 for /dev/stdout; None if it is none."""
     for _ in range(MOST_LINKS):
         folder = os.path.realpath(path.parent)
         if path.name.isdecimal() and _FOLDER_OF_DESCRIPTORS.fullmatch(

@@ -30,7 +30,7 @@ _REMEDIES = {
 
 
 def path_refusal(error: OSError) -> str | None:
-    """The path that an error is about, its fault and the remedy; None for other errors than those of paths."""
+    """A line with the path of an error, its fault and the remedy; None if the error is not about a path."""
     remedy = _REMEDIES.get(error.errno or 0)
     if remedy is None or error.filename is None:
         return None
@@ -92,4 +92,4 @@ def require_writable(path: Path | str | None, what: str) -> None:
 
 
 class _Abandoned(Exception):
-    """Leaves `whole_file` before the file replaces an existing one."""
+    """Raised to leave `whole_file` before the new file replaces the existing one."""

@@ -84,7 +84,7 @@ class Adversarial:
             yield from self._micro_batch(step, j)
 
     def _micro_batch(self, step: Step, j: int) -> Generator[Task, dict[int, int], None]:
-        """All verbs of one micro-batch, in an order that satisfies its data dependencies."""
+        """Submit all verbs of one micro-batch, in an order that its data dependencies allow; yields what it awaits."""
         choose = self.random
         yield step.embed(j)
         for i in step.layers:
@@ -167,7 +167,7 @@ class Adversarial:
         yield step.offload_kv(i, j)
 
     def _hold(self, step: Step, needed: Sequence[Page]) -> None:
-        """Fetch the needed pages in random order and portions, evicting others; sometimes fetch other pages."""
+        """Fetch the needed pages in random order and portions, evicting others; sometimes fetch further pages."""
         choose = self.random
         if choose.random() < 0.1:
             self._start_for_nothing(step, needed)

@@ -26,7 +26,7 @@ Choices = Callable[[Random], Iterator[list[Layer]]]
 
 
 def popular(random: Random) -> Iterator[list[Layer]]:
-    """Steps in which each layer has experts that are chosen more often than others."""
+    """Steps in which each layer chooses some experts more often than others."""
     ranks = [random.sample(range(EXPERTS), EXPERTS) for _ in range(LAYERS)]
     for _ in range(STEPS):
         yield [
@@ -35,7 +35,7 @@ def popular(random: Random) -> Iterator[list[Layer]]:
 
 
 def recurring(random: Random) -> Iterator[list[Layer]]:
-    """Steps in which a layer's experts are often those of the step before."""
+    """Steps in which a layer often chooses the experts of the step before."""
     before: list[set[int]] = [set() for _ in range(LAYERS)]
     for _ in range(STEPS):
         stay = [{expert for expert in each if random.random() < 0.8} for each in before]
@@ -44,23 +44,24 @@ def recurring(random: Random) -> Iterator[list[Layer]]:
 
 
 class _Randomly:
-    """Evicts any page."""
+    """An eviction rule that evicts a random page."""
 
     def __init__(self) -> None:
         self._random = Random(1)
 
     def used(self, page: Page, step: int, tokens: int) -> None:
-        """Needs no memory."""
+        """Ignore uses."""
 
     def choose(self, pages: Mapping[int, Page]) -> Page:
         return self._random.choice(list(pages.values()))
 
 
 def hit_rate(make: Callable[[], Eviction], choices: Choices, *, ahead: bool) -> float:
-    """The share of uses that find their page in the cache, where each sequence has a rule of its own.
+    """The share of uses that find their page in the cache; each sequence of choices gets a new rule.
 
     Args:
-        ahead: fetch the experts of the next layer before it is reached.
+        make: creates the rule.
+        ahead: whether to fetch the experts of the next layer before it is reached.
     """
     caches = [_Cache(make()) for _ in range(SEQUENCES)]
     for seed, each in enumerate(caches):
@@ -76,12 +77,12 @@ def hit_rate(make: Callable[[], Eviction], choices: Choices, *, ahead: bool) -> 
 
 @cache
 def random_hit_rate(choices: Choices, *, ahead: bool) -> float:
-    """The same of a rule that evicts any page."""
+    """The hit rate of a rule that evicts random pages."""
     return hit_rate(_Randomly, choices, ahead=ahead)
 
 
 class _Cache:
-    """A cache of experts of one page each; those in it run before those that are fetched."""
+    """A cache of experts of one page each; of a layer's experts, those in it run before those that are fetched."""
 
     def __init__(self, rule: Eviction) -> None:
         self._rule = rule
@@ -89,7 +90,7 @@ class _Cache:
         self.hits = 0
 
     def tell(self, number: int, layer: Layer, following: Layer) -> None:
-        """Tell a rule that takes them of the layer's scores and of the next one's experts."""
+        """Tell the rule a layer's scores and the next layer's experts, if it has methods for them."""
         if isinstance(self._rule, TakesScores):
             tokens = sum(layer.values())
             self._rule.scored(number, [layer.get(expert, 0) / tokens for expert in range(EXPERTS)])
@@ -106,7 +107,7 @@ class _Cache:
             self._rule.used(page, step, layer[expert])
 
     def fetch(self, step: int, number: int, experts: Iterable[int]) -> None:
-        """Bring those experts that are not there."""
+        """Fetch those experts that are not in the cache."""
         for page in (PAGES[number][expert] for expert in experts):
             if page.id in self._held:
                 continue
@@ -117,7 +118,7 @@ class _Cache:
 
 
 def _drawn(random: Random, chosen: set[int], weights: list[float]) -> set[int]:
-    """Experts drawn by weight, with those that are chosen already."""
+    """Add experts drawn by weight to `chosen`, until there are as many as a token chooses."""
     while len(chosen) < CHOSEN:
         chosen.update(random.choices(range(EXPERTS), weights))
     return chosen

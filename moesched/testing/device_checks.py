@@ -46,7 +46,7 @@ POLICIES = (
 
 
 def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> list[list[int]]:
-    """Check the promises of every device on a small random model; returns its tokens, which are those of `torch`.
+    """Check the promises of every device on a small random model; returns its tokens, which equal those of `torch`.
 
     Args:
         make: creates the device, such as its class.
@@ -55,7 +55,7 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
             experts with some of a micro-batch's rows, or with those of several micro-batches.
 
     Raises:
-        AssertionError: the tokens are not those of the device `torch`, whether the likeliest or drawn ones, or depend
+        AssertionError: the tokens are not those of the device `torch`, with greedy or random sampling, or depend
             on the policy or on the previous batch; a verb returned a wrong value, tasks of one lane ran at once, or
             another promise of `moesched.seams.Device` is broken.
     """
@@ -90,7 +90,7 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
 
 
 def _model(config: ModelConfig, folder: Path) -> Checkpoint:
-    """A random model whose tokens depend on all of its weights; those of other random models are too small for that."""
+    """A random model, written to the folder, whose weights are large enough that its tokens depend on all of them."""
     for stored in open_checkpoint(write_random_model(config, folder, dtype="float32")).tensors.values():
         if len(stored.shape) > 1:
             matrix = np.memmap(stored.file, np.float32, "r+", stored.offset, stored.shape)
@@ -100,7 +100,7 @@ def _model(config: ModelConfig, folder: Path) -> Checkpoint:
 
 
 def _check_unused(device: Device) -> None:
-    """Check a device that is closed before its first batch, as when a plan does not fit."""
+    """Check that a device can be closed before its first batch, as when a plan does not fit."""
     for page in device.layout.pages:
         size = device.slot_bytes(page)
         assert size >= page.nbytes, f"a slot of {size} bytes does not hold page {page.id} of {page.nbytes}"
@@ -122,7 +122,7 @@ def _check_bad_prompts(device: Device, machine: Machine) -> None:
 def _tokens(
     device: Device, machine: Machine, name: str | None, sampling: Sampling = LIKELIEST
 ) -> list[list[int]]:
-    """The tokens of a policy, which must be equal in two successive batches; without a name, of `_Scoring`."""
+    """The tokens of a policy, or of `_Scoring` without a name; checks that a second batch gives the same."""
     unknown = set(device.kinds.values()) - set(get_args(LaneKind))
     assert not unknown, f"lanes are of unknown kinds: {unknown}"
     batch = split_batch([len(prompt) for prompt in PROMPTS], NEW_TOKENS, 2)
@@ -195,7 +195,7 @@ class _Values:
 
 
 class _Scoring:
-    """Keeps all weights, and routes and previews with scores."""
+    """A policy that keeps all weights on the accelerator, and routes and previews with scores."""
 
     def plan(self, plan: Plan) -> None:
         plan.place_kv("accelerator")

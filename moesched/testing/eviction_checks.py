@@ -16,10 +16,10 @@ LAYERS, EXPERTS = 3, 5
 
 
 def check_eviction(make: Callable[[], Eviction], *, rounds: int = 25) -> None:
-    """Check that a rule names one of the pages that it is given, whatever it was told before, and repeats itself.
+    """Check that an eviction rule names one of the given pages, makes equal choices again, and finds enough hits.
 
     The pages are dense ones and experts'. Some leave without the rule having named them, some that it named come back
-    at once, and sometimes only one may go. Rules that take scores and previews are told of these now and then.
+    at once, and sometimes there is only one. Rules that take scores and previews get some of these, too.
 
     A small cache then counts hits. Of popular experts that are fetched a layer ahead, a rule has to find about as many
     as a random choice does; of experts that recur from step to step, 60 % of that. A rule that finds fewer evicts pages
@@ -44,7 +44,7 @@ def check_eviction(make: Callable[[], Eviction], *, rounds: int = 25) -> None:
 def _require_hits(
     make: Callable[[], Eviction], experts: str, choices: Choices, *, least: float, ahead: bool = False
 ) -> None:
-    """Check that a rule finds at least this share of the pages that a random choice finds."""
+    """Check that a rule finds at least `least` times the share of pages that random choices find."""
     found, at_random = hit_rate(make, choices, ahead=ahead), random_hit_rate(choices, ahead=ahead)
     assert found >= least * at_random, (
         f"of {experts}, {found:.0%} are in a cache of this rule and {at_random:.0%} in one that evicts at random: "
@@ -85,7 +85,7 @@ def _come(rule: Eviction, held: dict[int, Page], page: Page, step: int) -> None:
 
 
 def _tell_experts(rule: Eviction, layer: int, random: Random) -> None:
-    """Tell a rule of a layer's scores and previews, if it takes them."""
+    """Give a rule random scores and previews of a layer, if it has methods for them."""
     experts = random.sample(range(EXPERTS), random.randint(0, EXPERTS))
     if isinstance(rule, TakesScores) and random.random() < 0.5:
         rule.scored(layer, [random.random() if expert in experts else 0.0 for expert in range(EXPERTS)])

@@ -48,7 +48,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         pages_per_expert: smallest number of pages of each expert.
         nodes: number of such machines that share the experts.
         ends_early: whether the sequences of the first micro-batch end with their second token, so that later steps
-            leave it out.
+            leave that micro-batch out.
     """
 
     name: str
@@ -235,7 +235,7 @@ def run_on_symbols(
 
 
 def _until(stop_tokens: Collection[int], tokens: Sequence[int]) -> list[int]:
-    """The tokens up to the first one that ends them, which is kept."""
+    """The tokens up to the first stop token, which is kept."""
     end = next((place for place, token in enumerate(tokens, 1) if token in stop_tokens), len(tokens))
     return list(tokens[:end])
 
@@ -296,10 +296,11 @@ def check_plans(
     *,
     ends_early: bool = False,
 ) -> None:
-    """Run the plans of all nodes, and check their tokens and their use of memory; `where` names the case.
+    """Run the plans of all nodes, and check their tokens and their use of memory.
 
     Args:
-        ends_early: as in `Case`.
+        where: names the case in messages.
+        ends_early: whether sequences of the first micro-batch end early, as in `Case`.
 
     Raises:
         AssertionError: the tokens are wrong, or a budget was exceeded.
@@ -327,7 +328,7 @@ def _run_virtual(
     *,
     sharing: bool,
 ) -> tuple[list[list[list[int]]], list[Task], int]:
-    """Run on the virtual clock; returns each rank's tokens, the first one's tasks, and nanoseconds."""
+    """Run on the virtual clock; returns each rank's tokens, the first rank's tasks, and the run's nanoseconds."""
     engines: list[CheckedEngine] = []
 
     def make_engine(lanes: Iterable[Lane]) -> CheckedEngine:
@@ -343,7 +344,7 @@ def _run_virtual(
 def _run_in_real_time(
     ranks: Sequence[Rank], observers: Sequence[Observer], handling: TokenHandling
 ) -> tuple[list[list[list[int]]], list[Task], int]:
-    """Run on real threads, with the same results."""
+    """Run on real threads; returns each rank's tokens, the first rank's tasks, and the run's nanoseconds."""
     rank_runs = [assemble(rank, CheckedSharedEngine, tokens=handling) for rank in ranks]
     execute = OnDevices(ranks, [each.lanes.values() for each in rank_runs]).execute
     driver = RealtimeDriver([each.engine for each in rank_runs], execute, observers=observers)

@@ -25,7 +25,10 @@ def check_transport(make: Callable[[int], Sequence[Transport]]) -> None:
     """Check the promises of every transport.
 
     Args:
-        make: creates the transports for a number of ranks, in their order; they may be the same object.
+        make: creates the transports for a number of ranks, in the order of ranks; they may be the same object.
+
+    Raises:
+        AssertionError: a promise is broken.
     """
     require_asserts("check_transport")
     for ranks in (1, 2, 3):
@@ -47,7 +50,7 @@ def check_transport(make: Callable[[int], Sequence[Transport]]) -> None:
 
 
 def _check_all_reduce(transports: Sequence[Transport]) -> None:
-    """Check that sums are in the order of ranks; in any other order, these parts give other bits."""
+    """Check that sums are added in the order of ranks, by values that any other order would give other bits."""
     random = np.random.default_rng(0)
     for ticket, rows in enumerate((1, 3, 400, 1)):
         scale = 10.0 ** random.integers(-6, 6, size=(len(transports), rows, 96))
@@ -137,7 +140,7 @@ def _check_an_abandoned_exchange_ends(transports: Sequence[Transport]) -> None:
 
 
 def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Results of the ranks' concurrent calls; the last rank's call starts first."""
+    """Make the ranks' calls concurrently, the last rank's first; returns their results."""
     with ThreadPoolExecutor(len(calls)) as threads:
         running = [threads.submit(call) for call in reversed(calls)]
         return [each.result() for each in reversed(running)]

@@ -52,7 +52,7 @@ class _Task(NamedTuple):
 
 @interruptible()
 def check_trace(path: Path | str) -> list[str]:
-    """Return the problems of a trace in words; an empty list for a valid one.
+    """Find the problems of a trace file, in words; returns an empty list for a valid one.
 
     The first few violations of each rule are listed and the others counted.
     """
@@ -66,7 +66,7 @@ def check_trace(path: Path | str) -> list[str]:
 
 
 def _problems(file: TraceFile) -> list[str]:
-    """Apply all rules except those of times, which the others rely on."""
+    """Apply all rules except those about times; they return problems in words."""
     events = file.trace_events
     slices = [event for event in events if event.ph == "X"]
     tasks = [event for event in slices if event.pid != CRITICAL_PID]
@@ -107,7 +107,7 @@ def _times(events: list[Event]) -> Iterator[str]:
 
 
 def _names(events: list[Event], slices: list[Event]) -> Iterator[str]:
-    """Every track has a name and a sort index, and tids are in the order of sort indices."""
+    """Check that every track has a name and a sort index, and that tids are in the order of sort indices."""
     metadata = {(event.name, event.pid, event.tid) for event in events if event.ph == "M"}
     for pid in sorted({event.pid for event in slices}):
         if ("process_name", pid, -1) not in metadata:
@@ -137,7 +137,7 @@ def _overlaps(slices: list[Event]) -> Iterator[str]:
 
 
 def _read(tasks: list[Event]) -> tuple[list[_Task], list[str]]:
-    """Decode the args of the tasks; returns also why those of some could not be."""
+    """Decode the args of the tasks; returns the tasks, and the problems of those that cannot be decoded."""
     decode = msgspec.json.Decoder(SliceArgs).decode
     read, unread = [], []
     for event in tasks:
@@ -159,7 +159,7 @@ def _numbers(tasks: list[_Task]) -> Iterator[str]:
 
 
 def _dependencies(tasks: list[_Task], numbered: Mapping[tuple[int, int], int]) -> Iterator[str]:
-    """Every task depends on tasks of its process that ended before it starts, on each once."""
+    """Check that every task depends only on tasks of its process that ended before it starts, on each once."""
     for task in tasks:
         for number, count in Counter(task.args.depends_on).items():
             place = numbered.get((task.event.pid, number))
@@ -172,7 +172,7 @@ def _dependencies(tasks: list[_Task], numbered: Mapping[tuple[int, int], int]) -
 
 
 def _flows(events: list[Event]) -> Iterator[str]:
-    """Every flow has a start and an end that viewers draw."""
+    """Check that every flow has a start and an end that viewers draw."""
     starts = Counter(event.id for event in events if event.ph == "s")
     ends = Counter(event.id for event in events if event.ph == "f")
     for number in sorted(starts.keys() | ends.keys()):
@@ -186,7 +186,7 @@ def _flows(events: list[Event]) -> Iterator[str]:
 def _arrows(
     events: list[Event], tasks: list[_Task], numbered: Mapping[tuple[int, int], int]
 ) -> Iterator[str]:
-    """Of the tasks that a task depends on, the last one of each lane has an arrow to it, and no other one has."""
+    """Check arrows: to each task leads one from the last task of each lane that it depends on, and no other one."""
     expected: set[tuple[_Point, _Point]] = set()
     for task in tasks:
         places = [numbered.get((task.event.pid, number)) for number in task.args.depends_on]
@@ -224,14 +224,14 @@ def _counts(file: TraceFile, tasks: list[Event], read: list[_Task]) -> Iterator[
 
 
 def _joins(tasks: list[_Task]) -> Iterator[str]:
-    """Joins take no time, so they are replaced by the dependencies through them."""
+    """Check that there are no joins: they take no time, and dependencies through them replace them."""
     for task in tasks:
         if task.args.type == "Join":
             yield f"{task} is a join that was not expanded"
 
 
 def _critical(path: list[Event], tasks: list[Event]) -> Iterator[str]:
-    """The critical path consists of tasks' slices, each whole or without its overlap with the previous one."""
+    """Check that the critical path consists of slices of tasks, each whole or without its overlap with the last one."""
     spans = Counter((event.name, bytes(event.ts), bytes(event.dur)) for event in tasks)
     for event in path:
         whole = spans[event.name, bytes(event.ts), bytes(event.dur)]

@@ -60,7 +60,7 @@ class Event(msgspec.Struct, gc=False):
 
 
 class TaskArgs(msgspec.Struct, gc=False, rename={"nbytes": "bytes", "flops": "FLOP"}):
-    """The args of a slice that describe its task, in the order of `TaskInfo`."""
+    """The args of a slice that describe its task; fields as in `TaskInfo`, in the same order."""
 
     type: str = ""
     kind: str = ""
@@ -83,7 +83,7 @@ class SliceArgs(
     kw_only=True,
     rename={"dispatch": "dispatch_ns", "submit_delay": "submit_delay_ns"},
 ):
-    """All args of a slice: those of its task, then `depends_on` and those that `Slice` holds, in its order."""
+    """All args of a slice: those of its task, the numbers of the tasks that it depends on, then those of `Slice`."""
 
     task: int
     step: int = -1
@@ -126,7 +126,7 @@ class PredictionEntry(NamedTuple):
 
 
 class AboutData(msgspec.Struct, kw_only=True):
-    """The part of a trace's metadata that becomes its `About`; runs side by side have none of it."""
+    """The part of a trace's metadata that becomes its `About`; absent in a file with several runs."""
 
     driver: str = ""
     policy: str = ""
@@ -248,7 +248,7 @@ def decode_trace(data: bytes, path: Path) -> TraceFile:
 
 
 def nanoseconds(text: msgspec.Raw) -> int:
-    """Convert a time of the file, in microseconds, to nanoseconds.
+    """Convert a time of the file, microseconds with three decimals, to nanoseconds.
 
     Raises:
         ValueError: it is not a number with three decimals.
@@ -331,7 +331,7 @@ def _cancelled(events: list[Event], lanes: dict[int, LaneName]) -> list[Cancelle
 
 
 def _producers(slices: list[Slice], depends_on: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Find the slices of the tasks that each slice depends on, which are numbered by rank."""
+    """Convert the numbers of the tasks that each slice depends on, which count by rank, to indices of slices."""
     ranks: dict[int, dict[int, int]] = {}
     for index, each in enumerate(slices):
         if ranks.setdefault(each.lane.rank, {}).setdefault(each.id, index) != index:

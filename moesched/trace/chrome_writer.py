@@ -42,7 +42,7 @@ class _Shown(NamedTuple):
         pid: pid of its first rank.
         critical_tid: tid of its critical path.
         lane_tid: tid of its first lane.
-        flow: number of edges before its own.
+        flow: number of edges of the runs before it.
     """
 
     recording: Recording
@@ -56,7 +56,7 @@ class _Shown(NamedTuple):
 
     @property
     def tracks(self) -> dict[LaneName, str]:
-        """The pid and tid of each lane, as JSON."""
+        """The JSON text with the pid and tid of each lane."""
         return {
             lane: f'"pid":{self.pid + lane.rank},"tid":{self.lane_tid + index}'
             for index, lane in enumerate(self.recording.lanes)
@@ -110,7 +110,10 @@ def write_side_by_side(path: Path | str, runs: Sequence[TitledRun]) -> None:
 
 
 def common_shifts(runs: Sequence[TitledRun]) -> list[int]:
-    """Nanoseconds by which each run is shifted; the first step of a trimmed run may be incomplete and is ignored."""
+    """Nanoseconds by which to shift each run, so that the first common decode step starts at the same time in all.
+
+    The first step of a trimmed run may be incomplete and is ignored.
+    """
     starts = []
     for run in runs:
         steps = summarize(run.recording).steps
@@ -271,7 +274,7 @@ def _plain(number: float) -> float:
 
 
 def _cancelled(run: _Shown) -> Iterator[str]:
-    """Yield instants: a cancelled task has no slice."""
+    """Yield an instant event for each cancelled task, which has no slice."""
     tracks = run.tracks
     for each in run.recording.cancelled:
         task = each.task

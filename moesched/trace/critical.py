@@ -22,7 +22,7 @@ class Hop(NamedTuple):
 
 
 def critical_path(recording: Recording, waits: Sequence[Wait] | None = None) -> list[Hop]:
-    """Follow what each task waited for last, from the task that ended last; returned in order of time.
+    """The chain of tasks that each waited for the one before, up to the task that ended last; in order of time.
 
     Args:
         waits: the waits of the recording (`waits_of`), if they are known.

@@ -13,7 +13,7 @@ from moesched.trace.recording import TaskInfo
 
 
 def title_of(pool: Pool) -> str:
-    """The pool's name and memory, such as "experts in gpu"."""
+    """A pool's name and memory, such as "experts in gpu"."""
     return f"{pool.name} in {pool.memory.name}"
 
 
@@ -36,7 +36,7 @@ class Descriptions:
         return info
 
     def line_of(self, task: Task) -> str:
-        """The line that submitted a task."""
+        """The policy's line that submitted a task, as file:line; empty if it is not known."""
         place = (id(task.code), task.instruction)
         line = self._lines.get(place)
         if line is None:
@@ -45,7 +45,7 @@ class Descriptions:
 
 
 class _Moved(NamedTuple):
-    """The subject of a transfer; see `TaskInfo`."""
+    """The pages that a transfer moves, and the title of the pool that they go to."""
 
     pages: Sequence[Page]
     pool: str

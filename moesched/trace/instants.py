@@ -8,14 +8,14 @@ from moesched.trace.recording import LaneName, Slice
 
 
 def lengthen(slices: Sequence[Slice], producers: Sequence[Sequence[int]]) -> None:
-    """Make slices without length a nanosecond long, and move back the slices that begin where these end.
+    """Make slices of zero length a nanosecond long, and move slices that begin where these end.
 
-    Slices that overlap, or that begin before the end of those they depend on, still do: checks have to find what a
-    clock did wrong.
+    Slices that overlap, or that begin before the end of those they depend on, still do, so that checks find faults of
+    a clock.
 
     Args:
-        slices: of all lanes, in any order.
-        producers: of each slice, the indices of those that it depends on.
+        slices: slices of all lanes, in any order; changed in place.
+        producers: for each slice, the indices of the slices that it depends on.
     """
     if all(each.start < each.end for each in slices):
         return
@@ -30,5 +30,5 @@ def lengthen(slices: Sequence[Slice], producers: Sequence[Sequence[int]]) -> Non
 
 
 def _in_time(each: Slice) -> tuple[int, int, int]:
-    """The order of slices; without length, those that depend on others have higher numbers."""
+    """The sort key of a slice: start, end, then program order, in which slices follow those they depend on."""
     return each.start, each.end, each.id

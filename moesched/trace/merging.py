@@ -16,8 +16,8 @@ def merge_recordings(
 
     Args:
         recordings: recordings by rank, each of one engine; `origin` is the start of each on its node's clock.
-        ahead: nanoseconds by which each node's clock is ahead of the common one, given a time of its own; 0 for those
-            not listed.
+        ahead: by rank, a function from a time on the node's clock to the nanoseconds by which that clock is ahead of
+            the common one; 0 for ranks without one.
     """
     first = min(_common(each.origin, ahead.get(rank)) for rank, each in recordings.items())
 
@@ -69,5 +69,5 @@ def merge_recordings(
 
 
 def _common(time: int, ahead: Callable[[int], int] | None) -> int:
-    """A time of a node's clock on the common one."""
+    """Convert a time on a node's clock to the common clock, in nanoseconds."""
     return time if ahead is None else time - ahead(time)

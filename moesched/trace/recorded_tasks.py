@@ -48,7 +48,7 @@ class RankRecord:
     """Data of one rank: lanes, joins, awaited tasks, submit delays, cancelled tasks, memories, filled slots.
 
     Attributes:
-        filled: slots that were filled by dropped tasks.
+        filled: slots that were filled by tasks which the recorder has dropped.
         counts: the log of each pool.
     """
 
@@ -72,15 +72,16 @@ class RankRecord:
         engine.cancels = self.cancels
 
     def stop(self) -> None:
-        """Keep what is known, and have the engine note nothing more."""
+        """Keep the data collected so far, and have the engine collect no more."""
         engine = self._engine
         engine.joined = engine.awaits = engine.submit_delays = engine.cancels = None
 
 
 def record(tasks: Sequence[Task], ranks: Sequence[RankRecord], origin: int, *, trimmed: bool) -> Recording:
-    """The recording of some tasks of these ranks.
+    """Make the recording of these tasks.
 
     Args:
+        ranks: data of the ranks that ran the tasks.
         origin: time of the driver's clock at time 0, in nanoseconds.
         trimmed: whether earlier tasks are left out.
     """
@@ -148,7 +149,7 @@ def _cancelled(
 
 
 def costs_of(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
-    """The demands of the works, where they were modelled."""
+    """The demands of the tasks' works, where a cost model gave them; with shares of resources if `sharing`."""
     works = {id(task.work): task.work for task in tasks if task.work.demand is not None}
     costs = {}
     for work in works.values():
@@ -158,7 +159,7 @@ def costs_of(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
 
 
 def predictions_of(tasks: Iterable[Task], cost: CostModel) -> dict[WorkKey, float]:
-    """The seconds of the works, alone; those without a cost are left out."""
+    """The predicted seconds of the tasks' works, each alone on the machine; without works that have no cost."""
     predictions = {}
     for work in {id(task.work): task.work for task in tasks}.values():
         with suppress(BadInput):
@@ -185,7 +186,7 @@ class _Numbers:
         self._joins[join.id] = self.of(join.deps)
 
     def of(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of the recorded tasks behind these ids, without duplicates and unrecorded tasks."""
+        """The indices of the recorded tasks with these ids, without duplicates; joins are replaced by their tasks."""
         tasks = self._tasks
         try:
             return tuple(dict.fromkeys([tasks[each] for each in ids]))
@@ -258,7 +259,7 @@ def _memory(
 
 
 def _pools(recording: Recording, ranks: Sequence[RankRecord]) -> list[PoolSample]:
-    """Sample the pools' counts at the start of the task that was submitted next, and at the end."""
+    """Sample each logged count of the pools at the start of the task that was submitted next, and at the end."""
     samples = []
     for rank, each in enumerate(ranks):
         if not each.pools:
@@ -283,7 +284,7 @@ def _pools(recording: Recording, ranks: Sequence[RankRecord]) -> list[PoolSample
 
 
 def by_id(task: Task) -> int:
-    """The key that sorts tasks in program order."""
+    """The sort key for program order."""
     return task.id
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _RankRecorder:
-    """Base of recorders: keeps the data of the ranks that it watches.
+    """Base of recorders: collects the data of the ranks that it watches.
 
     Attributes:
         origin: time of the driver's clock at time 0, in nanoseconds.
@@ -40,7 +40,7 @@ class _RankRecorder:
     def watch(
         self, engine: Engine, memories: Mapping[str, HasPeak] | None = None, pools: Iterable[Pool] = ()
     ) -> None:
-        """Record the next rank, with its lanes, joins, memories and pools. Call it before the engine runs."""
+        """Record one more rank, with its lanes, joins, memories and pools. Call it before the engine runs."""
         self._rank_of.update(dict.fromkeys(engine.lanes, len(self._ranks)))
         self._ranks.append(RankRecord(engine, memories or {}, pools))
 
@@ -80,13 +80,13 @@ class Recorder(_RankRecorder):
 
 
 class FirstSteps(Recorder):
-    """Keeps the tasks of loading and of the first steps: all that a replay needs.
+    """Keeps the tasks of loading and of the first steps, as a replay needs them.
 
     It is used like `Recorder`.
 
     Args:
         steps: number of steps that are kept in any case, the prefill included.
-        tasks: number of tasks at which the step that runs is the last one to be kept.
+        tasks: number of tasks; once that many are kept, the step that runs is the last one to be kept.
     """
 
     def __init__(self, steps: int, tasks: int = 0) -> None:
@@ -99,7 +99,7 @@ class FirstSteps(Recorder):
 
     @property
     def ended(self) -> Callable[[Task], None]:
-        """The callback for finished tasks."""
+        """The callback for finished tasks, which keeps those of the first steps."""
         return self._keep
 
     def replayed(self, timeline: Timeline) -> None:
@@ -175,7 +175,7 @@ class LastSteps(_RankRecorder):
                 rank.cancels[:] = [each for each in rank.cancels if each[0].step >= self._first]
 
     def _forget(self, tasks: Iterable[Task]) -> None:
-        """Drop tasks, remembering only the slots that they filled."""
+        """Drop tasks, and keep only the slots that they filled."""
         for task in tasks:
             if isinstance(task, PageTransfer) and task.slots:
                 self._ranks[self._rank_of[task.lane]].filled.update(task.slots)

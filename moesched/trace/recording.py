@@ -56,12 +56,12 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def work(self) -> WorkKey:
-        """Its work."""
+        """The key of the task's work."""
         return WorkKey(self.kind, self.resource, self.flops, self.nbytes)
 
 
 class WorkKey(NamedTuple):
-    """A work; equal ones have the same cost on a machine."""
+    """The fields that identify a work; works with equal keys have the same cost on a machine."""
 
     kind: str
     resource: str
@@ -74,7 +74,7 @@ class Slice(msgspec.Struct, gc=False):
 
     Attributes:
         id: number of the task on its rank, in program order.
-        step: -1 for loading, then those of the batch from 0.
+        step: number of its step: -1 for loading, 0 for the prefill, then 1, 2, ...
         state: "done" or "failed".
         ticket: number of the collective that it is a part of, -1 if none.
         line: the line of the policy that submitted it, as file:line.
@@ -101,12 +101,12 @@ class Slice(msgspec.Struct, gc=False):
 
     @property
     def phase(self) -> Phase | None:
-        """The phase of its step; None for loading."""
+        """The phase of the task's step; None for loading."""
         return phase_of(self.step)
 
 
 def phase_of(step: int) -> Phase | None:
-    """The phase of a step of a recorded batch, which generates one token in each; None for loading."""
+    """The phase of a recorded step, by its number; None for loading."""
     return None if step < 0 else phase_after(step)
 
 
@@ -114,7 +114,7 @@ class Cancelled(msgspec.Struct, frozen=True):
     """A task that the policy cancelled before it started.
 
     Attributes:
-        id, lane, task, step, line: as of a `Slice`.
+        id, lane, task, step, line: as in a `Slice`.
         time: nanoseconds from the start of the run to the cancellation.
     """
 
@@ -127,7 +127,7 @@ class Cancelled(msgspec.Struct, frozen=True):
 
 
 class MemorySample(NamedTuple):
-    """Bytes of one memory at one time: those reserved by the plan, and those of them that hold pages."""
+    """A memory at one time: the bytes that the plan has reserved, and the bytes of these that hold pages."""
 
     rank: int
     memory: str
@@ -139,7 +139,7 @@ class MemorySample(NamedTuple):
 class PoolSample(NamedTuple):
     """The counts of one pool at one time, since the start of the run.
 
-    They follow program order: those at the start of a task are what the policy had counted when it submitted the task.
+    They follow program order: the counts at the start of a task are those at the time the policy submitted it.
     """
 
     rank: int
@@ -159,7 +159,7 @@ class Recording(msgspec.Struct):
         in_order: lanes that run tasks in order of submission; all others run whichever task is ready.
         origin: time of the driver's clock at time 0, in nanoseconds.
         pools: the counts of pools over time.
-        costs: the works' demands on the machine, where these were modelled.
+        costs: the works' demands on the machine, where a cost model gave them.
         predictions: the seconds that the works of a measured run should take, each alone on the machine.
         cancelled: tasks that the policy cancelled, in order of time.
     """
@@ -181,7 +181,7 @@ class Recording(msgspec.Struct):
         return f"<Recording: {len(self.slices):,} tasks on {len(self.lanes)} lanes, {self.end / 1e9:.3g} s>"
 
     def part(self, kept: Sequence[int], **changed: object) -> Recording:
-        """The slices at these indices, with the dependencies between them, and with other fields changed."""
+        """A recording of the slices at these indices and the dependencies between them, with other fields `changed`."""
         places = {index: place for place, index in enumerate(kept)}
         return msgspec.structs.replace(
             self,
@@ -199,14 +199,14 @@ class Recording(msgspec.Struct):
 
     @property
     def start(self) -> int:
-        """Start of the run; for a trimmed recording, of its first slice."""
+        """Start of the run in nanoseconds; for a trimmed recording, start of its first slice."""
         if not self.trimmed or not self.slices:
             return 0
         return min(each.start for each in self.slices)
 
     @property
     def end(self) -> int:
-        """Latest end of a task."""
+        """Latest end of a task, in nanoseconds."""
         return max((each.end for each in self.slices), default=0)
 
 
@@ -249,5 +249,5 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def figures(self) -> Literal["predicted", "measured"]:
-        """True if the times were predicted or measured."""
+        """The word for the run's times: "predicted" on the virtual clock, "measured" in real time."""
         return "predicted" if self.driver == "virtual" else "measured"

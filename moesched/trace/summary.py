@@ -8,7 +8,7 @@ from moesched.trace.recording import LaneName, Recording, Slice
 
 
 class LaneUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of one lane after loading; `utilization` is the share of that time in which it was busy."""
+    """Use of one lane after loading; `utilization` is the share of the time after loading in which it was busy."""
 
     rank: int
     lane: str
@@ -87,7 +87,7 @@ def lane_title(lane: LaneName | LaneUse, ranks: int) -> str:
 
 
 class _Sum:
-    """Sums of the tasks, nanoseconds, bytes and FLOPs of slices."""
+    """Sums over slices: number of tasks, nanoseconds, bytes and FLOPs."""
 
     __slots__ = ("flops", "nanoseconds", "nbytes", "tasks")
 
@@ -105,7 +105,7 @@ class _Sum:
 
 
 def _lanes(recording: Recording, steps: list[StepTime]) -> list[LaneUse]:
-    """Use of lanes without loading, unless there is nothing else."""
+    """Use of each lane after loading; with loading if the recording has nothing else."""
     only_loading = all(each.step < 0 for each in recording.slices)
     loaded = next((step.end for step in steps if step.step < 0 and not only_loading), recording.start / 1e9)
     window = recording.end / 1e9 - loaded

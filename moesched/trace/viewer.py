@@ -64,8 +64,8 @@ class Viewer(ThreadingHTTPServer):
     """An HTTP server of Perfetto's interface and one trace; `serve_forever` runs it.
 
     Args:
-        path: the trace, of one run or of several side by side.
-        port: 0 for one that is free.
+        path: path of the trace, of one run or of several side by side.
+        port: the port to serve at; 0 for one that is free.
 
     Raises:
         BadInput: the file is no trace, the interface is not installed, or the port cannot be used.
@@ -92,11 +92,11 @@ class Viewer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """The address to open in a browser. It has a secret, since other users of this machine could ask, too."""
+        """The address to open in a browser, with a secret, as other users of this machine can send requests, too."""
         return f"http://{HOST}:{self.server_port}/{self.secret}/"
 
     def start(self, host: str) -> str:
-        """The page to begin with, as a browser that knows this server as `host` has to ask for it."""
+        """The address of the first page, for a browser that reaches this server as `host`."""
         arguments = {
             "url": f"http://{host}/{self.secret}/{self._name}",
             "hideSidebar": "true",
@@ -107,7 +107,7 @@ class Viewer(ThreadingHTTPServer):
         return f"/index.html#!/?{urlencode(arguments, quote_via=quote)}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore browsers that leave before they have everything."""
+        """Ignore the error of a browser that closes its connection early."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -125,7 +125,7 @@ def start_commands(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def start_view(events: Sequence[Event]) -> tuple[int, int] | None:
-    """The time of the first layers of the first decode step, in nanoseconds; None for a run without decode steps.
+    """The start and end of the first layers of the first decode step, in nanoseconds; None without decode steps.
 
     Transfers do not count, since they may run long before the kernels that need them.
     """
@@ -187,4 +187,4 @@ class _Handler(SimpleHTTPRequestHandler):
         self.send_error(HTTPStatus.NOT_FOUND)
 
     def log_message(self, *_: object) -> None:
-        """Print nothing for each request."""
+        """Log nothing about requests."""

@@ -14,7 +14,7 @@ _START: Why = "start"
 
 
 class Wait(NamedTuple):
-    """A task's last wait.
+    """A task's last wait before it started.
 
     Attributes:
         before: index of the slice that it waited for; -1 if it waited for none that was recorded.
@@ -71,7 +71,7 @@ def _candidates(
 
 
 def lacked_room(before: Slice, each: Slice) -> bool:
-    """Test whether a transfer of weights waited for its destination, which the slice used, and not for its source."""
+    """Test whether a transfer of weights waited for `before` because that used its destination, not its source."""
     one, other = before.task, each.task
     return other.pages > 0 and not (one.pages and (one.layer, one.expert) == (other.layer, other.expert))
 
@@ -94,7 +94,7 @@ def _collectives(slices: Sequence[Slice]) -> dict[int, list[int]]:
 
 
 def _awaited(recording: Recording) -> list[int]:
-    """For each slice, the one that its rank's policy had awaited last when it submitted the task; -1 for none."""
+    """For each slice, the slice that the policy had awaited last when it submitted the task; -1 for none."""
     slices = recording.slices
     awaits: dict[int, list[tuple[int, int]]] = {}
     submitted: dict[int, list[tuple[int, int]]] = {}

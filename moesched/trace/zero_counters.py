@@ -12,10 +12,11 @@ COUNTER = "C"
 
 
 def without_zero_counters(data: bytes, events: Sequence[Event]) -> bytes:
-    """The trace without series that are zero throughout; all other events stay as they are.
+    """Remove series that are zero throughout from the counters of a trace; all other events stay as they are.
 
     Args:
-        events: those of the trace, decoded.
+        data: the JSON of the trace.
+        events: the events of the trace, decoded.
     """
     counted = [(each, _values(each)) for each in events if each.ph == COUNTER]
     used = {(each.pid, each.name, key) for each, values in counted for key, value in values.items() if value}

@@ -12,9 +12,10 @@ from moesched.models.formats import CHOICES
 
 
 class Stored(NamedTuple):
-    """A tensor in a file, and the canonical tensors (see `tensors.py`) that it holds, one after the other.
+    """A tensor in a file, and the canonical tensors (see `tensors.py`) that it contains, one after the other.
 
     Attributes:
+        parts: canonical names of these tensors.
         stacks: length of a leading axis that divides the rows into equal parts; 0 if there is no such axis.
     """
 
@@ -38,12 +39,12 @@ def _no_files(config: ModelConfig) -> Any:
 class Architecture(NamedTuple):
     """The particulars of one architecture, apart from the settings of `ModelConfig`.
 
-    Those that are only simulated lack the last four.
+    Architectures that are only simulated lack the last four attributes.
 
     Attributes:
         model_types: values of `model_type` in config.json.
         shapes: known models.
-        sources: where the sizes of each known model are from, by its name.
+        sources: where the sizes of each known model are from, by the model's name.
         read: converts config.json to a ModelConfig; raises BadInput.
         formats: storage formats that its models can have.
         left_out: tensors outside the layers that its publisher leaves out of the active parameters.

@@ -14,7 +14,7 @@ from moesched.models.layers import FeedForward, GroupedAttention, Layer
 
 
 class AttentionKeys(msgspec.Struct):
-    """The keys of attn_config."""
+    """The keys of `attn_config` in config.json."""
 
     clip_qkv: float | None = None
     kv_n_heads: int = 1
@@ -22,13 +22,13 @@ class AttentionKeys(msgspec.Struct):
 
 
 class ActivationKeys(msgspec.Struct):
-    """The keys of ffn_config.ffn_act_fn."""
+    """The keys of `ffn_config.ffn_act_fn` in config.json."""
 
     name: str = "silu"
 
 
 class FeedForwardKeys(msgspec.Struct):
-    """The keys of ffn_config."""
+    """The keys of `ffn_config` in config.json."""
 
     ffn_act_fn: ActivationKeys = msgspec.field(default_factory=ActivationKeys)
     ffn_hidden_size: int = 3584
@@ -38,7 +38,7 @@ class FeedForwardKeys(msgspec.Struct):
 
 
 class DbrxKeys(Keys, kw_only=True):
-    """Keys of config.json, partly nested; published files predate rope_parameters."""
+    """The keys of config.json, partly nested; published files have no `rope_parameters` yet."""
 
     d_model: int = 2048
     n_heads: int = 16
@@ -145,7 +145,7 @@ def tensors(config: ModelConfig) -> Iterator[Stored]:
 
 
 def extra_tensors(config: ModelConfig) -> Iterator[str]:
-    """Yield the rotary frequencies, which are computed from rope_theta."""
+    """Yield the names of the rotary frequencies, which are computed from rope_theta."""
     yield "transformer.blocks.*.norm_attn_norm.attn.rotary_emb.inv_freq"
 
 

@@ -16,7 +16,7 @@ LayerNumber = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,5}$")]
 
 
 class Heads(msgspec.Struct, forbid_unknown_fields=True):
-    """Heads of one layer; None for those of the model."""
+    """The number of KV heads and the width of a head in one layer; None where the model's apply."""
 
     num_key_value_heads: int | None = None
     head_dim: int | None = None
@@ -31,7 +31,7 @@ class Heads(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Gemma4Keys(SimulatedKeys, kw_only=True):
-    """Keys of config.json."""
+    """The keys of config.json."""
 
     neutral: ClassVar[dict[str, tuple[object, ...]]] = {
         "hidden_size_per_layer_input": (0,),
@@ -98,7 +98,7 @@ def _pattern(keys: Gemma4Keys) -> Iterator[Layer]:
 
 
 def _network(keys: Gemma4Keys) -> tuple[FeedForward, int]:
-    """The network of each layer, and the layer's norms; a dense model has a single expert."""
+    """The feed-forward network of all layers, and the number of norms of a layer; a dense model has a single expert."""
     if not keys.enable_moe_block:
         return FeedForward(experts=1, top_k=1, intermediate=keys.intermediate_size), NORMS
     network = FeedForward(
@@ -112,7 +112,10 @@ def _network(keys: Gemma4Keys) -> tuple[FeedForward, int]:
 
 
 def _far(keys: Gemma4Keys, near: GroupedAttention) -> GroupedAttention:
-    """The attention of a layer to the whole context. Newer files list its heads by layer, older ones in keys."""
+    """The attention of layers that see the whole context, given that of the others.
+
+    Newer files list its heads by layer, older ones in keys of their own.
+    """
     far = replace(near, window=None, rolling=False, keys_are_values=keys.attention_k_eq_v)
     if keys.per_layer_config is not None:
         return far

@@ -14,7 +14,7 @@ STOP = 151336
 
 
 class Glm4MoeKeys(SimulatedKeys, kw_only=True):
-    """Keys of config.json."""
+    """The keys of config.json."""
 
     vocab_size: int = 151552
     hidden_size: int = 4096

@@ -12,7 +12,7 @@ STOP = 200002
 
 
 class GptOssKeys(SimulatedKeys, kw_only=True):
-    """Keys of config.json."""
+    """The keys of config.json."""
 
     kinds = ("sliding_attention", "full_attention")
 

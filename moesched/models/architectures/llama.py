@@ -42,7 +42,7 @@ def read(file: ConfigFile) -> ModelConfig:
 
 
 def _windows(file: ConfigFile, keys: MistralKeys) -> Iterator[int | None]:
-    """The window of each layer."""
+    """The attention window of each layer, in tokens; None for none."""
     if len(keys.layer_types) != keys.num_hidden_layers:
         what = f"layer_types has {len(keys.layer_types):,} entries"
         raise file.impossible(what, f"num_hidden_layers is {keys.num_hidden_layers:,}")

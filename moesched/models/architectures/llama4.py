@@ -11,7 +11,7 @@ from moesched.models.layers import FeedForward, GroupedAttention, Layer
 
 
 class Llama4Keys(SimulatedKeys, kw_only=True):
-    """Keys of config.json."""
+    """The keys of config.json."""
 
     kinds = ("chunked_attention", "full_attention")
     by_layer = ("layer_types", "no_rope_layers")
@@ -43,7 +43,7 @@ class Llama4Keys(SimulatedKeys, kw_only=True):
         return range(step - 1, self.num_hidden_layers, step) if self.moe_layers is None else self.moe_layers
 
     def is_far(self, layer: int) -> bool:
-        """Whether a layer attends to the whole context; without `layer_types`, those without rotary embedding do."""
+        """Test whether a layer attends to the whole context: by `layer_types`, else by its lack of rotary embedding."""
         rotates = (layer + 1) % self.no_rope_layer_interval
         if self.no_rope_layers:
             rotates = self.no_rope_layers[layer]

@@ -12,7 +12,7 @@ from moesched.models.layers import FeedForward, GroupedAttention, Layer
 
 
 class LlamaLikeKeys(Keys, kw_only=True):
-    """Keys of config.json. num_key_value_heads defaults to the number of heads, head_dim to hidden_size / heads."""
+    """The keys of config.json. num_key_value_heads defaults to the number of heads, head_dim to hidden_size / heads."""
 
     hidden_size: int = 4096
     intermediate_size: int = 14336
@@ -25,7 +25,7 @@ class LlamaLikeKeys(Keys, kw_only=True):
 
 
 def layer(keys: LlamaLikeKeys, feed_forward: FeedForward, **attention: Any) -> Layer:
-    """A layer with these keys, this network, and other settings of attention."""
+    """Make a layer from these keys, a feed-forward network, and other settings of its attention."""
     heads = keys.num_attention_heads
     return Layer(
         attention=GroupedAttention(
@@ -40,7 +40,10 @@ def layer(keys: LlamaLikeKeys, feed_forward: FeedForward, **attention: Any) -> L
 
 
 def build(file: ConfigFile, keys: LlamaLikeKeys, form: str, *kinds: Layer) -> ModelConfig:
-    """Build the configuration from these keys and the kinds of layers, which repeat."""
+    """Make a ModelConfig from these keys and the kinds of layers, which repeat up to the number of layers.
+
+    form: key of the architecture in `ARCHITECTURES`.
+    """
     return file.build(
         keys,
         keys.num_hidden_layers,
@@ -72,7 +75,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 class ExpertNames(NamedTuple):
-    """Names of a layer's MoE block and of the matrices of an expert."""
+    """Names in files of a layer's MoE block, and of the matrices of an expert."""
 
     block: str
     gate: str
@@ -104,7 +107,7 @@ def fused_tensors(config: ModelConfig) -> Iterator[Stored]:
 
 
 def extra_tensors(config: ModelConfig) -> Iterator[str]:
-    """Yield the rotary frequencies, which are computed from rope_theta."""
+    """Yield the names of the rotary frequencies, which are computed from rope_theta."""
     yield "model.layers.*.self_attn.rotary_emb.inv_freq"
 
 

@@ -9,7 +9,7 @@ from moesched.models.layers import FeedForward, GroupedAttention, Layer
 
 
 class MiniMaxM2Keys(SimulatedKeys, kw_only=True):
-    """Keys of config.json."""
+    """The keys of config.json."""
 
     vocab_size: int = 200064
     hidden_size: int = 3072

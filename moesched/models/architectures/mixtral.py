@@ -35,7 +35,7 @@ def read(file: ConfigFile) -> ModelConfig:
 
 
 def window(file: ConfigFile, sliding_window: int | None, layer_types: Sequence[str]) -> int | None:
-    """The length of the attention window, which must be the same in all layers."""
+    """The attention window in tokens, None for none; BadInput if layers have different ones."""
     if len(set(layer_types)) > 1:
         raise file.unsupported("layer_types", sorted(set(layer_types)), "one kind of layer")
     return sliding_window

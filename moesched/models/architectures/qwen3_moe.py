@@ -14,7 +14,7 @@ from moesched.models.layers import FeedForward, GroupedAttention, Layer
 
 
 class Qwen3MoeKeys(LlamaLikeKeys, kw_only=True):
-    """Keys of config.json; intermediate_size is that of dense layers, which are not supported."""
+    """The keys of config.json; intermediate_size is that of dense layers, which are not supported."""
 
     vocab_size: int = 151936
     hidden_size: int = 2048

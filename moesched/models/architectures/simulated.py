@@ -33,10 +33,10 @@ MAY_BE_ZERO = {
 
 
 class SimulatedKeys(msgspec.Struct, kw_only=True):
-    """Keys of config.json that all these architectures have; families add keys, with Hugging Face's defaults.
+    """The keys of config.json that all these architectures have; families add keys, with Hugging Face's defaults.
 
     Attributes:
-        neutral: values that are simulated, of keys whose other values change a model's weights or layers.
+        neutral: for keys that may change a model's weights or layers, the values that leave them as they are simulated.
         kinds: values of `layer_types`.
         by_layer: keys with one entry for each layer, or none.
     """
@@ -66,8 +66,8 @@ class Family(NamedTuple):
 
     Attributes:
         keys: the type of the keys, by `model_type`.
-        pattern: the kinds of all layers.
-        unused: weights in the published files that text does not need.
+        pattern: returns the kinds of all layers.
+        unused: returns the number of weights in the published files that text does not need.
         expert_format: as in ModelConfig.
     """
 
@@ -80,7 +80,7 @@ class Family(NamedTuple):
     def model(
         self, name: str, keys: SimulatedKeys, format_name: str | None = None, dtype: DType = "bfloat16"
     ) -> ModelConfig:
-        """The model with these keys."""
+        """Make the ModelConfig of a model with these keys."""
         pattern = tuple(self.pattern(keys))
         if isinstance(pattern[-1].attention, LinearAttention):
             raise BadInput(
@@ -105,7 +105,7 @@ class Family(NamedTuple):
         return msgspec.structs.replace(config, unused_weights=self.unused(config, keys))
 
     def read(self, file: ConfigFile) -> ModelConfig:
-        """Convert config.json, of which some models nest the part on text.
+        """Convert config.json, in which some models nest the keys for text.
 
         Raises:
             BadInput: a value has the wrong type, is impossible, or describes layers that are not simulated.
@@ -122,7 +122,7 @@ class Family(NamedTuple):
         left_out: Sequence[str] = (),
         formats: Sequence[str] = COMMON_FORMATS,
     ) -> Architecture:
-        """The architecture, with its known models and the source of each."""
+        """Make the architecture, with its known models and the source of each."""
         return Architecture(
             model_types=tuple(self.keys),
             shapes=tuple(models),
@@ -151,9 +151,9 @@ def _check(file: ConfigFile, keys: SimulatedKeys) -> None:
 
 
 def prediction_layer(config: ModelConfig, *, copies: int) -> int:
-    """Weights of an extra prediction layer: a layer like the last one, and the projection and norms before it.
+    """Number of weights of an extra prediction layer: one like the last layer, with a projection and norms before.
 
-    copies: matrices as large as the embedding that the files hold once more for it.
+    copies: number of matrices as large as the embedding that files contain once more for it.
     """
     hidden, last = config.hidden, config.layers - 1
     layer = elements(dense_shapes(config, last).values())

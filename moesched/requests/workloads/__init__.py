@@ -41,9 +41,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Lengths of prompts, given individually or as a distribution.
 
     Attributes:
-        new_tokens: tokens to generate for each prompt; the first is the default.
-        prompts: the distribution of the lengths.
-        prompt_tokens: or each prompt's length.
+        new_tokens: numbers of tokens to generate for each prompt that may be chosen; the first is the default.
+        prompts: the distribution of the lengths; None if each is given.
+        prompt_tokens: each prompt's length in tokens, if there is no distribution.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @lru_cache(32)
 def spread(prompts: PromptLengths) -> tuple[int, ...]:
-    """Return the lengths of the distinct prompts, ascending, with exactly this (rounded) average and maximum."""
+    """Lengths of the distinct prompts, ascending, with exactly the (rounded) average and the maximum of `prompts`."""
     count, largest = prompts.distinct, prompts.largest
     if count == 1 or prompts.average == largest:
         return (round(prompts.average),) * count
@@ -154,7 +154,7 @@ def _quantile(share: float, largest: int, slope: float) -> float:
 
 
 def _root(falling: Callable[[float], float]) -> float:
-    """Find the zero of a decreasing function of the slope, limited to slopes from -50 to 50."""
+    """Find the zero of a decreasing function, between -50 and 50."""
     low, high = -50.0, 50.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -163,7 +163,7 @@ def _root(falling: Callable[[float], float]) -> float:
 
 
 def _correct(lengths: list[int], total: int, largest: int) -> None:
-    """Correct rounding errors of the total, one token per prompt, in all but the longest."""
+    """Add or remove tokens, one per prompt and round, until `lengths` have this total; the longest stays the same."""
     missing = total - sum(lengths)
     change = 1 if missing > 0 else -1
     while missing:

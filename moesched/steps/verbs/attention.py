@@ -134,7 +134,7 @@ class AttentionVerbs(Verbs):
         return self._run(OFFLOAD_KV, layer, batch, None, reads, (cache,))
 
     def _free_room(self, micro_batch: int) -> Block:
-        """Take a room for a micro-batch's activations within a layer."""
+        """Take one of the limited places for micro-batches within a layer; OverBudget if none is free."""
         rooms = self._state.rooms
         if not rooms:
             raise OverBudget(
@@ -144,11 +144,11 @@ class AttentionVerbs(Verbs):
         return rooms.popleft()
 
     def _attended(self, batch: MicroBatch, layer: int) -> bool:
-        """Test whether a micro-batch was attended to in a layer, on either processor."""
+        """Test whether a micro-batch has had attention in a layer, on either processor."""
         return batch.progress >= layer * STRIDE + ATTENDED_HOST
 
     def _require_before(self, verb: str, layer: int, micro_batch: int) -> None:
-        """Check that the preceding chunk, if there is one, was attended to in that layer."""
+        """Check that the preceding chunk, if there is one, had attention in that layer."""
         before = self._batches[micro_batch].before
         if before is not None and not self._attended(before, layer):
             raise OutOfOrder(
@@ -157,7 +157,7 @@ class AttentionVerbs(Verbs):
             )
 
     def _chunks_kv(self, layer: int, micro_batch: int) -> Block:
-        """The block on the accelerator with the keys and values of the chunks before, as the KV cache is on the host.
+        """The block on the accelerator with the keys and values of earlier chunks, where the KV cache is on the host.
 
         It holds those of one layer: all chunks pass a layer, on the same processor, before the next one.
         """
@@ -183,7 +183,7 @@ class AttentionVerbs(Verbs):
         return batch.kv.device
 
     def _take_loaded(self, batch: MicroBatch, layer: int) -> int:
-        """The number of the buffer with a layer's keys and values; the next `load_kv` may fill it again."""
+        """The number of the buffer with a layer's loaded keys and values; the next `load_kv` may fill it again."""
         buffer = batch.kv.loaded.pop(layer, None)
         if buffer is None:
             raise PolicyError(

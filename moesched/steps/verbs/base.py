@@ -117,7 +117,7 @@ class Verbs(StepFacts):
             self._submit = before
 
     def _at(self, verb: Verb, layer: int, micro_batch: int) -> MicroBatch:
-        """The micro-batch, checked to have the progress that the verb needs.
+        """The micro-batch, once it was checked to have the progress that the verb needs.
 
         Raises:
             OutOfOrder: it has another progress.
@@ -211,13 +211,13 @@ class Verbs(StepFacts):
         return views.show(key, self._state.engine)
 
     def _enter_layer(self, batch: MicroBatch, layer: int) -> None:
-        """Have a micro-batch's next verbs do the work of the layer's kind."""
+        """Have a micro-batch's next verbs use the works for the kind of this layer."""
         kind = self._state.works.kind_of[layer]
         if batch.works is not batch.works_at[batch.stage.number][kind]:
             batch.enter(batch.stage, kind)
 
     def _room(self, batch: MicroBatch, *, leaves: bool) -> tuple[Block, ...]:
-        """The micro-batch's room, for the last verbs of a layer to read; free again once the micro-batch `leaves`."""
+        """The block of the micro-batch's limited place within a layer; free for others if the micro-batch `leaves`."""
         room = batch.room
         if room is None:
             return ()
@@ -299,7 +299,7 @@ def _submit_kernels(
     after: Sequence[Task] = (),
     priority_class: int = DEMAND,
 ) -> Task:
-    """Submit a task with the class of kernels, unless it is a transfer."""
+    """Submit a task; a kernel gets the priority class `kernel_class`, a transfer its own one."""
     if not isinstance(task, PageTransfer):
         priority_class = kernel_class
     return submit(task, reads, writes, after, priority_class)
@@ -321,7 +321,7 @@ def _progress(stride: int, attends: bool) -> tuple[list[int], list[int]]:
 
 
 def too_many(verb: str, limit: int) -> PolicyError:
-    """The error of a step that has submitted as many tasks as a step may."""
+    """The error of a step that has submitted the most tasks that a step may."""
     return PolicyError(
         f"{verb}: the step has submitted {limit:,} tasks, its limit: end the loop, or assign plan.task_limit in "
         "Policy.plan"

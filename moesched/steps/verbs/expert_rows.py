@@ -11,7 +11,7 @@ from moesched.tasks import RowRange
 
 
 class Share(NamedTuple):
-    """The rows of an expert that a task runs in one micro-batch, where the expert has `tokens` rows in all."""
+    """The rows of an expert that a task runs in one micro-batch, of the `tokens` rows that the expert has there."""
 
     batch: MicroBatch
     tokens: int
@@ -19,7 +19,7 @@ class Share(NamedTuple):
 
 
 def named_micro_batches(micro_batch: int | Collection[int], rows: range | None) -> tuple[int, ...]:
-    """The micro-batches of a call.
+    """The micro-batches that a call of `run_expert` names, as a tuple.
 
     Raises:
         PolicyError: there are none, or several are to share one range of rows.
@@ -38,7 +38,7 @@ def require_each_once(shares: Iterable[Share]) -> None:
     """Check that no micro-batch is named twice.
 
     Raises:
-        PolicyError: one is.
+        PolicyError: a micro-batch is named twice.
     """
     seen = set()
     for batch, _, _ in shares:
@@ -76,7 +76,7 @@ def require_whole(batch: MicroBatch, layer: int, expert: int) -> None:
     """Check that no rows of a pending expert have run.
 
     Raises:
-        OutOfOrder: some have.
+        OutOfOrder: some rows have run.
     """
     left = batch.routing.left.get(expert)
     if left is not None:
@@ -87,7 +87,7 @@ def require_whole(batch: MicroBatch, layer: int, expert: int) -> None:
 
 
 def take(share: Share, expert: int) -> None:
-    """Note that a task has these rows."""
+    """Note that a task runs these rows, so that they are no longer pending."""
     routing, rows = share.batch.routing, share.rows
     if len(rows) == share.tokens:
         _end(routing, expert)
@@ -120,7 +120,7 @@ def ranges_of(shares: Iterable[Share]) -> tuple[RowRange, ...]:
 
 
 def missing(routing: RoutingState) -> str:
-    """The experts that have yet to run, for a message; of those of which a part has run, the rows."""
+    """The experts that have yet to run, for a message, with the missing rows of those that ran in part."""
     return ", ".join(
         f"E{expert} ({in_words(routing.left[expert])})" if expert in routing.left else f"E{expert}"
         for expert in sorted(routing.pending or ())

@@ -226,7 +226,7 @@ class ExpertVerbs(Verbs):
     def _run_rows(
         self, layer: int, expert: int, micro_batch: int | Collection[int], at: At, rows: range | None
     ) -> tuple[Task, tuple[Block, ...], tuple[Block, ...]]:
-        """A task on a part of an expert's rows or on several micro-batches, and the blocks that it reads and writes."""
+        """A task for some of an expert's rows or for several micro-batches, and the blocks it reads and writes."""
         shares = []
         for number in named_micro_batches(micro_batch, rows):
             batch = self._at(RUN_EXPERT, layer, number)
@@ -255,14 +255,14 @@ class ExpertVerbs(Verbs):
         return task, (*reads, *view.reads), tuple(outputs)
 
     def _leave_on_host(self, routing: RoutingState, output: HostOutput) -> None:
-        """Note an output that `load_routed` has to bring; with one memory, `combine` finds it where it is."""
+        """Note an output on the host that `load_routed` has to bring; with one memory, `combine` reads it there."""
         assert routing.on_host is not None, "the rows are there"
         routing.on_host.append(output)
         if self._state.unified:
             routing.outputs.append(output.block)
 
     def _pending(self, layer: int, expert: int, batch: MicroBatch, at: At) -> tuple[set[int], int]:
-        """The experts that have yet to run, `expert` among them, and the number of its tokens.
+        """The experts that have yet to run, `expert` among them, and the number of tokens of `expert`.
 
         Raises:
             OutOfOrder: the experts are not known or not assigned yet, this one has run, or has no tokens, or the rows
@@ -317,7 +317,7 @@ class ExpertVerbs(Verbs):
             )
 
     def _expert_view(self, stage: PipelineStage, at: At, layer: int, expert: int, tokens: int) -> View[Any]:
-        """The weights of an expert in a processor's memory; the call counts as a use of them by these tokens."""
+        """The weights of an expert in a processor's memory; notes that a task of `tokens` rows reads them."""
         views = stage.expert.get(at)
         if views is None:
             raise PolicyError(f"run_expert: no processor is {at!r}: give at='accelerator' or at='host'")
@@ -336,12 +336,12 @@ class ExpertVerbs(Verbs):
         expert: int,
         tokens: int,
     ) -> Task:
-        """A task of an expert on rows of a micro-batch.
+        """Make a task of an expert on rows of a micro-batch.
 
         Resident weights may have another layout than fetched ones, and thus another cost.
 
-        Programs hand all of a layer's experts whose weights stay in a processor's memory to it in one call, so that the
-        second and later ones join the first. Fetched experts start one by one, as they arrive.
+        A program computes all of a layer's resident experts on a processor in one call, so that the second and later
+        ones join the first. Fetched experts start one by one, as they arrive.
         """
         works, stage, called = self._state.works, batch.stage, batch.routing.called
         kind, amount = f"expert at {at}", works.operations.fetched_expert

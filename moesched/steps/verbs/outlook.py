@@ -29,7 +29,8 @@ class Outlook(Verbs):
         Time passes only while the policy awaits a handle. To wait for a page, await its fetch.
 
         Raises:
-            PolicyError: the model has no such page, no times were requested, or the policy asks without an end.
+            PolicyError: the model has no such page, no times were requested, or the policy asks endlessly without
+                waiting.
         """
         plan = self._state.plan
         with self._look("arrived"):
@@ -42,7 +43,7 @@ class Outlook(Verbs):
         """Expected seconds until a submitted task has ended; 0 if it has.
 
         Raises:
-            PolicyError: it is no handle, no times were requested, or the policy asks without an end.
+            PolicyError: `handle` is no task, no times were requested, or the policy asks endlessly without waiting.
         """
         if not isinstance(handle, Task):
             raise PolicyError(f"seconds_until: {handle!r} is no handle: give what a verb returned")
@@ -55,10 +56,11 @@ class Outlook(Verbs):
         Args:
             place: a processor, a copy between the memories of accelerator and host, or "fetch": the copy from where the
                 weights live to the accelerator.
-            layer: in a pipeline, names its stage.
+            layer: in a pipeline, any layer of the stage that is meant.
 
         Raises:
-            PolicyError: there is no such place or layer, no times were requested, or the policy asks without an end.
+            PolicyError: there is no such place or layer, no times were requested, or the policy asks endlessly without
+                waiting.
         """
         if place not in PLACES:
             known = ", ".join(map(repr, PLACES))
@@ -72,16 +74,16 @@ class Outlook(Verbs):
         return 0.0 if lane is None else (ends.lanes.get(lane, now) - now) / 1e9
 
     def _expected(self, question: str, *asked: Task) -> tuple[int, ExpectedEnds]:
-        """The time, and the expected ends of all tasks."""
+        """The time now in nanoseconds, and the expected ends of all tasks."""
         state = self._state
         with self._look(question) as now:
             return now, expected_ends(state.lanes.values(), asked, now, state.works.price)
 
     def _look(self, question: str) -> AbstractContextManager[int]:
-        """Hold the tasks' states still; gives the time.
+        """A context in which the tasks' states do not change; its value is the time in nanoseconds.
 
         Raises:
-            PolicyError: see the questions, or it is not the policy's turn.
+            PolicyError: no times were requested, the policy asks endlessly without waiting, or it is not its turn.
         """
         if self._turn.thread != get_ident():
             raise self._turn.refusal(question)

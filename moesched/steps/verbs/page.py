@@ -55,7 +55,7 @@ _WHEN = {
 
 
 def page() -> str:
-    """The whole page."""
+    """The whole text of docs/verbs.md."""
     verbs = [
         (
             f"`{verb.name}`",
@@ -99,7 +99,7 @@ def overview() -> str:
 
 
 def moves() -> list[tuple[str, str, str]]:
-    """The rows of the verbs that move weights."""
+    """The rows of the table for the verbs that move weights."""
     return [(f"`{name}`", lane, purpose(name)) for name, lane in MOVES.items()]
 
 
@@ -116,7 +116,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
 
 
 def write(folder: Path) -> None:
-    """Write verbs.md, and the table of policies.md."""
+    """Write verbs.md, and the table in policies.md, in this folder."""
     (folder / "verbs.md").write_text(page(), encoding="utf-8")
     guide = folder / "policies.md"
     guide.write_text(TABLE.sub(lambda _: overview(), guide.read_text(encoding="utf-8")), encoding="utf-8")

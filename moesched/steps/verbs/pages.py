@@ -92,7 +92,7 @@ class PageVerbs(Verbs):
         """Check that it is the policy's turn, and that the pools are of its own plan.
 
         Raises:
-            PolicyError: one of the two is not so.
+            PolicyError: it is not its turn, or a pool is of another plan.
         """
         if self._turn.thread != get_ident():
             raise self._turn.refusal(verb)
@@ -107,7 +107,7 @@ class PageVerbs(Verbs):
             self._add_own(verb, source)
 
     def _add_own(self, verb: str, pool: Pool) -> None:
-        """Note that a pool is of this run's plan, or raise the error of one that is not."""
+        """Note that a pool is of this run's plan; raises PolicyError if it is of another one."""
         try:
             if self._state.plan.memories.get(pool.memory.name) is not pool.memory:
                 raise PolicyError(
@@ -128,7 +128,7 @@ class PageVerbs(Verbs):
     ) -> Task:
         """Submit the task that moves pages into slots of a pool.
 
-        arrival: `FETCHED` or `SPECULATED`.
+        arrival: `FETCHED` or `SPECULATED`: how the pool counts the pages.
         """
         self._require_own(verb, pool, source)
         if not pages:

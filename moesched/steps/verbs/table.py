@@ -58,10 +58,11 @@ class Verb:
         needs, leaves: the progress of the micro-batch before and after; equal where the verb leaves it as it is.
         lane: where its task runs; None for a verb without a task.
         task: the type of its task.
-        reads, writes: the data of its task, by the names of `Blocks`. Other names stand for what the verb itself adds.
-        when: "exactly" at the progress that it needs; "until" that progress, from the start of the step; "earlier":
-            there, or at the same point of an earlier layer; or "unsaved": after that progress, while keys and values
-            wait to be moved to the host.
+        reads, writes: the data of its task, by the names of `Blocks`. Names that `Blocks` lacks are blocks that the
+            verb's method adds.
+        when: "exactly" at the progress that it needs; "until" that progress, from the start of the step; "earlier": at
+            that progress, or at the same point of an earlier layer; or "unsaved": after that progress, while keys and
+            values wait to be moved to the host.
         saved: whether keys and values must not wait to be moved to the host.
         elsewhere: the progress that it needs on a node without attention; None where it does not exist there.
         grows: whether its work differs from step to step, as the KV cache grows.
@@ -94,7 +95,7 @@ class Verb:
 
     @property
     def copies(self) -> bool:
-        """True if it only moves data, and has nothing to do where accelerator and host share a memory."""
+        """True if the verb only moves data, and has nothing to do where accelerator and host share a memory."""
         return self.lane in ("to host", "from host")
 
 
@@ -286,7 +287,7 @@ def paths() -> Iterator[list[Verb]]:
 
 
 def picture() -> str:
-    """The paths of a micro-batch through a step, one per line."""
+    """The text with the paths of a micro-batch through a step, one per line."""
     lines = []
     for path in paths():
         line = path[0].progress_name(path[0].needs)

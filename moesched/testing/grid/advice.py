@@ -21,26 +21,26 @@ LEAST_FREE = 0.1
 
 
 class Transfers:
-    """An observer that keeps the transfers of pages."""
+    """An observer that keeps the tasks that move pages."""
 
     def __init__(self) -> None:
         self.all: list[PageTransfer] = []
 
     def ended(self, task: Task) -> None:
-        """Keep a task that moved pages in a step."""
+        """Keep a task if it moved pages in a step."""
         if isinstance(task, PageTransfer) and task.pages and task.step >= 0:
             self.all.append(task)
 
 
 def advice_of(case: str, plan: Plan, transfers: Sequence[PageTransfer]) -> list[Advice]:
-    """Advice on the pages of a run that is over."""
+    """Advice on the pages that a finished run moved."""
     found = [_of_pool(case, pool) for pool in plan.weights.pools if pool.slots]
     found += [_of_free_memory(case, memory, transfers) for memory in plan.accelerators]
     return [*(each for each in found if each is not None), *_of_repeats(case, transfers)]
 
 
 def used_lanes(recording: Recording) -> dict[str, bool]:
-    """Test whether a step submitted a task to each lane."""
+    """For each lane of a recording, whether a step submitted a task to it."""
     used = {each.lane.name for each in recording.slices if each.step >= 0}
     return {lane.name: lane.name in used for lane in recording.lanes}
 
@@ -48,7 +48,7 @@ def used_lanes(recording: Recording) -> dict[str, bool]:
 def advice_of_lanes(cells: Iterable[tuple[str, Mapping[str, bool]]]) -> Iterator[Advice]:
     """Advice on lanes that were used in no cell.
 
-    cells: name, and whether each lane was used, of the cells that the policy ran in.
+    cells: for each cell that the policy ran in, its name and whether each lane was used.
     """
     cells = list(cells)
     for lane in dict.fromkeys(lane for _, lanes in cells for lane in lanes):
@@ -91,7 +91,7 @@ def _of_free_memory(case: str, memory: Memory, transfers: Sequence[PageTransfer]
 
 
 def _of_repeats(case: str, transfers: Sequence[PageTransfer]) -> Iterator[Advice]:
-    """Advice for each line that brought pages in a decode step that the step had brought before."""
+    """Advice for each line of the policy that brings pages which the same decode step brought before."""
     seen: set[tuple[int, str, int]] = set()
     repeated: Counter[str] = Counter()
     first: dict[str, str] = {}

@@ -47,11 +47,11 @@ class Cell(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The cell, for people."""
+        """The cell's model, machine and batch size as text."""
         return f"{self.model} on {self.machine}, batch of {self.batch_size}"
 
     def plan(self, name: str, settings: dict[str, Any]) -> tuple[Plan, Policy]:
-        """A policy and its plan in this cell.
+        """Make a policy and its plan for this cell.
 
         Raises:
             BadInput: the plan does not fit.
@@ -91,7 +91,7 @@ class Simulated(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The time of the whole batch."""
+        """The predicted time of the whole batch, from the end of loading."""
         return self.run.seconds(self.plan.batch)
 
 
@@ -115,7 +115,7 @@ def simulate_cell(
 def cells_of(
     models: Sequence[str] = (), machines: Sequence[str] = (), batch_sizes: Sequence[int] = ()
 ) -> list[Cell]:
-    """The cells of a grid; what is not given is the default grid's.
+    """The cells of all combinations; an empty argument stands for the default grid's values.
 
     Raises:
         BadInput: a model or a machine is unknown.
@@ -137,5 +137,5 @@ def cells_of(
 
 @cache
 def _layout(config: ModelConfig) -> WeightLayout:
-    """A model's pages, cut once for all policies."""
+    """A model's weights cut into pages; cached, as all policies use the same."""
     return weight_layout(config)

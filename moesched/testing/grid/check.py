@@ -39,12 +39,12 @@ def check_on_grid(
 ) -> GridReport:
     """Look for a policy's faults in small cases, and compare it with the shipped policies in cells of a grid.
 
-    The cases run in a process of their own. It is ended when a case does not end, or with the time limit.
+    The cases run in a process of their own. It is killed when a case does not end, or at the time limit.
 
     Args:
         policy: a name of `moesched list policies`, or file.py:Class, or module:Class.
         cells: by default those of `cells_of()`.
-        limit: seconds after which the remaining cases are named as unchecked.
+        limit: seconds after which the check ends, and the report names the other cases as unchecked.
         whole_traceback: whether faults have all frames of their tracebacks.
 
     Raises:
@@ -59,7 +59,7 @@ def check_on_grid(
 
 
 class ChildRun:
-    """The run of a child, and what it told so far.
+    """The run of a child process, and the outcomes that it reported so far.
 
     Args:
         on_progress: called as each item begins.
@@ -76,7 +76,7 @@ class ChildRun:
         self._reason = f"the limit of {order.limit:g} s was over"
 
     def wait(self) -> None:
-        """Have a child carry out the order.
+        """Start a child process for the order, and wait until it ends.
 
         Raises:
             BadInput: it refuses the policy.
@@ -92,7 +92,7 @@ class ChildRun:
             self._ended_early(busy_at, code)
 
     def report(self, seconds: float) -> GridReport:
-        """The outcomes together."""
+        """Join the outcomes of all items in a report; `seconds` is the duration of the check."""
         count = len(self._names) - len(self._order.cells)
         unchecked = [name for number, name in enumerate(self._names) if number not in self._outcomes]
         own = [each for number, each in sorted(self._outcomes.items()) if number < count and not each.skipped]
@@ -114,7 +114,7 @@ class ChildRun:
         )
 
     def _read(self, lines: Iterable[bytes]) -> str | None:
-        """Take the messages; returns the line that an item which takes too long is busy with."""
+        """Handle the child's messages; returns the policy's line at which an item takes too long, if one does."""
         traceback: list[str] = []
         for line in lines:
             message = message_in(line)
@@ -144,10 +144,11 @@ class ChildRun:
             self._begun = None
 
     def _ended_early(self, busy_at: str | None, code: int) -> None:
-        """Note why an item did not end; it was the last one.
+        """Note why the child's last item did not end.
 
         Args:
-            busy_at: the policy's line where it took too long; None where the process ended by itself.
+            busy_at: the policy's line at which the item took too long; None if the process ended by itself.
+            code: the exit code of the process.
         """
         begun = self._begun
         case = self._names[begun.item] if begun is not None else "loading the policy"
@@ -166,7 +167,7 @@ class ChildRun:
             self._fatal.append(Fault(line=busy_at, message=message, case=case))
 
     def _cell_results(self, first: int) -> Iterator[CellResult]:
-        """The cells' results with ranks; `first` is the index of the first cell's item."""
+        """The results of all cells, with the policy's ranks; `first` is the index of the first cell's item."""
         cells = self._order.cells
         for number, cell in enumerate(cells, first):
             outcome = self._outcomes.get(number)

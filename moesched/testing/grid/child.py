@@ -31,7 +31,7 @@ BETWEEN_TRACEBACKS = 0.01
 
 
 class Order(msgspec.Struct, frozen=True):
-    """The work of a child.
+    """The work of a child process.
 
     Attributes:
         patience: seconds that a small case may take.
@@ -45,25 +45,25 @@ class Order(msgspec.Struct, frozen=True):
 
     @property
     def loading(self) -> float:
-        """Seconds in which the policy must be loaded."""
+        """Seconds that loading the policy may take."""
         return max(self.limit, self.patience)
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The policy cannot be loaded, or does not take the settings."""
+    """Message: the policy cannot be loaded, or does not take the settings; `why` is the reason."""
 
     why: str
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
-    """The policy is loaded; `home` is the line of its class, `names` are those of all items."""
+    """Message: the policy is loaded; `home` is the line of its class, `names` are those of all items."""
 
     home: str
     names: list[str]
 
 
 class Began(msgspec.Struct, frozen=True, tag=True):
-    """An item begins; `seconds` is the time that it has, and `quick` whether more of it would be a fault."""
+    """Message: an item begins; it may take `seconds`, and taking longer is a fault of the policy if `quick`."""
 
     item: int
     seconds: float
@@ -71,7 +71,7 @@ class Began(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """An item is over."""
+    """Message: an item is over."""
 
     item: int
     outcome: Outcome
@@ -83,7 +83,7 @@ _MESSAGES: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
 def main() -> None:
-    """Carry out the order in the last argument."""
+    """Carry out the order that is the last command-line argument."""
     end_with_parent()
     sent = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     null = os.open(os.devnull, os.O_WRONLY)
@@ -136,7 +136,7 @@ def command(order: Order) -> list[str]:
 
 
 def message_in(line: bytes) -> Message | None:
-    """The message in a line that a child wrote; None for a line of a traceback."""
+    """Decode the message in a line that a child wrote; None for a line of a traceback."""
     try:
         return _MESSAGES.decode(line)
     except msgspec.DecodeError:

@@ -18,16 +18,17 @@ UNKNOWN = "the policy"
 
 
 def home_of(policy: type[Policy]) -> str:
-    """The line of a policy's class, as file:line, for faults that belong to none of its lines."""
+    """The first line of a policy's class, as file:line, for faults that no other line of it caused."""
     with suppress(OSError, TypeError):
         return f"{inspect.getsourcefile(policy)}:{inspect.getsourcelines(policy)[1]}"
     return UNKNOWN
 
 
 def faults_of(run: Callable[[], object], case: str, home: str, *, whole: bool = False) -> list[Fault]:
-    """Run something; returns the fault that ended it, and what the policy called and did not await.
+    """Call `run`; returns the policy's faults: the error that ended it, and coroutines that were not awaited.
 
     Args:
+        case: name of the case.
         home: the line of the policy's class.
         whole: whether faults have the whole traceback.
 
@@ -54,7 +55,7 @@ def faults_of(run: Callable[[], object], case: str, home: str, *, whole: bool = 
 
 
 def unfit_fault(error: BadInput, case: str, home: str) -> Fault:
-    """The fault of a policy whose plan fits nowhere."""
+    """The fault of a policy whose plan fits in no case."""
     cause = error.__cause__
     line = cause.line if isinstance(cause, PolicyError) else ""
     if not line and cause is not None:
@@ -63,20 +64,21 @@ def unfit_fault(error: BadInput, case: str, home: str) -> Fault:
 
 
 def reason_of(error: BadInput) -> str:
-    """The reason why a plan does not fit, without the line."""
+    """The reason why a plan does not fit, without the policy's line."""
     return str(error.__cause__ if isinstance(error.__cause__, PolicyError) else error)
 
 
 def begins_traceback(line: str) -> bool:
-    """Test whether `faulthandler` begins a traceback with this line."""
+    """Test whether a line is the first line of a traceback by `faulthandler`."""
     return "most recent call first" in line
 
 
 def endless_line(traceback: Sequence[str], home: str) -> str | None:
-    """The line that a policy is busy with; None where it is between two lines.
+    """The policy's innermost line in a traceback, `home` if it has none; None if the line's number is unknown.
 
     Args:
         traceback: lines as `faulthandler` writes them, the innermost frame first.
+        home: the line of the policy's class.
     """
     for line in traceback:
         file, found, rest = line.strip().removeprefix('File "').partition('", line ')

@@ -26,7 +26,7 @@ class Subject(msgspec.Struct, frozen=True):
     """The policy under test.
 
     Attributes:
-        home: the line of its class.
+        home: the line of its class, as file:line.
         whole: whether faults have the whole traceback.
     """
 
@@ -40,10 +40,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of an item.
 
     Attributes:
-        skipped: whether it did not run, as an earlier item told enough.
-        unfit: the fault that it is if the policy fits nowhere; None where its plan fits.
+        skipped: whether it did not run, since earlier items made it needless.
+        unfit: the fault to report if the policy fits in no item; None if its plan fits in this one.
         lanes: whether each lane was used.
-        rivals: the seconds of the shipped policies.
+        rivals: the seconds of the shipped policies, by name.
     """
 
     faults: list[Fault] = []
@@ -60,13 +60,13 @@ class Item(Protocol):
 
     @property
     def name(self) -> str:
-        """The case, for people."""
+        """The item's case as text."""
 
     def is_needed(self, earlier: Iterable[Outcome]) -> bool:
-        """Test whether it can tell more than the items before it."""
+        """Test whether the item can find more than the items before it."""
 
     def run(self, subject: Subject) -> Outcome:
-        """Run the policy."""
+        """Run the policy, and collect what was found."""
 
 
 class TrialItem(msgspec.Struct, frozen=True):
@@ -80,12 +80,12 @@ class TrialItem(msgspec.Struct, frozen=True):
         return self.trial.name
 
     def is_needed(self, earlier: Iterable[Outcome]) -> bool:
-        """Test whether the same case at the machine's own durations had no fault."""
+        """Test that the same case with the machine's own durations had no fault."""
         case = self.trial.case.name
         return not any(fault.case == case for each in earlier for fault in each.faults)
 
     def run(self, subject: Subject) -> Outcome:
-        """Look for faults."""
+        """Run the trial, and collect its faults."""
 
         def run() -> None:
             self.trial.run(subject.name, subject.settings)
@@ -107,11 +107,11 @@ class CellItem(msgspec.Struct, frozen=True):
         return self.cell.name
 
     def is_needed(self, earlier: Iterable[Outcome]) -> bool:
-        """True."""
+        """True, since results are wanted for every cell."""
         return True
 
     def run(self, subject: Subject) -> Outcome:
-        """Take its time and the bound of its tasks, and look for work that could be spared."""
+        """Simulate the policy: its time, the lower bound of its tasks, and advice."""
         outcome = Outcome()
 
         def run() -> None:
@@ -136,15 +136,15 @@ class RivalsItem(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The cell's name, and the purpose."""
+        """The cell's name, and that the shipped policies run."""
         return f"rank in {self.cell.name}"
 
     def is_needed(self, earlier: Iterable[Outcome]) -> bool:
-        """Test whether there is a time to compare with."""
+        """Test whether the policy under test has a time in this cell to compare with."""
         return any(each.of(self.cell) and each.seconds for outcome in earlier if (each := outcome.cell))
 
     def run(self, subject: Subject) -> Outcome:
-        """Take their times."""
+        """Simulate the shipped policies, and collect their times."""
         return Outcome(rivals=rivals_in(self.cell))
 
 
@@ -170,5 +170,5 @@ def _in_cell(cell: Cell, subject: Subject) -> Outcome:
 
 
 def _with_line(advice: Advice, subject: Subject) -> Advice:
-    """The same with the line of the class, where the policy is an installed package, whose lines are not known."""
+    """The advice with the line of the policy's class where it has none, as in installed packages."""
     return structs.replace(advice, line=subject.home) if advice.line in ("", CODE_OF_CHILD) else advice

@@ -34,12 +34,12 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Equal for the same fault in several cases, whose messages may name other pages or micro-batches."""
+        """The key of a fault, equal in all cases in which it occurs, although messages may name other pages."""
         return self.line, self.message.partition(":")[0]
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that costs time or memory and is no fault.
+    """A finding that costs time or memory and is no fault.
 
     Attributes:
         line: the policy's line, as file:line; empty where there is none.
@@ -54,7 +54,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Equal for the same advice in several cases."""
+        """The key of an advice, equal in all cases in which it occurs."""
         return self.line, self.kind
 
 
@@ -62,11 +62,11 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     """The policy in one cell of the grid.
 
     Attributes:
-        seconds: of the batch, from the end of loading to the last token; None where there is no such figure.
+        seconds: predicted time of the batch, from the end of loading to the last token; None without figures.
         lower_bound_seconds: that time if the same tasks ran in the best order; see `least_nanoseconds`.
         rank: 1 for the fastest of all policies that fit; policies within 0.1 % share a rank.
         fitting: number of policies that fit, this one included.
-        fastest, fastest_seconds: the fastest shipped policy.
+        fastest, fastest_seconds: name and time of the fastest shipped policy.
         problem: the reason why there are no figures; empty otherwise.
     """
 
@@ -82,7 +82,7 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
     def of(self, cell: Cell) -> bool:
-        """Test whether it is the result of that cell."""
+        """Test whether the result is that of a cell."""
         return (self.model, self.machine, self.batch_size) == (cell.model, cell.machine, cell.batch_size)
 
 
@@ -90,10 +90,11 @@ class GridReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that was found about a policy.
 
     Attributes:
-        trials: number of small cases that were run; `unfit` of them its plan did not fit.
-        cases: the cells of the grid.
+        trials: number of small cases that were run; in `unfit` of them the plan did not fit.
+        cases: the results of the grid's cells.
         unchecked: names of the cases that were not checked.
-        reason: why not; empty where all were checked.
+        reason: why they were not checked; empty if all were.
+        seconds: duration of the check.
     """
 
     policy: str
@@ -111,7 +112,7 @@ Found = TypeVar("Found", Fault, Advice)
 
 
 def merged(found: Iterable[Found]) -> list[Found]:
-    """The findings without repetitions, each with the number of its cases, in the order in which they were found."""
+    """Join equal findings; each has the number of its cases. They stay in the order in which they were found."""
     first: dict[tuple[str, str], Found] = {}
     for each in found:
         known = first.get(each.key)

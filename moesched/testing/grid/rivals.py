@@ -25,10 +25,10 @@ MOST_BYTES = 1_000_000
 
 
 class _Kept(msgspec.Struct):
-    """The file in the cache folder.
+    """The content of the file in the cache folder.
 
     Attributes:
-        code: hash of the code that the times are of.
+        code: hash of the code with which the times were predicted.
         cells: the seconds of each policy that fits, by the cell's name.
     """
 
@@ -37,9 +37,9 @@ class _Kept(msgspec.Struct):
 
 
 def rivals_in(cell: Cell) -> dict[str, float]:
-    """The seconds of each shipped policy that fits a cell.
+    """The predicted seconds of each shipped policy that fits a cell.
 
-    Times of models and machines that are known by name are kept; those of files, which may change, are not.
+    Times are cached for models and machines that are known by name; not for those in files, which may change.
     """
     if cell.model not in SHAPES or cell.machine not in machine_names():
         return _seconds_in(cell)
@@ -68,7 +68,7 @@ def _read() -> _Kept:
 
 
 def _write(kept: _Kept) -> None:
-    """Keep the times; without a folder for them they are taken again."""
+    """Write the cached times; an error is ignored, since they can be predicted again."""
     with suppress(OSError, BadInput):
         _file().parent.mkdir(parents=True, exist_ok=True)
         with whole_file(_file(), "times of policies") as file:

@@ -24,10 +24,10 @@ MOST_UNEVEN = 5
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """One run on symbols.
+    """One small case, run on symbols instead of tensors.
 
     Attributes:
-        uneven: the seed of random durations; None for the machine's own.
+        uneven: the seed of random durations; None for the machine's own durations.
     """
 
     case: Case
@@ -36,7 +36,7 @@ class Trial(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The case and its durations, for people."""
+        """The case, its clock and its durations as text."""
         if self.uneven is not None:
             return f"{self.case.name}, uneven durations {self.uneven}"
         return f"{self.case.name}, lanes that slow each other" if self.clock == "shared" else self.case.name
@@ -62,9 +62,9 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 class UnevenTimes:
-    """Durations that are a machine's times a random factor, the same for equal work.
+    """A cost model with a machine's durations times random factors, the same factor for equal work.
 
-    They bring tasks to an end in orders that no real machine would.
+    Tasks then end in orders that no real machine would give.
     """
 
     def __init__(self, cost: CostModel, seed: int) -> None:
@@ -72,7 +72,7 @@ class UnevenTimes:
         self._seed = seed
 
     def work(self, work: Work) -> Demand:
-        """The machine's demand, faster or slower."""
+        """The machine's demand for a work, with its time multiplied by a random factor."""
         demand = self._cost.work(work)
         same = (self._seed, work.kind, work.resource, work.flops, work.nbytes, work.tokens)
         chosen = Random(blake2b(repr(same).encode(), digest_size=8).digest())

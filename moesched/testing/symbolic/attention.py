@@ -70,7 +70,7 @@ class Attention:
         return "kv", task.layer, self._batch.whole(task)
 
     def _attend(self, task: Task, data: Access, source: Key, key: Key, held: int | None = None) -> int:
-        """Append to a cache and attend over it; `held` replaces the cache's present value."""
+        """Append keys and values at `source` to the cache at `key`, or to its value `held`, and attend over it."""
         qkv = data.read(source)
         return attend(task.layer, qkv, self._append(task, data, qkv, key, held))
 

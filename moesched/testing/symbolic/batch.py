@@ -30,7 +30,7 @@ class SymbolicBatch:
         }
 
     def prompts(self) -> dict[Key, int]:
-        """The data that exists before the first task, except weights."""
+        """The data that exists before the first task, except weights: the prompts' symbols."""
         tokens: dict[Key, int] = {
             ("tokens", index): first_tokens(requests) for index, requests in enumerate(self._micro_batches)
         }
@@ -39,33 +39,33 @@ class SymbolicBatch:
         return tokens
 
     def hidden(self, task: Task) -> Key:
-        """The hidden state in the memory of the accelerator that a kernel runs on."""
+        """The key of the hidden state in the memory of the accelerator that a task's kernel runs on."""
         return "hidden", task.micro_batch, self._memory_of[task.lane.name]
 
     def tokens(self, task: Task) -> int:
-        """The number of tokens that pass a layer together."""
+        """The number of tokens of a task's micro-batch that pass a layer together."""
         chunk = self._chunk(task)
         return len(self._micro_batches[task.micro_batch]) if chunk is None else sum(chunk.tokens)
 
     def starts(self, task: Task) -> tuple[int, ...]:
-        """In prefill, the tokens of each request in earlier chunks."""
+        """For a prefill task, the number of tokens of each of its requests in earlier chunks."""
         chunk = self._chunk(task)
         return () if chunk is None else chunk.starts
 
     def continues(self, task: Task) -> bool:
-        """Test whether the micro-batch has keys and values of an earlier step or chunk."""
+        """Test whether a task's micro-batch has keys and values of an earlier step or chunk."""
         chunk = self._chunk(task)
         return chunk is None or chunk.before >= 0
 
     def whole(self, task: Task) -> int:
-        """The micro-batch of decode that a task's chunk belongs to."""
+        """The number of the decode micro-batch that a task's chunk belongs to."""
         chunk = self._chunk(task)
         return task.micro_batch if chunk is None else chunk.micro_batch
 
     def _chunk(self, task: Task) -> Chunk | None:
-        """The part of the prompts that a task's micro-batch takes through prefill; None if it decodes."""
+        """The chunk of the prompts that a task's micro-batch takes through prefill; None if it decodes."""
         return None if task.phase == "decode" else self._chunks[task.micro_batch]
 
     def kv_on_host(self, task: Task) -> bool:
-        """Test whether the KV cache is in the host's memory, away from the accelerator."""
+        """Test whether the KV cache of a task's layer is in a host memory apart from the accelerator's."""
         return self._kv_roles is not None and self._kv_roles[self.whole(task)][task.layer] == "host"

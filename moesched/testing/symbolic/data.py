@@ -23,9 +23,9 @@ class Access:
     """The reads and writes of one task.
 
     Attributes:
-        start: when the task began.
-        reads: the data that it read.
-        writes: the values to write when the task ends, by data.
+        start: the time at which the task began.
+        reads: keys of the data that it read.
+        writes: the values to write when the task ends, by key.
     """
 
     def __init__(self, values: Mapping[Key, int], start: int) -> None:
@@ -35,16 +35,16 @@ class Access:
         self.writes: dict[Key, int] = {}
 
     def read(self, key: Key) -> int:
-        """The present value; 0 if nothing was written yet."""
+        """Read the present value of some data; 0 if nothing was written yet."""
         self.reads.add(key)
         return self._values.get(key, 0)
 
     def write(self, key: Key, value: int) -> None:
-        """Set a value when the task ends."""
+        """Set the value that some data gets when the task ends."""
         self.writes[key] = value
 
     def weights(self, view: View[Any]) -> dict[int, int]:
-        """A symbol of a view's pages for each expert; -1 is the dense part."""
+        """Read the pages of a view; returns a symbol for each expert's pages, with -1 for the dense part."""
         held: dict[int, list[int]] = {}
         for page, slot in zip(view.pages, view.slots, strict=True):
             held.setdefault(page.expert, []).append(self.read(slot))
@@ -54,7 +54,7 @@ class Access:
 class Data:
     """Values by key, with the times of the last read and the last write of each.
 
-    A virtual driver executes a task when its start and end are known; times on threads are ticks.
+    The virtual driver executes a task when its start and end are known. On threads, times are counts of events.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Data:
         self._lock = threading.Lock()
 
     def begin(self, task: Task) -> Access:
-        """Note the start of a task."""
+        """Note the start of a task, and return an object for its reads and writes."""
         return Access(self.values, task.start if task.end >= 0 else next(self._ticks))
 
     def end(self, task: Task, access: Access) -> None:

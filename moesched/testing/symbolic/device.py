@@ -21,7 +21,7 @@ class SymbolicDevice:
     """Runs a batch of one model on symbols.
 
     Args:
-        fails: whether a task should fail; by default none does.
+        fails: returns whether a task should fail; by default none does.
     """
 
     def __init__(self, fails: Callable[[Task], bool] | None = None) -> None:
@@ -31,7 +31,7 @@ class SymbolicDevice:
         self._verbs: dict[str, Verb] = {}
 
     def join(self, rank: int, transport: Transport | None, first: Device) -> None:
-        """Become one of several nodes of this process; exchanges go through the first one, without a transport."""
+        """Become one of several nodes in this process, which exchange data through the first node's device."""
         assert isinstance(first, SymbolicDevice)
         self._board = first._board
 
@@ -56,7 +56,7 @@ class SymbolicDevice:
     def begin(
         self, plan: Plan, prompts: Sequence[Sequence[int]] = (), sampling: Sampling | None = None
     ) -> None:
-        """Forget the previous batch. Prompts are symbols, whatever their tokens."""
+        """Forget the previous batch, and prepare this one. The prompts' token ids have no effect."""
         self._plan = plan
         batch = SymbolicBatch(plan)
         self._data = Data()

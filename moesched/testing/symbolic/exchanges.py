@@ -14,7 +14,7 @@ from moesched.testing.symbolic.experts import Experts
 
 
 class Board:
-    """The values that nodes of one process contribute to their exchanges."""
+    """The values that the nodes of one process post for their exchanges."""
 
     def __init__(self) -> None:
         self._posted: dict[tuple[str, int, int, int], dict[int, Any]] = {}
@@ -33,7 +33,7 @@ class Board:
 
 
 class Exchanges:
-    """Sums over nodes, and the results that the first node of a centralised plan sends to the others."""
+    """Verbs for sums over nodes, and for results that the first node of a centralised plan sends to the others."""
 
     def __init__(self, nodes: NodeShare, experts: Experts, board: Board) -> None:
         self._nodes = nodes
@@ -46,18 +46,18 @@ class Exchanges:
         self._post(task, SUM, self._experts.outputs_of(own, task, data))
 
     def all_reduce(self, task: Task, data: Access) -> None:
-        """Take the outputs of all nodes' experts."""
+        """Read the outputs that all nodes posted."""
         for outputs in self._board.posted(task):
             for row, output in outputs.items():
                 data.write(row, output)
 
     def gather(self, task: Task, data: Access) -> None:
-        """Take the outputs on the first node; the others have posted theirs."""
+        """Read the outputs that all nodes posted, on the first node; other nodes do nothing."""
         if self._nodes.attends:
             self.all_reduce(task, data)
 
     def broadcast(self, task: Task, data: Access) -> None:
-        """Take what the first node posted."""
+        """Read the value that the first node posted."""
         key = ("normed" if task.operands == ROWS else "tokens", task.micro_batch)
         if self._nodes.attends:
             data.read(key)
@@ -77,7 +77,7 @@ class Exchanges:
         return tokens
 
     def sampled(self, task: Task, data: Access) -> list[int]:
-        """The tokens that the first node sampled."""
+        """Return the tokens that the first node sampled."""
         tokens: Any = data.read(("tokens", task.micro_batch))
         return list(tokens)
 

@@ -33,14 +33,14 @@ class Experts:
         data.write(self._batch.hidden(task), combine(hidden, outputs))
 
     def route(self, task: Task, data: Access) -> Mapping[int, int]:
-        """Choose experts; their scores are their shares of the choices."""
+        """Choose experts; the scores are their shares of the choices."""
         hidden = self._project_output(task, data, data.weights(task.operands))
         data.write(self._batch.hidden(task), hidden)
         data.write(("normed", task.micro_batch), hidden)
         return self._with_scores(self._choose(task, hidden))
 
     def chosen(self, task: Task, data: Access) -> dict[int, int]:
-        """The experts that the first node chose, on a node without attention."""
+        """Read the experts that the first node chose, on a node without attention."""
         return self._choose(task, data.read(("normed", task.micro_batch)))
 
     def preview_route(self, task: Task, data: Access) -> Mapping[int, int]:
@@ -74,7 +74,7 @@ class Experts:
                 data.write(("output", e, j, row), data.read((f"output{self._batch.on_host}", e, j, row)))
 
     def combine(self, task: Task, data: Access) -> None:
-        """Add up the outputs of the chosen experts."""
+        """Combine the outputs of the chosen experts with the residual."""
         hidden = data.read(self._batch.hidden(task))
         outputs = [
             joined(data.read(key) for key in output_rows(e, task.micro_batch, tokens))
@@ -90,7 +90,7 @@ class Experts:
         return tokens
 
     def outputs_of(self, experts: Iterable[int], task: Task, data: Access) -> dict[Key, int]:
-        """The output rows of some of a micro-batch's experts, by the names of their data."""
+        """Read the output rows of some of a micro-batch's experts; returns their symbols by key."""
         tokens = self._choose(task, data.read(("normed", task.micro_batch)))
         keys = (key for e in experts for key in output_rows(e, task.micro_batch, tokens[e]))
         return {key: data.read(key) for key in keys}
@@ -107,5 +107,5 @@ class Experts:
 
 
 def output_rows(e: int, micro_batch: int, tokens: int) -> Iterator[Key]:
-    """The names of an expert's output rows, as far as they are on the accelerator."""
+    """The keys of an expert's output rows on the accelerator."""
     return (("output", e, micro_batch, row) for row in range(tokens))

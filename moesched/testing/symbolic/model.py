@@ -13,42 +13,42 @@ VOCABULARY = 50_000
 
 
 def symbol(*parts: int | str) -> int:
-    """A hash of the parts, in their order."""
+    """A hash of the parts, which depends on their order."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest())
 
 
 def first_tokens(requests: Iterable[int], starts: Iterable[int] = ()) -> int:
-    """The prompt tokens of a micro-batch; of a chunk, those from `starts` on."""
+    """The symbol of a micro-batch's prompt tokens; of a chunk, of those from `starts` on."""
     return symbol("prompts", *requests, "from", *starts)
 
 
 def embed(tokens: int) -> int:
-    """Tokens to hidden state."""
+    """The symbol of the hidden state for tokens."""
     return symbol("embed", tokens)
 
 
 def project(layer: int, hidden: int, weights: Mapping[int, int]) -> int:
-    """Hidden state to queries, keys and values."""
+    """The symbol of queries, keys and values for a hidden state."""
     return symbol("qkv", layer, hidden, weights[-1])
 
 
 def positions(step: int, starts: Iterable[int] = ()) -> int:
-    """The positions of a step's tokens in the cache; in prefill each prompt continues at its start."""
+    """The symbol of the positions of a step's tokens in the cache; in prefill each prompt continues at its start."""
     return symbol("positions", step, *starts)
 
 
 def append(cache: int, qkv: int, where: int) -> int:
-    """A cache with more keys and values in it."""
+    """The symbol of a cache after keys and values were appended at positions `where`."""
     return symbol("cache", cache, qkv, where)
 
 
 def attend(layer: int, qkv: int, cache: int) -> int:
-    """Attention over a cache."""
+    """The symbol of attention over a cache."""
     return symbol("attention", layer, qkv, cache)
 
 
 def project_output(layer: int, attention: int, hidden: int, weights: int) -> int:
-    """Attention's output projection and the residual."""
+    """The symbol of attention's output projection with the residual."""
     return symbol("output", layer, attention, hidden, weights)
 
 
@@ -63,28 +63,28 @@ def choose_experts(config: ModelConfig, hidden: int, tokens: int) -> dict[int, i
 
 
 def expert(layer: int, number: int, hidden: int, weights: int) -> int:
-    """One expert's output."""
+    """The symbol of one expert's output."""
     return symbol("expert", layer, number, hidden, weights)
 
 
 def joined(rows: Iterable[int]) -> int:
-    """An expert's output, of which each row has the symbol; another one if a row was not computed, or otherwise."""
+    """The symbol of an expert's output: that of its rows, if they have the same; otherwise that of a torn output."""
     first, *others = dict.fromkeys(rows)
     return symbol("torn", first, *others) if others else first
 
 
 def combine(hidden: int, outputs: Sequence[int]) -> int:
-    """The experts' outputs, in their order, and the residual."""
+    """The symbol of the experts' outputs, in their order, with the residual."""
     return symbol("combine", hidden, *outputs)
 
 
 def sample(hidden: int, requests: Iterable[int]) -> list[int]:
-    """A token for each request."""
+    """A token id for each request."""
     return [symbol("token", hidden, request) % VOCABULARY for request in requests]
 
 
 def expected_tokens(plan: Plan) -> list[list[int]]:
-    """The tokens that every schedule of a plan must produce, by request: the model, run without a schedule."""
+    """The tokens that every schedule of a plan must produce, by request: computed by the model without a schedule."""
     tokens: list[list[int]] = [[] for _ in plan.batch.prompts]
     for requests in plan.batch.micro_batches:
         for fresh in _generate(plan, requests):

@@ -17,7 +17,7 @@ Verb = Callable[[Any, Access], Any]
 
 
 def verbs_of(plan: Plan, batch: SymbolicBatch, board: Board) -> dict[str, Verb]:
-    """The implementation of every verb of a batch."""
+    """The function of every verb of a batch, by the verb's name."""
     attention, experts = Attention(batch), Experts(batch)
     verbs: dict[str, Verb] = {
         "load": load,
@@ -48,7 +48,7 @@ def verbs_of(plan: Plan, batch: SymbolicBatch, board: Board) -> dict[str, Verb]:
 
 
 def verbs_of_nodes(plan: Plan, experts: Experts, board: Board) -> dict[str, Verb]:
-    """The verbs that are added or replaced where several nodes share the experts."""
+    """The functions of the verbs that are added or replaced where several nodes share the experts."""
     exchanges = Exchanges(plan.nodes, experts, board)
     verbs: dict[str, Verb] = {"partial_sum": exchanges.partial_sum}
     if not plan.nodes.centralised:
