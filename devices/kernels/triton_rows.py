@@ -18,6 +18,8 @@ from .triton_functions import Matrix, Order
 ALIGNED_BYTES = 16
 """Rows of matrices begin at multiples of this, so that a GPU reads them in its widest loads."""
 CAPABILITY = (8, 0)
+MOST_ROWS = 512
+"""Most rows: each tile of 16 reads the weights again, so that torch's products are faster for a prompt."""
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -25,7 +27,7 @@ class TritonKernel(Kernel):
     """A kernel whose rows depend on no others: its tiles are fixed, and every sum has one order."""
 
     name = "triton"
-    takes = "plain weights on GPUs of compute capability 8.0 and above"
+    takes = f"up to {MOST_ROWS} rows by plain weights on GPUs of compute capability 8.0 and above"
     independent = True
 
     def __init__(self, resources: Resources) -> None:
@@ -43,6 +45,8 @@ class TritonKernel(Kernel):
         """Refuses the CPU, other formats than row blocks, and rows that are not aligned."""
         if case.device == "cpu" and not INTERPRETED:
             return "it is for GPUs"
+        if case.rows > MOST_ROWS:
+            return f"it takes up to {MOST_ROWS} rows"
         if not case.formats <= {ROWS}:
             return "it takes row blocks"
         if case.dtype not in DTYPES:
