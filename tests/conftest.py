@@ -34,6 +34,10 @@ atexit.register(rmtree, os.environ["MOESCHED_CACHE"], ignore_errors=True)
 # Work as small as that of the tests is done sooner by one of torch's threads, and other tests need the other cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# Before any test imports Triton: kernels in it run by its interpreter, on the CPU, where there is no GPU.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # On AMD's processors the bits of MKL's products depend on whether operands are at multiples of 16 bytes. They are there
 # on a GPU, whose imitation is compared with the host to the bit, and not in files.
 if Path("/proc/cpuinfo").exists() and "AuthenticAMD" in Path("/proc/cpuinfo").read_text():

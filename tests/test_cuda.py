@@ -52,6 +52,23 @@ def test_every_policy_gives_the_tokens_of_the_cpu(
     assert report.tokens == expected
 
 
+@pytest.mark.parametrize("policy", ["resident", "expert_streaming"])
+def test_kernels_in_triton_give_the_tokens_of_the_cpu(
+    model: Path, expected: list[list[int]], policy: str
+) -> None:
+    report = moesched.run_model(
+        model,
+        PROMPTS,
+        policy=policy,
+        max_new_tokens=6,
+        micro_batch_size=2,
+        device="cuda",
+        device_settings={"triton": True},
+    )
+    assert report.tokens == expected
+    assert "triton" in report.kernels["attention"]
+
+
 def batches(
     folder: Path, dtype: str, policy: str, settings: Mapping[str, int], weights: float
 ) -> Sequence[Generated]:

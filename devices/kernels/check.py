@@ -37,11 +37,12 @@ LEAST_ERROR = 1e-12
 """Squared error that counts as none."""
 
 
-def check_kernel(row: str | type) -> int:
+def check_kernel(row: str | type, numbers: Sequence[int] = ROWS) -> int:
     """Check the promises of a kernel on small made-up data; returns the number of cases that it took.
 
     Args:
         row: the kernel's class, or its name as for `moesched.plugins.find`.
+        numbers: the numbers of rows that are tried.
 
     Raises:
         KernelFailed: the kernel raised, a result has another shape or dtype, or its operation is not checked alone.
@@ -60,8 +61,8 @@ def check_kernel(row: str | type) -> int:
                         f"kernel {kernel.name}: {kernel.operation} is not checked alone: use check_device with "
                         "the device that has the kernel"
                     )
-                taken += sum(_check_rows(kernel, resources, rows) for rows in ROWS)
-    assert taken, f"kernel {kind.__name__} took none of {', '.join(map(str, ROWS))} rows on a CPU"
+                taken += sum(_check_rows(kernel, resources, rows) for rows in numbers)
+    assert taken, f"kernel {kind.__name__} took none of {', '.join(map(str, numbers))} rows on a CPU"
     return taken
 
 

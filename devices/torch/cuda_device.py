@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from moesched.system.cores import require_threads
 from moesched.system.cuda import FIRST_WITH_BFLOAT16, CudaFacts, trouble_of_driver, trouble_of_gpu
 
 from ..kernels.fused_attention import has_fused_attention, prefer_kernels_without_plans
-from .device import TorchDevice
+from .device import TorchDevice, listed
 from .gpu_memory import let_segments_grow, usable_bytes, with_usable_memory
 from .inspection import cuda_facts
 
@@ -34,6 +35,8 @@ class CudaDevice(TorchDevice):
     Args:
         threads: threads for attention and experts on the host; by default one for each core that is not needed to issue
             tasks and wait for them (`divided_cores`).
+        triton: whether kernels in Triton stand in front of all others but `own_kernels`.
+        own_kernels: as for `TorchDevice`.
     """
 
     def __init__(
@@ -45,6 +48,8 @@ class CudaDevice(TorchDevice):
         direct: bool = True,
         map_files: bool = True,
         threads: int | None = None,
+        triton: bool = False,
+        own_kernels: str | type | Sequence[str | type] = (),
     ) -> None:
         if threads is not None:
             require_threads(threads)
@@ -59,6 +64,7 @@ class CudaDevice(TorchDevice):
             direct=direct,
             map_files=map_files,
             threads=threads,
+            own_kernels=[*listed(own_kernels), *(kernels_in_triton() if triton else ())],
         )
         self._compute.kernels.fused_attention = has_fused_attention(
             self._compute.dtype, layout.config.attention.head_dim, torch.cuda.get_device_capability(0)
@@ -189,3 +195,16 @@ def refusal(cuda: CudaFacts) -> str | None:
     """The reason why torch cannot use the first CUDA device, with the remedy; None if it can."""
     trouble = trouble_of_driver(cuda) or trouble_of_gpu(cuda.gpus[0], cuda)
     return trouble and f"{trouble.says}: {trouble.remedy}; or use --device torch"
+
+
+def kernels_in_triton() -> Sequence[type]:
+    """The kernels in Triton.
+
+    Raises:
+        BadInput: Triton is not installed.
+    """
+    if find_spec("triton") is None:
+        raise BadInput("triton is not installed: pip install triton, or leave out --device-set triton=true")
+    from ..kernels.triton_rows import TRITON  # Triton takes half a second to import
+
+    return TRITON

@@ -103,8 +103,7 @@ class TorchDevice(ChoosesDtype):
         self._keep_logits = keep_logits
         if threads is not None and not 1 <= threads <= MOST_THREADS:
             raise BadInput(f"threads is {threads}: give 1 to {MOST_THREADS}")
-        own = [own_kernels] if isinstance(own_kernels, str | type) else own_kernels
-        self._compute = Compute(accelerator, layout, kernel, pin, threads, own)
+        self._compute = Compute(accelerator, layout, kernel, pin, threads, listed(own_kernels))
         self.core_plan = None if self._compute.on_cpu else self._compute.core_plan
         self._store = WeightStore(checkpoint, layout, self._compute, direct=direct, map_files=map_files)
         self._global_weights: GlobalWeights | None = None
@@ -284,3 +283,8 @@ class TorchDevice(ChoosesDtype):
         self._global_weights = None
         self._store.close()
         self._compute.close()
+
+
+def listed(kernels: str | type | Sequence[str | type]) -> Sequence[str | type]:
+    """Kernels from outside the tree: one, or several, as a list."""
+    return [kernels] if isinstance(kernels, str | type) else kernels

@@ -65,6 +65,7 @@ class KVStep:
         self._block_size = block_size
         self._indices = indices
         self._blocks = blocks
+        self._tables: dict[Indices, Tensor] = {}
 
     @cached_property
     def in_blocks(self) -> SequencesInBlocks:
@@ -73,6 +74,17 @@ class KVStep:
         for each in self._blocks:
             blocks.extend(each)
         return SequencesInBlocks(array("q", map(sum, zip(self.past, self.new, strict=True))), blocks)
+
+    def table(self, indices: Indices) -> Tensor:
+        """The lengths of the sequences, the places of their first blocks in the list of blocks, and that list.
+
+        indices: makes the tensor, on any device; the table is made once for each.
+        """
+        if indices not in self._tables:
+            lengths, blocks = self.in_blocks
+            places = accumulate(map(len, self._blocks[:-1]), initial=0)
+            self._tables[indices] = indices([*lengths, *places, *blocks])
+        return self._tables[indices]
 
     @property
     def positions(self) -> list[int]:
