@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from moesched.cli.output import print_report
+from moesched.cli.report_tables import print_report
 from moesched.devices.torch.cuda_device import CudaDevice
 from moesched.errors import BadInput
 from moesched.jobs.simulate_model import simulate_model

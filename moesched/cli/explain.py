@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import say
+from moesched.cli.output import Bar, print_json, say
+from moesched.cli.tables import print_table
 from moesched.options import Option
+from moesched.system.outputs import is_html
+from moesched.system.whole_file import write_json
 
 if TYPE_CHECKING:
     from moesched.analysis.explanation import Explanation
@@ -55,7 +58,6 @@ def explain(
     finished (no further task).
     """
     from moesched.analysis.explanation import explain as explained
-    from moesched.cli.output import Bar, print_json
     from moesched.trace import read_trace
 
     with Bar(f"reading {trace}") as bar:
@@ -73,9 +75,6 @@ def explain(
 
 
 def _write_report(path: Path, run: Trace, explanation: Explanation) -> None:
-    from moesched.system.outputs import is_html
-    from moesched.system.whole_file import write_json
-
     if not is_html(path):
         write_json(path, "report", explanation)
         return
@@ -87,8 +86,7 @@ def _write_report(path: Path, run: Trace, explanation: Explanation) -> None:
 def print_explanation(explanation: Explanation, trace: Path) -> None:
     """Print what matters first."""
     from moesched.analysis.explanation_tables import DECISIONS_HELD, first_lines, tables_of
-    from moesched.cli.output import say_helps
-    from moesched.cli.tables import print_table
+    from moesched.cli.report_tables import say_helps
 
     say("\n".join(first_lines(explanation)))
     say_helps(explanation.helps, trace)

@@ -11,7 +11,11 @@ from typing import Annotated, Any, Literal
 from moesched.cli import options
 from moesched.cli.command import command
 from moesched.cli.list_parts import part_entries, part_rows
+from moesched.cli.output import print_json
+from moesched.cli.tables import print_table
+from moesched.errors import BadInput
 from moesched.options import Option
+from moesched.units import format_bytes, format_count, format_seconds
 
 EPILOGUE = """Examples:
 
@@ -40,9 +44,6 @@ def list_kind(
     Plug-ins of other packages are included. Those that cannot load are listed with the reason. Of the kernels for an
     operation, the first one that takes a case computes it.
     """
-    from moesched.cli.output import print_json
-    from moesched.cli.tables import print_table
-
     wanted = containing.lower()
     entries = [
         entry
@@ -153,8 +154,6 @@ def _models() -> list[dict[str, Any]]:
 
 
 def _model_figures(entry: dict[str, Any]) -> list[str]:
-    from moesched.units import format_bytes, format_count
-
     parameters = (format_count(entry[key]) for key in ("parameters", "active_parameters"))
     sizes = (str(entry[key]) for key in ("layers", "experts", "top_k"))
     runs = "runs" if entry["runs"] else "simulated"
@@ -163,7 +162,6 @@ def _model_figures(entry: dict[str, Any]) -> list[str]:
 
 def _machines() -> list[dict[str, Any]]:
     """A machine, with the bytes of each memory, the bytes per second of each link, and the number of accelerators."""
-    from moesched.errors import BadInput
     from moesched.inputs.lookup import find_machine
     from moesched.machines import machine_names
 
@@ -183,8 +181,6 @@ def _machines() -> list[dict[str, Any]]:
 
 def _machine_figures(entry: dict[str, Any]) -> list[str]:
     """The sizes of its memories and the rates of its links; of several accelerators, those of each one."""
-    from moesched.units import format_bytes
-
     memories = []
     for name, nbytes in entry.get("memories", {}).items():
         several = entry["accelerators"] > 1 and name == entry["accelerator_memory"]
@@ -197,7 +193,6 @@ def _machine_figures(entry: dict[str, Any]) -> list[str]:
 
 def _networks() -> list[dict[str, Any]]:
     """A network, with its latency in seconds, its bytes per second, and the price of a card."""
-    from moesched.errors import BadInput
     from moesched.machines.networks import load_network, network_names
 
     entries = []
@@ -213,8 +208,6 @@ def _networks() -> list[dict[str, Any]]:
 
 
 def _network_figures(entry: dict[str, Any]) -> list[str]:
-    from moesched.units import format_bytes, format_seconds
-
     if entry["problem"]:
         return ["", ""]
     return [format_seconds(entry["latency_seconds"]), f"{format_bytes(entry['bandwidth'])}/s"]
@@ -227,8 +220,6 @@ def _workloads() -> list[dict[str, Any]]:
 
 
 def _loaded(name: str, load: Callable[[str], Any]) -> dict[str, Any]:
-    from moesched.errors import BadInput
-
     try:
         return {"name": name, "description": load(name).description, "problem": None}
     except BadInput as error:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from moesched.units import format_bytes, format_flops
+
 if TYPE_CHECKING:
     from moesched.machines.parts import Part
 
 
 def part_entries() -> list[dict[str, Any]]:
     """Every part: its name, its kind, and its figures with their source, as the library has them."""
-    import msgspec
-
     from moesched.machines.parts import library
 
     parts = library()
@@ -35,8 +37,6 @@ def part_rows(entries: Iterable[dict[str, Any]]) -> list[list[str]]:
 
 
 def _figures(entry: dict[str, Any]) -> str:
-    from moesched.units import format_bytes, format_flops
-
     if entry["kind"] == "memory":
         return f"{entry['slowest']} to {entry['fastest']} million transfers/s"
     if entry["kind"] == "cpu":

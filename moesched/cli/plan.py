@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from moesched.analysis.published import published_prefills
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import say
+from moesched.cli.output import Bar, in_band, print_json, say, say_band
+from moesched.cli.plan_table import print_ranking
+from moesched.cli.tables import print_table
 from moesched.errors import BadInput, DoesNotFit
 from moesched.inputs.options import ClusterPlanOptions, NodesOptions, PlanOptions
 from moesched.options import described, flags_given, part_of
+from moesched.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from moesched.planner import ClusterProposal
@@ -44,8 +48,6 @@ def plan(given: PlanOptions, cluster: NodesOptions, json: options.Json = False) 
     With --nodes: the least time of a token on several machines (Eq. 1 of the Apple silicon cluster paper), the
     placement of experts, and whether to split experts or attention instead. This needs no workload.
     """
-    from moesched.cli.output import print_json
-
     if cluster.nodes is not None:
         proposed = _propose_cluster(given, cluster)
         print_json(proposed) if json else print_cluster(proposed)
@@ -62,7 +64,6 @@ def plan(given: PlanOptions, cluster: NodesOptions, json: options.Json = False) 
 
 
 def _propose(given: PlanOptions) -> Proposal:
-    from moesched.cli.output import Bar
     from moesched.planner import plan_model
 
     with Bar("planning") as bar:
@@ -84,11 +85,6 @@ def _propose_cluster(given: PlanOptions, cluster: NodesOptions) -> ClusterPropos
 
 def print_proposal(proposal: Proposal) -> None:
     """Print the plan, its throughput, its bottleneck, and the rejected alternatives."""
-    from moesched.cli.output import say_band
-    from moesched.cli.plan_table import print_ranking
-    from moesched.cli.tables import print_table
-    from moesched.units import format_bytes, format_seconds
-
     plan, predicted = proposal.plan, proposal.predicted
     place = proposal.machine
     if proposal.tensor_parallel > 1:
@@ -121,9 +117,6 @@ def print_proposal(proposal: Proposal) -> None:
 
 def print_cluster(proposal: ClusterProposal) -> None:
     """Print the bound of the policy's placement, the placement of experts, and the other ways to split the model."""
-    from moesched.cli.tables import print_table
-    from moesched.units import format_bytes, format_seconds
-
     bound = proposal.bound
     say(
         f"\n{proposal.model} ({proposal.dtype}) on {proposal.nodes} x {proposal.machine}, {proposal.network}: "
@@ -174,10 +167,6 @@ def _with_error(proposal: ClusterProposal) -> str:
 
 
 def _plan_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:
-    from moesched.analysis.published import published_prefills
-    from moesched.cli.output import in_band
-    from moesched.units import format_seconds
-
     plan, predicted = proposal.plan, proposal.predicted
     where = {True: "accelerator", False: "host"}
     attention = where[plan.attention_on_gpu]
