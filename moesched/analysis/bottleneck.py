@@ -20,7 +20,6 @@ from moesched.analysis.idle_spans import ROUTERS, Cause
 from moesched.analysis.replayed_run import replay_recording
 from moesched.errors import BadInput
 from moesched.trace.recording import Recording
-from moesched.trace.summary import lane_title
 from moesched.trace.waits import lacked_room
 
 OF_A_LANE: tuple[Cause, ...] = ("data", "lane")
@@ -113,9 +112,9 @@ def bottleneck(recording: Recording, stretches: Sequence[Stretch]) -> Bottleneck
 
 def _networks(recording: Recording) -> dict[str, str]:
     """The names of lanes with collectives, by title; the parts of a collective end together."""
-    ranks = len({lane.rank for lane in recording.lanes})
+    titles = recording.titles
     lanes = {each.lane for each in recording.slices if each.ticket >= 0}
-    return {lane_title(lane, ranks): lane.name for lane in lanes}
+    return {titles[lane]: lane.name for lane in lanes}
 
 
 def _parts(stretches: Sequence[Stretch], networks: Mapping[str, str]) -> list[_Part]:
@@ -161,8 +160,7 @@ def _relieved(recording: Recording, part: _Part) -> tuple[Recording, list[int]]:
     """The tasks without what a part of the path passed with, and their durations."""
     durations = _durations(recording)
     if part.cause is None:
-        ranks = len({lane.rank for lane in recording.lanes})
-        slow = {lane for lane in recording.lanes if part.lane in (lane.name, lane_title(lane, ranks))}
+        slow = {lane for lane, title in recording.titles.items() if part.lane in (lane.name, title)}
         halved = [
             nanoseconds // 2 if each.lane in slow else nanoseconds
             for each, nanoseconds in zip(recording.slices, durations, strict=True)

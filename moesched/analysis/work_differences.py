@@ -10,7 +10,6 @@ import msgspec
 from moesched.analysis.families import family_of
 from moesched.steps.pool_counts import Counted
 from moesched.trace.recording import Recording
-from moesched.trace.summary import lane_title
 from moesched.units import format_bytes, format_seconds
 
 MUCH = 0.01
@@ -68,9 +67,9 @@ class _Work:
         self.moving: dict[str, float] = {}
         self.experts: dict[str, float] = {}
         self.computing: dict[str, float] = {}
-        ranks = len({lane.rank for lane in run.lanes})
+        titles = run.titles
         for each in run.slices:
-            lane, seconds = lane_title(each.lane, ranks), (each.end - each.start) / 1e9
+            lane, seconds = titles[each.lane], (each.end - each.start) / 1e9
             if each.task.type == "PageTransfer":
                 _add(self.moved, lane, each.task.nbytes)
                 _add(self.moving, lane, seconds)

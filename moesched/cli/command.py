@@ -16,7 +16,6 @@ from cyclopts import App, Group, Parameter, Token
 from moesched.errors import BadInput
 from moesched.jobs.options import OUTPUT
 from moesched.options import Described, Options, described, split
-from moesched.settings import parse_value
 from moesched.system.plain_text import plain_text
 
 Make = Callable[[Mapping[str, Any]], Any]
@@ -171,6 +170,8 @@ def read_table(each: Described, texts: Sequence[str]) -> dict[str, Any]:
     Raises:
         BadInput: a text has no key, or a key comes twice.
     """
+    from moesched.settings import parse_value
+
     table: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from moesched.errors import BadInput
-from moesched.inputs.files import texts_in
 from moesched.options import split
 from moesched.system.outputs import Output
 from moesched.system.standard_output import is_stdout
@@ -20,6 +19,8 @@ def require_files(command: Callable[..., Any], arguments: Mapping[str, Any]) -> 
     Raises:
         BadInput: as `require_apart`.
     """
+    from moesched.inputs.files import texts_in
+
     written: list[Output] = []
     named: list[str] = []
     parameters = inspect.signature(command).parameters

@@ -193,6 +193,12 @@ class Recording(msgspec.Struct):
         )
 
     @property
+    def titles(self) -> dict[LaneName, str]:
+        """The names of its lanes, with their ranks if there are several."""
+        several = len({lane.rank for lane in self.lanes}) > 1
+        return {lane: f"rank {lane.rank} {lane.name}" if several else lane.name for lane in self.lanes}
+
+    @property
     def edges(self) -> int:
         """Number of dependencies between slices."""
         return sum(map(len, self.producers))
