@@ -44,6 +44,13 @@ class Numbered(Message, frozen=True, kw_only=True):
     serial: int = 0
 
 
+class AboutOrder(Numbered, frozen=True, kw_only=True):
+    """A message about an order of an epoch."""
+
+    epoch: int
+    order: int
+
+
 class Serials:
     """Numbers the messages of one direction of a connection, and knows those that were received before."""
 
@@ -100,7 +107,7 @@ class Pong(Numbered, frozen=True, kw_only=True):
     clock: int
 
 
-class Prepared(Numbered, frozen=True, kw_only=True):
+class Prepared(AboutOrder, frozen=True, kw_only=True):
     """A node has opened its device and planned.
 
     Attributes:
@@ -109,8 +116,6 @@ class Prepared(Numbered, frozen=True, kw_only=True):
         placement: the experts of each node, from its policy.
     """
 
-    epoch: int
-    order: int
     port: int
     sizes: SizeOptions
     placement: list[list[int]]
@@ -124,14 +129,11 @@ class Loading(Numbered, frozen=True, kw_only=True):
     total: int
 
 
-class Loaded(Numbered, frozen=True, kw_only=True):
+class Loaded(AboutOrder, frozen=True, kw_only=True):
     """The weights that stay are loaded, and the node is about to make its first exchange."""
 
-    epoch: int
-    order: int
 
-
-class Tokens(Numbered, frozen=True, kw_only=True):
+class Tokens(AboutOrder, frozen=True, kw_only=True):
     """New tokens of some requests.
 
     Attributes:
@@ -142,8 +144,6 @@ class Tokens(Numbered, frozen=True, kw_only=True):
         waited: the part of it spent in exchanges.
     """
 
-    epoch: int
-    order: int
     place: int
     tokens: dict[int, list[int]]
     ended: list[int] = []
@@ -151,7 +151,7 @@ class Tokens(Numbered, frozen=True, kw_only=True):
     waited: float = 0.0
 
 
-class Piece(Numbered, frozen=True, kw_only=True):
+class Piece(AboutOrder, frozen=True, kw_only=True):
     """A piece of a report or a recording.
 
     Attributes:
@@ -159,14 +159,12 @@ class Piece(Numbered, frozen=True, kw_only=True):
         last: whether this piece completes it.
     """
 
-    epoch: int
-    order: int
     what: str
     data: bytes
     last: bool
 
 
-class Done(Numbered, frozen=True, kw_only=True):
+class Done(AboutOrder, frozen=True, kw_only=True):
     """An order is carried out.
 
     Attributes:
@@ -174,13 +172,11 @@ class Done(Numbered, frozen=True, kw_only=True):
         failure: the reason that it ended early; empty where it did not.
     """
 
-    epoch: int
-    order: int
     digest: str
     failure: str = ""
 
 
-class Failed(Numbered, frozen=True, kw_only=True):
+class Failed(AboutOrder, frozen=True, kw_only=True):
     """An order cannot be carried out.
 
     Attributes:
@@ -190,8 +186,6 @@ class Failed(Numbered, frozen=True, kw_only=True):
         gone: the ranks that the node cannot reach any more.
     """
 
-    epoch: int
-    order: int
     gone: list[int] = []
     kind: FailureKind
     message: str
@@ -226,7 +220,7 @@ class Ping(Numbered, frozen=True, kw_only=True):
     number: int
 
 
-class Order(Numbered, frozen=True, kw_only=True):
+class Order(AboutOrder, frozen=True, kw_only=True):
     """Prompts to generate tokens for.
 
     Attributes:
@@ -235,8 +229,6 @@ class Order(Numbered, frozen=True, kw_only=True):
         prompts: token ids, including those generated so far.
     """
 
-    epoch: int
-    order: int
     members: list[int]
     first_request: int
     prompts: list[list[int]]
@@ -253,20 +245,15 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     key: str
 
 
-class Begin(Numbered, frozen=True, kw_only=True):
+class Begin(AboutOrder, frozen=True, kw_only=True):
     """All members are ready: carry the order out, with these sizes."""
 
-    epoch: int
-    order: int
     members: list[Member]
     sizes: SizeOptions
 
 
-class AllLoaded(Numbered, frozen=True, kw_only=True):
+class AllLoaded(AboutOrder, frozen=True, kw_only=True):
     """All members are about to make their first exchange: make it."""
-
-    epoch: int
-    order: int
 
 
 class Stop(Numbered, frozen=True, kw_only=True):
