@@ -10,10 +10,11 @@ from moesched.doctor.examination import cuda_facts, library_bytes, metal_facts
 from moesched.doctor.facts import Facts
 from moesched.doctor.findings import Finding
 from moesched.doctor.policy_runs import PolicyRuns, judge_runs, run_policies
-from moesched.doctor.tiny_model import MICRO_BATCH, NEW_TOKENS, PROMPTS, write_tiny_model
+from moesched.doctor.tiny_model import MICRO_BATCH, NEW_TOKENS, PROMPTS, TINY
 from moesched.errors import MoeschedError
 from moesched.jobs.run_model import run_model
 from moesched.system.scratch import scratch_folder
+from moesched.testing.device_checks import write_decisive_model
 
 Progress = Callable[[float, float, str], object]
 
@@ -34,7 +35,7 @@ def try_device(device: str, facts: Facts, progress: Progress) -> list[Finding]:
         return [Finding(about="trial", says=f"nothing ran on {device}: {reason}", remedy="mend that first")]
     name = CPU if device == "cpu" else device
     with scratch_folder() as folder:
-        model = write_tiny_model(folder / "model")
+        model = write_decisive_model(TINY, folder / "model").directory
         libraries = GPU_STREAMS * library_bytes() if device == "cuda" else 0
         found = run_policies(model, name, folder, progress)
         expected = _expected(model, name, found)
