@@ -137,7 +137,7 @@ def _savings(recording: Recording, parts: Sequence[_Part]) -> list[float]:
     first = _first_of_middle(recording)
     window = recording.part(range(first, min(first + MOST_TASKS, len(recording.slices))), trimmed=True)
     try:
-        before = _length(window, _durations(window))
+        before = _length(window, window.durations)
     except BadInput:  # not a whole run: the path has to do
         return [share_of(part.nanoseconds, total) / 2 for part in parts]
     saved = []
@@ -158,7 +158,7 @@ def _first_of_middle(recording: Recording) -> int:
 
 def _relieved(recording: Recording, part: _Part) -> tuple[Recording, list[int]]:
     """The tasks without what a part of the path passed with, and their durations."""
-    durations = _durations(recording)
+    durations = recording.durations
     if part.cause is None:
         slow = {lane for lane, title in recording.titles.items() if part.lane in (lane.name, title)}
         halved = [
@@ -185,10 +185,6 @@ def _with_room(recording: Recording) -> Recording:
         for index, before in enumerate(recording.producers)
     ]
     return msgspec.structs.replace(recording, producers=producers)
-
-
-def _durations(recording: Recording) -> list[int]:
-    return [each.end - each.start for each in recording.slices]
 
 
 def _length(recording: Recording, durations: Sequence[int]) -> int:

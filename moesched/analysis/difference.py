@@ -110,7 +110,7 @@ def explain_difference(
     chosen = _parts(*groups)
     steps = _Progress(2 + 2 * len(chosen), progress)
     took = [(run.end - run.start) / 1e9 for run in runs]
-    replayed = [steps.did(_replayed_seconds(run, _durations(run))) for run in runs]
+    replayed = [steps.did(_replayed_seconds(run, run.durations)) for run in runs]
     gap = took[1] - took[0]
     one_way = _losses(runs[1], groups, chosen, steps)
     other_way = _losses(runs[1], groups, chosen[::-1], steps)[::-1]
@@ -190,7 +190,7 @@ def _losses(
     """Seconds saved in the replay as one part after another gets the mean durations of the first run."""
     first, second = groups
     titles = run.titles
-    durations = _durations(run)
+    durations = run.durations
     before = _replayed_seconds(run, durations)
     losses = []
     for part in parts:
@@ -208,10 +208,6 @@ def _losses(
 def _as_in_first(nanoseconds: int, first: float, second: float) -> int:
     """A task's duration, scaled by the mean durations of its group in both runs; the first where the second is 0."""
     return round(nanoseconds * (first / second)) if second else round(first * 1e9)
-
-
-def _durations(run: Recording) -> list[int]:
-    return [each.end - each.start for each in run.slices]
 
 
 def _replayed_seconds(run: Recording, durations: Sequence[int]) -> float:

@@ -38,7 +38,7 @@ def explain(
         tuple[str, ...],
         Option(
             'Replay the run with a change: "link host->gpu x2" (twice the rate), "kernel run_expert x0.7" (0.7 of '
-            'the time), "pool experts x1.5" (more room), "no handovers" (no time between tasks), or several of them, '
+            'the time), "no handovers" (no time between tasks), or several of them, '
             "with commas; repeatable.",
             "CHANGE",
         ),

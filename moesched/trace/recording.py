@@ -199,6 +199,11 @@ class Recording(msgspec.Struct):
         return {lane: f"rank {lane.rank} {lane.name}" if several else lane.name for lane in self.lanes}
 
     @property
+    def durations(self) -> list[int]:
+        """The nanoseconds of each slice."""
+        return [each.end - each.start for each in self.slices]
+
+    @property
     def edges(self) -> int:
         """Number of dependencies between slices."""
         return sum(map(len, self.producers))
