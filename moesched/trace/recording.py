@@ -23,7 +23,7 @@ class LaneName(NamedTuple):
     name: str
 
 
-class TaskInfo(msgspec.Struct, frozen=True, gc=False):
+class TaskInfo(msgspec.Struct, frozen=True, gc=False, rename={"nbytes": "bytes", "flops": "FLOP"}):
     """Description of a task; equal tasks of different steps may share one.
 
     Attributes:
@@ -38,11 +38,11 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False):
         page_names: the weight pages that it moves, in words.
     """
 
-    label: str
-    verb: str
-    type: str
-    kind: str
-    resource: str
+    label: str = ""
+    verb: str = ""
+    type: str = ""
+    kind: str = ""
+    resource: str = ""
     layer: int = -1
     micro_batch: int = -1
     expert: int = -1
