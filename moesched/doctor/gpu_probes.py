@@ -14,7 +14,7 @@ from moesched.system.cuda import (
     trouble_of_driver,
     trouble_of_gpu,
 )
-from moesched.system.wired import raise_wired_limit
+from moesched.system.macos import raise_wired_limit
 
 FULL_SHARE = 0.1
 """Share of a GPU's memory that others may fill: a desktop takes less."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -125,7 +125,7 @@ class ForecastUse(msgspec.Struct, frozen=True):
 Use = TypeVar("Use", PreviewUse, ForecastUse)
 
 
-def use_of(kind: type[Use], compared: Compared, *key: Any) -> Use:
+def use_of(kind: Callable[..., Use], compared: Compared, *key: Any) -> Use:
     """The report of router previews or of a predictor's answers; `key` is their distance, after the predictor's name."""
     return kind(*key, *compared, _rate(compared.found, compared.chosen))
 

@@ -36,7 +36,6 @@ from moesched.trace.recording import (
     WorkKey,
 )
 
-
 by_id = attrgetter("id")
 """The sort key for program order."""
 
