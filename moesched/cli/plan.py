@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,6 @@ from moesched.analysis.published import published_prefills
 from moesched.cli import options
 from moesched.cli.command import command
 from moesched.cli.output import Bar, in_band, print_json, say, say_band
-from moesched.cli.plan_table import print_ranking
 from moesched.cli.tables import print_table
 from moesched.errors import BadInput, DoesNotFit
 from moesched.inputs.options import ClusterPlanOptions, NodesOptions, PlanOptions
@@ -20,6 +19,7 @@ from moesched.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from moesched.planner import ClusterProposal
     from moesched.planner.proposal import Proposal
+    from moesched.planner.ranking import Ranked
 
 EPILOGUE = """Examples:
 
@@ -30,6 +30,26 @@ EPILOGUE = """Examples:
   moesched plan --model qwen3-next-80b-a3b --format q4_k_m --machine l4
   moesched plan --model qwen3-30b-a3b --machine rtx6000 --for interactive
   moesched plan --model dbrx --machine m2-ultra --nodes 4 --network 10gbe"""
+
+
+ESTIMATE = "~"
+"""Mark of figures that a few layers tell."""
+
+RANKED = (
+    "policy",
+    "tokens/s with prefill",
+    "decode step",
+    "first token",
+    "batch",
+    "micro-batch",
+    "busiest lane",
+    "10 % more of",
+    "brings",
+)
+"""Columns of the ranking."""
+
+SPARE = ("brings", "10 % more of", "micro-batch", "busiest lane")
+"""Columns of it that go where the terminal is narrow, in this order."""
 
 
 @command(3, EPILOGUE)
@@ -113,6 +133,32 @@ def print_proposal(proposal: Proposal) -> None:
         f"\nA run of {requests} takes {format_seconds(_run_seconds(proposal))}. "
         f"{predicted.bound_by} is the bottleneck."
     )
+
+
+def print_ranking(ranking: Sequence[Ranked], objective: str) -> None:
+    """Print a row for each policy that fits, and a line for each that does not."""
+    rows = [_ranked_row(each) for each in ranking if each.fits]
+    print_table([f"policies for {objective}", *RANKED[1:]], rows, spare=SPARE)
+    if any(each.estimate for each in ranking):
+        say(f"{ESTIMATE}estimates from a few layers, not ranked; `simulate` has the whole")
+    for each in ranking:
+        if not each.fits:
+            say(f"\n{each.policy} does not fit: {each.lacks}")
+
+
+def _ranked_row(ranked: Ranked) -> list[str]:
+    gain = ranked.gain
+    return [
+        ranked.policy,
+        f"{ESTIMATE * ranked.estimate}{ranked.throughput_tokens_per_second:.4g}",
+        format_seconds(ranked.decode_step_seconds or 0.0),
+        format_seconds(ranked.first_token_seconds or 0.0),
+        str(ranked.batch_size),
+        str(ranked.micro_batch_size),
+        f"{ranked.bound_by}, {ranked.busy or 0.0:.0%}",
+        gain.resource if gain is not None else "",
+        f"{gain.share:+.1%}" if gain is not None else "",
+    ]
 
 
 def print_cluster(proposal: ClusterProposal) -> None:
