@@ -26,11 +26,6 @@ RELIEFS = {
 }
 """The relief of a bottleneck, by its cause; a lane's is among what would help."""
 
-DECISIONS_HELD = (
-    "The policy decides as it goes; its decisions were held. `simulate --machine-set` lets it decide anew."
-)
-"""The reservation of replays of such a policy."""
-
 
 class Table(NamedTuple):
     """Columns and rows, as text.

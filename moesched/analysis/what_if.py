@@ -35,6 +35,11 @@ LAST = "sample"
 
 Progress = Callable[[int, int], object]
 
+DECISIONS_HELD = (
+    "The policy decides as it goes; its decisions were held. `simulate --machine-set` lets it decide anew."
+)
+"""The reservation of replays of a policy that decides as it goes."""
+
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     """The run with a change.

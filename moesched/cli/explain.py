@@ -85,7 +85,8 @@ def _write_report(path: Path, run: Trace, explanation: Explanation) -> None:
 
 def print_explanation(explanation: Explanation, trace: Path) -> None:
     """Print what matters first."""
-    from moesched.analysis.explanation_tables import DECISIONS_HELD, first_lines, tables_of
+    from moesched.analysis.explanation_tables import first_lines, tables_of
+    from moesched.analysis.what_if import DECISIONS_HELD
     from moesched.cli.report_tables import say_helps
 
     say("\n".join(first_lines(explanation)))

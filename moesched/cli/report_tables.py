@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from moesched.analysis.explanation_tables import DECISIONS_HELD
 from moesched.analysis.helps import Help
 from moesched.analysis.published import published_prefills
+from moesched.analysis.what_if import DECISIONS_HELD
 from moesched.cli.output import in_band, say, say_band
 from moesched.cli.tables import print_table
 from moesched.jobs.report import ClusterReport, JobReport, NodeReport
