@@ -39,5 +39,5 @@ def free_memory(ask: Ask = output_of) -> int | None:
 
 
 def raise_wired_limit(nbytes: int) -> str:
-    """The command that lets the GPU of a Mac wire that many bytes, until it starts again."""
+    """The shell command that lets a Mac's GPU wire `nbytes` bytes, until the Mac restarts."""
     return f"sudo sysctl iogpu.wired_limit_mb={-(-nbytes // MEBIBYTE)}"
