@@ -1,4 +1,4 @@
-"""`moesched list`: everything that can be named, plug-ins included, with reasons for what cannot load."""
+"""`moesched list`: names of policies, models, machines and more, with the reason if one cannot load."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _plugins(kind: Any) -> list[Entry]:
 
 
 def _kernels() -> list[Entry]:
-    """A row of the tables of kernels: its operation and devices, what it takes, and why it takes nothing here."""
+    """Return a row per kernel: its operation and devices, the cases it takes, and the reason if it takes none here."""
     from moesched import plugins
     from moesched.seams import KernelRow, ListsKernels
 
@@ -106,7 +106,7 @@ def _kernel_row(entry: Entry) -> list[str]:
 
 
 def _models() -> list[Entry]:
-    """A model: its family, sizes, weights in all and active ones, format, bytes, and the source of its sizes."""
+    """Return a row per model: family, sizes, numbers of all and of active weights, format, bytes, and source."""
     from moesched.models.architectures import ARCHITECTURES
     from moesched.models.tensors import count_active_weights, count_weights, file_bytes
 
@@ -141,7 +141,7 @@ def _model_row(entry: Entry) -> list[str]:
 
 
 def _machines() -> list[Entry]:
-    """A machine, with the bytes of each memory, the bytes per second of each link, and the number of accelerators."""
+    """Return a row per machine: bytes of each memory, bytes per second of each link, number of accelerators."""
     from moesched.inputs.lookup import find_machine
     from moesched.machines import machine_names
 
@@ -201,7 +201,7 @@ def _part_figures(entry: Entry) -> str:
 
 
 def _networks() -> list[Entry]:
-    """A network, with its latency in seconds, its bytes per second, and the price of a card."""
+    """Return a row per network: latency in seconds, bytes per second, and price of a network card in USD."""
     from moesched.machines.networks import load_network, network_names
 
     entries = []
@@ -237,7 +237,7 @@ def _loaded(name: str, load: Callable[[str], Any]) -> Entry:
 
 
 def _first_sentence(found: Any) -> str:
-    """The first sentence of a docstring, or its first paragraph if that has no full stop."""
+    """Return the first sentence of a docstring, or its first paragraph if that has no full stop."""
     text = " ".join((inspect.getdoc(found) or "").split("\n\n", 1)[0].split())
     sentence = re.match(r".*?[.!?](?= [A-Z`]|$)", text)
     return sentence[0] if sentence else text

@@ -24,12 +24,12 @@ PATIENCE_SECONDS = 1.0
 
 
 def stdout() -> Console:
-    """Standard output, as rich writes to it."""
+    """Return a rich console on standard output."""
     return Console(file=command_output(), highlight=False, width=columns_of_terminal())
 
 
 def columns_of_terminal() -> int | None:
-    """The width of the terminal that standard output goes to, or that COLUMNS gives; None where it is no terminal."""
+    """Return the width of the terminal on standard output, or the value of COLUMNS; None if it is no terminal."""
     out = command_output()
     if not out.isatty():
         return None
@@ -40,12 +40,12 @@ def columns_of_terminal() -> int | None:
 
 
 def stderr() -> Console:
-    """Standard error, as rich writes to it."""
+    """Return a rich console on standard error."""
     return Console(file=sys.stderr, highlight=False)
 
 
 def say(text: str = "") -> None:
-    """Print text for people on standard output; a terminal gets lines that end between words."""
+    """Print text for people on standard output; on a terminal, lines are wrapped between words."""
     width = columns_of_terminal()
     for line in plain_text(text).split("\n"):
         indent = line[: len(line) - len(line.lstrip())]
@@ -57,7 +57,7 @@ def say(text: str = "") -> None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines as they are, such as commands to paste; names in them cannot act on the terminal."""
+    """Print lines without wrapping, such as commands to paste; control characters are escaped."""
     for line in lines:
         print(plain_text(line).rstrip(), file=command_output())
 
@@ -73,7 +73,7 @@ def print_json(content: Any) -> None:
 def in_band(
     band: Mapping[str, tuple[float, float, float]] | None, figure: str, write: Callable[[float], str]
 ) -> str:
-    """The ends of a figure's band, as " (240 to 355)"; empty without a band."""
+    """Return the ends of a figure's uncertainty band, such as " (240 to 355)"; empty if it has none."""
     if not band or figure not in band:
         return ""
     low, _, high = band[figure]
@@ -81,7 +81,7 @@ def in_band(
 
 
 def say_band(widest_rate: str | None, at_peak: Figures | None) -> None:
-    """Print what makes a band wide, and the throughput at the rates that the machine states."""
+    """Print the rate that widens a prediction's uncertainty band most, and the throughput at stated rates."""
     if widest_rate is not None:
         say(f"least certain rate: {widest_rate}")
     if at_peak is not None:
@@ -91,9 +91,9 @@ def say_band(widest_rate: str | None, at_peak: Figures | None) -> None:
 
 
 class Bar:
-    """A progress bar on standard error that appears after some time, and only on a terminal.
+    """A progress bar on standard error that appears after `patience` seconds, and only on a terminal.
 
-    Use it as a context; it may be closed early.
+    Use it as a context manager; it may be closed early.
     """
 
     def __init__(self, what: str, *, patience: float = PATIENCE_SECONDS) -> None:
@@ -117,7 +117,7 @@ class Bar:
         self.close()
 
     def update(self, done: float, total: float | None = None, what: str | None = None) -> None:
-        """Set the amounts done and in total; another `what` begins another activity, whose total may be unknown."""
+        """Set the amounts done and in total; a new `what` starts another activity, whose total may be unknown."""
         other = what is not None and plain_text(what) != self._what
         self._done = done
         self._total = total or (None if other else self._total)

@@ -23,7 +23,7 @@ def print_report(report: JobReport, trace: Path | str | None = None) -> None:
     """Print the figures of a run: rates, lanes, memories.
 
     Args:
-        trace: the file of the run's trace, if it was written.
+        trace: file of the run's trace, for the commands that are suggested; None if none was written.
     """
     measured = "measured" if report.measured else "predicted"
     instead = f" instead of {report.model_dtype}" if report.dtype == "float16" != report.model_dtype else ""
@@ -88,7 +88,7 @@ def print_report(report: JobReport, trace: Path | str | None = None) -> None:
 
 
 def say_helps(helps: Sequence[Help], trace: Path | str | None) -> None:
-    """Print the changes that would save most, each with its gain and its command for the trace, if there is one."""
+    """Print the changes that would save most time, each with its gain and the command that shows it for the trace."""
     if not helps:
         return
 
@@ -101,7 +101,7 @@ def say_helps(helps: Sequence[Help], trace: Path | str | None) -> None:
 
 
 def _rates(report: JobReport) -> dict[str, str]:
-    """The rates and times of a report in words, by name."""
+    """Return the rates and times of a report as text, by name."""
     rates = {
         "decode": f"{report.decode_tokens_per_second:.1f} tokens/s",
         "throughput": f"{report.throughput_tokens_per_second:.1f} tokens/s"
@@ -123,7 +123,7 @@ def _rates(report: JobReport) -> dict[str, str]:
 
 
 def _new_tokens(report: JobReport) -> str:
-    """The number of new tokens of each request, or those that all got where some ended early."""
+    """Return the number of new tokens per request as text; if some ended early, the sum over all requests."""
     most, tokens = report.plan.new_tokens, report.tokens
     if tokens is None or all(len(each) == most for each in tokens):
         return f"{most} new tokens"
@@ -131,7 +131,7 @@ def _new_tokens(report: JobReport) -> str:
 
 
 def _repeated(report: JobReport) -> str:
-    """The steps of a prediction that were not simulated, in words; empty where all were."""
+    """Return a sentence on the steps of a prediction that were not simulated; empty if all were."""
     simulated, steps = report.simulated_steps, len(report.step_seconds)
     if simulated is None or simulated >= steps:
         return ""
@@ -141,7 +141,7 @@ def _repeated(report: JobReport) -> str:
 
 
 def _cores(cores: Mapping[str, int]) -> str:
-    """The division of the host's cores in words."""
+    """Return the use of the host's cores as text: kernels, copies, issuing."""
     kernels, copies, issuing = (cores[name] for name in ("kernels", "copies", "issuing"))
     return (
         f"threads on the host: {kernels} for attention and experts, {copies} for copies of weights; "
@@ -150,7 +150,7 @@ def _cores(cores: Mapping[str, int]) -> str:
 
 
 def _kernels(kernels: Mapping[str, Sequence[str]]) -> str:
-    """The kernels that ran, each with its operations."""
+    """Return the kernels that ran as text, each with its operations."""
     operations: dict[str, list[str]] = {}
     for operation, names in kernels.items():
         for name in names:
@@ -159,7 +159,7 @@ def _kernels(kernels: Mapping[str, Sequence[str]]) -> str:
 
 
 def _print_lanes(lanes: Mapping[str, LaneUse], expected: Mapping[str, LaneUse] | None) -> None:
-    """Print the use of each lane, beside the expected one where there is one."""
+    """Print the use of each lane, beside the predicted use if there is one."""
     columns = ["lane", "busy", "in use"]
     rows = [
         [name, format_seconds(lane.busy_seconds), f"{100 * lane.utilization:.1f} %"]
@@ -173,7 +173,7 @@ def _print_lanes(lanes: Mapping[str, LaneUse], expected: Mapping[str, LaneUse] |
 
 
 def _print_memories(report: JobReport) -> None:
-    """Print the peak and the budget of each memory and of the process, and the parts of the latter."""
+    """Print peak and budget of each memory and of the process, and the parts of the process's memory."""
     memories = [
         [name, format_bytes(peak), format_bytes(report.budget_bytes[name])]
         for name, peak in report.peak_bytes.items()
@@ -203,7 +203,7 @@ def _print_pools(pools: Sequence[PoolUse]) -> None:
 
 
 def _accuracy(source: str, forecasts: Sequence[PreviewUse | ForecastUse], noun: str) -> str:
-    """The accuracy of forecasts from one source, by their distance, in words."""
+    """Return the accuracy of one source's forecasts of experts as text, by the number of layers ahead."""
     rates = [
         f"{each.accuracy:.1%} {each.ahead} layer{'s' * (each.ahead > 1)} ahead ({each.forecasts:,} {noun})"
         for each in forecasts
@@ -212,7 +212,7 @@ def _accuracy(source: str, forecasts: Sequence[PreviewUse | ForecastUse], noun: 
 
 
 def _process(process: ProcessBytes) -> str:
-    """The parts of the process's predicted memory, in words."""
+    """Return the parts of the process's predicted memory as text."""
     parts = {
         "weights, KV cache and buffers": process.plan,
         "Python and libraries": process.runtime,
@@ -224,14 +224,14 @@ def _process(process: ProcessBytes) -> str:
 
 
 def _kv_cache(on_gpu: float) -> str:
-    """The place of the KV cache, in words."""
+    """Return the place of the KV cache as text, given its share on the GPU, from 0 to 1."""
     if 0 < on_gpu < 1:
         return f"KV cache of {on_gpu:.0%} of the micro-batches on the accelerator, of the others on the host"
     return f"KV cache on the {'accelerator' if on_gpu else 'host'}"
 
 
 def _print_members(members: Sequence[NodeReport]) -> None:
-    """Print the nodes of a cluster: the time of each, and whether it stayed to the end."""
+    """Print a table of a cluster's nodes: the time of each, and whether it stayed to the end."""
     rows = [
         [
             f"{member.rank}: {member.name}",
@@ -245,13 +245,13 @@ def _print_members(members: Sequence[NodeReport]) -> None:
 
 
 def _peaks(member: NodeReport) -> dict[str, int]:
-    """The peak of each of a node's memories, and of its process."""
+    """Return the peak bytes of each of a node's memories, and of its process."""
     process = member.process_bytes
     return {**member.peak_bytes, "process": 0 if process is None else process.measured or 0}
 
 
 def _print_emulation(emulation: Emulation) -> None:
-    """Print the quality of an emulation, by lane."""
+    """Print how exactly emulated tasks kept their predicted durations, by lane."""
     columns = ["emulated lane", "real work", "tasks over a third", "late", "too long by"]
     rows = [
         [

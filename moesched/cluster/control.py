@@ -21,11 +21,11 @@ from moesched.system.logs import Log
 _log = Log(__name__)
 
 Peer = bytes
-"""The socket's name of a connection."""
+"""ZeroMQ's identity of a connection to a node."""
 
 
 class Heard(NamedTuple):
-    """A received message, with its connection, and its sender's public key and address."""
+    """A received message, with its connection and the sender's public key and address."""
 
     peer: Peer
     key: str
@@ -69,7 +69,7 @@ class Control:
         self.port = self._bind(address, port)
 
     def hear(self, seconds: float) -> Iterator[Heard]:
-        """Wait for messages and yield all that have arrived; yields none after the time-out."""
+        """Wait up to `seconds` for messages, and yield all that have arrived."""
         deadline = time.monotonic() + seconds
         while not self._socket.poll(0):
             left = max(0.0, deadline - time.monotonic())
@@ -90,16 +90,16 @@ class Control:
                 yield heard
 
     def gone(self) -> list[Peer]:
-        """The connections that ended since the last call; all their messages have been received."""
+        """Return the connections that ended since the last call; all their messages have been received by then."""
         gone, self._gone = self._gone, []
         return gone
 
     def say(self, peer: Peer, message: LauncherSays) -> None:
-        """Send a message; it is dropped where the connection has ended."""
+        """Send a message to a node; it is dropped if the connection has ended."""
         self._socket.send_multipart([peer, pack(self._said[peer].number(message))])
 
     def close(self) -> None:
-        """Close the channel. The last messages are delivered to peers that read them within two seconds."""
+        """Close the channel, after up to two seconds in which peers may read the last messages."""
         self._check.close()
         self._socket.disable_monitor()
         self._ends.close()
@@ -142,7 +142,7 @@ class Control:
 
 
 def cannot_listen(address: str, port: int, error: zmq.ZMQError) -> str:
-    """The message for a socket that cannot be bound: the reason, and a remedy."""
+    """Return the error message for a socket that cannot be bound: the reason, and a remedy."""
     if error.errno == zmq.EADDRINUSE:
         return (
             f"port {port} of {address} is in use: end the process that listens there, or choose another port"

@@ -18,7 +18,7 @@ TINY = SHAPES["mixtral-0.8b"].varied(
     dtype="float32",
     max_positions=131_072,
 )
-"""Its heads have the size that fast attention kernels of GPUs are written for."""
+"""The tiny model's shape; its heads have the size that fast GPU kernels of attention are written for."""
 
 PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5], [60]]
 NEW_TOKENS = 6
