@@ -154,7 +154,7 @@ def _of_steps(first: StepTime, last: StepTime) -> Window:
 
 
 def _layers(recording: Recording, step: int, of: Window, text: str) -> Window:
-    """Return the window from the first to the last kernel of layers such as "2:4" in a step, whose window is `of`."""
+    """Return the window of layers such as "2:4" within a step's window `of`: from their first to their last kernel."""
     kernels = [
         each
         for each in recording.slices
