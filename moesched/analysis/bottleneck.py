@@ -1,9 +1,9 @@
-"""The bottleneck of a run: among what takes its critical path, that whose relief would shorten the run most.
+"""The bottleneck of a run: the lane or cause on its critical path whose relief would shorten the run most.
 
-The critical path alone does not tell: where a fetch and a kernel take turns for want of room, half of the path is
-theirs. So the run is replayed with each of them relieved: a lane is twice as fast, transfers wait for no room, the
-policy waits for no router, or no rank for another. Time of the policy and the driver lies
-between tasks, and half of it is what a relief would save.
+The critical path alone does not tell: where a fetch and a kernel alternate because the pool is full, each has half of
+the path, and relief of one may save nothing. So the run is replayed once per relief: a lane is twice as fast, transfers
+wait for no room, the policy waits for no router, or no rank waits for another. Time of the policy and the driver lies
+between tasks and is not replayed: a relief counts as half of it.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from moesched.trace.summary import lane_title
 from moesched.trace.waits import lacked_room
 
 OF_A_LANE: tuple[Cause, ...] = ("data", "lane")
-"""Causes for which the lane is to blame that the tasks of the path ran on."""
+"""Causes whose time on the critical path is attributed to the lane that was busy."""
 
 LEAST_SHARE = 0.1
-"""Share of the path from which on a relief is tried."""
+"""The smallest share of the run's time for which a relief is tried."""
 
 NEARLY = 0.9
-"""Share of the most that a relief saves from which on it counts as much."""
+"""A relief that saves at least this fraction of the largest saving counts as equal to it."""
 
 MOST_TASKS = 5000
-"""Tasks of a replay: those around the middle of the run's time."""
+"""The most tasks in a replay; they are taken around the middle of the run's time."""
 
 
 class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the critical path whose relief would shorten the run most: the tasks of a lane, or a cause.
 
     Attributes:
-        lane: the lane that is too slow, or that waits for the policy, the driver, another rank, room, or a router.
-        kind: the kind of task that takes most of it; "policy" or "host" for the time between tasks.
-        kind_seconds: the part of `seconds` that tasks of this kind on this lane take.
+        lane: title of the lane that is too slow, or that waits for the policy, driver, another rank, room or a router.
+        kind: the verb that takes most of this time; "policy" or "host" for the time between tasks.
+        kind_seconds: the part of `seconds` that tasks of `kind` on this lane take.
         line: the policy's line that submitted most of these tasks, as file:line; empty if none is known.
-        seconds: its part of the path.
-        share: of the time of the run.
+        seconds: time on the critical path.
+        share: `seconds` over the time of the run.
         saved: share of the run's time that a relief would save.
     """
 
@@ -60,7 +60,7 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Part(NamedTuple):
-    """Stretches of the critical path with one relief.
+    """Stretches of the critical path that one relief would shorten.
 
     Attributes:
         lane: the lane to blame, or the network's lanes of all ranks; empty if a cause is.
@@ -77,14 +77,11 @@ class _Part(NamedTuple):
 
 
 def bottleneck(recording: Recording, stretches: Sequence[Stretch]) -> Bottleneck | None:
-    """Find the bottleneck.
+    """Find the bottleneck of a run; None if no task ran.
 
     Args:
-        recording: without loading.
-        stretches: of its critical path.
-
-    Returns:
-        None if no task ran.
+        recording: the run, without the loading of weights.
+        stretches: the run's critical path, in order of time.
     """
     parts = _parts(stretches, _networks(recording))
     if not parts:
@@ -112,16 +109,16 @@ def bottleneck(recording: Recording, stretches: Sequence[Stretch]) -> Bottleneck
 
 
 def _networks(recording: Recording) -> dict[str, str]:
-    """The names of lanes with collectives, by title; the parts of a collective end together."""
+    """Map the title of each lane that ran collectives to its name, which is the same on all ranks."""
     ranks = len({lane.rank for lane in recording.lanes})
     lanes = {each.lane for each in recording.slices if each.ticket >= 0}
     return {lane_title(lane, ranks): lane.name for lane in lanes}
 
 
 def _parts(stretches: Sequence[Stretch], networks: Mapping[str, str]) -> list[_Part]:
-    """The path by what is to blame, longest first.
+    """Group the critical path by the lane or cause to blame, longest first.
 
-    networks: lanes with one name on all ranks, which are to blame together.
+    networks: names of the network's lanes by title; lanes of one name are grouped over all ranks.
     """
     groups: dict[tuple[str, Cause | None], list[Stretch]] = {}
     for each in stretches:
@@ -133,7 +130,7 @@ def _parts(stretches: Sequence[Stretch], networks: Mapping[str, str]) -> list[_P
 
 
 def _savings(recording: Recording, parts: Sequence[_Part]) -> list[float]:
-    """The share of the run's time that each relief saves."""
+    """Return the share of the run's time that the relief of each part would save, from replays."""
     total = recording.end - recording.start
     first = _first_of_middle(recording)
     window = recording.part(range(first, min(first + MOST_TASKS, len(recording.slices))), trimmed=True)
@@ -151,14 +148,14 @@ def _savings(recording: Recording, parts: Sequence[_Part]) -> list[float]:
 
 
 def _first_of_middle(recording: Recording) -> int:
-    """The index of the first slice of those around the middle of the run's time."""
+    """Return the index of the first of the `MOST_TASKS` slices around the middle of the run's time."""
     slices = recording.slices
     middle = bisect_left(slices, (recording.start + recording.end) // 2, key=lambda each: each.end)
     return max(0, min(middle - MOST_TASKS // 2, len(slices) - MOST_TASKS))
 
 
 def _relieved(recording: Recording, part: _Part) -> tuple[Recording, list[int]]:
-    """The tasks without what a part of the path passed with, and their durations."""
+    """Return the recording with one part relieved, and the nanoseconds of each slice: half for a slow lane."""
     durations = _durations(recording)
     if part.cause is None:
         ranks = len({lane.rank for lane in recording.lanes})
@@ -180,7 +177,7 @@ def _relieved(recording: Recording, part: _Part) -> tuple[Recording, list[int]]:
 
 
 def _with_room(recording: Recording) -> Recording:
-    """The tasks without the waits of transfers for room."""
+    """Return the recording without the dependencies by which transfers waited for room in a pool."""
     slices = recording.slices
     producers = [
         tuple(each for each in before if not lacked_room(slices[each], slices[index]))
@@ -194,12 +191,12 @@ def _durations(recording: Recording) -> list[int]:
 
 
 def _length(recording: Recording, durations: Sequence[int]) -> int:
-    """Nanoseconds of a replay."""
+    """Return how many nanoseconds a replay with these durations takes."""
     return replay_recording(recording, durations, handovers=True).end
 
 
 def _most(stretches: Sequence[Stretch], field: Literal["lane", "kind", "cause", "line"]) -> Any:
-    """The value of a field that most of the time has."""
+    """Return the value of a field that covers most time of these stretches."""
     spent: Counter[str] = Counter()
     for each in stretches:
         spent[getattr(each, field)] += each.nanoseconds

@@ -26,10 +26,10 @@ def compare_runs(
     """Compare runs with the first of them.
 
     Args:
-        sides: runs, or the files of their traces or reports.
-        replayed: also compare the first run with a replay of its graph and durations on the virtual clock.
+        sides: two or more runs, each as a `Side` or as the file of its trace or report.
+        replayed: whether to add a replay of the first run's graph and durations on the virtual clock.
         trace: file to write all runs to as a single trace.
-        progress: called with the number of replays done and the total, while the difference is computed.
+        progress: called with (replays done, all replays) while the difference is computed.
 
     Raises:
         BadInput: there are fewer than two runs and no replay, a file is neither a trace nor a report, or a report is
@@ -63,7 +63,7 @@ def compare_runs(
 
 
 def read_sides(sides: Sequence[Side | Path | str], *, replayed: bool = False) -> list[Side]:
-    """Read the runs to compare; the replay of the first one follows it.
+    """Read the runs to compare; with `replayed`, a replay of the first run is inserted after it.
 
     Raises:
         BadInput: there are fewer than two, a file is neither a trace nor a report, or a report is to be replayed.
@@ -102,7 +102,7 @@ def _row(measure: Measure, runs: Sequence[Side]) -> Row:
 
 
 def _error_percent(measure: Measure, first: Side, other: Side) -> float | None:
-    """The error of a prediction in percent of the measurement; None unless there is one of each."""
+    """Return the prediction's error in percent of the measurement; None unless exactly one side is predicted."""
     if first.figures == other.figures:
         return None
     tested, reference = (first, other) if first.figures == "predicted" else (other, first)

@@ -14,17 +14,17 @@ from moesched.system.cells import html_of
 from moesched.units import format_bytes, format_flops, format_number, format_seconds
 
 MOST_WAITS = 5
-"""The most kinds of task that are listed with the waits before them."""
+"""The most rows of `Comparison.waits`: kinds of task with the time waited before them."""
 
 _WITHOUT_KIND = {"tasks": "other tasks", "between tasks": "between tasks", "graph": "order and spread"}
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure for all runs; None for runs that lack it.
+    """One figure of all compared runs; None for runs that lack it.
 
     Attributes:
-        ratios: value of each run divided by that of the first.
-        error_percents: of each run and the first: the prediction's error in percent of the measurement, None where both
+        ratios: value of each run over that of the first run.
+        error_percents: for each run and the first: the prediction's error in percent of the measurement; None if both
             are predicted or both are measured.
     """
 
@@ -38,7 +38,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Title(msgspec.Struct, frozen=True, kw_only=True):
-    """Heading of a column: a run; `replayed` if it replays the durations of another."""
+    """Heading of a column of the comparison: a run. `replayed` is set if it is a replay of another run's durations."""
 
     title: str
     figures: Literal["predicted", "measured"]
@@ -65,7 +65,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return html_of(self)
 
     def header(self) -> list[str]:
-        """Return the columns of `table`."""
+        """Return the column titles of `table`."""
         columns = ["", "", *(f"{run.title} ({run.figures})" for run in self.runs)]
         for number in range(1, len(self.runs)):
             letter = chr(ord("A") + number)
@@ -73,11 +73,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return columns
 
     def _foretells(self, number: int) -> bool:
-        """Test whether one of a run and the first is a prediction, and the other was measured."""
+        """Test whether exactly one of this run and the first run is a prediction."""
         return self.runs[number].figures != self.runs[0].figures
 
     def reasons(self) -> list[str]:
-        """Describe the difference in sentences; empty if there is none."""
+        """Describe `difference` in sentences; empty if it is None."""
         difference = self.difference
         if difference is None:
             return []
@@ -101,7 +101,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return lines
 
     def causes(self) -> tuple[list[str], list[list[str]]]:
-        """Return columns and rows of the causes of the difference, largest first."""
+        """Return (column titles, rows) of the causes of the time gap, largest first."""
         difference = self.difference
         assert difference is not None, "there is a difference where there are reasons"
         titles = [self.runs[place].title for place in difference.places]
@@ -119,7 +119,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return header, [_cause(cause, names) for cause in difference.causes if abs(cause.seconds) >= 5e-10]
 
     def lane_causes(self) -> tuple[list[str], list[list[str]]]:
-        """Return columns and rows of the causes by lane."""
+        """Return (column titles, rows) of the time gap by lane."""
         difference = self.difference
         assert difference is not None, "there is a difference where there are reasons"
         titles = [self.runs[place].title for place in difference.places]
@@ -131,7 +131,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return header, rows
 
     def waits(self) -> tuple[list[str], list[list[str]]]:
-        """Return columns and rows of the gaps on the second run's critical path."""
+        """Return (column titles, rows) of the waits before tasks on the second run's critical path, longest first."""
         difference = self.difference
         assert difference is not None, "there is a difference where there are reasons"
         header = ["before", "on lane", "times", "waited"]
@@ -142,7 +142,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return header, rows
 
     def table(self) -> list[list[str]]:
-        """Return the rows as formatted text, by section."""
+        """Return `rows` as formatted cells, in order of section; `header` has the column titles."""
         lines = []
         for row in self.rows:
             cells = [row.name, row.what, *(_text(value, row.unit) for value in row.values)]
@@ -157,7 +157,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return lines
 
     def _published_prefills(self, columns: int) -> list[str]:
-        """The row below the prefill: how far predictions of published ones are off."""
+        """Return the cells of the row below a predicted prefill: the usual error of such predictions."""
         name, error = published_prefills()
         cells = [name, "", *(error if _foretold(run) else "" for run in self.runs)]
         return [*cells, *[""] * (columns - len(cells))]

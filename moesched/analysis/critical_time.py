@@ -16,18 +16,18 @@ from moesched.trace.summary import lane_title
 from moesched.trace.waits import Wait
 
 BETWEEN: tuple[Cause, ...] = ("policy", "host")
-"""Causes of time in which no task of the path ran."""
+"""Causes of time between tasks of the critical path, when none of them ran."""
 
 
 class PathPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of the critical path.
+    """Time on the critical path with one kind, lane and cause.
 
     Attributes:
-        kind: of the tasks that ran; "policy" or "host" for the time between tasks.
-        lane: where they ran, or where the next task started.
-        cause: why the next task waited for them.
-        tasks: number of them, or of the stretches between tasks.
-        share: of the time of the run.
+        kind: the verb of the tasks that ran; "policy" or "host" for the time between tasks.
+        lane: title of the lane on which the tasks ran; for time between tasks, of the next task's lane.
+        cause: the reason why the next task of the path waited for these tasks.
+        tasks: number of tasks, or of stretches between tasks.
+        share: `seconds` over the time of the run.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class PathPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stretch(NamedTuple):
-    """A stretch of the critical path; see `PathPart`."""
+    """A stretch of the critical path, as in `PathPart`: a task, or the time before it; `line` is the policy's line."""
 
     kind: str
     lane: str
@@ -66,7 +66,7 @@ def stretches_of(recording: Recording, waits: Sequence[Wait]) -> Iterator[Stretc
 
 
 def path_parts(stretches: Sequence[Stretch], total: int) -> list[PathPart]:
-    """The stretches by kind, lane and cause, longest first.
+    """Sum stretches of the critical path by kind, lane and cause, longest first.
 
     total: nanoseconds of the run.
     """
@@ -89,5 +89,5 @@ def path_parts(stretches: Sequence[Stretch], total: int) -> list[PathPart]:
 
 
 def share_of(nanoseconds: int, total: int) -> float:
-    """A part of a time; 0 of no time."""
+    """Return nanoseconds / total; 0.0 if the total is 0."""
     return nanoseconds / total if total else 0.0

@@ -24,22 +24,22 @@ from moesched.trace.recording import Recording, Slice
 from moesched.trace.summary import lane_title
 
 MOST_CAUSES = 8
-"""Kinds of task that are reported separately; each costs two replays, so the others are grouped."""
+"""The most groups of tasks with a cause of their own; each costs two replays, so all others form one cause."""
 
 Progress = Callable[[int, int], object]
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of the gap.
+    """One part of the time gap between two runs.
 
     Attributes:
         what: "tasks" for different durations on a lane; "between tasks" for dispatch and waiting for the host; "graph"
             for different tasks, order, or spread of durations.
-        kind, lane, phase: of these tasks; empty if several are grouped.
+        kind, lane, phase: verb, lane's title and phase of the tasks; empty if several groups are summed.
         tasks: number of such tasks in the second run.
-        means: mean seconds of such a task in the first and second run; None where there are none.
+        means: mean seconds of such a task in the first and second run; None for a run without such tasks.
         seconds: time that this cause adds to the second run.
-        share: signed share of the gap; None if there is no gap.
+        share: `seconds` over the gap; None if there is no gap.
     """
 
     what: Literal["tasks", "between tasks", "graph"]
@@ -53,7 +53,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneCause(msgspec.Struct, frozen=True, kw_only=True):
-    """Sum of all causes on one lane, with its busy seconds in the first and second run."""
+    """Seconds and share of the gap that one lane causes, with its busy seconds in the first and second run."""
 
     lane: str
     busy_seconds: tuple[float, float]
@@ -62,7 +62,7 @@ class LaneCause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """Number and total seconds of the waits of a kind of task for the policy or the driver alone, in the second run."""
+    """Number and total seconds of the second run's waits, before a kind of task, for the policy or the driver alone."""
 
     kind: str
     lane: str
@@ -71,17 +71,17 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """The gap between two runs, without loading.
+    """The time gap between two runs, without loading of weights, and its causes.
 
     Attributes:
         places: indices of the first and second run in the comparison; if only one is predicted, it is the first.
         run_seconds: duration of each run.
         replayed_seconds: duration of each run when its graph is replayed on the virtual clock with its own durations.
         seconds: duration of the second run minus that of the first.
-        causes: parts of the gap, largest first, that of the graph last; they add up to it.
-        lanes: the same by lane.
-        waits: gaps on the critical path of the second run, longest first.
-        works: amounts of work that differ, those of most time first.
+        causes: parts of the gap, which add up to it; largest first, but "graph" last.
+        lanes: the causes summed by lane.
+        waits: waits between tasks on the critical path of the second run, longest first.
+        works: amounts of work that differ, with the largest difference in time first.
     """
 
     places: tuple[int, int]
@@ -100,8 +100,8 @@ def explain_difference(
     """Explain why the second run took longer, or shorter, than the first.
 
     Args:
-        places: indices of the runs in a comparison.
-        progress: called with the number of replays done and the total.
+        places: indices of both runs in a comparison.
+        progress: called with (replays done, all replays).
 
     Raises:
         BadInput: a recording cannot be replayed.
@@ -134,7 +134,7 @@ def explain_difference(
 
 
 class _Group(NamedTuple):
-    """Key of a group of similar tasks: their phase, verb, and title of lane."""
+    """Key of a group of similar tasks: phase, verb, and lane's title."""
 
     phase: Phase
     kind: str
@@ -146,7 +146,7 @@ _Part = list[_Group]
 
 
 class _Progress:
-    """Counts replays and reports them."""
+    """Counts finished replays, and reports each to a callback."""
 
     def __init__(self, total: int, tell: Progress | None) -> None:
         self._done = 0
@@ -173,7 +173,7 @@ def _group(each: Slice, ranks: int) -> _Group:
 
 
 def _parts(first: _Groups, second: _Groups) -> list[_Part]:
-    """Common groups of both runs: those that differ most one by one, then all others as a single part."""
+    """Divide the groups of both runs into parts: the `MOST_CAUSES` that differ most, then all others as one part."""
     common = [group for group in second if group in first]
     common.sort(key=lambda group: -_differ(group, first, second))
     others = common[MOST_CAUSES:]
@@ -181,14 +181,14 @@ def _parts(first: _Groups, second: _Groups) -> list[_Part]:
 
 
 def _differ(group: _Group, first: _Groups, second: _Groups) -> float:
-    """Total seconds by which the durations of a group differ between the runs."""
+    """Return the difference of a group's mean durations, times its tasks in the second run, in seconds."""
     return abs(_mean(second[group]) - _mean(first[group])) * len(second[group])
 
 
 def _losses(
     run: Recording, groups: Sequence[_Groups], parts: Sequence[_Part], steps: _Progress
 ) -> list[float]:
-    """Seconds saved in the replay as one part after another gets the mean durations of the first run."""
+    """Return the seconds saved in a replay as one part after another gets the mean durations of the first run."""
     first, second = groups
     ranks = len({lane.rank for lane in run.lanes})
     durations = _durations(run)
@@ -207,7 +207,7 @@ def _losses(
 
 
 def _as_in_first(nanoseconds: int, first: float, second: float) -> int:
-    """A task's duration, scaled by the mean durations of its group in both runs; the first where the second is 0."""
+    """Scale a duration by first / second, mean seconds of its group in both runs; return `first` if `second` is 0."""
     return round(nanoseconds * (first / second)) if second else round(first * 1e9)
 
 
@@ -220,7 +220,7 @@ def _replayed_seconds(run: Recording, durations: Sequence[int]) -> float:
 
 
 def _mean(slices: Sequence[Slice]) -> float:
-    """Mean duration in seconds."""
+    """Return the mean duration of slices, in seconds."""
     return fmean(each.end - each.start for each in slices) / 1e9
 
 
@@ -252,7 +252,7 @@ def _lanes(
     losses: Sequence[float],
     gap: float,
 ) -> list[LaneCause]:
-    """Sum causes by lane; a part of several groups is divided by how much the durations of each differ."""
+    """Sum losses by lane; a part of several groups is divided in proportion to their differences in duration."""
     first, second = groups
     seconds: dict[str, float] = {}
     for part, loss in zip(parts, losses, strict=True):

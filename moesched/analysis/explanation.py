@@ -20,7 +20,7 @@ from moesched.trace.waits import waits_of
 
 
 class PoolUses(msgspec.Struct, frozen=True, kw_only=True):
-    """Uses of a pool's pages in the whole run, in pages; see `Counted`."""
+    """Uses of a pool's pages in the whole run, each counted in pages; see `Counted`."""
 
     fetched: int
     hits: int
@@ -30,12 +30,12 @@ class PoolUses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandoverTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Time between tasks, before the tasks of one kind, whether or not the run had to wait for it.
+    """Time between tasks: overheads before the tasks of one kind, on the critical path or not.
 
     Attributes:
         tasks: number of such tasks.
-        dispatch_seconds: time in which the lane's thread woke up.
-        submit_seconds: time in which the lane was idle until the policy submitted the task.
+        dispatch_seconds: total time to wake the lane's thread.
+        submit_seconds: total time in which the lane was idle until the policy submitted the task.
     """
 
     kind: str
@@ -50,15 +50,15 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         figures: "predicted" or "measured".
-        seconds: from the start of the first task after loading to the end of the last task.
+        seconds: time from the start of the first task after loading to the end of the last task.
         overlap: the mean number of lanes that were busy while at least one was.
-        bottleneck: None if no task ran.
-        lanes: by name, with the rank if there are several.
-        critical_path: by kind, lane and cause, longest first.
-        pools: by name and memory.
-        handovers: longest first; empty for predictions.
-        what_if: the replays with changes that were asked for.
-        helps: the changes that would save most, the best first.
+        bottleneck: the lane or cause whose relief would help most; None if no task ran.
+        lanes: time of each lane by its name, with the rank if there are several.
+        critical_path: time of the critical path by kind, lane and cause, longest first.
+        pools: uses of each pool, by its name and memory.
+        handovers: time between tasks by kind of task, longest first; empty for predictions.
+        what_if: results of the replays with the requested changes.
+        helps: changes that would save most time, the best first.
     """
 
     policy: str
@@ -88,9 +88,9 @@ def explain(
     """Explain where the time of a run went.
 
     Args:
-        changes: what to change in replays of the run, each as `what_if` takes it.
-        progress: called with the number of replays done and the total.
-        decode_steps: of the whole run, if only its first steps were recorded.
+        changes: changes to replay the run with, each in the syntax of `what_if`.
+        progress: called with (replays done, all replays).
+        decode_steps: number of the whole run's decode steps, if only the first ones were recorded.
 
     Raises:
         BadInput: no task ran, or a change names nothing of the run.
@@ -122,7 +122,7 @@ def explain(
 
 
 def _pools(samples: Sequence[PoolSample]) -> dict[str, PoolUses]:
-    """The counts at the end of the run."""
+    """Return the uses of each pool as counted at the end of the run."""
     last: dict[tuple[int, str], Counted] = {(sample.rank, sample.pool): sample.counted for sample in samples}
     ranks = len({rank for rank, _ in last})
     return {

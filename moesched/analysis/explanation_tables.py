@@ -1,4 +1,4 @@
-"""The tables that tell an explanation to people, bottleneck first."""
+"""Explanations as text for people: first lines and tables."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from moesched.analysis.lane_times import LaneTime
 from moesched.units import format_seconds
 
 SHOWN_PARTS = 8
-"""Lines of the critical path and of the handovers that are shown."""
+"""The most rows shown of the critical path and of the time between tasks."""
 
 SHOWN_SPANS = 5
 
 OF_THE_POLICY = ("policy", "router")
-"""Causes that are reported with the policy's line."""
+"""Causes of a bottleneck that are shown with the policy's line."""
 
 RELIEFS = {
     "budget": "Pages wait for room; more room",
@@ -24,19 +24,19 @@ RELIEFS = {
     "policy": "It is the time of the policy's own Python; half of it",
     "host": "It is the time of the driver and its threads; half of it",
 }
-"""The relief of a bottleneck, by its cause; a lane's is among what would help."""
+"""By cause of a bottleneck, the start of the sentence on its relief; a slow lane has none here: see `helps`."""
 
 DECISIONS_HELD = (
     "The policy decides as it goes; its decisions were held. `simulate --machine-set` lets it decide anew."
 )
-"""The reservation of replays of such a policy."""
+"""The caveat below replays of a policy that decides by awaited results."""
 
 
 class Table(NamedTuple):
-    """Columns and rows, as text.
+    """A table as text.
 
     Attributes:
-        figures: number of columns at the end that are numbers.
+        figures: number of columns at the right that hold numbers.
     """
 
     columns: list[str]
@@ -45,7 +45,7 @@ class Table(NamedTuple):
 
 
 def first_lines(explanation: Explanation) -> list[str]:
-    """The first lines: the run, and its bottleneck."""
+    """Return the first lines of an explanation: the run, and its bottleneck if there is one."""
     lines = [
         f"{explanation.policy or 'run'} on {explanation.model or 'a graph'}, {explanation.figures} on "
         f"{explanation.machine or 'this machine'}: {format_seconds(explanation.seconds)} without loading, "
@@ -57,7 +57,7 @@ def first_lines(explanation: Explanation) -> list[str]:
 
 
 def tables_of(explanation: Explanation) -> dict[str, Table]:
-    """The tables that have rows, by title, what matters most first."""
+    """Return the tables that have rows, by title, the most important first."""
     tables = {
         "Lanes": _lanes(explanation),
         "Critical path": _path(explanation),
@@ -70,7 +70,7 @@ def tables_of(explanation: Explanation) -> dict[str, Table]:
 
 
 def bottleneck_in_words(explanation: Explanation, bottleneck: Bottleneck) -> str:
-    """The bottleneck in a sentence, with the policy's line where one is known."""
+    """Describe the bottleneck in a sentence, with the policy's line if it is known."""
     what, others = f"{bottleneck.kind} on {bottleneck.lane}", ""
     if bottleneck.kind == bottleneck.cause:
         what = f"{bottleneck.kind}, before tasks of {bottleneck.lane}"
@@ -89,7 +89,7 @@ def bottleneck_in_words(explanation: Explanation, bottleneck: Bottleneck) -> str
 
 
 def _lanes(explanation: Explanation) -> Table:
-    """The use of each lane, and its causes of idle time."""
+    """Return the table of lanes: busy time, and causes of idle time."""
     rows = []
     for name, lane in explanation.lanes.items():
         waits: dict[str, float] = {}
@@ -110,7 +110,7 @@ def _lanes(explanation: Explanation) -> Table:
 
 
 def _first(lane: LaneTime) -> str:
-    """The tasks that a lane waited for most."""
+    """Name the tasks that a lane waited for longest."""
     if not lane.causes or not lane.causes[0].kind:
         return ""
     return f"{lane.causes[0].kind} on {lane.causes[0].lane}"

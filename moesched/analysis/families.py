@@ -1,4 +1,4 @@
-"""Families of tasks, and the colours that tell them apart in pictures, by colour-blind readers, too."""
+"""Families of tasks, and their colours in pictures, which colour-blind readers can tell apart."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 from moesched.trace.recording import TaskInfo
 
 Family = Literal["attention", "experts", "weights", "activations", "exchange", "choices", "other"]
-"""A kind of work.
+"""A family of tasks, which has one colour in pictures.
 
 "experts": expert and dense FFNs. "weights": transfers of weight pages. "activations": transfers of hidden states, keys
 and values. "exchange": collectives between ranks. "choices": embedding, routers and sampling.
@@ -22,7 +22,7 @@ COLOURS: dict[Family, str] = {
     "choices": "#E69F00",
     "other": "#999999",
 }
-"""The palette of M. Okabe and K. Ito, Color Universal Design (2008)."""
+"""Colour of each family, from the palette of M. Okabe and K. Ito, Color Universal Design (2008)."""
 
 MEANINGS: dict[Family, str] = {
     "attention": "attention",
@@ -33,7 +33,7 @@ MEANINGS: dict[Family, str] = {
     "choices": "embedding, routers, sampling",
     "other": "other",
 }
-"""The families in the words of a legend."""
+"""Text of each family in a legend."""
 
 _VERBS: dict[Family, tuple[str, ...]] = {
     "attention": ("pre_attention", "attention", "cpu_attention"),
@@ -45,7 +45,7 @@ _FAMILIES = {verb: family for family, verbs in _VERBS.items() for verb in verbs}
 
 
 def family_of(task: TaskInfo) -> Family:
-    """The family of a task."""
+    """Return the family of a task."""
     if task.type == "Collective":
         return "exchange"
     if task.pages:
@@ -54,5 +54,5 @@ def family_of(task: TaskInfo) -> Family:
 
 
 def family_of_verb(verb: str) -> Family:
-    """The family of a task that moves no weights and is no collective."""
+    """Return the family of a task by its verb; it is no transfer of weights and no collective."""
     return _FAMILIES.get(verb, "other")

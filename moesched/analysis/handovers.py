@@ -17,8 +17,8 @@ class Handover(NamedTuple):
     """Overheads before a task, in nanoseconds.
 
     Attributes:
-        submit_delay: time that the policy takes to submit it while its lane is idle; 0 if the lane is busy.
-        dispatch: time that its lane takes to start it.
+        submit_delay: time that the policy takes to submit the task while its lane is idle; 0 if the lane is busy.
+        dispatch: time that the lane takes to start the task.
     """
 
     submit_delay: int = 0
@@ -26,7 +26,7 @@ class Handover(NamedTuple):
 
 
 def mean_handovers(recording: Recording) -> list[Handover]:
-    """Return the mean handover of each slice's kind; 0 where none was recorded, as in predictions."""
+    """Return for each slice the mean overheads of its kind; 0 if none were recorded, as in predictions."""
     submit_delays = _means(_submit_delays(recording))
     dispatches = _means(_dispatches(recording))
     return [
@@ -36,7 +36,7 @@ def mean_handovers(recording: Recording) -> list[Handover]:
 
 
 def awaits_in_order(recording: Recording, rank: int) -> list[tuple[int, int]]:
-    """Return the slices that a rank's policy awaited, as (number of tasks submitted before, slice), in order."""
+    """Return (tasks submitted before, index of the slice) of each slice that a rank's policy awaited, in order."""
     return sorted(
         (each.awaited_at, index)
         for index, each in enumerate(recording.slices)
@@ -45,11 +45,11 @@ def awaits_in_order(recording: Recording, rank: int) -> list[tuple[int, int]]:
 
 
 _Measured = Iterator[tuple[int, Hashable, int]]
-"""Tuples (index of the slice, kind, nanoseconds)."""
+"""Measured overheads, as tuples (index of the slice, kind, nanoseconds)."""
 
 
 def _means(measured: _Measured) -> Mapping[int, int]:
-    """Map each slice to the mean of its kind."""
+    """Map the index of each measured slice to the mean nanoseconds of its kind."""
     kinds: dict[Hashable, list[tuple[int, int]]] = {}
     for index, kind, nanoseconds in measured:
         kinds.setdefault(kind, []).append((index, nanoseconds))
@@ -61,7 +61,7 @@ def _means(measured: _Measured) -> Mapping[int, int]:
 
 
 def _submit_delays(recording: Recording) -> _Measured:
-    """Submit delays by verb, and by whether the policy had to be woken; without the first, which precedes the run."""
+    """Yield submit delays; the kind is (rank, verb, whether the policy was woken). A rank's first delay is left out."""
     slices = recording.slices
     for rank in {lane.rank for lane in recording.lanes}:
         awaits = iter(awaits_in_order(recording, rank))
@@ -77,7 +77,7 @@ def _submit_delays(recording: Recording) -> _Measured:
 
 
 def _dispatches(recording: Recording) -> _Measured:
-    """Dispatch times by lane, and by what the task waited for: its lane, another task, or the policy."""
+    """Yield dispatch times; the kind is the lane, and what the task waited for: lane, another task, or policy."""
     ends: dict[LaneName, int] = {}
     for index, each in enumerate(recording.slices):
         after_lane = each.start - each.dispatch == ends.get(each.lane)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def draw_heat_map(profile: RoutingProfile, path: Path | str) -> None:
-    """Draw popularities relative to the most popular expert, a cell per expert and layer, to a .png or .svg file.
+    """Draw expert popularity to a .png or .svg file: a cell per expert and layer, relative to the most popular one.
 
     Raises:
         BadInput: the file has another suffix, matplotlib is not installed, or the file cannot be written.

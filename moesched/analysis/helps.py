@@ -1,8 +1,8 @@
 """The changes of a run that would save most of its time, found by replaying its first steps with each.
 
-Candidates come from the critical path: its links at twice their rate, its kernels in half their time, and no time
-between tasks. A run is replayed up to `MOST_TASKS`; what a change saves of the prefill and of the
-decode steps that were replayed counts for all steps.
+Candidates come from the critical path: links at twice their rate, kernels in half their time, and no time between
+tasks. Only the first `MOST_TASKS` tasks are replayed; the time saved in the replayed decode steps is extrapolated to
+all decode steps.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from moesched.trace.summary import lane_title, summarize
 
 MOST_HELPS = 3
 LEAST_SAVED = 0.02
-"""Share of the run's time from which on a change is worth a sentence."""
+"""The smallest share of the run's time that a reported change saves."""
 MOST_TASKS = 4_000
-"""Tasks of a replay, unless the prefill and one decode step have more."""
+"""The most tasks in a replay, unless the prefill and one decode step have more."""
 FEWEST_STEPS = 2
 TOO_MANY_TASKS = 40_000
-"""Tasks of the prefill and one decode step from which on nothing is replayed."""
+"""With more tasks in the prefill and one decode step, nothing is replayed."""
 
 
 class Help(msgspec.Struct, frozen=True, kw_only=True):
-    """A change that would save time.
+    """A change of a run that would save time.
 
     Attributes:
-        change: in words.
+        change: the change in words.
         command: the arguments of `moesched` that show its effect; TRACE is the run's trace.
-        saved: share of the run's time, without loading.
-        decisions_unchanged: whether the policy decides as it goes, so that its decisions were held.
+        saved: share of the run's time, without loading, that the change saves.
+        decisions_unchanged: whether the policy decides by awaited results; the replay then kept its recorded decisions.
     """
 
     change: str
@@ -48,17 +48,17 @@ class Help(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sentence(self) -> str:
-        """The change and its gain."""
+        """Return the change and its gain as a sentence."""
         return f"{self.change} would save {self.saved:.0%} of the time"
 
 
 def helps(recording: Recording, path: Sequence[PathPart], decode_steps: int | None = None) -> list[Help]:
-    """The changes that would save most, the best first; empty if none saves much, or steps are too long to replay.
+    """Find the changes that would save most time, best first; empty if none saves much or steps are too long to replay.
 
     Args:
-        recording: of the whole run, or of its first or last steps.
-        path: its critical path, by kind, lane and cause.
-        decode_steps: of the whole run; by default those of the recording.
+        recording: the whole run, or its first or last steps.
+        path: the recording's critical path, by kind, lane and cause.
+        decode_steps: number of the whole run's decode steps; by default those recorded.
     """
     steps = _first_steps(recording)
     if steps is None:
@@ -84,13 +84,13 @@ def helps(recording: Recording, path: Sequence[PathPart], decode_steps: int | No
 
 
 def best_helps(found: Iterable[Help]) -> list[Help]:
-    """Those that save most, the best first."""
+    """Return the `MOST_HELPS` changes that save most, best first, without those that save less than `LEAST_SAVED`."""
     worth = [each for each in found if each.saved >= LEAST_SAVED]
     return sorted(worth, key=lambda each: -each.saved)[:MOST_HELPS]
 
 
 def _candidates(recording: Recording, path: Sequence[PathPart]) -> dict[str, str]:
-    """Changes as `what_if` takes them, with their words; only those that may save enough."""
+    """Map changes, in the syntax of `what_if`, to words; only those that may save `LEAST_SAVED` of the run."""
     words: dict[str, str] = {}
     most: dict[str, float] = {}
     for change, said, saved in _reliefs(recording, path):
@@ -100,9 +100,9 @@ def _candidates(recording: Recording, path: Sequence[PathPart]) -> dict[str, str
 
 
 def _reliefs(recording: Recording, path: Sequence[PathPart]) -> Iterator[tuple[str, str, float]]:
-    """For each part of the critical path, changes, their words, and the share of the time that they save at most.
+    """Yield for each part of the critical path (change, words, upper bound of the share of time saved).
 
-    What is twice as fast saves half of its part at most, and what vanishes all of it.
+    Twice the speed saves at most half of a part; time between tasks may vanish whole.
     """
     ranks = len({lane.rank for lane in recording.lanes})
     names = {lane_title(lane, ranks): lane.name for lane in recording.lanes}
@@ -118,7 +118,7 @@ def _reliefs(recording: Recording, path: Sequence[PathPart]) -> Iterator[tuple[s
 
 
 def _first_steps(recording: Recording) -> Recording | None:
-    """The recording up to the last step that fits a replay; None if its steps are too long, or none ran."""
+    """Return the first steps of a recording, up to `MOST_TASKS` tasks; None if its steps are too long, or none ran."""
     sizes: dict[int, int] = {}
     for each in recording.slices:
         sizes[each.step] = sizes.get(each.step, 0) + 1
@@ -133,7 +133,7 @@ def _first_steps(recording: Recording) -> Recording | None:
 
 
 def _run_seconds(replay: Recording, decode_steps: int) -> float:
-    """Seconds of a run whose other decode steps take as long as those of a replay, without loading."""
+    """Estimate the seconds of a run without loading: a replay's prefill, and `decode_steps` of its mean decode step."""
     prefill, decode = 0.0, []
     for each in summarize(without_loading(replay)).steps:
         if phase_of(each.step) == "decode":

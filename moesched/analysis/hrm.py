@@ -1,4 +1,4 @@
-"""The Hierarchical Roofline Model of MoE-Lightning (section 3): bounds on work whose data is one memory away.
+"""The Hierarchical Roofline Model of MoE-Lightning (section 3): bounds on computations whose data lies a memory below.
 
 Symbols, as in the paper: i the upper level (an accelerator and its memory), j the lower one (the host and its memory,
 or a disk, where nothing computes); P peak FLOP/s of a level's processor, B bytes/s from its memory, B^{j,i} bytes/s of
@@ -20,7 +20,7 @@ from moesched.machines import Machine
 from moesched.models.operations import Amount, Operations
 
 KV_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0, "int8": 1.0, "int4": 0.5}
-"""Bytes of an element of the KV cache, without the scales of quantised ones."""
+"""Bytes per element of the KV cache by dtype, without scales of quantised caches."""
 
 LARGEST_BATCH = 1 << 40
 
@@ -29,7 +29,7 @@ class Level(msgspec.Struct, frozen=True):
     """A memory and the processor beside it.
 
     Attributes:
-        name: of the memory.
+        name: name of the memory.
         peak: P, FLOP/s; 0 where nothing computes.
         bandwidth: B, bytes per second.
     """
@@ -40,7 +40,7 @@ class Level(msgspec.Struct, frozen=True):
 
 
 class Hierarchy(msgspec.Struct, frozen=True):
-    """Two levels, and the bytes per second of the link from the lower to the upper one, B^{j,i}."""
+    """Two memory levels, and B^{j,i}: bytes per second of the link from the lower to the upper one."""
 
     upper: Level
     lower: Level
@@ -48,19 +48,19 @@ class Hierarchy(msgspec.Struct, frozen=True):
 
     @property
     def link_name(self) -> str:
-        """The link as "lower->upper"."""
+        """Name of the link: "lower->upper", with the names of the memories."""
         return f"{self.lower.name}->{self.upper.name}"
 
 
 class Intensity(msgspec.Struct, frozen=True):
-    """FLOPs per byte accessed in the memory of each level: I^i and I^j (Definition 3.1)."""
+    """FLOPs of a computation per byte that it accesses in each level's memory: I^i and I^j (Definition 3.1)."""
 
     upper: float
     lower: float
 
 
 class Bound(msgspec.Struct, frozen=True, order=True):
-    """The attainable FLOP/s, and the roof that limits them, such as "gpu memory"."""
+    """The attainable FLOP/s of a computation, and the name of the roof that limits them, such as "gpu memory"."""
 
     performance: float
     by: str
@@ -70,12 +70,12 @@ class Bound(msgspec.Struct, frozen=True, order=True):
 
 
 def ridge(level: Level) -> float:
-    """FLOP/byte from which a level is bound by compute instead of memory (Eq. 3)."""
+    """Return the FLOP/byte above which a level is bound by compute instead of memory (Eq. 3)."""
     return level.peak / level.bandwidth
 
 
 def in_place(level: Level, intensity: float) -> Bound:
-    """FLOP/s of a computation on the level that holds its data (Eq. 8, from Eqs. 4 and 5)."""
+    """Bound a computation on the level that holds its data (Eq. 8, from Eqs. 4 and 5)."""
     return min(
         Bound(level.peak, f"{level.name} compute"),
         Bound(level.bandwidth * intensity, f"{level.name} memory"),
@@ -83,7 +83,7 @@ def in_place(level: Level, intensity: float) -> Bound:
 
 
 def fetched(hierarchy: Hierarchy, intensity: Intensity) -> Bound:
-    """FLOP/s of a computation on the upper level while its data is fetched from the lower one (Eq. 7, with Eq. 6)."""
+    """Bound a computation on the upper level while its data is fetched from the lower one (Eq. 7, with Eq. 6)."""
     return min(
         Bound(hierarchy.link * intensity.lower, hierarchy.link_name),
         in_place(hierarchy.upper, intensity.upper),
@@ -91,7 +91,7 @@ def fetched(hierarchy: Hierarchy, intensity: Intensity) -> Bound:
 
 
 def first_turning_point(hierarchy: Hierarchy) -> float:
-    """P1 (Eq. 9): the I^j up to which fetching never pays, in FLOP/byte.
+    """Return P1 (Eq. 9): the I^j up to which fetching never pays, in FLOP/byte.
 
     P1 is where the link's roof B^{j,i} I meets the lower level's own, min(P^j, B^j I). A link that is slower than the
     lower memory meets the compute roof only; any other link meets neither, and P1 is 0.
@@ -102,24 +102,24 @@ def first_turning_point(hierarchy: Hierarchy) -> float:
 
 
 def second_turning_point(hierarchy: Hierarchy, upper_intensity: float) -> float:
-    """P2 (Eq. 10): the I^j from which the link no longer binds a computation with this I^i, in FLOP/byte.
+    """Return P2 (Eq. 10): the I^j from which the link no longer limits a computation with this I^i, in FLOP/byte.
 
-    It is at least P1 if and only if the upper level reaches at least P^j; otherwise fetching never pays.
+    If the upper level reaches less than P^j at this I^i, P2 is below P1, and fetching never pays.
     """
     return in_place(hierarchy.upper, upper_intensity).performance / hierarchy.link
 
 
 def balance_point(hierarchy: Hierarchy, upper_intensity: float) -> float | None:
-    """The I^j where link and upper memory bind equally (Eq. 11), in FLOP/byte.
+    """Return the I^j at which link and upper memory limit equally (Eq. 11), in FLOP/byte.
 
-    None where the upper level's processor binds first, so that more I^i would not help.
+    None if the upper level's processor limits first, so that a higher I^i would not help.
     """
     intensity = hierarchy.upper.bandwidth * upper_intensity / hierarchy.link
     return intensity if upper_intensity <= ridge(hierarchy.upper) else None
 
 
 def pays_to_fetch(hierarchy: Hierarchy, intensity: Intensity) -> bool:
-    """Test whether the upper level is faster, fetching included, than computing where the data lies."""
+    """Test whether fetching data to the upper level and computing there is faster than computing on the lower level."""
     return fetched(hierarchy, intensity).performance > in_place(hierarchy.lower, intensity.lower).performance
 
 
@@ -127,7 +127,7 @@ def pays_to_fetch(hierarchy: Hierarchy, intensity: Intensity) -> bool:
 
 
 def attention_intensity(operations: Operations, context: int, kv_dtype: str) -> Intensity:
-    """Attention of one new token over `context` cached ones, without the projections (Fig. 4).
+    """Return the intensity of attention of one new token over `context` cached ones, without projections (Fig. 4).
 
     It does not depend on the batch, since every request has a cache of its own. The upper level also reads queries and
     writes outputs; for the lower level only the cache counts.
@@ -137,7 +137,7 @@ def attention_intensity(operations: Operations, context: int, kv_dtype: str) -> 
 
 
 def ffn_intensity(operations: Operations, batch_size: int, micro_batch_size: int) -> Intensity:
-    """All experts of a layer, for one new token of each request (Fig. 5).
+    """Return the intensity of all experts of a layer, for one new token of each request (Fig. 5).
 
     The upper level reads weights and activations once per micro-batch. The weights are read from the lower level once
     for the whole batch.
@@ -150,12 +150,12 @@ def ffn_intensity(operations: Operations, batch_size: int, micro_batch_size: int
 
 
 def touched_expert_bytes(operations: Operations, tokens: int) -> float:
-    """Bytes of the weights of those experts of a layer that `tokens` tokens are expected to reach."""
+    """Return the expected bytes of the weights of a layer's experts that `tokens` tokens are routed to."""
     return sum(part.size * part.times for part in operations.experts(tokens).parts)
 
 
 def batch_reaching(operations: Operations, lower_intensity: float) -> int | None:
-    """The smallest batch whose FFN has this I^j; None if no batch has it."""
+    """Return the smallest batch size whose FFN reaches this I^j; None if none does."""
 
     def reached(batch: int) -> float:
         return ffn_intensity(operations, batch, 1).lower
@@ -171,10 +171,10 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     """Split of a layer's decode work over the two levels: the 6-tuple of section 4.2.
 
     Attributes:
-        batch_size, micro_batch_size: N and µ, requests.
-        attention_on_gpu, ffn_on_gpu: A_g and F_g, whether the upper level computes it.
+        batch_size, micro_batch_size: N and µ, numbers of requests.
+        attention_on_gpu, ffn_on_gpu: A_g and F_g, whether the upper level computes attention and FFN.
         weights_on_gpu, kv_on_gpu: r_w and r_c, the shares of the experts' weights and of the KV cache, from 0 to 1,
-            that stay in the upper memory and need no fetching; they matter where the upper level computes.
+            that stay in the upper memory and need no fetching; they matter if the upper level computes.
     """
 
     batch_size: int
@@ -186,7 +186,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerTime(msgspec.Struct, frozen=True):
-    """Seconds that a layer keeps the link, the lower and the upper level busy, in one decode step."""
+    """Seconds that one layer of a decode step keeps the link, the lower and the upper level busy."""
 
     link: float
     lower: float
@@ -194,15 +194,15 @@ class LayerTime(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """Seconds of the layer when all three overlap (Eq. 12)."""
+        """Seconds of the layer if link and both levels overlap (Eq. 12): the longest of the three."""
         return max(self.link, self.lower, self.upper)
 
 
 def compute_seconds(level: Level, amount: Amount) -> float:
-    """Seconds of a computation on a level, memory traffic and compute overlapping (Eq. 14).
+    """Return the seconds of a computation on a level if memory traffic and compute overlap (Eq. 14).
 
     Raises:
-        BadInput: nothing computes there.
+        BadInput: the level has no processor.
     """
     if not level.peak:
         raise BadInput(f"nothing computes on {level.name}: leave attention and FFN to the upper level")
@@ -212,16 +212,16 @@ def compute_seconds(level: Level, amount: Amount) -> float:
 def layer_time(
     hierarchy: Hierarchy, operations: Operations, split: Split, context: int, kv_dtype: str
 ) -> LayerTime:
-    """One layer of a decode step, attention and FFN (Eqs. 12 to 14).
+    """Return the time of attention and FFN of one layer in a decode step (Eqs. 12 to 14).
 
-    The link carries the experts' weights and the cache that the upper level needs and does not hold, and what the lower
-    level computed. As in the paper, projections are omitted.
+    The link carries weights and KV cache that the upper level needs and does not hold, and outputs of the lower level.
+    As in the paper, projections are omitted.
 
     Args:
         context: tokens in the cache of each request.
 
     Raises:
-        BadInput: the lower level is to compute something, and has no processor.
+        BadInput: the split lets the lower level compute, but it has no processor.
     """
     batch = split.batch_size
     attention, cache = _attention(operations, batch, context, kv_dtype)
@@ -241,13 +241,13 @@ def layer_time(
 
 
 def hierarchy_of(machine: Machine, dtype: str) -> Hierarchy:
-    """The accelerator above the host; if they share a memory, that memory above the one that weights come from.
+    """Return the accelerator above the host; if they share a memory, that memory above the one with the weights.
 
     Several equal accelerators count as one with all their rates, as with tensor parallelism (section 4.3): each
     has its own link, and together they cannot fetch faster than the lower memory is read, or than pages are pinned.
 
     Raises:
-        BadInput: the machine has no such memory, link or rate.
+        BadInput: the machine lacks one of these memories, the link, or a rate.
     """
     below = machine.roles.weights if machine.unified else machine.host.memory
     above = machine.accelerator.memory
@@ -267,7 +267,7 @@ def hierarchy_of(machine: Machine, dtype: str) -> Hierarchy:
 
 
 def _fetching_bandwidth(machine: Machine, below: str, above: str) -> float:
-    """Bytes per second into the memories of all accelerators together, through pinned memory if there is one."""
+    """Return the bytes per second from `below` into all accelerators together, through pinned memory if it exists."""
     count = machine.accelerator_group.count
     pinned = machine.roles.pinned
     if pinned is None or pinned == below:
@@ -276,7 +276,7 @@ def _fetching_bandwidth(machine: Machine, below: str, above: str) -> float:
 
 
 def _attention(operations: Operations, requests: int, context: int, kv_dtype: str) -> tuple[Amount, float]:
-    """The work of a micro-batch with its cache in kv_dtype, and the bytes of the cache alone."""
+    """Return the work of attention of a micro-batch with its cache in kv_dtype, and the bytes of the cache alone."""
     amount = operations.attention_step([context] * requests)
     around = requests * (operations.qkv_bytes + operations.attention_bytes)
     cache = (amount.nbytes - around) * KV_BYTES[kv_dtype] / operations.element
@@ -284,6 +284,6 @@ def _attention(operations: Operations, requests: int, context: int, kv_dtype: st
 
 
 def _micro_batches(split: Split) -> list[tuple[int, int]]:
-    """Number of micro-batches by size."""
+    """Return (size, number of micro-batches of that size) for a batch."""
     whole, rest = divmod(split.batch_size, split.micro_batch_size)
     return [(count, size) for count, size in ((whole, split.micro_batch_size), (1, rest)) if count and size]

@@ -1,8 +1,8 @@
 """Idle spans of lanes, and their causes.
 
-A span ends when its lane's next task starts. Going back from there, each task waited last for another one, which waited
-for a third, and so on; so every nanosecond of the span belongs to a task that ran meanwhile, or to the time between two
-tasks, in which the policy or the driver ran.
+A span ends when its lane's next task starts. That task waited last for another one, which waited for a third, and so
+on back in time. So every nanosecond of the span belongs to a task on this chain, or to the time between two of them, in
+which the policy or the driver ran.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from moesched.trace.recording import LaneName, Recording, Slice
 from moesched.trace.waits import Wait, Why
 
 Cause = Literal["data", "lane", "budget", "router", "rank", "policy", "host", "finished"]
-"""The reason why time passes.
+"""The reason why a lane is idle, or why a task of the critical path waits.
 
-"data": a task computed or moved what the next one reads. "lane": that task was in the queue of its lane. "budget": the
+"data": a task computed or moved what the next one reads. "lane": another task of the same lane ran. "budget": the
 weights that the next task overwrites were still in use. "router": the policy awaited a router's choice. "rank": another
 rank had not come to a collective. "policy": the policy's own Python ran. "host": the driver ran, or a thread woke up.
 "finished": the lane had no further task.
@@ -26,7 +26,7 @@ ROUTERS = ("route", "preview_route")
 """Verbs whose result a policy awaits to choose experts."""
 
 LASTING: tuple[Cause, ...] = ("budget", "router", "rank")
-"""Causes of a lane's own wait that stand for all that its wait was made of: it could do nothing else meanwhile."""
+"""Causes that count for a lane's whole wait, whatever ran meanwhile elsewhere."""
 
 _CAUSES: dict[Why, Cause] = {
     "data": "data",
@@ -41,8 +41,8 @@ class Part(NamedTuple):
     """A stretch of an idle span, with its cause.
 
     Attributes:
-        task: index of the slice that ran; of the one that started afterwards if the cause is "policy" or "host"; -1 if
-            it is "finished".
+        task: index of the slice that ran; with cause "policy" or "host", of the one that started afterwards; with cause
+            "finished", -1.
     """
 
     cause: Cause
@@ -55,8 +55,8 @@ class IdleSpan(NamedTuple):
 
     Attributes:
         before: index of the slice that ended it; -1 if the lane had no further task.
-        waited_for: index of the slice that this one waited for last; -1 if it waited for none.
-        parts: its stretches, going back in time; they add up to it.
+        waited_for: index of the slice that `before` waited for last; -1 if it waited for none.
+        parts: stretches that add up to the span, latest first.
     """
 
     start: int
@@ -67,7 +67,7 @@ class IdleSpan(NamedTuple):
 
     @property
     def main(self) -> Part:
-        """The longest part."""
+        """The longest part of the span."""
         return max(self.parts, key=lambda part: part.nanoseconds)
 
 
@@ -89,12 +89,12 @@ def idle_spans(recording: Recording, waits: Sequence[Wait]) -> dict[LaneName, li
 
 
 def cause_of(before: Slice, why: Why) -> Cause:
-    """The cause of the time in which a slice runs while another task waits for it."""
+    """Return the cause of the time in which slice `before` runs and another task waits for it for the reason `why`."""
     return "router" if why == "await" and before.task.verb in ROUTERS else _CAUSES[why]
 
 
 def _parts(recording: Recording, waits: Sequence[Wait], index: int, since: int) -> Iterator[Part]:
-    """Yield the parts of the time before a slice started, back to a time."""
+    """Yield the parts of the idle span from `since` to the start of slice `index`, latest first."""
     slices = recording.slices
     until = slices[index].start
     first = waits[index].before

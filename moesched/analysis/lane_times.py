@@ -14,14 +14,14 @@ from moesched.trace.summary import lane_title
 from moesched.trace.waits import Wait
 
 LONGEST_SPANS = 5
-"""Idle spans of a lane that are listed."""
+"""The most idle spans listed per lane."""
 
 
 class CauseTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Idle time with one cause.
+    """Idle time of a lane with one cause.
 
     Attributes:
-        kind, lane: of the tasks that ran meanwhile; for "policy" and "host", of those that started afterwards.
+        kind, lane: verb and lane of the tasks that ran meanwhile; for "policy" and "host", of those that came next.
     """
 
     cause: Cause
@@ -31,11 +31,11 @@ class CauseTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """An idle span.
+    """An idle span of a lane.
 
     Attributes:
         start: seconds since the start of the recording.
-        cause: of its longest part.
+        cause: cause of the span's longest part.
         waited_for: the task that had to end first; empty if there is none.
         before: the task that ended the span.
     """
@@ -51,9 +51,9 @@ class LaneTime(msgspec.Struct, frozen=True, kw_only=True):
     """The time of a lane.
 
     Attributes:
-        alone_seconds: busy while no other lane was.
-        causes: of the idle time, largest first; they add up to it.
-        longest: idle spans, the longest first, without the one after its last task.
+        alone_seconds: time in which this lane was busy and no other was.
+        causes: idle time by cause, largest first; the causes add up to all idle time.
+        longest: the longest idle spans, longest first, without the one after the lane's last task.
     """
 
     tasks: int
@@ -65,11 +65,11 @@ class LaneTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Together(msgspec.Struct, frozen=True, kw_only=True):
-    """Time by the number of lanes that were busy.
+    """Time by the number of lanes that were busy at once.
 
     Attributes:
-        nanoseconds: by the number of lanes that were busy.
-        alone: nanoseconds in which a lane was the only busy one.
+        nanoseconds: time by the number of busy lanes.
+        alone: nanoseconds in which a lane was the only busy one, by lane.
     """
 
     nanoseconds: list[int]
@@ -77,13 +77,13 @@ class Together(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def overlap(self) -> float:
-        """The mean number of busy lanes while there was one; 0 if there never was."""
+        """The mean number of busy lanes over the time in which at least one was busy; 0 if none ever was."""
         some = sum(self.nanoseconds[1:])
         return sum(count * spent for count, spent in enumerate(self.nanoseconds)) / some if some else 0.0
 
 
 def together(recording: Recording) -> Together:
-    """Measure how many lanes were busy at a time, and which was alone."""
+    """Sum the time of a recording by the number of busy lanes, and the time in which each lane was busy alone."""
     numbers = {lane: number for number, lane in enumerate(recording.lanes)}
     changes = [(each.start, 1, numbers[each.lane]) for each in recording.slices]
     changes += [(each.end, -1, numbers[each.lane]) for each in recording.slices]
@@ -108,7 +108,7 @@ def together(recording: Recording) -> Together:
 def lane_times(
     recording: Recording, waits: Sequence[Wait], alone: Mapping[LaneName, int]
 ) -> dict[str, LaneTime]:
-    """Return the time of each lane, by its title."""
+    """Return the busy and idle time of each lane, by title; `alone`: nanoseconds of each as the only busy lane."""
     ranks = len({lane.rank for lane in recording.lanes})
     spans = idle_spans(recording, waits)
     busy = dict.fromkeys(recording.lanes, 0)

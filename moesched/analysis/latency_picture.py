@@ -21,7 +21,7 @@ COLOURS = {
 
 
 def draw_latencies(report: LatencyReport, path: Path | str) -> None:
-    """Draw a bar for each workload, on a log scale, to a .png or .svg file.
+    """Draw the latency of each workload as a bar, on a log scale, to a .png or .svg file.
 
     Raises:
         BadInput: the file has another suffix, matplotlib is not installed, or the file cannot be written.

@@ -17,13 +17,13 @@ from moesched.steps.plan import Plan
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 ENOUGH = 1 << 60
-"""Bytes of each memory; latencies do not depend on whether the whole model fits."""
+"""Size in bytes assumed for each memory: latencies do not depend on whether the model fits."""
 
 What = Literal["weight copy", "activation copy", "accelerator", "host"]
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """Latency of a workload: a copy, or an expert with `tokens` tokens (0 for copies of weights)."""
+    """Predicted latency of a workload: a copy, or an expert on `tokens` tokens (0 for copies of weights)."""
 
     name: str
     what: What
@@ -32,7 +32,7 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class LatencyReport(msgspec.Struct, frozen=True):
-    """Latencies of an expert.
+    """Predicted latencies of one expert on a machine.
 
     Attributes:
         source: origin of the figures, in words.
@@ -51,7 +51,7 @@ class LatencyReport(msgspec.Struct, frozen=True):
 
 @takes(LatencyOptions)
 def latencies_of(given: LatencyOptions) -> LatencyReport:
-    """Predict the latencies of copying an expert's weights and inputs, and of computing it on either processor.
+    """Predict the latencies of copying an expert's weights and inputs, and of computing the expert on either processor.
 
     Raises:
         BadInput: the model or machine is unknown, a number of tokens is out of range, or the machine was measured in

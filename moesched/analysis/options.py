@@ -16,7 +16,7 @@ MOST_TOKENS = 1 << 20
 
 
 class ShapeOnMachine(MachineOptions, ModelOptions):
-    """A model's shape, and a machine."""
+    """Options that name a model's shape and a machine."""
 
     machine: Machine | str = field(kw_only=False)
 

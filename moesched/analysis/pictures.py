@@ -18,7 +18,7 @@ FORMATS = (".png", ".svg")
 
 
 def require_picture(path: Path, option: str = "--out") -> None:
-    """Require that a picture of this name can be drawn.
+    """Check that a picture can be drawn to a file of this name.
 
     Args:
         option: the command-line option that named the file, for the error message; "" for one that is required.
@@ -32,7 +32,7 @@ def require_picture(path: Path, option: str = "--out") -> None:
 
 
 def require_matplotlib(option: str = "--out") -> None:
-    """Require matplotlib.
+    """Check that matplotlib is installed.
 
     Raises:
         BadInput: matplotlib is not installed.
@@ -45,7 +45,7 @@ def require_matplotlib(option: str = "--out") -> None:
 
 
 def draw_picture(draw: Callable[[], Figure], path: Path | str, option: str = "--out") -> None:
-    """Draw a figure to a file.
+    """Draw a figure and write it to a .png or .svg file.
 
     Raises:
         BadInput: as `require_picture`, or the file cannot be written.

@@ -1,11 +1,11 @@
-"""Errors of predicted prefills that others measured and published (docs/validation.md)."""
+"""Errors of predictions of prefill times that others measured and published (docs/validation.md)."""
 
 from __future__ import annotations
 
 PREFILL_ERROR, PREFILL_SPREAD = 0.66, 1.96
-"""On machines built from names: the median of the sources, and the root mean square of all rows as a factor."""
+"""Errors on machines built from names: the median over sources, and the root mean square of all rows as a factor."""
 
 
 def published_prefills() -> tuple[str, str]:
-    """The error of published prefills, as a row that stands below a predicted one."""
+    """Return (title, text) of a row with the error of such predictions, to be shown below a predicted prefill."""
     return "published prefills", f"error {PREFILL_ERROR:.0%}"

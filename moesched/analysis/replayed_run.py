@@ -1,9 +1,9 @@
 """Replay of a recorded run on the virtual clock, with recorded durations and new start times.
 
-A replay takes from the recording the tasks in program order with their durations and dependencies, the lanes with their
-disciplines, the classes of transfers, and the tasks that the policy awaited before it submitted more. It does not take
-start times. The duration of a replay is thus the part of the recorded time that graph and durations explain; the rest
-passed between tasks.
+A replay takes from the recording the tasks in program order with their durations and dependencies, the lanes and how
+each picks its next task, the classes of transfers, and the tasks that the policy awaited before it submitted more. It
+does not take start times. The duration of a replay is thus the part of the recorded time that graph and durations
+explain; the rest passed between tasks.
 
 Transfers of the idle class ran when their lane had nothing else to do, and cancelled ones are not in the recording. The
 replay therefore keeps each of them before the tasks that followed it on its lane: it might otherwise run in a different
@@ -38,7 +38,7 @@ def replay_recording(
 
     Args:
         durations: nanoseconds of each slice; by default as recorded.
-        works: each slice's work, with its time alone and its shares of resources, instead of durations.
+        works: work of each slice, with its time alone and its shares of resources, instead of durations.
         handovers: whether to include the mean overheads between tasks.
 
     Raises:
@@ -85,17 +85,17 @@ _ALONE = Demand(0.0, ())
 
 
 class _AsRecorded:
-    """A cost model that is never used: all works state their own nanoseconds."""
+    """A cost model that is never asked, since all works of a replay state their own nanoseconds."""
 
     def work(self, work: Work) -> Demand:
         raise BadInput(f"no duration was recorded of {work.kind}: record the run again")
 
 
 class _Replay:
-    """Submits the tasks of a recording again.
+    """A policy that submits the tasks of a recording again.
 
     Args:
-        policy_lanes: a lane per rank for the submit delays of its policy.
+        policy_lanes: for each rank a lane that runs the submit delays of its policy.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class _Replay:
         self._tasks: list[Task | None] = [None] * len(recording.slices)
 
     async def submit(self, rank: int, engine: Engine) -> None:
-        """Submit a rank's tasks in program order, waiting where its policy had to."""
+        """Submit a rank's tasks in program order, awaiting the tasks that its policy awaited."""
         slices = self._recording.slices
         mine = sorted((each.id, index) for index, each in enumerate(slices) if each.lane.rank == rank)
         awaits = awaits_in_order(self._recording, rank)[::-1]
@@ -129,7 +129,7 @@ class _Replay:
             self._submit(engine, index)
 
     def recording(self) -> Recording:
-        """Return the recording of the replay, in order of the tasks' ends."""
+        """Return the recording of the replay, with slices in order of their ends."""
         tasks = [self._submitted(index) for index in range(len(self._tasks))]
         order = sorted(range(len(tasks)), key=lambda index: (tasks[index].end, index))
         places = {index: place for place, index in enumerate(order)}
@@ -175,7 +175,7 @@ class _Replay:
 
 
 def _idle_before(slices: Sequence[Slice]) -> list[tuple[int, ...]]:
-    """For each slice, the last idle-class slice on its lane that was submitted and started earlier."""
+    """Return for each slice the last idle-class slice on its lane, if any, that was submitted and started earlier."""
     found: list[tuple[int, ...]] = [()] * len(slices)
     idle: dict[LaneName, list[int]] = {}
     for index in sorted(range(len(slices)), key=lambda index: slices[index].start):
@@ -190,7 +190,7 @@ def _idle_before(slices: Sequence[Slice]) -> list[tuple[int, ...]]:
 
 
 def timed_work(task: TaskInfo, nanoseconds: int, lead: int = 0) -> Work:
-    """A task's work with a fixed duration, preceded by `lead` nanoseconds of overhead, that shares nothing."""
+    """Return a work of fixed duration for a task, after `lead` nanoseconds of overhead; it shares no resources."""
     return _timed(task.kind, task.resource, nanoseconds, lead)
 
 

@@ -25,11 +25,11 @@ class Computation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         block: "attention" or "ffn".
         variant: label in the picture, such as "int4" or "N = 512".
-        intensity: FLOP/byte.
-        first_turning_point, second_turning_point, balance_point: FLOP/byte of the lower level (Eqs. 9 to 11).
+        intensity: FLOP/byte in each level's memory.
+        first_turning_point, second_turning_point, balance_point: FLOP/byte in the lower level's memory (Eqs. 9 to 11).
         fetched: bound on the upper level, with data from the lower one (Eq. 7).
         in_place: bound on the lower level (Eq. 8); None if it has no processor.
-        better: the faster level.
+        better: name of the faster level's memory.
     """
 
     block: str
@@ -55,10 +55,10 @@ class RooflineReport(msgspec.Struct, frozen=True, kw_only=True):
         batch_at_first_turning_point: the smallest batch for which fetching the FFN's weights pays; None if there is
             none.
         batch_at_second_turning_point: the smallest batch for which the link no longer bounds the FFN.
-        split: setting of `layer`: the largest batch, with attention beside the cache if the lower level computes.
+        split: split that `layer` is for: the largest batch; attention on the lower level if that has a processor.
         layer: busy seconds of the link and of each level for one layer (Eqs. 12 to 14).
-        layer_seconds: the longest of these.
-        bound_by: name of the longest of these.
+        layer_seconds: the longest time in `layer`.
+        bound_by: name of the link or level with that time.
     """
 
     model: str
@@ -142,7 +142,7 @@ def _computation(hierarchy: Hierarchy, block: str, variant: str, intensity: Inte
 
 
 def _split(hierarchy: Hierarchy, batch_size: int, micro_batch_size: int) -> Split:
-    """The paper's setting; if the lower level has no processor, the cache stays in the upper memory."""
+    """Return the paper's split: attention on the lower level; if that has no processor, all on the upper one."""
     computes = hierarchy.lower.peak > 0
     return Split(
         batch_size=batch_size,

@@ -22,7 +22,7 @@ Unit = Literal["s", "share", "tokens/s", "tasks", "bytes", "GB/s", "GFLOP/s"]
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """Key of a figure: its section, a name in that section, the quantity, and its unit."""
+    """Key of a figure in a comparison: its section, a name in that section, the quantity, and its unit."""
 
     section: Section
     name: str
@@ -34,7 +34,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     """A run to compare, with its figures; `trace` is None if there is only a report.
 
     Attributes:
-        replayed: whether it replays another run's durations, so that nothing of it follows from a machine's rates.
+        replayed: whether this is a replay of recorded durations, so that none of its figures is predicted from rates.
     """
 
     title: str
@@ -48,10 +48,10 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_side(path: Path | str) -> Side:
-    """Read the figures of a trace or report.
+    """Read the figures of a run from its trace or report.
 
     Raises:
-        BadInput: the file is neither.
+        BadInput: the file is neither a trace nor a report.
     """
     path = Path(path)
     data = read_bytes(path)
@@ -68,7 +68,7 @@ def read_side(path: Path | str) -> Side:
 
 
 def side_of_recording(title: str, recording: Recording, about: About) -> Side:
-    """Compute the figures of a recording."""
+    """Compute the figures of a run from its recording."""
     summary = summarize(recording)
     ranks = len({lane.rank for lane in recording.lanes})
     seconds: dict[Phase | None, list[float]] = {None: [], "prefill": [], "decode": []}
@@ -107,7 +107,7 @@ def replayed_side(side: Side) -> Side:
 
 
 def trace_of(side: Side, what: str) -> Trace:
-    """The trace of a run.
+    """Return the trace of a run.
 
     Args:
         what: the option that needs the trace, with a verb, such as "--trace shows", for the error message.
@@ -126,7 +126,7 @@ class _ReportLane(msgspec.Struct):
 
 
 class _Report(msgspec.Struct, kw_only=True):
-    """The compared fields of a report; if `measured` is missing, reports with tokens count as measured."""
+    """The fields of a JSON report that are compared; without `measured`, reports with tokens count as measured."""
 
     lanes: dict[str, _ReportLane]
     measured: bool | None = None

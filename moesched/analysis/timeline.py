@@ -21,14 +21,14 @@ FIRST_VERB = "pre_attention"
 MOST_SECONDS = 1e9
 
 AHEAD = ("PageTransfer", "Preview")
-"""Types of tasks that may belong to a later layer than those that run beside them."""
+"""Types of tasks that may run during an earlier layer than their own."""
 
 TYPICAL = 0.1
-"""A typical step differs from the median of decode steps by at most this share of it."""
+"""A typical step's duration differs from the median of decode steps by at most this share of the median."""
 
 
 class Window(NamedTuple):
-    """A part of a run, from `start` to `end` in nanoseconds; `name` says which steps it is, if it is steps."""
+    """A part of a run, from `start` to `end` in nanoseconds; `name` says its steps or layers; empty for other spans."""
 
     start: int
     end: int
@@ -36,7 +36,7 @@ class Window(NamedTuple):
 
     @property
     def described(self) -> str:
-        """The window for people."""
+        """The window's name, length and start, as text."""
         span = f"{format_seconds((self.end - self.start) / 1e9)} from {format_seconds(self.start / 1e9)}"
         return f"{self.name}, {span}" if self.name else span
 
@@ -45,7 +45,7 @@ class Block(msgspec.Struct):
     """A task, or several narrow ones of one family; times in nanoseconds since the window's start.
 
     Attributes:
-        task: None for several.
+        task: the task; None if the block is several tasks.
     """
 
     start: int
@@ -59,7 +59,7 @@ class Row(NamedTuple):
     """The part of one lane in a window, in order of time.
 
     Attributes:
-        cancelled: times of cancelled transfers.
+        cancelled: times of cancelled transfers, nanoseconds since the window's start.
     """
 
     title: str
@@ -68,10 +68,10 @@ class Row(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A window of a run.
+    """The rows of a window of a run.
 
     Attributes:
-        layers: the layers that begin in it, with the times since its start.
+        layers: (layer, nanoseconds since the window's start) of each layer that begins in the window.
     """
 
     window: Window
@@ -89,7 +89,7 @@ def choose_window(recording: Recording, *, steps: str = "", layers: str = "", wi
         window: times since the start of the run instead, such as "1.2s:1.5s".
 
     Raises:
-        BadInput: one cannot be read, has no tasks, or excludes another.
+        BadInput: an option cannot be read, names a part without tasks, or is given with one that excludes it.
     """
     if window and (steps or layers):
         raise BadInput(f"--window and {'--steps' if steps else '--layers'} are both given: give one of them")
@@ -117,7 +117,7 @@ def _times(recording: Recording, text: str) -> Window:
 
 
 def _bounds(option: str, text: str, known: Collection[int]) -> tuple[int, int]:
-    """The first and the last of some steps or layers."""
+    """Parse the text of an option, "3" or "2:4", into its first and last number; both must be `known`."""
     what = option.removeprefix("--")
     first, colon, last = text.partition(":")
     try:
@@ -134,7 +134,7 @@ def _bounds(option: str, text: str, known: Collection[int]) -> tuple[int, int]:
 
 
 def _typical(times: dict[int, StepTime], trimmed: bool) -> int:
-    """The first typical decode step; of a trimmed recording not the first step, of which a part may be missing."""
+    """Return the first typical decode step; of a `trimmed` recording not the first step, which may be incomplete."""
     steps = sorted(times)
     whole = steps[1:] if trimmed and len(steps) > 1 else steps
     decode = [times[step] for step in whole if phase_of(step) == "decode"]
@@ -154,7 +154,7 @@ def _of_steps(first: StepTime, last: StepTime) -> Window:
 
 
 def _layers(recording: Recording, step: int, of: Window, text: str) -> Window:
-    """The part of a step between the first and the last kernel of some layers; transfers may run far ahead."""
+    """Return the window of layers such as "2:4" within a step's window `of`: from their first to their last kernel."""
     kernels = [
         each
         for each in recording.slices
@@ -167,10 +167,10 @@ def _layers(recording: Recording, step: int, of: Window, text: str) -> Window:
 
 
 def timeline_of(recording: Recording, window: Window, lanes: Collection[str] = ()) -> Timeline:
-    """The tasks of a window by lane; without `lanes`, those lanes that ran some.
+    """Return the tasks of a window as a row of blocks per lane.
 
     Args:
-        lanes: names of lanes; those of all ranks are shown.
+        lanes: names of the lanes to show, of all ranks; by default those that run a task in the window.
 
     Raises:
         BadInput: the run has no such lane.
@@ -191,7 +191,7 @@ def timeline_of(recording: Recording, window: Window, lanes: Collection[str] = (
 
 
 def _layer_starts(recording: Recording, window: Window) -> Iterator[tuple[int, int]]:
-    """The layers of each step that begin in a window: with the first `pre_attention` of any micro-batch and rank."""
+    """Yield (layer, nanoseconds since the window's start) of layers whose first `pre_attention` is in the window."""
     starts: dict[tuple[int, int], int] = {}
     for each in recording.slices:
         if each.task.verb == FIRST_VERB:
@@ -216,9 +216,10 @@ def _blocks(
 
 
 def merged(blocks: Sequence[Block], least: float) -> list[Block]:
-    """Merge neighbours that are narrower than `least` nanoseconds, and no farther apart, in pieces of that width.
+    """Merge neighbouring blocks that are shorter, and less far apart, than `least` nanoseconds.
 
-    A piece has the family, and the place on the critical path, that take most of its time.
+    A merged block lasts at most twice `least`. It has the family, and the place on the critical path or not, of most of
+    its time.
     """
     result: list[Block] = []
     piece: list[Block] = []

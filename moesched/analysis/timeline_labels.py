@@ -16,7 +16,7 @@ INK = "#000000"
 
 
 def names_of(task: TaskInfo) -> list[str]:
-    """Names of a task, the longest first."""
+    """Return the names that a task may be labelled with, the longest first."""
     place = [
         f"{letter}{number}"
         for letter, number in (("L", task.layer), ("E", task.expert), ("mb", task.micro_batch))
@@ -35,12 +35,12 @@ def names_of(task: TaskInfo) -> list[str]:
 
 
 def drawable(text: str) -> str:
-    """A text as matplotlib draws it as it is: on one line, not too long, and not a formula."""
+    """Make a text safe to draw with matplotlib: on one line, shortened, and not read as a formula."""
     return " ".join(plain_text(text).split())[:LONGEST_TEXT].replace("$", r"\$")
 
 
 def _without_indices(page_names: str) -> str:
-    """Pages by expert only: "L3 dense, E4-6" for "L3 dense #0, E4 #2, E5 #0-2, E6 #0-2"."""
+    """Shorten the names of pages to their experts:  "L3 dense, E4-6" for "L3 dense #0, E4 #2, E5 #0-2, E6 #0-2"."""
     layers = []
     for layer in page_names.split("; "):
         name, _, parts = layer.partition(" ")
@@ -51,13 +51,13 @@ def _without_indices(page_names: str) -> str:
 
 
 def label_inches(text: str) -> float:
-    """The width of a label."""
+    """Return the width of a label in a picture of a timeline, in inches."""
     return inches(text, LABEL_POINTS)
 
 
 @cache
 def inches(text: str, points: float) -> float:
-    """The width of a text."""
+    """Return the width of a text of `points` points, in inches."""
     from matplotlib.textpath import TextPath
 
     if not text:
@@ -68,7 +68,7 @@ def inches(text: str, points: float) -> float:
 
 @cache
 def ink_on(colour: str) -> str:
-    """Black or white, whichever has more contrast on a colour (WCAG 2.1, relative luminance)."""
+    """Return black or white, whichever has more contrast on a background colour (WCAG 2.1, relative luminance)."""
     from matplotlib.colors import to_rgb
 
     linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.patches import PathPatch
 
 WIDTH = 7.0
-"""Inches: both columns of a paper in two columns."""
+"""Default width of a picture in inches: the full width of a two-column page."""
 
 NARROWEST, WIDEST = 2.0, 40.0
 ROW_INCHES = 0.2
@@ -35,30 +35,30 @@ TITLE_INCHES = 0.13
 BETWEEN_RUNS_INCHES = 0.1
 LAYERS_INCHES = 0.11
 MOST_LAYERS = 12
-"""The starts of more layers than that are not marked."""
+"""With more layers in a window, their starts are not marked."""
 
 BLOCK_HEIGHT = 0.8  # of a row
 OUTER_INCHES = 0.75  # axis and legend
 LEGEND_ROW_INCHES = 0.15
 LEGEND_SAMPLE_INCHES = 0.45
 OUTLINED_INCHES = 0.03
-"""Narrower spans of the critical path get a line above and below, since an outline would cover them."""
+"""Spans of the critical path narrower than this get lines above and below, since an outline would cover them."""
 
 MARGIN_INCHES = 0.12  # beside the names of lanes
 
 TEXT_POINTS = 7.0
 BOLD = 1.15
-"""Width of bold text beside that of plain text, roughly."""
+"""Approximate width of bold text over that of plain text."""
 
 BLOCKS_PER_INCH = 200.0
-"""Blocks that are narrower than this are merged."""
+"""Blocks narrower than 1 / BLOCKS_PER_INCH inch are merged."""
 
 EDGED = 6
-"""Blocks of this many times that width have white edges and hatches."""
+"""Blocks at least this many times wider than the narrowest unmerged ones have white edges and hatches."""
 
 MOST_ROWS = 500
 MOST_BLOCKS = 6000
-"""Blocks in a picture; with more, wider ones are merged, too, so that the file stays small."""
+"""The most blocks in a picture; above it wider blocks are merged too, so that the file stays small."""
 
 HATCHES: dict[Family, str] = {
     "attention": "/////",
@@ -66,7 +66,7 @@ HATCHES: dict[Family, str] = {
     "exchange": "xxx",
     "choices": "\\\\\\\\\\",
 }
-"""They tell families of the same lanes apart in black and white; the others are plain."""
+"""Hatches of families that share lanes with others, for print in black and white; other families are plain."""
 
 FAMILY_NAMES: dict[Family, str] = {"choices": "routers, sampling"}
 UNITS = {"s": 1e9, "ms": 1e6, "µs": 1e3, "ns": 1.0}
@@ -75,17 +75,17 @@ MARK = "#555555"
 
 
 class TitledTimeline(NamedTuple):
-    """A window of a run, and the line above it."""
+    """A window of a run, and the title above its rows."""
 
     title: str
     timeline: Timeline
 
 
 def require_width(width: float | None) -> float:
-    """The width in inches, or the default.
+    """Return a picture's width in inches; the default if None.
 
     Raises:
-        BadInput: it is too small or too large.
+        BadInput: the width is too small or too large.
     """
     if width is None:
         return WIDTH
@@ -100,7 +100,7 @@ def draw_timelines(runs: Sequence[TitledTimeline], path: Path | str, width: floa
     """Draw windows of runs, one below the other on the same scale of time, to a .png or .svg file.
 
     Args:
-        width: inches.
+        width: width of the picture in inches.
 
     Raises:
         BadInput: the file has another suffix, matplotlib is not installed, the file cannot be written, or there are too
@@ -161,7 +161,7 @@ def _draw(runs: Sequence[TitledTimeline], width: float) -> Figure:
 
 
 def _places(runs: Sequence[TitledTimeline]) -> tuple[list[float], float]:
-    """The top of each run's first row, in inches from the top, and the height of all."""
+    """Return the top of each run's first row, in inches from the picture's top, and the height of all rows."""
     tops, height = [], 0.0
     for number, run in enumerate(runs):
         height += TITLE_INCHES + (BETWEEN_RUNS_INCHES if number else 0.0)
@@ -172,7 +172,7 @@ def _places(runs: Sequence[TitledTimeline]) -> tuple[list[float], float]:
 
 
 def _title(run: TitledTimeline, room: float) -> str:
-    """The title of a run with as much about its window as fits."""
+    """Return a run's title, with its window's description shortened to fit `room` inches."""
     window = run.timeline.window
     title = drawable(run.title)
     titles = [f"{title}: {window.described}", f"{title}: {window.name}" if window.name else title]
@@ -184,7 +184,7 @@ def _families(runs: Iterable[TitledTimeline]) -> set[Family]:
 
 
 def _least(runs: Sequence[TitledTimeline], least: float) -> float:
-    """The width below which blocks are merged, in nanoseconds, so that there are not too many."""
+    """Return the nanoseconds below which blocks are merged: `least`, doubled until at most `MOST_BLOCKS` are left."""
     while sum(len(merged(row.blocks, least)) for run in runs for row in run.timeline.rows) > MOST_BLOCKS:
         least *= 2
     return least
@@ -219,13 +219,13 @@ def _set_axes(
 
 
 def _marked_layers(run: TitledTimeline) -> list[tuple[int, int]]:
-    """The layers whose starts are marked."""
+    """Return (layer, start) of the layers to mark: all, or none if there are more than `MOST_LAYERS`."""
     layers = run.timeline.layers
     return layers if len(layers) <= MOST_LAYERS else []
 
 
 def _draw_layers(axes: Axes, run: TitledTimeline, top: float, per_inch: float) -> None:
-    """Mark the starts of layers, and name them where there is room."""
+    """Mark the starts of a window's layers, and name those with room for a name; per_inch: nanoseconds per inch."""
     free = 0.0
     for layer, start in _marked_layers(run):
         bottom = top + ROW_INCHES * len(run.timeline.rows)
@@ -242,7 +242,7 @@ def _draw_layers(axes: Axes, run: TitledTimeline, top: float, per_inch: float) -
 
 
 def _draw_row(axes: Axes, row: Row, middle: float, least: float, per_inch: float) -> None:
-    """Draw a lane; per_inch: nanoseconds per inch."""
+    """Draw a lane's blocks, merged below `least` nanoseconds, as a row around `middle`, in inches from the top."""
     blocks = merged(row.blocks, least)
     low, high = middle - BLOCK_HEIGHT * ROW_INCHES / 2, middle + BLOCK_HEIGHT * ROW_INCHES / 2
     for family in COLOURS:
@@ -271,7 +271,7 @@ def _draw_row(axes: Axes, row: Row, middle: float, least: float, per_inch: float
 
 
 def _patch(spans: Sequence[tuple[float, float]], low: float, high: float, **style: object) -> PathPatch:
-    """Rectangles as one shape, which takes less of a file than several."""
+    """Make one shape of many rectangles, which takes less of a file than several."""
     import numpy as np
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Shape
@@ -281,7 +281,7 @@ def _patch(spans: Sequence[tuple[float, float]], low: float, high: float, **styl
 
 
 def _critical(blocks: Sequence[Block], apart: float) -> list[tuple[float, float]]:
-    """The spans in which a lane is on the critical path, those closer than `apart` nanoseconds as one."""
+    """Return the spans in which a lane is on the critical path; spans closer than `apart` nanoseconds are joined."""
     spans: list[tuple[float, float]] = []
     for each in blocks:
         if each.critical:
@@ -293,7 +293,7 @@ def _critical(blocks: Sequence[Block], apart: float) -> list[tuple[float, float]
 
 
 def _label(axes: Axes, block: Block, middle: float, per_inch: float) -> None:
-    """Write the longest name of a task that fits its block."""
+    """Write into a task's block the longest of its names that fits."""
     assert block.task is not None
     room = (block.end - block.start) / per_inch - 0.03
     colour = COLOURS[block.family]

@@ -1,7 +1,7 @@
 """Replays a recorded run with a change: faster links, other kernels, or no time between tasks.
 
-The graph stays as it was recorded. If the policy decides as it goes, it might decide otherwise after the change; the
-answer then says that its decisions were held. `simulate --machine-set` lets it decide anew.
+The graph stays as it was recorded. A policy that decides by awaited results might decide otherwise after the change;
+the answer then says that its recorded decisions were kept. `simulate --machine-set` lets it decide anew.
 
 Predictions carry the cost of each work: its time alone, the part of it that is fixed, and its shares of processors,
 memories and links. A change applies to these, and the virtual clock shares resources anew. Measured durations are
@@ -28,22 +28,22 @@ NO_HANDOVERS = "no handovers"
 EXAMPLES = f'"link host->gpu x2", "kernel run_expert x0.7" or "{NO_HANDOVERS}"'
 
 MEANINGS = {"link": "lane", "kernel": "kind of task"}
-"""By word of a change, what it names."""
+"""By first word of a change, the sort of thing that its second word names."""
 
 LAST = "sample"
-"""The verb that ends a step, which every policy's next step waits for."""
+"""The last verb of a step. Every policy awaits it, so that this does not count as deciding by results."""
 
 Progress = Callable[[int, int], object]
 
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
-    """The run with a change.
+    """Predicted time of a recorded run after a change.
 
     Attributes:
-        change: as it was given.
-        seconds: of the run with the change, without loading.
-        speedup: the run's time over that.
-        decisions_unchanged: whether the policy decides as it goes, so that its decisions were held.
+        change: the change as the user wrote it.
+        seconds: time of the changed run, without loading.
+        speedup: time of the recorded run over `seconds`.
+        decisions_unchanged: whether the policy decides by awaited results; the replay then kept its recorded decisions.
     """
 
     change: str
@@ -57,9 +57,9 @@ class Change:
     """A change of a run.
 
     Attributes:
-        links: factors of rates, by lane.
-        kernels: factors of durations, by verb.
-        handovers: whether time passes between tasks, as it did.
+        links: factor of each changed link's rate, by lane.
+        kernels: factor of each changed kernel's duration, by verb.
+        handovers: whether the recorded time between tasks is kept.
     """
 
     links: dict[str, float] = field(default_factory=dict)
@@ -68,13 +68,13 @@ class Change:
 
 
 def what_if(recording: Recording, changes: Sequence[str], progress: Progress | None = None) -> list[WhatIf]:
-    """Replay a run with changes.
+    """Replay a run once per change.
 
     Args:
-        recording: of the whole run, since what loads at first may hold up what follows.
+        recording: the whole run with its loading of weights, which may delay later tasks.
         changes: each is one change, or several joined by commas: "link LANE xF" multiplies the lane's rate by F,
             "kernel VERB xF" the time of its tasks, and "no handovers" removes the time between tasks.
-        progress: called with the number of replays done and the total.
+        progress: called with (replays done, all replays).
 
     Raises:
         BadInput: a change cannot be read, names a lane or a verb that the run does not have, or the recording cannot be
@@ -99,14 +99,14 @@ def what_if(recording: Recording, changes: Sequence[str], progress: Progress | N
 
 
 def decides_as_it_goes(recording: Recording) -> bool:
-    """Test whether the policy awaited tasks, so that it might decide otherwise after a change."""
+    """Test whether the policy awaited results within its steps, so that it might decide otherwise after a change."""
     return any(
         each.awaited_at >= 0 and each.step >= 0 and each.task.verb != LAST for each in recording.slices
     )
 
 
 def parse_change(text: str, recording: Recording) -> Change:
-    """Read a change of a run; see `what_if`."""
+    """Parse a change of a run; its syntax and its errors are those of `what_if`."""
     known = {
         "link": {lane.name for lane in recording.lanes},
         "kernel": {each.task.verb for each in recording.slices},
@@ -129,7 +129,7 @@ def parse_change(text: str, recording: Recording) -> Change:
 
 
 def changed_works(recording: Recording, change: Change) -> list[Work]:
-    """The works of a run's slices after a change."""
+    """Return the work of each slice after a change."""
     handovers = mean_handovers(recording) if change.handovers else [Handover()] * len(recording.slices)
     known: dict[tuple[int, str], Work] = {}
     works = []
@@ -147,7 +147,7 @@ def changed_works(recording: Recording, change: Change) -> list[Work]:
 
 
 def replayed_with(recording: Recording, change: Change) -> Recording:
-    """The run's replay with a change.
+    """Replay a run with a change.
 
     Raises:
         BadInput: the recording cannot be replayed.
@@ -162,13 +162,13 @@ def _after_loading(recording: Recording) -> float:
 
 
 def _scaled(each: Slice, change: Change, lead: int) -> Work:
-    """A measured work: its whole duration changes."""
+    """Return the changed work of a measured slice: its duration scaled, after `lead` nanoseconds of dispatch."""
     factor = change.kernels.get(each.task.verb, 1.0) / change.links.get(each.lane.name, 1.0)
     return timed_work(each.task, max(1, round((each.end - each.start) * factor)), lead)
 
 
 def _modelled(each: Slice, demand: Demand, change: Change) -> Work:
-    """A work of known cost: what is fixed stays, and the other resources are used as before."""
+    """Return the changed work of a predicted slice; a link's factor scales neither its lead nor its fixed part."""
     kernel = change.kernels.get(each.task.verb, 1.0)
     fixed = kernel * demand.fixed
     working = kernel * (demand.seconds - demand.lead - demand.fixed) / change.links.get(each.lane.name, 1.0)

@@ -14,10 +14,10 @@ from moesched.trace.summary import lane_title
 from moesched.units import format_bytes, format_seconds
 
 MUCH = 0.01
-"""Relative difference of bytes, or difference of shares, from which on works differ."""
+"""The smallest difference to report: relative for bytes, absolute for shares."""
 
 LEAST = 0.005
-"""Share of the longer run from which on the time of a difference is worth a sentence."""
+"""The smallest time of a difference to report, as a share of the longer run."""
 
 
 class WorkDifference(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,8 +26,8 @@ class WorkDifference(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         what: "bytes" that a lane moved; the share of the "experts" that a lane computed, by FLOPs; "hits", the share of
             the uses that found their page in a pool.
-        lane: empty for hits.
-        amounts: of the first and the second run.
+        lane: the lane's title; empty for hits.
+        amounts: bytes or share in the first and the second run.
         seconds: time of that work on the lane in the second run minus that in the first; 0 for hits.
     """
 
@@ -37,7 +37,7 @@ class WorkDifference(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
     def sentence(self, first: str, second: str) -> str:
-        """The difference in words, with the titles of both runs."""
+        """Return the difference as a sentence; first, second: titles of the runs."""
         one, other = self.amounts
         more = f"{format_seconds(abs(self.seconds))} {'more' if self.seconds > 0 else 'less'} of its time"
         if self.what == "bytes":
@@ -50,7 +50,7 @@ class WorkDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def work_differences(first: Recording, second: Recording) -> list[WorkDifference]:
-    """The differences between two runs without loading, those of most time first; of hits at the end."""
+    """Find differences in work between two runs without loading, longest time first; hits are last."""
     longest = max(run.end - run.start for run in (first, second)) / 1e9
     found = [
         each
@@ -61,7 +61,7 @@ def work_differences(first: Recording, second: Recording) -> list[WorkDifference
 
 
 class _Work:
-    """Sums of a run, by lane: bytes and seconds of transfers, FLOPs and seconds of experts; and its hits."""
+    """Sums of a run by lane: bytes and seconds of transfers, FLOPs and seconds of experts; also the share of hits."""
 
     def __init__(self, run: Recording) -> None:
         self.moved: dict[str, float] = {}

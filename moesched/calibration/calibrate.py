@@ -1,9 +1,9 @@
 """Calibration: measures this machine and writes a machine file with a table of costs.
 
-It knows no model, policy or budget of the user: the matrices and the small models that it runs have sizes of their
-own. The device's work in a task is timed as a whole, for weights that stay and for weights that were fetched, over
-several numbers of rows and sizes: first one task after the other, then beside what may run at the same time, such as
-reads, attention on the host, or experts on both lanes. Streams, copies, products and reads are timed by themselves.
+It needs no model, policy or budget of the user: it runs matrices and small models of fixed sizes. Each task is timed as
+a whole, for resident and for fetched weights, over several numbers of rows and sizes: first one task after the other,
+then beside what may run at the same time, such as reads, attention on the host, or experts on both lanes. Passes over
+memory, copies, matrix products and reads are also timed by themselves.
 
 Everything is measured in several rounds, and the median counts. Measurements that other processes disturbed are
 repeated, as often as the extent allows. A quick calibration measures bfloat16 and scales float32 from it.
@@ -61,16 +61,16 @@ PROBE = "moesched.devices.torch.probe:TorchProbe"
 def calibrate_machine(
     out: Path | None = None, progress: Progress | None = None, *, thorough: bool = False
 ) -> Machine:
-    """Measure this machine and write its file. A calibration that is cut short leaves the old file.
+    """Measure this machine and write its machine file. A calibration that is cut short leaves the old file.
 
     Args:
         out: the file to write; by default the one that `--machine auto` reads.
         progress: called with (steps done, steps in all).
-        thorough: measure for three to four minutes instead of half a minute. Otherwise costs in float32 are scaled
-            from those in bfloat16, and the rest is measured at fewer points.
+        thorough: whether to measure for three to four minutes instead of half a minute. A quick calibration scales
+            costs in float32 from those in bfloat16, and measures fewer points.
 
     Raises:
-        BadInput: the file cannot be written, or the disk has no room for the file that is read from it.
+        BadInput: the machine file cannot be written, or the disk has no room for the scratch file of timed reads.
     """
     if out is None:
         cache_folder().mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def calibrate_machine(
 
 
 def calibrate_into(file: Path, extent: Extent, progress: Progress | None = None) -> Machine:
-    """Measure this machine to any extent and write its file."""
+    """Measure this machine to the given extent and write its machine file."""
     require_writable(file, "machine file")
     with folder_to_measure_in() as folder, closing(Calibration(folder, extent)) as calibration:
         machine = calibration.run(progress or (lambda done, total: None))
@@ -90,9 +90,9 @@ def calibrate_into(file: Path, extent: Extent, progress: Progress | None = None)
 
 @contextmanager
 def folder_to_measure_in() -> Iterator[Path]:
-    """Yield a new folder on the disk of the cache, for files that are removed in the end.
+    """Yield a new folder for temporary files, on the disk of the cache; it is removed in the end.
 
-    The system's folder for temporary files may lie in memory.
+    The system's own folder for temporary files may lie in memory, and reads from it would not be timed as the disk's.
 
     Raises:
         BadInput: the folder or its files cannot be written.
@@ -107,10 +107,10 @@ def folder_to_measure_in() -> Iterator[Path]:
 
 
 class Calibration:
-    """One calibration.
+    """One calibration of this machine.
 
     Args:
-        folder: on the disk that is measured, for files that may be deleted afterwards.
+        folder: a folder on the disk to measure, for temporary files.
     """
 
     def __init__(self, folder: Path, extent: Extent) -> None:
@@ -122,11 +122,11 @@ class Calibration:
         self._most_of_others = 0.0
 
     def close(self) -> None:
-        """Close files and end threads."""
+        """Close scratch files and end threads."""
         self._probe.close()
 
     def run(self, progress: Progress) -> Machine:
-        """Measure everything, in steps of a few seconds."""
+        """Measure everything, in steps of a few seconds; `progress` is called with (steps done, all steps)."""
         steps = list(self._steps())
         progress(0, len(steps))
         self._operations.write_scratch()
@@ -138,7 +138,7 @@ class Calibration:
         return self._machine()
 
     def _steps(self) -> Iterator[Step]:
-        """Everything in turn, as the machine's speed drifts: a median then covers the whole time."""
+        """Yield the steps of all measurements in turn, so that each median covers the drift of the machine's speed."""
         extent = self._extent
         rounds = extent.operations.rounds
         turns = max(max(runs.serial, runs.fresh, runs.together) for runs in extent.runs.values())
@@ -178,7 +178,7 @@ class Calibration:
         )
 
     def _transfers(self, reads: Sequence[CostPoint]) -> list[CostPoint]:
-        """Page transfers from the disk: single reads, multiplied by how much longer whole fetches took."""
+        """Return the costs of page transfers from the disk: single reads, times how much longer whole fetches took."""
         longer = self._models.tasks.longer_than(DISK, Surface(reads))
         return [point(DISK, "", each.rows, each.size, longer(each.size) * each.seconds) for each in reads]
 
@@ -193,7 +193,7 @@ class Calibration:
 
 
 def contention_of(rates: Mapping[tuple[str, str], Sequence[float]]) -> list[Contention]:
-    """Measured speeds as they stand in a machine file: medians, by work and what ran beside it."""
+    """Return measured relative speeds as entries of a machine file: the median of each (sort of work, sorts beside)."""
     return [
         Contention(work=sort, beside=other, rate=rounded(median(found)))
         for (sort, other), found in sorted(rates.items())

@@ -9,23 +9,23 @@ from typing import NamedTuple
 import numpy as np
 
 LEAST_OVERLAP = 0.3
-"""Smallest share of its time that a task must run beside others to count."""
+"""A task counts if it ran beside others for at least this share of its time."""
 LEAST_RATE = 0.05
 MOST_TIMES_SLOWER = 3.0
-"""A task that is slowed by this many times the median of its sort lost its core for a time slice of the system: up to
-4 ms for attention of 0.1 ms. How often depends on the process's threads at that moment, not on the tasks beside."""
+"""A task whose slowdown is this many times the median of its sort lost its core to another thread, for up to 4 ms where
+attention takes 0.1 ms. This does not depend on the tasks beside it, so it does not count."""
 PRIOR_SECONDS = 0.005
-"""The observation time that a mix of tasks needs for a rate of its own. Rates of mixes that were seen for less, or
-always in the same proportions, are drawn to the rate of all mixes together; least squares could not tell them apart."""
+"""Strength of the regularisation, as observation time. Rates of mixes that were seen for less, or always in the same
+proportions, are drawn to the rate of all mixes together; least squares could not tell them apart."""
 
 
 class Observed(NamedTuple):
     """One task's times in seconds.
 
     Attributes:
-        alone: its time alone.
-        took: its time beside others.
-        beside: the part of `took` during which others ran, by the mix of tasks that ran at once.
+        alone: the task's time alone.
+        took: the task's time beside others.
+        beside: the parts of `took` during which other tasks ran, by the mix of tasks that ran at once.
     """
 
     alone: float
@@ -34,7 +34,7 @@ class Observed(NamedTuple):
 
 
 def rates_beside(tasks: Sequence[Observed]) -> dict[str, float]:
-    """Speeds of tasks of one sort beside others, relative to running alone, by the mix of tasks beside; at most 1.
+    """Return the speeds of tasks of one sort by the mix of tasks beside them, relative to running alone; at most 1.
 
     A task that takes a alone, and took d while others ran for o of it, satisfies d - o + o * rate = a; with several
     mixes, a sum over them. The rates solve this by least squares (ridge regression), each task weighted by 1 / o: for

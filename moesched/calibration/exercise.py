@@ -1,7 +1,7 @@
-"""The policy that small models are run under to time their tasks.
+"""The policy under which small models run so that their tasks can be timed.
 
-The first layer's weights stay in memory and the second layer's are fetched again, so that both are timed. Only where
-weights are streamed are both layers' fetched.
+The first layer's weights stay in memory and the second layer's are fetched in each step, so that both cases are timed.
+In STREAMING mode the weights of both layers are fetched.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RESIDENT_LAYER, FETCHED_LAYER = 0, 1
 
 
 class Mode(Enum):
-    """The tasks that run at once, and when weights are fetched."""
+    """A mode of a run: which tasks run at once, and when weights are fetched."""
 
     SERIAL = "one task after the other"
     FRESH = "the same, with weights fetched for every micro-batch"
@@ -29,16 +29,16 @@ class Mode(Enum):
 
     @property
     def one_by_one(self) -> bool:
-        """True if nothing runs at once."""
+        """True if no two tasks run at once."""
         return self in (Mode.SERIAL, Mode.FRESH)
 
 
 class Exercise:
-    """The policy of one run.
+    """The policy of one timed run.
 
     Args:
-        turn: in an even turn, even steps submit `post_attention` and odd ones its separate tasks; in an odd turn the
-            other way round.
+        turn: number of the run. With an even sum of turn and step, a serial step submits `post_attention`, else the
+            separate tasks that replace it: route, experts and combine.
         host_attended: micro-batches whose attention runs on the host, in ATTENDING mode.
     """
 
@@ -73,7 +73,7 @@ class Exercise:
             await self._layer_by_layer(step)
 
     async def _stream(self, step: Step) -> None:
-        """One micro-batch after the other through both layers: while it uses one, the other is fetched."""
+        """Run one micro-batch after the other through both layers; while it uses one layer, the other is fetched."""
         for j in step.micro_batches:
             step.embed(j)
             for i in step.layers:
@@ -128,7 +128,7 @@ class Exercise:
             self._sample(step, i, j)
 
     def _sample(self, step: Step, i: int, j: int) -> None:
-        """Sample after the last layer, whose weights have left no part of the LM head in a cache by then."""
+        """Sample if layer i is the last. Its weights then have evicted the LM head from the processor's caches."""
         if i == step.layers[-1]:
             self.last = step.sample(j)
 
@@ -155,12 +155,12 @@ class Exercise:
 
 
 class FinishedTasks:
-    """Observer that collects the tasks of the steps, without those that load weights before the first step."""
+    """Observer that collects finished tasks, without those that load weights before the first step."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
 
     def ended(self, task: Task) -> None:
-        """Collect a task."""
+        """Collect a finished task, unless it belongs to the initial loading."""
         if task.step >= 0:
             self.tasks.append(task)

@@ -1,4 +1,4 @@
-"""The two extents of a calibration: a quick one for bfloat16, and a thorough one for both dtypes."""
+"""What a calibration measures: a quick extent for bfloat16, and a thorough one for both dtypes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ class OperationExtent(msgspec.Struct, frozen=True, kw_only=True):
     """Operations that are timed by themselves.
 
     Attributes:
-        rounds: how often each is measured; the median counts.
-        seconds: the time for each, in each round.
-        rows, matrices: of products; a matrix is (outputs, inputs).
-        copies, reads, stream, scratch: bytes.
-        pieces: reads at a time, as in a transfer of several pages.
+        rounds: how often each operation is measured; the median counts.
+        seconds: time to spend on each operation in each round.
+        rows, matrices: sizes of matrix products; a matrix is (outputs, inputs).
+        copies, reads: bytes of each copy and of each read from the disk.
+        pieces: number of reads in one transfer, as for several pages.
+        stream: bytes of a pass over memory.
+        scratch: bytes of the file that is read.
     """
 
     rounds: int = 3
@@ -31,15 +33,15 @@ class OperationExtent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prompts(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompts of one batch that the small models run.
+    """One batch of prompts for the small models.
 
     Attributes:
-        groups: the prompt lengths of each micro-batch.
-        host_attended: the micro-batches, by index in `groups`, whose attention runs on the host in some runs.
-        long: more micro-batches, for the smallest model only.
+        groups: prompt lengths in tokens of each micro-batch.
+        host_attended: indices in `groups` of micro-batches whose attention runs on the host in some runs.
+        long: prompt lengths of more micro-batches, for the smallest model only.
 
-    The first prompts of a length use memory that is new to the process; as in a batch, most do not. So long prompts are
-    there several times.
+    The first prompt of a length is slower, since its memory is new to the process; so each long prompt occurs several
+    times.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -51,11 +53,11 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
     """Runs of the small models in one dtype.
 
     Attributes:
-        models: smallest first; costs are interpolated between their sizes.
+        models: the models, smallest first; costs are interpolated between their sizes.
         steps: steps of each run, prefill included.
-        serial: runs of each model, one task after the other.
-        fresh: the same, with weights that were fetched just before.
-        together: runs with each overlap of tasks: with reads, those of every model; otherwise of the largest.
+        serial: number of runs of each model in SERIAL mode.
+        fresh: number of runs of each model in FRESH mode.
+        together: number of runs in each mode with overlap: of every model in STREAMING mode, else of the largest model.
     """
 
     models: tuple[ModelConfig, ...]
@@ -69,11 +71,11 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a calibration measures.
 
     Attributes:
-        name: the name of the extent in the machine's description.
-        batches: of few and of many rows, since a device chooses its kernels, and how weights lie in memory, by the
-            largest micro-batch of a batch.
-        runs: by dtype; costs in the other dtypes are scaled from bfloat16.
-        repeats: how many measurements may be repeated because other processes were busy.
+        name: name of the extent in the machine's description.
+        batches: batches of small and of large micro-batches: a device chooses kernels, and the order of weights in
+            memory, by the largest micro-batch of a batch.
+        runs: runs of the small models by dtype; costs in dtypes without runs are scaled from bfloat16.
+        repeats: the most measurements that are repeated because other processes were busy.
     """
 
     name: str
@@ -94,7 +96,7 @@ def small_model(
     experts: int = 8,
     top_k: int = 2,
 ) -> ModelConfig:
-    """A shape of two layers to measure with."""
+    """Return the shape of a model of two equal layers to measure with."""
     return ModelConfig(
         name=name,
         pattern=(
@@ -124,14 +126,14 @@ SMALL = small_model(
     experts=48,
     top_k=6,
 )
-"""Small experts whose layer of 83 MB does not stay in a cache between two micro-batches."""
+"""Model of small experts; its layer of 83 MB does not stay in a processor's cache between two micro-batches."""
 LARGE = small_model(
     "calibration-large", hidden=1280, intermediate=2304, heads=16, head_dim=128, vocabulary=24_576
 )
 MIDDLE = small_model(
     "calibration-middle", hidden=1024, intermediate=2048, heads=16, head_dim=64, vocabulary=12_288
 )
-"""For float32, whose products go from one core to all of them between the sizes of the other two."""
+"""Model for float32: between the sizes of the other two models, products change from one core to all cores."""
 
 THOROUGH = Extent(
     name="thoroughly",
@@ -150,7 +152,7 @@ THOROUGH = Extent(
     },
     repeats=12,
 )
-"""Three to four minutes on two cores."""
+"""The thorough extent; it takes three to four minutes on two cores."""
 
 QUICK = Extent(
     name="quickly",
@@ -173,4 +175,4 @@ QUICK = Extent(
     runs={"bfloat16": Runs(models=(SMALL, LARGE), steps=3, serial=3, fresh=2, together=1)},
     repeats=2,
 )
-"""At most 40 seconds on two cores. The median of three serial runs ignores one that other programs slowed down."""
+"""The quick extent: at most 40 seconds on two cores. The median of three serial runs ignores a disturbed one."""

@@ -1,9 +1,9 @@
-"""The policy that a small model is run under beside a GPU, so that every kind of task is timed.
+"""The policy under which a small model runs on a machine with a GPU, so that every kind of task is timed.
 
-The first layer's weights stay on the GPU, the second one's are fetched in each step. Micro-batches whose KV cache is on
-the host are attended to there in even steps, and on the GPU in odd ones, in which their new keys and values are written
-to the cache and experts run one by one, every other one on the host. A step's fetch begins with its tasks of one kind,
-which change from step to step. Where page-locked memory is limited, fetched pages are staged in it.
+The first layer's weights stay on the GPU, the second one's are fetched in each step. For micro-batches whose KV cache
+is on the host, attention runs on the host in even steps. In odd steps it runs on the GPU, their new keys and values are
+written to the host's cache, and experts run one by one, every other one on the host. A step's fetch starts together
+with one kind of task, see `BESIDE`. Fetched pages are staged in page-locked memory if the machine limits it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from moesched.steps.step import Step
 from moesched.tasks import Task
 
 BESIDE = ("attention", "cache writes", "attention", "experts")
-"""Tasks that a fetch runs beside, by the number of its step: attention is on the host in even steps."""
+"""Kind of task beside which a step's fetch starts, by the step's index modulo 4; even steps attend on the host."""
 
 
 class GpuExercise:
-    """The policy of one run.
+    """The policy of one timed run.
 
     Args:
         on_host: micro-batches whose KV cache is on the host.
-        beside: whether copies run beside other tasks: a step's fetch, and those of other micro-batches.
+        beside: whether copies run beside other tasks: the step's fetch, and copies of keys, values and hidden states.
     """
 
     def __init__(self, on_host: Collection[int], *, beside: bool) -> None:
@@ -85,15 +85,15 @@ class GpuExercise:
         await last
 
     async def _alone(self, task: Task) -> Task:
-        """Wait for a task that nothing is to run beside."""
+        """Wait for a task and return it; with `beside`, return at once, so that others run beside it."""
         if not self.beside:
             await task
         return task
 
     def _fetch(self, step: Step, pages: Sequence[Page]) -> Task:
-        """Fetch pages, those of each expert by themselves: short copies have one kind of task beside them.
+        """Fetch pages, one transfer per expert: during a short copy only one kind of task runs beside it.
 
-        They are staged before, in one task, so that what is slowed by that is known from what is slowed by fetches.
+        All pages are staged first in one task, so that slowdown by staging can be told from slowdown by fetches.
         """
         if self.staging is not None:
             step.copy_to_pinned(pages, self.staging)
@@ -107,7 +107,7 @@ class GpuExercise:
             step.evict(pages, self.staging)
 
     def _attend(self, step: Step, i: int, j: int, *, on_gpu: bool) -> Task:
-        """Attend to a micro-batch."""
+        """Submit attention and its copies, with `on_gpu` even for a cache on the host; return the last task."""
         if step.kv_on_accelerator(j, i):
             return step.attention(i, j)
         if step.phase(j) == "decode" and not on_gpu:

@@ -24,37 +24,38 @@ from moesched.models.config import ModelConfig
 
 STAGING = (HOST, PINNED)
 LINKS = ((HOST, GPU), (GPU, HOST), STAGING)
-"""Copies that policies make: from and to the GPU, and into staging slots where little may be page-locked."""
+"""Memories between which copies are timed: to and from the GPU, and into staging slots if little may be page-locked."""
 
 AT_ONCE = (((HOST, GPU), (GPU, HOST)), ((HOST, GPU), STAGING), ((GPU, HOST), STAGING))
-"""Pairs of links whose copies run at once."""
+"""Pairs of links whose copies are timed while both run."""
 
 
 FULL = "float32"
-"""The number format whose products are measured for their rate only."""
+"""The dtype whose products are measured for their FLOP/s only, not for the cost table."""
 
 MODEL = small_model(
     "calibration-gpu", hidden=1024, intermediate=3584, heads=16, head_dim=128, vocabulary=8192
 )
-"""Kernels that are shorter than their dispatch, on a layer of 180 MB whose fetch outlasts attention on the host."""
+"""Model whose kernels are shorter than their dispatch; fetching its layer of 180 MB outlasts attention on the host."""
 
 
 class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a calibration of a machine with a GPU measures.
 
     Attributes:
-        rounds: how often each operation is measured; the spread is that of the rounds.
-        dtypes: of products; on a GPU without bfloat16, float16 instead.
+        rounds: how often each operation is measured; the reported spread is that over rounds.
+        dtypes: dtypes of matrix products; a GPU without bfloat16 has float16 instead.
         matrices: (outputs, inputs) of products, from an expert of a small model to one of a large model.
-        rows: of products on the GPU; in float32 only the fewest and the most.
-        host_rows: the same on the CPU.
-        small, large: bytes of copies, whose times give latency and bandwidth; the large ones are of a page's size.
+        rows: numbers of rows of products on the GPU; in float32 only the fewest and the most.
+        host_rows: numbers of rows of products on the CPU.
+        small, large: bytes of a small and a large copy, from which latency and bandwidth follow; a page is about as
+            large as the large one.
         stream: bytes of a pass over memory.
-        kernels: launches in a row.
-        model: whose tasks are timed.
-        groups: the prompt lengths of its micro-batches, of one sequence and of many, and of many long ones: all run
-            twice, with their KV cache on the GPU and on the host.
-        steps: of its runs, prefill included.
+        kernels: number of empty kernels launched in a row.
+        model: the model whose tasks are timed.
+        groups: prompt lengths of micro-batches of one, many, and many long sequences; each occurs twice in a run, with
+            its KV cache on the GPU and on the host.
+        steps: steps of each run of the model, prefill included.
         staging: bytes of page-locked memory in runs whose pages are staged.
     """
 
@@ -74,22 +75,22 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def micro_batches(self) -> tuple[tuple[int, ...], ...]:
-        """The prompt lengths of all micro-batches."""
+        """Prompt lengths of each micro-batch of a run: `groups`, twice."""
         return self.groups * 2
 
     @property
     def on_host(self) -> range:
-        """The micro-batches whose KV cache is on the host."""
+        """Indices of the micro-batches whose KV cache is on the host."""
         return range(len(self.groups), 2 * len(self.groups))
 
     @property
     def measurements(self) -> int:
-        """Measurements in all: operations and pairs in each round, and runs of the model."""
+        """Total number of measurements: operations and pairs in each round, and runs of the model."""
         each = len([*self.operations(), *self.pairs()])
         return self.rounds * (each + 3) + 1
 
     def operations(self) -> Iterator[Operation]:
-        """Every operation, alone."""
+        """Yield every operation that is timed alone."""
         for dtype, (outputs, inputs) in product(self.dtypes, self.matrices):
             for processor, rows in ((GPU, self.rows), (CPU, self.host_rows)):
                 for each in (rows[0], rows[-1]) if dtype == FULL else rows:
@@ -103,7 +104,7 @@ class GpuExtent(msgspec.Struct, frozen=True, kw_only=True):
         yield Answer(8)
 
     def pairs(self) -> Iterator[tuple[Copy, Copy]]:
-        """Copies that run at once; the first of each pair is timed."""
+        """Yield pairs of copies that run at once; the first of each is timed."""
         for first, second in AT_ONCE:
             yield Copy(*first, self.large), Copy(*second, self.large)
             yield Copy(*second, self.large), Copy(*first, self.large)

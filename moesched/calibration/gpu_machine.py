@@ -1,8 +1,8 @@
 """Calibration of a machine with a GPU: measures its rates and its tasks, and writes a machine file.
 
-Products go into the cost table, and so do the dispatch times of tasks, from runs of a small model. Copies, attention
-on the host and launches are rates with their measured spread. Rates that are not measured are those of its class of
-device.
+The cost table gets the times of matrix products, and the dispatch times of tasks from runs of a small model. Copies,
+attention on the host and launches become rates with their measured spread. Rates that are not measured are those of
+the device's class.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ Progress = Callable[[int, int], object]
 PROBE = "moesched.devices.torch.cuda_probe:CudaProbe"
 HBM_BANDWIDTH = 1.2e12
 SERVER_BANDWIDTH = 120e9
-"""Memory bandwidths from which on a GPU that the library does not know, and a CPU, count as those of servers."""
+"""Memory bandwidths, in bytes per second, from which an unknown GPU and a CPU are assumed to be of a server's class."""
 
 
 def calibrate_gpu(
     device: str, out: Path | None = None, progress: Progress | None = None, *, thorough: bool = False
 ) -> Machine:
-    """Measure this machine and its GPU and write its file. A calibration that is cut short leaves the old file.
+    """Measure this machine and its GPU and write the machine file. A calibration that is cut short leaves the old file.
 
     Args:
-        device: "cuda".
+        device: name of the GPU's device: "cuda".
         out: the file to write; by default the one that `--device cuda --machine auto` reads.
         progress: called with (steps done, steps in all).
 
@@ -77,10 +77,11 @@ def calibrate_gpu(
 
 
 def measured_machine(probe: GpuProbe, extent: GpuExtent, progress: Progress) -> Machine:
-    """Measure a machine with a GPU, in the number formats that it has.
+    """Measure a machine with a GPU, in the dtypes that the GPU computes in.
+
 
     Raises:
-        BadInput: something was not measured; the message says what, and the remedy.
+        BadInput: a rate could not be measured; the message says which, and the remedy.
     """
     extent = replace(extent, dtypes=(probe.half, FULL))
     done, steps = 0, extent.measurements
@@ -95,7 +96,7 @@ def measured_machine(probe: GpuProbe, extent: GpuExtent, progress: Progress) -> 
 
 
 def _rated(probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Machine:
-    """The machine with its rates and its products, from operations that are timed alone and in pairs."""
+    """Return the machine with rates and costs of products, from operations that are timed alone and in pairs."""
     operations, pairs = list(extent.operations()), list(extent.pairs())
     times: dict[Operation, list[float]] = {each: [] for each in operations}
     together: dict[tuple[Copy, Copy], list[float]] = {each: [] for each in pairs}
@@ -119,7 +120,7 @@ def _rated(probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Mach
 
 
 def _with_tasks(rated: Machine, probe: GpuProbe, extent: GpuExtent, tell: Callable[[], None]) -> Machine:
-    """The machine with the dispatch times of tasks, attention on the host, and their speeds beside copies."""
+    """Return the machine with dispatch times, the rate of attention on the host, and speeds of tasks beside copies."""
     source, found = Source(extent.model, probe.half, 0), GpuTasks()
 
     def run(machine: Machine, *, beside: bool) -> list[Task]:
@@ -147,7 +148,7 @@ def _with_tasks(rated: Machine, probe: GpuProbe, extent: GpuExtent, tell: Callab
 
 
 def _with_attention(machine: Machine, rates: Sequence[float]) -> Machine:
-    """The machine with the measured rate of attention on the host; with that of its class where none was measured."""
+    """Return the machine with the measured rate of attention on the host; unchanged if no rate was measured."""
     if not rates:
         return machine
     bandwidth = machine.memories[HOST].bandwidth
@@ -196,7 +197,7 @@ def _machine(
 def _processor(
     times: gpu_rates.Times, extent: GpuExtent, name: str, device_class: str, rates: dict[str, Estimate]
 ) -> Processor:
-    """A processor whose stated rates are the best that were measured, and whose sustained ones are the others."""
+    """Return a processor: its peaks are the best measured rates, its sustained shares come from the other rounds."""
     found = {dtype: gpu_rates.products(times, name, dtype) for dtype in extent.dtypes}
     shares = [rate.share for rate in found.values()]
     products = Estimate(
@@ -225,7 +226,7 @@ def _link(times: gpu_rates.Times, source: str, destination: str) -> Link:
 
 
 def gpu_class(name: str, bandwidth: float) -> str:
-    """The class of a GPU, for the rates that are not measured: the library's, or a guess from its memory."""
+    """Return the class of a GPU, for rates that are not measured: by its name, or guessed by memory bandwidth."""
     try:
         return find_gpu(name)[0].device_class
     except BadInput:
@@ -233,5 +234,5 @@ def gpu_class(name: str, bandwidth: float) -> str:
 
 
 def cpu_class(bandwidth: float) -> str:
-    """The class of a CPU, for the rates that are not measured, by the bandwidth of its memory."""
+    """Return the class of a CPU, for rates that are not measured, by its memory bandwidth in bytes per second."""
     return "server-cpu" if bandwidth >= SERVER_BANDWIDTH else "desktop-cpu"

@@ -15,7 +15,7 @@ HOST, PINNED = "host", "pinned"
 
 
 class Product(NamedTuple):
-    """A product of rows with a matrix (outputs, inputs) in the memory of a processor, not cached."""
+    """A product of rows with a matrix (outputs, inputs) that lies in a processor's memory but not in its caches."""
 
     processor: str
     dtype: str
@@ -25,17 +25,14 @@ class Product(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """One pass over bytes of the GPU's or the host's memory."""
+    """One pass over bytes of the memory of the GPU or the host."""
 
     memory: str
     nbytes: int
 
 
 class Copy(NamedTuple):
-    """A copy of a page, as the device makes it: between the GPU and page-locked memory of the host, or within that.
-
-    A copy from the host's memory to pinned memory is one into a staging slot, on the device's threads.
-    """
+    """A copy of a page as the device makes it: to or from the GPU, or from host memory to a page-locked slot."""
 
     source: str
     destination: str
@@ -43,13 +40,13 @@ class Copy(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """Kernels on a GPU that have next to nothing to compute, one after the other."""
+    """Launches of almost empty kernels on a GPU, one after the other."""
 
     kernels: int
 
 
 class Answer(NamedTuple):
-    """A kernel that has next to nothing to compute, and the host's wait for its result of some bytes."""
+    """An almost empty kernel, and the host's wait for its result of a few bytes."""
 
     nbytes: int
 
@@ -61,10 +58,10 @@ class GpuProbe(Protocol):
     """A machine with a GPU, whose operations can be timed.
 
     Attributes:
-        gpu_name: as its driver says it.
+        gpu_name: the GPU's name, from its driver.
         gpu_bytes: size of the GPU's memory.
         host_bytes: size of the host's memory.
-        half: the number format of 16 bits that the GPU has: "bfloat16", or "float16" where it has none.
+        half: the GPU's dtype of 16 bits: "bfloat16", or "float16" if it has no bfloat16.
     """
 
     gpu_name: str
@@ -73,7 +70,7 @@ class GpuProbe(Protocol):
     half: DType
 
     def seconds(self, operation: Operation, *beside: Operation) -> float:
-        """The time of an operation among repetitions of it, while other operations are repeated beside it."""
+        """Return the seconds of one repetition of an operation, while the operations `beside` are repeated, too."""
 
     def tasks(
         self,
@@ -86,9 +83,9 @@ class GpuProbe(Protocol):
         """Run a small random model on the GPU, and return its tasks in the order of their ends.
 
         Args:
-            groups: the prompt lengths of each micro-batch.
-            steps: prefill included.
+            groups: prompt lengths of each micro-batch.
+            steps: number of steps, prefill included.
         """
 
     def close(self) -> None:
-        """Free memory, and end threads."""
+        """Free the memory of the GPU and the host, and end threads."""

@@ -19,30 +19,30 @@ from moesched.models.config import ITEM_BYTES
 
 MEASURED = "measured by `moesched calibrate`"
 LAUNCHES_OF_A_KERNEL = 1.5
-"""A kernel that takes less than this many launches may wait for the host: its time says nothing about reading."""
+"""A kernel shorter than this many launch times may have waited for its launch: its time says nothing about memory."""
 
 Times = Mapping[Operation, Sequence[float]]
 
 
 class SharedRate(NamedTuple):
-    """The best rate of all sizes and rounds, and the share of it that the others reach."""
+    """The best rate over all sizes and rounds, and the share of it that the rounds reach."""
 
     best: float
     share: Estimate
 
 
 class LinkRate(NamedTuple):
-    """A link's bytes per second, the share of them in the other rounds, and the seconds of a transfer of nothing."""
+    """A link's bytes per second, and its latency: the seconds of a transfer of no bytes."""
 
     bandwidth: SharedRate
     latency: float
 
 
 def products(times: Times, processor: str, dtype: str) -> SharedRate:
-    """FLOP/s of products of the most rows.
+    """Return the FLOP/s of products with the largest number of rows.
 
     Raises:
-        BadInput: none was measured.
+        BadInput: no product in this dtype was measured.
     """
     found = list(_products(times, processor, dtype))
     most = max((each.rows for each, _ in found), default=0)
@@ -53,10 +53,12 @@ def products(times: Times, processor: str, dtype: str) -> SharedRate:
 
 
 def weights(times: Times, processor: str, launch: float, bandwidth: float) -> Estimate:
-    """The share of a memory's bandwidth that products of one row reach. Kernels shorter than a launch do not count.
+    """Return the share of a memory's bandwidth that products of one row reach.
+
+    launch: seconds of a kernel's launch; kernels hardly longer do not count.
 
     Raises:
-        BadInput: all were shorter.
+        BadInput: all kernels were too short.
     """
     dtypes = {each.dtype for each in times if isinstance(each, Product) and each.processor == processor}
     rates = [
@@ -73,7 +75,7 @@ def weights(times: Times, processor: str, launch: float, bandwidth: float) -> Es
 
 
 def stream(times: Times, memory: str) -> float:
-    """Bytes per second of the fastest pass over a memory."""
+    """Return the bytes per second of the fastest pass over a memory."""
     return rounded(
         max(
             each.nbytes / min(seconds)
@@ -84,7 +86,7 @@ def stream(times: Times, memory: str) -> float:
 
 
 def launch_seconds(times: Times) -> Estimate:
-    """Seconds from one kernel to the next, where they have nothing to compute."""
+    """Return the seconds from the start of one empty kernel to the next."""
     return estimate(
         [
             seconds / each.kernels
@@ -96,13 +98,13 @@ def launch_seconds(times: Times) -> Estimate:
 
 
 def host_seconds(times: Times, launch: float) -> Estimate:
-    """Seconds that the host waits for a result, beyond the kernel's launch."""
+    """Return the seconds that the host waits for a kernel's result, less the seconds of the launch."""
     waits = [seconds for each, rounds in times.items() if isinstance(each, Answer) for seconds in rounds]
     return estimate([max(LEAST_SECONDS, seconds - launch) for seconds in waits])
 
 
 def link(times: Times, source: str, destination: str) -> LinkRate:
-    """Bandwidth and latency of copies, from a small and a large one of each round."""
+    """Return bandwidth and latency of a link, from the smallest and the largest copy of each round."""
     of_link = sorted(
         (each.nbytes, rounds)
         for each, rounds in times.items()
@@ -119,13 +121,13 @@ def link(times: Times, source: str, destination: str) -> LinkRate:
 
 
 def require_cold(copies: SharedRate, memory: float) -> None:
-    """Refuse copies within a memory that were faster than it can read and write as many bytes.
+    """Refuse measured copies within a memory that were faster than the memory can read and write.
 
     Args:
         memory: the memory's bytes per second.
 
     Raises:
-        BadInput: they were; caches held what was copied.
+        BadInput: the copies were too fast; caches held the bytes.
     """
     if copies.best > memory / 2:
         raise BadInput(
@@ -136,7 +138,7 @@ def require_cold(copies: SharedRate, memory: float) -> None:
 
 
 def table(times: Times, dtype: str) -> list[CostPoint]:
-    """The products in a dtype, as points of a cost table: medians over the rounds."""
+    """Return the products in a dtype as points of a cost table: the median over rounds of each."""
     return [
         replace(
             point(
@@ -154,23 +156,23 @@ def table(times: Times, dtype: str) -> list[CostPoint]:
 
 
 def product_speeds(times: Times, dtype: str) -> list[float]:
-    """Speeds of products in each round, relative to the median of the rounds: the median over all products."""
+    """Return the speed of products in each round, relative to the median round: the median over all products."""
     products = [rounds for each, rounds in times.items() if isinstance(each, Product) and each.dtype == dtype]
     return [median(median(rounds) / rounds[turn] for rounds in products) for turn in range(len(products[0]))]
 
 
 def speed_beside(alone: Sequence[float], together: Sequence[float]) -> float:
-    """The speed of a copy beside another one, relative to being alone; at most 1."""
+    """Return a copy's speed beside another one, relative to alone, from its seconds in each round; at most 1."""
     return rounded(
         min(1.0, median(starmap(lambda before, after: before / after, zip(alone, together, strict=True))))
     )
 
 
 def shared(rates: Sequence[float], what: str) -> SharedRate:
-    """The best of several rates, and the shares of it.
+    """Return the best of several rates, and the shares of it that all reach.
 
     Raises:
-        BadInput: there are none.
+        BadInput: there are no rates.
     """
     if not rates:
         raise BadInput(f"no {what} were measured")
@@ -179,7 +181,7 @@ def shared(rates: Sequence[float], what: str) -> SharedRate:
 
 
 def estimate(figures: Sequence[float]) -> Estimate:
-    """The median of measured figures, and their spread."""
+    """Return the median of measured figures, with the lowest and the highest as bounds."""
     return Estimate(
         low=rounded(min(figures)),
         expected=rounded(median(figures)),
@@ -189,7 +191,7 @@ def estimate(figures: Sequence[float]) -> Estimate:
 
 
 def _products(times: Times, processor: str, dtype: str) -> Iterator[tuple[Product, float]]:
-    """Products and their time in each round."""
+    """Yield each product with its seconds in each round."""
     for each, rounds in times.items():
         if isinstance(each, Product) and (each.processor, each.dtype) == (processor, dtype):
             for seconds in rounds:

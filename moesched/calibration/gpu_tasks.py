@@ -1,4 +1,4 @@
-"""Times of the tasks of a small model beside a GPU: their dispatch, host attention, and speeds beside copies."""
+"""Times of a small model's tasks on a machine with a GPU: dispatch, host attention, and speeds beside copies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ON_HOST = (ATTENTION, FEW_ROWS, MANY_ROWS, CACHE_WRITE)
 
 
 class Alike(NamedTuple):
-    """Tasks of one run that should take equally long."""
+    """Key of tasks of one run that should take equally long."""
 
     resource: str
     kind: str
@@ -32,23 +32,23 @@ class Alike(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """A task's work and the time that it took."""
+    """A task's work and its measured seconds."""
 
     work: Work
     seconds: float
 
 
 class GpuTasks:
-    """Tasks of several runs."""
+    """Timed tasks of several runs of a small model on a machine with a GPU."""
 
     def __init__(self) -> None:
         self._beside: dict[tuple[str, bool], list[Observed]] = {}
-        """By sort, of runs with staging and without: what runs beside what differs."""
+        """Tasks timed beside others, by (sort of work, whether the run staged pages)."""
         self._runs: list[dict[Alike, list[Timed]]] = []
         self._alone = TaskTimes()
 
     def add(self, source: Source, tasks: Sequence[Task]) -> None:
-        """Add a run in which copies of pages ran by themselves."""
+        """Add a run in which no task ran beside copies of pages."""
         alike: dict[Alike, list[Timed]] = {}
         for task in filter(_tells_of_dispatch, tasks):
             work = task.work
@@ -58,16 +58,16 @@ class GpuTasks:
         self._alone.add(source, [task for task in tasks if _is_timed_beside(task)])
 
     def add_beside(self, source: Source, tasks: Sequence[Task]) -> None:
-        """Add a run in which copies of pages ran beside all else, from page-locked memory or through staging slots."""
+        """Add a run in which copies of pages ran beside other tasks, with or without staging slots."""
         stages = any(task.lane.name == f"{HOST}->{PINNED}" for task in tasks)
         for sort, observed in self._alone.observed(source, _off_gpu(tasks)).items():
             renamed = [each._replace(beside=_page_locked_beside(each.beside)) for each in observed]
             self._beside.setdefault((_page_locked(sort), stages), []).extend(renamed)
 
     def rates(self) -> dict[tuple[str, str], float]:
-        """Speeds of the host's work, cache writes included, and of copies beside it, by (sort, sorts of the others).
+        """Return relative speeds of the host's work, and of copies beside it, by (sort of work, sorts beside it).
 
-        Runs with staging only add mixes that others lack: those with copies into staging slots.
+        Runs with staging only add mixes that other runs lack: those with copies into staging slots.
         """
         rates: dict[tuple[str, str], float] = {}
         for (sort, _), observed in sorted(self._beside.items(), key=lambda each: each[0][1]):
@@ -77,9 +77,10 @@ class GpuTasks:
         return rates
 
     def host_attention(self) -> list[float]:
-        """Bytes of the KV cache per second, by run: from micro-batches of equally many sequences, short and long.
+        """Return for each run the bytes of KV cache that attention on the host reads per second.
 
-        A run counts if the longer ones took longer.
+        The rate is the difference in bytes over the difference in time of micro-batches with equally many sequences,
+        short and long. Runs in which long ones took no longer are left out.
         """
         rates = []
         for alike in self._runs:
@@ -95,9 +96,9 @@ class GpuTasks:
         return rates
 
     def points(self, running: Callable[[Work], float]) -> list[CostPoint]:
-        """Dispatch times, as points of the cost table: medians over the tasks of a run, and over the runs.
+        """Return dispatch times as points of the cost table: medians over the tasks of a run, then over runs.
 
-        Of tasks that differ only in what they wait for beside their dispatch, the fastest count.
+        Of several groups of tasks for one point, the fastest counts, since the others also waited for something else.
 
         Args:
             running: seconds that a work of the host or of a link takes once it has started.
@@ -116,7 +117,7 @@ class GpuTasks:
         return [fastest[key] for key in sorted(fastest, key=_order)]
 
     def speeds(self) -> list[float]:
-        """Speeds of dispatch on the GPU in each run: the median over all kinds, relative to the median of the runs."""
+        """Return each run's speed of dispatch on the GPU, relative to the median run: the median over kinds of task."""
         times = [
             {
                 key: median(each.seconds for each in timed)
@@ -130,12 +131,12 @@ class GpuTasks:
 
 
 def _is_timed_beside(task: Task) -> bool:
-    """Test whether a task is on the host, or moves pages, or keys and values."""
+    """Test whether a task runs on the host, or copies pages or keys and values: only these are timed beside copies."""
     return task.work.resource == CPU or task.verb in ("fetch", CACHE_WRITING)
 
 
 def _tells_of_dispatch(task: Task) -> bool:
-    """Test whether a task takes little longer than to start it: no fetch, and of a prefill's kernels attention only."""
+    """Test whether a task takes little longer than its dispatch: no fetch, and no kernel of a prefill but attention."""
     if task.verb == "fetch":
         return False
     copies = task.work.resource not in (GPU, CPU)
@@ -143,7 +144,7 @@ def _tells_of_dispatch(task: Task) -> bool:
 
 
 def _dispatch(timed: Timed, running: Callable[[Work], float]) -> float:
-    """Seconds that a task took to start. On the GPU, kernels run while the next ones are started."""
+    """Return the seconds that a task took to start; on the GPU all, as kernels run while the next ones start."""
     work, seconds = timed
     return seconds if work.resource == GPU else max(0.0, seconds - running(work))
 
@@ -158,17 +159,17 @@ def _order(point: CostPoint) -> tuple[str, str, float, float]:
 
 
 def _page_locked(sort: str) -> str:
-    """The name of a kind of work on a machine whose pages are not staged."""
+    """Return a sort of work as named without staging: a copy to the GPU starts in host, not in pinned memory."""
     return f"{HOST}->{GPU}" if sort == f"{PINNED}->{GPU}" else sort
 
 
 def _page_locked_beside(beside: Mapping[str, float]) -> dict[str, float]:
-    """The same of mixes, whose names are then alike in runs with and without staging."""
+    """Rename each mix of sorts with `_page_locked`, so that runs with and without staging have equal names."""
     return {at_once(map(_page_locked, mix.split(" + "))): seconds for mix, seconds in beside.items()}
 
 
 def _off_gpu(tasks: Iterable[Task]) -> list[Task]:
-    """The tasks of the host and of links. Kernels on the GPU slow nothing outside it."""
+    """Return the tasks of the host and of links: kernels on the GPU slow nothing outside it."""
     return [task for task in tasks if task.work.resource != GPU]
 
 

@@ -30,10 +30,10 @@ MakeDevice = Callable[[Checkpoint, WeightLayout], Device]
 
 
 class ModelRuns:
-    """Times of the tasks of small models, and their speeds beside each other.
+    """Runs of small models that collect the times of tasks, and speeds of tasks beside each other.
 
     Args:
-        folder: the models are written there.
+        folder: folder to write the models to.
     """
 
     def __init__(self, folder: Path, extent: Extent) -> None:
@@ -43,7 +43,7 @@ class ModelRuns:
         self._extent = extent
 
     def steps(self, turn: int) -> Iterator[Step]:
-        """The runs of one turn."""
+        """Yield the runs of round `turn` of the measurements as steps; each returns the call that records it."""
         for dtype, runs in self._extent.runs.items():
             for batch in range(len(self._extent.batches)):
                 for model in runs.models:
@@ -99,10 +99,10 @@ def run_exercise(
     The same tokens are generated in every run, so that tasks can be compared between runs.
 
     Args:
-        groups: the prompt lengths of each micro-batch.
-        steps: prefill included.
-        make_device: of a checkpoint and its layout; by default the device torch.
-        machine: what the device runs on; by default this machine without a GPU.
+        groups: prompt lengths of each micro-batch.
+        steps: number of steps, prefill included.
+        make_device: makes the device from a checkpoint and its layout; by default the device torch.
+        machine: machine that the device runs on; by default this machine without a GPU.
 
     Raises:
         KeyboardInterrupt: Ctrl-C ended the run before all tasks were done.
@@ -127,10 +127,10 @@ def run_exercise(
 
 
 def _counts(mode: Mode, sort: str, beside: str) -> bool:
-    """Test whether a mode's runs say how fast one sort of work is beside others.
+    """Test whether runs in this mode count for the speed of a sort of work beside others.
 
-    A kernel that waited for its weights is slowed more by the next read than one of many that follow each other. What
-    streams is what waits, so that streaming counts for kernels beside reads.
+    A read slows a kernel that waited for its weights more than one of many in a row. Weights that stream are waited
+    for, so only STREAMING counts for kernels beside reads.
     """
     if mode is Mode.ATTENDING:
         return not (sort in (FEW_ROWS, MANY_ROWS) and beside == DISK)

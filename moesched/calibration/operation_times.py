@@ -27,7 +27,7 @@ SCRATCH_BLOCK = 16 << 20
 
 
 class DeviceProbe(Protocol):
-    """Operations of a device, ready to be timed."""
+    """A device's operations, ready to be timed."""
 
     def ready(self) -> AbstractContextManager[object]: ...
     def packs(self, dtype: str) -> bool: ...
@@ -39,7 +39,7 @@ class DeviceProbe(Protocol):
 
 
 class Operation(NamedTuple):
-    """One operation at one size."""
+    """Key of a timed operation: its name, dtype, rows and size."""
 
     name: str
     dtype: str
@@ -48,10 +48,10 @@ class Operation(NamedTuple):
 
 
 class OperationTimes:
-    """Times of single operations.
+    """Measured times of single operations.
 
     Args:
-        scratch: a file to be written, and read from.
+        scratch: path of a file to write and to time reads from.
     """
 
     def __init__(self, probe: DeviceProbe, scratch: Path, extent: OperationExtent) -> None:
@@ -61,7 +61,7 @@ class OperationTimes:
         self._times: dict[Operation, list[float]] = {}
 
     def write_scratch(self) -> None:
-        """Write the file to read from, through to the disk.
+        """Write the scratch file through to the disk.
 
         Raises:
             BadInput: the disk has too little room.
@@ -81,7 +81,7 @@ class OperationTimes:
             os.fsync(file.fileno())
 
     def steps(self) -> Iterator[Step]:
-        """One round of everything."""
+        """Yield the measurements of one round."""
         yield self._memory
         yield self._reads
         for dtype in DTYPES:
@@ -91,11 +91,11 @@ class OperationTimes:
                     yield partial(self._products, dtype, matrix, packed=True)
 
     def points(self) -> list[CostPoint]:
-        """The medians over the rounds."""
+        """Return a point of the cost table for each operation: its median over rounds."""
         return [point(*operation, median(times)) for operation, times in sorted(self._times.items())]
 
     def speeds(self, name: str) -> list[float]:
-        """The speeds of an operation in each round, relative to the median of its size."""
+        """Return the speeds of an operation in all rounds and sizes, relative to the median of the same size."""
         return [
             median(times) / seconds
             for operation, times in self._times.items()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class OtherLoad:
-    """Cores that other processes and the hypervisor kept busy since this object was made.
+    """Load of other processes and the hypervisor since this object was made.
 
     Interrupts do not count: they may serve this process's own reads.
     """
@@ -17,7 +17,7 @@ class OtherLoad:
         self._since = time.perf_counter(), _busy_seconds_of_others()
 
     def cores(self) -> float:
-        """The average number of cores; 0 where the system does not report it."""
+        """Return the mean number of cores that others kept busy; 0 if the system does not report it."""
         start, busy = self._since
         return max(0.0, _busy_seconds_of_others() - busy) / (time.perf_counter() - start)
 

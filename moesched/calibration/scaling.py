@@ -1,7 +1,7 @@
 """Costs in a dtype that was not measured, scaled from those in bfloat16.
 
-Work on weights is scaled by how much longer products of the same matrices take in the other dtype, which is measured.
-Attention takes as long over as many tokens, and moving rows takes as long for as many bytes.
+Work on weights is scaled by the measured ratio of products of the same matrices in both dtypes. Attention is assumed to
+take as long for as many tokens, and moving rows as long for as many bytes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from moesched.models.config import ITEM_BYTES, DType
 
 SOURCE: DType = "bfloat16"
 MATRICES = {"pre_attention": 1, "route": 1, "sample": 1, "expert": 3, "experts": 3}
-"""The products that each kind of work on weights consists of."""
+"""Number of matrices that each kind of work on weights multiplies with."""
 RESIDENT = "resident "
 
 
 class ProductRatio:
-    """The time of products in one dtype relative to bfloat16, by the weights' size and the rows."""
+    """Time of products in one dtype over that in bfloat16, by the weights' bytes and the rows."""
 
     def __init__(self, operations: Iterable[CostPoint], dtype: DType) -> None:
         found: dict[tuple[str, str], list[CostPoint]] = {}
@@ -34,12 +34,12 @@ class ProductRatio:
         self._wider = ITEM_BYTES[dtype] / ITEM_BYTES[SOURCE]
 
     def __call__(self, nbytes: float, rows: float, *, resident: bool) -> float:
-        """The ratio for a matrix that has `nbytes` bytes in bfloat16."""
+        """Return the ratio for a matrix of `nbytes` bytes in bfloat16; a device may have rearranged resident ones."""
         scaled = self._surface(self._dtype, resident)(nbytes * self._wider, rows)
         return scaled / self._surface(SOURCE, resident)(nbytes, rows)
 
     def _surface(self, dtype: str, resident: bool) -> Surface:
-        """Of weights that stay where a device rearranges these, else of all."""
+        """Return the times of products; of rearranged weights if `resident` and the device rearranges them."""
         plain = self._surfaces[PRODUCT, dtype]
         return self._surfaces.get((RESIDENT_PRODUCT, dtype), plain) if resident else plain
 
@@ -47,7 +47,7 @@ class ProductRatio:
 def scaled_points(
     points: Iterable[CostPoint], operations: Sequence[CostPoint], dtype: DType
 ) -> list[CostPoint]:
-    """The costs in a dtype, from those measured in bfloat16.
+    """Return costs in a dtype, scaled from those measured in bfloat16.
 
     Args:
         points: measured costs of tasks.

@@ -1,4 +1,4 @@
-"""The spread of a calibration: how far the speed of each kind of work was from its median."""
+"""The spread of a calibration: by how much the measured speed of each kind of work varied around its median."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from moesched.calibration.task_times import rounded
 from moesched.machines.estimates import Estimate
 
 LEAST = 1.05
-"""Factor by which a kind of work may always be slower or faster, however even its measurements were."""
+"""The smallest factor of the spread in either direction, even if measurements varied less."""
 FEW, FEWEST = 8, 1.15
-"""With fewer measurements than this, the factor that it may be slower or faster at least."""
+"""With fewer than FEW measurements, the smallest factor of the spread is FEWEST."""
 TENTHS = 10
 
 
 def spread(speeds: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
-    """Estimates of each kind's speed, from the lowest to the highest tenth of those measured.
+    """Estimate each kind's relative speed: 1, from the lowest to the highest decile measured.
 
     Args:
-        speeds: relative to the median of the same task, by kind of work.
+        speeds: measured speeds relative to the median of the same task, by kind of work.
     """
     return {kind: _estimate(found) for kind, found in sorted(speeds.items()) if found}
 

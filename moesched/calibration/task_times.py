@@ -24,11 +24,11 @@ WITHOUT_WEIGHTS = ("attention", "combine")
 
 
 class Group(NamedTuple):
-    """Tasks that should take equally long.
+    """Key of tasks that should take equally long.
 
     Attributes:
-        batch: the number of the batch.
-        number: of the micro-batch; for an expert, roughly its tokens.
+        batch: index of the batch of prompts.
+        number: index of the micro-batch; for an expert, roughly its number of tokens.
     """
 
     model: str
@@ -41,11 +41,11 @@ class Group(NamedTuple):
 
 
 class TaskKey(NamedTuple):
-    """Identifies a task in all runs of one model.
+    """Key of a task, equal in all runs of one model.
 
     Attributes:
-        batch: the number of the batch.
-        fresh: whether its weights were fetched just before.
+        batch: index of the batch of prompts.
+        fresh: whether the task's weights were fetched just before.
     """
 
     model: str
@@ -60,7 +60,7 @@ class TaskKey(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Origin of tasks: the model and its dtype, and the number of the batch that it ran."""
+    """Origin of tasks: the model, its dtype, and the index of the batch of prompts that it ran."""
 
     model: ModelConfig
     dtype: DType
@@ -68,7 +68,7 @@ class Source(NamedTuple):
 
 
 class TaskTimes:
-    """Times of tasks, alone and beside others."""
+    """Times of tasks that ran alone, and speeds of tasks that ran beside others."""
 
     def __init__(self) -> None:
         self._times: dict[Group, list[float]] = {}
@@ -80,8 +80,8 @@ class TaskTimes:
     def add(self, source: Source, tasks: Iterable[Task]) -> None:
         """Add a run of one task after the other.
 
-        On fetched weights, only the first micro-batch finds them unused; the others run faster. So tasks on fetched
-        weights count as the baseline for `rates` only, and `add_fresh` has their times.
+        Only the first micro-batch uses fetched weights for the first time; the others run faster. So these times of
+        tasks on fetched weights serve only as the baseline of `rates`; their costs come from `add_fresh`.
         """
         times: dict[Group, list[float]] = {}
         for task in tasks:
@@ -97,7 +97,7 @@ class TaskTimes:
     def add_fresh(self, source: Source, tasks: Iterable[Task]) -> None:
         """Add a run in which weights were fetched for every micro-batch, as streaming policies do.
 
-        The first use of fetched weights is slower than the next, and so is a processor that waited for them.
+        A task is slower on weights that were just fetched, and after the processor waited for them.
         """
         times: dict[Group, list[float]] = {}
         for task in tasks:
@@ -114,7 +114,7 @@ class TaskTimes:
             self._times.setdefault(group, []).append(fmean(seconds))
 
     def add_gaps(self, tasks: Sequence[Task]) -> None:
-        """Add the gaps between tasks that waited for nothing else: on one lane, and from lane to lane."""
+        """Add the gaps between a task and the next that waited for it only: on one lane, and across lanes."""
         on_lane = [task for task in sorted(tasks, key=_start) if task.lane.name == "accelerator"]
         self._gaps[DISPATCH] += [
             (after.start - before.end) / 1e9
@@ -134,13 +134,13 @@ class TaskTimes:
         self._gaps[HOP] += hops.values()
 
     def longer_than(self, link: str, seconds: Callable[[float, float], float]) -> Callable[[float], float]:
-        """The time of page transfers relative to single reads of the same pages, by the bytes of a page.
+        """Return a function of a page's bytes: the time of transfers of such pages over that of single reads of them.
 
-        It is 1 where no page was moved. A page has several tensors, so that the smaller it is, the smaller are its
-        reads.
+        It is 1 if no page was moved. Pages consist of several tensors, so small pages have small reads.
 
         Args:
-            seconds: the time of a read, by bytes and number of pieces.
+            link: name of the link.
+            seconds: returns the time of a read, for bytes and number of pieces.
         """
         ratios = {
             part.size: median(times) / seconds(part.size, part.rows)
@@ -152,7 +152,7 @@ class TaskTimes:
         return lambda size: float(np.interp(size, sizes, by_size))
 
     def points(self) -> list[CostPoint]:
-        """The points of the cost table: the mean over the tasks of a run, and the median over the runs.
+        """Return the points of the cost table: means over the tasks of a run, then medians over the runs.
 
         A lane's busy time is a sum, so tasks that occasionally take longer count in full.
         """
@@ -163,7 +163,7 @@ class TaskTimes:
         return points + [point(name, "", 1, 0, median(gaps)) for name, gaps in self._gaps.items() if gaps]
 
     def speeds(self) -> dict[str, list[float]]:
-        """The speeds of tasks in each run, relative to the median of the same task, by kind of work."""
+        """Return the speeds of tasks in all runs, relative to the median of the same task, by kind of work."""
         found: dict[str, list[float]] = {}
         for group, times in self._times.items():
             middle = median(times)
@@ -173,7 +173,7 @@ class TaskTimes:
     def rates(
         self, source: Source, tasks: Sequence[Task], *, fresh: bool = False
     ) -> dict[tuple[str, str], float]:
-        """Speeds of tasks beside others, relative to running alone, by (sort, sorts of the others).
+        """Return speeds of tasks beside others, relative to running alone, by (sort of work, sorts beside it).
 
         fresh: as for `observed`.
         """
@@ -186,12 +186,12 @@ class TaskTimes:
     def observed(
         self, source: Source, tasks: Sequence[Task], *, fresh: bool = False
     ) -> dict[str, list[Observed]]:
-        """Tasks that ran beside others, by sort.
+        """Return the tasks of a run that ran beside others, by sort of work.
 
-        Prefill does not count: the first task of a size may take longer alone.
+        Prefill is left out: the first task of a size may take longer even alone.
 
         Args:
-            fresh: compare with tasks whose weights were fetched just before; others do not count.
+            fresh: whether to compare with tasks of `add_fresh`, on just fetched weights, not with those of `add`.
         """
         observed: dict[str, list[Observed]] = {}
         for task in tasks:
@@ -217,7 +217,7 @@ class TaskTimes:
             yield point(part.operation, group.dtype, part.rows, part.size, seconds)
 
     def _experts(self, group: Group, prefix: str, seconds: float) -> Iterator[CostPoint]:
-        """The time per expert of a layer's experts together, without the tasks before and after them."""
+        """Yield the seconds per expert in `post_attention`: all its seconds less those of `route` and `combine`."""
         before = self._times.get(group._replace(verb="route"))
         after = self._times.get(group._replace(verb="combine", resident=False))
         experts = [part for part in self._works[group].parts if part.operation.endswith("experts")]
@@ -226,7 +226,7 @@ class TaskTimes:
             yield point(f"{prefix}experts", group.dtype, experts[0].rows, experts[0].size, rest)
 
     def _attention(self, group: Group, seconds: float) -> Iterator[CostPoint]:
-        """The time of one sequence, and apart from it the overheads per task and per call."""
+        """Yield the costs of attention: overhead per task, overhead per call, and the time of one sequence."""
         overheads = self._attention_overheads(group)
         if overheads is not None:
             common, call = overheads
@@ -239,7 +239,7 @@ class TaskTimes:
             yield point(each.operation, group.dtype, each.rows, each.size, rest)
 
     def _attention_overheads(self, group: Group) -> tuple[float, float] | None:
-        """Overheads in seconds of an attention task and of each of its calls.
+        """Return the overheads in seconds of an attention task and of each of its calls; None if too little was timed.
 
         They follow from three decode tasks of similar context: one with a single sequence, one with many sequences
         in one call, and one with a call for each of its sequences.
@@ -262,7 +262,7 @@ class TaskTimes:
 
 
 def point(operation: str, dtype: str, rows: float, size: float, seconds: float) -> CostPoint:
-    """A point with its figures rounded to four digits."""
+    """Return a point of the cost table with figures rounded to four digits."""
     return CostPoint(
         operation=operation,
         dtype=dtype,
@@ -273,7 +273,7 @@ def point(operation: str, dtype: str, rows: float, size: float, seconds: float) 
 
 
 def rounded(number: float) -> float:
-    """Round to four digits."""
+    """Round to four significant digits."""
     return float(f"{number:.4g}")
 
 
@@ -298,7 +298,7 @@ def _key(source: Source, task: Task, *, fresh: bool = False) -> TaskKey:
 
 
 def _seconds_beside(task: Task, tasks: Sequence[Task]) -> dict[str, float]:
-    """Seconds of the task during which other lanes were busy, by the sorts of tasks that ran on them at once."""
+    """Return the seconds of a task during which other lanes were busy, by the mix of sorts of work on them."""
     others = [
         each
         for each in tasks

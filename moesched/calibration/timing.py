@@ -11,27 +11,27 @@ from moesched.calibration.other_load import OtherLoad
 
 Call = Callable[[], object]
 Step = Callable[[], Call]
-"""Measures something and returns the call that records it."""
+"""A measurement; it returns a call that records the result."""
 
 MOST_OTHER_CORES = 0.1
-"""Cores that other processes may keep busy during a measurement."""
+"""The most cores that other processes may keep busy during a measurement that counts."""
 
 
 class Others(Protocol):
-    """Measures the load of other processes."""
+    """Interface of `OtherLoad`: measures the load of other processes."""
 
     def cores(self) -> float: ...
 
 
 def undisturbed(step: Step, repeats: int, watch: Callable[[], Others] = OtherLoad) -> tuple[float, int]:
-    """Record what a step measures, repeating it while other processes are busy.
+    """Measure a step and record the result; measure again while other processes are busy.
 
     Args:
-        repeats: how often it may be repeated.
+        repeats: how often the step may be repeated.
         watch: starts to measure the load of other processes.
 
     Returns:
-        The cores that others kept busy during the recorded measurement, and the repeats that are left.
+        The cores that others kept busy during the recorded measurement, and the number of repeats left.
     """
     while True:
         others = watch()
@@ -44,11 +44,11 @@ def undisturbed(step: Step, repeats: int, watch: Callable[[], Others] = OtherLoa
 
 
 def measure(call: Call, seconds: float, least: int = 5) -> float:
-    """The median time of a call, after a first one that does not count.
+    """Return the median seconds of a repeated call, after one that does not count.
 
     Args:
-        seconds: the call is repeated for at least this long.
-        least: the call is repeated at least this often.
+        seconds: the least time over which the call is repeated.
+        least: the least number of repetitions.
     """
     call()
     times: list[float] = []

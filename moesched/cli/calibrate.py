@@ -46,8 +46,8 @@ def calibrate(
     costs in bfloat16 and scales those in float32 from them. With --thorough it measures both, takes three to four
     minutes, and is more exact. Close other programs if you can. Ctrl-C keeps the old file.
 
-    With --device cuda it measures the GPU and its host instead: products by their rows, copies of pages alone and at
-    once, how long each kind of task takes to start, and attention on the host beside copies.
+    With --device cuda it measures the GPU and its host instead: matrix products by number of rows, copies of pages
+    alone and several at once, the time to start each kind of task, and attention on the host beside copies.
     """
     from moesched.calibration.calibrate import calibrate_machine
     from moesched.calibration.gpu_machine import calibrate_gpu
@@ -65,7 +65,7 @@ def calibrate(
 
 
 def print_calibration(machine: Machine, file: Path, used: str, *, json: bool) -> None:
-    """Print a calibration's result, and the sentence on its use."""
+    """Print the calibrated machine and its file; `used` is a text on the option that uses the file."""
     import msgspec
 
     from moesched.cli.output import print_json

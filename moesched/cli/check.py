@@ -1,4 +1,4 @@
-"""`moesched check`: the faults of a policy, and its place among the others, in about a minute."""
+"""`moesched check`: the faults of a policy, and its speed beside that of shipped policies, in about a minute."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ EPILOGUE = """Examples:
       --batch-size 1 --batch-size 64"""
 
 MOST_PROBLEMS = 3
-"""Cells without figures that are explained, the first ones."""
+"""The most cells of the grid without figures whose reason is printed."""
 
 
 class CheckArguments(PolicyOptions):
-    """All options of the command; what the grid consists of is repeatable."""
+    """All options of `moesched check`; options that name the grid's models and machines are repeatable."""
 
     policy: Annotated[
         str,
@@ -69,17 +69,17 @@ class CheckArguments(PolicyOptions):
 
 @command(3, EPILOGUE)
 def check(given: CheckArguments) -> int:
-    """Find the faults of a policy, and compare it with those that ship, on the virtual clock.
+    """Find the faults of a policy, and compare its speed with that of shipped policies, on the virtual clock.
 
-    First small models, with tight memory, random shapes and uneven durations, in which every task is checked. Then real
-    models on real machines: the prompts of mtbench in four micro-batches, with 64 new tokens each. Whatever the policy
-    prints is dropped.
+    Small models come first, with tight memory, random shapes and uneven durations; every task is checked. Then come
+    real models on real machines: the prompts of mtbench in four micro-batches, with 64 new tokens each. Output that the
+    policy prints is dropped.
 
-    A fault is told at the policy's own line. Pages that nothing read, pages that moved twice and idle lanes are advice.
-    The bound is the time that the same tasks would take in the best order: that of the busiest lane, or of the longest
-    chain of tasks that wait for each other, in the prefill and in a decode step.
+    A fault is reported with the policy's line. Pages that nothing read, pages that moved twice and idle lanes are
+    advice. The bound is the time that the same tasks would take in the best order: that of the busiest lane, or of the
+    longest chain of tasks that wait for each other, in the prefill and in a decode step.
 
-    Exit code 1 where there are faults.
+    Exit code 1 if there are faults.
     """
     from moesched.cli.failures import FAILED, WHOLE_TRACEBACK
     from moesched.cli.output import Bar, print_json
@@ -99,7 +99,7 @@ def check(given: CheckArguments) -> int:
 
 
 def print_grid(report: GridReport) -> None:
-    """Print what matters first: faults, then advice, then the cells."""
+    """Print faults first, then advice, then the figures of each cell of the grid."""
     say(_summary(report))
     for fault in report.faults:
         say()

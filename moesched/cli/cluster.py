@@ -1,4 +1,4 @@
-"""`moesched launch`, `moesched node` and `moesched keygen`: run a cluster, be one node of it, make its keys."""
+"""`moesched launch`, `moesched node` and `moesched keygen`: run a cluster, run one of its nodes, make its keys."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def node(
         ),
     ] = False,
 ) -> None:
-    """Run one node of a cluster: wait for the launcher, take part in its runs, and end with it.
+    """Run one node of a cluster: wait for the launcher, take part in its run, and end with it.
 
-    `moesched launch` starts the nodes. Use this command to bring back a node that was lost.
+    Normally `moesched launch` starts the nodes. Use this command to bring back a node that was lost.
     """
     from moesched.system.children import end_with_parent
 

@@ -1,4 +1,4 @@
-"""Commands from functions: each of their options, and each other parameter with a description, becomes a flag."""
+"""Commands of the command line from Python functions: each parameter with an `Option` becomes a flag."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moesched.options import Described, Options, described, split
 from moesched.system.plain_text import plain_text
 
 Make = Callable[[Mapping[str, Any]], Any]
-"""Makes a parameter of a command from the values of the flags, by name."""
+"""Function from the values of flags by name to the value of one parameter of a command."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -27,13 +27,13 @@ _COMMANDS: dict[Callable[..., Any], Command] = {}
 
 
 class Several(NamedTuple):
-    """Marks a parameter that has several values of each option of a class, as texts by the options' names."""
+    """Mark of a parameter that holds, by option name, several values as text for each option of a class."""
 
     options: type[Options]
 
 
 class Command(NamedTuple):
-    """A command's entry in the help: its name, its place and the examples below its help."""
+    """A command's name, its place in `moesched --help`, and the examples below its own help."""
 
     name: str
     order: int
@@ -41,14 +41,15 @@ class Command(NamedTuple):
 
 
 def command(order: int, examples: str, name: str = "") -> Callable[[Function], Function]:
-    """Declare a function to be a command, whose help is its docstring.
+    """Return a decorator that declares a function to be a command; its docstring is the command's help.
 
-    The function's parameters are options, or have an `Option` each. It returns the exit code, or None for 0.
+    Each parameter of the function is annotated with an `Option`, or is of a class of options. The function returns the
+    exit code, or None for 0.
 
     Args:
         order: place of the command in `moesched --help`.
-        examples: text below its help.
-        name: by default that of the function, with dashes.
+        examples: text below the command's help.
+        name: the command's name; by default the function's, with dashes.
     """
 
     def declare(function: Function) -> Function:
@@ -59,10 +60,10 @@ def command(order: int, examples: str, name: str = "") -> Callable[[Function], F
 
 
 def add_commands(app: App, functions: Iterable[Callable[..., Any]], called: str | None) -> None:
-    """Add commands that `command` declared.
+    """Add functions that were declared with `command` to an app.
 
     Args:
-        called: the only one whose options are needed; None for all.
+        called: name of the only command whose options will be needed, which saves time; None for all.
     """
     for function in functions:
         name, order, examples = _COMMANDS[function]
@@ -72,7 +73,7 @@ def add_commands(app: App, functions: Iterable[Callable[..., Any]], called: str 
 
 
 def flat(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that takes the options of another one as parameters of its own, as cyclopts reads them."""
+    """Return a function with one parameter per flag, as cyclopts reads them, that calls the given one."""
     hints = get_type_hints(function, include_extras=True)
     flags: list[Described] = []
     makers: dict[str, Make] = {}
@@ -100,7 +101,7 @@ def flat(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _taken(name: str, hint: Any, default: Any) -> tuple[list[Described], Make]:
-    """The flags of a parameter, and what makes its value of theirs."""
+    """Return the flags of a parameter, and the function that makes its value from the flags' values."""
     kind, option = split(hint)
     if option is not None:
         own = Described(
@@ -119,7 +120,7 @@ def _on_command_line(kind: type[Options]) -> list[Described]:
 
 
 def _flags(each: Described) -> list[Described]:
-    """An option's flag, or those of the options that are its value."""
+    """Return an option's flag; if its value is a class of options, the flags of all of these."""
     nested = _nested(each)
     return [each] if nested is None else [flag for own in _on_command_line(nested) for flag in _flags(own)]
 
@@ -130,7 +131,7 @@ def _nested(each: Described) -> type[Options] | None:
 
 
 def _several(each: Described) -> Described:
-    """A flag with several values of an option, between commas."""
+    """Return a flag that takes several values of an option, separated by commas."""
     sentence, _, _ = each.option.help.partition(". ")
     option = replace(
         each.option,
@@ -155,7 +156,7 @@ def _options(kind: type[Options], values: Mapping[str, Any]) -> Options:
 
 
 def _value(each: Described, values: Mapping[str, Any]) -> Any:
-    """The value of an option, of that of its flag."""
+    """Return the value of an option, made from the value of its flag."""
     value = values[each.name]
     if each.switches_off:
         return not value
@@ -165,7 +166,7 @@ def _value(each: Described, values: Mapping[str, Any]) -> Any:
 
 
 def read_table(each: Described, texts: Sequence[str]) -> dict[str, Any]:
-    """Values by key, of texts such as "ahead=3".
+    """Parse texts such as "ahead=3" into values by key.
 
     Raises:
         BadInput: a text has no key, or a key comes twice.
@@ -184,7 +185,7 @@ def read_table(each: Described, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _parameter(each: Described, group: Group | None) -> inspect.Parameter:
-    """A parameter as cyclopts reads it."""
+    """Return the parameter of a flag, as cyclopts reads it; `group` is its heading in the help."""
     option, kind, default = each.option, _kind(each), each.default
     if get_origin(kind) is tuple:
         default = ()
@@ -212,7 +213,7 @@ def _parameter(each: Described, group: Group | None) -> inspect.Parameter:
 
 
 def _kind(each: Described) -> Any:
-    """The type of a value on the command line."""
+    """Return the type by which cyclopts parses an option's value."""
     if each.is_table:
         return tuple[str, ...]
     [first, *_] = each.kinds
@@ -232,7 +233,7 @@ def _place(flag: str, kind: Any) -> Any:
 
 
 def _whole_number(_: object, tokens: Sequence[Token]) -> int:
-    """Convert an argument; a fraction such as 1.5 is refused, not rounded."""
+    """Convert an argument to an int; a fraction such as 1.5 is refused, not rounded."""
     text = tokens[0].value
     if re.fullmatch(r"[+-]?[0-9]{1,20}", text) is None:
         raise ValueError(f"{plain_text(text)!r} is not a whole number.")

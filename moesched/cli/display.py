@@ -1,4 +1,4 @@
-"""Progress of a run on the terminal: a bar while weights load, then the text as it comes."""
+"""Progress of a run on the terminal: a bar while weights load, then the generated text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ ENDS_OF_LAYERS = ("post_attention", "combine")
 
 
 def display_of(prompts: Sequence[Prompt], *, has_text: bool, json: bool) -> LoadingBar:
-    """The display for these prompts; with --json it writes only to standard error."""
+    """Return the display for a run of these prompts; with `json` nothing is written to standard output.
+
+    has_text: whether the model has a tokenizer, so that text instead of token ids is shown.
+    """
     if json:
         return LoadingBar()
     if len(prompts) == 1:
@@ -40,7 +43,7 @@ def display_of(prompts: Sequence[Prompt], *, has_text: bool, json: bool) -> Load
 class LoadingBar(Listener):
     """A progress bar until the first token: the device prepares, resident pages load, and prompts are computed.
 
-    It is there at once: libraries take seconds to load.
+    The bar is shown at once, since libraries take seconds to load.
     """
 
     def __init__(self) -> None:
@@ -49,7 +52,7 @@ class LoadingBar(Listener):
         self._prefilled = self._layers = 0
 
     def planned(self, plan: Plan) -> None:
-        """Begin the bar, or go on with it."""
+        """Set the bar's total from the plan: its resident pages, then its layers of prefill."""
         _log.info("planned", requests=len(plan.batch.prompts), micro_batches=len(plan.batch.micro_batches))
         self._loaded, self._pages = 0, sum(len(kept.slots) for kept in plan.weights.resident)
         self._prefilled, self._layers = 0, len(plan.layers) * len(plan.chunks)
@@ -57,18 +60,18 @@ class LoadingBar(Listener):
         self._bar.update(0, self._pages or None, "loading weights")
 
     def preparing(self, what: str, done: float, total: float) -> None:
-        """Show what the device does before the first step."""
+        """Show what the device prepares before the first step, and how far it is."""
         if self._bar is not None:
             self._bar.update(done, total, what)
 
     def loading(self, done: int, total: int) -> None:
-        """Advance the bar by the pages that all nodes loaded."""
+        """Advance the bar to the number of resident pages that all nodes have loaded."""
         if self._bar is None:
             self._bar = Bar("loading weights").__enter__()
         self._bar.update(done, total)
 
     def ended(self, task: Task) -> None:
-        """Advance the bar by one page, or by a micro-batch's layer of prefill."""
+        """Advance the bar if the task loaded a page, or was the last of a micro-batch in a layer of prefill."""
         bar = self._bar
         if bar is None:
             return
@@ -86,16 +89,16 @@ class LoadingBar(Listener):
             _log.info("first token", request=request)
 
     def ran(self) -> None:
-        """Finish a batch."""
+        """Remove the bar at the end of a batch."""
         self.close()
 
     def writing(self, trace: Path) -> None:
-        """Begin a bar for the next batch."""
+        """Show that a trace is being written."""
         self.close()
         self._bar = Bar(f"writing {trace}").__enter__()
 
     def estimating(self, done: int, total: int) -> None:
-        """Begin a bar for the band of the prediction, or go on with it."""
+        """Show how many runs of the prediction's uncertainty band are done."""
         self._bar = self._bar or Bar(ESTIMATING).__enter__()
         self._bar.update(done, total, ESTIMATING)
 
@@ -107,7 +110,7 @@ class LoadingBar(Listener):
 
 
 class OneText(LoadingBar):
-    """The text of one prompt, token by token; token ids where the model has no tokenizer."""
+    """Display of one prompt's text, token by token; token ids if the model has no tokenizer."""
 
     def __init__(self, prompt: Prompt, *, has_text: bool) -> None:
         super().__init__()
@@ -116,13 +119,13 @@ class OneText(LoadingBar):
         self._begun = False
 
     def generated(self, request: int, token: int, text: str) -> None:
-        """Print the new text."""
+        """Print the text of a new token."""
         super().generated(request, token, text)
         self._begin()
         self._write(text if self._has_text else f" {token}")
 
     def finished(self, request: int, text: str) -> None:
-        """Print the rest."""
+        """Print the rest of the request's text, and end the line."""
         if self._begun:
             self._write(text + "\n")
 
@@ -140,7 +143,7 @@ class OneText(LoadingBar):
 
 
 class ManyTexts(LoadingBar):
-    """The texts of several prompts, each when complete; a terminal shows the last words of all meanwhile."""
+    """Display of several prompts' texts, each when complete; a terminal shows the last words of all meanwhile."""
 
     def __init__(self, prompts: Sequence[Prompt], *, has_text: bool) -> None:
         super().__init__()
@@ -151,7 +154,7 @@ class ManyTexts(LoadingBar):
         self._live: Live | None = None
 
     def generated(self, request: int, token: int, text: str) -> None:
-        """Add the new text, which the table shows at its next refresh."""
+        """Add the text of a new token, which the live table shows at its next refresh."""
         super().generated(request, token, text)
         if self._live is None and self._console.is_terminal:
             self._live = self._start()
@@ -168,7 +171,7 @@ class ManyTexts(LoadingBar):
         self._console.print(Text.assemble((plain_text(prompt), "bold"), plain_text(whole)), soft_wrap=True)
 
     def ran(self) -> None:
-        """Remove the table."""
+        """Remove the bar and the live table at the end of a batch."""
         super().ran()
         if self._live is not None:
             self._live.stop()
@@ -200,13 +203,13 @@ class ManyTexts(LoadingBar):
 
 
 def shown(prompt: Prompt) -> str:
-    """A prompt as printed: whole if it is short, else its end; token ids are separated by commas."""
+    """Return a prompt as printed: text whole, token ids separated by commas; of many ids only the last ones."""
     text = prompt if isinstance(prompt, str) else ",".join(map(str, prompt))
     return text if len(text) <= SHOWN_PROMPT or isinstance(prompt, str) else "..." + text[-SHOWN_PROMPT:]
 
 
 class SimulationBar(Listener):
-    """A progress bar for a long simulation, by steps, then for its band, by runs."""
+    """A progress bar for a long simulation: by steps, then by runs for the uncertainty band."""
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
@@ -214,24 +217,24 @@ class SimulationBar(Listener):
         self._all = 1
 
     def planned(self, plan: Plan) -> None:
-        """Set the bar's total from the plan."""
+        """Set the bar's total from the plan: one per new token and micro-batch."""
         self._all = plan.batch.new_tokens * len(plan.batch.micro_batches)
         self._bar.update(0, self._all)
 
     def ended(self, task: Task) -> None:
-        """Advance the bar with each micro-batch's sample."""
+        """Advance the bar if the task sampled a micro-batch's tokens."""
         if task.verb == "sample":
             self._samples += 1
             self._bar.update(self._samples)
 
     def replayed(self, timeline: Timeline) -> None:
-        """Complete the bar: the batch is done."""
+        """Complete the bar, since the batch is done."""
         self._bar.update(self._all)
 
     def estimating(self, done: int, total: int) -> None:
-        """Show the runs for the band."""
+        """Show how many runs of the uncertainty band are done."""
         self._bar.update(done, total, what=ESTIMATING)
 
     def writing(self, trace: Path) -> None:
-        """Say so."""
+        """Show that a trace is being written."""
         self._bar.update(0, what=f"writing {trace}")

@@ -1,4 +1,4 @@
-"""`moesched doctor`: whether this machine will run what it should, and how to mend what will not."""
+"""`moesched doctor`: checks whether this machine can run models, with a remedy for each trouble."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def doctor(
     """Look at this machine and say what will work: one line for each thing, and a remedy for each trouble.
 
     It looks at the processor and the kernels for it, cores, memory, locked memory, the folders of the cache and of a
-    model, the clock, CUDA, and MLX on a Mac. With --hosts it asks the machines of a cluster file by ssh, and their
-    ports; start no run meanwhile.
+    model, the clock, CUDA, and MLX on a Mac. With --hosts it logs in to the machines of a cluster file by ssh and tries
+    their ports; start no run meanwhile.
 
     With --device a tiny random model runs there under every policy: tokens have to agree, memory has to stay within the
     prediction, a trace has to be complete, and lack of memory and Ctrl-C have to end a run properly. It takes about
     half a minute, or a few minutes on a new GPU.
 
-    --out writes all of it to a file; attach it when you report a problem. It names the processor, the GPU, folders and
-    the machines of the cluster file, and nothing else of yours.
+    --out writes all results to a file; attach it when you report a problem. The file names the processor, the GPU,
+    folders and the machines of the cluster file, and nothing else of yours.
 
-    Exit code 1 where there are troubles.
+    Exit code 1 if there are troubles.
     """
     import time
 

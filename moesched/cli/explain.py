@@ -49,10 +49,10 @@ def explain(
     of tasks that determined the end of the run. Then each lane: how long it was busy, and what it waited for while it
     was idle. Then the critical path, the longest idle spans, the pools, and the time between tasks.
 
-    Causes of idle time: data (a task computed or moved what the next one reads), lane (that task was in the queue of
-    its own lane), budget (no room: the pages to overwrite were in use), router (the policy awaited the choice of
-    experts), rank (another rank came later), policy (its own Python ran), host (the driver ran or a thread woke up),
-    finished (no further task).
+    Causes of idle time: data (a task computed or moved what the next one reads), lane (another task of the same lane
+    ran), budget (no room: the pages to overwrite were in use), router (the policy awaited the choice of experts), rank
+    (another rank came later), policy (its own Python ran), host (the driver ran or a thread woke up), finished (no
+    further task).
     """
     from moesched.analysis.explanation import explain as explained
     from moesched.cli.output import Bar, print_json
@@ -85,7 +85,7 @@ def _write_report(path: Path, run: Trace, explanation: Explanation) -> None:
 
 
 def print_explanation(explanation: Explanation, trace: Path) -> None:
-    """Print what matters first."""
+    """Print an explanation, what matters most first; suggested commands name the trace's file."""
     from moesched.analysis.explanation_tables import DECISIONS_HELD, first_lines, tables_of
     from moesched.cli.output import say_helps
     from moesched.cli.tables import print_table

@@ -31,17 +31,17 @@ from moesched.system.whole_file import path_refusal
 BAD_INPUT = 2
 FAILED = 1
 LONGEST_LINE = 4000
-"""Characters of an error; a longer one, which quotes a long name or value, loses its middle."""
+"""The most characters of an error; a longer one, which quotes a long name or value, loses its middle."""
 WHOLE_TRACEBACK: ContextVar[bool] = ContextVar("whole traceback", default=False)
 """True if the command was called with --traceback."""
 
 
 def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ()) -> int:
-    """Print an error on standard error; returns the exit code.
+    """Print an error on standard error, and return the exit code.
 
-    Errors in the input are one line; those of a policy have its own frames, too. Any other keeps its traceback.
+    An error in the input is one line, an error of a policy also has the policy's frames, any other its traceback.
 
-    forgotten: what the policy called and did not await, which is then the error.
+    forgotten: errors on coroutines that the policy called and did not await; if there are any, they are the cause.
     """
     if WHOLE_TRACEBACK.get():
         traceback.print_exception(error, file=sys.stderr)
@@ -87,12 +87,12 @@ def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ())
 
 
 def tell(message: str) -> None:
-    """Print one line on standard error, if anybody reads it."""
+    """Print a message as one line on standard error; do nothing if that is closed."""
     tell_more(f"moesched: {' '.join(message.split())}")
 
 
 def tell_more(text: str) -> None:
-    """Print a further line on standard error, if anybody reads it."""
+    """Print a further line below a message on standard error; do nothing if that is closed."""
     line = plain_text(text)
     if len(line) > LONGEST_LINE:
         line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
@@ -101,13 +101,13 @@ def tell_more(text: str) -> None:
 
 
 def interruption() -> str:
-    """The word for an end by a signal, with the signal's name unless it was Ctrl-C."""
+    """Return "interrupted", with the signal's name if a signal other than Ctrl-C ended the run."""
     number = first_signal()
     return "interrupted" if number in (None, SIGINT) else f"interrupted ({Signals(number).name})"
 
 
 def _task_failed(error: TaskFailed) -> int:
-    """Print a failed task: one line for an expected error, else the traceback."""
+    """Print the error of a failed task, one line for an expected error, else the traceback; return the exit code."""
     cause = error.__cause__
     if isinstance(cause, MoeschedError):
         tell(str(error))
@@ -117,13 +117,13 @@ def _task_failed(error: TaskFailed) -> int:
 
 
 def _reader_left() -> int:
-    """End quietly when the reader of our output has closed it, as `head` does."""
+    """Return the exit code if the reader of standard output has closed it, as `head` does; print nothing."""
     _abandon_stdout()
     return FAILED
 
 
 def _abandon_stdout() -> None:
-    """Flush what can be flushed, and prevent the interpreter's final flush, which would fail."""
+    """Flush standard output if possible, and prevent the interpreter's final flush, which would fail."""
     with suppress(OSError, ValueError):
         command_output().flush()
     try:

@@ -1,4 +1,4 @@
-"""The files of a command, checked before it begins: whatever its options name and it does not write, it reads."""
+"""Checks of a command's files before it begins: those that it writes, and all others that its options name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moesched.system.standard_output import is_stdout
 
 
 def require_files(command: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Require that a command can write its files, and that none replaces one that it reads.
+    """Check that a command can write its output files, and that none replaces a file that it reads.
 
     Raises:
         BadInput: as `require_apart`.
@@ -34,7 +34,9 @@ def require_files(command: Callable[..., Any], arguments: Mapping[str, Any]) -> 
 
 
 def require_apart(written: Sequence[Output], named: Iterable[str]) -> None:
-    """Require outputs that can be written, apart from each other and from all that values of options name.
+    """Check that outputs can be written, and differ from each other and from all files that options name.
+
+    named: values of options that may be names of input files.
 
     Raises:
         BadInput: an output cannot be written, is an input, is in a model's folder, or is standard output.

@@ -21,11 +21,11 @@ PROMPTS = "Prompts"
 PROMPT_FILE = 'File with one {"prompt": "..."} or {"prompt_ids": [1, 2]} per line.'
 
 Job = Callable[..., "JobReport"]
-"""Generates text, given keywords of `run_model`."""
+"""A call that generates text; it takes keywords of `run_model`."""
 
 
 class PromptArguments(Options):
-    """The prompts, given in one of three ways."""
+    """Options for prompts, which are given in one of three ways."""
 
     prompt: Annotated[tuple[str, ...], Option("Prompt text; repeatable.", "T", group=PROMPTS)] = ()
     prompts: Annotated[Path | None, Option(PROMPT_FILE, "FILE.jsonl", group=PROMPTS)] = None
@@ -35,7 +35,7 @@ class PromptArguments(Options):
     ] = None
 
     def read_prompts(self) -> tuple[list[Prompt], int]:
-        """The prompts, and the exit code that says whether malformed ones were skipped."""
+        """Return the prompts, and the exit code: 2 if malformed lines of a file were skipped, else 0."""
         from moesched.inputs.prompts import parse_prompt_ids
 
         if sum((bool(self.prompt), self.prompts is not None, self.prompt_ids is not None)) != 1:
@@ -58,10 +58,10 @@ class GenerationArguments(options.ReportArguments, GeneratedOptions, PromptArgum
     ] = None
 
     def generate(self, job: Job, **more: Any) -> int:
-        """Run a job that generates text, show the text, and output the report; returns the exit code.
+        """Run a job that generates text, print text and report, and return the exit code.
 
         Args:
-            more: keywords that only this job takes.
+            more: further keywords for the job.
 
         Raises:
             BadInput: an option cannot be used.

@@ -1,4 +1,4 @@
-"""`moesched latencies`: an expert's latency on each processor, and that of its transfer."""
+"""`moesched latencies`: latency of an expert on each processor, and of the transfer of its weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def latencies(given: LatencyOptions, out: options.Picture = None, json: options.
     """Show the latencies that decide where an expert runs, by number of tokens: transfer of its weights and inputs, and
     computation on each processor (Twiddler, Appendix A and Fig. 7).
 
-    Policies use the same figures: measurements of `moesched calibrate` if the machine has them, else estimates from its
-    profile. --out draws them, and needs matplotlib: pip install 'moesched[plots]'.
+    These figures are also what policies decide by: measurements of `moesched calibrate` if the machine has them, else
+    estimates from its profile. --out draws them, and needs matplotlib: pip install 'moesched[plots]'.
     """
     from moesched.analysis.latency_picture import draw_latencies
     from moesched.analysis.latency_table import latencies_of

@@ -1,4 +1,4 @@
-"""`moesched list`: everything that can be named, plug-ins included, with reasons for what cannot load."""
+"""`moesched list`: names of policies, models, machines and more, with the reason if one cannot load."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def list_kind(
 
 
 def entries_of(kind: Kind) -> list[dict[str, Any]]:
-    """Every entry of a kind: its name, its description, and the reason if it cannot load."""
+    """Return every entry of a kind: its name, its description, further figures, and the reason if it cannot load."""
     listed: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "models": _models,
         "machines": _machines,
@@ -113,7 +113,7 @@ def _plugins(kind: Any) -> list[dict[str, Any]]:
 
 
 def _kernels() -> list[dict[str, Any]]:
-    """A row of the tables of kernels: its operation and devices, what it takes, and why it takes nothing here."""
+    """Return a row per kernel: its operation and devices, the cases it takes, and the reason if it takes none here."""
     from moesched import plugins
     from moesched.seams import KernelRow, ListsKernels
 
@@ -126,7 +126,7 @@ def _kernels() -> list[dict[str, Any]]:
 
 
 def _models() -> list[dict[str, Any]]:
-    """A model: its family, sizes, weights in all and active ones, format, bytes, and the source of its sizes."""
+    """Return a row per model: family, sizes, numbers of all and of active weights, format, bytes, and source."""
     from moesched.models.architectures import ARCHITECTURES
     from moesched.models.tensors import count_active_weights, count_weights, file_bytes
 
@@ -162,7 +162,7 @@ def _model_figures(entry: dict[str, Any]) -> list[str]:
 
 
 def _machines() -> list[dict[str, Any]]:
-    """A machine, with the bytes of each memory, the bytes per second of each link, and the number of accelerators."""
+    """Return a row per machine: bytes of each memory, bytes per second of each link, number of accelerators."""
     from moesched.errors import BadInput
     from moesched.inputs.lookup import find_machine
     from moesched.machines import machine_names
@@ -182,7 +182,7 @@ def _machines() -> list[dict[str, Any]]:
 
 
 def _machine_figures(entry: dict[str, Any]) -> list[str]:
-    """The sizes of its memories and the rates of its links; of several accelerators, those of each one."""
+    """Return the sizes of a machine's memories and the rates of its links as text, of several accelerators each."""
     from moesched.units import format_bytes
 
     memories = []
@@ -196,7 +196,7 @@ def _machine_figures(entry: dict[str, Any]) -> list[str]:
 
 
 def _networks() -> list[dict[str, Any]]:
-    """A network, with its latency in seconds, its bytes per second, and the price of a card."""
+    """Return a row per network: latency in seconds, bytes per second, and price of a network card in USD."""
     from moesched.errors import BadInput
     from moesched.machines.networks import load_network, network_names
 
@@ -236,7 +236,7 @@ def _loaded(name: str, load: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def _first_sentence(found: Any) -> str:
-    """The first sentence of a docstring, or its first paragraph if that has no full stop."""
+    """Return the first sentence of a docstring, or its first paragraph if that has no full stop."""
     text = " ".join((inspect.getdoc(found) or "").split("\n\n", 1)[0].split())
     sentence = re.match(r".*?[.!?](?= [A-Z`]|$)", text)
     return sentence[0] if sentence else text

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def part_entries() -> list[dict[str, Any]]:
-    """Every part: its name, its kind, and its figures with their source, as the library has them."""
+    """Return every part of the library: its name, its kind, its figures, and their source."""
     import msgspec
 
     from moesched.machines.parts import library
@@ -30,7 +30,7 @@ def part_entries() -> list[dict[str, Any]]:
 
 
 def part_rows(entries: Iterable[dict[str, Any]]) -> list[list[str]]:
-    """The rows of the table: name, kind, figures in words, source."""
+    """Return a row of the table for each part: name, kind, figures in words, source."""
     return [[entry["name"], entry["kind"], _figures(entry), entry["source"]] for entry in entries]
 
 

@@ -17,10 +17,10 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
 def send_logs_to_stderr() -> None:
-    """Show warnings and errors, or messages from the level in MOESCHED_LOG upwards.
+    """Show log messages on standard error: from the level in MOESCHED_LOG upwards, by default warnings and errors.
 
     Raises:
-        BadInput: it is not a level.
+        BadInput: MOESCHED_LOG is no level.
     """
     given = os.environ.get(SWITCH) or "warning"
     level = LEVELS.get(given.lower())
@@ -46,7 +46,7 @@ def _configure(level: int) -> None:
 
 
 def _plain(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Escape what other nodes and files say in a log line."""
+    """Escape text from other nodes and files in a log line, so that it cannot act on the terminal."""
     for key, value in event.items():
         if isinstance(value, str):
             event[key] = plain_text(value)

@@ -29,7 +29,7 @@ EPILOGUE = options.paragraphs(
 
 
 class PartsArguments(Options):
-    """The parts of a machine."""
+    """Options that name the parts of a machine."""
 
     gpu: Annotated[str | None, Option('GPU, such as "RTX 3090"; "2x RTX 3090" for two.', "NAME")] = None
     pcie: Annotated[
@@ -112,7 +112,7 @@ def machine(
 
 
 def _heading(parts: Parts) -> str:
-    """The command that builds the machine again."""
+    """Return a comment for the file's top: the command that builds the machine again."""
     from shlex import quote
 
     import msgspec

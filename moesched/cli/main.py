@@ -88,16 +88,16 @@ COMMANDS = (
 )
 
 TRACEBACK = "--traceback"
-"""The option of all commands that shows an error with all of its frames."""
+"""Option of all commands that prints an error's whole traceback."""
 SPARE_BYTES = 4 << 20
-"""Memory that is freed where a command fails, so that its error can be told even if there is no other memory."""
+"""Bytes held in reserve; they are freed if a command fails, so that its error can be printed if memory is exhausted."""
 
 
 def make_app(called: str | None = None) -> App:
     """Build the command line.
 
     Args:
-        called: the only command whose options are needed; None for all.
+        called: name of the only command whose options will be needed, which saves time; None for all.
     """
     app = App(
         name="moesched",
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def carry_out(arguments: Sequence[str]) -> int | None:
-    """Check the files of the command that is asked for, and call it; returns its exit code."""
+    """Check the files of the command in these arguments, call the command, and return its exit code."""
     app = make_app(arguments[0] if arguments else "")
     if explains_only(arguments):
         app(arguments, console=stdout(), exit_on_error=False, print_error=False)
@@ -147,5 +147,5 @@ def carry_out(arguments: Sequence[str]) -> int | None:
 
 
 def explains_only(arguments: Sequence[str]) -> bool:
-    """Test whether no command runs, which needs neither logs nor the sweep of old temporary files."""
+    """Test whether only help or the version is asked for; neither needs logs or the removal of old temporary files."""
     return not arguments or not {"--help", "-h", "--version"}.isdisjoint(arguments)

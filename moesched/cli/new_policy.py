@@ -34,8 +34,8 @@ def new_policy(
 ) -> None:
     """Write a policy to start from, and its test.
 
-    NAME is that of the file, such as my_policy; the class is then MyPolicy. The policy runs as it is: weights stream
-    layer by layer. Comments tell what each part does.
+    NAME is the file's name, such as my_policy; the class is then MyPolicy. The policy runs as it is: weights stream
+    layer by layer. Comments explain each part.
     """
     from moesched.cli.output import print_json
 
@@ -52,10 +52,10 @@ def new_policy(
 
 
 def write_starter(name: str, directory: Path) -> tuple[Path, Path]:
-    """Write the policy and its test; returns their files.
+    """Write a policy to start from, and its test; return both paths.
 
     Raises:
-        BadInput: the name is none for a module, or one of the files exists.
+        BadInput: the name cannot be a module's, or one of the files exists.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise BadInput(
@@ -75,5 +75,5 @@ def write_starter(name: str, directory: Path) -> tuple[Path, Path]:
 
 
 def class_named(name: str) -> str:
-    """The name of a class, for that of a module: my_policy gives MyPolicy."""
+    """Return the name of a class for that of a module: my_policy gives MyPolicy."""
     return "".join(part.capitalize() for part in name.split("_"))

@@ -1,4 +1,4 @@
-"""Options that several commands share, beside those of jobs."""
+"""Options that several commands share, apart from options of jobs."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ ReportFile = Annotated[
 
 
 class ReportArguments(Options):
-    """The forms of a job's report."""
+    """Options for a job's report: its file, and JSON on standard output."""
 
     report: ReportFile = None
     json: Json = False
 
     @property
     def page(self) -> Path | None:
-        """The file of the report, if it is one to look at."""
+        """File of the report if that is an HTML page; None otherwise."""
         from moesched.system.outputs import is_html
 
         return self.report if is_html(self.report) else None
 
     @property
     def json_report(self) -> Path | None:
-        """The file of the report, if it is in JSON."""
+        """File of the report if that is JSON; None otherwise."""
         return None if self.page else self.report
 
 
 def paragraphs(*texts: str) -> str:
-    """Help text; lines break at the width of the terminal."""
+    """Join paragraphs to a help text; lines break at the width of the terminal."""
     return "\n\n".join(texts)
 
 
 def read_prompt_file(file: Path) -> tuple[list[Prompt], int]:
-    """Read a prompts file; returns its prompts, and the exit code: 2 if malformed lines were skipped.
+    """Read a prompts file; return its prompts, and the exit code: 2 if malformed lines were skipped, else 0.
 
     Raises:
         BadInput: the file has no prompt.

@@ -30,14 +30,14 @@ PATIENCE_SECONDS = 1.0
 
 
 def stdout() -> Console:
-    """Standard output, as rich writes to it."""
+    """Return a rich console on standard output."""
     from rich.console import Console
 
     return Console(file=command_output(), highlight=False, width=columns_of_terminal())
 
 
 def columns_of_terminal() -> int | None:
-    """The width of the terminal that standard output goes to, or that COLUMNS gives; None where it is no terminal."""
+    """Return the width of the terminal on standard output, or the value of COLUMNS; None if it is no terminal."""
     out = command_output()
     if not out.isatty():
         return None
@@ -48,14 +48,14 @@ def columns_of_terminal() -> int | None:
 
 
 def stderr() -> Console:
-    """Standard error, as rich writes to it."""
+    """Return a rich console on standard error."""
     from rich.console import Console
 
     return Console(file=sys.stderr, highlight=False)
 
 
 def say(text: str = "") -> None:
-    """Print text for people on standard output; a terminal gets lines that end between words."""
+    """Print text for people on standard output; on a terminal, lines are wrapped between words."""
     width = columns_of_terminal()
     for line in plain_text(text).split("\n"):
         indent = line[: len(line) - len(line.lstrip())]
@@ -67,7 +67,7 @@ def say(text: str = "") -> None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines as they are, such as commands to paste; names in them cannot act on the terminal."""
+    """Print lines without wrapping, such as commands to paste; control characters are escaped."""
     for line in lines:
         print(plain_text(line).rstrip(), file=command_output())
 
@@ -86,7 +86,7 @@ def print_report(report: JobReport, trace: Path | str | None = None) -> None:
     """Print the figures of a run: rates, lanes, memories.
 
     Args:
-        trace: the file of the run's trace, if it was written.
+        trace: file of the run's trace, for the commands that are suggested; None if none was written.
     """
     from itertools import groupby
 
@@ -161,7 +161,7 @@ def print_report(report: JobReport, trace: Path | str | None = None) -> None:
 def in_band(
     band: Mapping[str, tuple[float, float, float]] | None, figure: str, write: Callable[[float], str]
 ) -> str:
-    """The ends of a figure's band, as " (240 to 355)"; empty without a band."""
+    """Return the ends of a figure's uncertainty band, such as " (240 to 355)"; empty if it has none."""
     if not band or figure not in band:
         return ""
     low, _, high = band[figure]
@@ -169,7 +169,7 @@ def in_band(
 
 
 def say_band(widest_rate: str | None, at_peak: Figures | None) -> None:
-    """Print what makes a band wide, and the throughput at the rates that the machine states."""
+    """Print the rate that widens a prediction's uncertainty band most, and the throughput at stated rates."""
     if widest_rate is not None:
         say(f"least certain rate: {widest_rate}")
     if at_peak is not None:
@@ -179,7 +179,7 @@ def say_band(widest_rate: str | None, at_peak: Figures | None) -> None:
 
 
 def say_helps(helps: Sequence[Help], trace: Path | str | None) -> None:
-    """Print the changes that would save most, each with its gain and its command for the trace, if there is one."""
+    """Print the changes that would save most time, each with its gain and the command that shows it for the trace."""
     if not helps:
         return
     from moesched.analysis.explanation_tables import DECISIONS_HELD
@@ -193,7 +193,7 @@ def say_helps(helps: Sequence[Help], trace: Path | str | None) -> None:
 
 
 def _rates(report: JobReport) -> dict[str, str]:
-    """The rates and times of a report in words, by name."""
+    """Return the rates and times of a report as text, by name."""
     from moesched.analysis.published import published_prefills
     from moesched.units import format_seconds
 
@@ -218,7 +218,7 @@ def _rates(report: JobReport) -> dict[str, str]:
 
 
 def _new_tokens(report: JobReport) -> str:
-    """The number of new tokens of each request, or those that all got where some ended early."""
+    """Return the number of new tokens per request as text; if some ended early, the sum over all requests."""
     most, tokens = report.plan.new_tokens, report.tokens
     if tokens is None or all(len(each) == most for each in tokens):
         return f"{most} new tokens"
@@ -226,7 +226,7 @@ def _new_tokens(report: JobReport) -> str:
 
 
 def _repeated(report: JobReport) -> str:
-    """The steps of a prediction that were not simulated, in words; empty where all were."""
+    """Return a sentence on the steps of a prediction that were not simulated; empty if all were."""
     simulated, steps = report.simulated_steps, len(report.step_seconds)
     if simulated is None or simulated >= steps:
         return ""
@@ -236,7 +236,7 @@ def _repeated(report: JobReport) -> str:
 
 
 def _cores(cores: Mapping[str, int]) -> str:
-    """The division of the host's cores in words."""
+    """Return the use of the host's cores as text: kernels, copies, issuing."""
     kernels, copies, issuing = (cores[name] for name in ("kernels", "copies", "issuing"))
     return (
         f"threads on the host: {kernels} for attention and experts, {copies} for copies of weights; "
@@ -245,7 +245,7 @@ def _cores(cores: Mapping[str, int]) -> str:
 
 
 def _kernels(kernels: Mapping[str, Sequence[str]]) -> str:
-    """The kernels that ran, each with its operations."""
+    """Return the kernels that ran as text, each with its operations."""
     operations: dict[str, list[str]] = {}
     for operation, names in kernels.items():
         for name in names:
@@ -254,7 +254,7 @@ def _kernels(kernels: Mapping[str, Sequence[str]]) -> str:
 
 
 def _print_lanes(lanes: Mapping[str, LaneUse], expected: Mapping[str, LaneUse] | None) -> None:
-    """Print the use of each lane, beside the expected one where there is one."""
+    """Print the use of each lane, beside the predicted use if there is one."""
     from moesched.cli.tables import print_table
     from moesched.units import format_seconds
 
@@ -271,7 +271,7 @@ def _print_lanes(lanes: Mapping[str, LaneUse], expected: Mapping[str, LaneUse] |
 
 
 def _print_memories(report: JobReport) -> None:
-    """Print the peak and the budget of each memory and of the process, and the parts of the latter."""
+    """Print peak and budget of each memory and of the process, and the parts of the process's memory."""
     from moesched.cli.tables import print_table
     from moesched.units import format_bytes
 
@@ -306,7 +306,7 @@ def _print_pools(pools: Sequence[PoolUse]) -> None:
 
 
 def _accuracy(source: str, forecasts: Sequence[PreviewUse | ForecastUse], noun: str) -> str:
-    """The accuracy of forecasts from one source, by their distance, in words."""
+    """Return the accuracy of one source's forecasts of experts as text, by the number of layers ahead."""
     rates = [
         f"{each.accuracy:.1%} {each.ahead} layer{'s' * (each.ahead > 1)} ahead ({each.forecasts:,} {noun})"
         for each in forecasts
@@ -315,7 +315,7 @@ def _accuracy(source: str, forecasts: Sequence[PreviewUse | ForecastUse], noun: 
 
 
 def _process(process: ProcessBytes) -> str:
-    """The parts of the process's predicted memory, in words."""
+    """Return the parts of the process's predicted memory as text."""
     from moesched.units import format_bytes
 
     parts = {
@@ -329,14 +329,14 @@ def _process(process: ProcessBytes) -> str:
 
 
 def _kv_cache(on_gpu: float) -> str:
-    """The place of the KV cache, in words."""
+    """Return the place of the KV cache as text, given its share on the GPU, from 0 to 1."""
     if 0 < on_gpu < 1:
         return f"KV cache of {on_gpu:.0%} of the micro-batches on the accelerator, of the others on the host"
     return f"KV cache on the {'accelerator' if on_gpu else 'host'}"
 
 
 def _print_members(members: Sequence[NodeReport]) -> None:
-    """Print the nodes of a cluster: the time of each, and whether it stayed to the end."""
+    """Print a table of a cluster's nodes: the time of each, and whether it stayed to the end."""
     from moesched.cli.tables import print_table
     from moesched.units import format_bytes, format_seconds
 
@@ -353,13 +353,13 @@ def _print_members(members: Sequence[NodeReport]) -> None:
 
 
 def _peaks(member: NodeReport) -> dict[str, int]:
-    """The peak of each of a node's memories, and of its process."""
+    """Return the peak bytes of each of a node's memories, and of its process."""
     process = member.process_bytes
     return {**member.peak_bytes, "process": 0 if process is None else process.measured or 0}
 
 
 def _print_emulation(emulation: Emulation) -> None:
-    """Print the quality of an emulation, by lane."""
+    """Print how exactly emulated tasks kept their predicted durations, by lane."""
     from moesched.cli.tables import print_table
     from moesched.units import format_seconds
 
@@ -379,9 +379,9 @@ def _print_emulation(emulation: Emulation) -> None:
 
 
 class Bar:
-    """A progress bar on standard error that appears after some time, and only on a terminal.
+    """A progress bar on standard error that appears after `patience` seconds, and only on a terminal.
 
-    Use it as a context; it may be closed early.
+    Use it as a context manager; it may be closed early.
     """
 
     def __init__(self, what: str, *, patience: float = PATIENCE_SECONDS) -> None:
@@ -405,7 +405,7 @@ class Bar:
         self.close()
 
     def update(self, done: float, total: float | None = None, what: str | None = None) -> None:
-        """Set the amounts done and in total; another `what` begins another activity, whose total may be unknown."""
+        """Set the amounts done and in total; a new `what` starts another activity, whose total may be unknown."""
         other = what is not None and plain_text(what) != self._what
         self._done = done
         self._total = total or (None if other else self._total)

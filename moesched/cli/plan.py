@@ -33,9 +33,9 @@ def plan(given: PlanOptions, cluster: NodesOptions, json: options.Json = False) 
     """Find the best policy and sizes for a model on a machine, how fast that is, and why the others lose.
 
     All policies that one machine can run are ranked, installed plug-ins too. A search over the sizes (MoE-Lightning,
-    section 4.2) gives a bound for each. Schedules are then simulated on the virtual clock: all layers of the best, and
-    of others where that is quick; a few layers of the rest, which are marked as estimates, below the others and
-    unranked. Needs neither the weights nor the machine.
+    section 4.2) gives a bound for each. Schedules are then simulated on the virtual clock: all layers of the best
+    policies, and of others if that is quick. Of the rest a few layers are simulated; these are marked as estimates and
+    listed below, unranked. Neither the weights nor the machine are needed.
 
     --for throughput maximises generated tokens per second of a batch, prefill included. The others are for one request
     of the workload's average length: --for latency minimises the time of a decode step, and --for interactive the time
@@ -120,7 +120,7 @@ def print_proposal(proposal: Proposal) -> None:
 
 
 def print_cluster(proposal: ClusterProposal) -> None:
-    """Print the bound of the policy's placement, the placement of experts, and the other ways to split the model."""
+    """Print the lower bound of a token's time, the placement of experts, and other ways to split the model."""
     from moesched.cli.tables import print_table
     from moesched.units import format_bytes, format_seconds
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from moesched.planner.ranking import Ranked
 
 ESTIMATE = "~"
-"""Mark of figures that a few layers tell."""
+"""Mark of figures that are estimated from a few layers."""
 
 COLUMNS = (
     "policy",
@@ -28,7 +28,7 @@ COLUMNS = (
 )
 
 SPARE = ("brings", "10 % more of", "micro-batch", "busiest lane")
-"""Columns that go where the terminal is narrow, in this order."""
+"""Columns that are left out on a narrow terminal, the first one first."""
 
 
 def print_ranking(ranking: Sequence[Ranked], objective: str) -> None:

@@ -1,4 +1,4 @@
-"""`moesched prestack`: a checkpoint whose experts' weights are in few large arrays."""
+"""`moesched prestack`: rewrites a checkpoint with its experts' weights in few large arrays."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def prestack(
 ) -> None:
     """Rewrite a checkpoint with its experts' weights in few large arrays instead of many small ones.
 
-    By expert, one array has the matrices of one expert in all layers, for nodes that hold some of the experts. By
-    layer, one array has one matrix of all experts of a layer, for a machine that holds all of them. The new checkpoint
-    generates the same tokens as the old one.
+    With --by expert, an array has the matrices of one expert in all layers, for nodes that hold some of the experts.
+    With --by layer, an array has one matrix of all experts of a layer, for a machine that holds all of them. The new
+    checkpoint generates the same tokens as the old one.
     """
     from moesched.cli.output import Bar, print_json
     from moesched.models.prestack import prestack_model

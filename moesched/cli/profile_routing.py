@@ -56,7 +56,7 @@ GpuExperts = Annotated[
 
 
 class ProfileArguments(RoutingOptions):
-    """Options of `profile-routing` beside those of the run."""
+    """Options of `moesched profile-routing`, without those of the run."""
 
     prompts: PromptFile = None
     routing: Annotated[
@@ -127,7 +127,7 @@ def profile_routing(model: Model, given: ProfileArguments, run: ProfiledRun) -> 
 
 
 def _profile(model: Path, file: Path, run: ProfiledRun) -> tuple[Profiled, int]:
-    """Profile a real run; returns the profile, and the exit code: 2 if malformed prompts were skipped."""
+    """Run the model on prompts; return its routing profile, and the exit code: 2 if malformed prompts were skipped."""
     from moesched.cli.output import Bar
     from moesched.jobs.profiling import profile_routing as profile
 
@@ -164,7 +164,7 @@ def sparsity(
 
 
 def _known(model: Path, given: ProfileArguments) -> tuple[RoutingProfile, RoutingTrace | None]:
-    """A profile without a run, and the trace that it comes from, if any."""
+    """Return the routing profile from a file or a generator, and the routing trace if the file is one."""
     from moesched.inputs.lookup import find_shape
     from moesched.routing.sources import find_source, profile_of
     from moesched.routing.trace import RoutingTrace
@@ -176,7 +176,7 @@ def _known(model: Path, given: ProfileArguments) -> tuple[RoutingProfile, Routin
 
 
 def _require_endings(given: ProfileArguments) -> None:
-    """Raise BadInput early if a file's name tells no format."""
+    """Raise BadInput if an output file's name ends in no known format."""
     from moesched.analysis.pictures import require_picture
 
     for path in given.out:
@@ -189,7 +189,7 @@ def _require_endings(given: ProfileArguments) -> None:
 
 
 def _require_tokens(trace: RoutingTrace | None, out: Sequence[Path]) -> None:
-    """Raise BadInput if single tokens are to be written and only counts are known."""
+    """Raise BadInput if the choices of single tokens are to be written, but only counts are known."""
     for path in out:
         if path.suffix == ".npz" and trace is None:
             raise BadInput(

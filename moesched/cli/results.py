@@ -1,4 +1,4 @@
-"""Output of a job's report, also where the job ended early: written to its file, then printed."""
+"""Output of a job's report, even if the job ended early: written to its file, then printed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from moesched.jobs.report import JobReport, write_report
 
 
 def hand_out(job: Callable[[], JobReport], given: ReportArguments, trace: Path | str | None) -> JobReport:
-    """Run a job, write its report as JSON and print it; the job writes its trace and its page itself.
+    """Run a job, write its report as JSON if that is asked for, print it and return it.
+
 
     Raises:
         BadInput: the job cannot run, or the report or the trace cannot be written.
-        Exception: the job ended early; its report is written and printed.
+        Exception: the job ended early with this error; its report is written and printed before.
     """
     ending = JobEnding()
     report = reported(job, ending)
@@ -43,7 +44,7 @@ def hand_out(job: Callable[[], JobReport], given: ReportArguments, trace: Path |
 
 
 def say_where(trace: Path | str | None, html: Path | None) -> None:
-    """Name the files to look at."""
+    """Print the names of the trace and the HTML report, and how to open them."""
     if trace is not None:
         say(f"\ntrace: {trace}; see it with moesched view, or in https://ui.perfetto.dev")
     if html is not None:
@@ -51,7 +52,7 @@ def say_where(trace: Path | str | None, html: Path | None) -> None:
 
 
 def _is_the_policys(error: Exception) -> bool:
-    """Test whether the error's own lines matter to the reader, and no figures."""
+    """Test whether the error is a fault of the policy or of this program, so that the report is not printed."""
     return isinstance(error, PolicyError) or not isinstance(error, MoeschedError)
 
 

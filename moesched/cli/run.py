@@ -28,7 +28,7 @@ def run(given: GenerationArguments, alone: AloneOptions, processes: ProcessesOpt
     Prompts that do not fit into one batch run in successive batches. Ctrl-C ends a run cleanly: the tokens so far are
     printed, and the trace so far is written.
 
-    Once `moesched calibrate` has measured this machine, each figure stands beside the one that was to be expected.
+    Once `moesched calibrate` has measured this machine, measured figures are shown beside predicted ones.
 
     Malformed lines of a prompts file are reported by number and skipped; the exit code is then 2.
     """

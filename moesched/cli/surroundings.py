@@ -11,7 +11,7 @@ from moesched.system.standard_output import command_output
 
 
 def prepare_process() -> None:
-    """Make standard output and error accept any text, or refuse to begin.
+    """Make standard output and standard error accept any text, and check that the process has a working directory.
 
     Raises:
         BadInput: standard output is closed, or the working directory was removed.

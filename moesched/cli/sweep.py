@@ -48,12 +48,12 @@ A sweep's file has the keywords of moesched.simulate_model:
   t4 = 0.35"""
 
 RESULTS = Path("out")
-"""The folder of results where --out is not given."""
+"""Folder of results if --out is not given."""
 
 SHOWN_CASES = 40
 SHOWN_FAILURES = 5
 LONGEST_REASON = 200
-"""Characters of a reason that are printed; its line has all."""
+"""The most characters printed of a point's failure; its line in the results has the whole text."""
 
 
 @command(3, EPILOGUE)
@@ -68,8 +68,8 @@ def sweep(
     an option then replaces the file's axis of that name. --policy all stands for all policies that ship. By default the
     model is mixtral-8x7b and the workload mtbench.
 
-    Each point is a line of --out as soon as it is done. The same command again runs only what is missing: what was not
-    done, and what has other inputs since then, such as another machine file or an edited policy. A point that fails
+    Each point is written as a line of --out as soon as it is done. The same command again runs only points that are
+    missing or whose inputs have changed, such as a machine file or an edited policy. A point that fails
     keeps its reason as `failure`, and the sweep goes on.
     """
     from moesched.cli.failures import tell
@@ -104,7 +104,7 @@ def sweep(
 
 
 def _check_outputs(given: SweepArguments, file: Path | None, asked: Sweep) -> Path:
-    """Check all files that are written; returns that of the results."""
+    """Check all files that the sweep writes, and return the file of results."""
     from moesched.analysis.pictures import require_picture
     from moesched.cli.files import require_apart
     from moesched.errors import BadInput
@@ -135,7 +135,7 @@ def _check_outputs(given: SweepArguments, file: Path | None, asked: Sweep) -> Pa
 
 
 def _tell_axes(prepared: Prepared, json: bool) -> int:
-    """Print the number of points, and the values of each axis."""
+    """Print the number of points and the values of each axis, without running any; return the exit code."""
     from moesched.cli.output import print_json
     from moesched.cli.tables import print_table
 
@@ -152,7 +152,7 @@ def _tell_axes(prepared: Prepared, json: bool) -> int:
 def _write(
     given: SweepArguments, picture: Picture, prepared: Prepared, result: SweepResult, store: Store
 ) -> None:
-    """Write the picture and the Parquet file."""
+    """Write the picture and the Parquet file, if they are asked for."""
     from moesched.sweeps.parquet import write_parquet
     from moesched.sweeps.plots import draw_sweep
 
@@ -164,7 +164,7 @@ def _write(
 
 
 def _hand_out(given: SweepArguments, out: Path, prepared: Prepared, result: SweepResult) -> int:
-    """Print the best policies and the failures; returns the exit code."""
+    """Print the best policies and the failures, and return the exit code."""
     from moesched.cli.failures import FAILED, interruption, tell
     from moesched.cli.output import print_json
     from moesched.sweeps.figures import best_by_case
@@ -200,14 +200,14 @@ def _hand_out(given: SweepArguments, out: Path, prepared: Prepared, result: Swee
 
 
 def _reason(line: Line) -> str:
-    """The policy and the machine of a point that failed, and why."""
+    """Return a line on a failed point: its policy, its machine, and the reason."""
     return (
         f"{line.inputs['policy']} on {line.inputs['machine']}: {shorten(line.failure or '', LONGEST_REASON)}"
     )
 
 
 def _print_best(best: list[Best], *, dollars: bool) -> None:
-    """Print the best policy of each case."""
+    """Print the best policy of each case: each combination of the axes other than policy and its settings."""
     from moesched.cli.tables import print_table
     from moesched.sweeps.figures import title_of
 
@@ -237,7 +237,7 @@ def _print_best(best: list[Best], *, dollars: bool) -> None:
 
 
 def _print_result(given: SweepArguments, out: Path, result: SweepResult) -> None:
-    """Print where the results are, and the first reasons of failures."""
+    """Print the file of results, the numbers of points, and the reasons of the first failures."""
     reused = f", {result.reused:,} of them from earlier" if result.reused else ""
     others = f"; it has {result.others:,} lines of other sweeps, too" if result.others else ""
     say(f"{len(result.lines):,} of {result.points:,} points done{reused}: {out}{others}")

@@ -1,4 +1,4 @@
-"""The options of `moesched sweep` beside its axes: the picture, and where results go."""
+"""Options of `moesched sweep` apart from its axes: the picture, processes, and files of results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PICTURE = "Picture"
 
 
 class Drawing(Options):
-    """The picture, and prices for it."""
+    """Options for the picture, and prices that it may show."""
 
     price: Annotated[
         tuple[str, ...],
@@ -57,7 +57,7 @@ class Drawing(Options):
 
 
 class Running(Options):
-    """Processes and outputs of the sweep."""
+    """Options for the sweep's processes and outputs."""
 
     out: Annotated[
         Path | None,
@@ -80,17 +80,17 @@ class Running(Options):
 
 
 class SweepArguments(Running, Drawing):
-    """All options of the command."""
+    """All options of `moesched sweep` apart from its axes."""
 
     def asked(self, file: Path | None, axes: Mapping[str, Sequence[str]]) -> Sweep:
-        """The sweep of the file and the options."""
+        """Return the sweep that the file and the options describe; an option replaces the file's axis of its name."""
         from moesched.sweeps.axes import PRICES, Sweep, merged, read_sweep, sweep_of_options
 
         prices = {PRICES: self.price} if self.price else {}
         return merged(read_sweep(file) if file else Sweep({}), sweep_of_options({**axes, **prices}))
 
     def picture(self, sweep: Sweep) -> Picture:
-        """The contents of --plot's picture."""
+        """Return what the picture of --plot shows."""
         from moesched.errors import BadInput
         from moesched.sweeps.figures import require_figure
         from moesched.sweeps.plots import Picture, default_x

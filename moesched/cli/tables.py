@@ -1,4 +1,4 @@
-"""Tables on standard output that break no name: where the terminal is narrow, spare columns go, or rows stack."""
+"""Tables on standard output. On a narrow terminal, spare columns are left out, or each cell gets a line of its own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from moesched.system.plain_text import plain_text
 from moesched.system.standard_output import command_output
 
 WIDE = 250
-"""Columns where no terminal limits them."""
+"""Width in characters if standard output is no terminal."""
 NAME_WIDTH = 24
-"""A column whose cells have no more characters than this is of names or figures, and stays in one line."""
+"""A column of at most this many characters is never wrapped; wider ones are prose unless they are figures."""
 PROSE_WIDTH = 20
-"""The least width of other columns, whose lines break between words."""
+"""The least width to which a column of prose is wrapped."""
 GAP = 2
 
 
@@ -34,7 +34,7 @@ class _Column(NamedTuple):
 
     @property
     def least(self) -> int:
-        """The width from which on no word is broken."""
+        """The least width in characters that breaks no word."""
         if not self.is_prose:
             return self.width
         words = (len(word) for text in (self.title, *self.cells) for word in text.split())
@@ -47,8 +47,8 @@ def print_table(
     """Print a table on standard output.
 
     Args:
-        figures: number of columns at the end that are numbers, aligned to the right.
-        spare: titles of columns that go where the terminal is narrow, in this order.
+        figures: number of last columns that hold numbers, which are aligned to the right.
+        spare: titles of columns that are left out on a narrow terminal, the first one first.
     """
     width = columns_of_terminal() or WIDE
     table = [
@@ -74,7 +74,7 @@ def _fits(table: Sequence[_Column], width: int) -> bool:
 
 
 def _widths(table: Sequence[_Column], width: int) -> list[int]:
-    """The width of each column: prose gives up what is too much, that with the most to spare first."""
+    """Return the width of each column, with columns of prose narrowed until all fit into `width` characters."""
     widths = [column.width for column in table]
     excess = sum(widths) + GAP * (len(table) - 1) - width
     for place in sorted(range(len(table)), key=lambda place: table[place].least - table[place].width):
@@ -105,7 +105,7 @@ def _print_columns(table: Sequence[_Column], width: int) -> None:
 
 
 def _stacked(table: Sequence[_Column], width: int) -> Iterator[str]:
-    """The lines of rows whose cells stand one below the other, each behind its title."""
+    """Yield lines with one cell each, behind its column's title; a row begins with the cell of the first column."""
     first, *others = table
     space = max(len(column.title) for column in others)
     indent = " " * (space + 2 * GAP)

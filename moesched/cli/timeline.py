@@ -56,10 +56,10 @@ def timeline(
     json: options.Json = False,
 ) -> None:
     """Draw a window of runs, measured or predicted: lanes as rows, tasks in the colour of their family, the critical
-    path outlined. Several runs stand one below the other, on one scale of time from the start of each window.
+    path outlined. Several runs are drawn one below the other, with equal scale of time; each window starts at zero.
 
-    By default it draws the first decode step whose time is within 10% of the median, and says which. Tasks are named
-    where the name fits, so choose a few layers to read them; those too narrow to see are merged. It needs matplotlib:
+    By default it draws the first decode step whose time is within 10% of the median, and says which. Tasks are labelled
+    if the name fits, so choose a few layers to read names; tasks too narrow to see are merged. It needs matplotlib:
     pip install 'moesched[plots]'.
     """
     from moesched.analysis.pictures import require_picture
@@ -90,7 +90,7 @@ def timeline(
 
 
 def windows_of(traces: Sequence[Path], runs: Sequence[TitledTimeline]) -> list[dict[str, object]]:
-    """The windows that were drawn, as JSON values."""
+    """Return the drawn windows as JSON values: trace, window's name, start and end in seconds."""
     return [
         {
             "trace": str(trace),
@@ -103,7 +103,7 @@ def windows_of(traces: Sequence[Path], runs: Sequence[TitledTimeline]) -> list[d
 
 
 def title_of(about: About) -> str:
-    """A run's title: its policy, model and machine, and whether times were measured."""
+    """Return a run's title: policy, model, machine, and whether its times are predicted or measured."""
     place = f" on {about.machine}" if about.machine else ""
     model = f", {about.model}" if about.model else ""
     return f"{about.policy or 'run'}{model}{place}, {about.figures}"

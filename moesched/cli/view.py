@@ -1,4 +1,4 @@
-"""`moesched view`: a trace in Perfetto's interface, without the network."""
+"""`moesched view`: shows a trace in Perfetto's interface, served by this machine alone."""
 
 from __future__ import annotations
 
@@ -61,5 +61,5 @@ def view(
 
 
 def has_display() -> bool:
-    """Test whether a browser would have a window; without one, Python would start a browser in the terminal."""
+    """Test whether a browser can open a window; otherwise Python would start a browser in the terminal."""
     return sys.platform in ("darwin", "win32") or not {"DISPLAY", "WAYLAND_DISPLAY"}.isdisjoint(os.environ)

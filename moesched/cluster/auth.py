@@ -13,10 +13,12 @@ _log = Log(__name__)
 
 
 class Door:
-    """Admits peers that have a key of the cluster. Poll `socket`, and call `answer` when it is readable.
+    """Admits peers that have a key of the cluster, for all sockets of a ZeroMQ context.
+
+    Poll `socket`, and call `answer` when it is readable.
 
     Args:
-        known: names by public key. Each message carries its sender's key as `User-Id`.
+        known: names of nodes by public key. An admitted peer's messages carry its key as `User-Id`.
 
     Attributes:
         refused: addresses of the first refused peers, in order.
@@ -28,12 +30,12 @@ class Door:
         self.refused: list[str] = []
 
     def answer(self) -> None:
-        """Admit or refuse one peer."""
+        """Admit or refuse one peer that tried to connect."""
         knock = self._check.answer()
         if not knock.let_in and len(self.refused) < LOGGED:
             self.refused.append(knock.address)
             _log.warning("refused: unknown key", peer=knock.address, key=knock.key)
 
     def close(self) -> None:
-        """Stop answering."""
+        """Close the socket; no peer is admitted from then on."""
         self._check.close()

@@ -1,6 +1,6 @@
-"""Build of a node, which decides how it rounds: its processor, its system, and the libraries that multiply.
+"""Build of a node: its processor, its system, and its numerical libraries, which decide how it rounds.
 
-Nodes that round otherwise route otherwise, and generate different tokens.
+Nodes that round differently choose different experts, and generate different tokens.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from importlib.metadata import PackageNotFoundError, version
 from moesched.machines.local import processor_name
 
 Build = dict[str, str]
-"""The processor, the system and versions of libraries, by what they are."""
+"""Names of the processor and the system, and versions of libraries, by key."""
 
 LIBRARIES = ("torch", "mlx")
 
 
 def this_build() -> Build:
-    """This process's build."""
+    """Return this process's build."""
     build = {"processor": processor_name()}
     if platform.system() == "Darwin":  # Metal compiles kernels
         build["system"] = f"{platform.system()} {platform.release()}"
@@ -31,17 +31,19 @@ def this_build() -> Build:
 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """The differences, with both values; entries of only one of them are not compared."""
+    """Describe the entries in which two builds differ, with both values; entries of only one build are left out."""
     both = [name for name in one if name in other and one[name] != other[name]]
     return [f"{name} {one[name]} and {other[name]}" for name in both]
 
 
 def library_refusal(device: str, one: Mapping[str, str], other: Mapping[str, str], who: str) -> str | None:
-    """The reason to refuse a node whose library differs from that of another node; None to admit it.
+    """Return the reason to refuse a node whose library differs from that of another node; None to admit the node.
 
     Args:
-        device: the run's device.
-        who: the other node.
+        device: name of the run's device, which says the library that matters.
+        one: build of the node.
+        other: build of a node that has joined.
+        who: name of that other node, for the message.
     """
     library = device if device in LIBRARIES else LIBRARIES[0]
     if library not in one or library not in other or one[library] == other[library]:

@@ -11,7 +11,7 @@ from bisect import bisect_right
 import msgspec
 
 WINDOW_NANOSECONDS = 5 * 10**9
-"""Time of which the shortest round trip counts: at 50 millionths, the offset changes by 0.25 ms meanwhile."""
+"""Window of which the shortest round trip counts: at a drift of 50 millionths, the offset changes by 0.25 ms in it."""
 
 
 class ClockOffset(msgspec.Struct, frozen=True):
@@ -27,30 +27,30 @@ class ClockOffset(msgspec.Struct, frozen=True):
 
 
 class ClockMeter:
-    """Measures the offset of one clock.
+    """Measures the offset of another machine's clock.
 
     Attributes:
-        best: the result of the shortest round trip.
+        best: the offset from the shortest round trip; None before the first answer.
     """
 
     def __init__(self) -> None:
         self._sent: dict[int, int] = {}
         self.best: ClockOffset | None = None
         self._windows: list[tuple[int, ClockOffset]] = []
-        """The result of the shortest round trip of each window, with the other clock's time then."""
+        """By window of time: the other clock's time, and the offset from the window's shortest round trip."""
         self._window_end = 0
 
     def ask(self, number: int, now: int) -> None:
-        """Note that a request is sent; old ones without an answer are dropped."""
+        """Record that request `number` was sent at `now` nanoseconds; the oldest unanswered ones are dropped."""
         self._sent = {each: sent for each, sent in self._sent.items() if each > number - 64}
         self._sent[number] = now
 
     def answer(self, number: int, clock: int, now: int) -> None:
-        """Take in an answer; one to an unknown request is ignored.
+        """Measure the offset from an answer to request `number`; an unknown number is ignored.
 
         Args:
-            clock: the time on the other clock.
-            now: the time on this one.
+            clock: the time on the other clock, in nanoseconds.
+            now: the time on this clock, in nanoseconds.
         """
         sent = self._sent.pop(number, None)
         if sent is None:
@@ -65,7 +65,7 @@ class ClockMeter:
             self._windows[-1] = (clock, measured)
 
     def ahead_at(self, clock: int) -> int:
-        """Nanoseconds by which the other clock is ahead at some time of its own; 0 where nothing was measured."""
+        """Return by how many nanoseconds the other clock is ahead when it shows `clock`; 0 if nothing was measured."""
         windows = self._windows
         if not windows:
             return 0

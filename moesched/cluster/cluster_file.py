@@ -36,7 +36,7 @@ from moesched.system.input_file import read_input
 from moesched.units import parse_bytes
 
 MOST_BYTES = 1_000_000
-"""Limit of a cluster file; one of 1,000 nodes has 250 kB."""
+"""The most bytes of a cluster file; a file with 1,000 nodes has 250 kB."""
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, lt=1e9)]
@@ -46,8 +46,8 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The launcher's address and public key.
 
     Attributes:
-        port: the port that it listens on; 0 is any free one, which only processes that the launcher starts learn.
-        key: its public key, by which nodes recognise it.
+        port: the port that the launcher listens on; 0 takes a free one, if the launcher starts all nodes.
+        key: the launcher's public key, by which nodes recognise it.
     """
 
     address: str
@@ -59,19 +59,19 @@ PartT = TypeVar("PartT", Seat, "Host")
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One node.
+    """One node of a cluster file.
 
     Attributes:
-        address: the address at which other nodes reach it, and the launcher too unless `ssh` is given.
-        port: the port that it listens on for other nodes; 0 is any free one.
-        memory: the memory that it may use in all, in bytes or as text such as "150GB"; by default the machine's
+        address: the address at which other nodes reach this node; the launcher starts it there unless `ssh` is given.
+        port: the port on which the node listens for other nodes; 0 takes a free one.
+        memory: all memory that the node may use, in bytes or as text such as "150GB"; by default the machine's
             capacity.
-        cores: the cores that it may use; an empty list stands for all.
-        key: its public key.
+        cores: the cores that the node may use; an empty list means all.
+        key: the node's public key.
         ssh: the destination for `ssh`, such as "me@mac-0"; by default the address.
-        model: its folder of the model, where the path differs from the launcher's.
-        command: the command that starts moesched there.
-        secret: the file there that holds its secret key; by default the one that `moesched keygen` writes.
+        model: the model's folder on the node's machine, if the path differs from the launcher's.
+        command: the command that starts moesched on that machine.
+        secret: the file on that machine with the node's secret key; by default the one that `moesched keygen` writes.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def memory_bytes(self) -> int | None:
-        """The memory that it may use, in bytes."""
+        """All memory that the node may use, in bytes; None if the file does not limit it."""
         return None if self.memory is None else parse_bytes(self.memory)
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All nodes, in the order of their ranks.
+    """The content of a cluster file; hosts are in the order of their ranks.
 
     Attributes:
         network: the name of a network profile; only predictions use it.
@@ -110,7 +110,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     lost_after: Seconds = 15.0
 
     def host(self, rank: int) -> Host:
-        """The node of a rank.
+        """Return the node of a rank.
 
         Raises:
             BadInput: no node has this rank.
@@ -123,16 +123,17 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def load_cluster(path: Path) -> Cluster:
-    """The cluster that a file describes.
+    """Read a cluster file.
 
     Raises:
-        BadInput: it cannot be read, or its content is invalid; the message names the file and the key.
+        BadInput: the file cannot be read, or its content is invalid; the message names the file and the key.
     """
     return parse_cluster(read_input(path, "cluster file", MOST_BYTES), str(path))
 
 
 def parse_cluster(text: bytes, where: str) -> Cluster:
-    """A cluster from the text of its file.
+    """Parse the text of a cluster file.
+
 
     Raises:
         BadInput: the text is not TOML, or a key is missing, unknown or has an invalid value. The message names `where`
@@ -161,14 +162,15 @@ def _with_plain_addresses(cluster: Cluster) -> Cluster:
 
 
 LookUp = Callable[[str, None, int], object]
-"""Resolves a host name for a family of addresses, or raises OSError, as `socket.getaddrinfo`."""
+"""Function like `socket.getaddrinfo`: resolves a host name for a family of addresses, or raises OSError."""
 
 
 def require_known_hosts(cluster: Cluster, where: str, look_up: LookUp = socket.getaddrinfo) -> None:
-    """Check that the system can resolve the address of each host: a name to an IPv4 address.
+    """Check that the system can resolve the address of each host; names must have an IPv4 address.
+
 
     Raises:
-        BadInput: one cannot be resolved; the message names the key.
+        BadInput: an address cannot be resolved; the message names its key in the file.
     """
     places = [("launcher", cluster.launcher.address)]
     places += [(f"hosts[{number}]", host.address) for number, host in enumerate(cluster.hosts)]
@@ -183,7 +185,7 @@ def require_known_hosts(cluster: Cluster, where: str, look_up: LookUp = socket.g
 
 
 def cluster_toml(cluster: Cluster) -> str:
-    """The text of the cluster's file."""
+    """Return the text of the cluster's file, in TOML."""
     fields = msgspec.to_builtins(cluster)
     hosts, launcher = fields.pop("hosts"), fields.pop("launcher")
     lines = [*_lines(fields), "", "[launcher]", *_lines(launcher)]
@@ -197,7 +199,7 @@ def _lines(fields: dict[str, Any]) -> Iterator[str]:
 
 
 def _problems(cluster: Cluster) -> Iterator[str]:
-    """The problems of a cluster file whose keys and types are right; each message begins with the key."""
+    """Yield the invalid values of a cluster file whose keys and types are right; each message begins with the key."""
     if not cluster.hosts:
         yield "hosts: the list is empty: describe each node in a [[hosts]] table"
     yield from _key_problem("launcher.key", cluster.launcher.key)

@@ -89,8 +89,7 @@ def run_local(given: LocalOptions) -> ClusterReport:
 
     Raises:
         BadInput: an argument cannot be used.
-        NodeLost: a process ended, and the others cannot go on without it; `report` of the error holds the tokens so
-            far.
+        NodeLost: a process ended, and the others cannot go on without it; the error's `report` holds the tokens so far.
     """
     if given.machine == MACHINE:
         read_budgets(given.budgets, local_machine(), here=True, processes=given.nodes)
@@ -106,7 +105,7 @@ def run_cluster(given: ClusterFileOptions) -> ClusterReport:
 
     Raises:
         BadInput: an argument cannot be used.
-        NodeLost: a node is lost, and the others cannot go on without it; `report` of the error holds the tokens so far.
+        NodeLost: a node is lost, and the others cannot go on without it; the error's `report` holds the tokens so far.
     """
     cluster = load_cluster(given.cluster_file)
     require_known_hosts(cluster, str(given.cluster_file))
@@ -125,7 +124,7 @@ def run_cluster(given: ClusterFileOptions) -> ClusterReport:
 
 
 def run_with_given_ranks(**options: Any) -> ClusterReport:
-    """`run_cluster` for a program such as mpirun that started a process on each node, of which this is the first."""
+    """Do as `run_cluster`, with nodes that a program such as mpirun has started; this process is that of rank 0."""
     with scratch_folder() as folder:
         here = start_here(folder)
 
@@ -136,7 +135,7 @@ def run_with_given_ranks(**options: Any) -> ClusterReport:
 
 
 def _local_cluster(folder: Path, nodes: int) -> tuple[KeyPair, Cluster]:
-    """A cluster file for processes of this machine, with new keys for all of them."""
+    """Write keys for processes of this machine to a folder; return the launcher's keys, and the cluster."""
     memory = available_memory() // nodes
     hosts = []
     for rank, cores in enumerate(share_cores(nodes)):
@@ -214,7 +213,7 @@ def _node_run(given: ClusterOptions) -> NodeRun:
 
 
 def _start_all(start: Start, cluster: Cluster, cluster_file: Path, model: Path) -> list[Process]:
-    """The nodes' processes; all or none."""
+    """Start the processes of all nodes; if one cannot be started, kill the others."""
     processes: list[Process] = []
     try:
         for host in cluster.hosts:
@@ -228,7 +227,7 @@ def _start_all(start: Start, cluster: Cluster, cluster_file: Path, model: Path) 
 
 @contextmanager
 def _control(cluster: Cluster, cluster_file: Path, keys: KeyPair) -> Iterator[tuple[Control, Cluster]]:
-    """The control channel, and the cluster with its port; writes the cluster file where the port was left open."""
+    """Yield the control channel, and the cluster with its port, which is written to the file if that left it open."""
     known = {host.key: host.name for host in cluster.hosts}
     seat = cluster.launcher
     with closing(Control(seat.address, seat.port, keys, known)) as control:
@@ -246,11 +245,11 @@ class _LaunchEvents(Events):
         self._texts = texts
 
     def loading(self, done: int, total: int) -> None:
-        """Pages were loaded."""
+        """Forward the numbers of resident pages loaded and in all."""
         self._listener.loading(done, total)
 
     def tokens(self, fresh: dict[int, list[int]]) -> None:
-        """Tokens were generated."""
+        """Forward new tokens by request, with their text."""
         for request, tokens in fresh.items():
             for token in tokens:
                 self._texts.tell({request: token})

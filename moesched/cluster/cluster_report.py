@@ -30,7 +30,7 @@ def cluster_report(
     text: list[str] | None,
     ending: Ending,
 ) -> ClusterReport | None:
-    """The nodes' reports as one; None where no node reported."""
+    """Merge the nodes' reports into one; None if no node sent a report."""
     reports = {
         order: [(rank, _decoded(rank, data, JobReport)) for rank, data in found]
         for order, found in _by_order(launch.finished, "report").items()
@@ -60,7 +60,7 @@ def cluster_report(
 def write_recordings(
     outputs: OutputOptions, launch: Launch, roster: Roster, report: ClusterReport, listener: Listener
 ) -> None:
-    """Write one trace and page for each batch, with all nodes on the launcher's clock."""
+    """Write a trace and an HTML report for each batch, as asked for, with all nodes on the launcher's clock."""
     number = 0
     for sent in _by_order(launch.finished, "recording").values():
         by_rank: dict[int, list[Recording]] = {}
@@ -89,7 +89,7 @@ def _decoded(rank: int, data: bytes, kind: type[T]) -> T:
 
 
 def _member(roster: Roster, host: Host, reports: Sequence[JobReport]) -> NodeReport:
-    """The report of a node on all its batches."""
+    """Merge a node's reports on its batches into one."""
     clock = roster.clocks.get(host.rank)
     memories = reports[0].peak_bytes if reports else ()
     return NodeReport(
@@ -105,7 +105,7 @@ def _member(roster: Roster, host: Host, reports: Sequence[JobReport]) -> NodeRep
 
 
 def _by_order(finished: Sequence[Finished], what: str) -> dict[int, list[tuple[int, bytes]]]:
-    """The content of one kind that nodes sent: for each order, sorted by rank, then by arrival."""
+    """Return the nodes' reports or recordings by order: pairs of rank and content, by rank, then by arrival."""
     found: dict[int, list[tuple[int, bytes]]] = {}
     for each in finished:
         if each.what == what:

@@ -21,11 +21,11 @@ from moesched.system.logs import Log
 _log = Log(__name__)
 
 Peer = bytes
-"""The socket's name of a connection."""
+"""ZeroMQ's identity of a connection to a node."""
 
 
 class Heard(NamedTuple):
-    """A received message, with its connection, and its sender's public key and address."""
+    """A received message, with its connection and the sender's public key and address."""
 
     peer: Peer
     key: str
@@ -34,10 +34,12 @@ class Heard(NamedTuple):
 
 
 class Control:
-    """Receives messages of nodes, and sends messages to them.
+    """The launcher's socket: receives messages of nodes, and sends messages to them.
 
     Args:
-        known: names by public key; peers with other keys are refused.
+        address, port: where to listen; port 0 takes a free one.
+        keys: the launcher's keys.
+        known: names of nodes by public key; peers with other keys are refused.
 
     Raises:
         BadInput: the address is not this machine's, or the port is in use.
@@ -66,11 +68,11 @@ class Control:
 
     @property
     def refused(self) -> list[str]:
-        """Addresses of the first peers that were refused."""
+        """Addresses of the first peers that were refused, in order."""
         return self._door.refused
 
     def hear(self, seconds: float) -> Iterator[Heard]:
-        """Wait for messages and yield all that have arrived; yields none after the time-out."""
+        """Wait up to `seconds` for messages, and yield all that have arrived."""
         deadline = time.monotonic() + seconds
         while not self._socket.poll(0):
             left = max(0.0, deadline - time.monotonic())
@@ -91,16 +93,16 @@ class Control:
                 yield heard
 
     def gone(self) -> list[Peer]:
-        """The connections that ended since the last call; all their messages have been received."""
+        """Return the connections that ended since the last call; all their messages have been received by then."""
         gone, self._gone = self._gone, []
         return gone
 
     def say(self, peer: Peer, message: LauncherSays) -> None:
-        """Send a message; it is dropped where the connection has ended."""
+        """Send a message to a node; it is dropped if the connection has ended."""
         self._socket.send_multipart([peer, pack(self._said[peer].number(message))])
 
     def close(self) -> None:
-        """Close the channel. The last messages are delivered to peers that read them within two seconds."""
+        """Close the channel, after up to two seconds in which peers may read the last messages."""
         self._door.close()
         self._socket.disable_monitor()
         self._ends.close()
@@ -136,7 +138,7 @@ class Control:
 
 
 def cannot_listen(address: str, port: int, error: zmq.ZMQError) -> str:
-    """The message for a socket that cannot be bound: the reason, and a remedy."""
+    """Return the error message for a socket that cannot be bound: the reason, and a remedy."""
     if error.errno == zmq.EADDRINUSE:
         return (
             f"port {port} of {address} is in use: end the process that listens there, or choose another port"

@@ -37,23 +37,23 @@ _log = Log(__name__)
 
 _POLL_MILLISECONDS = 100
 LINGER_MILLISECONDS = 5_000
-"""Time allowed for sending the last messages to the launcher."""
+"""Seconds allowed for sending the last messages to the launcher."""
 
 _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _FAILURES |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class LauncherGone(MoeschedError):
-    """The launcher has been silent for too long."""
+    """The launcher has been silent for too long, ended the run, or went on without this node."""
 
 
 class ControlLink:
-    """Exchanges messages with the launcher: call `join` first, then `next` to receive and `say` to send.
+    """A node's connection to the launcher: call `join` first, then `next` to receive and `say` to send.
 
     Args:
-        on_epoch: called at once, on the link's thread, when all members have loaded their weights, and when the
-            launcher ends an epoch.
-        on_gone: called likewise when the launcher is silent, ends the run, or goes on without this node.
+        on_epoch: called with the message, on the link's thread, when all members of the epoch have loaded their
+            weights, and when the launcher ends the epoch.
+        on_gone: called on the link's thread when the launcher is silent, ends the run, or goes on without this node.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class ControlLink:
         self._said, self._received = Serials(), Serials()
 
     def join(self, request: JoinRequest, patience: float) -> Welcome:
-        """Ask to join the run; starts the thread once the launcher agrees.
+        """Ask the launcher to admit this node to the run; start the link's thread once it agrees.
 
         Args:
-            patience: seconds to wait for the launcher.
+            patience: seconds to wait for the launcher's answer.
 
         Raises:
             BadInput: the launcher refuses and gives its reason, has another key than the cluster file says, does not
@@ -113,10 +113,10 @@ class ControlLink:
         raise BadInput(f"no launcher at {self._where} in {patience:g} s: start `moesched launch` there")
 
     def next(self, seconds: float) -> LauncherSays | None:
-        """The next message for the node; None after the time-out.
+        """Return the launcher's next message for the node; None if none arrives within `seconds`.
 
         Raises:
-            LauncherGone: the launcher is gone.
+            LauncherGone: the launcher is silent, has ended the run, or went on without this node.
         """
         try:
             message = self._inbox.get(timeout=seconds)
@@ -127,13 +127,13 @@ class ControlLink:
         return message
 
     def say(self, message: NodeSays) -> None:
-        """Send a message; from any thread."""
+        """Queue a message to the launcher. Callable from any thread."""
         self._outbox.put(message)
         with self._ringing:
             self._bell.send(b"")
 
     def close(self) -> None:
-        """Send the queued messages, and disconnect."""
+        """Send the queued messages, end the thread, and disconnect."""
         if self._socket.closed:
             return
         if self._thread.is_alive():

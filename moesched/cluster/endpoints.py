@@ -1,4 +1,4 @@
-"""Addresses of hosts: names, and literal ones of IPv4 and IPv6 in any spelling."""
+"""Addresses of hosts: names, and IPv4 and IPv6 addresses in any spelling."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import socket
 from ipaddress import ip_address
 
 ANY = "*"
-"""Stands for all interfaces."""
+"""The address to listen at on all interfaces."""
 
 
 def plain_address(text: str) -> str:
-    """A literal address without the brackets of URLs, in its shortest form; names stay as they are."""
+    """Return an IP address in its shortest form, without brackets; a host name is returned unchanged."""
     try:
         return str(ip_address(text.removeprefix("[").removesuffix("]")))
     except ValueError:
@@ -18,22 +18,22 @@ def plain_address(text: str) -> str:
 
 
 def is_ipv6(address: str) -> bool:
-    """Test whether a plain address is a literal one of IPv6; names are resolved to IPv4."""
+    """Test whether an address is a literal IPv6 address; host names are not, since they are resolved to IPv4."""
     return ":" in address
 
 
 def place(address: str, port: int) -> str:
-    """Address and port in one text, such as [::1]:7000."""
+    """Join address and port to a text such as [::1]:7000."""
     return f"[{address}]:{port}" if is_ipv6(address) else f"{address}:{port}"
 
 
 def endpoint(address: str, port: int) -> str:
-    """The endpoint of a TCP socket, as ZeroMQ takes it."""
+    """Return ZeroMQ's name for a TCP socket, such as tcp://[::1]:7000."""
     return f"tcp://{place(address, port)}"
 
 
 def listening_at(address: str) -> str:
-    """The interface to listen on for peers that connect to an address: the address itself, or `ANY` for a host name.
+    """Return the interface to listen on for peers that connect to an address: the address itself, or `ANY` for a name.
 
     A machine often resolves its own name to another address than its peers do.
     """
@@ -45,7 +45,7 @@ def listening_at(address: str) -> str:
 
 
 def reserved_port(address: str) -> socket.socket:
-    """A socket that holds a free port of an interface, until it is closed.
+    """Return a socket bound to a free port of an interface, which reserves the port until it is closed.
 
     Raises:
         OSError: the address is not this machine's.

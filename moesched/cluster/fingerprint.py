@@ -1,4 +1,4 @@
-"""A model's fingerprint, by which the launcher finds nodes with another model. It reads headers, not weights."""
+"""Fingerprint of a model, by which the launcher detects nodes that have another one. Weights are not read."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from moesched.models.checkpoint import Checkpoint
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """A hash of the configuration, of each tensor's name, shape, dtype and place in its file, and of the files' sizes.
+    """Hash a model's configuration, each tensor's name, shape, dtype and place in its file, and the files' sizes.
 
-    Copies of one checkpoint have the same fingerprint in any folder, also where files are absent. It does not cover the
-    values of the weights: reading them would take as long as loading the model on every node.
+    Copies of a checkpoint have equal fingerprints in any folder, even if files are absent. Values of weights are not
+    covered: reading them would take as long as loading the model on every node.
     """
     tensors = sorted(
         (name, list(stored.shape), stored.dtype, stored.file.name, stored.offset, stored.nbytes)

@@ -12,8 +12,8 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     """The launcher's version and model, which each node must share.
 
     Attributes:
-        version: of moesched.
-        model: the fingerprint of its folder of the model.
+        version: version of moesched.
+        model: fingerprint of the model's folder.
     """
 
     version: str
@@ -21,10 +21,10 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def refusal(join: JoinRequest, key: str, cluster: Cluster, expected: Expected) -> str | None:
-    """The reason to refuse a node, in one line; None to admit it.
+    """Return the reason to refuse a node, in one line; None to admit it.
 
     Args:
-        key: the public key of its connection.
+        key: public key with which the node connected.
     """
     if join.protocol != PROTOCOL or join.version != expected.version:
         return (

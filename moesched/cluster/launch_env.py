@@ -19,15 +19,17 @@ _NAMES = (
     ("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
     ("MLX_RANK", ("MLX_HOSTFILE", "MLX_IBV_DEVICES")),
 )
-"""Variables of the rank, each with those of which one tells the number of processes: `mlx.launch` sets the first for
-its ring, and the second for jaccl."""
+"""By name of a variable with the rank, variables of which one tells the number of processes.
+
+`mlx.launch` sets MLX_HOSTFILE with its backend ring, and MLX_IBV_DEVICES with jaccl.
+"""
 
 _LISTS = {"MLX_HOSTFILE": "a list of hosts", "MLX_IBV_DEVICES": "a list of each rank's devices"}
-"""Variables that name a JSON file with a list for each process, and what the file is."""
+"""Variables that name a JSON file with one entry per process, with words for the file."""
 
 
 def rank_given(environment: Mapping[str, str], nodes: int) -> int | None:
-    """This process's rank; None where the environment gives none.
+    """Return this process's rank from the environment; None if no launching program has set one.
 
     Args:
         nodes: number of nodes in the cluster file.

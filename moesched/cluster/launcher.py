@@ -1,7 +1,8 @@
 """The launcher of a cluster: sends orders to the nodes, collects their results, and recovers from lost nodes.
 
-The members of an epoch carry out its orders together. The loss of a node ends the epoch. If the others hold all experts
-between them, they go on in a new epoch from the tokens so far.
+An order asks nodes to generate tokens for prompts. An epoch is a time in which the same nodes, its members, carry out
+orders together. The loss of a node ends the epoch. If the other nodes hold all experts, they go on in a new epoch from
+the tokens so far.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ from moesched.system.logs import Log
 _log = Log(__name__)
 
 GLANCE_SECONDS = 0.02
-"""Interval at which the launcher checks the nodes' processes."""
+"""Seconds between checks of the nodes' processes."""
 PARTING_SECONDS = 60.0
-"""Time that nodes which answer have to end their tasks and send their results when an epoch ends early."""
+"""Seconds that responsive nodes have to end their tasks and send results when an epoch ends early."""
 NOTICE_SECONDS = 5.0
-"""Time in which the loss of a node that another one reports is noticed here."""
+"""Seconds in which the launcher should notice the loss of a node that another node reports as lost."""
 
 
 class Events:
-    """Callbacks of a launch; the methods of this class do nothing."""
+    """Callbacks of a launch; override them. The methods of this class do nothing."""
 
     def loading(self, done: int, total: int) -> None:
         """Report how many of all nodes' resident pages are loaded."""
 
     def tokens(self, fresh: dict[int, list[int]]) -> None:
-        """New tokens, by request."""
+        """Report new tokens by request; a request is an index in the run's prompts."""
 
 
 class Finished(msgspec.Struct):
@@ -60,7 +61,7 @@ class Finished(msgspec.Struct):
 
     Attributes:
         what: "report" or "recording".
-        data: its content, as MessagePack.
+        data: the report or recording, as MessagePack.
     """
 
     rank: int
@@ -73,15 +74,15 @@ class Launch:
     """One run on a cluster.
 
     Args:
-        roster: the nodes.
-        log: the prompts; tokens are added as they arrive.
-        sizes: the requested batch sizes.
+        roster: the nodes, with their connections and processes.
+        log: the prompts; generated tokens are added as they arrive.
+        sizes: the batch sizes that the user fixed; nodes choose the others.
 
     Attributes:
         log: the prompts, and the tokens so far.
         finished: reports and recordings of the nodes, in the order of arrival.
-        epoch: the number of the current epoch, from 0.
-        failure: the reason that the run ended early; None while there is none.
+        epoch: number of the current epoch, from 0.
+        failure: the reason why the run ended early; None otherwise.
     """
 
     def __init__(self, roster: Roster, log: TokenLog, sizes: SizeOptions, events: Events) -> None:
@@ -95,11 +96,11 @@ class Launch:
         self._order = -1
         self._begun = False
         self._counted = 0
-        """Messages of tokens of the order that were counted."""
+        """Number of messages with tokens of the current order whose tokens are in `log`."""
         self._held: dict[int, frozenset[int]] = {}
-        """The experts of each node, by rank, in the latest placement."""
+        """Experts that each node holds in the latest placement, by rank."""
         self._gone: Node | None = None
-        """The node that was lost last."""
+        """The most recently lost node."""
         self._slow = SlowNodes([])
 
     def run(self) -> None:
@@ -108,8 +109,8 @@ class Launch:
         Raises:
             BadInput: a node refuses, or is refused.
             NodeLost: a node is lost, and the others cannot go on without it.
-            MoeschedError: a node failed and told the reason, or nodes generated different tokens.
-            KeyboardInterrupt: after the nodes have sent their results so far.
+            MoeschedError: a node failed and gave the reason, or nodes generated different tokens.
+            KeyboardInterrupt: Ctrl-C; it is raised after the nodes have sent their results so far.
         """
         self._wait_for(lambda: all(node.peer for node in self._roster.nodes), JOIN_SECONDS, "join")
         self._roster.members = list(self._roster.nodes)
@@ -132,7 +133,7 @@ class Launch:
     # -- orders ------------------------------------------------------------------------------------
 
     def _carry_out(self, remainder: Remainder) -> None:
-        """Have the members carry out one order; if they change, it ends early and the caller plans the rest again."""
+        """Have the members carry out one order; it ends early if a node is lost or comes back."""
         self._order += 1
         try:
             self._prepare(remainder)
@@ -184,7 +185,7 @@ class Launch:
             self._roster.say(node, begin)
 
     def _go_on_without(self, gone: Node) -> None:
-        """Go on with the other nodes, or raise NodeLost where they cannot."""
+        """Start a new epoch without a lost node; raise NodeLost if the other nodes do not hold all experts."""
         _log.warning("a node is lost", node=str(gone.host), why=gone.lost)
         self._gone = gone
         left = self._roster.members = [node for node in self._roster.members if node is not gone]
@@ -207,7 +208,7 @@ class Launch:
         _log.warning("going on", nodes=[node.host.rank for node in members], epoch=self.epoch)
 
     def _stop(self, reason: str) -> None:
-        """End the epoch, and give the members a moment to send their results."""
+        """End the epoch, and wait up to `PARTING_SECONDS` for the members' results."""
         asked = [node for node in self._roster.members if node.peer is not None and node.done is None]
         begun, self._begun = self._begun, False
         for node in asked:
@@ -248,10 +249,10 @@ class Launch:
         """Process messages and losses until a condition holds.
 
         Args:
-            what: the awaited action of the nodes, for the error message.
+            what: words for what nodes should do, for the error message.
 
         Raises:
-            BadInput: the time is over.
+            BadInput: the condition does not hold after `seconds`.
         """
         deadline = time.monotonic() + seconds
         while not condition():
@@ -263,14 +264,14 @@ class Launch:
                 )
 
     def _look(self, seconds: float) -> None:
-        """Process messages for some time, then check for lost nodes."""
+        """Process messages for up to `seconds`, then check for lost nodes."""
         for node, message in self._roster.hear(seconds):
             if message.epoch == self.epoch:
                 self._take_in(node, message)
         self._roster.look_after()
 
     def _take_in(self, node: Node, message: OfOrder) -> None:
-        """Process a member's message of this epoch."""
+        """Process a member's message about an order of the current epoch."""
         match message:
             case Prepared():
                 node.prepared, node.ready = message, True
@@ -320,7 +321,7 @@ class Launch:
             self.finished.append(Finished(node.host.rank, piece.order, piece.what, b"".join(parts)))
 
     def _failed(self, node: Node, message: Failed) -> None:
-        """Process a member's failure; where it reports another node as lost, wait for that loss to be noticed here."""
+        """Process a member's failure; if it says that another node is lost, wait until that is noticed here, too."""
         said = f"{node.host}: {message.message}"
         if message.kind == "input":
             raise BadInput(said)
@@ -335,7 +336,7 @@ class Launch:
 
 
 def smallest(sizes: Sequence[SizeOptions]) -> SizeOptions:
-    """Sizes that fit every node."""
+    """Return batch sizes that fit every node: the smallest of each."""
 
     def least(values: Sequence[int | None]) -> int | None:
         return min((each for each in values if each is not None), default=None)

@@ -1,4 +1,4 @@
-"""The processes of a cluster's nodes: started here, over ssh, or by others."""
+"""The processes of a cluster's nodes: started by the launcher here or over ssh, or by another program."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from moesched.system.logs import Log
 _log = Log(__name__)
 
 GRACE_SECONDS = 10.0
-"""Time that a process has to end by itself after the run."""
+"""Seconds that a process has to end by itself after the run."""
 ENDS_WITH_STDIN = "--ends-with-stdin"
-"""The option of a node that ends with the program that started it, over ssh as well."""
+"""Option of `moesched node` that makes it end with the program that started it, over ssh as well."""
 
 
 class Process(Protocol):
     """A node's process, from the launcher's view.
 
     Attributes:
-        watched: whether the launcher can see its end.
+        watched: whether the launcher can see the process end.
     """
 
     @property
     def watched(self) -> bool: ...
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return the process's exit code; None while it runs."""
 
     def kill(self) -> None:
-        """Kill it."""
+        """Kill the process."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return its exit code, or raise subprocess.TimeoutExpired."""
+        """Wait for the process to end and return its exit code; raise subprocess.TimeoutExpired after the time-out."""
 
     def last_words(self) -> str:
-        """Its standard error, stripped; empty where that was not kept."""
+        """Return the process's standard error, stripped; empty if it was not kept."""
 
 
 Start = Callable[[Host, Sequence[str]], Process]
-"""Starts the process of a node with the arguments of `moesched`."""
+"""Function that starts the process of a host's node, given the arguments of `moesched`."""
 
 
 class LocalProcess:
-    """A child process that ends with this one, in its own session: Ctrl-C on the terminal reaches only the launcher."""
+    """A node as a child process, which ends with this one. Its own session keeps Ctrl-C on the terminal from it."""
 
     watched = True
 
@@ -65,31 +65,31 @@ class LocalProcess:
                 stderr.close()
 
     def poll(self) -> int | None:
-        """Its exit code."""
+        """Return the exit code; None while the process runs."""
         return self._child.poll()
 
     def kill(self) -> None:
-        """Kill it, and wait for its end."""
+        """Kill the process, and wait until it has ended."""
         self._child.kill()
         self.wait()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end."""
+        """Wait until the process has ended, and return its exit code."""
         code = self._child.wait(timeout)
         if self._child.stdin is not None:
             self._child.stdin.close()
         return code
 
     def last_words(self) -> str:
-        """Its standard error."""
+        """Return the process's standard error, stripped."""
         return "" if self._errors is None else self._errors.read_text(errors="replace").strip()
 
 
 def start_here(folder: Path) -> Start:
-    """Start nodes as children of this process.
+    """Return a function that starts nodes as children of this process.
 
     Args:
-        folder: the folder for files of their standard error, which the launcher reports.
+        folder: the folder for files with the nodes' standard error, which the launcher reports.
     """
 
     def start(host: Host, arguments: Sequence[str]) -> Process:
@@ -100,10 +100,10 @@ def start_here(folder: Path) -> Start:
 
 
 def start_by_ssh(host: Host, arguments: Sequence[str]) -> Process:
-    """Start a node with the system's `ssh`, without asking for a password.
+    """Start a host's node with the system's `ssh`, without asking for a password.
 
     Raises:
-        BadInput: there is no ssh here.
+        BadInput: this machine has no ssh.
     """
     try:
         return LocalProcess(ssh_command(host, [*arguments, ENDS_WITH_STDIN]))
@@ -114,45 +114,45 @@ def start_by_ssh(host: Host, arguments: Sequence[str]) -> Process:
 
 
 def ssh_command(host: Host, arguments: Sequence[str]) -> list[str]:
-    """The command that starts a node with these arguments on its machine."""
+    """Return the command that starts a host's node by ssh, given the arguments of `moesched`."""
     remote = f"{host.command} {shlex.join(arguments)}"
     return ["ssh", "-o", "BatchMode=yes", "--", host.ssh or host.address, remote]
 
 
 class ByOthers:
-    """A node that another program starts and ends; only its connection shows whether it runs."""
+    """A node's process that another program starts and ends; only the node's connection shows whether it runs."""
 
     watched = False
 
     def poll(self) -> int | None:
-        """None: its end cannot be seen."""
+        """Return None: the process cannot be seen."""
         return None
 
     def kill(self) -> None:
-        """Do nothing: the node ends by itself when the launcher is silent."""
+        """Do nothing: the node ends by itself when it no longer hears from the launcher."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raise subprocess.TimeoutExpired: its end cannot be seen."""
+        """Raise subprocess.TimeoutExpired: the process cannot be seen."""
         raise subprocess.TimeoutExpired("a node that others started", timeout or 0)
 
     def last_words(self) -> str:
-        """An empty text: its standard error is not known here."""
+        """Return an empty text: the node's standard error is not known here."""
         return ""
 
 
 def start_by_others(host: Host, arguments: Sequence[str]) -> Process:
-    """Start nothing: another program, or a person at that machine, starts the node."""
+    """Return a stand-in for a node that another program, or a person at its machine, starts."""
     return ByOthers()
 
 
 def node_arguments(cluster_file: Path, host: Host, model: Path) -> list[str]:
-    """Arguments of `moesched` for a node."""
+    """Return the arguments of `moesched` that run a host's node."""
     file = str(cluster_file.absolute())  # ssh starts in the home folder
     return ["node", host.model or str(model), "--cluster", file, "--rank", str(host.rank)]
 
 
 def share_cores(nodes: int) -> list[list[int]]:
-    """Equal numbers of this machine's cores for each node; nodes share cores where there are too few."""
+    """Return each node's cores: equal numbers of this machine's cores; nodes share cores if there are too few."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if not cores:
         return [[] for _ in range(nodes)]
@@ -163,17 +163,17 @@ def share_cores(nodes: int) -> list[list[int]]:
 SetAffinity = Callable[[int, Sequence[int]], object]
 
 SET_AFFINITY: SetAffinity | None = getattr(os, "sched_setaffinity", None)
-"""This system's way to bind a process to cores; None on macOS."""
+"""The system's call that binds a process to cores; None on macOS, which has none."""
 
 
 def keep_to(cores: Sequence[int], set_affinity: SetAffinity | None = SET_AFFINITY) -> None:
     """Restrict this process, and the threads that it starts from now on, to some cores; an empty list means all.
 
     Args:
-        set_affinity: the system's way to do that; without one, cores are ignored, which is logged.
+        set_affinity: the system's call for this; with None, cores are ignored and a warning is logged.
 
     Raises:
-        BadInput: one of them does not exist.
+        BadInput: one of the cores does not exist.
     """
     if not cores:
         return

@@ -12,46 +12,46 @@ from moesched.inputs.options import SizeOptions
 from moesched.system.decoding import DECODE_ERRORS, reason
 
 PROTOCOL = 5
-"""Version of these messages; nodes with another one are refused. `Join` and `Refused` are the same in all versions."""
+"""Version of these messages; nodes of another version are refused. `JoinRequest` and `Refused` are the same in all."""
 
 FailureKind = Literal["input", "lost", "stopped", "other"]
 
 MOST_BYTES = 64 * 1024 * 1024
-"""Limit of one message; longer ones are dropped unread."""
+"""The most bytes of one message; longer ones are dropped unread."""
 
 PIECE_BYTES = 256 * 1024
-"""Size of the pieces in which reports and recordings are sent, so that no message is long."""
+"""Bytes of each piece of a report or a recording, so that no message is long."""
 
 
 Says = TypeVar("Says", bound="Message")
 
 
 class Unreadable(MoeschedError):
-    """The bytes are not a valid message."""
+    """Received bytes are not a valid message."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """One message."""
+    """Base of all messages."""
 
 
 class Numbered(Message, frozen=True, kw_only=True):
-    """A message of an admitted node, or to one.
+    """Base of messages from or to an admitted node.
 
     Attributes:
-        serial: its number on the connection, from 1; a message that does not count upwards was sent before.
+        serial: number of the message on its connection, from 1; if it does not rise, the message is a replay.
     """
 
     serial: int = 0
 
 
 class Serials:
-    """Numbers the messages of one direction of a connection, and knows those that were received before."""
+    """Numbers the messages of one direction of a connection, and detects replayed ones."""
 
     def __init__(self) -> None:
         self._last = 0
 
     def number(self, message: Says) -> Says:
-        """The message with the next number, if its kind has one."""
+        """Return the message with the next serial number, if its kind has one."""
         if not isinstance(message, Numbered):
             return message
         self._last += 1
@@ -69,14 +69,15 @@ class Serials:
 
 
 class JoinRequest(Message, frozen=True, kw_only=True, tag="Join", forbid_unknown_fields=False):
-    """A node asks to join. One of another version is understood too, unknown fields or not, and refused with a reason.
+    """A node asks to join. Requests of other versions can be read, too, so that they are refused with a reason.
 
     Attributes:
-        protocol: the version of these messages; `version` is that of moesched.
-        model: the fingerprint of its folder (see `fingerprint.py`).
-        epoch: the last epoch that it took part in; -1 for none.
-        process: its process id.
-        build: its processor, system and libraries (see `build.py`).
+        protocol: version of these messages.
+        version: version of moesched.
+        model: fingerprint of the node's folder of the model (see `fingerprint.py`).
+        epoch: the last epoch that the node took part in; -1 for none.
+        process: the node's process id.
+        build: the node's processor, system and libraries (see `build.py`).
     """
 
     protocol: int
@@ -92,7 +93,7 @@ class Pong(Numbered, frozen=True, kw_only=True):
     """The answer to a Ping.
 
     Attributes:
-        number: that of the Ping.
+        number: number of the Ping.
         clock: the time on the node's clock, in nanoseconds.
     """
 
@@ -101,12 +102,12 @@ class Pong(Numbered, frozen=True, kw_only=True):
 
 
 class Prepared(Numbered, frozen=True, kw_only=True):
-    """A node has opened its device and planned.
+    """A node has opened its device and planned the `Order`.
 
     Attributes:
-        port: the port that its transport will listen on.
-        sizes: the largest batch sizes that fit it.
-        placement: the experts of each node, from its policy.
+        port: the port that the node's transport will listen on.
+        sizes: the largest batch sizes that fit into the node's memory.
+        placement: experts of each node, by the node's policy; equal on all nodes.
     """
 
     epoch: int
@@ -117,7 +118,7 @@ class Prepared(Numbered, frozen=True, kw_only=True):
 
 
 class Loading(Numbered, frozen=True, kw_only=True):
-    """The number of resident pages that are loaded, and of all."""
+    """Progress of loading: the number of resident pages loaded, and of all resident pages."""
 
     epoch: int
     done: int
@@ -125,7 +126,7 @@ class Loading(Numbered, frozen=True, kw_only=True):
 
 
 class Loaded(Numbered, frozen=True, kw_only=True):
-    """The weights that stay are loaded, and the node is about to make its first exchange."""
+    """The resident weights are loaded, and the node is ready for the first exchange with other nodes."""
 
     epoch: int
     order: int
@@ -135,11 +136,11 @@ class Tokens(Numbered, frozen=True, kw_only=True):
     """New tokens of some requests.
 
     Attributes:
-        place: number of such messages that the node sent before for the same order; those of all nodes are alike.
-        tokens: by request.
+        place: number of `Tokens` messages that the node sent before for this order; all nodes send equal tokens.
+        tokens: new tokens by request.
         ended: requests that end with these tokens, even without a stop token.
         seconds: time since the previous tokens.
-        waited: the part of it spent in exchanges.
+        waited: the part of `seconds` spent in exchanges.
     """
 
     epoch: int
@@ -167,11 +168,11 @@ class Piece(Numbered, frozen=True, kw_only=True):
 
 
 class Done(Numbered, frozen=True, kw_only=True):
-    """An order is carried out.
+    """A node has carried out an `Order`.
 
     Attributes:
-        digest: a hash of all its tokens; the same on all nodes.
-        failure: the reason that it ended early; empty where it did not.
+        digest: hash of all tokens of the order; equal on all nodes.
+        failure: the reason why the order ended early; empty if it did not.
     """
 
     epoch: int
@@ -181,12 +182,12 @@ class Done(Numbered, frozen=True, kw_only=True):
 
 
 class Failed(Numbered, frozen=True, kw_only=True):
-    """An order cannot be carried out.
+    """A node cannot carry out an `Order`.
 
     Attributes:
-        kind: "input" for invalid input, "lost" where other nodes did not take part, "stopped" where the launcher ended
-            the epoch.
-        message: one line.
+        kind: "input" for invalid input, "lost" if other nodes did not take part, "stopped" if the launcher ended the
+            epoch.
+        message: the reason, in one line.
         gone: the ranks that the node cannot reach any more.
     """
 
@@ -204,7 +205,7 @@ class Welcome(Numbered, frozen=True, kw_only=True):
     """The answer to an accepted JoinRequest.
 
     Attributes:
-        run: the options that all orders share.
+        run: the options that all orders of the run share.
         lost_after: seconds of silence after which the other side counts as lost.
         transport: the name of the transport between the nodes.
     """
@@ -215,7 +216,7 @@ class Welcome(Numbered, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """The launcher refuses a node, which then ends."""
+    """The launcher refuses a node; the node then ends."""
 
     reason: str
 
@@ -227,12 +228,13 @@ class Ping(Numbered, frozen=True, kw_only=True):
 
 
 class Order(Numbered, frozen=True, kw_only=True):
-    """Prompts to generate tokens for.
+    """An order: prompts to generate tokens for.
 
     Attributes:
-        members: the ranks that take part, ascending; a node's place among them is its number in the plan.
-        first_request: the number of the first prompt's request in the run.
-        prompts: token ids, including those generated so far.
+        members: ranks of the nodes that take part, ascending; a node's index in this list is its number in the plan.
+        first_request: index of the first prompt in the run's prompts.
+        prompts: token ids of each prompt, including tokens generated so far.
+        sizes: the batch sizes that the user fixed.
     """
 
     epoch: int
@@ -245,7 +247,7 @@ class Order(Numbered, frozen=True, kw_only=True):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """The address and public key of a node's transport."""
+    """Rank, address and public key of a member's transport."""
 
     rank: int
     address: str
@@ -254,7 +256,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begin(Numbered, frozen=True, kw_only=True):
-    """All members are ready: carry the order out, with these sizes."""
+    """All members are prepared: carry out the `Order`, with these batch sizes."""
 
     epoch: int
     order: int
@@ -263,14 +265,14 @@ class Begin(Numbered, frozen=True, kw_only=True):
 
 
 class AllLoaded(Numbered, frozen=True, kw_only=True):
-    """All members are about to make their first exchange: make it."""
+    """All members have loaded their weights: make the first exchange."""
 
     epoch: int
     order: int
 
 
 class Stop(Numbered, frozen=True, kw_only=True):
-    """End an epoch: abandon the current step, keep the weights, and wait for an order of a later epoch."""
+    """End an epoch: abandon the current step, keep the weights, and wait for an `Order` of a later epoch."""
 
     epoch: int
     reason: str
@@ -280,7 +282,7 @@ class Quit(Numbered, frozen=True, kw_only=True):
     """The run is over.
 
     Attributes:
-        interrupted: whether it ended early.
+        interrupted: whether Ctrl-C ended it early.
     """
 
     interrupted: bool = False
@@ -294,7 +296,7 @@ _of_launchers: msgspec.msgpack.Decoder[LauncherSays] = msgspec.msgpack.Decoder(L
 
 
 def pack(message: NodeSays | LauncherSays) -> bytes:
-    """A message as bytes."""
+    """Encode a message as bytes."""
     return msgspec.msgpack.encode(message)
 
 
@@ -302,7 +304,7 @@ def read_node(data: bytes) -> NodeSays:
     """Decode a node's message.
 
     Raises:
-        Unreadable: the bytes are not such a message.
+        Unreadable: the bytes are no valid message of a node.
     """
     try:
         return _of_nodes.decode(data)
@@ -314,7 +316,7 @@ def read_launcher(data: bytes) -> LauncherSays:
     """Decode a message of the launcher.
 
     Raises:
-        Unreadable: the bytes are not such a message.
+        Unreadable: the bytes are no valid message of the launcher.
     """
     try:
         return _of_launchers.decode(data)

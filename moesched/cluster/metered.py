@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 class Metered:
-    """Wraps a transport, whose first exchange waits until all nodes have come to theirs.
+    """Wraps a transport so that its first exchange waits until all nodes are ready for theirs.
 
-    An exchange has a time limit, and loading has none: disks differ.
+    The time limit of exchanges then does not count the loading of weights, which takes longer on a slow disk.
 
     Args:
-        on_loaded: called before the first exchange, which then waits for `begin`.
+        on_loaded: called before the first exchange, which then waits until `begin` is called.
 
     Attributes:
         waited: seconds spent in exchanges so far.
@@ -40,25 +40,25 @@ class Metered:
         self._begun = threading.Event()
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
-        """The sum of all ranks' parts."""
+        """Return the sum of all ranks' parts, on every rank."""
         return self._measured(lambda: self._transport.all_reduce(rank, exchange, part))
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
-        """The root's array."""
+        """Return the root's array, on every rank."""
         return self._measured(lambda: self._transport.broadcast(rank, exchange, array, root))
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """All ranks' parts, on the root."""
+        """Return all ranks' parts on the root; None on the others."""
         return self._measured(lambda: self._transport.gather(rank, exchange, part, root))
 
     def begin(self) -> None:
-        """Let the first exchange be made. Callable from any thread."""
+        """Allow the first exchange. Callable from any thread."""
         self._begun.set()
 
     def stop(self, reason: str) -> None:
-        """Fail the current exchange and all later ones. Callable from any thread; returns at once.
+        """Fail the current exchange and all later ones for this reason. Callable from any thread; returns at once.
 
-        Closing takes longer while a peer does not read; `aclose` waits for that.
+        The transport is closed in the background, which takes longer if a peer does not read; `aclose` waits for that.
         """
         self._stopped = self._stopped or reason
         threading.Thread(
@@ -67,7 +67,7 @@ class Metered:
         self._begun.set()
 
     async def aclose(self) -> None:
-        """Close the transport."""
+        """Close the transport, and wait until it is closed."""
         await self._transport.aclose()
 
     def _measured(self, exchange: Callable[[], T]) -> T:

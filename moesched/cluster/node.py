@@ -38,7 +38,7 @@ from moesched.inputs.options import SizeOptions
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 
 STAND_BY_SECONDS = 0.25
-"""Metal releases memory that was idle for more than half a second (RACS'24, Finding 2)."""
+"""Seconds between calls that keep weights in memory: Metal releases memory idle for over 0.5 s (RACS'24, Finding 2)."""
 
 ALL_EPOCHS = 1 << 62
 MOST_PATIENCE = 1_000_000
@@ -54,7 +54,7 @@ def run_node(
         patience: seconds to wait for the launcher.
 
     Raises:
-        BadInput: the launcher refuses the node, or an order cannot be carried out here; the launcher is told.
+        BadInput: the launcher refuses the node, or an order cannot be carried out here, which the launcher learns.
         LauncherGone: the launcher is silent.
     """
     if not 0 < patience <= MOST_PATIENCE:
@@ -89,7 +89,7 @@ class _Node:
         self._port = 0
 
     def run(self, patience: float) -> None:
-        """Join, and carry out orders."""
+        """Join the run, waiting up to `patience` seconds for the launcher, and carry out orders until it ends."""
         request = JoinRequest(
             protocol=PROTOCOL,
             version=version("moesched"),
@@ -114,7 +114,7 @@ class _Node:
             self._obey(job, welcome)
 
     def close(self) -> None:
-        """Send the queued messages, and disconnect."""
+        """Send the queued messages to the launcher, and disconnect."""
         self._link.close()
 
     def _obey(self, job: NodeJob, welcome: Welcome) -> None:
@@ -134,7 +134,7 @@ class _Node:
                     return
 
     def _try(self, act: Callable[[], None]) -> None:
-        """Carry out a part of an order, and report its error to the launcher."""
+        """Carry out a part of an order; if it fails, report the error to the launcher."""
         failed = self._reports.failed
         try:
             act()
@@ -201,7 +201,7 @@ class _Node:
         )
 
     def _note_tokens(self, fresh: dict[int, list[int]], ended: Sequence[int]) -> None:
-        """Report tokens to the launcher; raises TransportError where it has ended the epoch."""
+        """Report new tokens, and requests that end with them, to the launcher; raise TransportError after the epoch."""
         if self._transport is None or self._is_stopped:
             raise TransportError(LET_GO)
         self._reports.tokens(fresh, ended, self._transport.waited)
@@ -214,14 +214,14 @@ class _Node:
     # -- on the link's thread ----------------------------------------------------------------------
 
     def _turn(self, said: AllLoaded | Stop) -> None:
-        """Make the first exchange of an epoch, or abandon the current step by failing its exchanges."""
+        """Allow the first exchange of an epoch, or, if the launcher ended the epoch, fail the exchanges of its step."""
         if isinstance(said, AllLoaded):
             self._exchanges.begin(said.epoch)
         else:
             self._exchanges.stop(said.epoch, said.reason)
 
     def _leave(self) -> None:
-        """End this process after the run or the loss of the launcher, by force where it does not end in time."""
+        """Abandon the current step, as the launcher is gone; kill this process if it is there after `GRACE_SECONDS`."""
         timer = threading.Timer(GRACE_SECONDS, os._exit, (1,))
         timer.daemon = True
         timer.start()

@@ -17,7 +17,7 @@ LET_GO = "the launcher ended this epoch"
 
 
 class NodeExchanges:
-    """Opens a transport to the other members for each order, and stops it where the launcher ends the epoch.
+    """Opens a transport to the other members for each order, and stops it if the launcher ends the epoch.
 
     Args:
         secret: the node's secret key.
@@ -32,7 +32,7 @@ class NodeExchanges:
         self._reserved: socket.socket | None = None
 
     def reserve(self) -> int:
-        """The port that the next transport will listen on; reserves a free one where the cluster file fixes none."""
+        """Return the port that the next transport will listen on; reserve a free one if the cluster file fixes none."""
         if self._host.port:
             return self._host.port
         self._release()
@@ -50,15 +50,18 @@ class NodeExchanges:
         lost_after: float,
         on_loaded: Callable[[], object],
     ) -> Metered:
-        """A transport to the members of an epoch.
+        """Open a transport to the members of an epoch.
 
         Args:
-            transport: its name.
-            node: this node's place among the members.
-            on_loaded: called before the first exchange, which then waits for `begin`.
+            transport: name of the transport.
+            begin: the launcher's message with the members and the epoch.
+            node: this node's index among the members.
+            port: the port to listen on.
+            lost_after: seconds of silence after which a member counts as lost.
+            on_loaded: called before the first exchange, which then waits until `begin` is called.
 
         Raises:
-            BadInput: it cannot be opened here.
+            BadInput: the transport cannot be opened here.
         """
         self._release()
         opened = Metered(
@@ -80,18 +83,18 @@ class NodeExchanges:
         return opened
 
     def shut(self) -> None:
-        """Close the transport, and free its port."""
+        """Close the current transport, and free its port."""
         with self._lock:
             transport, self._transport = self._transport, None
         if transport is not None:
             run_on_own_loop(transport.aclose)
 
     def is_stopped(self, epoch: int) -> bool:
-        """Test whether the launcher ended an epoch."""
+        """Test whether the launcher has ended an epoch."""
         return epoch <= self._stopped
 
     def begin(self, epoch: int) -> None:
-        """Let the first exchange of an epoch be made. Callable from any thread; returns at once."""
+        """Allow the first exchange of an epoch. Callable from any thread; returns at once."""
         with self._lock:
             if self._transport is not None and self._epoch == epoch:
                 self._transport.begin()

@@ -43,11 +43,11 @@ from moesched.tasks import Task
 from moesched.trace import Recording
 
 LONG_PROMPTS = 512
-"""Tokens of a micro-batch's prompts from which on two chunks take less time than one: by a quarter, as predicted."""
+"""From this many prompt tokens in a micro-batch on, prefill in two chunks is faster: by a predicted quarter."""
 
 
 class NodeRun(DeviceOptions, BudgetOptions, DTypeOptions, PolicyOptions):
-    """The options that all orders of a run share; classes by names that the nodes find."""
+    """The options that all orders of a run share; policy and device are names, by which each node finds the class."""
 
     policy: str
     device: str = DEVICE
@@ -57,13 +57,14 @@ class NodeRun(DeviceOptions, BudgetOptions, DTypeOptions, PolicyOptions):
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """An order to all nodes, as one of them sees it.
+    """An order to all nodes, from the view of one node.
 
     Attributes:
-        nodes, node: number of nodes, and this node's own number, from 0.
-        prompts: token ids.
-        first_request: the number of the first prompt's request in the run.
-        sizes: the batch sizes that are fixed.
+        nodes: number of nodes that take part.
+        node: this node's index among them.
+        prompts: token ids of each prompt.
+        first_request: index of the first prompt in the run's prompts.
+        sizes: the batch sizes that are fixed; others are None.
     """
 
     nodes: int
@@ -76,7 +77,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeBatch:
-    """The result of one batch on one node, and its error, if it ended with one."""
+    """Report and recording of one batch on one node, and the error with which it ended, if any."""
 
     report: JobReport
     recording: Recording | None
@@ -84,16 +85,16 @@ class NodeBatch:
 
 
 OnTokens = Callable[[dict[int, list[int]], list[int]], object]
-"""Called with new tokens by the requests' numbers in the run, and with the requests that end with them."""
+"""Callback: new tokens by request, and the requests that end with them; a request is an index in the run's prompts."""
 
 
 class NodeJob:
-    """A node's policy, layout, machine and device.
+    """A node's policy, layout, machine and device, which stay open between orders.
 
     Args:
         memory: bytes of the accelerator's memory that the node may use; None for all.
-        on_loading: called with the number of resident pages that are loaded, and of all.
-        on_tokens: called with tokens as they are generated.
+        on_loading: called with (resident pages loaded, all resident pages).
+        on_tokens: called with new tokens by request, and with the requests that end with them.
 
     Raises:
         BadInput: an option cannot be used here.
@@ -136,7 +137,7 @@ class NodeJob:
         )
 
     def prepare(self, ask: Ask) -> tuple[SizeOptions, list[list[int]]]:
-        """The largest batch sizes that fit, with fixed ones kept, and the experts of each node.
+        """Return the largest batch sizes that fit into memory, with fixed ones kept, and the experts of each node.
 
         Raises:
             BadInput: not even one request fits; the message names the memory and the missing bytes.
@@ -154,7 +155,7 @@ class NodeJob:
         raise problem
 
     def run(self, ask: Ask, transport: Transport) -> Iterator[NodeBatch]:
-        """Run the batches of an order with fixed sizes. The last report tells of a failure.
+        """Run the batches of an order, whose sizes are all fixed, and yield each result; the last may have failed.
 
         Raises:
             BadInput: a file of weights has changed since it was opened.
@@ -167,7 +168,7 @@ class NodeJob:
             yield self._run_batch(ask, batch, policies.next_of(ask.node))
 
     def stand_by(self) -> None:
-        """Let the device keep its weights in memory; called several times a second while the node is idle."""
+        """Let the device keep its weights in memory; must be called several times a second while the node is idle."""
         if isinstance(self._device, StandsBy):
             self._device.stand_by()
 
@@ -177,7 +178,7 @@ class NodeJob:
             run_on_own_loop(self._device.aclose)
 
     def _require_files(self, plan: Plan) -> None:
-        """Raise BadInput if a file is absent that this node reads."""
+        """Raise BadInput if a file of weights that the plan reads on this node is absent."""
         pages = plan.nodes.pages(self._layout)
         self._checkpoint.require_files(extent.tensor for page in pages for extent in page.extents)
         if plan.nodes.attends:
@@ -253,9 +254,9 @@ class NodeJob:
         )
 
     def _candidates(self, ask: Ask) -> Iterator[SizeOptions]:
-        """Sizes to try, largest first: one micro-batch of all requests sends only one message per layer and step.
+        """Yield batch sizes to try, largest first: a single micro-batch sends only one message per layer and step.
 
-        Long prompts pass in two chunks, so that one is exchanged while the other is computed.
+        The prefill of long prompts is cut into two chunks, so that one is exchanged while the other is computed.
         """
         fixed, count = ask.sizes, len(ask.prompts)
         for batch_size in _halves(count) if fixed.batch_size is None else [min(fixed.batch_size, count)]:
@@ -270,7 +271,7 @@ class NodeJob:
 
 
 class _Loading:
-    """Counts the resident pages as they are loaded."""
+    """Observer that counts the resident pages as they are loaded, and reports them."""
 
     def __init__(self, plan: Plan, told: Callable[[int, int], object]) -> None:
         self._total = sum(len(resident.slots) for resident in plan.weights.resident)
@@ -278,7 +279,7 @@ class _Loading:
         self._told = told
 
     def ended(self, task: Task) -> None:
-        """Count a load that ended."""
+        """Count the task if it loaded a page."""
         if task.verb == "load":
             self._done += 1
             if self._done == self._total or self._done % 16 == 0:
@@ -286,7 +287,7 @@ class _Loading:
 
 
 def _halves(count: int) -> Sequence[int]:
-    """The number, half of it, and so on down to 1."""
+    """Return a number, half of it (rounded up), and so on down to 1."""
     found = [count]
     while found[-1] > 1:
         found.append(-(-found[-1] // 2))
@@ -294,5 +295,5 @@ def _halves(count: int) -> Sequence[int]:
 
 
 def _half_of_long(tokens: int) -> int | None:
-    """Half of a long micro-batch's prompt tokens; None for a short one."""
+    """Return half of a micro-batch's prompt tokens if it has at least `LONG_PROMPTS`; otherwise None."""
     return -(-tokens // 2) if tokens >= LONG_PROMPTS else None

@@ -29,13 +29,13 @@ Content = Literal["report", "recording"]
 
 
 class NodeReports:
-    """Sends what happens during an order.
+    """Reports a node's progress on its current order to the launcher.
 
     Args:
         say: sends a message to the launcher.
 
     Attributes:
-        order: the current one; None before the first.
+        order: the current order; None before the first.
     """
 
     def __init__(self, say: Callable[[NodeSays], None]) -> None:
@@ -47,22 +47,22 @@ class NodeReports:
         self._waited = 0.0
 
     def prepared(self, port: int, sizes: SizeOptions, placement: list[list[int]]) -> None:
-        """Report that the order is planned, and the port that the transport will listen on."""
+        """Report that the order is planned: the transport's port, batch sizes that fit, and experts of each node."""
         order = self._current
         self._say(Prepared(epoch=order.epoch, order=order.order, port=port, sizes=sizes, placement=placement))
 
     def begin(self) -> None:
-        """Start to measure time, and to count and hash tokens."""
+        """Start to measure time and to count and hash tokens for the current order."""
         self._digest, self._place = sha256(), 0
         self._since, self._waited = perf_counter(), 0.0
 
     def loading(self, done: int, total: int) -> None:
-        """Report the number of resident pages that are loaded."""
+        """Report the numbers of resident pages loaded and in all."""
         if self.order is not None:
             self._say(Loading(epoch=self.order.epoch, done=done, total=total))
 
     def loaded(self) -> None:
-        """Report that the weights that stay are loaded."""
+        """Report that all resident weights are loaded."""
         order = self._current
         self._say(Loaded(epoch=order.epoch, order=order.order))
 
@@ -90,7 +90,7 @@ class NodeReports:
         self._since, self._waited = now, waited
 
     def content(self, what: Content, content: msgspec.Struct) -> None:
-        """Send a report or a recording in pieces."""
+        """Send a report or a recording, as `what` says, in pieces."""
         order = self._current
         data = msgspec.msgpack.encode(content)
         for start in range(0, len(data), PIECE_BYTES):
@@ -99,7 +99,7 @@ class NodeReports:
             self._say(Piece(epoch=order.epoch, order=order.order, what=what, data=piece, last=last))
 
     def done(self, failure: str) -> None:
-        """Report the end of the order; `failure` is empty where it was carried out."""
+        """Report the end of the order; `failure` is the reason if it ended early, else empty."""
         order = self._current
         self._say(
             Done(epoch=order.epoch, order=order.order, digest=self._digest.hexdigest(), failure=failure)
@@ -109,7 +109,7 @@ class NodeReports:
         """Report that the order cannot be carried out.
 
         Args:
-            places: the members that cannot be reached any more.
+            places: indices, among the order's members, of nodes that cannot be reached any more.
         """
         order = self.order
         self._say(

@@ -1,4 +1,4 @@
-"""Transports between nodes that are processes, opened by addresses and keys, by rank, or from the environment."""
+"""Transports between processes, opened by addresses and keys, by rank, or from the environment."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Way = Literal["addresses", "rank", "environment"]
 
 
 def way_of(transport: str) -> Way:
-    """The way in which a transport's ranks meet, by the parameters of its constructor.
+    """Return how a transport's ranks find each other, told by the parameters of its constructor.
 
     "addresses": `(addresses, rank, *, keys, listen, epoch, lost_after_seconds)`; connections are encrypted.
     "rank": `(rank, ranks)`; it finds rank 0 by MASTER_ADDR and MASTER_PORT.
     "environment": `()`; the program that started the processes has set all it needs.
 
     Raises:
-        BadInput: there is none of that name, or it does not connect processes.
+        BadInput: there is no transport of that name, or it does not connect processes.
     """
     parameters = inspect.signature(plugins.find("transports", transport)).parameters
     if "addresses" in parameters:
@@ -50,7 +50,7 @@ def meet(
 
     Args:
         rank: the node's index among the members.
-        secret: its secret key.
+        secret: the node's secret key.
         listen: the address to listen at, for a transport that meets by addresses.
         lost_after: seconds of silence after which a node counts as lost.
     """

@@ -38,11 +38,11 @@ PING_SECONDS = 0.1
 LOADING_SECONDS = 60.0
 ENDING_SECONDS = 5.0
 LEAVING_SECONDS = 0.3
-"""Time that processes have to end by themselves after Ctrl-C, once their results are here."""
-"""Time between the ends of a node's process and connection after which the node counts as lost anyway."""
+"""Seconds that nodes have to end by themselves after Ctrl-C, once their results have arrived."""
+"""Seconds after the end of either a node's process or its connection after which the node counts as lost."""
 
 OfOrder = Prepared | Loading | Loaded | Tokens | Piece | Done | Failed
-"""Messages of a node about an order."""
+"""Message of a node about an order."""
 
 
 class Node:
@@ -55,25 +55,25 @@ class Node:
         self.heard = 0.0
         self.clock = ClockMeter()
         self.answered = False
-        """True if it was admitted or refused, and so ends by itself."""
+        """True if the node was admitted or refused, so that it will end by itself."""
         self.ready = False
-        """True if it has opened its device, which takes long."""
+        """True if the node has opened its device, which takes long."""
         self.prepared: Prepared | None = None
         self.done: Done | None = None
         self.loading = (0, 0)
         self.loaded = False
-        """True if it waits for the others before its first exchange."""
+        """True if the node has loaded its weights, and waits for the others before its first exchange."""
         self.hung_up = False
-        """True if its connection ended."""
+        """True if the node's connection has ended."""
         self.ending_since: float | None = None
-        """The time at which its process or its connection was first seen to have ended."""
+        """Time at which the node's process or connection was first seen to have ended; None if neither has."""
         self.lost: str | None = None
-        """The reason of its loss; None while it is not lost."""
+        """The reason why the node is lost; None if it is not."""
         self.pieces: dict[tuple[int, str], list[bytes]] = {}
 
 
 class Lost(Exception):
-    """A member of the epoch is lost."""
+    """Raised when a member of the current epoch is lost."""
 
     def __init__(self, node: Node) -> None:
         super().__init__(str(node.host))
@@ -81,11 +81,11 @@ class Lost(Exception):
 
 
 class Back(Exception):
-    """A node that was lost has joined again."""
+    """Raised when a lost node has joined again."""
 
 
 class Roster:
-    """The nodes of a cluster, and those of them that are members of the epoch.
+    """All nodes of a cluster, and the members of the epoch: the nodes that currently carry out orders together.
 
     Args:
         processes: the nodes' processes, by rank.
@@ -93,8 +93,8 @@ class Roster:
         welcome: the answer to a node that is admitted.
 
     Attributes:
-        nodes: all, by rank.
-        members: those that take part in the epoch; empty before the run.
+        nodes: all nodes, by rank.
+        members: nodes that take part in the current epoch; empty before the run.
     """
 
     def __init__(
@@ -114,27 +114,27 @@ class Roster:
         self._pings = 0
         self._next_ping = 0.0
         self._builds: dict[int, Build] = {}
-        """By rank, of nodes that have joined."""
+        """Builds of nodes that have joined, by rank."""
         self._early: list[tuple[Heard, JoinRequest]] = []
-        """Requests of nodes that came back before their loss was noted."""
+        """Join requests of nodes that came back before they were noted as lost."""
 
     @property
     def clocks(self) -> dict[int, ClockOffset]:
-        """The measured clock offsets, by rank."""
+        """Best measured offset of each node's clock, by rank."""
         return {node.host.rank: node.clock.best for node in self.nodes if node.clock.best is not None}
 
     @property
     def ahead(self) -> dict[int, Callable[[int], int]]:
-        """By rank: nanoseconds by which a node's clock is ahead, given its time."""
+        """Functions by rank: from a time on the node's clock to the nanoseconds by which that clock is then ahead."""
         return {node.host.rank: node.clock.ahead_at for node in self.nodes}
 
     @property
     def lost(self) -> dict[int, str]:
-        """The reasons of lost nodes, by rank."""
+        """Reasons why nodes are lost, by rank."""
         return {node.host.rank: node.lost for node in self.nodes if node.lost is not None}
 
     def hear(self, seconds: float) -> Iterator[tuple[Node, OfOrder]]:
-        """Wait some time for messages, yield those about orders, and answer the others.
+        """Wait up to `seconds` for messages; yield those about orders, and answer all others.
 
         Raises:
             BadInput: a node is refused before the run.
@@ -163,7 +163,7 @@ class Roster:
                 yield node, message
 
     def look_after(self) -> None:
-        """Detect lost nodes, and send pings.
+        """Detect lost nodes and nodes that came back, and send pings.
 
         Raises:
             Lost: a member is lost.
@@ -188,14 +188,14 @@ class Roster:
             raise Back
 
     def say(self, node: Node, message: LauncherSays) -> None:
-        """Send a message; it is dropped where the node is not connected."""
+        """Send a message to a node; it is dropped if the node is not connected."""
         if node.peer is not None:
             self._control.say(node.peer, message)
 
     def end(self, *, interrupted: bool = False) -> None:
-        """End all nodes, and kill those that do not end by themselves, or that have not joined yet.
+        """Tell all nodes to end; kill those that do not end in time, or that have not joined yet.
 
-        interrupted: whether somebody waits for the end, who pressed Ctrl-C.
+        interrupted: whether Ctrl-C ended the run, so that nodes get less time.
         """
         for node in self.nodes:
             if not node.answered:
@@ -212,15 +212,15 @@ class Roster:
                 node.process.kill()
 
     def _patience(self, node: Node) -> float:
-        """Seconds of silence after which a node counts as lost; more while it loads libraries."""
+        """Return the seconds of silence after which a node counts as lost; more while it opens its device."""
         lost_after = self._cluster.lost_after
         return lost_after if node.ready else max(lost_after, LOADING_SECONDS)
 
     def _why_lost(self, node: Node, now: float) -> str | None:
-        """The reason that a node counts as lost; None while it does not.
+        """Return the reason why a node counts as lost; None if it does not.
 
-        Its last messages may be unread until its connection ends, and its exit code is unknown until its process ends.
-        So it counts as lost when both have ended, or some time after one did.
+        A node's last messages may be unread until its connection ends, and its exit code is unknown until its process
+        ends. So it counts as lost when both have ended, or `ENDING_SECONDS` after one did.
         """
         ended = node.process.poll() is not None
         if not ended and not node.hung_up:
@@ -281,7 +281,7 @@ class Roster:
                 return
 
     def _lose(self, node: Node, why: str) -> None:
-        """Note that a node is lost, with its exit code and last words where they are known."""
+        """Mark a node as lost for the reason `why`, and kill its process; if it ended, its exit code is the reason."""
         self.say(
             node,
             Refused(reason=f"{node.host} was {why}, and the others went on: start it again to take part"),

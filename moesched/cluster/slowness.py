@@ -1,4 +1,4 @@
-"""Detection of slow nodes: those that compute for longer than the others in several steps."""
+"""Detection of slow nodes: nodes that compute for longer than the others in several steps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from statistics import median
 SLOW_FACTOR = 2.0
 STEPS_IN_A_ROW = 5
 SHORTEST_SECONDS = 0.02
-"""Shorter steps are not compared, since the system's own delays would dominate."""
+"""Seconds; shorter steps are not compared, since the system's own delays would dominate."""
 
 
 class SlowNodes:
     """Compares, step by step, how long each node computed.
 
     Args:
-        ranks: the nodes that take part.
+        ranks: ranks of the nodes that take part.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -25,7 +25,7 @@ class SlowNodes:
         self._told: set[int] = set()
 
     def computed(self, rank: int, seconds: float) -> dict[int, float]:
-        """Note a node's next step; returns the newly detected slow nodes, with their factor. Each is returned once."""
+        """Record a node's seconds in its next step; return newly detected slow nodes, with their time over others'."""
         self._queues[rank].append(seconds)
         found: dict[int, float] = {}
         while all(self._queues.values()):

@@ -10,9 +10,9 @@ class Remainder(NamedTuple):
     """Consecutive requests that are run together.
 
     Attributes:
-        first_request: the number of the first one.
-        prompts: token ids: each request's prompt and its tokens so far.
-        new_tokens: largest number of new tokens for each.
+        first_request: index of the first of them in the run's prompts.
+        prompts: token ids of each request: its prompt and its tokens so far.
+        new_tokens: the most new tokens for each request.
     """
 
     first_request: int
@@ -24,8 +24,8 @@ class TokenLog:
     """The requests of a run and their tokens.
 
     Args:
-        new_tokens: largest number of tokens for each request.
-        stop_tokens: tokens that end a request; they are kept.
+        new_tokens: the most new tokens of each request.
+        stop_tokens: tokens that end a request; they stay in its tokens.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class TokenLog:
         self._ended: set[int] = set()
 
     def add(self, fresh: Mapping[int, Sequence[int]], ended: Collection[int] = ()) -> dict[int, list[int]]:
-        """Note new tokens; returns those that count, which are those of unfinished requests.
+        """Add new tokens by request; return those of unfinished requests, which are the only ones that count.
 
         Args:
             ended: requests that end with these tokens, even without a stop token.
@@ -50,20 +50,20 @@ class TokenLog:
         return counted
 
     def finished(self, request: int) -> bool:
-        """Test whether a request gets no more tokens."""
+        """Test whether a request has all of its tokens."""
         tokens = self.tokens[request]
         by_itself = bool(tokens) and tokens[-1] in self._stop_tokens
         return by_itself or len(tokens) >= self._new_tokens or request in self._ended
 
     @property
     def count(self) -> int:
-        """Number of tokens of all requests."""
+        """Number of generated tokens of all requests."""
         return sum(map(len, self.tokens))
 
     def remainder(self) -> Remainder | None:
-        """The requests to run next: those that have begun, or else all unfinished ones; None at the end.
+        """Return the requests to run next: those that have begun, or else all unfinished ones; None if there are none.
 
-        Requests keep their numbers, which seed their random numbers. So a finished request between others is run again
+        Requests keep their indices, which seed their random numbers. So a finished request between others is run again
         from its prompt, and its tokens are ignored.
         """
         left = [request for request in range(len(self.tokens)) if not self.finished(request)]

@@ -1,4 +1,4 @@
-"""Adaptive replacement: a cache that balances recency against frequency by what it regrets to have evicted."""
+"""Adaptive replacement (ARC): an eviction rule that balances recency against frequency as evicted pages come back."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from moesched.models.layout import Page
 
 
 class AdaptiveReplacement:
-    """ARC (Megiddo and Modha, FAST 2003), as Fate (arXiv 2502.12224) uses it.
+    """Eviction rule: ARC (Megiddo and Modha, FAST 2003), as Fate (arXiv 2502.12224) uses it.
 
-    Pages that were used in one step are kept apart from those that were used in several. Each part remembers as many
-    pages as it lost; one of these that comes back shifts the balance towards its part.
+    Pages used in one step are one part, those used in several steps another. Each part remembers the pages that were
+    evicted from it, up to the size of the cache; if one of them comes back, its part gets more room.
     """
 
     def __init__(self) -> None:
         self._parts: tuple[OrderedDict[int, int], ...] = (OrderedDict(), OrderedDict())
-        """Pages that were used in one step, and in several, by number; with the step in which each came."""
+        """Ids of pages used in one step, and of those used in several, each with the step in which the page came."""
         self._lost: tuple[OrderedDict[int, None], ...] = (OrderedDict(), OrderedDict())
         self._target = 0.0
-        """The number of pages that were used in one step that the cache should have."""
+        """Target number of cached pages that were used in one step only."""
 
     def used(self, page: Page, step: int, tokens: int) -> None:
         recent, frequent = self._parts
@@ -45,7 +45,7 @@ class AdaptiveReplacement:
         return pages[number]
 
     def _learn(self, number: int) -> bool:
-        """Shift the balance if a page comes that should have stayed; returns whether it should."""
+        """Shift the balance if this page was evicted lately; return whether it was, so that it counts as frequent."""
         recent, frequent = self._lost
         if number in recent:
             self._target += max(1.0, len(frequent) / len(recent))

@@ -1,4 +1,4 @@
-"""The experts of a cache that a policy keeps, ordered by an eviction rule."""
+"""Bookkeeping of a cache of experts whose evictions a rule decides."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from moesched.steps.eviction_rule import Eviction
 
 @runtime_checkable
 class TakesScores(Protocol):
-    """An eviction rule that a policy tells of router scores."""
+    """An eviction rule that takes router scores from the policy."""
 
     def scored(self, layer: int, scores: Sequence[float]) -> None:
-        """Take note of the scores of all experts of a layer, such as those of an awaited `route`."""
+        """Record the scores of all experts of a layer, such as those of an awaited `route`."""
 
 
 @runtime_checkable
 class TakesPreviews(Protocol):
-    """An eviction rule that a policy tells of forecasts."""
+    """An eviction rule that takes forecasts of experts from the policy."""
 
     def previewed(self, layer: int, tokens: Mapping[int, int]) -> None:
-        """Take note of the number of tokens that are forecast to choose each expert of a layer."""
+        """Record, for each expert of a layer, the number of tokens that are forecast to choose it."""
 
 
 class CachedExperts:
-    """Whole experts in a cache, of which a rule names the next to go; an `ExpertPool` has their slots.
+    """The set of experts in a cache; an eviction rule names the next one to leave. An `ExpertPool` has their slots.
 
-    The rule sees each expert as its first page. Every chosen expert is reported to it, whether it is in the cache or
-    not, and wherever it runs; by all tokens of a layer at once.
+    The rule sees each expert as its first page. Every chosen expert counts as used, in the cache or not and wherever it
+    runs: once per layer and step, with the tokens of all micro-batches.
 
     Args:
-        rule: belongs to this cache from here on.
-        room: number of experts.
+        rule: the eviction rule; no other cache may use this object.
+        room: the most experts in the cache.
         held: experts that are in the cache before the first step.
 
     Raises:
-        PolicyError: the rule is none, or belongs to another cache.
+        PolicyError: the object is no eviction rule, or belongs to another cache.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class CachedExperts:
         self._rule = self._ruled.rule
         self._first = _FirstPages(layout)
         self._here: defaultdict[int, set[int]] = defaultdict(set)
-        """The experts in the cache, by layer."""
+        """Indices of the experts in the cache, by layer."""
         for expert in held:
             self.enter(expert, -1)
 
@@ -61,20 +61,21 @@ class CachedExperts:
         return expert[1] in self._here[expert[0]]
 
     def hits(self, layer: int, chosen: Mapping[int, int], step: int) -> list[int]:
-        """Tell the rule of a layer's chosen experts; returns those that are in the cache, in ascending order.
+        """Report a layer's chosen experts to the rule; return those that are in the cache, in ascending order.
 
-        chosen: number of tokens by expert. Steps never go back.
+        chosen: number of tokens by expert.
+        step: number of the step; never lower than in an earlier call.
         """
         self._ruled.use_all(self._first[layer], chosen, step)
         return sorted(chosen.keys() & self._here[layer])
 
     def enter(self, expert: Expert, step: int) -> Expert | None:
-        """Add an expert to the cache; returns the one that leaves it, if there is no room for both.
+        """Add an expert to the cache; return the expert that leaves it, or None if there was room.
 
-        The one that leaves may be the one that was added.
+        The rule may choose the added expert itself to leave.
 
         Raises:
-            PolicyError: the rule failed, or named another page than one of the cache's experts.
+            PolicyError: the rule failed, or named a page that is no expert's in the cache.
         """
         layer, number = expert
         ruled = self._ruled
@@ -88,24 +89,24 @@ class CachedExperts:
         return page.layer, page.expert
 
     def remove(self, expert: Expert) -> None:
-        """Take an expert out of the cache, without asking the rule."""
+        """Remove an expert from the cache, without asking the rule."""
         layer, number = expert
         self._ruled.leave(self._first[layer][number])
         self._here[layer].discard(number)
 
     def scored(self, layer: int, scores: Sequence[float]) -> None:
-        """Tell the rule the router scores of a layer's experts, if it takes them."""
+        """Pass the router scores of a layer's experts to the rule, if it takes scores."""
         if isinstance(self._rule, TakesScores):
             self._rule.scored(layer, scores)
 
     def previewed(self, layer: int, tokens: Mapping[int, int]) -> None:
-        """Tell the rule the forecast tokens of a layer's experts, if it takes them."""
+        """Pass the forecast number of tokens of each expert of a layer to the rule, if it takes forecasts."""
         if isinstance(self._rule, TakesPreviews):
             self._rule.previewed(layer, tokens)
 
 
 class _FirstPages(dict[int, list[Page]]):
-    """By layer, the first page of each expert; of the layers that were asked for."""
+    """The first page of each expert, by layer; a layer is looked up when it is first used."""
 
     def __init__(self, layout: WeightLayout) -> None:
         self._layout = layout

@@ -1,4 +1,4 @@
-"""A step whose experts all run on the accelerator, from a cache that holds prefetched ones, too."""
+"""Base of policies whose experts all run on the accelerator, from a cache that also holds prefetched experts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from moesched.steps.step import Step
 
 
 class CachedLayers(LayerByLayer):
-    """Base of policies that run every expert on the accelerator, and prefetch some of layers to come.
+    """Base of policies that run every expert on the accelerator, and prefetch experts of later layers.
 
     A policy defines `plan`, which calls `cache_in`, and calls `prefetches.fetch` in its own `route_and_run`.
     """
 
     def cache_in(self, cache: PooledExperts) -> None:
-        """Use a cache for the experts that run and those that are prefetched."""
+        """Set the cache for experts, both those that run and those that are prefetched; call it in `plan`."""
         self.cache = cache
         self.prefetches = Prefetches(cache)
 
     def run_experts(self, step: Step, i: int, routed: Routed) -> None:
-        """Run the chosen experts: those in the cache first, others as they arrive."""
+        """Run the chosen experts of layer i: those in the cache first, others as they arrive."""
         users = users_of(routed)
         coming = self.prefetches.settle(step, i, routed)
         hits = self.cache.routed(step, i, routed)

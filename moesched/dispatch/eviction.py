@@ -1,6 +1,7 @@
 """Eviction rules, for `plan.pool(..., replacement=rule)` and for `CachedExperts`.
 
-Make a new object for every cache. Ties are broken by the order of the model's pages, so that runs repeat.
+A rule's `choose` returns the page to evict. Make a new object for every cache. Ties are broken by the order of the
+model's pages, so that equal runs evict equal pages.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from moesched.errors import BadInput
 from moesched.models.layout import Page
 
 HALF_LIFE = 512
-"""Steps after which llama.cpp's expert cache halves its counts."""
+"""Decode steps after which llama.cpp's expert cache halves its counts."""
 
 
 class LeastRecentlyUsed:
-    """The page whose last use is the longest ago. The pool's own "lru" does the same, in less time."""
+    """Eviction rule: evict the page whose last use is the longest ago. The pool's "lru" does the same, but faster."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
-        """The ids of used pages; those that have left are removed once their turn would come."""
+        """Ids of used pages, the least recently used first; ids of evicted pages are removed when they come first."""
 
     def used(self, page: Page, step: int, tokens: int) -> None:
         number, order = page.id, self._order
@@ -41,27 +42,27 @@ class LeastRecentlyUsed:
 
 
 class LowestRank(ABC):
-    """Base of rules that rank pages: the page of the lowest rank goes, among equals the first one of the model.
+    """Base of eviction rules that rank pages: evict the page of the lowest rank, of equals the first one of the model.
 
-    Ranks are kept in a heap, so that a large cache does not take long. A page's rank may rise when it is used, and must
-    not fall: call `rank_all` if it did.
+    Ranks are kept in a heap, so that choosing is fast in a large cache. A page's rank may rise at any time; if ranks
+    fell, call `rank_all`.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, ...], int, Page]] = []
-        """Pages that came, each with its rank then or later; those that left are removed once their turn would come."""
+        """(rank, id, page) of pages that came; ranks may be outdated, evicted pages are removed when they come up."""
         self._in_heap: set[int] = set()
 
     @abstractmethod
     def rank(self, page: Page) -> tuple[int, ...]:
-        """The page's rank; of equal length for all pages."""
+        """Return the page's rank; all ranks have equal length."""
 
     @abstractmethod
     def used(self, page: Page, step: int, tokens: int) -> None:
-        """Take note of a use, and call `add` if it is by 0 tokens."""
+        """Record a use of a page; call `add` if tokens is 0, which means that the page comes to the cache."""
 
     def add(self, page: Page) -> None:
-        """Add a page that comes to the cache."""
+        """Add a page that comes to the cache to those that may be evicted."""
         number = page.id
         if number not in self._in_heap:
             self._in_heap.add(number)
@@ -82,13 +83,13 @@ class LowestRank(ABC):
         return min(pages.values(), key=lambda page: (rank(page), page.id))
 
     def rank_all(self) -> None:
-        """Rank all pages anew."""
+        """Compute the ranks of all pages anew; call it after ranks fell."""
         self._heap = [(self.rank(page), number, page) for _, number, page in self._heap]
         heapify(self._heap)
 
 
 class LeastFrequentlyUsed(LowestRank):
-    """The page that the fewest tokens used, over the whole run, whether it was in the cache or not."""
+    """Eviction rule: evict the page that the fewest tokens used in the whole run, in the cache or not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,15 +105,15 @@ class LeastFrequentlyUsed(LowestRank):
 
 
 class LeastRecentStep(LowestRank):
-    """The page whose last use was in the earliest step; among equals the one that the fewest tokens used so far.
+    """Eviction rule: evict the page last used in the earliest step; of equals, the one that the fewest tokens used.
 
-    Within a step layers take turns, so that plain LRU would evict the pages of the layer whose turn is next.
+    Layers run in a fixed order: plain LRU would evict the pages of the next layers, which were used the longest ago.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._uses: dict[int, tuple[int, int]] = {}
-        """By page, the step of its last use, and the tokens so far."""
+        """By page id: the step of the page's last use, and the number of tokens that used the page so far."""
 
     def used(self, page: Page, step: int, tokens: int) -> None:
         number, uses = page.id, self._uses
@@ -128,16 +129,16 @@ class LeastRecentStep(LowestRank):
 
 
 class FrequencyClasses(LowestRank):
-    """The page of the lowest frequency class; within a class, the one whose last use is the longest ago.
+    """Eviction rule: evict the page of the lowest frequency class; of equals, the least recently used one.
 
-    A page's class is the power of two below the number of steps that used it, and the numbers are halved from time to
-    time: what was popular long ago does not stay for ever, and small differences in number do not decide.
+    A page's class is the largest power of two up to the number of steps that used it, so that small differences do not
+    count. These numbers are halved from time to time, so that what was popular long ago does not stay for ever.
 
     Modelled on the expert cache proposed for llama.cpp (pull request 24524 and its forks), which halves its counts
-    every 512 decode steps and admits an expert from its second use on. That classes are powers of two is our reading of
-    "frequency classes". Admission is left to the policy: do not fetch.
+    every 512 decode steps and admits an expert from its second use on. Powers of two are our reading of "frequency
+    classes". Admission is left to the policy, which need not fetch an expert.
 
-    half_life: number of steps after which the numbers are halved.
+    half_life: number of steps after which all numbers are halved.
 
     Raises:
         BadInput: the half-life is below 1.
@@ -150,9 +151,9 @@ class FrequencyClasses(LowestRank):
         self._half_life = half_life
         self._halved_in = 0
         self._steps: dict[int, tuple[int, int]] = {}
-        """By page, the number of steps that used it, and the last of them."""
+        """By page id: the number of steps that used the page, and the last of these steps."""
         self._recency: dict[int, int] = {}
-        """By page, the number of its last use among all uses."""
+        """By page id: the index of the page's last use among the uses of all pages."""
         self._uses = 0
 
     def used(self, page: Page, step: int, tokens: int) -> None:
@@ -177,12 +178,12 @@ class FrequencyClasses(LowestRank):
 
 
 class LeastStale:
-    """Least-Stale of SpecMD (Hoang et al. 2026, arXiv 2602.03921): pages of earlier steps go before those of this one.
+    """Eviction rule: Least-Stale of SpecMD (Hoang et al. 2026, arXiv 2602.03921); evict pages of earlier steps first.
 
-    Layers take turns, so recency says little: the page used the longest ago may belong to the next layer. Pages that
-    this step neither used nor fetched are stale, and go first: those of layers that the step has passed, which are not
-    needed before the next step, in the order of their layers; then those of layers to come, the last layer first. Then
-    go the pages of this step in the same order, so prefetched pages of layers to come stay the longest.
+    Layers take turns, so recency says little: the page used the longest ago may belong to the next layer. Pages
+    that this step neither used nor fetched are stale and are evicted first: those of layers that the step has passed,
+    which are not needed before the next step, in the order of their layers; then those of later layers, the last layer
+    first. Pages of this step follow in the same order, so prefetched pages of later layers stay the longest.
 
     The paper's abstract and accounts of it by others give the two criteria, the forward pass and the layer's position.
     The order within each of the four groups is our reading.
@@ -191,9 +192,9 @@ class LeastStale:
     def __init__(self) -> None:
         self._step = self._layer = -1
         self._stale: dict[int, set[int]] = {}
-        """By layer, pages of earlier steps; those that left the cache are dropped when they come up."""
+        """By layer: ids of pages of earlier steps; those of evicted pages are removed when they come up."""
         self._fresh: dict[int, set[int]] = {}
-        """By layer, pages that this step used or fetched."""
+        """By layer: ids of pages that this step used or fetched."""
         self._layers: list[int] = []
 
     def used(self, page: Page, step: int, tokens: int) -> None:
@@ -230,13 +231,13 @@ class LeastStale:
 
 
 class LowestScore:
-    """The page of the expert with the lowest router score, averaged over time; HybriMoE calls it minus recent score.
+    """Eviction rule: evict the page of the expert with the lowest average router score (HybriMoE's minus recent score).
 
-    The policy tells the scores of a layer's experts by `scored`, and a layer's averages move towards them. HybriMoE
-    (Zhong et al. 2025, arXiv 2504.05897) takes the likeliest experts of each token only, more of them than are chosen;
-    `Plan.request_scores` gives the scores of all. Pages without a score, such as dense ones, go first.
+    The policy passes the scores of a layer's experts to `scored`, which updates moving averages. HybriMoE (Zhong et al.
+    2025, arXiv 2504.05897) averages only scores of each token's likeliest experts, more than are chosen; here all
+    experts have scores, see `Plan.request_scores`. Pages without a score, such as dense ones, are evicted first.
 
-    weight: of the new scores in the average, above 0 and up to 1. The paper's value is not known to us.
+    weight: weight of new scores in the average, above 0 and up to 1. The paper's value is not known to us.
 
     Raises:
         BadInput: the weight is out of range.
@@ -249,7 +250,7 @@ class LowestScore:
         self._scores: dict[int, list[float]] = {}
 
     def used(self, page: Page, step: int, tokens: int) -> None:
-        """Ranks by score only."""
+        """Do nothing, since this rule ranks pages by score only."""
 
     def scored(self, layer: int, scores: Sequence[float]) -> None:
         averages = self._scores.get(layer) or [0.0] * len(scores)

@@ -1,4 +1,4 @@
-"""Expert latency on each processor, and transfer latency: the basis for placing an expert (Twiddler, Appendix A)."""
+"""Latencies of an expert on each processor and of its transfer, to decide where it runs (Twiddler, Appendix A)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MANY_ROWS = 1024
 
 
 class ExpertLatencies:
-    """Latencies in seconds of one expert of a plan's model on the plan's machine, each measured without contention.
+    """Latencies in seconds of one expert of a plan's model on the plan's machine, without contention.
 
     Args:
-        cost: source of the latencies; by default the machine's calibration, or its roofline where it has none.
+        cost: model that gives the latencies; by default the machine's calibration, or its roofline if it has none.
 
     Attributes:
         transfer: moving one expert's weights from their source to the accelerator (`trans_lat`); 0 if they are there.
@@ -51,7 +51,7 @@ class ExpertLatencies:
         self._side_by_side: dict[int, tuple[float, float]] = {}
 
     def moving(self, pages: Sequence[Page], source: Role | None = None, to: Role = "accelerator") -> float:
-        """Seconds to move pages in one transfer; from where the weights live, if no source is given."""
+        """Return the seconds to move pages in one transfer; without `source`, from where the weights live."""
         memory = self._roles.weights if source is None else self._plan.memory(source).name
         destination = self._plan.memory(to).name
         if memory == destination:
@@ -59,17 +59,17 @@ class ExpertLatencies:
         return self._moved(memory, destination, sum(page.nbytes for page in pages), len(pages)).seconds
 
     def to_host(self, tokens: int) -> float:
-        """Seconds to copy the hidden states of `tokens` tokens from the accelerator to the host."""
+        """Return the seconds to copy the hidden states of `tokens` tokens from the accelerator to the host."""
         alone, each = self._to_host
         return alone + each * tokens
 
     def from_host(self, rows: int) -> float:
-        """Seconds to copy `rows` rows of expert outputs from the host to the accelerator."""
+        """Return the seconds to copy `rows` rows of expert outputs from the host to the accelerator."""
         alone, each = self._from_host
         return alone + each * rows
 
     def side_by_side(self, tokens: int) -> tuple[float, float]:
-        """Relative speeds of a host expert of about `tokens` tokens and a transfer while both run; 1 is full speed."""
+        """Return relative speeds of a host expert of about `tokens` tokens and a transfer beside it; 1 is alone."""
         about = 1 << (tokens - 1).bit_length()
         rates = self._side_by_side.get(about)
         if rates is None:
@@ -81,7 +81,7 @@ class ExpertLatencies:
         return rates
 
     def _known_on(self, processor: str) -> Callable[[int], float]:
-        """Latency in seconds by number of tokens, cached: every decision asks for it."""
+        """Return a cached function from a number of tokens to an expert's latency in seconds on a processor."""
         return cache(lambda tokens: self._computed(processor, tokens).seconds)
 
     def _computed(self, processor: str, tokens: int) -> Demand:
@@ -90,7 +90,7 @@ class ExpertLatencies:
         return self._cost.work(Work(f"expert at {at}", processor, flops, nbytes, tokens, parts, rate))
 
     def _line(self, source: str, destination: str, kind: str) -> tuple[float, float]:
-        """Fixed seconds of a copy, and seconds per row: a linear fit, quick to evaluate for any number of rows."""
+        """Fit a copy's latency: return its fixed seconds and its seconds per row."""
         if source == destination:
             return 0.0, 0.0
         one, many = (

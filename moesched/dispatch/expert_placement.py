@@ -17,21 +17,20 @@ from moesched.steps.memory import Fixed
 from moesched.steps.plan import Plan
 
 Expert = tuple[int, int]
-"""A layer, and an expert of it."""
+"""(layer, index of the expert in it)."""
 Popularity = Sequence[Sequence[float]]
 Routed = Mapping[int, Mapping[int, int]]
-"""By micro-batch, the number of its tokens that chose each expert."""
+"""By micro-batch and expert: the number of the micro-batch's tokens that chose the expert."""
 Strategy = Literal["popular", "worst", "random", "front", "balanced"]
 
 
 def order_of(strategy: str, popularity: Popularity, seed: int = 0) -> list[Expert]:
-    """Rank all experts, those to keep first; layers without experts have empty rows.
-
-    Equally popular experts are spread evenly over the layers.
+    """Rank all experts, the one to keep first at the front; equally popular ones are spread evenly over the layers.
 
     Args:
         strategy: "popular", the most popular first; "worst", the least popular first; "random", by `seed`; "front",
             layer after layer; "balanced", the same number of every layer, the most popular of each first.
+        popularity: tokens that chose each expert, as [layers][experts]; empty rows for layers without experts.
 
     Raises:
         BadInput: there is no such strategy.
@@ -53,7 +52,7 @@ def order_of(strategy: str, popularity: Popularity, seed: int = 0) -> list[Exper
 
 
 def popularity_of(plan: Plan, path: str = "") -> Popularity:
-    """Read popularities from a routing profile; without one, all experts are equally popular.
+    """Read popularities from a routing profile in a file; without a path, all experts are equally popular.
 
     Raises:
         BadInput: the file cannot be read, is not a profile, or belongs to another model.
@@ -68,12 +67,12 @@ def popularity_of(plan: Plan, path: str = "") -> Popularity:
 
 
 def keep_dense(plan: Plan) -> None:
-    """Keep the dense weights, which every token needs, on the accelerator."""
+    """Keep all dense weights, which every token needs, on the accelerator."""
     plan.keep([page for i in plan.layers for page in plan.layout.dense(i)])
 
 
 def keep_experts(plan: Plan, order: Iterable[Expert], most: int | None = None) -> frozenset[Expert]:
-    """Keep experts on the accelerator in this order, as many as fit and at most `most`; returns those kept."""
+    """Keep the first experts of `order` on the accelerator, as many as fit and at most `most`; return those kept."""
     left = plan.free("accelerator")
     resident: list[Expert] = []
     pages: list[Page] = []
@@ -92,7 +91,7 @@ def leave_on_host(plan: Plan, resident: frozenset[Expert] = frozenset()) -> Fixe
     """Keep all experts that are not `resident` in host memory.
 
     Returns:
-        the memory that holds them; None where host memory is the source of the weights.
+        The pages kept in host memory; None if all weights live in host memory anyway.
     """
     if plan.machine.weights_on_host and not plan.machine.unified:
         return None
@@ -103,7 +102,7 @@ def leave_on_host(plan: Plan, resident: frozenset[Expert] = frozenset()) -> Fixe
 
 
 def users_of(routed: Routed) -> Mapping[int, Sequence[int]]:
-    """List, for each chosen expert in ascending order, the micro-batches that chose it."""
+    """Map each chosen expert, in ascending order, to the micro-batches that chose it."""
     if len(routed) == 1:
         [(only, chosen)] = routed.items()
         return dict.fromkeys(sorted(chosen), (only,))
@@ -115,7 +114,7 @@ def users_of(routed: Routed) -> Mapping[int, Sequence[int]]:
 
 
 def tokens_of(routed: Routed) -> Mapping[int, int]:
-    """Count, for each chosen expert, the tokens of all micro-batches that chose it."""
+    """Map each chosen expert to the number of tokens, of all micro-batches, that chose it."""
     if len(routed) == 1:
         return next(iter(routed.values()))
     tokens: dict[int, int] = {}
@@ -126,7 +125,7 @@ def tokens_of(routed: Routed) -> Mapping[int, int]:
 
 
 def seconds_of(latency: Callable[[int], float], routed: Routed, experts: Iterable[int]) -> dict[int, float]:
-    """Sum each expert's latency in seconds over the micro-batches that chose it, run one after the other."""
+    """Map each expert to the sum of its latencies, from numbers of tokens, over the micro-batches that chose it."""
     if len(routed) == 1:
         [chosen] = routed.values()
         return {expert: latency(chosen[expert]) for expert in experts}
@@ -137,5 +136,5 @@ def seconds_of(latency: Callable[[int], float], routed: Routed, experts: Iterabl
 
 
 def _ranked(row: Sequence[float]) -> list[int]:
-    """A layer's experts, the most popular first."""
+    """Return a layer's experts, the most popular first."""
     return sorted(range(len(row)), key=lambda expert: -row[expert])

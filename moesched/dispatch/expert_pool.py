@@ -10,7 +10,7 @@ from moesched.steps.step import Step
 
 
 def experts_that_fit(plan: Plan) -> int:
-    """Number of experts that fit in the free memory of the accelerator, in slots of equal size."""
+    """Return the number of experts that fit in the free memory of the accelerator, in slots of equal size."""
     return plan.free("accelerator") // _slots_bytes(plan)
 
 
@@ -28,12 +28,12 @@ def host_has_experts(plan: Plan) -> bool:
 
 
 class ExpertPool:
-    """Slots for a number of experts; only `evict` and `withdraw` free them.
+    """A pool on the accelerator with slots for whole experts; only `evict` and `withdraw` free slots.
 
     Args:
-        room: number of experts.
+        room: number of experts that the pool has slots for.
         filled: experts that are in the pool before the first step.
-        on_host: fetch from host memory, which then keeps all experts.
+        on_host: whether to keep all experts in host memory and fetch from there.
     """
 
     def __init__(self, plan: Plan, room: int, filled: Iterable[Expert], *, on_host: bool) -> None:
@@ -51,18 +51,18 @@ class ExpertPool:
         return self._pages[expert][0] in self._pool
 
     def arrived(self, step: Step, expert: Expert) -> bool:
-        """Test whether all pages of an expert are there now (see `Step.arrived`)."""
+        """Test whether all pages of an expert are in the pool now (see `Step.arrived`)."""
         return all(map(step.arrived, self._pages[expert]))
 
     def fetch(self, step: Step, expert: Expert) -> None:
-        """Fetch an expert that is needed now, or hurry it if it is on its way."""
+        """Fetch an expert that is needed now; if it is being prefetched, make its transfers urgent."""
         if expert in self:
             step.promote(self._pages[expert], self._pool)
         else:
             step.fetch(self._pages[expert], self._pool, source=self._source, urgent=True)
 
     def prefetch(self, step: Step, expert: Expert) -> bool:
-        """Fetch an expert that may be needed, page by page, at the lowest priority; returns that it comes."""
+        """Fetch an expert that may be needed, page by page, at the lowest priority; return True."""
         for page in self._pages[expert]:
             step.fetch([page], self._pool, source=self._source, speculative=True)
         return True
@@ -74,12 +74,12 @@ class ExpertPool:
                 step.evict([page], self._pool)
 
     def evict(self, step: Step, expert: Expert) -> None:
-        """Free an expert's slots."""
+        """Drop an expert's pages, so that its slots are free."""
         step.evict(self._pages[expert], self._pool)
 
 
 def _slots_bytes(plan: Plan) -> int:
-    """Size in bytes of the slots of one expert."""
+    """Return the bytes of the slots of one expert."""
     return len(plan.layout.an_expert) * max(
         plan.slot_bytes(page) for page in plan.layout.pages if page.expert >= 0
     )

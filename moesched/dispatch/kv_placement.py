@@ -1,7 +1,8 @@
-"""Placement of KV caches on accelerator and host, and attention where a cache is.
+"""Placement of KV caches on accelerator and host, and attention on the processor beside the cache.
 
 The Twiddler paper keeps the whole KV cache on the GPU, which limits the context (section 5). Here the CPU computes
-attention over keys and values on the host; they are not copied back. Prefill attention always runs on the GPU.
+decode attention over keys and values on the host, which are not copied to the GPU. Prefill attention always runs on
+the GPU.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from moesched.steps.step import Step
 
 
 def split_kv(plan: Plan, on_gpu: float) -> None:
-    """Place the KV caches of a share of the micro-batches on the accelerator, and those of the others on the host.
+    """Place the KV caches of a share of the micro-batches on the accelerator, and the others on the host.
 
-    The two kinds alternate as evenly as possible, so that neither processor gets long runs of attention. The cache of a
-    single micro-batch is divided in the same way by layers.
+    Both kinds of micro-batch alternate as evenly as possible, so that neither processor gets long runs of attention.
+    The cache of a single micro-batch is divided by layers in the same way.
 
-    on_gpu: the share, from 0 to 1.
+    on_gpu: the share of micro-batches on the accelerator, from 0 to 1.
 
     Raises:
         BadInput: the share is out of range.
@@ -37,12 +38,12 @@ def split_kv(plan: Plan, on_gpu: float) -> None:
 
 
 def evenly(count: int, chosen: int) -> list[int]:
-    """`chosen` of the numbers from 0 to `count` - 1, as evenly spread as possible."""
+    """Return `chosen` of the numbers from 0 to `count` - 1, spread as evenly as possible."""
     return [number for number in range(count) if (number + 1) * chosen // count > number * chosen // count]
 
 
 def _by_layers(plan: Plan) -> bool:
-    """Test whether layers divide the KV cache, as there is a single micro-batch; beams share theirs undivided."""
+    """Test whether the KV cache is divided by layers: for a single micro-batch without beams."""
     return len(plan.micro_batches) == 1 and len(plan.stages) == 1 and plan.batch.beams == 1
 
 
@@ -52,11 +53,11 @@ def _place_layers(plan: Plan, here: list[int]) -> None:
 
 
 def place_kv_that_fits(plan: Plan, experts: int) -> None:
-    """Place the KV caches of as many micro-batches as fit on the accelerator, and those of the others on the host.
+    """Place the KV caches of as many micro-batches as fit on the accelerator, and the others on the host.
 
-    Of a single micro-batch, as many layers as fit.
+    The cache of a single micro-batch is divided: as many layers as fit.
 
-    experts: number of experts to leave room for on the accelerator, beside the dense weights.
+    experts: number of experts to leave room for on the accelerator, in addition to the dense weights.
     """
     if plan.machine.unified:
         plan.place_kv("accelerator")
@@ -77,14 +78,14 @@ def place_kv_that_fits(plan: Plan, experts: int) -> None:
 def place_kv_and_dense(plan: Plan, experts: int) -> None:
     """Place the KV caches that fit, and keep the dense weights, on the accelerator.
 
-    experts: number of experts to leave room for beside them.
+    experts: number of experts to leave room for, too.
     """
     place_kv_that_fits(plan, experts)
     keep_dense(plan)
 
 
 def _fitting(plan: Plan, beside: int) -> list[int]:
-    """The first micro-batches whose KV caches fit the accelerators beside everything declared so far.
+    """Return the first micro-batches whose KV caches fit the accelerators together with all declared before.
 
     beside: further bytes to keep free on each accelerator, for later declarations.
     """
@@ -102,7 +103,7 @@ def _fitting(plan: Plan, beside: int) -> list[int]:
 
 
 def _fitting_layers(plan: Plan, beside: int) -> list[int]:
-    """As many layers as fit with the only micro-batch's KV cache, beside everything declared so far."""
+    """Return the layers whose KV cache of the single micro-batch fits, with `beside` bytes kept free."""
     left = plan.free("accelerator") - beside - plan.reservations.sizes.device_kv(plan.micro_batches)
     sizes = [plan.reservations.cache_bytes(plan.micro_batches, [layer]) for layer in plan.layers]
     for count in reversed(plan.layers):
@@ -113,7 +114,7 @@ def _fitting_layers(plan: Plan, beside: int) -> list[int]:
 
 
 def attend(step: Step, i: int, j: int) -> None:
-    """Run a micro-batch's attention where its KV cache is; in prefill, always on the accelerator."""
+    """Submit attention of micro-batch j in layer i where its KV cache is; in prefill, on the accelerator."""
     if step.phase(j) == "prefill" or step.kv_on_accelerator(j, i):
         attend_on_accelerator(step, i, j)
     else:
@@ -123,9 +124,9 @@ def attend(step: Step, i: int, j: int) -> None:
 
 
 def attend_on_accelerator(step: Step, i: int, j: int) -> None:
-    """Run a micro-batch's attention on the accelerator; copy new keys and values to the host if its KV cache is there.
+    """Submit attention of micro-batch j in layer i on the accelerator; save new keys and values of a cache on the host.
 
-    In decode, submit `load_kv` first for a KV cache on the host.
+    In decode, submit `load_kv` before this for a KV cache on the host.
     """
     step.attention(i, j)
     if not step.kv_on_accelerator(j, i):

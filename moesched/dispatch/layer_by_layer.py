@@ -1,4 +1,4 @@
-"""A step that routes several micro-batches through a layer before any of its experts runs."""
+"""Base of policies that route several micro-batches in a layer before any of the layer's experts runs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from moesched.steps.verbs.experts import At
 class LayerByLayer(ABC):
     """Base of policies that choose a processor for each expert.
 
-    Routing of a group of micro-batches (or chunks of a long prompt) is known before the first expert runs. So each
-    expert is fetched at most once per group, and its processor is chosen once.
+    The routing of a group of micro-batches (or of chunks of a long prompt) is known before the first expert runs. So
+    each expert is fetched at most once per group, and its processor is chosen once.
 
-    A policy defines `plan` and `run_experts`. It overrides `route_and_run` to do something between the two, such as to
-    await forecasts. The other methods are for its own `run_experts`.
+    A policy defines `plan` and `run_experts`. It may override `route_and_run`, for instance to await forecasts between
+    routing and experts. The other methods are for use in `run_experts`.
     """
 
     together: int | None = None
-    """Number of micro-batches in a group; None for all."""
+    """Number of micro-batches that are routed together in a layer; None for all."""
 
     async def prefill(self, step: Step) -> None:
-        """Schedule a step; `decode` is the same."""
+        """Schedule a step of prefill; `decode` is the same."""
         for j in step.micro_batches:
             step.embed(j)
         for i in step.layers:
@@ -50,20 +50,20 @@ class LayerByLayer(ABC):
     def run_experts(self, step: Step, i: int, routed: Routed) -> None:
         """Run the experts of layer `i` that these micro-batches chose.
 
-        routed: by micro-batch, the number of tokens of each chosen expert.
+        routed: number of tokens by micro-batch and chosen expert.
         """
 
     def run_expert(
         self, step: Step, i: int, expert: int, users: Iterable[int], at: At = "accelerator"
     ) -> None:
-        """Run an expert for each of these micro-batches, in a task of its own."""
+        """Run an expert in one task for each of its users, the micro-batches that chose it."""
         for j in users:
             step.run_expert(i, expert, j, at=at)
 
     def run_on_host(
         self, step: Step, i: int, experts: Sequence[int], users: Mapping[int, Sequence[int]]
     ) -> list[int]:
-        """Run experts on the host, in this order; returns the micro-batches whose outputs must be loaded back."""
+        """Run experts on the host for their users, in order; return the micro-batches whose outputs to load back."""
         back = sorted({j for expert in experts for j in users[expert]})
         for j in back:
             step.offload_routed(i, j)
@@ -72,7 +72,7 @@ class LayerByLayer(ABC):
         return back
 
     def load_back(self, step: Step, i: int, micro_batches: Iterable[int]) -> None:
-        """Load back what experts on the host computed for these micro-batches."""
+        """Copy the outputs of experts on the host for these micro-batches to the accelerator."""
         for j in micro_batches:
             step.load_routed(i, j)
 

@@ -1,4 +1,4 @@
-"""Decisions for whole layers, remembered: with few tokens, layers often pose the same problem."""
+"""Division of a layer's experts between host and accelerator; results are cached, since layers often repeat."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ REMEMBERED = 4096
 
 
 class Division(NamedTuple):
-    """The chosen experts of a layer by where they run, each with all of its tokens.
+    """The chosen experts of a layer, by the place where each runs with all of its tokens.
 
     Attributes:
-        stay: experts that run on the accelerator and are there already, those with few tokens first.
-        fetched: experts that are fetched, and run there in this order.
+        stay: experts that are on the accelerator and run there, those with few tokens first.
+        fetched: experts that are fetched to the accelerator, and run there in this order.
         on_host: experts that run on the host, those with many tokens first.
         seconds: time from the end of routing until the last output is on the accelerator.
     """
@@ -30,11 +30,11 @@ class Division(NamedTuple):
 
 
 class LayerDecisions:
-    """Divides the experts of a layer between host and accelerator, so that the layer ends first.
+    """Divides the experts of a layer between host and accelerator so that the layer ends as early as possible.
 
     Args:
-        on_host: whether the host can run experts that are not on the accelerator; otherwise all of these are fetched.
-        resident_on_host: whether it can also run those that are.
+        on_host: whether the host can run experts that are not on the accelerator; otherwise these are all fetched.
+        resident_on_host: whether the host can also run experts that are on the accelerator.
 
     Attributes:
         transfer: seconds to move one expert to the accelerator.
@@ -48,7 +48,7 @@ class LayerDecisions:
         self._remembered = lru_cache(REMEMBERED)(self._decide)
 
     def divide(self, routed: Routed, here: Collection[int]) -> Division:
-        """Divide the experts that these micro-batches chose, of which those in `here` are on the accelerator."""
+        """Divide the experts that these micro-batches chose; those in `here` are on the accelerator."""
         size = tokens_of(routed).__getitem__
         chosen = users_of(routed)
         resident = sorted([expert for expert in chosen if expert in here], key=size)
@@ -79,7 +79,7 @@ class LayerDecisions:
 
 
 class _InParts:
-    """Costs of experts whose tokens are split evenly over several micro-batches: one kernel and one copy for each."""
+    """Costs of experts whose tokens are split evenly over micro-batches, with a kernel and a copy for each."""
 
     def __init__(self, latencies: ExpertLatencies, parts: int) -> None:
         self._latencies = latencies

@@ -1,9 +1,9 @@
-"""Assignment of a layer's experts to processors that minimises its makespan; a pure function of numbers.
+"""Assignment of a layer's experts to host and accelerator that minimises the layer's makespan.
 
 Resident experts run on the accelerator from the start. The others are either fetched, one after the other, and run on
-the accelerator on arrival, or run on the host, one after the other. Rows for the host are copied there first, and its
-outputs copied back last. All experts take equally long to fetch. Host experts and fetches share the bandwidth of host
-memory, so each is slower while both are active. All times are in seconds.
+the accelerator on arrival, or run on the host, one after the other. Hidden states for the host's experts are copied to
+the host first, and outputs back last. All experts take equally long to fetch. Host experts and fetches share the
+bandwidth of host memory, so each is slower while both are active. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from typing import NamedTuple, Protocol, TypeVar
 N = TypeVar("N", int, float)
 
 FEW = 10
-"""Up to this number of experts, search all choices; beyond, only those by a threshold of tokens."""
+"""Up to this number of experts, all choices are searched; for more, only choices by thresholds of tokens."""
 NEAR = 1.01
-"""A choice within this factor of the lower bound is accepted."""
+"""A choice within this factor of a lower bound of the makespan is accepted."""
 
 
 class LayerCosts(Protocol):
-    """Latencies in seconds, each without contention; those of experts never decrease with the number of tokens."""
+    """Latencies of an expert and of copies, without contention; an expert's never decrease if its tokens increase."""
 
     @property
     def transfer(self) -> float:
-        """Seconds to move one expert's weights to the accelerator."""
+        """Seconds to move one expert's weights to the accelerator; equal for all experts."""
 
     def at_host(self, tokens: int) -> float:
-        """Seconds of an expert on the host."""
+        """Return the seconds of an expert on the host."""
 
     def at_accelerator(self, tokens: int) -> float:
-        """Seconds of an expert on the accelerator, with its weights already there."""
+        """Return the seconds of an expert on the accelerator, with its weights already there."""
 
     def to_host(self, tokens: int) -> float:
-        """Seconds to copy the hidden states of `tokens` tokens to the host."""
+        """Return the seconds to copy the hidden states of `tokens` tokens to the host."""
 
     def from_host(self, rows: int) -> float:
-        """Seconds to copy `rows` rows of outputs back to the accelerator."""
+        """Return the seconds to copy `rows` rows of outputs back to the accelerator."""
 
     def side_by_side(self, tokens: int) -> tuple[float, float]:
-        """Relative speeds of a host expert of `tokens` tokens and of a transfer while both run; 1 is full speed."""
+        """Return relative speeds of a host expert of `tokens` tokens and a transfer while both run; 1 is full speed."""
 
 
 class LayerDecision(NamedTuple):
@@ -83,7 +83,7 @@ class Layer:
         self._host_rate, self._link_rate = costs.side_by_side(missing[len(missing) // 2] if missing else 1)
 
     def end(self, host: float, here: float, fetched: Sequence[float], rows: int) -> float:
-        """Makespan of the layer in seconds; it never decreases when an argument grows.
+        """Return the layer's makespan in seconds; it never decreases if an argument grows.
 
         Args:
             host: seconds of the host's experts without contention; 0 for none.
@@ -108,23 +108,23 @@ class Layer:
         return end
 
     def copies(self, rows: int) -> float:
-        """Seconds to copy hidden states to the host and `rows` rows of outputs back."""
+        """Return the seconds to copy all hidden states to the host and `rows` rows of outputs back."""
         return self._to_host + self._from_host(rows)
 
     def busy(self, host: float, fetched: int) -> float:
-        """Seconds that the host needs for `host` seconds of experts while `fetched` experts are fetched."""
+        """Return the seconds that the host needs for `host` seconds of experts while `fetched` experts are fetched."""
         throughout = host / self._host_rate
         for_a_time = host + fetched * self.transfer * (1.0 - self._host_rate) / self._link_rate
         return throughout if throughout < for_a_time else for_a_time
 
     def moving(self, fetched: int, busy: float) -> float:
-        """Seconds that `fetched` fetches need while the host is busy for `busy` seconds."""
+        """Return the seconds that `fetched` fetches need while the host is busy for `busy` seconds."""
         alone = fetched * self.transfer
         throughout, for_a_time = alone / self._link_rate, alone + (1.0 - self._link_rate) * busy
         return throughout if throughout < for_a_time else for_a_time
 
     def end_of(self, away: Sequence[int], fetched: Sequence[int]) -> float:
-        """Makespan with these indices of `resident` run on the host, and these of `missing` fetched."""
+        """Return the makespan in seconds with resident experts `away` on the host and missing ones `fetched`."""
         resident, missing = range(len(self.resident)), range(len(self.missing))
         left = [m for m in missing if m not in fetched]
         return self.end(
@@ -136,7 +136,7 @@ class Layer:
 
 
 def decide(layer: Layer) -> LayerDecision:
-    """Choose the assignment with the least makespan: within 1 % of optimal up to `FEW` experts, a heuristic beyond."""
+    """Choose the assignment with the least makespan: within 1 % of it up to `FEW` experts, by heuristic beyond."""
     thresholds = _Thresholds(layer)
     if len(layer.resident) + len(layer.missing) > FEW:
         return thresholds.balanced().choice()
@@ -145,7 +145,7 @@ def decide(layer: Layer) -> LayerDecision:
 
 
 class _Threshold(NamedTuple):
-    """Numbers of experts sent to the host and fetched, and the resulting makespan."""
+    """A choice by thresholds: numbers of experts sent to the host and fetched, and the makespan in seconds."""
 
     seconds: float
     away: int
@@ -156,9 +156,9 @@ class _Threshold(NamedTuple):
 
 
 class _Thresholds:
-    """Choices that fetch the experts with the most tokens, and send the resident ones with the fewest to the host.
+    """Choices that fetch the missing experts with the most tokens, and send resident ones with the fewest to the host.
 
-    For given numbers of experts fetched and sent, they leave the host the least work.
+    Of all choices with as many experts fetched and sent, these leave the host the least work.
     """
 
     def __init__(self, layer: Layer) -> None:
@@ -169,7 +169,7 @@ class _Thresholds:
         self._left, self._left_rows = _sums_of_rest(layer.missing_there), _sums_of_rest(layer.missing)
 
     def balanced(self) -> _Threshold:
-        """The best of the choices that balance host and accelerator, or that fetch none or all."""
+        """Return the best of the choices that balance host and accelerator, or that fetch none or all."""
         even = self._even(0)
         best = self._balanced(0, even)
         if self._layer.movable and not self._host_is_last(0, even):
@@ -179,7 +179,7 @@ class _Thresholds:
         return best
 
     def best(self) -> _Threshold:
-        """The best choice by thresholds, within 1 %."""
+        """Return the best choice by thresholds, within 1 % of the optimum."""
         left, gathered, transfer = self._left, self._gathered, self._layer.transfer
         last = [0.0, *self._layer.missing_here, inf]
         likely = 0
@@ -215,12 +215,12 @@ class _Thresholds:
         return True
 
     def _host_is_last(self, away: int, even: int | None = None) -> bool:
-        """Test whether the host, which gets `away` experts, ends after the accelerator's resident ones."""
+        """Test whether the host, with `away` experts sent to it, ends after the accelerator's resident ones."""
         even = self._even(away) if even is None else even
         return self._away[away] + self._left[even] >= self._here[away]
 
     def _even(self, away: int) -> int:
-        """The fewest fetches with which the accelerator ends last, or the most possible."""
+        """Return the fewest fetches with which the accelerator ends after the host, or all if there are too few."""
         layer, sent, here = self._layer, self._away[away], self._here[away]
 
         def accelerator_is_last(fetched: int) -> bool:
@@ -238,7 +238,7 @@ class _Thresholds:
         return best
 
     def _least(self, away: int, fetched: int) -> float:
-        """A lower bound of the makespan."""
+        """Return a lower bound in seconds of the makespan of a choice by thresholds."""
         host, here = self._away[away] + self._left[fetched], self._here[away] + self._gathered[fetched]
         return max(host, here, fetched * self._layer.transfer)
 
@@ -251,7 +251,7 @@ class _Thresholds:
 
 
 class _Search:
-    """Branch and bound over all choices: missing experts first, by falling number of tokens, then resident ones."""
+    """Branch and bound over all choices of a layer: missing experts first, those with many tokens before others."""
 
     def __init__(self, layer: Layer, best: LayerDecision) -> None:
         self._layer = layer
@@ -265,14 +265,14 @@ class _Search:
         self._least = _sums_of_rest(list(map(min, self._here, self._there)))
 
     def best(self) -> LayerDecision:
-        """The best choice, within 1 %."""
+        """Return the best choice, within 1 % of the optimum."""
         self._look(0, 0.0, sum(self._layer.resident_here[self._layer.movable :]), (), 0, ())
         return self._best
 
     def _look(
         self, place: int, host: float, here: float, fetched: tuple[int, ...], rows: int, away: tuple[int, ...]
     ) -> None:
-        """Search all choices that extend this one, which has assigned the experts before `place`."""
+        """Search all choices that extend this one, in which experts before `place` are assigned; see `Layer.end`."""
         layer, enough = self._layer, self._best.seconds / NEAR
         gathered = [self._here[each] for each in fetched]
         computing = host + here + sum(gathered) + self._least[place]
@@ -296,14 +296,14 @@ class _Search:
 
 
 def _sums(values: Iterable[N]) -> list[N]:
-    """The sums of the first 0, 1, 2, ... values."""
+    """Return the sums of the first 0, 1, 2, ... values."""
     sums: list[N] = [0]
     sums += accumulate(values)
     return sums
 
 
 def _sums_of_rest(values: Sequence[N]) -> list[N]:
-    """The sums of all values from the first, the second, ... on; the last is 0."""
+    """Return the sums of all values from the first, the second, ... on; the last sum is 0."""
     sums = _sums(reversed(values))
     sums.reverse()
     return sums

@@ -17,29 +17,29 @@ from typing import NamedTuple
 from moesched.errors import BadInput
 
 Placement = tuple[frozenset[int], ...]
-"""The experts that each node holds, the same in all layers."""
+"""The experts that each node holds, by node; the same in all layers."""
 
 Holders = tuple[int, ...]
-"""For each expert, a bit mask of the nodes that hold it; sorted where the identity of experts does not matter."""
+"""For each expert, a bit mask of the nodes that hold it; sorted if it does not matter which expert is which."""
 
 MOST_CASES = 50_000
-"""Enumerate all distinct choices of experts up to this number of them; beyond, sample."""
+"""Up to this number of distinct choices of experts, the load is computed from all; above it, from a sample."""
 SAMPLES = 4_000
 SEARCHED_CASES = 5_000
 SEARCHED_SAMPLES = 500
-"""The same two limits for the optimiser, which evaluates many placements."""
+"""The limits of enumeration and sampling in the optimiser, which evaluates many placements."""
 MOST_SPREAD = 8
-"""Copies of an expert are spread over at most this number of nodes, those with the most room."""
+"""Copies of an expert are spread over at most this number of nodes."""
 EFFORT = 6_000_000
-"""Budget of the optimiser: evaluated choices times the subsets of `top_k` experts."""
+"""The most work of the optimiser: number of evaluated choices times subsets of `top_k` experts."""
 ROWS_TO_READ = 64
-"""Up to about this number of rows, an expert takes no longer than for one: reading its weights dominates."""
+"""Up to about this number of rows, an expert takes as long as for one row: reading its weights dominates."""
 
 
 class Load(NamedTuple):
     """Mean number of experts that the busiest node runs per token and layer, under uniform routing.
 
-    `error` is the standard error of a sampled mean; 0 where all choices were enumerated.
+    `error` is the standard error of a sampled mean; 0 if all choices were enumerated.
     """
 
     experts: float
@@ -47,9 +47,9 @@ class Load(NamedTuple):
 
 
 def mirrored(experts: int, nodes: int, parts: int = 2) -> Placement:
-    """The cluster paper's placement: experts are cut into `parts` equal parts, and node n holds part n modulo `parts`.
+    """Return the cluster paper's placement: experts are cut into `parts` parts, and node n holds part n modulo `parts`.
 
-    Where the numbers do not divide, parts differ by one expert, and the first parts have one more copy than the others.
+    If numbers do not divide evenly, parts differ by one expert, and the first parts have one copy more than others.
     `parts` is at most `nodes`.
     """
     parts = min(parts, nodes)
@@ -58,7 +58,9 @@ def mirrored(experts: int, nodes: int, parts: int = 2) -> Placement:
 
 
 def parts_for(experts: int, nodes: int, per_node: int) -> int:
-    """The fewest parts of which a node can hold one whole.
+    """Return the fewest equal parts into which experts can be cut so that a node holds a whole part.
+
+    per_node: number of experts per layer that fit on a node.
 
     Raises:
         BadInput: the nodes together cannot hold all experts.
@@ -75,8 +77,8 @@ def parts_for(experts: int, nodes: int, per_node: int) -> int:
 def assign(chosen: Iterable[int], placement: Placement) -> dict[int, int]:
     """Assign each chosen expert to one of its holders, so that the busiest node runs as few as possible.
 
-    A bipartite matching with capacities, found by augmenting paths in ascending order of experts, so that every node
-    computes the same assignment.
+    This is a bipartite matching with capacities, found by augmenting paths in ascending order of experts, so that every
+    node computes the same assignment.
 
     Raises:
         BadInput: no node holds one of the experts.
@@ -111,7 +113,8 @@ def assign(chosen: Iterable[int], placement: Placement) -> dict[int, int]:
 
 
 def assign_by_rows(rows: Mapping[int, int], placement: Placement) -> dict[int, int]:
-    """Assign each expert to one of its holders, so that the busiest node has few rows; `rows` is by expert.
+    """Assign each expert to one of its holders, so that the busiest node has few of the rows (tokens).
+
 
     An expert counts as at least `ROWS_TO_READ` rows. If all count the same, the result is that of `assign`. Otherwise
     experts, the largest first, go to the holder with the fewest rows, and then move off the busiest node while that
@@ -138,7 +141,7 @@ def assign_by_rows(rows: Mapping[int, int], placement: Placement) -> dict[int, i
 def _better_move(
     owners: Mapping[int, int], busy: Sequence[int], loads: Mapping[int, int], placement: Placement
 ) -> tuple[int, int] | None:
-    """A move of an expert off the busiest node to a holder that stays below that node's load, if there is one."""
+    """Return (expert, new node) of a move off the busiest node to a holder that stays below its load, if any."""
     busiest_node = max(range(len(busy)), key=busy.__getitem__)
     for expert, owner in sorted(owners.items()):
         if owner == busiest_node:
@@ -156,10 +159,10 @@ def _most_rows(owners: Mapping[int, int], loads: Mapping[int, int]) -> int:
 
 
 def expected_load(placement: Placement, top_k: int, seed: int = 0) -> Load:
-    """Mean number of a token's experts on the busiest node, with the best assignment, under uniform routing.
+    """Return the mean number of a token's experts on the busiest node, with the best assignment, under uniform routing.
 
-    Exact where there are at most `MOST_CASES` distinct choices, counting experts with the same holders as equal;
-    otherwise the mean of `SAMPLES` random choices, with its standard error.
+    The mean is exact up to `MOST_CASES` distinct choices, if experts with the same holders count as equal; otherwise it
+    is that of `SAMPLES` random choices, with its standard error.
     """
     holders = holders_of(placement)
     if cases(holders, top_k) <= MOST_CASES:
@@ -195,7 +198,7 @@ def best_placement(experts: int, top_k: int, nodes: int, per_node: int) -> Place
 
 
 def holders_of(placement: Placement) -> Holders:
-    """For each expert, the mask of the nodes that hold it."""
+    """Return for each expert the bit mask of the nodes that hold it."""
     experts = max(chain.from_iterable(placement)) + 1
     return tuple(
         sum(1 << node for node, held in enumerate(placement) if expert in held) for expert in range(experts)
@@ -209,7 +212,7 @@ def _placement(holders: Sequence[int], nodes: int) -> Placement:
 
 
 def busiest(chosen: Sequence[int]) -> int:
-    """The fewest experts that the busiest node can run, given the holders of each chosen expert.
+    """Return the fewest experts that the busiest node can run, given the bit mask of holders of each chosen expert.
 
     By Hall's theorem: the maximum, over sets of chosen experts, of the set's size divided by its number of holders,
     rounded up.
@@ -227,7 +230,7 @@ def busiest(chosen: Sequence[int]) -> int:
 
 
 def cases(holders: Holders, top_k: int) -> int:
-    """Number of distinct choices of `top_k` experts, counting experts with the same holders as equal."""
+    """Return the number of distinct choices of `top_k` experts, if experts with the same holders count as equal."""
     ways = [1] + [0] * top_k
     for count in Counter(holders).values():
         ways = [sum(ways[k - taken] for taken in range(min(count, k) + 1)) for k in range(top_k + 1)]
@@ -244,7 +247,7 @@ def _mean_load(holders: Holders, top_k: int) -> float:
 
 
 def _choices(alike: Mapping[int, int], top_k: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Every distinct choice of holders, in order, with the number of choices of experts that it stands for."""
+    """Yield every distinct choice of holders, in order, with the number of choices of experts that it stands for."""
     found: list[tuple[tuple[int, ...], int]] = [((), 1)]
     left = sum(alike.values())
     for mask, count in alike.items():
@@ -261,7 +264,7 @@ def _choices(alike: Mapping[int, int], top_k: int) -> Iterator[tuple[tuple[int, 
 
 
 def _searched_load(holders: Holders, top_k: int) -> float:
-    """The load that the search compares: exact where that is quick, else over one fixed random sample of choices."""
+    """Return the load that the search compares: exact if that is quick, else over a fixed random sample of choices."""
     if cases(holders, top_k) <= SEARCHED_CASES:
         return _mean_load(holders, top_k)
     draws = _draws(len(holders), top_k)
@@ -275,7 +278,7 @@ def _draws(experts: int, top_k: int) -> list[list[int]]:
 
 
 def _improved(holders: Holders, top_k: int, nodes: int) -> Holders:
-    """Move to the first better neighbour until there is none, or the budget is spent."""
+    """Move to the first better neighbouring placement until there is none, or `EFFORT` is spent."""
     least = -(-top_k // nodes)
     best, seen = _searched_load(holders, top_k), {holders}
     exact = cases(holders, top_k) <= SEARCHED_CASES
@@ -297,7 +300,7 @@ def _improved(holders: Holders, top_k: int, nodes: int) -> Holders:
 
 
 def _neighbours(holders: Holders) -> Iterator[Holders]:
-    """Placements with the same number of experts per node that differ in two experts' holders."""
+    """Yield placements with as many experts per node that differ from this one in the holders of two experts."""
     sorts = sorted(set(holders))
     for one, other in combinations(sorts, 2):
         only_one, only_other = one & ~other, other & ~one
@@ -326,7 +329,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _filled(holders: Holders, nodes: int, per_node: int) -> list[int]:
-    """The same holders, with free room on each node filled by copies of the experts that have the fewest."""
+    """Return a placement with each node's free room filled by copies of the experts that have the fewest copies."""
     filled = list(holders)
     for node in range(nodes):
         held = sum(mask >> node & 1 for mask in filled)
@@ -337,7 +340,7 @@ def _filled(holders: Holders, nodes: int, per_node: int) -> list[int]:
 
 
 def _spread(experts: int, nodes: int, per_node: int) -> list[int]:
-    """Spread copies evenly: each expert's go to nodes with the most room, in the group of nodes used least so far."""
+    """Spread copies evenly: those of an expert go to the least used group of nodes with the most room."""
     room = [per_node] * nodes
     groups: Counter[int] = Counter()
     slots = nodes * per_node

@@ -16,8 +16,8 @@ class NodeExperts(ABC):
     """Base of expert-parallel policies: layer after layer, one micro-batch after the other.
 
     Settings:
-        decentralised: have every node attend, route and add up, and exchange once a layer; otherwise the first node
-            does all that, and exchanges twice.
+        decentralised: whether every node computes attention, routing and sums, with one exchange per layer; otherwise
+            the first node does, with two exchanges.
     """
 
     expert_parallel = True
@@ -32,7 +32,7 @@ class NodeExperts(ABC):
         plan.place_experts(self.placement, centralised=not self.decentralised)
 
     def choose_placement(self, plan: Plan) -> Placement:
-        """The experts that each node holds: by default two halves on alternating nodes, as in the cluster paper."""
+        """Return the experts of each node: by default two halves on alternating nodes, as in the cluster paper."""
         return mirrored(plan.layout.config.routed.experts, plan.nodes.count)
 
     async def prefill(self, step: Step) -> None:
@@ -53,11 +53,11 @@ class NodeExperts(ABC):
 
     @abstractmethod
     def run_experts(self, step: Step, i: int, j: int, routed: Mapping[int, int]) -> None:
-        """Assign a micro-batch's experts to nodes, and run this node's share."""
+        """Assign the experts that micro-batch j chose in layer i to nodes, and run this node's share."""
 
 
 def experts_per_node(plan: Plan, *, centralised: bool) -> int:
-    """Number of experts per layer that fit on the first node, the one with the least free memory.
+    """Return the number of experts per layer that fit on the first node, which has the least free memory.
 
     Raises:
         OverBudget: the first node has no room for its dense weights, KV cache and activations.
@@ -71,7 +71,7 @@ def experts_per_node(plan: Plan, *, centralised: bool) -> int:
 
 
 def run_own(step: Step, i: int, j: int, owners: Mapping[int, int]) -> list[int]:
-    """Assign experts to their owners and run this node's share; returns the experts that this node runs."""
+    """Assign experts to their owner nodes and run this node's share; return the experts that this node runs."""
     step.assign(i, j, owners)
     own = [expert for expert, node in owners.items() if node == step.node]
     for expert in own:
@@ -88,8 +88,9 @@ def warm_spare(
     recent: LeastRecent,
     idle: Sequence[int] = (),
 ) -> None:
-    """Warm the least recently used experts until this node has run as many as the busiest one, for which it would wait.
+    """Warm least recently used experts until this node has run as many as the busiest one, for which it waits anyway.
 
+    owners: node of each chosen expert.
     idle: experts that are warmed even if this node does not wait.
     """
     quota = max(Counter(owners.values()).values(), default=0)
@@ -101,10 +102,9 @@ def warm_spare(
 
 
 class LeastRecent:
-    """A node's experts in LRU order.
+    """A node's experts in LRU order; a use in any layer counts.
 
-    An expert's weights of all layers are contiguous in memory (section 4.1 of the cluster paper), so a use in any layer
-    counts.
+    An expert's weights of all layers are contiguous in memory (section 4.1 of the cluster paper).
     """
 
     def __init__(self, held: Iterable[int]) -> None:
@@ -112,16 +112,16 @@ class LeastRecent:
         self._last_use = dict.fromkeys(sorted(held), 0)
 
     def use(self, experts: Iterable[int]) -> None:
-        """Record that a layer uses these experts, in this order."""
+        """Record that a layer uses these experts, the last one most recently."""
         self._layers += 1
         for expert in experts:
             del self._last_use[expert]
             self._last_use[expert] = self._layers
 
     def first(self, count: int, without: Collection[int] = ()) -> list[int]:
-        """Up to `count` least recently used experts that are not in `without`."""
+        """Return up to `count` least recently used experts that are not in `without`."""
         return [expert for expert in self._last_use if expert not in without][: max(0, count)]
 
     def idle_for(self, layers: int) -> list[int]:
-        """The experts that none of the last `layers` layers used."""
+        """Return the experts that none of the last `layers` layers used."""
         return [expert for expert, last in self._last_use.items() if self._layers - last >= layers]

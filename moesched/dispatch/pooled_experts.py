@@ -15,20 +15,20 @@ from moesched.steps.step import Step
 
 
 class PooledExperts(CachedExperts):
-    """The experts of a cache, and the pool that they are in. If all experts fit, all are kept and there is no pool.
+    """A cache of experts with its pool on the accelerator. If all experts fit, all are kept and there is no pool.
 
-    Declare it after all other users of the accelerator's memory.
+    Make it in `plan`, after all other declarations for the accelerator's memory.
 
     Args:
-        rule: belongs to this cache from here on.
-        order: all experts, those first that are in the cache before the first step; by default equally many of each
+        rule: the eviction rule; no other cache may use this object.
+        order: all experts; the first ones are in the cache before the first step. By default equally many of each
             layer.
-        most: number of experts in the cache; by default, if negative, as many as fit.
-        buffers: slots beside the cache, for experts that arrive before another one leaves.
+        most: the most experts in the cache; if negative, as many as fit.
+        buffers: number of experts with slots beside the cache, which can arrive before another one leaves.
 
     Attributes:
-        pool: the slots; None if all experts are kept.
-        on_host: whether the host can run the experts that are not in the cache; the plan then says so.
+        pool: the slots of cache and buffers; None if all experts are kept.
+        on_host: whether the host can run experts that are not in the cache; the plan then keeps all experts there.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class PooledExperts(CachedExperts):
         super().__init__(plan.layout, rule, room, order[:room])
 
     def routed(self, step: Step, layer: int, routed: Routed) -> list[int]:
-        """Tell the rule what a layer's router chose, with its scores if the plan requests them.
+        """Report a layer's chosen experts to the rule, with router scores if the plan requests them.
 
         Returns:
-            the chosen experts that are in the cache, in ascending order.
+            The chosen experts that are in the cache, in ascending order.
         """
         for chosen in routed.values():
             if isinstance(chosen, ScoredTokens):
@@ -72,20 +72,20 @@ class PooledExperts(CachedExperts):
         return self.pool is None or self.pool.arrived(step, expert)
 
     def fetch(self, step: Step, expert: Expert) -> None:
-        """Fetch an expert that is needed now to a buffer; `admit` it once its tasks are submitted."""
+        """Fetch an expert that is needed now into a buffer; call `admit` once its tasks are submitted."""
         assert self.pool is not None, "an expert that is kept is never missing"
         self.pool.fetch(step, expert)
 
     def admit(self, step: Step, expert: Expert) -> None:
-        """Add an expert that is in a buffer; the one that leaves gives up its slots."""
+        """Add an expert in a buffer to the cache; the slots of the expert that leaves become free."""
         gone = self.enter(expert, step.index)
         if gone is not None and self.pool is not None:
             self.pool.evict(step, gone)
 
     def prefetch(self, step: Step, expert: Expert) -> bool:
-        """Fetch an expert for later, unless the rule would rather have another; returns whether it comes.
+        """Fetch an expert for later, and count it as cached at once, unless the rule would evict it first.
 
-        It belongs to the cache at once.
+        Return whether it is fetched.
         """
         gone = self.enter(expert, step.index)
         if gone == expert or self.pool is None:
@@ -96,7 +96,7 @@ class PooledExperts(CachedExperts):
         return True
 
     def withdraw(self, step: Step, expert: Expert) -> None:
-        """Drop an expert that was prefetched and is not needed: cancel what has not started, and free its slots."""
+        """Drop a prefetched expert that is not needed: cancel transfers not yet started, and free its slots."""
         if self.pool is not None and expert in self:
             self.remove(expert)
             self.pool.withdraw(step, expert)

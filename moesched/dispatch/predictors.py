@@ -1,4 +1,4 @@
-"""Predictors of routing: the routers of layers to come, and tables of which experts follow which."""
+"""Predictors of the experts that tokens will choose in later layers: by the layers' own routers, or from counts."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from moesched.steps.step import Step
 from moesched.steps.verbs.experts import note_forecast
 
 Forecast = Mapping[int, Mapping[int, float]]
-"""By micro-batch, the number of its tokens that are expected to choose each expert."""
+"""By micro-batch and expert: the number of the micro-batch's tokens that are expected to choose the expert."""
 
 
 @runtime_checkable
 class Predictor(Protocol):
-    """Forecasts the experts of layers to come. An object serves one policy object."""
+    """Forecasts the experts of later layers. An object serves one policy object."""
 
     def routed(self, layer: int, routed: Routed) -> None:
-        """Take note of what micro-batches chose in a layer. Layers come in ascending order, step after step."""
+        """Record the experts that micro-batches chose in a layer. Layers come in ascending order, step after step."""
 
     async def forecast(self, step: Step, layer: int, micro_batches: Sequence[int]) -> Forecast:
         """Forecast the choices of these micro-batches in a layer of this step that they have not reached.
 
-        It may await handles of `step`, as a policy does. Experts and micro-batches that it omits are not expected.
+        The method may await handles of `step`, as a policy does. Experts and micro-batches left out count as 0 tokens.
         """
 
 
 class Forecasts:
-    """The answers of a predictor, checked; reports compare them with what the routers choose (`forecasts`).
+    """A predictor with checks of its forecasts; the report's `forecasts` compare them with the experts chosen later.
 
     Args:
-        predictor: an object, or a class, whose constructor is given the plan if it has a parameter of that name.
+        predictor: a predictor, or its class; a constructor with a parameter `plan` gets the plan.
 
     Raises:
-        PolicyError: it is no predictor.
+        PolicyError: the object is no predictor.
     """
 
     def __init__(self, plan: Plan, predictor: Predictor | type[Predictor]) -> None:
@@ -57,11 +57,11 @@ class Forecasts:
         self._predictor = predictor
 
     def routed(self, layer: int, routed: Routed) -> None:
-        """Tell the predictor what micro-batches chose in a layer."""
+        """Pass the experts that micro-batches chose in a layer to the predictor."""
         self._predictor.routed(layer, routed)
 
     async def of(self, step: Step, layer: int, micro_batches: Sequence[int]) -> dict[int, float]:
-        """The number of tokens of these micro-batches that each expert can expect, the most expected expert first.
+        """Return the forecast number of tokens of these micro-batches by expert, the most likely expert first.
 
         Raises:
             PolicyError: the predictor names an expert or a micro-batch that does not exist.
@@ -86,30 +86,30 @@ class Forecasts:
 
 
 class LaterRouters:
-    """Applies a later layer's own router to the present hidden state (`Step.preview_route`).
+    """Predictor that applies a later layer's own router to the current hidden state (`Step.preview_route`).
 
     That layer's dense weights must be on the accelerator. (Speculative expert loading, Eliseev and Mazur 2023; Fate,
     arXiv 2502.12224.)
     """
 
     def routed(self, layer: int, routed: Routed) -> None:
-        """Needs no memory."""
+        """Do nothing, since this predictor keeps no history."""
 
     async def forecast(self, step: Step, layer: int, micro_batches: Sequence[int]) -> Forecast:
-        """Preview the layer's router on the hidden state of the layer in which these micro-batches are routed."""
+        """Preview the layer's router on the micro-batches' current hidden states, after their last routing."""
         previews = {j: step.preview_route(layer, j) for j in micro_batches}
         return {j: await preview for j, preview in previews.items()}
 
 
 class FollowingExperts:
-    """Expects the experts that followed those of an earlier layer most often, and learns as the run goes on.
+    """Predictor that expects the experts that most often followed those chosen in an earlier layer; it learns online.
 
-    A forecast has as many experts as the micro-batch chose in its last layer; none, as long as nothing was counted.
+    A forecast has as many experts as the micro-batch chose in its last layer, or none if nothing was counted yet.
     (ProMoE, arXiv 2410.22134, learns such a relation with small networks.)
 
     Args:
-        ahead: the most layers that it looks ahead.
-        trace: a file with a routing trace, whose counts it begins with.
+        ahead: the most layers ahead to forecast.
+        trace: a file with a routing trace, whose counts are the start.
 
     Raises:
         BadInput: the file cannot be read, is no trace, or is of another model.
@@ -124,14 +124,14 @@ class FollowingExperts:
             each: TransitionCounts(config.layers, config.routed.experts, each) for each in distances
         }
         self._chosen: dict[int, dict[int, Mapping[int, int]]] = {}
-        """Each micro-batch's choices so far in the step, by layer."""
+        """Experts that each micro-batch has chosen in this step, by layer."""
         if trace:
             known = _trace(trace, config)
             for counts in self._counts.values():
                 counts.add_trace(known)
 
     def routed(self, layer: int, routed: Routed) -> None:
-        """Count what followed what."""
+        """Count which experts followed those that the micro-batches chose in earlier layers."""
         for j, chosen in routed.items():
             before = self._chosen.setdefault(j, {})
             if before and layer <= max(before):
@@ -142,7 +142,7 @@ class FollowingExperts:
             before[layer] = chosen
 
     async def forecast(self, step: Step, layer: int, micro_batches: Sequence[int]) -> Forecast:
-        """Expect those that followed the choices in the micro-batches' last layer."""
+        """Forecast the experts that most often followed the choices in the micro-batches' last layer."""
         return {j: self._expected(layer, self._chosen.get(j, {})) for j in micro_batches}
 
     def _expected(self, layer: int, before: Mapping[int, Mapping[int, int]]) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""Prefetched experts of layers to come: promoted or withdrawn once the layer's router has chosen."""
+"""Prefetched experts of later layers, which are withdrawn if the layer's router does not choose them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from moesched.steps.step import Step
 
 
 class Prefetches:
-    """Experts that were fetched before their layer was routed, by layer.
+    """Experts that were fetched before their layer was routed.
 
-    to: their slots; None if all experts are kept, so that none is ever fetched.
+    to: the pool or cache to fetch to; None if all experts are kept, so that none is ever fetched.
     """
 
     def __init__(self, to: ExpertPool | PooledExperts | None) -> None:
@@ -27,14 +27,14 @@ class Prefetches:
         return expert[1] in self._coming[expert[0]]
 
     def fetch(self, step: Step, expert: Expert) -> None:
-        """Fetch an expert at the lowest priority, page by page, unless it is there."""
+        """Fetch an expert at the lowest priority, page by page, unless the pool has it."""
         if self._to is not None and expert not in self._to and self._to.prefetch(step, expert):
             self._coming[expert[0]].add(expert[1])
 
     def settle(self, step: Step, layer: int, routed: Routed) -> set[int]:
-        """Withdraw the experts that a layer's router did not choose; returns the others.
+        """Withdraw the prefetched experts that a layer's router did not choose; return the chosen ones.
 
-        Fetch these when they are needed: that gives them priority.
+        Fetch these again when they are needed: that makes their transfers urgent.
         """
         coming = self._coming.pop(layer, set())
         right = {expert for expert in coming if any(expert in chosen for chosen in routed.values())}

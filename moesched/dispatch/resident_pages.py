@@ -1,4 +1,4 @@
-"""Resident pages: those kept on the accelerator beside a buffer that the others stream through."""
+"""Resident pages: pages kept on the accelerator, beside a buffer through which all others stream."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from moesched.steps.plan import Plan
 
 
 def double_buffered(plan: Plan, stage: int = 0) -> tuple[list[list[Page]], Pool]:
-    """Keep the pages that fit beside a double buffer for the others.
-
-    Returns the streamed pages by layer, and the buffer.
+    """Keep the pages that fit beside a double buffer; return the pages that stream, by layer, and the buffer.
 
     stage: pipeline stage whose layers are placed.
     """
@@ -25,7 +23,7 @@ def double_buffered(plan: Plan, stage: int = 0) -> tuple[list[list[Page]], Pool]
 
 
 def keep_beside_buffer(plan: Plan, slots: Callable[[int], int], stage: int = 0) -> list[list[Page]]:
-    """Keep the pages that fit beside the buffer; returns the streamed pages by layer.
+    """Keep the pages that fit beside a buffer; return the pages that stream, by layer.
 
     A layer's dense pages are kept before its experts. Layers stream equally many pages, give or take one, so that no
     layer waits longer for its weights than the others.

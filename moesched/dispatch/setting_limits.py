@@ -1,4 +1,4 @@
-"""Limits of policies' settings: a value beyond them is refused with the nearest one that is allowed."""
+"""Limits of policies' settings; the error names the nearest allowed value."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from moesched.errors import BadInput
 
 
 def require_at_least(least: int, **settings: int) -> None:
-    """Require the least value of settings, by name.
+    """Check that settings, by name, are at least `least`.
+
 
     Raises:
-        BadInput: one is lower.
+        BadInput: a setting is lower.
     """
     for name, value in settings.items():
         if value < least:
@@ -17,13 +18,13 @@ def require_at_least(least: int, **settings: int) -> None:
 
 
 def require_at_most(most: int, what: str, **settings: int) -> None:
-    """Require the largest value of settings whose -1 stands for as many as fit.
+    """Check that settings are at most `most`; -1, which means as many as fit, is allowed.
 
     Args:
-        what: has that number, such as "mixtral-8x7b has 256 experts".
+        what: words for the limit, such as "mixtral-8x7b has 256 experts".
 
     Raises:
-        BadInput: one is higher.
+        BadInput: a setting is higher.
     """
     for name, value in settings.items():
         if value > most:

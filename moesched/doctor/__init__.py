@@ -1,1 +1,1 @@
-"""Looks at this machine, and says what will work and how to mend what will not."""
+"""Examination of this machine: what will work, and a remedy for what will not."""

@@ -1,4 +1,4 @@
-"""Facts about the machines of a cluster file, as this one reaches them."""
+"""Facts about the machines of a cluster file, as seen from this machine."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from moesched.cluster.members import ssh_command
 from moesched.doctor.facts import NO_ANSWER, ClusterFacts, PortFacts, PortState, SshFacts
 
 SECONDS = 8.0
-"""Time that an ssh connection has to answer, with the start of moesched."""
+"""Seconds that an ssh connection has to answer, the start of moesched included."""
 PORT_SECONDS = 3.0
 NOT_FOUND = 127
-"""Exit code of a shell that does not find a command."""
+"""Exit code of a shell if it does not find the command."""
 OF_SSH = 255
-"""Exit code of ssh where it reaches no shell."""
+"""Exit code of ssh if it reaches no shell."""
 
 
 def cluster_facts(cluster: Cluster, seconds: float = SECONDS) -> ClusterFacts:
-    """The answer of ssh on each node, and the state of each port; all are asked at once.
+    """Return ssh's answer for each node, and the state of each port; all are asked at once.
 
-    seconds: time that ssh has for it.
+    seconds: the time that ssh has to answer.
     """
     ssh = shutil.which("ssh") is not None
     places = [("the launcher", cluster.launcher.address, cluster.launcher.port)]
@@ -83,7 +83,7 @@ def _port(who: str, address: str, port: int) -> PortFacts:
 
 
 def port_state(address: str, port: int) -> PortState:
-    """The state of a TCP port; before a run nothing should listen there, and the machine should say so."""
+    """Return the state of a TCP port; before a run it should be closed: the machine answers that nothing listens."""
     try:
         with socket.create_connection((address, port), timeout=PORT_SECONDS):
             return "taken"
@@ -94,7 +94,7 @@ def port_state(address: str, port: int) -> PortState:
 
 
 def _own_port_state(address: str, port: int) -> PortState:
-    """Test whether this user may listen on a port, where the address is this machine's."""
+    """Return the state of a port of this machine: listen on it for a moment, if the address is this machine's."""
     try:
         family = socket.AF_INET6 if ":" in address and ip_address(address).version == 6 else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listening:

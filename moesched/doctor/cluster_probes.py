@@ -14,11 +14,11 @@ SSH_PROBLEMS = {
     "ssh-no-server": ("connection refused",),
     "ssh-silent": ("timed out", "no route", "unreachable", NO_ANSWER),
 }
-"""Words of ssh, in lower case, by the finding that they stand for."""
+"""Words in ssh's error messages, in lower case, by the name of the finding that they lead to."""
 
 
 def probe_cluster(facts: Facts) -> Iterator[Finding]:
-    """Say whether the launcher here can start the nodes and reach their ports; nothing without a cluster file."""
+    """Yield findings on whether this machine can start a cluster's nodes and reach their ports, if a file was given."""
     cluster = facts.cluster
     if cluster is None:
         return

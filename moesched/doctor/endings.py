@@ -1,4 +1,4 @@
-"""Runs in processes of their own that must end properly: for lack of memory, by Ctrl-C, and within the prediction."""
+"""Runs in processes of their own that must end properly: out of memory, by Ctrl-C, and within predicted memory."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from moesched.inputs.lookup import find_machine
 from moesched.machines.commented_toml import commented_toml
 
 PATIENCE_SECONDS = 60.0
-"""Time that a run may take to begin, and to end by itself."""
+"""Seconds that a run may take to begin, and to end by itself."""
 INTERRUPTED_SECONDS = 5.0
-"""Time that a run may take to end after Ctrl-C."""
+"""Seconds that a run may take to end after Ctrl-C."""
 MAPPED = 6 * 10**9
-"""Bytes that a run on the processor may map while its memory is to run out: three times as much is planned."""
+"""Bytes that a CPU run may map in the test of running out of memory; it plans three times as many."""
 NOT_TRIED_ON_MLX = (
     "is not tried on MLX: allocations pass its memory limit, and filling the machine would harm others"
 )
 NEW_TOKENS = 100_000
 KV_BYTES = 2 * TINY.layers * TINY.attention.kv_heads * TINY.attention.head_dim * 4
-"""Bytes of the KV cache for each token."""
+"""Bytes of KV cache per token of the tiny model."""
 EXIT_BY_SIGINT = 130
 MOST_SLACK, LEAST_SLACK = 0.1, 64_000_000
-"""Relative and absolute error of the predicted memory of a process."""
+"""Allowed error of a process's predicted memory: relative, and in bytes."""
 
 
 def _command(model: Path, device: str, *more: str) -> list[str]:
@@ -44,7 +44,7 @@ def _command(model: Path, device: str, *more: str) -> list[str]:
 
 
 def check_ledger(model: Path, device: str) -> Finding:
-    """Say whether a process's peak is the one that its plan predicts; only where the whole process is predicted."""
+    """Check that a run's peak process memory is the predicted one; only for devices that predict the whole process."""
     arguments = ["--policy", "cgopipe", "--prompt-ids", "1,2,3;4,5", "--max-new-tokens", "8", "--json"]
     done = _finished(_command(model, device, *arguments))
     if done.returncode:
@@ -57,7 +57,7 @@ def check_ledger(model: Path, device: str) -> Finding:
 
 
 def judge_peak(about: str, predicted: int, measured: int) -> Finding:
-    """Say whether a measured peak, in bytes, is within the predicted one and its slack."""
+    """Return the finding on a measured peak in bytes: within the predicted one and its allowed error, or not."""
     says = f"peak of {measured / 1e6:,.0f} MB, predicted {predicted / 1e6:,.0f} MB"
     if measured > predicted + max(MOST_SLACK * predicted, LEAST_SLACK):
         return Finding(about=about, says=says, remedy=f"lower budgets by the difference, and {REPORT}")
@@ -65,9 +65,9 @@ def judge_peak(about: str, predicted: int, measured: int) -> Finding:
 
 
 def check_lack_of_memory(model: Path, device: str, facts: Facts, scratch: Path) -> Finding:
-    """Say whether a run that gets less memory than it plans ends in one line.
+    """Check that a run that gets less memory than it plans ends with an error of one line.
 
-    On the processor it may map less than its KV cache takes; on a GPU the cache is larger than the GPU.
+    On the CPU, the process may map less than its KV cache takes; on a GPU, the cache is larger than the GPU's memory.
     """
     if facts.device == "mlx":
         return Finding(about="lack of memory", says=NOT_TRIED_ON_MLX)
@@ -89,7 +89,7 @@ def check_lack_of_memory(model: Path, device: str, facts: Facts, scratch: Path) 
 
 
 def _boundless(device: str, scratch: Path) -> Path:
-    """A file of this machine with more memory than there is, so that no plan is refused."""
+    """Write and return a machine file of this machine with more memory than it has, so that no plan is refused."""
     from msgspec.structs import replace
 
     machine = find_machine("auto", device, foreign=True)
@@ -101,7 +101,7 @@ def _boundless(device: str, scratch: Path) -> Path:
 
 
 def check_interrupt(model: Path, device: str, scratch: Path) -> Finding:
-    """Say whether Ctrl-C ends a run within seconds, with its results so far."""
+    """Check that Ctrl-C ends a run within seconds, and that the run prints its results so far."""
     report = scratch / "interrupted.json"
     arguments = ["--policy", "cgopipe", "--prompt-ids", "1,2,3", "--max-new-tokens", str(NEW_TOKENS)]
     command = _command(model, device, *arguments, "--report", str(report))
@@ -127,7 +127,7 @@ def check_interrupt(model: Path, device: str, scratch: Path) -> Finding:
 
 
 def _begins(process: subprocess.Popen[bytes]) -> bool:
-    """Wait for the log line that tells a run's first token; False where the process ends before."""
+    """Wait for a run's log line "first token"; return False if the process ends before."""
     assert process.stderr is not None
     return any(b"first token" in line for line in process.stderr)
 
@@ -135,7 +135,7 @@ def _begins(process: subprocess.Popen[bytes]) -> bool:
 def _finished(
     command: Sequence[str], *, address_space: int | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; one that takes too long is killed, and says so as its last line."""
+    """Run a command, which may map `address_space` bytes; if it takes too long, kill it and say so in the last line."""
     limit = None if address_space is None else partial(_limit_address_space, address_space)
     try:
         return subprocess.run(
@@ -158,5 +158,5 @@ def _limit_address_space(nbytes: int) -> None:
 
 
 def _last(text: str) -> str:
-    """The last line of a text."""
+    """Return the last line of a text."""
     return (text.strip().splitlines() or ["it says nothing"])[-1]

@@ -1,4 +1,4 @@
-"""Gathers the facts about this machine, and has every probe judge them."""
+"""Examination of this machine: gathers facts, and lets every probe judge them."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ MLX = "moesched.devices.mlx.inspection"
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
-    """All that `moesched doctor` found, as its file has it.
+    """Everything that `moesched doctor` found; its file has this content.
 
     Attributes:
         version: moesched's version.
         system: the operating system, with its version.
-        trial: the findings of a trial of a device; empty without one.
+        trial: findings from runs on a device; empty if none was tried.
         seconds: time that the examination took.
     """
 
@@ -86,12 +86,12 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def troubles(self) -> list[Finding]:
-        """The findings that need something done."""
+        """Findings that are troubles, of the machine and of the trial."""
         return [each for each in (*self.findings, *self.trial) if each.is_trouble]
 
 
 def examine(facts: Facts) -> Examination:
-    """Have all probes judge the facts."""
+    """Let all probes judge the facts."""
     return Examination(
         version=version("moesched"),
         python=platform.python_version(),
@@ -102,12 +102,12 @@ def examine(facts: Facts) -> Examination:
 
 
 def gather_facts(device: str = "", model: Path | None = None, hosts: Path | None = None) -> Facts:
-    """The facts about this machine.
+    """Gather the facts about this machine.
 
     Args:
         device: "cpu", "cuda", "mlx", or empty for none in particular.
-        model: a model's folder.
-        hosts: a cluster file, whose machines are asked.
+        model: folder of a model to look at.
+        hosts: cluster file; its machines are asked by ssh, and their ports tried.
 
     Raises:
         BadInput: the model is no folder, or the cluster file is broken.
@@ -142,19 +142,19 @@ def gather_facts(device: str = "", model: Path | None = None, hosts: Path | None
 
 
 def cuda_facts() -> CudaFacts:
-    """CUDA, as torch sees it now."""
+    """Return the facts on CUDA, as torch sees it now."""
     facts: CudaFacts = _loaded("cuda_facts")()
     return facts
 
 
 def library_bytes() -> int:
-    """Bytes of the first GPU that libraries take for a stream, beside all plans."""
+    """Return the bytes of the first GPU that CUDA's libraries take for a stream, which plans do not count."""
     nbytes: int = _loaded("library_bytes")()
     return nbytes
 
 
 def metal_facts() -> MetalFacts:
-    """MLX, as it sees this machine now; where it cannot be loaded, the reason."""
+    """Return the facts on MLX, as it sees this machine now; if it cannot be loaded, the reason."""
     try:
         facts: MetalFacts = plugins.load(f"{MLX}:metal_facts", "MLX")()
     except BadInput as error:
@@ -163,5 +163,5 @@ def metal_facts() -> MetalFacts:
 
 
 def _loaded(name: str) -> Any:
-    """A function of the torch device's inspection; torch is imported by it."""
+    """Return a function of the torch device's inspection by name; this imports torch."""
     return plugins.load(f"{TORCH}:{name}", "the inspection")

@@ -1,4 +1,4 @@
-"""Facts about a machine, as the system and the libraries tell them; probes judge them. Sizes are in bytes."""
+"""Facts about a machine, from the system and libraries; probes judge them. Sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import msgspec
 from moesched.system.cuda import CudaFacts
 
 Caching = Literal["bypassed", "dropped", "kept"]
-"""The effect of a device's reads on the page cache; "bypassed" are direct reads."""
+"""Effect of a device's reads of a file on the page cache; "bypassed" means direct reads."""
 PortState = Literal["free", "taken", "silent", "forbidden"]
-"""Nothing listens there; something does; no answer, as behind a firewall; this user may not listen there."""
+"""State of a port, in this order: nothing listens; something listens; no answer, as behind a firewall; not allowed."""
 
 
 NO_ANSWER = "no answer"
-"""The beginning of the message for an ssh that was given up."""
+"""Start of the message for an ssh that did not answer in time."""
 
 
 class ProcessorFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The processor.
 
     Attributes:
-        architecture: such as "x86_64".
+        architecture: name of the architecture, such as "x86_64".
         flags: names of its features, as Linux lists them; empty where the system lists none.
     """
 
@@ -35,8 +35,8 @@ class KernelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The library of CPU kernels.
 
     Attributes:
-        sets: instruction sets that it can use here, best first.
-        problem: the reason why it cannot be used; empty if it can.
+        sets: instruction sets that the library can use here, best first.
+        problem: the reason why the library cannot be used; empty if it can.
     """
 
     sets: list[str]
@@ -44,7 +44,7 @@ class KernelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The cores that this process may run on, and the number whose time its control groups allow, if they limit it."""
+    """Cores that this process may run on, and the number of cores whose time its control groups allow; None for all."""
 
     cores: int
     quota: int | None
@@ -54,12 +54,11 @@ class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The memory.
 
     Attributes:
-        physical: of the machine.
+        physical: memory of the machine.
         limit: the most that processes here can have: `physical`, or less in a control group.
-        available: free, or can be freed, within the limit.
-        locked: the most that a process may lock by itself, which what CUDA locks does not count against; None where
-            there is no limit.
-        address_space: the most that a process may map; None where there is no limit.
+        available: memory within the limit that is free or can be freed.
+        locked: the most that a process may lock by itself (CUDA's locks do not count); None without a limit.
+        address_space: the most that a process may map; None without a limit.
     """
 
     physical: int
@@ -70,13 +69,13 @@ class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FolderFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A folder.
+    """The folder of the cache or of a model.
 
     Attributes:
         role: "cache" or "model".
-        problem: the reason why it cannot be used; empty if it can.
+        problem: the reason why the folder cannot be used; empty if it can.
         free: bytes that this user can write there.
-        caching: effect of the device's reads of a file there; None where no file could be read.
+        caching: effect of the device's reads of a file there on the page cache; None if no file could be read.
     """
 
     role: Literal["cache", "model"]
@@ -90,8 +89,8 @@ class ClockFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The clock of all measurements.
 
     Attributes:
-        monotonic: whether it never goes back.
-        step: its smallest observed step, in nanoseconds.
+        monotonic: whether the clock never goes back.
+        step: the smallest observed step, in nanoseconds.
     """
 
     monotonic: bool
@@ -106,7 +105,7 @@ class MetalFacts(msgspec.Struct, frozen=True, kw_only=True):
         metal: whether MLX uses a GPU.
         macos: the system's version; empty elsewhere.
         gpu: the GPU's name.
-        recommended: bytes that the system recommends to wire at most; None where it says nothing.
+        recommended: the most bytes that the system recommends to wire; None if it says nothing.
         problem: the reason why MLX cannot be loaded; empty if it can.
         peak: the most bytes that MLX had allocated in this process.
     """
@@ -121,7 +120,7 @@ class MetalFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PortFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A port of a cluster file, with the name of the launcher or node that listens there during a run."""
+    """A port of a cluster file, its state, and the name of the launcher or node that listens there during a run."""
 
     who: str
     address: str
@@ -134,11 +133,11 @@ class SshFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         who: the node's name.
-        destination: as ssh takes it.
-        problem: ssh's reason for not reaching it; empty if it does.
+        destination: the destination in the syntax of ssh.
+        problem: ssh's reason why it does not reach the node; empty if it does.
         command: the command that starts moesched there.
-        version: what the command prints as its version; empty if it is not found.
-        failure: what it says instead, where it fails; empty if it does not.
+        version: the version that the command prints; empty if the command is not found.
+        failure: the command's error message; empty if it works.
     """
 
     who: str
@@ -153,8 +152,8 @@ class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The machines of a cluster file.
 
     Attributes:
-        ssh: whether there is an ssh program here.
-        version: moesched's version here.
+        ssh: whether this machine has an ssh program.
+        version: moesched's version on this machine.
     """
 
     ssh: bool
@@ -169,7 +168,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         device: the device that is examined: "cpu", "cuda" or "mlx"; empty for none in particular.
         model_bytes: size of the model's files; 0 without a model.
-        metal: None where MLX is not examined.
+        metal: None if MLX is not examined.
         cluster: None without a cluster file.
     """
 

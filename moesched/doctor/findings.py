@@ -1,4 +1,4 @@
-"""The result of a probe: its state in one line, and the remedy for a trouble. Their words are in findings.toml."""
+"""Findings, the results of probes: a state in one line, and a remedy for a trouble; texts are in findings.toml."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         about: the thing, in a word or two.
-        says: its state.
-        remedy: what to do about a trouble; empty where all is well.
+        says: the thing's state.
+        remedy: what to do about a trouble; empty if all is well.
     """
 
     about: str
@@ -27,19 +27,19 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_trouble(self) -> bool:
-        """True if something has to be done."""
+        """True if the user has to do something, as `remedy` says."""
         return bool(self.remedy)
 
 
 class _Words(Formatter):
-    """Formats sizes by the specification "bytes"."""
+    """Formatter with the specification "bytes" for sizes, as in {size:bytes}."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         return format_bytes(value) if format_spec == "bytes" else format(value, format_spec)
 
 
 def finding(name: str, **values: object) -> Finding:
-    """The finding of that name in findings.toml, with these values in its words."""
+    """Return the finding of that name in findings.toml, with these values filled into its text."""
     words = _findings()[name]
     about, says, remedy = (
         _Words().vformat(text, (), values) for text in (words.about, words.says, words.remedy)

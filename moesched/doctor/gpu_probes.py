@@ -11,15 +11,15 @@ from moesched.system.cuda import FIRST_WITH_BFLOAT16, CudaFacts, GpuFacts, troub
 from moesched.system.wired import raise_wired_limit
 
 FULL_SHARE = 0.1
-"""Share of a GPU's memory that others may fill: a desktop takes less."""
+"""Share of a GPU's memory that other programs may fill; a desktop takes less."""
 WIRED_SHARE = 0.6
-"""Least share of a Mac's memory that Metal should be allowed to wire; macOS allows two thirds to three quarters."""
+"""The least share of a Mac's memory that Metal should be allowed to wire; macOS allows two thirds to three quarters."""
 LEAST_MACOS = 15
 """The first macOS with residency sets, which keep weights wired."""
 
 
 def probe_cuda(facts: Facts) -> Iterator[Finding]:
-    """Say whether torch can use the NVIDIA GPUs; nothing where there are none and none is asked for."""
+    """Yield findings on whether torch can use the NVIDIA GPUs; none if there is no GPU and none is asked for."""
     cuda = facts.cuda
     if facts.device == "cuda" or cuda.driver:
         trouble = trouble_of_driver(cuda)
@@ -45,7 +45,7 @@ def _major(version: str) -> int:
 
 
 def probe_metal(facts: Facts) -> Iterator[Finding]:
-    """Say whether MLX can use the GPU of a Mac, and how much memory it may wire there."""
+    """Yield findings on whether MLX can use the GPU of a Mac, and how much memory it may wire."""
     metal = facts.metal
     if metal is None:
         return

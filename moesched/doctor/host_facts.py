@@ -1,4 +1,4 @@
-"""Facts that the system tells: processor, cores, memory, folders and clock."""
+"""Facts about the host, from the operating system: processor, cores, memory, folders and clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moesched.system.cores import affinity, cpu_quota
 from moesched.system.memory import ROOT, available_memory, total_memory
 
 CachingOf = Callable[[Path], Caching]
-"""The effect of a device's reads of a file on the page cache.
+"""Function that returns the effect of a device's reads of a file on the page cache.
 
 Raises:
     MoeschedError: the file cannot be read.
@@ -30,7 +30,7 @@ CLOCK_READINGS = 2_000
 
 
 def processor_facts(root: Path = ROOT) -> ProcessorFacts:
-    """The processor of this machine.
+    """Return the facts on this machine's processor.
 
     root: the folder that holds `proc`.
     """
@@ -47,9 +47,9 @@ def _flags(file: Path) -> list[str]:
 
 
 def core_facts(quota: int | None = None) -> CoreFacts:
-    """The cores of this process.
+    """Return the facts on the cores of this process.
 
-    quota: cores whose time control groups allow; by default what they say here.
+    quota: number of cores whose time control groups allow; by default as they say on this machine.
     """
     cores = len(affinity())
     allowed = cpu_quota() if quota is None else quota
@@ -57,7 +57,7 @@ def core_facts(quota: int | None = None) -> CoreFacts:
 
 
 def memory_facts(root: Path = ROOT) -> MemoryFacts:
-    """The memory of this machine, and the limits of this process.
+    """Return the facts on this machine's memory and the limits of this process.
 
     root: the folder that holds `proc` and `sys`.
     """
@@ -77,7 +77,7 @@ def _limit(kind: int) -> int | None:
 
 
 def clock_facts(now: Callable[[], int] = time.monotonic_ns) -> ClockFacts:
-    """The steps of a clock; of the monotonic one by default."""
+    """Observe a clock that gives nanoseconds, by default the monotonic one."""
     readings = [now() for _ in range(CLOCK_READINGS)]
     steps = [later - earlier for earlier, later in pairwise(readings)]
     forward = [step for step in steps if step > 0]
@@ -85,7 +85,7 @@ def clock_facts(now: Callable[[], int] = time.monotonic_ns) -> ClockFacts:
 
 
 def cache_facts(folder: Path, caching_of: CachingOf) -> FolderFacts:
-    """The cache's folder, which is made if it is not there; a small file is written, read and removed."""
+    """Make the cache's folder if it is absent, and try it: write, read and remove a small file."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _small_file(folder) as file:
@@ -106,9 +106,9 @@ def _small_file(folder: Path) -> Iterator[Path]:
 
 
 def mapping_of(folder: Path, refusal_of: Callable[[Path], str]) -> str | None:
-    """The reason why a GPU does not copy from a file of a folder in the page cache; None where it has no file.
+    """Return the reason why a GPU cannot copy a folder's files from the page cache; empty if it can, None without file.
 
-    The file is one of weights, or else a small one, which is removed afterwards.
+    A file of weights is tried, or else a small new file, which is removed afterwards.
     """
     weights = sorted(folder.glob("*.safetensors"))
     try:
@@ -122,7 +122,7 @@ def mapping_of(folder: Path, refusal_of: Callable[[Path], str]) -> str | None:
 
 
 def model_facts(folder: Path, caching_of: CachingOf) -> FolderFacts:
-    """A model's folder: whether its files can be read, each of them, and directly."""
+    """Try the files of a model's folder: whether each can be read, and the effect on the page cache."""
     try:
         files = sorted(folder.glob("*.safetensors"))
         for file in [folder / "config.json", *files]:
@@ -140,7 +140,7 @@ def model_facts(folder: Path, caching_of: CachingOf) -> FolderFacts:
 
 
 def bytes_of_model(folder: Path) -> int:
-    """Bytes of the model's files, as far as they can be seen."""
+    """Return the bytes of the model's files, as far as they can be listed."""
     try:
         return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     except OSError:

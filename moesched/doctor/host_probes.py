@@ -8,15 +8,15 @@ from moesched.doctor.facts import Facts, FolderFacts
 from moesched.doctor.findings import Finding, finding
 
 LEAST_AVAILABLE = 2 * 10**9
-"""Bytes of memory that Python, torch and a small model need with room to spare."""
+"""Bytes of memory that are enough for Python, torch and a small model."""
 LEAST_ADDRESS_SPACE = 8 * 10**9
 """Bytes that a process should be able to map: threads and libraries map much more than they use."""
 LEAST_FREE = 10**9
-"""Bytes of the disk that calibrations, traces and reports can fill."""
+"""Bytes of disk that calibrations, traces and reports may take."""
 LOCKED_WANTED = 2**30
 """Bytes of page-locked buffers that a run of a large model uses."""
 COARSEST_STEP = 10_000
-"""Nanoseconds; short kernels take ten times as long."""
+"""The largest good step of a clock, in nanoseconds; short kernels take ten times as long."""
 
 X86_SETS = {
     "amx_bf16": {"amx_bf16", "amx_tile", "avx512_bf16"},
@@ -24,11 +24,11 @@ X86_SETS = {
     "avx512": {"avx512f", "avx512vl", "avx512bw", "avx2", "fma"},
     "avx2": {"avx2", "fma"},
 }
-"""Instruction sets of the kernels, best first, and the processor's features that each needs."""
+"""By instruction set of the kernels, best first, the processor's features that it needs."""
 
 
 def probe_processor(facts: Facts) -> Iterator[Finding]:
-    """Say whether the processor has the instructions that the CPU kernels are written for."""
+    """Yield findings on whether the processor has the instructions that the CPU kernels are written for."""
     processor = facts.processor
     is_x86 = processor.architecture in ("x86_64", "AMD64") and processor.flags
     old = is_x86 and _best_set(processor.flags) == ""
@@ -36,7 +36,7 @@ def probe_processor(facts: Facts) -> Iterator[Finding]:
 
 
 def probe_kernels(facts: Facts) -> Iterator[Finding]:
-    """Say whether the compiled kernels can be used, with all instructions that the processor has."""
+    """Yield findings on whether the compiled kernels can be used, with the best instructions of the processor."""
     kernels, best = facts.kernels, _best_set(facts.processor.flags)
     if kernels.problem:
         yield finding("kernels-unusable", problem=kernels.problem)
@@ -47,19 +47,19 @@ def probe_kernels(facts: Facts) -> Iterator[Finding]:
 
 
 def _best_set(flags: list[str]) -> str:
-    """The best instruction set of x86 that a processor with these features has; empty for none."""
+    """Return the best x86 instruction set of a processor with these features; empty for none."""
     return next((name for name, needed in X86_SETS.items() if needed <= set(flags)), "")
 
 
 def probe_cores(facts: Facts) -> Iterator[Finding]:
-    """Say how many cores there are, and whether a quota gives the time of fewer."""
+    """Yield findings on the number of cores, and on a quota that gives the time of fewer."""
     cores, quota = facts.cores.cores, facts.cores.quota
     limited = quota is not None and quota < cores
     yield finding("cores-under-quota" if limited else "cores", cores=cores, quota=quota)
 
 
 def probe_memory(facts: Facts) -> Iterator[Finding]:
-    """Say how much memory there is, and whether a limit leaves too little."""
+    """Yield findings on the size of memory, and on limits that leave too little."""
     memory = facts.memory
     limited = "-limited" if memory.limit < memory.physical else ""
     scarce = "-scarce" if memory.available < LEAST_AVAILABLE else ""
@@ -69,7 +69,7 @@ def probe_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def probe_locked_memory(facts: Facts) -> Iterator[Finding]:
-    """Say whether CUDA locks as much of the host's memory as the buffers take that a GPU copies from.
+    """Yield findings on whether CUDA can lock as much host memory as the buffers take from which a GPU copies.
 
     `ulimit -l` says nothing about it: memory that CUDA locks does not count against that limit.
     """
@@ -80,7 +80,7 @@ def probe_locked_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def probe_mapped_files(facts: Facts) -> Iterator[Finding]:
-    """Say whether a GPU copies weights from the page cache, so that they are neither loaded nor copied in memory."""
+    """Yield findings on whether a GPU can copy weights from the page cache, without a copy in the process's memory."""
     refusal = facts.cuda.mapping
     if refusal:
         reason, _, remedy = refusal.rpartition(": ")
@@ -90,13 +90,13 @@ def probe_mapped_files(facts: Facts) -> Iterator[Finding]:
 
 
 def probe_folders(facts: Facts) -> Iterator[Finding]:
-    """Say whether the cache's and the model's folder can be used, have room, and can be read directly."""
+    """Yield findings on the folders of cache and model: usable, with room, and readable without the page cache."""
     for folder in facts.folders:
         yield finding(_state_of(folder), folder=folder, least=LEAST_FREE)
 
 
 def _state_of(folder: FolderFacts) -> str:
-    """The name of what is found."""
+    """Return the name in findings.toml of a folder's finding."""
     if folder.problem:
         return "model-unusable" if folder.role == "model" else "folder-unusable"
     if folder.role == "cache" and folder.free < LEAST_FREE:
@@ -105,7 +105,7 @@ def _state_of(folder: FolderFacts) -> str:
 
 
 def probe_clock(facts: Facts) -> Iterator[Finding]:
-    """Say whether the clock is fine enough to measure single tasks."""
+    """Yield findings on whether the clock is fine enough to measure single tasks."""
     clock = facts.clock
     if not clock.monotonic:
         yield finding("clock-goes-back")

@@ -1,4 +1,4 @@
-"""Runs of a tiny model under every policy, whose tokens and logits have to agree."""
+"""Runs of a tiny model under every policy; their tokens and logits must agree."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from moesched.seams import Device, is_expert_parallel
 from moesched.trace import check_trace
 
 FIRST = "resident"
-"""The policy that all others are compared with: it moves nothing, and runs everywhere."""
+"""The policy that all others are compared with: it moves no weights, and runs everywhere."""
 TRACED = "cgopipe"
 TIGHT = 0.7
-"""Share of what `resident` takes that others get, so that they stream."""
+"""Share of the memory that `resident` takes which other policies get, so that they stream."""
 REPORT = "send the file of --out as an issue: it is a fault of moesched, of the library, or of the hardware"
 
 Logits = dict[tuple[int, ...], list[np.ndarray[Any, Any]]]
-"""Of each micro-batch, by its sequences, step by step."""
+"""Logits by micro-batch (its sequences), one tensor per step."""
 
 
 @runtime_checkable
 class KeepsLogits(Protocol):
-    """A device that keeps the logits (S, V) of each step, with the sequences S that they are of."""
+    """A device that keeps the logits of each step, of shape (sequences, vocabulary), with the sequences' indices."""
 
     logits: list[tuple[tuple[int, ...], Any]]
 
 
 class PolicyRun(NamedTuple):
-    """One run.
+    """Result of one policy's run.
 
     Attributes:
-        tight: whether it had less memory than all weights take.
+        tight: whether the run had less memory than all weights take.
     """
 
     report: JobReport
@@ -49,12 +49,12 @@ class PolicyRun(NamedTuple):
 
 
 class PolicyRuns(NamedTuple):
-    """The runs of all policies.
+    """Results of all policies.
 
     Attributes:
-        refused: the reasons of policies that this machine cannot run, by name.
-        failed: the errors of those that began and failed, by name.
-        trace_problems: what is wrong with the trace of one run.
+        refused: by policy, the reason why this machine cannot run it.
+        failed: by policy, the error with which its run failed.
+        trace_problems: faults found in the trace of one run.
     """
 
     runs: dict[str, PolicyRun]
@@ -64,7 +64,7 @@ class PolicyRuns(NamedTuple):
 
 
 class _Keeper(Listener):
-    """Keeps the device, and with it the logits."""
+    """Listener that keeps the run's device, which holds the logits."""
 
     def __init__(self) -> None:
         self.device: object = None
@@ -81,7 +81,7 @@ class _Keeper(Listener):
 
 
 def policy_names() -> list[str]:
-    """The policies that run on one machine, `resident` first."""
+    """Return the names of policies that run on one machine, `resident` first."""
     names = [
         name for name in plugins.shipped("policies") if not is_expert_parallel(plugins.find("policies", name))
     ]
@@ -91,11 +91,12 @@ def policy_names() -> list[str]:
 def run_policies(
     model: Path, device: str, scratch: Path, progress: Callable[[float, float, str], object]
 ) -> PolicyRuns:
-    """Run the model under every policy, all but the first with less memory than the weights take where they can.
+    """Run a model under every policy; all but `resident` get less memory than the weights take, if they can stream.
 
     Args:
         device: name of a device of `moesched list devices`.
-        scratch: a folder for the trace.
+        scratch: folder for the trace.
+        progress: called with (policies done, all policies, name of the running one).
     """
     names, found = policy_names(), PolicyRuns({}, {}, {}, [])
     budgets: dict[str, int] = {}
@@ -118,13 +119,13 @@ def run_policies(
 
 
 def _tight(report: JobReport) -> dict[str, int]:
-    """A budget of the memory that the first policy filled most."""
+    """Return a budget below the peak of the memory that the first policy filled most."""
     memory = max(report.peak_bytes, key=lambda name: report.peak_bytes[name])
     return {memory: int(TIGHT * report.peak_bytes[memory])}
 
 
 def _run(model: Path, device: str, name: str, budgets: dict[str, int], trace: Path | None) -> PolicyRun:
-    """One run within the budgets, or without them where the policy cannot stream."""
+    """Run a policy within the budgets, or without them if it cannot stream."""
     try:
         return _run_within(model, device, name, budgets, trace)
     except BadInput:
@@ -155,11 +156,11 @@ def _run_within(
 
 
 def judge_runs(found: PolicyRuns, *, one_processor: bool, expected: list[list[int]]) -> Iterator[Finding]:
-    """Say whether all policies ran and gave the same bits.
+    """Yield findings on whether all policies ran and agree in tokens and logits.
 
     Args:
-        one_processor: whether all kernels run on the same processor, so that logits have to agree to the bit.
-        expected: the tokens of the CPU.
+        one_processor: whether all kernels run on one processor, so that logits must be equal to the bit.
+        expected: the tokens that the CPU generates, by request.
     """
     for name, reason in found.failed.items():
         yield Finding(about=f"policy {name}", says=f"failed: {reason}", remedy=REPORT)
@@ -190,7 +191,7 @@ def _other_tokens(found: PolicyRuns, expected: list[list[int]]) -> Iterator[Find
 
 
 def _agreement(found: PolicyRuns, first: PolicyRun, one_processor: bool) -> Finding:
-    """Say how far logits differ between policies; on one processor they may not."""
+    """Return the finding on differences of logits between policies; on one processor there must be none."""
     apart = {name: largest_difference(run.logits, first.logits) for name, run in found.runs.items()}
     different = {name: by for name, by in apart.items() if by > 0}
     if not first.logits:
@@ -205,7 +206,7 @@ def _agreement(found: PolicyRuns, first: PolicyRun, one_processor: bool) -> Find
 
 
 def largest_difference(some: Logits, others: Logits) -> float:
-    """The largest difference of two runs' logits; infinite where they are of other sequences, or not finite."""
+    """Return the largest difference of two runs' logits; infinite if sequences differ or a logit is not finite."""
     if some.keys() != others.keys():
         return float("inf")
     largest = 0.0

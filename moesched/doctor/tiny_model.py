@@ -28,17 +28,17 @@ TINY = ModelConfig(
     stop_tokens=(),
     dtype="float32",
 )
-"""Its heads have the size that fast attention kernels of GPUs are written for."""
+"""The tiny model's shape; its heads have the size that fast GPU kernels of attention are written for."""
 
 PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5], [60]]
 NEW_TOKENS = 6
 MICRO_BATCH = 2
 GAIN = 10
-"""Factor of the matrices; with those of a usual random model all tokens follow from the last one."""
+"""Factor of the weights; with usual random weights, each token would depend only on the last one."""
 
 
 def write_tiny_model(folder: Path) -> Path:
-    """Write the model in float32; returns its folder."""
+    """Write the tiny model in float32 below a folder; return the model's folder."""
     write_random_model(TINY, folder, dtype="float32")
     for stored in open_checkpoint(folder).tensors.values():
         if len(stored.shape) > 1:

@@ -1,4 +1,4 @@
-"""A trial of a device: a tiny random model under every policy, and runs that have to end properly."""
+"""Trial of a device: a tiny random model under every policy, and runs that must end properly."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from moesched.system.scratch import scratch_folder
 Progress = Callable[[float, float, str], object]
 
 GPU_STREAMS = 3
-"""Streams of a run on a GPU: kernels, and a copy in each direction."""
+"""Number of streams of a run on a GPU: one for kernels, and one for copies in each direction."""
 CPU = "torch"
 """The device that all others are compared with."""
 
 
 def try_device(device: str, facts: Facts, progress: Progress) -> list[Finding]:
-    """Run a tiny model on a device under every policy, and say what held.
+    """Run a tiny model on a device under every policy, and return the findings.
 
     Args:
         device: "cpu", "cuda" or "mlx".
-        progress: called with the number of policies done, the number of all, and the name of the one that runs.
+        progress: called with (policies done, all policies, name of the running one).
     """
     if reason := _why_not(device, facts):
         return [Finding(about="trial", says=f"nothing ran on {device}: {reason}", remedy="mend that first")]
@@ -50,7 +50,7 @@ def try_device(device: str, facts: Facts, progress: Progress) -> list[Finding]:
 
 
 def _why_not(device: str, facts: Facts) -> str:
-    """The reason why nothing can run on a device; empty if something can."""
+    """Return the reason why nothing can run on a device; empty if runs are possible."""
     if device == "cuda" and not facts.cuda.gpus:
         return "torch can use no GPU"
     if device == "mlx" and facts.metal is not None and facts.metal.problem:
@@ -59,7 +59,7 @@ def _why_not(device: str, facts: Facts) -> str:
 
 
 def _expected(model: Path, device: str, found: PolicyRuns) -> list[list[int]]:
-    """The tokens of `resident` on the CPU."""
+    """Return the tokens that `resident` generates on the CPU, by request."""
     try:
         report = run_model(
             model,
@@ -77,7 +77,7 @@ def _expected(model: Path, device: str, found: PolicyRuns) -> list[list[int]]:
 
 
 def _peaks(device: str, found: PolicyRuns, libraries: int) -> list[Finding]:
-    """Say whether the GPU's memory stayed within what the ledger of the largest run says, and what libraries take."""
+    """Return findings on the GPU's peak memory: predicted are the largest run's peak and the bytes of `libraries`."""
     if device == "cuda":
         memory, peak = "gpu", cuda_facts().peak
     elif device == "mlx":

@@ -1,7 +1,7 @@
-"""A simple account of an engine's tasks, to compare with the engine's own fast one.
+"""Plain model of an engine's graph and lanes, with which the checking mode compares the fast engine.
 
-It keeps the earlier tasks that each task waits for, and the ready tasks of each lane, without the engine's short cuts.
-Broken rules are collected.
+For each task it has the earlier tasks that it waits for, and for each lane the ready tasks, without the engine's short
+cuts. Broken rules are collected as texts.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from moesched.tasks import (
 
 
 class Account:
-    """All tasks of one engine.
+    """The expected state of all tasks of one engine.
 
     Attributes:
-        tasks: in program order.
-        open: the ids of those that have not settled.
-        broken: the rules broken so far.
+        tasks: all tasks in program order.
+        open: ids of tasks that have not settled.
+        broken: descriptions of the rules broken so far.
     """
 
     def __init__(self, lanes: Iterable[Lane]) -> None:
@@ -51,9 +51,12 @@ class Account:
         self._lanes = {lane: _LaneAccount(lane) for lane in lanes}
 
     def enter(self, task: Task, inputs: list[Task], expected: set[int], by_hand: int) -> None:
-        """Record a submitted task; `expected` are the ids of the tasks that it must wait for, by the blocks before it.
+        """Record a submitted task.
 
-        The last `by_hand` of its edges do not come from data.
+        Args:
+            inputs: the tasks that the engine lets the task wait for.
+            expected: ids of the tasks that it must wait for, by the blocks that it reads and writes.
+            by_hand: number of the last `inputs` that do not come from blocks.
         """
         deps = set(task.deps)
         if task.id != len(self.tasks):
@@ -82,7 +85,7 @@ class Account:
             self._lanes[task.lane].order.append(task)
 
     def issue(self, task: Task) -> list[Task]:
-        """Record a task that a stream took in; returns the tasks on the device that no longer wait for it."""
+        """Record a task that was issued to a stream; return the tasks that only the device still lets wait for it."""
         self._released[task.id] = []
         released = [number for number in self._later[task.id] if self._on_device(task.id, self.tasks[number])]
         self._released[task.id] = released
@@ -101,25 +104,25 @@ class Account:
         account.admitted.add(task.id)
 
     def promote(self, task: Task, before: int) -> None:
-        """The key of a task was another one before."""
+        """Record that a task's priority was raised; its key was `before`."""
         if task.key > before:
             self.broken.append(f"{task!r} was promoted to a less urgent class")
         if task.state == READY:
             self._lanes[task.lane].queue(task)
 
     def unsettled(self) -> list[Task]:
-        """The tasks that have not settled, in program order."""
+        """Return the tasks that have not settled, in program order."""
         return [self.tasks[number] for number in sorted(self.open)]
 
     def await_device(self, task: Task) -> None:
-        """Record that a task settles after those that it waits for on its device, having run or been cancelled."""
+        """Record that a task, run or cancelled, settles only after the tasks that it waits for on its device."""
         waits = [other.id for other in task.after or () if other.id in self.open]
         self._left[task.id] = len(waits)
         for earlier in waits:
             self._later[earlier].append(task.id)
 
     def look(self, *tasks: Task) -> None:
-        """Compare tasks, and those that their ends may have released, with the account; then the lanes."""
+        """Compare tasks, tasks that their ends may have released, and all lanes with the expected state."""
         ended_lanes = {
             task.lane for task in tasks if task.state in (DONE, FAILED) and task.lane.domain is None
         }
@@ -145,7 +148,7 @@ class Account:
             self.broken += account.problems(self._calls, just_ended=lane in ended_lanes)
 
     def _compare(self, task: Task) -> None:
-        """Check the move from the last known state to the present one."""
+        """Check a task's move from the last known state to its current one."""
         before, after = self._known[task.id], task.state
         if before == after:
             return
@@ -168,7 +171,7 @@ class Account:
             self._lanes[task.lane].move(task, self._calls)
 
     def _on_device(self, earlier: int, task: Task) -> bool:
-        """Test whether the device keeps the edge between two tasks, because a stream took the earlier one in."""
+        """Test whether the device itself orders two tasks, because the earlier one was issued to a stream."""
         domain = task.lane.domain
         return domain is not None and domain == self.tasks[earlier].lane.domain and earlier in self._released
 
@@ -189,14 +192,14 @@ class Account:
             self.broken.append(f"{task!r} waits for nothing")
 
     def expect_running(self, task: Task) -> None:
-        """Check that a task about to end holds its lane."""
+        """Check that a task about to end is the one that runs on its lane."""
         running = task.state == RUNNING and task.lane.running is task
         if not running and task.state != ISSUED:
             self.broken.append(f"{task!r} ended without holding its lane")
 
 
 class _LaneAccount:
-    """The account of one lane: which task should run, and which may start."""
+    """The expected state of one lane: the task that should run, and those that may start."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -208,7 +211,7 @@ class _LaneAccount:
         self.fresh: list[Task] = []
 
     def move(self, task: Task, call: int) -> None:
-        """Record a task of this lane that changed its state during a call."""
+        """Record a task of this lane that changed its state during the engine's call number `call`."""
         self.ready.pop(task, None)
         if task.state == READY:
             self.ready[task] = call
@@ -219,12 +222,12 @@ class _LaneAccount:
             self.running = None
 
     def queue(self, task: Task) -> None:
-        """A ready task has this key from now on."""
+        """Record the current key of a ready task."""
         if not self.lane.in_order:
             heappush(self.by_key, (task.key, task))
 
     def problems(self, call: int, *, just_ended: bool) -> list[str]:
-        """Rules that the lane breaks after a call; `just_ended`: whether the call ended a task of this lane."""
+        """Return the rules that the lane breaks after a call of the engine, which may have ended a task of the lane."""
         wrong = []
         for task in self.fresh:
             wrong += self._start(task, call if just_ended else call - 1)
@@ -239,7 +242,7 @@ class _LaneAccount:
         return wrong
 
     def _start(self, task: Task, call: int) -> list[str]:
-        """Rules that a start breaks; it can only overtake tasks that were ready by `call`."""
+        """Return the rules that a task's start breaks: it must not overtake tasks that were ready by `call`."""
         wrong = []
         if self.running is not None:
             wrong.append(f"{task!r} runs beside {self.running!r}")
@@ -256,7 +259,7 @@ class _LaneAccount:
         return wrong
 
     def _more_urgent(self, task: Task, call: int) -> Task | None:
-        """A task that was ready by `call` and comes before this one."""
+        """Return a task that was ready by `call` and has priority over this one; None if there is none."""
         too_fresh = []
         found = None
         while found is None and self.by_key and self.by_key[0][0] < task.key:
@@ -277,14 +280,14 @@ class _LaneAccount:
         return first if first is not None and first.state == READY else None
 
     def _first(self) -> Task | None:
-        """The earliest task of the lane that neither ended nor runs."""
+        """Return the first task of the lane, in program order, that has neither ended nor started."""
         while self.order and (self.order[0].state >= ISSUED or self.order[0] is self.running):
             self.order.popleft()
         return self.order[0] if self.order else None
 
 
 def expected_edges(reads: Sequence[Block], writes: Sequence[Block], after: Sequence[Task]) -> set[int]:
-    """The ids of the tasks that a new one must wait for: read after write, write after read, write after write."""
+    """Return the ids of tasks that a new one must wait for: read after write, write after read, write after write."""
     earlier = {block.writer.id for block in reads if block.writer is not None}
     earlier |= {task.id for task in after}
     seen: set[int] = {id(block) for block in reads}

@@ -22,13 +22,13 @@ from moesched.steps.works import GROWING
 from moesched.tasks import CLASS_SHIFT, Collective, Lane, Task, Work, class_of
 
 Price = Callable[[Work], int]
-"""The nanoseconds of a work."""
+"""Function from a work to its nanoseconds."""
 
 
 class NotFixed(MoeschedError):
-    """The policy awaited a handle, looked at the time, cancelled a task, or has an eviction rule or a state of its own.
+    """The policy's steps may differ, so that they cannot be captured.
 
-    Its steps may differ.
+    It awaited a handle, looked at the time, cancelled a task, or has an eviction rule or state of its own.
     """
 
 
@@ -50,13 +50,13 @@ class CapturingEngine(Engine):
         raise NotFixed
 
     def take(self) -> list[Task]:
-        """The tasks submitted since the last call."""
+        """Return the tasks submitted since the last call, in program order."""
         tasks = self._tasks[self._taken :]
         self._taken += len(tasks)
         return tasks
 
     def forget(self) -> None:
-        """Drop errors, and what leads from task to task: none of them settles, and no collector sees them."""
+        """Drop references between tasks: garbage collection is off, and captured tasks never settle."""
         super().forget()
         for task in self._tasks:
             task.followers = task.operands = None
@@ -69,17 +69,17 @@ class CapturingEngine(Engine):
 
 
 Sized = tuple[int, str, int]
-"""A micro-batch, a verb and a kind of layer, whose tasks in a step have one work."""
+"""Key of tasks with equal work in a step: (micro-batch, verb, number of the kind of layer)."""
 
 
 class NumberedStep(Step):
-    """A step that notes whether the policy asks for its number."""
+    """A step that records whether the policy reads its number."""
 
     _asked = False
 
     @property
     def asked(self) -> bool:
-        """True once it did."""
+        """True if the policy has read the step's number."""
         return self._asked
 
     @property
@@ -89,22 +89,22 @@ class NumberedStep(Step):
 
 
 class Template:
-    """The graph of one step, by positions in program order.
+    """The graph of one step. A task's position is its index in program order.
 
     Attributes:
         tasks: the captured tasks, joins included.
-        lanes: each task's lane by its index; -1 for joins.
+        lanes: index of each task's lane; -1 for joins.
         samples: positions of the tasks that sample tokens.
-        last: positions of the tasks that end the step; of loading, all of them.
-        by_lane: the positions of each lane's tasks.
-        starts_on: the same, but -2 - lane for collectives, which take their lane after all other tasks of that moment.
+        last: positions of the tasks that end the step; for loading, of all tasks.
+        by_lane: positions of each lane's tasks.
+        starts_on: like `lanes`, but -2 - lane for collectives, which start after all other tasks of that moment.
         classes: each task's class, in the high bits of its key.
-        waits: number of a task's edges from within the step.
-        roots: positions of the tasks with no such edge.
+        waits: number of each task's edges from tasks of this step.
+        roots: positions of the tasks without such edges.
         later: for each task, the distances to the tasks that wait for it.
         earlier: edges from earlier steps, as (position, distance back).
         sized: positions of the tasks whose work changes from step to step, by micro-batch, verb and kind of layer.
-        kind_of: the number of each layer's kind.
+        kind_of: number of each layer's kind.
     """
 
     def __init__(
@@ -147,11 +147,11 @@ class Template:
         self._works, self._work_of = _numbered_works(tasks, self.lanes)
 
     def key(self, task: Task) -> Sized:
-        """The key of a task's work among those that differ between steps."""
+        """Return the key of a task's work among the works that differ between steps."""
         return task.micro_batch, task.verb, self.kind_of[task.layer]
 
     def repeats(self, other: Template) -> bool:
-        """Test whether this step does the same as another one, on other data."""
+        """Test whether this step has the same graph as another one, apart from works that change with each step."""
         return (
             self.edges == other.edges
             and self.lanes == other.lanes
@@ -160,7 +160,7 @@ class Template:
         )
 
     def nanoseconds(self, price: Price, works: dict[Sized, Work]) -> list[int]:
-        """The tasks' durations in a step with these works, by micro-batch, verb and kind of layer."""
+        """Return the tasks' durations in a step; `works` are those that differ between steps."""
         if not self._durations:
             prices = [*map(price, self._works), 0]
             self._durations = [prices[number] for number in self._work_of]
@@ -172,19 +172,19 @@ class Template:
         return durations
 
     def forget_prices(self) -> None:
-        """Have durations computed anew, for another cost model."""
+        """Drop cached durations, so that they are computed with another cost model."""
         self._durations = []
 
 
 def capture(run_state: RunState, policy: Policy) -> list[Template]:
-    """The graphs of a whole run: of loading, of prefill, then of each decode step.
+    """Capture the graphs of a whole run: of loading, of prefill, then of each decode step.
 
-    A step is repeated if the policy did the same in the step before, changed none of its attributes in between, and
-    did not ask for the step's number.
+    Once two steps in a row have the same graph, the last one stands for all later steps, provided that the policy
+    changed none of its attributes and did not read the step's number.
 
     Raises:
-        NotFixed: the policy awaited a handle, or has an eviction rule, which may decide otherwise in each step, or it
-            declares that it keeps a state.
+        NotFixed: the policy's steps may differ: it awaited a handle, has an eviction rule, or declares a state of its
+            own.
     """
     engine, pools = run_state.engine, run_state.plan.weights.pools
     assert isinstance(engine, CapturingEngine)
@@ -229,10 +229,7 @@ def capture(run_state: RunState, policy: Policy) -> list[Template]:
 
 
 class Edges:
-    """The edges of a step's tasks, without those that other edges imply.
-
-    Takes one step after the other, and keeps the tasks that those of the previous step waited for.
-    """
+    """Finds the edges between tasks, step after step, without edges that other edges imply."""
 
     def __init__(self) -> None:
         self._last_on: dict[Lane, int] = {}
@@ -241,9 +238,9 @@ class Edges:
         self._reach: list[int] = []
 
     def needed(self, tasks: Sequence[Task]) -> list[tuple[int, ...]]:
-        """For each task of the next step, the distances back to the tasks that it must wait for, the nearest first.
+        """Return, for each task of the next step, the distances back to the tasks that it must wait for, nearest first.
 
-        An in-order lane is one more edge: to the task before on the same lane.
+        On an in-order lane, each task also has an edge to the task before it on that lane.
         """
         before = [self._before(task) for task in tasks]
         first = tasks[0].id if tasks else self._first
@@ -277,18 +274,18 @@ class Edges:
 
 
 def _shifted(bits: int, by: int) -> int:
-    """Bits, shifted to a base that is higher by `by`."""
+    """Shift a bit set to a base that is higher by `by`."""
     return bits >> by if by >= 0 else bits << -by
 
 
 def _identity(task: Task) -> tuple[Any, ...]:
-    """The properties of a task that are the same in every step."""
+    """Return the properties of a task that are equal in every step that repeats."""
     work = task.work
     return (task.verb, task.layer, task.micro_batch, task.expert, work.kind, work.resource, work.tokens)
 
 
 def _numbered_works(tasks: Sequence[Task], lanes: Sequence[int]) -> tuple[list[Work], list[int]]:
-    """The different works of tasks, and the number of each task's; -1 for joins, which take no time."""
+    """Return the distinct works of tasks, and the index of each task's work; -1 for joins, which take no time."""
     works: list[Work] = []
     numbers: dict[int, int] = {}  # by id, since many tasks share a work
     work_of = []

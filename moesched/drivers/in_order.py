@@ -1,4 +1,4 @@
-"""The play of captured steps on lanes that issue in order: a task starts once all tasks before it have ended."""
+"""Timing of captured steps on lanes that issue in order: a task starts once all tasks that it waits for have ended."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from moesched.drivers.capture import Template
 
 
 def play_in_order(steps: Sequence[Template], durations: Iterable[list[int]]) -> tuple[list[int], list[int]]:
-    """The start and the end of every task.
+    """Return the start and the end of every task, in nanoseconds.
 
-    Such lanes make no choice: what runs before a task on its lane is one more edge, so no event has to be kept.
+    In-order lanes make no choice: the task before on a lane is one more edge, so that no queue of events is needed.
 
     Args:
-        durations: of the tasks of each step, in the same order.
+        steps: the captured steps, with edges for in-order lanes.
+        durations: nanoseconds of the tasks of each step, in the same order.
     """
     starts: list[int] = []
     ends: list[int] = []

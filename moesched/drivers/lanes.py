@@ -17,14 +17,14 @@ from moesched.tasks import Lane, Task
 
 Execute = Callable[[Task], Any]
 Clock = Callable[[], int]
-"""A monotonic clock in nanoseconds, with any origin."""
+"""A monotonic clock in nanoseconds; any origin will do."""
 
 LOOP_SLICE_NANOSECONDS = 1_000_000
-"""Time for which tasks run on the loop before it handles other events."""
+"""Nanoseconds for which tasks may run on the event loop before it handles other events."""
 
 
 class LaneReports(Protocol):
-    """The driver's interface for runners. Both calls may return a task, which the runner `mine` starts at once."""
+    """The driver as runners see it. Both methods may return a task, which the runner `mine` must start at once."""
 
     clock: Clock
     origin: int
@@ -33,25 +33,25 @@ class LaneReports(Protocol):
     def complete(
         self, task: Task, value: Any, error: BaseException | None, mine: Runner | None
     ) -> Task | None:
-        """Report that a task ended. The lock must be held."""
+        """Report that a task ended; call it with the engine's lock held."""
 
     def issued(self, task: Task, mine: Runner) -> Task | None:
-        """Report that a task was issued to a stream. The lock must be held."""
+        """Report that a task was issued to a stream; call it with the engine's lock held."""
 
 
 class Runner(Protocol):
     """Runs the tasks of a lane.
 
     Attributes:
-        guest: whether other runners' threads may run its tasks; `LaneReports` return the tasks to them.
-        host: whether its threads may run guests' tasks.
+        guest: whether threads of other runners may run this lane's tasks; `LaneReports` then returns the tasks to them.
+        host: whether this runner's threads may run tasks of guests.
     """
 
     guest: bool
     host: bool
 
     def start(self, task: Task) -> None:
-        """Start a task without blocking; called with the lock held."""
+        """Start a task without blocking; called with the engine's lock held."""
 
     def open(self) -> None:
         """Prepare for tasks; called before the first one."""
@@ -61,7 +61,7 @@ class Runner(Protocol):
 
 
 class Worker:
-    """A thread of a lane. It is woken by a raw lock, which is cheaper than a condition or an event."""
+    """A thread of a lane, which waits on a raw lock, since that is cheaper than a condition or an event."""
 
     __slots__ = ("task", "thread", "wake")
 
@@ -73,19 +73,19 @@ class Worker:
         self.thread.start()
 
     def go_on(self, task: Task | None) -> None:
-        """Give the thread its next task; None ends it."""
+        """Give the thread its next task; None ends the thread."""
         self.task = task
         self.wake.release()
 
 
 class ThreadRunner:
-    """A lane's worker thread. It finishes tasks under the lock and takes the next one of its lane itself.
+    """Runs a lane's tasks on a thread, which reports an end under the lock and takes the lane's next task itself.
 
-    Where its lane has none, it runs a guest's task that the finished one released. That saves waking two threads: one
-    for that task, and one for the task after it. A new task of its lane meanwhile runs on another thread.
+    If the lane has none, the thread runs a guest's task that the finished task released. This saves waking two threads:
+    one for that task, and one for the task after it. If its own lane gets a task meanwhile, another thread runs that.
 
     Args:
-        guest: whether other runners' threads may run the lane's tasks, which are short or mostly wait.
+        guest: whether threads of other runners may run this lane's tasks, which are short or mostly wait.
     """
 
     host = True
@@ -142,7 +142,7 @@ class ThreadRunner:
 
 
 class LoopRunner:
-    """Runs tasks of a few microseconds on the event loop; all lanes of kind "loop" share one runner."""
+    """Runs tasks of a few microseconds on the event loop; all lanes of kind "loop" share one."""
 
     guest = host = False
 
@@ -195,7 +195,7 @@ class LoopRunner:
 
 
 class AwaitableRunner:
-    """Awaits tasks such as network calls on the event loop; executing one returns an awaitable."""
+    """Runs tasks such as network calls, whose execution returns an awaitable, on the event loop."""
 
     guest = host = False
 
@@ -233,10 +233,10 @@ class AwaitableRunner:
 
 
 class StreamRunner:
-    """A stream of a device: one thread issues tasks, and another one waits for tasks whose end the host needs.
+    """Runs tasks on a stream of a device: one thread issues tasks, another one waits for ends that the host needs.
 
-    The host needs the end of a task that a policy awaits, or that a task outside the device depends on. The ends of
-    other tasks are reported with the next such one, or when the stream is idle.
+    These are ends of tasks that a policy awaits, or that a task outside the device depends on. The ends of other tasks
+    are reported together with the next of these, or when the stream is idle.
     """
 
     guest = host = False
@@ -289,7 +289,7 @@ class StreamRunner:
                     self._issuing.put(following)
 
     def _end_of(self, task: Task, issued: Issued) -> tuple[Any, BaseException | None]:
-        """Wait until a task has ended and note when it ran; returns its value, and what any of this raised first."""
+        """Wait until a task has ended, and set the times at which it ran; return (value, first error or None)."""
         driver = self._driver
         value = error = None
         try:
@@ -307,7 +307,7 @@ class StreamRunner:
         return value, error
 
     def _next_batch(self) -> list[tuple[Task, Issued]]:
-        """The oldest running tasks, up to the first whose end the host needs."""
+        """Return the oldest running tasks, up to the first whose end the host needs."""
         batch = []
         while self._running:
             batch.append(self._running.popleft())
@@ -318,7 +318,7 @@ class StreamRunner:
 
 
 class ThreadQueue:
-    """A thread that processes items in the order in which they were put."""
+    """A thread that processes items in the order in which they were added."""
 
     def __init__(self, name: str, work: Callable[[Any], None]) -> None:
         self._work = work
@@ -331,7 +331,7 @@ class ThreadQueue:
         self._thread.start()
 
     def put(self, item: Any) -> None:
-        """Add an item."""
+        """Add an item for the thread to process."""
         self._items.append(item)
         self._count.release()
 

@@ -1,4 +1,4 @@
-"""All observers of a run as one function: drivers call it for hundreds of thousands of tasks a second."""
+"""All observers of a run as one function, which is fast, since drivers call it for each of many tasks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesched.tasks import Task
 
 
 def observers_of_ends(observers: Sequence[Observer]) -> Callable[[Task], object]:
-    """The function to call with each task that ended: the observer's own method where there is only one."""
+    """Return a function that passes an ended task to all observers; a single observer's own method."""
     calls = [observer.ended for observer in observers]
     if len(calls) == 1:
         return calls[0]

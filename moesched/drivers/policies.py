@@ -1,4 +1,4 @@
-"""A policy's coroutine, which both drivers step directly, so that it can await task handles and nothing else."""
+"""Coroutines of policies, which drivers resume themselves, so that policies can await task handles and nothing else."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moesched.tasks import DONE, Join, Lane, Task
 
 
 class PolicyRun:
-    """One coroutine, with the handle that it awaits, and its result or error.
+    """A policy's coroutine for one rank, with the handle that it awaits, and its result or error.
 
     Args:
-        lanes: the lanes of its engine, on which the tasks are that it may await.
+        lanes: lanes of the rank's engine; only tasks on these may be awaited.
     """
 
     def __init__(self, main: Coroutine[Task, Any, Any], rank: int, lanes: Collection[Lane]) -> None:
@@ -33,7 +33,7 @@ class PolicyRun:
         self._pending: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
-        """Have the next `resume` raise an error in the coroutine, at its await."""
+        """Let the next `resume` raise an error in the coroutine, at its await."""
         self._pending = error
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class PolicyRun:
             self.error = error
 
     def resume(self) -> None:
-        """Go on until the coroutine awaits a handle that has not settled, or ends."""
+        """Run the coroutine until it awaits a handle that has not settled, or ends."""
         self.awaited = None
         while True:
             try:
@@ -79,12 +79,12 @@ class PolicyRun:
 
 @coroutine
 def scheduled(policy: Policy, step: Step) -> Generator[Task, None, None]:
-    """Have a policy schedule a step; while it waits, and once it has ended, the step's verbs are refused.
+    """Let a policy schedule a step. While the policy waits, and once it has ended, the step's verbs are refused.
 
-    A step with any micro-batch that decodes goes to `decode`.
+    A step with any micro-batch that decodes goes to the policy's `decode`, else to `prefill`.
 
     Raises:
-        PolicyError: its method is not `async def`, or it raised something that is no `Exception`, such as SystemExit.
+        PolicyError: the method is not `async def`, or raised something that is no `Exception`, such as SystemExit.
     """
     turn, thrown = turn_of(step), None
     try:
@@ -117,9 +117,9 @@ def scheduled(policy: Policy, step: Step) -> Generator[Task, None, None]:
 
 @contextmanager
 def policys_failures() -> Iterator[None]:
-    """Turn whatever a policy's code raises in this context, unless a signal did, into an `Exception`.
+    """Turn whatever a policy's code raises in this context into an `Exception`, unless a signal raised it.
 
-    Otherwise a policy that raises SystemExit would end the process, without a word.
+    Otherwise a policy that raises SystemExit would silently end the process.
 
     Raises:
         PolicyError: the policy raised something that is no `Exception`.
@@ -147,11 +147,11 @@ def policys_failures() -> Iterator[None]:
 
 
 def results_of(runs: Sequence[PolicyRun]) -> list[Any]:
-    """The return values of the coroutines, after all have ended.
+    """Return the results of the coroutines, after all have ended.
 
     Raises:
-        the first error, if any; a TaskCancelled, which follows from another rank's failure, only where there is no
-        other.
+        Exception: the first error of a coroutine; a TaskCancelled, which follows from another rank's failure, only if
+            there is no other error.
     """
     errors = [run.error for run in runs if run.error is not None]
     errors.sort(key=lambda error: isinstance(error, TaskCancelled))

@@ -1,4 +1,4 @@
-"""A policy's state in a form that can be compared: does a step leave it as it was?"""
+"""The state of a policy in a form that can be compared, to see whether a step changed it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from moesched.seams import Policy
 
 NOT_STATE = ("moesched.machines.", "moesched.models.", "moesched.steps.")
-"""Modules whose objects count by their identity: the run changes them, and captured steps show how."""
+"""Modules whose objects are compared by identity: the run changes them, and captured steps show those changes."""
 
 
 def state_of(policy: Policy) -> object:
-    """The attributes of a policy and of its classes, and all that they hold.
+    """Return the attributes of a policy and of its classes, and everything that they refer to, in comparable form.
 
-    Two results of one policy are equal if nothing has changed in between. What cannot be compared, such as a generator,
-    counts as changed.
+    Two results for one policy are equal if nothing has changed in between. Objects that cannot be compared, such as
+    generators, count as changed.
     """
     own = [
         {name: value for name, value in vars(cls).items() if not name.startswith("__")}
@@ -32,7 +32,7 @@ def state_of(policy: Policy) -> object:
 
 
 class _Comparable(pickle.Pickler):
-    """Writes what can change; classes, functions and the run's own objects by their identity."""
+    """Pickles what can change; classes, functions and the run's own objects count by identity."""
 
     def persistent_id(self, obj: Any) -> int | None:
         kind = type(obj)

@@ -11,7 +11,7 @@ from moesched.tasks import Work
 
 
 def nanoseconds(work: Work, cost: CostModel) -> int:
-    """The time of a work alone, at least one nanosecond, so that time moves on; asked of the cost model once."""
+    """Return the nanoseconds of a work alone, at least 1, so that time moves on; the result is kept in the work."""
     if work.nanoseconds < 0:
         work.demand = cost.work(work)
         work.nanoseconds = max(1, round(work.demand.seconds * 1e9))
@@ -20,23 +20,23 @@ def nanoseconds(work: Work, cost: CostModel) -> int:
 
 
 MANY = 20_000
-"""Objects that a run makes from which on they count as old at once."""
+"""If a run made at least this number of objects, objects are moved to the collector's oldest generation."""
 
 FULL = 5_000_000
-"""Objects that have become old before all garbage is collected."""
+"""After this number of objects moved to the oldest generation, all garbage is collected."""
 
 _made_old = 0
 
 _frozen_by_others = False
-"""True if others froze objects, which must stay so; found once, since counting them takes long."""
+"""True if other code froze objects, which must stay frozen; determined once, since counting them takes long."""
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Pause the garbage collector: a schedule is many small objects without cycles, so that collections only cost time.
+    """Pause the garbage collector within this context: schedules are many small objects without cycles.
 
-    Many objects made meanwhile count as old afterwards; otherwise the next young collection would visit all of them.
-    That sets the collector's counts back, so full collections are made here from time to time.
+    Afterwards, many new objects are moved to the collector's oldest generation; otherwise the next young collection
+    would visit all of them. This resets the collector's counts, so full collections are made here from time to time.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -59,7 +59,7 @@ def _others_froze() -> bool:
 
 
 def _collect_in_time(made: int) -> None:
-    """Collect all garbage once enough objects have become old since the last time."""
+    """Collect all garbage if, with the `made` new ones, enough objects were made since the last time."""
     global _made_old
     _made_old += made
     if _made_old >= FULL:

@@ -34,23 +34,23 @@ from moesched.tasks import Block, Lane, Task
 T = TypeVar("T", bound=Task)
 
 SWITCH_INTERVAL_SECONDS = 0.0005
-"""Python's default of 5 ms lets a busy policy starve the lanes."""
+"""Seconds between switches of threads; with Python's default of 5 ms, a busy policy starves the lanes."""
 
 COLLECT_AFTER = 50_000
-"""New objects between garbage collections; Python's default of 700 costs a tenth of the time."""
+"""New objects between garbage collections; Python's default of 700 costs a tenth of a run's time."""
 
 
 class SharedEngine(Engine):
-    """An engine that a policy submits to while lanes finish tasks on other threads."""
+    """An engine with a lock, so that a policy can submit tasks while lanes finish tasks on other threads."""
 
     def __init__(self, lanes: Iterable[Lane], *, halt_on_failure: bool = True) -> None:
         super().__init__(lanes, halt_on_failure=halt_on_failure)
         self.lock: Any = threading.Lock()
         self.dispatch: Callable[..., object] = lambda *_: None
         self.policy_since = 0
-        """The time from which the next submit delay counts: the awaited task's end, or the last noted submission."""
+        """Start of the next submit delay, in nanoseconds: the awaited task's end, or the last recorded submission."""
         self._submit_locked: Callable[..., Any] = super().submit
-        """The inherited `submit`, looked up once, since `super()` in each call would cost as much as the lock."""
+        """The inherited `submit`, looked up once, since `super()` in each call would take as long as the lock."""
 
     def submit(
         self,
@@ -81,7 +81,7 @@ class SharedEngine(Engine):
             super().promote(task, priority_class)
 
     def _note_submit_delay(self, task: Task) -> int:
-        """Note, for traces, how long the policy took until this submission; returns the time, or -1 without a trace."""
+        """Record, for traces, how long the policy took to submit a task; return the time now, -1 without a trace."""
         if self.submit_delays is None:
             return -1
         now = self.now()
@@ -96,10 +96,10 @@ class RealtimeDriver:
     Args:
         engines: one for each rank.
         execute: runs a task and returns its value; called on the thread of the task's lane.
-        kinds: the kind of each lane, by its name; "thread" by default.
+        kinds: kind of each lane by name; by default "thread".
         streams: the device that runs the lanes of kind "stream".
         observers: called with each task that ran, when it ends.
-        clock: the source of times; an emulated device gives its own.
+        clock: source of times; emulated devices have clocks of their own.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class RealtimeDriver:
 
     @property
     def now(self) -> int:
-        """Nanoseconds since the run began."""
+        """Return the nanoseconds since the run began."""
         return self._now()
 
     def _now(self) -> int:
@@ -149,23 +149,23 @@ class RealtimeDriver:
 
     @contextmanager
     def _look(self) -> Iterator[int]:
-        """Hold the tasks' states still; gives the time."""
+        """Hold the engine's lock, so that no task changes its state, and yield the time in nanoseconds."""
         with self.lock:
             yield self._now()
 
     def describe_running(self) -> str:
-        """The tasks that are on lanes now, for people; empty where there are none."""
+        """Describe the tasks that run on lanes now; empty if there are none."""
         with self.lock:
             running = [lane.running for engine in self._engines for lane in engine.lanes if lane.running]
         return ", ".join(f"{task.label} on {task.lane.name}" for task in running)
 
     async def run(self, *mains: Coroutine[Task, Any, Any]) -> list[Any]:
-        """Run one coroutine per rank and all tasks that they submit; returns the coroutines' results.
+        """Run one coroutine per rank and all tasks that they submit; return the coroutines' results.
 
         A cancellation (Ctrl-C) cancels tasks that have not started, waits for the others, then raises CancelledError.
 
         Raises:
-            an error of an observer, or else the first one of a coroutine, after all have ended.
+            Exception: an error of an observer, or else the first error of a coroutine, after all have ended.
         """
         self.origin = self.clock()
         self._loop = asyncio.get_running_loop()
@@ -240,7 +240,7 @@ class RealtimeDriver:
     def complete(
         self, task: Task, value: Any, error: BaseException | None, mine: Runner | None
     ) -> Task | None:
-        """Tell the engine that a task ended and start ready tasks; returns the next task for the runner `mine`."""
+        """Tell the engine that a task ended, and start ready tasks; return the next task for the runner `mine`."""
         lane = task.lane
         lane.busy += task.end - task.start
         engine = self._owners[lane.index]
@@ -256,23 +256,23 @@ class RealtimeDriver:
         return self._dispatch(mine, task.end)
 
     def _give_up(self, error: BaseException) -> None:
-        """An observer raised: it and the others hear nothing more, no further task starts, and the run raises that."""
+        """End the run with an observer's error: no observer is called any more, and no further task starts."""
         self._observer_error = error
         self._observers.clear()
         for engine in self._engines:
             engine.halt(error)
 
     def issued(self, task: Task, mine: Runner) -> Task | None:
-        """Tell the engine that a task was issued to its stream; returns the next task for the runner `mine`."""
+        """Tell the engine that a task was issued to its stream; return the next task for the runner `mine`."""
         self._owners[task.lane.index].issued(task)
         return self._dispatch(mine)
 
     def _dispatch(self, mine: Runner | None = None, since: int = -1) -> Task | None:
-        """Hand started tasks to their lanes, and settled tasks that are awaited to the loop.
+        """Hand started tasks to their runners, and wake the event loop for settled tasks that a policy awaits.
 
         Args:
-            since: the time at which the tasks became ready: the end of the task before them, or their submission; -1
-                where it is not recorded.
+            mine: the calling runner; a task for it is returned instead.
+            since: time at which the tasks became ready, by a task's end or their submission; -1 if not recorded.
         """
         if self._rendezvous.arrived:
             self._rendezvous.collect()
@@ -312,7 +312,7 @@ class RealtimeDriver:
 
 @contextmanager
 def _quiet_interpreter() -> Iterator[None]:
-    """Switch threads more often, and collect garbage less often."""
+    """Let Python switch threads more often and collect garbage less often, within this context."""
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(min(interval, SWITCH_INTERVAL_SECONDS))
     gc.set_threshold(max(thresholds[0], COLLECT_AFTER) if thresholds[0] else 0, *thresholds[1:])

@@ -1,7 +1,7 @@
-"""Collectives between the ranks of one process: one takes its lanes only when all ranks have arrived at it.
+"""Collectives between the ranks of one process: a collective takes its lanes only when all ranks have arrived at it.
 
-Collectives form one sequence, the same on all ranks, numbered by tickets. Where ranks submit different operations under
-one ticket, or one has ended, the collective is cancelled with an error that names them.
+Collectives form one sequence, equal on all ranks, numbered by tickets. If ranks submit different operations under one
+ticket, or a rank has ended, the collective is cancelled with an error that names them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moesched.tasks import CANCELLED, Collective
 
 
 class Rendezvous:
-    """Gathers the collectives that are ready, and admits each one to its lane once all ranks' parts are there."""
+    """Collects ready parts of collectives, and admits a collective to its lanes once all ranks' parts are there."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
@@ -30,7 +30,7 @@ class Rendezvous:
                 self._ranks[lane] = rank
 
     def collect(self) -> None:
-        """Take in the collectives that arrived at the engines, and let those through whose other parts are here."""
+        """Take the parts that became ready from the engines, and admit collectives of which all parts are there."""
         while self.arrived:
             task = self.arrived.pop(0)
             if self._alone is None:
@@ -39,7 +39,7 @@ class Rendezvous:
                 self._alone.admit(task)
 
     def leave(self, rank: int, error: BaseException | None) -> None:
-        """A rank submits nothing more; the collectives that it has no part in, or no more, are cancelled."""
+        """Record that a rank has ended, with an error or well; cancel the collectives that lack its part."""
         reason = error or PolicyError(f"rank {rank} ended without a part in it")
         self._gone[rank] = (self._engines[rank].tickets, reason)
         for ticket, parts in list(self._waiting.items()):
@@ -76,7 +76,7 @@ class Rendezvous:
             self._engines[rank].admit(part)
 
     def _break(self, ticket: int, cause: BaseException) -> None:
-        """Cancel all parts of a collective, those that are here and those that will come."""
+        """Cancel all parts of a collective, those that are there and those that will come."""
         self._broken[ticket] = cause
         for rank, part in sorted(self._waiting.pop(ticket, {}).items()):
             if part.cause is None:

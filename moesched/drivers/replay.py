@@ -1,6 +1,6 @@
-"""Replay of a run's captured steps over arrays, with durations computed anew for each step.
+"""Replay of captured steps over arrays, with durations computed for each step.
 
-The timeline equals that of the virtual driver, to the nanosecond.
+The timeline equals that of the virtual driver to the nanosecond, and takes less time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from moesched.steps.run_state import RunState
 from moesched.tasks import CLASS_SHIFT, DONE, Lane, Task, Work
 
 _NUMBER = (1 << CLASS_SHIFT) - 1
-"""The bits of a key that are a task's number."""
+"""Mask of the bits of a key that are the task's number."""
 
 
 class Timeline:
-    """The start and end of every task of a replayed run; tasks have the numbers of their order of submission.
+    """Start and end of every task of a replayed run, in nanoseconds; tasks are numbered in order of submission.
 
-    `works` are, for each step, the works that differ between steps, by micro-batch, verb and kind
-    of layer.
+    `works` are, for each step, the works that differ between steps, by micro-batch, verb and kind of layer.
     """
 
     def __init__(
@@ -51,11 +50,11 @@ class Timeline:
 
     @property
     def count(self) -> int:
-        """The number of tasks, without joins."""
+        """Number of tasks, without joins."""
         return sum(map(len, (positions for step in self.steps for positions in step.by_lane)))
 
     def step_ends(self) -> list[int]:
-        """The end of loading, and the time at which each step had its samples."""
+        """Return the nanoseconds at which loading ended, and at which each step had all of its samples."""
         ends, base = [], 0
         for step in self.steps:
             ends.append(max((self.ends[base + position] for position in step.last), default=0))
@@ -64,21 +63,21 @@ class Timeline:
 
     @cached_property
     def bases(self) -> list[int]:
-        """The number of each step's first task, and the number of all tasks."""
+        """Number of each step's first task; at the end the number of all tasks."""
         return [0, *accumulate(len(step.tasks) for step in self.steps)]
 
     @property
     def captured(self) -> int:
-        """The number of steps that the policy scheduled, without loading."""
+        """Number of steps that the policy itself scheduled, without loading; later ones repeat the last of them."""
         return len({id(step) for step in self.steps}) - 1
 
     def samples(self, index: int) -> dict[int, int]:
-        """The time at which each micro-batch of a step had its tokens, by its number; loading is step 0."""
+        """Return the time at which each micro-batch of a step had its tokens, by micro-batch; loading is step 0."""
         step, base = self.steps[index], self.bases[index]
         return {step.tasks[place].micro_batch: self.ends[base + place] for place in step.samples}
 
     def busy(self, lanes: Sequence[Lane]) -> dict[str, int]:
-        """Nanoseconds that each lane was busy after loading."""
+        """Return the nanoseconds that each lane was busy after loading, by the lane's name."""
         busy = [0] * len(lanes)
         base = 0
         for index, step in enumerate(self.steps):
@@ -91,7 +90,7 @@ class Timeline:
         return {lane.name: nanoseconds for lane, nanoseconds in zip(lanes, busy, strict=True)}
 
     def awaits(self) -> list[tuple[int, int]]:
-        """The tasks that a policy would have awaited, each with the number of tasks submitted by then."""
+        """Return the tasks that a policy would have awaited, as (number of the task, tasks submitted by then)."""
         awaits = []
         bases = self.bases
         for index in range(1, len(self.steps)):
@@ -102,7 +101,7 @@ class Timeline:
         return awaits
 
     def tasks(self) -> Iterator[Task]:
-        """The tasks as an observer of a driver would get them, step by step, joins included."""
+        """Yield the tasks as a driver would pass them to observers, step by step, joins included."""
         number = 0
         for index, template in enumerate(self.steps):
             shift = number - template.first
@@ -123,13 +122,13 @@ class Timeline:
 
 
 def _generated(captured: Task, step: int) -> int:
-    """The tokens that the sequences of a captured task have generated before another step."""
+    """Return the number of tokens that a captured task's sequences have generated before another step."""
     since = step - captured.step
     return captured.generated + since if captured.phase == "decode" else captured.generated
 
 
 def _resized(captured: Work, work: Work | None) -> Work:
-    """A captured task's work in another step; at a later pipeline stage, the first one's on another processor."""
+    """Return a captured task's work in another step: `work`, if any, on the processor of the task's stage."""
     if work is None or work.resource == captured.resource:
         return work or captured
     return msgspec.structs.replace(work, kind=captured.kind, resource=captured.resource)
@@ -137,14 +136,14 @@ def _resized(captured: Work, work: Work | None) -> Work:
 
 @runtime_checkable
 class ReplayObserver(Protocol):
-    """An observer that takes a replayed run as a whole, since making its tasks would take longer than the replay."""
+    """An observer that can take a replayed run as a whole: making its tasks would take longer than the replay."""
 
     def replayed(self, timeline: Timeline) -> None:
-        """Receive the whole timeline, instead of `ended` for each task."""
+        """Observe the whole timeline; called instead of `ended` for each task."""
 
 
 def replay_run(run_state: RunState, policy: Policy, cost: CostModel) -> Timeline:
-    """Capture a run and replay it, with garbage collection off, since there are no cycles.
+    """Capture a run and replay it.
 
     Raises:
         NotFixed: the policy awaited a handle.
@@ -154,7 +153,7 @@ def replay_run(run_state: RunState, policy: Policy, cost: CostModel) -> Timeline
 
 
 class CapturedRun:
-    """A run that is captured once, to be replayed at the costs of several cost models.
+    """A run that is captured once, and can be replayed with several cost models.
 
     Raises:
         NotFixed: the policy awaited a handle.
@@ -166,7 +165,7 @@ class CapturedRun:
             self._steps = capture(run_state, policy)
 
     def step_ends(self, cost: CostModel) -> list[int]:
-        """The end of loading, and the time at which each step had its samples."""
+        """Return the nanoseconds at which loading ended, and at which each step had all of its samples."""
         known: dict[int, int] = {}
         works: list[Work] = []  # kept, so that no other work gets one's id
 
@@ -193,9 +192,9 @@ def _play(steps: list[Template], run_state: RunState, price: Price) -> Timeline:
 
 
 class _PricedSteps:
-    """The durations of captured steps, asked for step by step.
+    """Computes the durations of captured steps, one step after the other.
 
-    `works` are those that differ between steps, as in `Timeline`.
+    `works` are the works that differ between steps, as in `Timeline`.
     """
 
     def __init__(self, steps: Sequence[Template], run_state: RunState, price: Price) -> None:
@@ -206,7 +205,7 @@ class _PricedSteps:
         run_state.restart()
 
     def durations(self, index: int) -> list[int]:
-        """The nanoseconds of a step's tasks; loading is step 0. To be called step after step."""
+        """Return the nanoseconds of a step's tasks; loading is step 0. Call it for one step after the other."""
         step, run_state = self._steps[index], self._run_state
         if step.samples:
             run_state.begin_step()
@@ -217,14 +216,14 @@ class _PricedSteps:
 
 
 class Player:
-    """Runs captured steps on lanes of either discipline, over arrays that grow as steps are submitted.
+    """Plays captured steps on lanes, by priority or in program order, over arrays that grow as steps are submitted.
 
-    A step is submitted once the step before the last one has its samples, as in `Generation`.
+    A step is submitted once the step two before it has its samples, as in `Generation`.
 
     Args:
-        steps: from `capture`.
+        steps: the captured steps, from `capture`.
         lanes: number of lanes.
-        durations: of the tasks of a step, by its index.
+        durations: returns the nanoseconds of the tasks of a step, given its index.
     """
 
     def __init__(self, steps: Sequence[Template], lanes: int, durations: Callable[[int], list[int]]) -> None:
@@ -240,7 +239,7 @@ class Player:
         self._arrived: list[int] = []
 
     def run(self) -> tuple[list[int], list[int]]:
-        """Play all steps; returns the start and the end of every task."""
+        """Play all steps; return the start and the end of every task, in nanoseconds."""
         tasks, lanes = self._tasks, self._lanes
         starts, ends, durations, waits = tasks.starts, tasks.ends, tasks.durations, tasks.waits
         later, lane_of, classes = tasks.later, tasks.lane_of, tasks.classes
@@ -291,7 +290,7 @@ class Player:
         return starts, ends
 
     def _cross(self, number: int, now: int) -> None:
-        """Release tasks of later steps that wait for an ended task, and note whether a step waited only for it."""
+        """Release tasks of later steps that wait for an ended task, and see whether a step was due with its end."""
         tasks = self._tasks
         for other in self._crossing.pop(number):
             tasks.waits[other] -= 1
@@ -309,7 +308,7 @@ class Player:
             self._step_ended = not self._unsampled[index]
 
     def _admit(self, now: int) -> None:
-        """Admit collectives to their lanes, ahead of all but earlier ones, as in `Engine.admit`."""
+        """Admit collectives to their lanes, ahead of all tasks but earlier collectives, as in `Engine.admit`."""
         lanes = self._lanes
         for number in self._arrived:
             before = (lanes.admitted - _NUMBER) << CLASS_SHIFT
@@ -322,7 +321,7 @@ class Player:
         self._lanes.take(tasks.lane_of[number], number, tasks.classes[number], now, tasks)
 
     def _submit_ready(self, now: int) -> None:
-        """Submit the steps that are due: prefill and the first decode step wait for loading only."""
+        """Submit the steps that are due at a time; prefill and the first decode step wait for loading only."""
         self._step_ended = False
         for index in range(len(self._unsampled), len(self._steps)):
             if index and self._unsampled[max(0, index - 2)]:
@@ -356,7 +355,7 @@ class Player:
 
 
 class _PlayedTasks:
-    """The tasks of the steps submitted so far, as one array for each of their properties."""
+    """The tasks of the steps submitted so far, with one array per property."""
 
     __slots__ = ("classes", "durations", "ends", "lane_of", "later", "starts", "waits")
 
@@ -382,13 +381,13 @@ class _PlayedTasks:
 
 
 class _PlayedLanes:
-    """The running task of each lane, the waiting tasks, and the coming ends.
+    """Running and waiting tasks of each lane, and the ends to come.
 
     Attributes:
-        running: a task's number by lane; -1 for none.
-        waiting: heaps of keys by lane.
-        events: (end, lane) of the running tasks.
-        admitted: the number of collectives admitted to their lanes.
+        running: number of the running task by lane; -1 for none.
+        waiting: heap of keys of waiting tasks by lane.
+        events: heap of (end, lane) of the running tasks.
+        admitted: number of collectives admitted to their lanes.
     """
 
     __slots__ = ("admitted", "events", "running", "waiting")
@@ -400,7 +399,7 @@ class _PlayedLanes:
         self.admitted = 0
 
     def take(self, lane: int, number: int, before: int, now: int, tasks: _PlayedTasks) -> None:
-        """Start a task on its lane, or queue it there; `before` are the high bits of its key."""
+        """Start a task if its lane is free, else queue it there; `before` are the high bits of the task's key."""
         if self.running[lane] < 0:
             self.running[lane] = number
             tasks.starts[number] = now

@@ -13,11 +13,10 @@ IDLE = -1
 
 
 def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
-    """The rate of each task, relative to running alone.
+    """Return the rate of each concurrent task, relative to running alone.
 
     All rates rise together from 0. When a resource is used up, the tasks that use it keep their rate, and the others
-    rise further, until each is at 1 or limited by a resource. Then measured slowdowns of some sorts of work by others
-    apply.
+    rise further, until each is at 1 or limited by a resource. Then the machine's measured slowdowns, if any, apply.
     """
     rates = [0.0] * len(demands)
     rising = set(range(len(demands)))
@@ -53,20 +52,20 @@ def fair_rates(demands: Sequence[Demand]) -> tuple[float, ...]:
 
 
 def _speed_beside(others: Sequence[str], slowed: Mapping[str, float]) -> float:
-    """The measured speed beside all of them at once, or else the product of the speeds beside each one."""
+    """Return a sort's speed beside others: as measured beside all of them, else the product of those beside each."""
     measured = slowed.get(at_once(others))
     return prod(slowed.get(each, 1.0) for each in others) if measured is None else measured
 
 
 class _Mix:
-    """The kinds of work that run at once, by lane, and their rates.
+    """A mix: the kinds of work that run at once, by lane, and their rates.
 
     Attributes:
-        kinds: the kind of work on each lane; `IDLE` for none.
-        rates: the rate of each lane, relative to running alone.
-        started: by lane, the mix after it starts a kind of work.
-        ended: by lane, the mix after its work ends; None until it was needed.
-        slower: for another mix, the lanes whose rate differs there, with the ratio of the rates.
+        kinds: kind of work on each lane; `IDLE` for none.
+        rates: rate of each lane, relative to running alone.
+        started: by lane and kind, the mix after that lane starts work of that kind.
+        ended: by lane, the mix after its work ends; None until it is first needed.
+        slower: by another mix, the lanes whose rates differ in it, with the ratio of the rates.
     """
 
     __slots__ = ("ended", "kinds", "rates", "slower", "started")
@@ -80,9 +79,9 @@ class _Mix:
 
 
 class Shared:
-    """The ends of the running tasks, assuming that no other task starts before.
+    """Keeps the ends of the running tasks, which share the resources of one machine.
 
-    A schedule has few mixes of works, so rates and their ratios are computed once for each mix and then looked up.
+    A schedule has few mixes of work, so rates and their ratios are computed once for each mix and then looked up.
 
     Args:
         lanes: number of lanes.
@@ -103,8 +102,8 @@ class Shared:
         """Start a work on a lane.
 
         Args:
-            work: one whose time alone is known.
-            longer: extra nanoseconds that it takes this time.
+            work: a work whose time alone is known.
+            longer: extra nanoseconds that the work takes this time.
         """
         try:
             kind = self._kinds[work]
@@ -118,9 +117,9 @@ class Shared:
             self._mix = started[kind] = self._changed(lane, kind)
 
     def next_end(self) -> float:
-        """The end of the next task if no other starts before; infinity when nothing runs.
+        """Return the nanoseconds at which the next task ends if no other starts before; infinity if nothing runs.
 
-        Ends were computed with the rates of another mix, if works have started or ended since.
+        Ends are first adjusted if other tasks have started or ended since they were computed.
         """
         ends, before, mix = self._ends, self._rated, self._mix
         if mix is not before:
@@ -137,7 +136,7 @@ class Shared:
         return min(ends)
 
     def end_next(self) -> int:
-        """Advance to the next end of a task; returns its lane, or `IDLE` when nothing runs."""
+        """Advance to the next end of a task; return its lane, or `IDLE` if nothing runs."""
         end = self.next_end()
         if end == inf:
             return IDLE
@@ -153,7 +152,7 @@ class Shared:
         return lane
 
     def _changed(self, lane: int, kind: int) -> _Mix:
-        """The mix in which a lane runs another kind of work."""
+        """Return the mix in which a lane runs another kind of work."""
         kinds = self._mix.kinds
         return self._mix_of((*kinds[:lane], kind, *kinds[lane + 1 :]))
 
@@ -170,7 +169,7 @@ class Shared:
         return mix
 
     def _kind(self, demand: Demand) -> int:
-        """The kind of a demand: demands for the same shares are of one kind, whatever their time."""
+        """Return the number of a demand's kind: demands for the same shares are of one kind, whatever their time."""
         for kind, known in enumerate(self._demands):
             if known[1:] == demand[1:]:
                 return kind
@@ -179,15 +178,15 @@ class Shared:
 
 
 def _slower(before: _Mix, mix: _Mix) -> list[tuple[int, float]]:
-    """The lanes whose rates differ between two mixes, with the ratios."""
+    """Return the lanes whose rates differ between two mixes, with the ratios."""
     ratios = [old / new for old, new in zip(before.rates, mix.rates, strict=True)]
     return [(lane, ratio) for lane, ratio in enumerate(ratios) if ratio != 1.0]
 
 
 class SharedApart:
-    """Several machines on one clock, whose tasks do not slow each other: each machine has its own resources.
+    """Like `Shared`, but for several machines on one clock, each with resources of its own.
 
-    Used like a `Shared`. Lanes are numbered machine after machine.
+    Lanes are numbered machine after machine.
 
     Args:
         lanes: number of lanes of each machine.
@@ -207,15 +206,15 @@ class SharedApart:
         """Start a work on a lane.
 
         Args:
-            work: one whose time alone is known.
-            longer: extra nanoseconds that it takes this time.
+            work: a work whose time alone is known.
+            longer: extra nanoseconds that the work takes this time.
         """
         machine, own = self._places[lane]
         machine.now = self.now
         machine.start(own, work, longer)
 
     def end_next(self) -> int:
-        """Advance to the next end of a task; returns its lane, or `IDLE` when nothing runs."""
+        """Advance to the next end of a task; return its lane, or `IDLE` if nothing runs."""
         soonest = min(self._machines, key=Shared.next_end)
         lane = soonest.end_next()
         if lane == IDLE:

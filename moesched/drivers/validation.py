@@ -1,6 +1,6 @@
 """The checking mode: an engine that checks every move of a task against the rules, and the ledger against itself.
 
-It keeps a plain account of the graph and the lanes (`account.py`) and compares the engine with it after every call.
+It keeps a plain model of the graph and the lanes (`account.py`), and compares the engine with it after every call.
 Rules broken while lanes run, perhaps on other threads, are collected and raised at the next `submit` or by
 `check_over`. A broken rule thus never becomes a hang.
 """
@@ -26,25 +26,25 @@ SWITCH = "MOESCHED_VALIDATE"
 """The environment variable that enables checks of every run, if it is 1."""
 
 LEDGER_EVERY = 64
-"""Number of submissions between two checks of the ledger, which is also checked after a failure and at the end."""
+"""Number of submissions between two checks of the ledger of memories and pools."""
 
 
 class BrokenRule(AssertionError):
-    """The engine broke one of its rules: a bug in it, not in the policy."""
+    """The engine broke one of its rules: a bug in the engine, not in the policy."""
 
 
 def switched_on() -> bool:
-    """Test whether the environment asks for every run to be checked."""
+    """Test whether the environment variable asks for checks of every run."""
     return os.environ.get(SWITCH, "") not in ("", "0")
 
 
 def new_engine(lanes: Iterable[Lane]) -> Engine:
-    """An engine for a run on the virtual clock; a checked one if the environment asks for it."""
+    """Make an engine for a run on the virtual clock; a `CheckedEngine` if the environment asks for checks."""
     return CheckedEngine(lanes) if switched_on() else Engine(lanes)
 
 
 def new_shared_engine(lanes: Iterable[Lane]) -> SharedEngine:
-    """An engine for a run in real time; a checked one if the environment asks for it."""
+    """Make an engine for a run in real time; a `CheckedSharedEngine` if the environment asks for checks."""
     return CheckedSharedEngine(lanes) if switched_on() else SharedEngine(lanes)
 
 
@@ -52,7 +52,7 @@ def new_shared_engine(lanes: Iterable[Lane]) -> SharedEngine:
 def watching(run_state: RunState) -> Iterator[None]:
     """Check a run's ledger while it runs, and all rules once it has ended, even with an error.
 
-    Does nothing if the run's engine is not a checked one.
+    This does nothing unless the run has a `CheckedEngine`.
 
     Raises:
         BrokenRule: a rule was broken.
@@ -76,7 +76,7 @@ class CheckedEngine(Engine):
 
     Attributes:
         tasks: all tasks in program order.
-        broken: the rules broken so far.
+        broken: descriptions of the rules broken so far.
     """
 
     def __init__(self, lanes: Iterable[Lane], *, halt_on_failure: bool = True) -> None:
@@ -92,7 +92,7 @@ class CheckedEngine(Engine):
         pools: Iterable[Pool] = (),
         views: Iterable[Views[Any]] = (),
     ) -> None:
-        """Also check the ledger of these memories."""
+        """Check the ledger of these memories, pools and views as well."""
         self._ledger.add(memories, pools, views)
 
     # -- the engine's calls, each followed by a comparison with the account ----------------------------
@@ -160,16 +160,16 @@ class CheckedEngine(Engine):
     # -- called by tests and at the end of a run ------------------------------------------------------
 
     def check(self) -> None:
-        """Raise an error for the rules broken so far.
+        """Raise an error if rules were broken.
 
         Raises:
-            BrokenRule: naming the first few.
+            BrokenRule: rules were broken; the message names the first few.
         """
         if self.broken:
             raise BrokenRule("; ".join(self.broken[:3]))
 
     def check_over(self) -> None:
-        """Check the end of a run: all tasks settled, all lanes idle, the ledger in order.
+        """Check that at the end of a run all tasks have settled, all lanes are idle, and the ledger is in order.
 
         Raises:
             BrokenRule: one of these does not hold, or a rule was broken before.
@@ -185,7 +185,7 @@ class CheckedEngine(Engine):
         self.check()
 
     def _compare(self, *tasks: Task) -> None:
-        """Compare tasks that a call has moved with the account."""
+        """Compare tasks whose state a call has changed with the plain model."""
         self._account.look(*tasks)
         settled = self.submitted - len(self._account.open)
         if self.settled != settled:
@@ -193,4 +193,4 @@ class CheckedEngine(Engine):
 
 
 class CheckedSharedEngine(SharedEngine, CheckedEngine):
-    """The same for lanes on other threads: the checks run under the engine's lock."""
+    """A `CheckedEngine` for lanes on other threads: the checks run under the engine's lock."""

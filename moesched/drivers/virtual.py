@@ -1,8 +1,8 @@
 """The virtual driver: runs policy coroutines on a virtual clock over modelled durations, in integer nanoseconds.
 
 Time jumps from one task's end to the next. A coroutine resumes at the time at which the handle that it awaits settles.
-With sharing on, concurrent tasks that need more of a processor, memory or link than it has slow each other down,
-max-min fairly.
+With sharing on, concurrent tasks that together need more of a processor, memory or link than there is slow each other
+down, max-min fairly.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class VirtualDriver:
 
     Args:
         engines: one for each rank.
-        cost: turns a task's work into time and shares of resources.
+        cost: cost model, which gives a work's time and its shares of resources.
         sharing: whether concurrent tasks of one engine slow each other down; each engine has its own machine.
         perform: functions that compute the values of tasks at their end, by type; an error fails the task.
         observers: called with each task that ran, when it ends.
-        delays: functions that give the extra time of a lane's tasks.
+        delays: by lane, functions that give extra nanoseconds of its tasks.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class VirtualDriver:
 
     @property
     def now(self) -> int:
-        """Nanoseconds since the driver was made."""
+        """Return the nanoseconds since the driver was made."""
         return self._clock.now
 
     def run(self, *mains: Coroutine[Task, Any, Any]) -> list[Any]:
-        """Run one coroutine per rank and all tasks that they submit; returns the coroutines' results.
+        """Run one coroutine per rank and all tasks that they submit; return the coroutines' results.
 
         Raises:
-            the first error of a coroutine, after all have ended.
+            Exception: the first error of a coroutine, after all have ended.
         """
         runs = [
             PolicyRun(main, rank, engine.lanes)
@@ -112,7 +112,7 @@ class VirtualDriver:
         return results_of(runs)
 
     def _advance_alone(self) -> None:
-        """Run tasks until a handle that a policy awaits has settled, or no task is left."""
+        """Run tasks, each at full speed, until a handle that a policy awaits has settled, or no task is left."""
         events, started, awaited, owners = self._events, self._started, self._awaited, self._owners
         perform, ended, arrived = self._perform, self._ended, self._rendezvous.arrived
         clock, cost, delays = self._clock, self._cost, self._delays
@@ -179,7 +179,7 @@ class VirtualDriver:
 
 
 class _Clock:
-    """The time of a driver, in nanoseconds since it was made."""
+    """The clock of a driver, in nanoseconds since it was made."""
 
     __slots__ = ("now",)
 
@@ -187,11 +187,11 @@ class _Clock:
         self.now = 0
 
     def time(self) -> int:
-        """The time."""
+        """Return the time in nanoseconds."""
         return self.now
 
     def look(self) -> AbstractContextManager[int]:
-        """The time, in a context in which nothing changes."""
+        """Return a context that gives the time in nanoseconds; no task changes its state within it."""
         return nullcontext(self.now)
 
 

@@ -1,4 +1,4 @@
-"""The time that it takes to wire weights again after the accelerator's driver has unwired them.
+"""Time to wire weights again after the accelerator's driver has unwired them, on machines with one memory.
 
 On a machine whose accelerator and host share one memory, weights must be wired before a kernel may read them. The
 driver unwires arrays that were idle for a while (section 3.2 of the Apple silicon cluster paper, RACS'24, which calls
@@ -15,13 +15,13 @@ from moesched.steps.plan import Plan
 from moesched.tasks import Lane, Task
 
 Array = tuple[Hashable, ...]
-"""The name of an array of weights."""
+"""Key of an array of weights."""
 
 EXPERT_VERBS = ("run_expert", "warm_expert")
 
 
 class WiredPages:
-    """The last use of each array, and the time to wire one."""
+    """Tracks the last use of each array, and computes the time to wire it again."""
 
     def __init__(self, wired_memory: WiredMemory) -> None:
         self._wired_memory = wired_memory
@@ -30,7 +30,7 @@ class WiredPages:
         self._began = -1
 
     def wire(self, array: Array, nbytes: int, now: int) -> int:
-        """Nanoseconds until a kernel can use an array of `nbytes` bytes."""
+        """Return the nanoseconds until a kernel can use an array of `nbytes` bytes; 0 if it is wired."""
         if self._began < 0:
             self._began = now
         used = self._used.get(array)
@@ -43,14 +43,14 @@ class WiredPages:
         return round(nbytes / self._wired_memory.again_bandwidth * 1e9)
 
     def use(self, array: Array, until: int) -> None:
-        """Note that a kernel uses a wired array until a time."""
+        """Record that a kernel uses a wired array until `until`, in nanoseconds."""
         self._used[array] = until
 
 
 class WiredArrays:
-    """A `Delay`: the extra time of the accelerator's tasks for wiring their weights.
+    """A `Delay`: the extra time of the accelerator's tasks to wire their weights.
 
-    An expert has one array for all layers where they are prestacked, else one for each layer. Other weights have one
+    A prestacked expert has one array for all layers, any other expert one for each layer. Other weights have one
     array for each layer and verb that reads them; so do the embedding and the LM head.
     """
 
@@ -61,7 +61,7 @@ class WiredArrays:
         self._sizes = _sizes(plan, prestacked=self._prestacked)
 
     def __call__(self, task: Task, now: int) -> int:
-        """Nanoseconds of wiring before the task."""
+        """Return the nanoseconds of wiring before a task that starts at `now`."""
         array = self._array(task)
         if array is None:
             return 0
@@ -78,12 +78,12 @@ class WiredArrays:
 
 
 def wired_memory_delays(plan: Plan, lanes: Mapping[str, Lane]) -> dict[Lane, Delay]:
-    """The delays of a machine's lanes, by lane; empty where its weights need no wiring."""
+    """Return the delays of a machine's lanes, by lane; empty if its weights need no wiring."""
     return {lanes["accelerator"]: WiredArrays(plan)} if plan.machine.wired_memory is not None else {}
 
 
 def _sizes(plan: Plan, *, prestacked: bool) -> Mapping[Hashable, int]:
-    """Bytes of an array: of an expert, or by the verb that uses it. Nodes without attention have only experts."""
+    """Return the bytes of each array: of an expert, or, on nodes with attention, of other weights that a verb reads."""
     operations, config = plan.operations, plan.layout.config
     output = operations.after_attention.nbytes
     vocabulary = config.vocabulary * operations.hidden_bytes

@@ -1,4 +1,4 @@
-"""The share of each of several equal accelerators in a model, a machine and its budgets."""
+"""Division of a model, a machine and its budgets among several equal accelerators."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def cut_over_ranks(
     *,
     here: bool = False,
 ) -> tuple[ModelConfig, Machine, dict[str, int]]:
-    """Each accelerator's share of model, machine and budgets; a limit of page-locked memory changes the machine.
+    """Return each accelerator's share of model, machine and budgets; a limit of page-locked memory changes the machine.
 
     A pipelined policy gets the whole model and machine, and assigns layers to accelerators itself.
 
     Args:
+        budgets: limits of memories, as bytes or texts such as "16GB"; None for none.
         ranks: number of accelerators that share the model; by default all of the machine.
         here: whether the machine is this one.
 
     Raises:
-        BadInput: the model cannot be cut into that many shares, the machine has fewer accelerators, or `ranks` is given
-            for a pipelined policy, or a budget is more than the machine has, or limits page-locked memory where that
-            makes no sense.
+        BadInput: the model cannot be cut into that many shares, the machine has fewer accelerators, `ranks` is given
+            for a pipelined policy, a budget is more than the machine has, or it limits page-locked memory without need.
     """
     given = read_budgets(budgets, machine, here=here)
     machine = within_lock_limit(machine, given)

@@ -11,21 +11,24 @@ from moesched.system.memory import total_memory
 from moesched.units import format_bytes, parse_bytes
 
 PROCESS = "process"
-"""The budget of a process's resident memory."""
+"""Name of the budget that limits a process's resident memory."""
 
 ASSUMED_RUNTIME = 360_000_000
-"""Bytes of a process beside its plan, as a prediction assumes them: Python, torch on the CPU, a tokenizer, and the code
-of kernels. Measured with torch 2 on Linux: 300 MB, and 56 MB of code on processors with bfloat16 instructions."""
+"""Bytes of a process apart from its plan, as predictions assume: Python, torch on the CPU, a tokenizer, kernels' code.
+
+Measured with torch 2 on Linux: 300 MB, and 56 MB of code on processors with bfloat16 instructions.
+"""
 
 
 def read_budgets(
     given: Mapping[str, int | str] | None, machine: Machine, *, here: bool = False, processes: int = 1
 ) -> dict[str, int]:
-    """Budgets in bytes, each at most what the machine has.
+    """Convert budgets to bytes, and check each against the machine's memory.
 
     Args:
-        here: whether the machine is this one, whose host may have more memory than was free when it was described.
-        processes: number of processes that have such budgets each.
+        given: limits by memory, as bytes or texts such as "16GB"; None for none.
+        here: whether the machine is this one; its host's memory may then exceed what was free at its description.
+        processes: number of processes with these budgets each.
 
     Raises:
         BadInput: a budget is more than the machine has, or limits both the process and the memory that it uses.
@@ -51,21 +54,21 @@ def read_budgets(
 
 
 def assumed_process(machine: Machine) -> Process:
-    """The process of a run on a machine, as a prediction assumes it."""
+    """Return the process that predictions assume for a run on a machine."""
     return Process(runtime=ASSUMED_RUNTIME, whole=machine.unified)
 
 
 def within_process(
     budgets: Mapping[str, int], machine: Machine, process: Process, ranks: int
 ) -> tuple[dict[str, int], Process]:
-    """Budgets of memories, where one limits the process: the host has what the process's other bytes leave.
+    """Turn a budget of the whole process into one of the host's memory: what the process's other bytes leave.
 
     Args:
-        budgets: of each of the ranks that share the process.
-        process: without a limit.
+        budgets: limits in bytes, for each of the ranks that share the process.
+        process: the process, without a limit.
 
     Returns:
-        The budgets of memories, and the process with its limit.
+        The budgets by memory, and the process with its limit.
 
     Raises:
         BadInput: nothing is left for the host, or an accelerator's driver has unknown bytes in the process.
@@ -94,7 +97,7 @@ def within_process(
 
 
 def _memories_beside(machine: Machine) -> list[str]:
-    """The memories that are in the process beside the host's: an emulated accelerator's, and the pinned one."""
+    """Return the memories within the process other than the host's: an emulated accelerator's, and the pinned one."""
     roles = machine.roles
     named = [machine.accelerator.memory, *([roles.pinned] if roles.pinned else [])]
     return [name for name in named if name != machine.host.memory]

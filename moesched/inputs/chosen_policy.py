@@ -13,15 +13,15 @@ from moesched.seams import Policy
 from moesched.settings import check_settings, require_defaults
 
 PolicyGiven = str | type[Policy] | Policy
-"""A name of `moesched list policies`, module:Class, file.py:Class, a class, or an object."""
+"""A policy as users give it: a name of `moesched list policies`, module:Class, file.py:Class, a class, or an object."""
 
 
 class ChosenPolicy(NamedTuple):
-    """A policy, of which every plan gets an object of its own.
+    """A chosen policy; `make` gives a new object for each plan.
 
     Attributes:
-        name: for reports.
-        make: makes an object; of a class it takes settings, of an object it copies that.
+        name: name of the policy in reports.
+        make: makes an object: of a class, with settings; for a given object, a copy.
         is_class: whether `make` takes settings.
     """
 
@@ -35,7 +35,7 @@ def choose_policy(given: PolicyGiven, settings: Mapping[str, Any] | None = None)
     """Find a policy, and check its settings.
 
     Raises:
-        BadInput: there is none of that name, it is not a policy, or it does not take the settings.
+        BadInput: there is no policy of that name, the object is no policy, or it does not take the settings.
     """
     name = plugins.name_of("policies", given)
     if isinstance(given, str | type):

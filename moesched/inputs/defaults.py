@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 MACHINE = "auto"
-"""This machine."""
+"""Name of the machine by default: this machine."""
 
 DEVICE = "torch"
 
 NEW_TOKENS = 64
-"""Tokens to generate for each prompt, and of a workload of prompts."""
+"""Tokens to generate for each prompt by default."""
 
 WORKLOAD = "mtbench"
-"""The workload to plan for."""
+"""Name of the workload to plan for by default."""
 
 PREVIEW_ACCURACY = 0.8
-"""Assumed probability that an expert chosen by the router is predicted.
+"""Assumed probability that an expert that the router chooses was predicted one layer ahead.
 
 The next layer's router, applied to this layer's hidden state, predicted about 80 to 90 % of Mixtral 8x7B's experts
 (Eliseev and Mazur 2023, speculative loading). Other models may differ; real runs use the model's own previews.
 """
 
 JOIN_SECONDS = 60.0
-"""Time limit for all nodes of a cluster to join the launcher."""
+"""Seconds that all nodes of a cluster have to join the launcher."""

@@ -1,4 +1,4 @@
-"""The number format that a model is computed in."""
+"""The dtype that a model is computed in."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ HALF = "float16"
 
 
 def dtype_for(own: str, given: str | None, machine: Machine, device: str | type[Device] | None = None) -> str:
-    """The number format of a run or a prediction.
+    """Return the dtype of a run or a prediction.
 
     Args:
-        own: the model's own.
-        given: the user's choice; None for none.
-        machine: one whose accelerator has a rate for float16 and none for bfloat16 computes 16-bit models in float16.
+        own: dtype of the model's weights.
+        given: dtype that the user chose; None for none.
+        machine: if its accelerator has a rate for float16 and none for bfloat16, 16-bit models are computed in float16.
         device: the device that runs the model; None in predictions.
 
     Raises:
-        BadInput: the user chose float16, and the device does not compute in it.
+        BadInput: the user chose float16, but the device does not compute in float16.
     """
     if device is None:
         return given or _on_machine(own, machine)
@@ -35,10 +35,10 @@ def dtype_for(own: str, given: str | None, machine: Machine, device: str | type[
 
 
 def dtype_of_nodes(own: str, given: str | None, machine: Machine, device: str) -> str:
-    """The number format of a run over nodes, which is the same on all of them.
+    """Return the dtype of a run over nodes, which is equal on all of them.
 
     Raises:
-        BadInput: the user chose none, and this node's device does not compute in the model's own.
+        BadInput: the user gave none, and this node's device does not compute in the model's dtype.
     """
     if given is None and dtype_for(own, None, machine, device) != own:
         raise BadInput(

@@ -1,4 +1,4 @@
-"""Outputs apart from inputs: every file that an option names, and that is no output, counts as read."""
+"""Checks that no output replaces an input; every file that an option names counts as input unless it is an output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from moesched.system.outputs import Output, require_outputs
 
 
 def require_apart(written: Sequence[Output], named: Iterable[str]) -> None:
-    """Require outputs that can be written, apart from each other and from all that values of options name.
+    """Check that outputs can be written, and differ from each other and from all files that options name.
+
+    named: values of options that may be names of input files.
 
     Raises:
         BadInput: an output cannot be written, is an input, or is in a model's folder.
@@ -27,7 +29,7 @@ def require_apart(written: Sequence[Output], named: Iterable[str]) -> None:
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """The texts and paths of a value: of an option, of one that may be repeated, or of all fields of options."""
+    """Yield all texts and paths in an option's value, also those in its lists, mappings and fields."""
     if isinstance(value, str | Path):
         yield str(value)
     elif isinstance(value, tuple | list):
@@ -40,7 +42,7 @@ def texts_in(value: object) -> Iterator[str]:
 
 
 def _paths(text: str) -> Iterator[Path]:
-    """Files that a value names: one, several separated by commas, that of file.py:Class, or this machine's own."""
+    """Yield the files that an option's value may name: file, file,file, file.py:Class, or "auto" for this machine's."""
     for name in dict.fromkeys([text, *(part.partition(":")[0] for part in text.split(","))]):
         if name and (path := machine_file(name)):
             yield path

@@ -23,13 +23,13 @@ from moesched.system.near_names import with_nearest
 
 
 def find_shape(name_or_folder: Path | str, stored_as: str | None = None) -> ModelConfig:
-    """A named shape, or the one in a folder's config.json.
+    """Find a model's shape by its name, or in a folder's config.json.
 
     Args:
-        stored_as: storage format of the weights; None for the one that the model is published in.
+        stored_as: storage format of the weights; None for the format in which the model is published.
 
     Raises:
-        BadInput: the name is unknown, and not a folder, or the model cannot have that format.
+        BadInput: the name is unknown and no folder, or the model cannot have that format.
     """
     if str(name_or_folder) in SHAPES:
         config = SHAPES[str(name_or_folder)]
@@ -44,13 +44,14 @@ def find_shape(name_or_folder: Path | str, stored_as: str | None = None) -> Mode
 def find_machine(
     machine: Machine | str, device: str | type[Device] | None = None, *, foreign: bool = False
 ) -> Machine:
-    """A machine by its name or file; "auto" is this one, as the device describes it.
+    """Find a machine by its name or file; "auto" is this machine, as the device describes it.
 
     Args:
+        device: the device that will run there; None in predictions.
         foreign: whether to accept costs that were measured on another processor.
 
     Raises:
-        BadInput: the name is unknown, or the device cannot run as that machine.
+        BadInput: the name is unknown, or the device cannot run on that machine.
     """
     kind = plugins.find("devices", device) if device else None
     if machine == "auto":
@@ -70,7 +71,7 @@ def find_machine(
 
 
 def changed_machine(machine: Machine | str, changes: Mapping[str, str] | None) -> Machine:
-    """A machine by its name or file, with changes, whose values are by what they change.
+    """Find a machine by its name or file, and apply changes: new values, by the names of what they change.
 
     Raises:
         BadInput: the name is unknown, or a change is impossible.
@@ -79,31 +80,31 @@ def changed_machine(machine: Machine | str, changes: Mapping[str, str] | None) -
 
 
 def _processors_of(kind: type[Device]) -> Callable[[], str]:
-    """Names the processors that a class of device runs on: its own, or this machine's."""
+    """Return a function that names the processors of a class of device, which may be other than this machine's."""
     return kind.processors if issubclass(kind, IsCalibrated) else this_processor
 
 
 def machine_file(machine: Machine | str) -> Path | None:
-    """The file of a machine, where it is one that users write: "auto", or the path of a TOML file."""
+    """Return the file that a machine is read from, if "auto" or a path names it; None for machines of the library."""
     if isinstance(machine, Machine):
         return None
     return calibrated_file() if machine == "auto" else Path(machine)
 
 
 def find_policy(name: str) -> type[Policy]:
-    """A policy's class by its name, or by file.py:Class.
+    """Find a policy's class by its name, or by file.py:Class.
 
     Raises:
-        BadInput: there is none of that name, or it is not a policy.
+        BadInput: there is no policy of that name, or the class is no policy.
     """
     return plugins.find("policies", name)
 
 
 def find_workload(workload: str | Sequence[Prompt], model: Path | str, config: ModelConfig) -> Workload:
-    """A workload by its name or file, or one with the lengths of these prompts.
+    """Find a workload by its name or file, or make one with the lengths of these prompts.
 
     Raises:
-        BadInput: there is none of that name, or it has no prompts.
+        BadInput: there is no workload of that name, or it has no prompts.
     """
     if isinstance(workload, str):
         if not workload.endswith(".jsonl"):

@@ -1,4 +1,4 @@
-"""Options that several jobs and commands share, in parts: a job's own options are composed of them."""
+"""Options that several jobs and commands share, as small classes from which a job's options are composed."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from moesched.seams import Device
 
 SIZES = "Sizes and budgets"
-"""A heading."""
+"""Heading of options in the help."""
 
 MOST_NODES = 64
 
 DType = Literal["float32", "bfloat16", "float16"]
 Objective = Literal["throughput", "latency", "interactive"]
-"""The figure that a plan is best in."""
+"""The figure that a plan optimises."""
 
 
 class ModelOptions(Options):
-    """The shape of a model."""
+    """Option for the shape of a model."""
 
     model: Annotated[
         Path | str,
@@ -40,7 +40,7 @@ class ModelOptions(Options):
 
 
 class WeightsOptions(Options):
-    """A model with its weights."""
+    """Option for a model with its weights."""
 
     model: Annotated[
         Path | str,
@@ -52,7 +52,7 @@ class WeightsOptions(Options):
 
 
 class FormatOptions(Options):
-    """The storage format of the weights."""
+    """Option for the storage format of the weights."""
 
     format: Annotated[
         str | None,
@@ -65,7 +65,7 @@ class FormatOptions(Options):
 
 
 class MachineOptions(Options):
-    """The machine that is planned for."""
+    """Option for the machine to plan for."""
 
     machine: Annotated[
         Machine | str,
@@ -78,7 +78,7 @@ class MachineOptions(Options):
 
 
 class MachineChanges(Options):
-    """Changes of the machine."""
+    """Option for changes of the machine."""
 
     machine_set: Annotated[
         Mapping[str, str] | None,
@@ -92,7 +92,7 @@ class MachineChanges(Options):
 
 
 class NodesOptions(Options):
-    """The machines that share a model."""
+    """Options for machines that share a model."""
 
     nodes: Annotated[
         int | None,
@@ -109,7 +109,7 @@ class NodesOptions(Options):
 
 
 class CutOptions(Options):
-    """The accelerators that share a model."""
+    """Option for accelerators that share a model."""
 
     tensor_parallel: Annotated[
         int | None,
@@ -122,7 +122,7 @@ class CutOptions(Options):
 
 
 class DTypeOptions(Options):
-    """The number format of the computation."""
+    """Option for the dtype of the computation."""
 
     dtype: Annotated[
         DType | None,
@@ -133,7 +133,7 @@ class DTypeOptions(Options):
 
 
 class BudgetOptions(Options):
-    """Limits of memories."""
+    """Option for limits of memories."""
 
     budgets: Annotated[
         Mapping[str, int | str] | None,
@@ -154,7 +154,7 @@ class BudgetOptions(Options):
 
 
 class SizeOptions(Options):
-    """Sizes of batches; the planner chooses those that are None."""
+    """Options for sizes of batches; the planner chooses those that are None."""
 
     batch_size: Annotated[
         int | None,
@@ -184,12 +184,12 @@ class SizeOptions(Options):
 
     @property
     def sizes(self) -> SizeOptions:
-        """Only these options."""
+        """These options alone, if the object has others, too."""
         return SizeOptions(**part_of(self, SizeOptions))
 
 
 class ChoiceOptions(Options):
-    """The policy."""
+    """Option for the policy."""
 
     policy: Annotated[
         PolicyGiven,
@@ -203,7 +203,7 @@ class ChoiceOptions(Options):
 
 
 class SettingOptions(Options):
-    """The policy's settings."""
+    """Option for the policy's settings."""
 
     settings: Annotated[
         Mapping[str, Any] | None,
@@ -212,11 +212,11 @@ class SettingOptions(Options):
 
 
 class PolicyOptions(SettingOptions, ChoiceOptions):
-    """The policy, and its settings."""
+    """Options for the policy and its settings."""
 
 
 class DeviceOptions(MachineOptions):
-    """The device that computes, and the machine that the policy plans for."""
+    """Options for the device that computes, and the machine that the policy plans for."""
 
     device: Annotated[
         str | type[Device], Option("A name of `moesched list devices`, or file.py:Class.", "D")
@@ -240,7 +240,7 @@ class DeviceOptions(MachineOptions):
 
 
 class BandOptions(Options):
-    """The uncertainty of predicted figures."""
+    """Option for the uncertainty of predicted figures."""
 
     band: Annotated[
         bool,
@@ -253,7 +253,7 @@ class BandOptions(Options):
 
 
 class WorkloadOptions(Options):
-    """The requests of a prediction."""
+    """Options for the requests of a prediction."""
 
     workload: Annotated[
         Workload | str | Sequence[Prompt],

@@ -16,19 +16,19 @@ from moesched.system.input_file import read_input
 from moesched.system.plain_text import shown
 
 Prompt = str | Sequence[int]
-"""A text, or the ids of its tokens."""
+"""A prompt: a text, or token ids."""
 
 MOST_BYTES = 64_000_000
-"""Limit of a prompts file, about 16 million tokens."""
+"""The most bytes of a prompts file; about 16 million tokens."""
 MOST_PROMPTS = 1_000_000
 MOST_IDS = 16_000_000
-"""Limit of the token ids of a prompt."""
+"""The most token ids of a prompt."""
 MOST_DIGITS = 18
 _NAMED_LINES = 20
 
 
 def parse_prompt_ids(text: str) -> list[list[int]]:
-    """Prompts as token ids: "1,2,3;4,5" is one of three tokens and one of two.
+    """Parse prompts given as token ids: "1,2,3;4,5" is a prompt of three tokens and one of two.
 
     Raises:
         BadInput: an item is not a number.
@@ -52,7 +52,7 @@ class _Line(msgspec.Struct):
 
 
 def read_prompts(path: Path, tell: Callable[[str], object] | None = None) -> list[Prompt]:
-    """Prompts from a file with one JSON object a line: `{"prompt": "..."}` or `{"prompt_ids": [1, 2, 3]}`.
+    """Read prompts from a file with one JSON object per line: `{"prompt": "..."}` or `{"prompt_ids": [1, 2, 3]}`.
 
     Other fields are ignored, blank lines skipped.
 
@@ -85,7 +85,7 @@ def read_prompts(path: Path, tell: Callable[[str], object] | None = None) -> lis
 
 
 def _skipped(broken: Mapping[int, BadInput]) -> str:
-    """A message that names the skipped lines, and the problem of the first."""
+    """Return a message that names the skipped lines, and the problem of the first."""
     first, *others = broken
     rest = ""
     if others:
@@ -109,7 +109,7 @@ def _read_line(where: str, line: bytes) -> Prompt:
 def encode_prompts(
     prompts: Sequence[Prompt], tokenizer: Tokenizer | None, config: ModelConfig, new_tokens: int
 ) -> list[list[int]]:
-    """The token ids of prompts, each checked against the model.
+    """Encode prompts as token ids, and check each against the model.
 
     Raises:
         BadInput: there are no prompts, or one is neither text nor ids, is empty, has an id outside the vocabulary,

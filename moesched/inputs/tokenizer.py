@@ -13,11 +13,11 @@ from moesched.system.silence import STDERR, silent
 
 TOKENIZER_NAME = "tokenizer.json"
 MOST_BYTES = 50_000_000
-"""Limit of a tokenizer.json; the largest published ones have 35 MB."""
+"""The most bytes of a tokenizer.json; the largest published ones have 35 MB."""
 MOST_VALUES = 3_000_000
-"""Limit of the values in it, each of which takes up to 130 bytes in the library; the largest ones have 2 million."""
+"""The most values in a tokenizer.json, each up to 130 bytes in the library; the largest published have 2 million."""
 PIECE = 200_000
-"""Characters that are encoded at once to find whether a prompt is too long; each takes about 400 bytes of memory."""
+"""Characters encoded at once to see whether a prompt is too long; each takes about 400 bytes of memory."""
 
 _UNFINISHED = "\ufffd"
 _CONTEXT_TOKENS = 8
@@ -40,7 +40,7 @@ class Tokenizer:
             self._tokenizer.no_padding()
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
-        """The token ids of a text, with the special tokens that the tokenizer adds.
+        """Return the token ids of a text, with the special tokens that the tokenizer adds.
 
         Args:
             most: the most tokens that the caller can use; a much longer text is refused before all of it is encoded.
@@ -58,7 +58,7 @@ class Tokenizer:
             return self._encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some tokens, without the special ones.
+        """Return the text of tokens, without special tokens.
 
         Raises:
             BadInput: the tokenizer fails.
@@ -71,11 +71,11 @@ class Tokenizer:
         return ids
 
     def _require_short(self, text: str, most: int) -> None:
-        """Raise BadInput for a text that has far more tokens.
+        """Raise BadInput for a text with far more than `most` tokens, without encoding all of it.
 
-        No token stands for more characters than its own name has, or four times as many where the tokenizer drops or
-        joins some. Most texts have fewer characters per token, so that the first pieces decide; cutting a text into
-        pieces never doubles its tokens.
+        A token stands for at most as many characters as its name has, or four times as many if the tokenizer drops or
+        joins some. Of longer texts pieces are encoded until their tokens decide; cutting a text never doubles its
+        tokens.
         """
         longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         tokens = 0
@@ -87,7 +87,7 @@ class Tokenizer:
             tokens += len(self._encode(text[start : start + PIECE]))
 
     def _call(self, function: Callable[[Any], Any], argument: Any, problem: str) -> Any:
-        """Call the library, whose panics are not even Exceptions."""
+        """Call the library, and raise BadInput with the problem if it fails; its panics are no `Exception`."""
         try:
             return function(argument)
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -97,7 +97,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes tokens to text as they are generated. A character split between tokens is held back until complete.
+    """Decodes tokens to text as they are generated. A character that spans tokens is held back until complete.
 
     Args:
         context: the tokens before the first one, since the text of a token depends on its neighbours.
@@ -110,12 +110,12 @@ class TextStream:
         self._before = 0
 
     def push(self, token: int) -> str:
-        """Add a token; returns the text that is final now."""
+        """Add a token; return the text that has become final."""
         self._ids.append(token)
         return self._advance(final=False)
 
     def finish(self) -> str:
-        """The text that was held back."""
+        """Return the text that was held back."""
         return self._advance(final=True)
 
     def _advance(self, *, final: bool) -> str:
@@ -131,10 +131,10 @@ class TextStream:
 
 
 def find_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer of a model's folder, if there is one.
+    """Read the tokenizer of a model's folder; None if there is none.
 
     Raises:
-        BadInput: there is one that cannot be read.
+        BadInput: the tokenizer cannot be read.
     """
     path = directory / TOKENIZER_NAME
     return Tokenizer(path) if is_file(path) else None

@@ -1,1 +1,1 @@
-"""Jobs: from names and files to a report."""
+"""Jobs: whole runs and predictions, from names and files to a report."""

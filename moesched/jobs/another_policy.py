@@ -1,4 +1,4 @@
-"""The policy that would be much faster for a simulated batch."""
+"""Suggestion of a policy that would be much faster for a simulated batch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from moesched.requests.batch import Batch
 
 
 def another_policy(report: JobReport, job: Job, batch: Batch) -> list[Help]:
-    """The policy that would be much faster for a simulated batch; empty if there is none.
+    """Find a policy that would be much faster for a simulated batch; empty if there is none.
 
-    Beams and several nodes have none, since the planner's first looks have neither.
+    There is none for beam search or several nodes, which the planner's quick search does not cover.
     """
     if job.beams > 1 or job.nodes > 1:
         return []

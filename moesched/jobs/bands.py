@@ -1,4 +1,4 @@
-"""The band of a simulation: its report with the range of each figure, and the figures at the stated rates."""
+"""Uncertainty bands of simulations: the range of each figure, and the figures at the machine's stated rates."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from moesched.runs.ranks import Rank
 def with_band(
     report: JobReport, make_ranks: Callable[[], Sequence[Rank]], progress: RunsProgress = ignore_runs
 ) -> JobReport:
-    """The report of a simulation with its band, and its figures at the rates that the machine states.
+    """Return a simulation's report with its uncertainty band, and its figures at the machine's stated rates.
 
     Args:
-        make_ranks: makes the plans and policies of the first batch anew.
-        progress: called with the number of runs that are done, and of all.
+        make_ranks: makes new plans and policies for the first batch.
+        progress: called with (runs done, all runs).
     """
     if report.interrupted or report.failure is not None:
         return report

@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Report)
 
 
 class NotTraced(BadInput):
-    """The job is done, but its trace or page could not be written; `report` has its results."""
+    """The job is done, but its trace or HTML report could not be written; `report` has its results."""
 
     def __init__(self, error: BadInput, report: JobReport) -> None:
         super().__init__(str(error))
@@ -26,17 +26,17 @@ class NotTraced(BadInput):
 
 
 class BatchReports:
-    """Reports of successive batches. An error that comes with a report is raised at the end, with that of all."""
+    """Collects reports of successive batches; the first error that has a report is raised by `merge`."""
 
     def __init__(self) -> None:
         self.all: list[JobReport] = []
         self._ending = Ending()
 
     def add(self, job: Callable[..., JobReport], *arguments: Any) -> None:
-        """Run one batch.
+        """Run one batch and keep its report.
 
         Raises:
-            Exception: the batch ended before it began.
+            Exception: the error of a batch that has no report, since it ended before it began.
         """
         try:
             self.all.append(job(*arguments))
@@ -54,11 +54,11 @@ class BatchReports:
         return self.all[number].interrupted or self.all[number].failure is not None
 
     def merge(self, *, requests: int, batches: int, padded: bool = False) -> JobReport:
-        """One report of all batches, including those that did not run.
+        """Merge the reports of all batches; the requests of batches that did not run have no tokens.
 
         Raises:
             KeyboardInterrupt: not even the first batch has a report.
-            Exception: the error of a batch, or of writing its trace, with the report of all as its attribute `report`.
+            Exception: the error of a batch, or of writing its trace, with the merged report as its attribute `report`.
         """
         if not self.all:
             raise KeyboardInterrupt
@@ -69,7 +69,7 @@ class BatchReports:
 
 
 class JobEnding(Ending):
-    """The end of a job's run: signals wait until the results are written, and the program ends or goes on."""
+    """Context of a job's run: signals are handled within it, and held afterwards until the results are written."""
 
     def __enter__(self) -> JobEnding:
         release_signals()
@@ -83,10 +83,10 @@ class JobEnding(Ending):
 
 
 def reported(run: Callable[[], T], ending: Ending) -> T:
-    """The report of a run, and in `ending` the error that comes with it.
+    """Return the report of a run; if an error came with the report, `ending` keeps it.
 
     Raises:
-        Exception: the run ended before it began.
+        Exception: the error of a run that has no report, since it ended before it began.
     """
     with ending:
         return run()

@@ -1,4 +1,4 @@
-"""One call of a session: its prompts through the model, in successive batches, to a report."""
+"""One call of a session: runs its prompts through the model in successive batches, and makes a report."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from moesched.trace.recording import Roof
 
 
 class Call:
-    """Prompts on a model's open devices.
+    """One call of a session, on the model's open devices.
 
     Args:
-        job: made for this call.
-        prompts: token ids.
-        obstacle: the reason for which no prediction is made; None if there is one.
+        job: the job, made for this call.
+        prompts: token ids of each prompt.
+        obstacle: the reason why the call cannot be predicted; None if it can.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Call:
         self._predicted: BatchPolicies
 
     def run(self) -> JobReport:
-        """Run all batches, or those before the end of one that ended early.
+        """Run all batches, up to one that ends early, and return the merged report.
 
         Raises:
-            Exception: the error of a batch, with the report of all as its attribute `report`.
+            Exception: the error of a batch, with the merged report as its attribute `report`.
         """
         first = self._devices.first
         self._listener.opened(first)
@@ -93,7 +93,7 @@ class Call:
         return reports.merge(requests=len(self._prompts), batches=len(batches))
 
     def _batches(self) -> list[Batch]:
-        """The successive batches; one that does not fit is refused before any runs."""
+        """Return the successive batches; if one does not fit into memory, raise BadInput before any runs."""
         lengths, new_tokens = list(map(len, self._prompts)), self._given.max_new_tokens
         sizes = self._job.sizes(lengths, new_tokens, self._devices.slot_bytes)
         batches = list(batches_of(lengths, new_tokens, sizes))
@@ -153,7 +153,7 @@ class Call:
         return finished
 
     def _ranks(self, batch: Batch) -> list[Rank]:
-        """A plan and a policy for each device."""
+        """Return a plan and a policy for each device."""
         return [
             Rank(
                 *self._job.plan(batch, self._devices.slot_bytes, policy=self._policies.next_of(rank)), device
@@ -191,7 +191,7 @@ class Call:
         roofs: Mapping[str, Roof] | None,
         explains: bool,
     ) -> JobReport:
-        """Write a batch's recording; returns the report, explained if that is wanted."""
+        """Write a batch's recording; return its report, with the bottleneck if `explains`."""
         explanation = None
         if explains:
             from moesched.jobs.explained import explained  # nothing before the first token needs it
@@ -202,5 +202,5 @@ class Call:
 
 
 def _since(before: int | None, now: int | None) -> int | None:
-    """The difference of two counts; None where nothing counts."""
+    """Return now - before; None if one of them was not measured."""
     return None if before is None or now is None else now - before

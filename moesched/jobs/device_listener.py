@@ -1,4 +1,4 @@
-"""Listeners that observe a model at work: each gives an observer to the device before the first batch."""
+"""Listeners that let a device report its routing or activations to an observer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moesched.seams import ActivationObserver, Device, ObservesActivations, Obse
 
 
 class RoutingListener(Listener):
-    """Reports the routers' choices to an observer."""
+    """Lets the device report the routers' choices to an observer."""
 
     def __init__(self, observer: RoutingObserver) -> None:
         self._observer = observer
@@ -25,7 +25,7 @@ class RoutingListener(Listener):
 
 
 class ActivationListener(Listener):
-    """Reports the experts' activations to an observer."""
+    """Lets the device report the experts' activations to an observer."""
 
     def __init__(self, observer: ActivationObserver) -> None:
         self._observer = observer

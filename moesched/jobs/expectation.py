@@ -1,8 +1,8 @@
-"""The expectation of a run: its own plans and expert choices on the virtual clock, at the costs of a calibration.
+"""Expectation of a measured run: its plans and expert choices on the virtual clock, at the costs of a calibration.
 
-Batches are predicted after they ran, so that a prediction disturbs no timing. Of a run, it knows the number of steps,
-the experts that the routers chose and how often previews of the router were right, but no times. The width of the band
-is that of the first batch.
+Batches are predicted after they ran, so that a prediction disturbs no timing. A prediction uses the run's number of
+steps, the experts that routers chose and the accuracy of router previews, but no measured times. The width of the
+uncertainty band is that of the first batch.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from moesched.system.signals import hold_signals, release_signals
 from moesched.tasks import Task
 
 MOST_TASKS = 40_000
-"""Limit of the tasks that are simulated, which takes less than a second; the steps beyond are extrapolated."""
+"""The most tasks that are simulated, which takes less than a second; further steps are extrapolated."""
 
 MOST_TASKS_OF_A_BAND = 10_000
-"""Limit of the tasks of one run for a band, which takes about twenty of them; longer ones get none."""
+"""The most tasks of a run that gets an uncertainty band, which takes about twenty simulations."""
 
 LEAST_STEPS = 8
 LEAST_TASKS_OF_A_LAYER = 3
 
 CALIBRATED = (DEVICE, "cuda")
-"""The devices that `moesched calibrate` measures."""
+"""Names of the devices that `moesched calibrate` measures."""
 
 SEVERAL = "a calibration measures one device, and this run used several"
 
 
 class Expectation:
-    """Predicts one batch after it ran.
+    """Predicts a measured batch after it ran.
 
     Args:
-        obstacle: the reason for which there is no prediction; None if there is one.
-        policies: those of the predicted run.
+        obstacle: the reason why the batch cannot be predicted; None if it can.
+        policies: policies for the simulation, which continue those of earlier batches.
 
     Attributes:
-        observers: for the run to be predicted.
+        observers: observers to pass to the measured run.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class Expectation:
 
     @property
     def observers(self) -> Sequence[ObservedRouting]:
-        """The observers of the run."""
+        """Observers to pass to the measured run, which record its routing."""
         return [] if self._obstacle else [self._routing]
 
     def added_to(self, report: JobReport, estimating: RunsProgress | None) -> JobReport:
-        """The report of the run with its expectation, or with the reason that there is none. Never raises an error.
-
-        estimating: called with the number of runs for the band that are done, and of all; None for no band.
+        """Return the run's report with its expectation, or with the reason why there is none. No error is raised.
 
         A signal ends the prediction, and the report then says that the job was interrupted.
+
+        estimating: called with (simulations done, all simulations) for the band; None for no band.
         """
         if self._obstacle:
             return replace(report, no_expectation=self._obstacle)
@@ -130,12 +130,12 @@ class Expectation:
         return with_band(expected, self._ranks, estimating)
 
     def _ranks(self) -> list[Rank]:
-        """A plan of the first batch and a new policy."""
+        """Return a new plan of the first batch and a new policy."""
         return [Rank(*self._job.plan(self._batch, self._devices.slot_bytes))]
 
 
 def obstacle(given: SessionOptions, job: Job, devices: Devices) -> str | None:
-    """The reason for which a job's runs cannot be predicted; None where the calibration is of what they use."""
+    """Return the reason why a job's runs cannot be predicted; None if device and machine are calibrated."""
     machine = job.machine
     if len(devices.all) > 1:
         return SEVERAL
@@ -160,7 +160,7 @@ def obstacle(given: SessionOptions, job: Job, devices: Devices) -> str | None:
 
 
 def _accuracy(previews: Sequence[PreviewUse]) -> float:
-    """The accuracy of the run's previews, one layer ahead."""
+    """Return the accuracy of the run's router previews, one layer ahead; a default if there were none."""
     if not previews:
         return PREVIEW_ACCURACY
     nearest = previews[0]
@@ -168,21 +168,21 @@ def _accuracy(previews: Sequence[PreviewUse]) -> float:
 
 
 class _BusyBySteps:
-    """Seconds that each lane is busy, by step."""
+    """Observer that sums the seconds that each lane is busy, by step."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self.seconds: dict[str, list[float]] = {}
 
     def ended(self, task: Task) -> None:
-        """Add a task, unless it loads what stays."""
+        """Add an ended task to its lane and step, unless it belongs to the initial loading."""
         if task.step >= 0:
             by_step = self.seconds.setdefault(task.lane.name, [0.0] * self._steps)
             by_step[task.step] += (task.end - task.start) / 1e9
 
 
 def _prolonged(report: JobReport, busy: dict[str, list[float]], steps: int) -> JobReport:
-    """A prediction of the first steps, extrapolated to all."""
+    """Extrapolate a prediction of the first steps, and the seconds that lanes were busy in them, to all steps."""
     step_seconds = extrapolated(report.step_seconds, steps)
     running = sum(step_seconds)
     used = {name: sum(extrapolated(seconds, steps)) for name, seconds in busy.items()}
@@ -198,9 +198,9 @@ def _prolonged(report: JobReport, busy: dict[str, list[float]], steps: int) -> J
 
 
 def extrapolated(known: Sequence[float], steps: int) -> list[float]:
-    """Values of all steps: the known ones, then those of a straight line through the later half of them.
+    """Extend values of the first steps to all steps, by a straight line through the later half of them.
 
-    The last known value is replaced: it is of a step that fetches nothing for a next one.
+    The last known value is replaced, too, since the last step fetches nothing for a next one.
     """
     whole = known[:-1]
     half = range(len(whole) // 2, len(whole))

@@ -1,4 +1,4 @@
-"""A report with the bottleneck of its batch, and with what would help."""
+"""Reports with their batch's bottleneck, and with changes that would help."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from moesched.trace.recording import About, Recording
 def explained(
     report: JobReport, recording: Recording, about: About, others: Iterable[Help] = ()
 ) -> tuple[JobReport, Explanation | None]:
-    """The report of a batch with what its recording explains; the same report if the batch ended early.
+    """Return a batch's report with its bottleneck and helps, and the explanation.
+
+    If the batch ended early, the report is unchanged and the explanation None.
 
     Args:
-        others: changes that no replay shows.
+        others: further helps, which do not come from replays of the recording.
     """
     if report.interrupted or report.failure is not None or not recording.slices:
         return report, None

@@ -1,4 +1,4 @@
-"""A job: the policy, layout, machine and budgets that all its batches share, and by which it plans each of them."""
+"""A job: plans batches, which share policy, layout, machine and budgets."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Job:
 
     Args:
         machine: the machine that the options name.
-        nodes: number of such machines that share the experts.
-        device: the device that runs it; None in predictions.
+        nodes: number of equal machines that share the experts.
+        device: the device that runs the job; None in predictions.
 
     Raises:
         BadInput: an option cannot be used.
@@ -73,13 +73,13 @@ class Job:
         self.layout = weight_layout(cut, dtype_for(cut.dtype, options.dtype, self.machine, device))
 
     def with_beams(self, beams: int) -> Job:
-        """A copy for a call with a beam search of this width; the sizes that it chooses are its own."""
+        """Return a copy of the job for a call with beam search of this width; the copy chooses sizes of its own."""
         job = copy(self)
         job.beams = beams
         return job
 
     def use_process(self, process: Process) -> None:
-        """Plan for a process with these bytes beside its plans; call before `sizes` and `plan`.
+        """Set the process whose bytes, apart from plans, count in its budget; call it before `sizes` and `plan`.
 
         Raises:
             BadInput: the budget of the process leaves nothing for plans.
@@ -96,12 +96,12 @@ class Job:
         *,
         successive: bool = True,
     ) -> BatchSizes:
-        """Choose batch sizes, keeping those of the options, and with them the accelerator's share of the KV cache.
+        """Choose batch sizes and the accelerator's share of the KV cache; sizes that the options give are kept.
 
         Args:
             lengths: lengths of all prompts, in tokens.
-            slot_bytes: returns the bytes of a page in a slot.
-            successive: whether all requests run, in successive batches.
+            slot_bytes: returns the bytes of a slot for a page.
+            successive: whether all requests run, in successive batches, instead of one batch only.
 
         Raises:
             BadInput: not even one request fits.
@@ -116,7 +116,7 @@ class Job:
         return sizes
 
     def setting(self, lengths: Sequence[int], new_tokens: int, slot_bytes: Callable[[Page], int]) -> Setting:
-        """All that the job's plans depend on, apart from the batch; see `sizes`."""
+        """Return everything that the job's plans depend on, apart from the batch; arguments as for `sizes`."""
         return Setting(
             make=self.make,
             machine=self.machine,
@@ -135,7 +135,7 @@ class Job:
         )
 
     def policies(self) -> BatchPolicies:
-        """The policies of a run of all batches; call it after `sizes`."""
+        """Return the policies for a run of all batches; call it after `sizes`."""
         return BatchPolicies(self.make)
 
     def plan(
@@ -148,10 +148,11 @@ class Job:
         """Plan a batch by a policy, for one node if there are several.
 
         Args:
-            policy: by default a new one.
+            slot_bytes: returns the bytes of a slot for a page.
+            policy: the policy that plans; by default a new one.
 
         Raises:
-            BadInput: it does not fit; with beam search, the message gives the largest width that does.
+            BadInput: the batch does not fit; with beam search, the message gives the largest width that does.
         """
         policy = policy or self.make()
         try:
@@ -173,7 +174,7 @@ class Job:
         )
 
     def _with_width(self, error: BadInput, batch: Batch, slot_bytes: Callable[[Page], int]) -> BadInput:
-        """The same error; with beam search, it also gives the largest width that fits."""
+        """Return the error; with beam search, its message also gives the largest width that fits."""
         if self.beams == 1:
             return error
 
@@ -191,7 +192,7 @@ class Job:
 
 
 def require_continuations(beams: int, config: ModelConfig) -> None:
-    """Raise BadInput where the vocabulary has fewer tokens than a beam search compares."""
+    """Raise BadInput if the vocabulary has fewer tokens than a beam search of this width compares."""
     each = max(2, 1 + len(config.stop_tokens))
     if beams > 1 and beams * each > config.vocabulary:
         raise BadInput(

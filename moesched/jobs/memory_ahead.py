@@ -1,4 +1,4 @@
-"""The memory that a run will need for weights that stay, known before its device is imported."""
+"""Sizes of memory for resident weights, estimated before the device is imported, so that it can be taken meanwhile."""
 
 from __future__ import annotations
 
@@ -21,23 +21,26 @@ from moesched.requests.batching import batches_of
 from moesched.system.memory import available_memory
 
 LEAST = 2 << 20
-"""Bytes of the smallest piece, a huge page. Taking smaller ones early saves nothing."""
+"""The least bytes of a piece of memory to take early: a huge page. Taking smaller ones early saves nothing."""
 
 MOST_ROWS = 16
-"""Rows of an expert in a decode step up to which weights are used as they are read. With more, some processors
-use packed weights, which torch allocates."""
+"""The most rows of an expert in a decode step with which weights are used as they are read.
+
+With more rows, some processors use packed weights, which torch allocates.
+"""
 
 BESIDE = 1 << 30
-"""Bytes that must stay available: libraries are loaded meanwhile."""
+"""Bytes of memory that must stay available, since libraries are loaded meanwhile."""
 
 
 def pieces_to_take(
     given: SessionOptions, config: ModelConfig, lengths: Sequence[int], new_tokens: int, beams: int
 ) -> list[int]:
-    """Bytes of each page and tensor that will stay in this process, by a preliminary plan of the first batch.
+    """Return the bytes of each page and tensor that will stay in this process, by a rough plan of the first batch.
 
-    None if the device keeps weights elsewhere or in another form, if something limits the process, or if the plan does
-    not fit: the run itself reports that.
+    The list is empty if the device keeps weights elsewhere or in another form, if the process's memory is limited, or
+    if the plan does not fit, which the run itself will report.
+
     """
     settings = given.device_settings or {}
     limited = PROCESS in (given.budgets or {}) or _address_space_is_limited()
@@ -70,5 +73,5 @@ def _address_space_is_limited() -> bool:
 
 
 def _rows(batch: Batch, config: ModelConfig) -> float:
-    """Mean rows of an expert in a decode step of the largest micro-batch."""
+    """Return the mean rows of an expert in a decode step of the largest micro-batch."""
     return max(map(len, batch.micro_batches)) * config.routed.top_k / config.routed.experts

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 CLUSTER = "Cluster"
 OUTPUT = "Output"
-"""Headings, the last one in `--help`."""
+"""Headings of options in `--help`; this is the last one."""
 
 
 class OutputOptions(Options):
-    """Outputs of a job beside its report."""
+    """Options for outputs of a job other than its report."""
 
     trace: Annotated[
         Path | str | None,
@@ -60,13 +60,13 @@ class OutputOptions(Options):
 
 
 class PromptsOptions(Options):
-    """The prompts."""
+    """Option for the prompts."""
 
     prompts: Annotated[Sequence[Prompt], Option("Texts, or token ids.", flag="")] = field(kw_only=False)
 
 
 class LimitOptions(Options):
-    """The number of tokens to generate."""
+    """Option for the number of tokens to generate."""
 
     max_new_tokens: Annotated[int, Option("Tokens to generate for each prompt, at most.", "N", ge=1)] = (
         NEW_TOKENS
@@ -74,7 +74,7 @@ class LimitOptions(Options):
 
 
 class GenerationOptions(LimitOptions):
-    """The tokens that are generated."""
+    """Options for the generated tokens: their number, and how they are chosen."""
 
     sampling: Annotated[
         Sampling | None,
@@ -83,7 +83,7 @@ class GenerationOptions(LimitOptions):
 
 
 class HelpsOptions(Options):
-    """The reasons for a job's speed."""
+    """Option for the reasons of a job's speed, and changes that would help."""
 
     explained: Annotated[
         bool,
@@ -97,11 +97,11 @@ class HelpsOptions(Options):
 
 
 class PlannedOptions(PolicyOptions, SizeOptions, BudgetOptions, DTypeOptions, CutOptions, MachineOptions):
-    """Options that determine the plans of batches, measured or predicted."""
+    """Options that determine the plans of batches, of runs and of predictions."""
 
 
 class CostOptions(Options):
-    """The costs of the machine."""
+    """Option for a machine's measured costs."""
 
     foreign_machine: Annotated[
         bool, Option("Accept a machine file whose costs were measured on another processor.")
@@ -122,7 +122,7 @@ class GeneratedOptions(
     PolicyOptions,
     WeightsOptions,
 ):
-    """Options of each job that generates text, in one process or in several."""
+    """Options of every job that generates text, in one process or in several."""
 
 
 class SessionOptions(CostOptions, DeviceOptions, PlannedOptions, WeightsOptions):
@@ -148,7 +148,7 @@ class RunOptions(CallOptions, SessionOptions):
 
 
 class TransportOptions(Options):
-    """The transport of the nodes' exchanges."""
+    """Option for the transport of exchanges between nodes."""
 
     transport: Annotated[
         str | type[Transport],
@@ -157,7 +157,7 @@ class TransportOptions(Options):
 
 
 class ProcessesOptions(TransportOptions):
-    """The processes of this machine that share a model."""
+    """Option for processes of this machine that share a model."""
 
     nodes: Annotated[
         int | None,
@@ -173,7 +173,7 @@ class ProcessesOptions(TransportOptions):
 
 
 class HostsOptions(TransportOptions):
-    """The machines that share a model."""
+    """Options for the machines of a cluster file that share a model."""
 
     cluster_file: Annotated[
         Path,
@@ -191,7 +191,7 @@ class HostsOptions(TransportOptions):
 
 
 class ClusterOptions(TransportOptions, PromptsOptions, GeneratedOptions):
-    """The options that `run_cluster` and `run_local` share; machine, budgets and device hold for each node."""
+    """The options that `run_cluster` and `run_local` share; machine, budgets and device are those of each node."""
 
     policy: Annotated[
         str | type[Policy],
@@ -203,7 +203,7 @@ class ClusterOptions(TransportOptions, PromptsOptions, GeneratedOptions):
 
 
 class ProbeOptions(DeviceOptions, SizeOptions, BudgetOptions, DTypeOptions, PolicyOptions):
-    """A run that is observed, by default under a policy that needs little memory and keeps as many experts as fit."""
+    """Options of an observed run; by default its policy needs little memory and keeps as many experts as fit."""
 
     policy: Annotated[
         PolicyGiven,
@@ -216,7 +216,7 @@ class ProbeOptions(DeviceOptions, SizeOptions, BudgetOptions, DTypeOptions, Poli
 
 
 class ProfiledRun(LimitOptions, ProbeOptions):
-    """A run whose choices of experts are recorded."""
+    """Options of a run whose choices of experts are recorded."""
 
     progress: Annotated[
         Callable[[int, int], object] | None,
@@ -232,7 +232,7 @@ class ProfilingOptions(PromptsOptions, ProfiledRun, WeightsOptions):
 
 
 class SparsityRun(ProbeOptions):
-    """A run whose values near zero are counted."""
+    """Options of a run whose activations near zero are counted."""
 
     seed: Annotated[int, Option("Seed of the random token ids.")] = 0
     progress: Annotated[
@@ -254,7 +254,7 @@ class SparsityOptions(SparsityRun, WeightsOptions):
 
 
 class RoutingOptions(Options):
-    """The experts that tokens choose."""
+    """Options for the experts that tokens choose."""
 
     routing: Annotated[
         RoutingGiven | None,
@@ -279,7 +279,7 @@ class RoutingOptions(Options):
 
 
 class RequestsOptions(Options):
-    """The number and the order of requests."""
+    """Options for the number and the order of requests."""
 
     requests: Annotated[
         int | None,
@@ -305,7 +305,7 @@ class RequestsOptions(Options):
 
 
 class PreviewOptions(Options):
-    """The forecasts of the routing."""
+    """Options for the accuracy of routing forecasts."""
 
     preview_accuracy: Annotated[
         float,
@@ -336,7 +336,7 @@ class ScenarioOptions(
     FormatOptions,
     ModelOptions,
 ):
-    """The options that determine a simulation: the axes of sweeps, in their order, the last changing fastest."""
+    """The options that determine a simulation, which are also the axes of sweeps."""
 
 
 class SimulationOptions(OutputOptions, HelpsOptions, BandOptions, ScenarioOptions):

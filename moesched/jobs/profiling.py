@@ -23,7 +23,7 @@ from moesched.system.own_loop import interruptible
 
 
 class Profiled(NamedTuple):
-    """The trace of a profiling run; if it was interrupted, up to Ctrl-C."""
+    """The routing trace of a profiling run; if it was interrupted, up to Ctrl-C."""
 
     trace: RoutingTrace
     interrupted: bool
@@ -32,7 +32,7 @@ class Profiled(NamedTuple):
 @takes(ProfilingOptions)
 @interruptible()
 def profile_routing(given: ProfilingOptions) -> Profiled:
-    """Run prompts through a model and record the experts that each token chooses, prompt tokens and generated ones.
+    """Run prompts through a model, and record the experts that each token chooses, of prompts and of generated text.
 
     Raises the errors of `moesched.run_model`.
     """

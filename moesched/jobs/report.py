@@ -41,21 +41,21 @@ class JobReport(Report, frozen=True, kw_only=True):
     """A report with the job's budgets, tasks and batches.
 
     Attributes:
-        dtype: the number format that the model was computed in.
-        model_dtype: the model's own.
+        dtype: the dtype that the model was computed in.
+        model_dtype: the dtype of the model's weights.
         budget_bytes: budget of each memory.
-        kinds: tasks by verb and lane.
-        cores: the division of the host's cores beside a GPU, with the names of `CorePlan`; None without a GPU.
+        kinds: numbers and times of tasks by verb and lane.
+        cores: use of the host's cores beside a GPU, by the fields of `CorePlan`; None without a GPU.
         bytes_read: bytes read from the checkpoint's files; None if not measured.
         batches: number of successive batches.
         padded: whether prompts were padded to the longest.
         expected: prediction of a measured run, from the calibration of its machine; None if there is none.
-        no_expectation: the reason, if one was asked for.
-        band: of a prediction's figures, the low end, the expected figure and the high end; None without a band.
-        at_peak: a prediction's figures at the rates that the machine states; None where its costs were measured.
+        no_expectation: the reason why `expected` is None, if a prediction was asked for.
+        band: by name of a predicted figure: low end, expected figure and high end; None without a band.
+        at_peak: a prediction's figures at the machine's stated rates; None if its costs were measured.
         widest_rate: the rate that widens the band most, in words.
-        bottleneck: of the first batch, in words; None if it was not asked for, or no task ran.
-        helps: the changes that would save most of its time, the best first.
+        bottleneck: bottleneck of the first batch, in words; None if it was not asked for, or no task ran.
+        helps: the changes that would save most time of the first batch, best first.
         trace: file of the first batch's trace; None if none was asked for. It is not in the JSON.
     """
 
@@ -88,19 +88,19 @@ class JobReport(Report, frozen=True, kw_only=True):
 
     @property
     def figures(self) -> str:
-        """The kind of its figures: "measured", "emulated" or "predicted"."""
+        """Kind of the report's figures: "measured", "emulated" or "predicted"."""
         if self.emulation is not None:
             return "emulated"
         return "measured" if self.measured else "predicted"
 
     @property
     def title(self) -> str:
-        """The policy, the model, the machine, and the kind of the figures."""
+        """Title of the report: policy, model, machine, and kind of figures."""
         return f"{self.policy} on {self.model}, {self.figures} on {self.place}"
 
     @property
     def place(self) -> str:
-        """The machine, with the number of nodes or accelerators if there are several, and the dilation if emulated."""
+        """The machine, with its number of nodes or accelerators if there are several, and the dilation if emulated."""
         count = self.tensor_parallel
         machine = self.machine if count == 1 else f"{self.machine}, cut over {count} accelerators"
         if self.nodes > 1:
@@ -112,7 +112,7 @@ class JobReport(Report, frozen=True, kw_only=True):
         return f"{machine} (emulated, time dilated by {by})"
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert to JSON values: measured runs have tokens and text, predicted ones the simulated time."""
+        """Convert the report to JSON values; measured runs have tokens and text, predicted ones the simulated time."""
         content: dict[str, Any] = msgspec.to_builtins(self)
         of_predictions = ("simulated_seconds", "simulated_steps", "padded", "band", "at_peak", "widest_rate")
         of_runs = (
@@ -137,14 +137,14 @@ class JobReport(Report, frozen=True, kw_only=True):
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One node of a cluster.
+    """Report on one node of a cluster.
 
     Attributes:
         peak_bytes: peak use of each memory.
-        process_bytes: peak resident memory of its process; None if it did not report.
-        clock_ahead_seconds: seconds that its clock was ahead of the launcher's; None if it was not measured.
+        process_bytes: peak resident memory of the node's process; None if the node sent no report.
+        clock_ahead_seconds: seconds by which the node's clock was ahead of the launcher's; None if not measured.
         clock_error_seconds: bound of the error of `clock_ahead_seconds`.
-        lost: reason that it was lost; None if it was there at the end.
+        lost: reason why the node was lost; None if it stayed to the end.
     """
 
     rank: int
@@ -158,11 +158,11 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterReport(JobReport, frozen=True, kw_only=True):
-    """A report of a run on several nodes: times, lanes and memories are those of the first one that was not lost.
+    """A report of a run on several nodes; times, lanes and memories are those of the first node that was not lost.
 
     Attributes:
         members: all nodes of the cluster, in the order of their ranks; `nodes` is the number that began the run.
-        epochs: 1, and one more each time that nodes were lost or came back.
+        epochs: 1, plus the number of times that nodes were lost or came back.
     """
 
     members: list[NodeReport]
@@ -182,11 +182,12 @@ def job_report(
     change: str | None = None,
     trace: Path | None = None,
 ) -> JobReport:
-    """The report of one batch, with the budgets of its plan and its kinds of task.
+    """Make the job's report of one batch, with the budgets of its plan and its kinds of task.
 
     Args:
-        policy: its name, as the user gave it.
-        change: a change of the files of weights during the batch, in words; its tokens are then doubtful.
+        kinds: observer that counted tasks by verb and lane.
+        policy: name of the policy, as the user gave it.
+        change: words for a change of the files of weights during the batch, which makes its tokens doubtful.
     """
     fields = {name: getattr(report, name) for name in report.__struct_fields__}
     fields |= {"policy": policy, "text": text}
@@ -207,7 +208,7 @@ def job_report(
 
 
 def _doubt(change: str, plan: Plan, failure: str | None) -> str:
-    """The failure of a batch whose weights changed while it ran."""
+    """Return the text of `failure` for a batch whose files of weights changed while it ran; its own failure is kept."""
     first, count = plan.batch.first_request, len(plan.batch.prompts)
     tokens = (
         f"the tokens of requests {first} to {first + count - 1}"
@@ -222,7 +223,7 @@ def write_report(path: Path, report: JobReport) -> None:
     """Write a report as JSON.
 
     Raises:
-        BadInput: the file cannot be written; nothing is left of it.
+        BadInput: the file cannot be written; no partial file is left.
     """
     write_json(path, "report", report.as_dict())
 
@@ -236,7 +237,7 @@ def require_complete(report: JobReport) -> None:
 
 
 def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) -> JobReport:
-    """Merge successive batches into one run: times and counts add up; of peaks, the largest counts.
+    """Merge reports of successive batches into one: times and counts add up; of peaks, the largest counts.
 
     Args:
         requests: number of requests in all batches; those that never ran have no tokens.
@@ -298,9 +299,9 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
 
 
 def at_the_tokens_of(expected: JobReport, measured: JobReport) -> JobReport:
-    """A prediction of one batch with the tokens that the run generated, and its rates for these.
+    """Return a batch's prediction with the number of tokens that the run really generated, and rates for these.
 
-    They may be fewer than were asked for: a stop token ends a request.
+    Stop tokens may end requests early, so that there are fewer tokens than were asked for.
     """
     counts = _token_counts(measured)
     _, *decoding = expected.step_seconds
@@ -313,7 +314,7 @@ def at_the_tokens_of(expected: JobReport, measured: JobReport) -> JobReport:
 
 
 def _merge_expectations(reports: Sequence[JobReport], *, requests: int, batches: int) -> JobReport | None:
-    """The prediction of all batches; None where one has none."""
+    """Merge the predictions of all batches; None if a batch has none."""
     expected = [report.expected for report in reports if report.expected is not None]
     if len(expected) < len(reports):
         return None
@@ -321,13 +322,13 @@ def _merge_expectations(reports: Sequence[JobReport], *, requests: int, batches:
 
 
 def _around(figure: float, low: float, middle: float, high: float) -> tuple[float, float, float]:
-    """A band, moved from its middle to another figure."""
+    """Scale a band (low, middle, high) so that its middle is another figure."""
     share = figure / middle if middle else 1.0
     return low * share, figure, high * share
 
 
 def _mean_of_requests(reports: Sequence[JobReport], figure: str) -> float | None:
-    """The mean of a figure over all requests of the batches that have it."""
+    """Return the mean of a figure over the requests of all batches that have it; None if none has."""
     known = [each for each in reports if getattr(each, figure) is not None]
     requests = sum(each.plan.batch_size for each in known)
     total: float = sum(getattr(each, figure) * each.plan.batch_size for each in known)
@@ -337,7 +338,7 @@ def _mean_of_requests(reports: Sequence[JobReport], figure: str) -> float | None
 def _of_all_requests(
     batches: Sequence[list[Value] | None], missing: Value, requests: int
 ) -> list[Value] | None:
-    """The values of all batches' requests, `missing` for those that never ran; None where the first batch has none."""
+    """Return the values of all requests, `missing` for those that never ran; None if the first batch has none."""
     if batches[0] is None:
         return None
     known = [value for values in batches for value in values or []]
@@ -350,14 +351,14 @@ def _sum_of_known(numbers: Sequence[float | None]) -> float | None:
 
 
 def _token_counts(report: JobReport) -> list[int]:
-    """Generated tokens by request; a prediction generates all that were asked for."""
+    """Return the number of generated tokens by request; a prediction generates all that were asked for."""
     if report.tokens is None:
         return [report.plan.new_tokens] * report.plan.batch_size
     return list(map(len, report.tokens))
 
 
 def _merge_emulations(parts: Sequence[Emulation]) -> Emulation | None:
-    """Merge batches: the largest dilations, loads and shares; counts and seconds add up."""
+    """Merge batches' emulations: of dilations, loads and shares the largest counts; counts and seconds add up."""
     if not parts:
         return None
     lanes = {
@@ -382,7 +383,7 @@ def _merge_lane(uses: Sequence[LaneUse], seconds: float) -> LaneUse:
 
 
 def _merge_pools(pools: Sequence[PoolUse]) -> list[PoolUse]:
-    """Add up the counts of pools of one name and memory; of their slots, the largest number counts."""
+    """Merge pools of equal name and memory: counts add up; of slots, the largest number counts."""
     merged: dict[tuple[str, str], PoolUse] = {}
     for pool in pools:
         name, memory, slots, *counts = msgspec.structs.astuple(pool)
@@ -395,7 +396,7 @@ def _merge_pools(pools: Sequence[PoolUse]) -> list[PoolUse]:
 
 
 def _merge_previews(previews: Sequence[PreviewUse]) -> list[PreviewUse]:
-    """Add up the counts of each distance."""
+    """Add up counts of router previews by the number of layers ahead."""
     merged: dict[int, Compared] = {}
     for each in previews:
         counts = each.forecasts, each.chosen, each.found
@@ -404,7 +405,7 @@ def _merge_previews(previews: Sequence[PreviewUse]) -> list[PreviewUse]:
 
 
 def _merge_forecasts(forecasts: Sequence[ForecastUse]) -> list[ForecastUse]:
-    """Add up the counts of each predictor and distance."""
+    """Add up counts of forecasts by predictor and number of layers ahead."""
     merged: dict[tuple[str, int], Compared] = {}
     for each in forecasts:
         key, counts = (each.predictor, each.ahead), (each.forecasts, each.chosen, each.found)

@@ -1,4 +1,4 @@
-"""A job's report as a notebook shows it: figures, the bottleneck, a timeline, lanes, memories, and the first texts."""
+"""HTML of a job's report in a notebook: figures, bottleneck, timeline, lanes, memories, and the first texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN_TEXTS, SHOWN_LETTERS = 3, 200
 
 
 def report_html(report: JobReport) -> str:
-    """The content of a cell."""
+    """Return the HTML that a notebook shows for a report."""
     return cell(report.title, *filter(None, _parts(report)))
 
 
@@ -54,7 +54,7 @@ def _busiest(report: JobReport) -> list[str]:
 
 
 def _from_trace(report: JobReport) -> str:
-    """The bottleneck and the timeline; empty without a trace, or where its file is gone or is another run's."""
+    """Return HTML of bottleneck and timeline; empty without a trace, or if its file is gone or another run's."""
     if report.trace is None:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""`run_model`: one call of a session, to a report."""
+"""`run_model`: generates text on real hardware, by one call of a session."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from moesched.options import part_of
 def run_model(given: RunOptions) -> JobReport:
     """Generate text on real hardware: open a session, make one call, and close it.
 
-    The call ends early as that of a `Session` does: at Ctrl-C and where weights fail, with a report.
+    As with `Session.run`, Ctrl-C or weights that cannot be read end the run early, with a report.
 
     Raises:
         BadInput: an argument cannot be used.
         NotTraced: the trace could not be written; the error has the report.
-        PolicyError: the policy submitted something illegal; raised at its own line.
+        PolicyError: the policy submitted something illegal; it is raised at the policy's line.
         TaskFailed: a task raised on its lane.
     """
     with Session(**part_of(given, SessionOptions)) as session:

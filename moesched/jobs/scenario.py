@@ -1,4 +1,4 @@
-"""A scenario: model, machine, requests and expert choices of a simulation, found by their names."""
+"""Scenario of a simulation: model, machine, requests and expert choices, found by their names."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Scenario(NamedTuple):
     """A simulation's inputs.
 
     Attributes:
-        machine: with the network that joins it to others like it.
-        choices: the experts of each token; None for uniform routing.
+        machine: the machine, with the network that connects several of them.
+        choices: source of the experts that each token chooses; None for uniform routing.
     """
 
     config: ModelConfig
@@ -32,7 +32,7 @@ class Scenario(NamedTuple):
 
 
 def find_scenario(given: ScenarioOptions) -> Scenario:
-    """Find what the options of a simulation name.
+    """Find the model, machine, workload and routing that the options of a simulation name.
 
     Raises:
         BadInput: a name is unknown, or a file cannot be used.
@@ -47,7 +47,7 @@ def find_scenario(given: ScenarioOptions) -> Scenario:
 
 
 def joined(machine: Machine, nodes: int | None, network: Network | str | None) -> Machine:
-    """The machine, with the network that joins it to others like it.
+    """Return the machine with the network that connects several such machines.
 
     Raises:
         BadInput: the network is unknown, several nodes have no network, or a network is given without nodes.

@@ -1,4 +1,4 @@
-"""A session: a model that is opened once, and answers one call after another."""
+"""Sessions: a model is opened once, and answers one call after another."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from moesched.system.own_loop import interruptible
 
 
 class Session:
-    """A model on real hardware that answers one call after another; a context manager, which frees it at its end.
+    """A model on real hardware that answers one call after another; a context manager that frees the model at its end.
 
-    The first call opens the device. Weights that stay in fast memory in one call and in the next are read once. Each
-    call is planned anew, and gives the tokens that `run_model` gives.
+    The first call opens the device. Weights that stay in fast memory over successive calls are read once. Each call is
+    planned anew, and generates the same tokens as `run_model`.
     """
 
     @takes(SessionOptions)
@@ -41,7 +41,7 @@ class Session:
         """Open a model's files.
 
         Raises:
-            BadInput: the files are not those of a model.
+            BadInput: the files are no model's.
         """
         self._given = given
         self._checkpoint = open_checkpoint(Path(given.model))
@@ -66,7 +66,7 @@ class Session:
 
     @interruptible()
     def close(self) -> None:
-        """Free the model's memory and close its files, after the call under way; the session answers no other one."""
+        """Wait for the current call, free the model's memory and close its files; further calls are refused."""
         with self._turn:
             self._closed, self._opened = True, None
             self._release()
@@ -76,17 +76,16 @@ class Session:
     def run(self, given: CallOptions) -> JobReport:
         """Generate text. More prompts than fit a batch run as successive batches.
 
-        Ctrl-C ends the call cleanly: the report then says `interrupted` and holds the tokens so far. Weights that
-        cannot be read and logits that are not finite end it as well, and `failure` of the report then says where. If a
-        file of weights changes during a batch, no further one begins, and `failure` says that the tokens of this batch
-        may be wrong. Any other error after the run began has the report as its attribute `report`. The session answers
-        further calls after all of these, unless a file has changed.
+        Ctrl-C ends the call cleanly: the report then has `interrupted` set and the tokens so far. Weights that cannot
+        be read, or logits that are not finite, also end the call, and the report's `failure` says where. If a file of
+        weights changes during a batch, no further batch begins, and `failure` says that this batch's tokens may be
+        wrong. Any other error after the run began has the report as its attribute `report`. After all of these the
+        session answers further calls, unless a file has changed.
 
         Raises:
-            BadInput: an argument cannot be used, a file of weights has changed, or the session is closed or answers
-                another call.
+            BadInput: an argument cannot be used, a file of weights has changed, or the session is closed or busy.
             NotTraced: the trace could not be written; the error has the report.
-            PolicyError: the policy submitted something illegal; raised at its own line.
+            PolicyError: the policy submitted something illegal; it is raised at the policy's line.
             TaskFailed: a task raised on its lane.
         """
         checkpoint, config = self._checkpoint, self._checkpoint.config
@@ -120,8 +119,8 @@ class _Opened(NamedTuple):
     """A model on its devices.
 
     Attributes:
-        job: for one sequence of each request.
-        obstacle: the reason for which its calls cannot be predicted; None where they can.
+        job: the job without beam search, from which calls make their own.
+        obstacle: the reason why calls cannot be predicted; None if they can.
     """
 
     job: Job
@@ -131,7 +130,7 @@ class _Opened(NamedTuple):
 
 @contextmanager
 def _open(given: SessionOptions, checkpoint: Checkpoint, ahead_bytes: Sequence[int]) -> Iterator[_Opened]:
-    """The job and its open devices.
+    """Open a model's devices, and yield them with the job.
 
     Args:
         ahead_bytes: sizes of memory for weights, which is taken while the devices are imported.

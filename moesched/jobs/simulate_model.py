@@ -1,4 +1,4 @@
-"""`simulate_model`: a workload through a policy on the virtual clock, in successive batches, to a report."""
+"""`simulate_model`: predicts a workload under a policy on the virtual clock, in successive batches."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def simulate_model(given: SimulationOptions) -> JobReport:
     Raises:
         BadInput: an argument cannot be used.
         NotTraced: the trace could not be written; the error has the report.
-        PolicyError: the policy submitted something illegal; raised at its own line.
+        PolicyError: the policy submitted something illegal; it is raised at the policy's line.
     """
     require_outputs_apart(given)
     given = replace(given, listener=listener_or_cell(given.listener, patience=PATIENCE_SECONDS))
@@ -67,7 +67,7 @@ def simulate_model(given: SimulationOptions) -> JobReport:
 
 
 def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport:
-    """Predict a scenario; the options name what it holds.
+    """Predict a scenario that was found from these options.
 
     Raises:
         BadInput, NotTraced, PolicyError: as `simulate_model`.
@@ -102,7 +102,7 @@ def simulate_scenario(scenario: Scenario, given: SimulationOptions) -> JobReport
 
 
 def _tell_unused(scenario: Scenario, given: SimulationOptions, report: JobReport) -> None:
-    """Warn where a routing trace has tokens that the run left out."""
+    """Warn if a routing trace has tokens that the simulation did not use."""
     if not isinstance(scenario.choices, RecordedChoices):
         return
     lengths, all_run = _lengths(scenario.workload, given)
@@ -119,12 +119,12 @@ def _tell_unused(scenario: Scenario, given: SimulationOptions, report: JobReport
 
 
 def _ranks(job: Job, batch: Batch) -> list[Rank]:
-    """The plans and policies of a batch, one for each node."""
+    """Return a plan and a policy of a batch for each node."""
     return [Rank(*job.plan(batch, room_for, node)) for node in range(job.nodes)]
 
 
 def _lengths(workload: Workload, given: SimulationOptions) -> tuple[list[int], bool]:
-    """Prompt lengths in tokens, and whether all of these requests run instead of a single full batch."""
+    """Return prompt lengths in tokens, and whether all of these requests run, instead of a single full batch."""
     listed = given.requests or len(workload.prompt_tokens)
     count = listed or given.batch_size or MOST_REQUESTS
     lengths = [workload.longest] * count if given.padded else workload.lengths(count, given.seed)
@@ -196,7 +196,7 @@ def _simulate(
 
 
 def require_context(lengths: Sequence[int], new_tokens: int, config: ModelConfig) -> None:
-    """Raise BadInput where the longest prompt and the new tokens exceed the model's context."""
+    """Raise BadInput if the longest prompt and the new tokens exceed the model's context."""
     longest = max(lengths)
     if longest + new_tokens > config.max_positions:
         raise BadInput(

@@ -27,17 +27,17 @@ from moesched.system.own_loop import interruptible
 
 THRESHOLDS = (0.001, 0.01, 0.1, 1.0)
 RANDOM_PROMPTS, RANDOM_TOKENS = 16, 64
-"""Number and length of the random prompts, used if none are given."""
+"""Number and length in tokens of the random prompts, which are used if none are given."""
 
 
 class SparsityReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The shares of values after SiLU that are nearer to zero than each threshold.
+    """Shares of values after the experts' SiLU that are nearer to zero than each threshold.
 
     Attributes:
-        values: number of values in each layer, of all its experts.
-        below: shares by layer and threshold.
+        values: number of counted values in each layer, over all its experts.
+        below: shares, as [layer][threshold].
         tokens: number of prompt tokens.
-        random_prompts: whether the prompts were random token ids, since none were given.
+        random_prompts: whether the prompts were random token ids.
     """
 
     model: str
@@ -84,7 +84,7 @@ def sparsity_of(given: SparsityOptions) -> SparsityReport:
 
 
 def random_prompts(config: ModelConfig, seed: int) -> list[list[int]]:
-    """Prompts of random token ids, no longer than the model's context."""
+    """Return prompts of random token ids, no longer than the model's context."""
     length = min(RANDOM_TOKENS, config.max_positions - 1)
     if length < 1:
         raise BadInput(f"model {config.name} has a context of {config.max_positions} tokens: no prompt fits")
@@ -94,11 +94,12 @@ def random_prompts(config: ModelConfig, seed: int) -> list[list[int]]:
 
 
 class SparsityCounter:
-    """Counts the values that are nearer to zero than each threshold.
+    """Counts activations that are nearer to zero than each threshold.
 
     Args:
-        progress: called with the number counted and `most`.
-        most: the total number.
+        layers: number of layers.
+        progress: called with (values counted so far, `most`).
+        most: the number of values that will be counted in all.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class SparsityCounter:
         self._lock = threading.Lock()
 
     def activated(self, layer: int, values_nI: npt.NDArray[np.float32]) -> None:
-        """Count the values of some tokens of an expert."""
+        """Count the values after SiLU of one expert, of shape (tokens, intermediate)."""
         magnitudes = np.abs(values_nI)
         below = [int(np.count_nonzero(magnitudes < threshold)) for threshold in THRESHOLDS]
         with self._lock:
@@ -123,7 +124,7 @@ class SparsityCounter:
                 self._progress(sum(self.values), self._most)
 
     def shares(self) -> tuple[tuple[float, ...], ...]:
-        """Share of each layer's values below each threshold; 0 for a layer without values."""
+        """Return the share of each layer's values below each threshold; 0 for a layer without values."""
         return tuple(
             tuple(count / max(1, values) for count in below)
             for values, below in zip(self.values, self._below, strict=True)

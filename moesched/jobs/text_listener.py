@@ -9,7 +9,7 @@ from moesched.runs.listeners import Listener
 
 
 class TextListener:
-    """Decodes a batch's tokens to text and notifies a listener, by the requests' numbers in the run."""
+    """Decodes a batch's tokens to text and passes both to a listener, with each request's index in the run."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class TextListener:
         self._new_tokens = new_tokens
 
     def tell(self, fresh: dict[int, int]) -> None:
-        """Pass on new tokens, by their request's index in the batch."""
+        """Pass on new tokens, each by its request's index in the batch."""
         for request, token in fresh.items():
             self._counts[request] += 1
             self.listener.generated(self._first + request, token, self._text(request, token))
@@ -38,7 +38,7 @@ class TextListener:
                 self._finish(request)
 
     def finish_all(self) -> None:
-        """End the text of all requests, as the batch has ended."""
+        """Pass on the text that was held back of all requests; call it at the end of the batch."""
         for request in list(self._open):
             self._finish(request)
 
@@ -48,7 +48,7 @@ class TextListener:
             self.listener.finished(self._first + request, self._text(request, None))
 
     def _text(self, request: int, token: int | None) -> str:
-        """The text that a token adds; for None, the text held back until the end."""
+        """Return the text that a token adds; for None, the text that was held back."""
         if self._streams is None or self.texts is None:
             return ""
         stream = self._streams[request]

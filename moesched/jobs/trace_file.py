@@ -1,4 +1,4 @@
-"""Files of a job's recordings, traces and pages: their names, their recorders and metadata."""
+"""Files written from a job's recordings, traces and HTML reports: their names, recorders and metadata."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _log = Log(__name__)
 def recorder_for(
     plan: Plan, files: BatchFiles, *, explained: bool, predicts: bool = False
 ) -> Recorder | LastSteps | None:
-    """A recorder for the files of a batch, or else for its explanation; None if neither is wanted."""
+    """Return a recorder for a batch if files are to be written of it, or if it is to be explained; else None."""
     if files.wanted:
         return recorder_of(plan, predicts=predicts)
     return FirstSteps(FEWEST_STEPS, MOST_TASKS) if explained else None
 
 
 def recorder_of(plan: Plan, *, predicts: bool = False) -> Recorder | LastSteps:
-    """A recorder of a whole run, or of its last steps if the run is too long.
+    """Return a recorder of a whole run, or of its last steps if the run is too long.
 
     Args:
-        predicts: whether it also keeps what the works of a measured run should take on the plan's machine.
+        predicts: whether to record also the times that a measured run's works should take on the plan's machine.
     """
     recorder = _recorder_of(plan)
     if predicts:
@@ -63,10 +63,10 @@ def _recorder_of(plan: Plan) -> Recorder | LastSteps:
 
 
 class BatchFiles(NamedTuple):
-    """Files that are written of the recording of a batch; None for those that were not asked for.
+    """Files to write from the recording of a batch; None for files that were not asked for.
 
     Attributes:
-        html: its page.
+        html: the HTML report.
     """
 
     trace: Path | None
@@ -74,23 +74,23 @@ class BatchFiles(NamedTuple):
 
     @property
     def wanted(self) -> bool:
-        """True if there is any, so that the batch has to be recorded."""
+        """True if any file is to be written, so that the batch must be recorded."""
         return self.trace is not None or self.html is not None
 
 
 def batch_files(outputs: OutputOptions, number: int) -> BatchFiles:
-    """The files of a batch, counted from 0."""
+    """Return the files of a batch, given its number from 0."""
     return BatchFiles(
         *(None if path is None else numbered(path, number) for path in (outputs.trace, outputs.html))
     )
 
 
 def require_outputs_apart(outputs: OutputOptions, *more: Options | Path) -> None:
-    """Require that a job can write the files of all batches, and that none replaces one that it reads.
+    """Check that a job can write the files of all batches, and that none replaces a file that it reads.
 
     Args:
-        outputs: the job's options or those of a call; what they name beside outputs is read.
-        more: further options, and files that are read.
+        outputs: options of the job or a call; all files that they name, except outputs, are read.
+        more: further options that name files to read, and further such files.
 
     Raises:
         BadInput: an output cannot be written, is an input, or is in a model's folder.
@@ -100,7 +100,7 @@ def require_outputs_apart(outputs: OutputOptions, *more: Options | Path) -> None
 
 
 def _named(given: Options | Path) -> Iterator[str]:
-    """The files that options name to read; lists are of prompts."""
+    """Yield the files to read that options name; lists are skipped, since they hold prompts."""
     if isinstance(given, Path):
         yield str(given)
         return
@@ -111,7 +111,7 @@ def _named(given: Options | Path) -> Iterator[str]:
 
 
 def roofs_of(machine: Machine, dtype: str) -> dict[str, Roof]:
-    """The limits of a machine's processors."""
+    """Return the peak FLOP/s in a dtype, and the memory bandwidth, of each processor of a machine."""
     return {
         name: Roof(flops=processor.flops[dtype], bandwidth=machine.memories[processor.memory].bandwidth)
         for name, processor in machine.processors.items()
@@ -129,15 +129,15 @@ def write_recording(
     roofs: Mapping[str, Roof] | None = None,
     explanation: Explanation | None = None,
 ) -> None:
-    """Write the recording of the batch that `report` describes.
+    """Write trace and HTML report of the batch that `report` describes, as far as `files` names them.
 
     Args:
         clocks: corrections of the nodes' clocks, by rank.
-        roofs: limits of the processors, where they are known.
-        explanation: of the batch, if it was made already.
+        roofs: limits of the processors, if they are known.
+        explanation: explanation of the batch, if it was made before.
 
     Raises:
-        NotTraced: it cannot be written.
+        NotTraced: a file cannot be written.
     """
     about = about_of(report, clocks, roofs)
     try:
@@ -160,7 +160,7 @@ def about_of(
     clocks: Mapping[str, Clock] | None = None,
     roofs: Mapping[str, Roof] | None = None,
 ) -> About:
-    """The origin of a recording, from its report."""
+    """Return the metadata of a recording, from its report."""
     return About(
         driver="realtime" if report.measured else "virtual",
         policy=report.policy,

@@ -1,7 +1,7 @@
 """Machines: processors, memories and links, read from TOML profiles.
 
-A policy never names a device, but uses the roles `accelerator`, `host` and `weights` (the memory that the weights come
-from). Every figure of a shipped profile has its source beside it in the file.
+A policy names no device, but uses the roles `accelerator`, `host` and `weights` (the memory from which weights come).
+Every figure of a shipped profile has its source beside it in the file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A machine built from its parts, by their names and short notations, with the source of every figure."""
+"""Machines built from parts by name, such as "RTX 3090", with the source of every figure."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ DISK_BANDWIDTH = 3e9
 DISK_LATENCY = 1e-4
 DESKTOP_CHANNELS = 2
 GPU_RESERVED = 700 * 10**6
-"""Bytes of a GPU's memory for driver, context and the libraries' code and workspaces, without a display.
+"""Bytes of a GPU's memory reserved for driver, context and the libraries' code and workspaces, without a display.
 
 A CUDA context with torch's kernels takes 300 to 400 MB (pytorch/pytorch, issues 20532 and 109888); assumed: about as
 much again for workspaces of cuBLAS and what allocators cannot use.
 """
 SYSTEM_RESERVED = 4 * 2**30
-"""Bytes of the host's memory for system, Python, libraries and other programs: assumed, without a browser."""
+"""Bytes of the host's memory reserved for system, Python, libraries and other programs: assumed, without a browser."""
 MANY_BYTES = 36 * 2**30
-"""Memory of a Mac from which on macOS lets the GPU use three quarters of it by default, not two thirds.
+"""From this many bytes of a Mac's memory on, macOS by default lets the GPU use three quarters of it, not two thirds.
 
 Apple publishes no rule. Metal reports 10,922.67 MiB of 16 GiB (abetlen/llama-cpp-python, issue 687), 21,845.34 of 32
 (ollama/ollama, issue 434) and 49,152 of 64 (ggml-org/llama.cpp, issue 1870); the bound between them is assumed.
@@ -66,15 +66,15 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of a machine, as its owner names them.
 
     Attributes:
-        gpu: such as "RTX 3090", or "2x RTX 3090".
-        chip: a chip whose CPU and GPU share one memory, such as "M2 Ultra".
-        cpu: such as "Ryzen 7950X", or "2x EPYC 7763" for two sockets.
-        ram: as `parse_ram` takes it; of a chip only its size.
+        gpu: name of the GPU, such as "RTX 3090", or "2x RTX 3090" for two.
+        chip: name of a chip whose CPU and GPU share one memory, such as "M2 Ultra".
+        cpu: name of the CPU, such as "Ryzen 7950X", or "2x EPYC 7763" for two sockets.
+        ram: host memory in the notation of `parse_ram`; of a chip only the size.
         pcie: the GPU's slot, such as "4x16"; by default the fastest that both GPU and CPU have.
-        disk: as `parse_disk` takes it.
+        disk: the disk in the notation of `parse_disk`.
         weights: the memory that all weights come from: "host" or "disk"; by default the host's, if there is a GPU.
-        pinned: bytes of the host's memory that can be page-locked, where it is limited; by default all of it.
-        name: the machine's name; by default that of its parts.
+        pinned: size of the host's memory that can be page-locked; by default all of it.
+        name: the machine's name; by default made from the names of its parts.
     """
 
     gpu: str | None = None
@@ -92,9 +92,8 @@ class BuiltMachine(msgspec.Struct, frozen=True):
     """A machine with the sources of its figures.
 
     Attributes:
-        comments: for each table of the machine's file, such as "processors.gpu" or "links.host->gpu", where its figures
-            are from.
-        assumed: what the parts left open, and the option that says it.
+        comments: sources by table of the machine's file, such as "processors.gpu" or "links.host->gpu".
+        assumed: figures that the parts left open, each with the option that gives it.
     """
 
     machine: Machine
@@ -103,7 +102,7 @@ class BuiltMachine(msgspec.Struct, frozen=True):
 
 
 def build_machine(parts: Parts) -> BuiltMachine:
-    """Build a machine.
+    """Build a machine from its parts.
 
     Raises:
         BadInput: a part is not in the library, a notation cannot be read, a part is missing, or two do not go together.
@@ -120,7 +119,7 @@ def build_machine(parts: Parts) -> BuiltMachine:
 
 
 def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
-    """GPUs with memories of their own, beside a CPU."""
+    """Build a machine of GPUs with memories of their own, and a CPU."""
     name = gpu.board.cpu if parts.cpu is None and gpu.board is not None else parts.cpu
     if name is None:
         raise BadInput(f"--gpu {gpu.name!r} needs the CPU beside it: add, for instance, --cpu 'Ryzen 7950X'")
@@ -185,7 +184,7 @@ def _with_gpu(parts: Parts, gpu: Gpu, count: int) -> BuiltMachine:
 
 
 def _cpu_only(parts: Parts, cpu: Cpu, sockets: int) -> BuiltMachine:
-    """A CPU that computes everything, and a disk that all weights come from."""
+    """Build a machine of a CPU that computes everything, and a disk from which all weights come."""
     _refuse(parts, "a machine without --gpu", "pcie", "pinned")
     host = host_memory(cpu, sockets, parts.ram)
     disk, assumed = _unified_disk(parts)
@@ -205,7 +204,7 @@ def _cpu_only(parts: Parts, cpu: Cpu, sockets: int) -> BuiltMachine:
 
 
 def _with_chip(parts: Parts, chip: Chip) -> BuiltMachine:
-    """A chip whose CPU and GPU share one memory, and a disk that all weights come from."""
+    """Build a machine of a chip whose CPU and GPU share one memory, and a disk from which all weights come."""
     _refuse(parts, f"chip {chip.name}", "gpu", "cpu", "pcie", "pinned")
     nbytes = _chip_bytes(parts.ram, chip)
     disk, assumed = _unified_disk(parts)
@@ -257,16 +256,16 @@ def _built(
     host: HostMemory,
     assumed: Sequence[str] = (),
 ) -> BuiltMachine:
-    """The machine with what a CPU and its memory say."""
+    """Return the machine with sources for its CPU and host memory, and with their assumed figures."""
     own = {"processors.cpu": cores_comment(cpu, sockets), "memories.host": f"{host.comment} {SYSTEM_COMMENT}"}
     return BuiltMachine(machine, comments | own, [*host.assumed, *assumed])
 
 
 def _refuse(parts: Parts, what: str, *names: str) -> None:
-    """Refuse options that such a machine cannot have.
+    """Refuse options that make no sense for a machine whose weights come from its disk.
 
     Raises:
-        BadInput: one was given, or the weights were to come from the memory that they are computed from.
+        BadInput: one of the options was given, or weights were to come from host memory.
     """
     for name, value in ((name, getattr(parts, name)) for name in names):
         if value is not None:
@@ -301,7 +300,7 @@ def _unified_disk(parts: Parts) -> tuple[Disk, list[str]]:
 
 
 def mac_reserved(nbytes: int) -> int:
-    """Bytes of a Mac's memory that its GPU may not use, by the default limit of macOS."""
+    """Return the bytes of a Mac's memory that its GPU may not use, by the default limit of macOS."""
     return nbytes // 4 if nbytes >= MANY_BYTES else -(-nbytes // 3)
 
 

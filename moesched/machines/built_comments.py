@@ -1,4 +1,4 @@
-"""Words for the figures of a machine that was built from its parts: comments in its file, and its description."""
+"""Texts on the figures of a machine that was built from parts: comments in its file, and its description."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ NO_BFLOAT16 = "It has no bfloat16 units; assumed: 16-bit models run in float16 a
 
 
 def gpu_comment(gpu: Gpu, count: int) -> str:
-    """The source of a GPU's rates."""
+    """Return the comment on the source of a GPU's rates."""
     each = "each " if count > 1 else ""
     sixteen = "" if gpu.bfloat16 else f" {NO_BFLOAT16}"
     return f"{gpu.name}, {each}{gpu.watts} W: {gpu.source}.{sixteen} {OF_PEAKS}"
 
 
 def cores_comment(cpu: Cpu | Chip, sockets: int) -> str:
-    """The source of the rates of CPU cores."""
+    """Return the comment on the source of the rates of CPU cores."""
     per_cycle = library().architectures[cpu.architecture]
     bfloat16 = f", {per_cycle.bfloat16} in bfloat16" if per_cycle.bfloat16 else ""
     cores = f"{times(f'{cpu.cores} cores', sockets)} at {cpu.clock / 1e9:g} GHz"
@@ -30,7 +30,7 @@ def cores_comment(cpu: Cpu | Chip, sockets: int) -> str:
 
 
 def disk_comment(disk: Disk, given: str | None) -> str:
-    """The source of a disk's rate and size; `given` is the text that they were read from."""
+    """Return the comment on the source of a disk's rate and size: the given text, or that they are assumed."""
     size = "" if disk.nbytes else " Assumed: 1 TB."
     return (
         f"--disk {given}.{size}"
@@ -40,5 +40,5 @@ def disk_comment(disk: Disk, given: str | None) -> str:
 
 
 def times(name: str, count: int) -> str:
-    """A name with the number of parts before it, if there are several."""
+    """Return a part's name, after the number of parts if there are several, such as "2x RTX 3090"."""
     return f"{count}x {name}" if count > 1 else name

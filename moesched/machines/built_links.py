@@ -1,4 +1,4 @@
-"""Links between a GPU and its host: a PCIe slot, or that of a board that both are on."""
+"""Links between a GPU and its host: a PCIe slot, or the link of a board that has both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moesched.machines.parts import Board, Cpu, Gpu
 from moesched.units import format_bytes
 
 REACHED = 0.75
-"""Share of the line rate that copies of page-locked memory reach."""
+"""Share of PCIe's line rate that copies of page-locked memory reach."""
 LATENCY = 10e-6
 MEMCPY_LATENCY = 2e-6
 STAGING_COMMENT = (
@@ -23,17 +23,17 @@ RING_COMMENT = (
     "with small messages. Assumed: a round without peer access crosses PCIe twice."
 )
 CALL_LATENCY, CROSSING_LATENCY = 6.6e-6, 1e-6
-"""Of a ring in one kernel with small messages over PCIe: NVIDIA/nccl, src/graph/tuning.cc, baseLat and hwLat of LL."""
+"""Seconds of an all-reduce's one kernel, and of each crossing of PCIe by its ring: NVIDIA/nccl, src/graph/tuning.cc."""
 
 
 class GpuLinks(NamedTuple):
     """The links between GPU and host memory.
 
     Attributes:
-        words: slot or link, in words.
+        words: the slot or link, in words.
         to_gpu, to_host: bytes per second that copies reach.
-        comment: where the figures are from.
-        assumed: what was not given, and the option that gives it.
+        comment: source of the figures.
+        assumed: figures that were not given, each with the option that gives it.
     """
 
     words: str
@@ -44,7 +44,7 @@ class GpuLinks(NamedTuple):
 
     @property
     def links(self) -> list[Link]:
-        """Both directions."""
+        """The links in both directions."""
         return [
             Link(source="host", destination="gpu", bandwidth=self.to_gpu, latency=LATENCY),
             Link(source="gpu", destination="host", bandwidth=self.to_host, latency=LATENCY),
@@ -52,9 +52,9 @@ class GpuLinks(NamedTuple):
 
 
 def gpu_links(gpu: Gpu, count: int, cpu: Cpu, sockets: int, slot: str | None) -> GpuLinks:
-    """The links of a GPU on a board with its CPU, or in a slot.
+    """Return the links of a GPU, on a board with its CPU or in a PCIe slot.
 
-    slot: such as "4x16"; by default as fast as the CPU's lanes, which all GPUs share.
+    slot: generation and lanes, such as "4x16"; by default as fast as the CPU's lanes allow, which all GPUs share.
 
     Raises:
         BadInput: the slot cannot be read, the CPU lacks lanes for it, or the GPU goes with another CPU.
@@ -88,7 +88,7 @@ def _on_board(gpu: Gpu, board: Board, count: int, cpu: Cpu, sockets: int, slot: 
 
 
 def _pcie(gpu: Gpu, count: int, cpu: Cpu, sockets: int, slot: str | None) -> tuple[Pcie, list[str]]:
-    """The generation and lanes that a GPU and its slot settle on, the lower of both; and what was assumed."""
+    """Return the generation and lanes of PCIe that GPU and slot both have, and assumed figures."""
     card, lanes = parse_pcie(gpu.pcie), cpu.lanes_of(sockets)
     shared = max(each for each in LANES if each * count <= max(lanes, count))
     if slot is not None:
@@ -107,16 +107,16 @@ def _pcie(gpu: Gpu, count: int, cpu: Cpu, sockets: int, slot: str | None) -> tup
 
 
 def host_copies(bandwidth: float) -> Staging:
-    """Copies into page-locked memory, by the bandwidth of the host's memory."""
+    """Return the rate of copies into page-locked memory, given the bytes per second of the host's memory."""
     return Staging(bandwidth=bandwidth / 2, latency=MEMCPY_LATENCY)
 
 
 def gpu_interconnect(rate: float, count: int) -> Interconnect:
-    """The connection between any two of `count` GPUs without a bridge: up one slot and down another.
+    """Return the connection between any two of `count` GPUs without a bridge: up one slot and down another.
 
     An all-reduce is one kernel of 2 * (count - 1) rounds, each of which crosses PCIe twice.
 
-    rate: of a slot, in bytes per second.
+    rate: bytes per second of a slot.
     """
     latency = CALL_LATENCY / (2 * (count - 1)) + 2 * CROSSING_LATENCY
     return Interconnect(bandwidth=rate, latency=float(f"{latency:.3g}"), paths=["host->gpu", "gpu->host"])

@@ -20,18 +20,18 @@ from moesched.machines.sustained import Levels
 from moesched.tasks import Work, WorkPart
 
 CACHE_WRITING = "offload_kv"
-"""The kind of the works that are cache writes."""
+"""Kind of the works that write to the KV cache on the host."""
 DISPATCH, HOP = "dispatch", "hop"
 ATTENTIONS = ("attention", "attention call", "step attention", "attention prompt")
 MOST_FEW_ROWS = 16
-"""Most rows of a product that is bound by reading its weights, and uses most of the memory bandwidth."""
+"""The most rows of a product that is bound by reading its weights, and so uses most of the memory bandwidth."""
 
 
 class Calibrated:
-    """Costs from a machine's table of measured operations: a work takes the sum of its parts.
+    """Cost model from a machine's table of measured operations: a work takes the sum of its parts' times.
 
-    Times are interpolated between measured sizes and rows. Concurrent work is slowed by the measured rates. Work
-    without parts uses the roofline.
+    Times are interpolated between measured sizes and rows. Concurrent work is slowed as measured. Work without parts
+    uses the roofline.
 
     Raises:
         BadInput: the machine has no measured costs in this dtype.
@@ -55,7 +55,7 @@ class Calibrated:
         self._slowed = slowed_beside(machine)
 
     def work(self, work: Work) -> Demand:
-        """The sum of the parts' times, and the speed beside other work.
+        """Return the sum of the parts' times, and the work's speeds beside other work.
 
         Raises:
             BadInput: an operation was not measured, or the roofline does not cover the work.
@@ -75,7 +75,7 @@ class Calibrated:
         return Demand(lead + seconds, (), sort, tuple(self._slowed.get(sort, ())), lead)
 
     def seconds(self, part: WorkPart) -> float:
-        """The time of one of a part's operations.
+        """Return the seconds of one operation of a part.
 
         Raises:
             BadInput: the operation was not measured.
@@ -90,7 +90,7 @@ class Calibrated:
 
 
 def sort_of(work: Work) -> str:
-    """The kind of a work with parts, which decides how it and other work slow each other."""
+    """Return the sort of a work, one of SORTS or a link, which decides how it and other work slow each other."""
     operation = work.parts[0].operation
     if operation in ATTENTIONS:
         calls = sum(part.times for part in work.parts if part.operation == "attention call")
@@ -102,5 +102,5 @@ def sort_of(work: Work) -> str:
 
 
 def _weights(part: WorkPart) -> float:
-    """Bytes of weights that a part reads."""
+    """Return the bytes of weights that a part reads."""
     return 0.0 if part.operation in ONLY_MOVING else part.size * part.times

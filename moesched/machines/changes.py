@@ -1,4 +1,4 @@
-"""A machine with other rates or sizes, changed in words such as "link.host->gpu=24GB/s"."""
+"""Changes of a machine's rates and sizes, in words such as "link.host->gpu=24GB/s"."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROPERTIES: dict[str, dict[str, Callable[[str], float]]] = {
         "expert_bandwidth": parse_rate,
     },
 }
-"""The properties of a link, a memory and a processor; the first one is meant if none is named."""
+"""Properties of a link, a memory and a processor that can be changed; the first is meant if none is named."""
 
 EXAMPLES = "link.host->gpu=24GB/s, memory.gpu.capacity=24GB or processor.gpu.flops=x2"
 FACTOR = re.compile(r"x([0-9]*\.?[0-9]+)")
@@ -73,9 +73,9 @@ def _changed(machine: Machine, change: str) -> Machine:
 
 
 def _parts(tables: dict[str, Any], kind: str, staging_lane: str) -> dict[str, list[dict[str, Any]]]:
-    """A machine's links, memories or processors by name; links that share a lane have one name.
+    """Return the tables of a machine's links, memories or processors by name; links that share a lane have one name.
 
-    staging_lane: the name of the link that a limit of page-locked memory adds.
+    staging_lane: name of the link that a limit of page-locked memory adds.
     """
     if kind != "link":
         named = tables["memories" if kind == "memory" else "processors"]
@@ -89,7 +89,7 @@ def _parts(tables: dict[str, Any], kind: str, staging_lane: str) -> dict[str, li
 
 
 def _new(old: Any, value: str, parse: Callable[[str], float], change: str) -> Any:
-    """The new value of a property: given, or the old one times a factor."""
+    """Return the new value of a property: `value` as such, or a factor of the old one if `value` is like "x2"."""
     factor = FACTOR.fullmatch(value)
     if factor is None:
         new = parse(value)

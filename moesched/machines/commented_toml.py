@@ -1,4 +1,4 @@
-"""The text of a machine's file with a comment before each table, as the profiles that ship have it."""
+"""Text of a machine's file with a comment before each table, as in shipped profiles."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ WIDTH = 118
 
 
 def commented_toml(machine: Machine, comments: Mapping[str, str], heading: str = "") -> str:
-    """The TOML text of a machine, one table for each processor, memory and link; figures at their defaults are omitted.
+    """Return a machine as TOML, with a table per processor, memory and link; figures at their defaults are omitted.
 
     Args:
-        comments: by table, such as "processors.gpu" or "memories.host"; that of a link has its lane, and stands before
-            the first link of that lane.
-        heading: a comment at the top.
+        comments: comments by table, such as "processors.gpu", "memories.host" or, by a link's lane, "links.host->gpu".
+        heading: comment at the top.
     """
     left = dict(comments)
     blocks = [_comment(heading).rstrip(), "\n".join(_values(machine, ("name", "description", "price_usd")))]
@@ -47,7 +46,7 @@ def _comment(text: str) -> str:
 
 
 def _values(fields: msgspec.Struct, names: tuple[str, ...] = ()) -> Iterator[str]:
-    """The lines of a table: its fields that are not at their defaults."""
+    """Yield the lines of a table: its fields that are not at their defaults."""
     for field in msgspec.structs.fields(fields):
         value = getattr(fields, field.name)
         if value != _default(field) and (not names or field.name in names):
@@ -55,7 +54,7 @@ def _values(fields: msgspec.Struct, names: tuple[str, ...] = ()) -> Iterator[str
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Any:
-    """A field's default, also where each struct has one of its own, such as an empty list."""
+    """Return a field's default, also if it comes from a factory, such as an empty list."""
     factory = field.default_factory
     return field.default if factory is msgspec.NODEFAULT else factory()
 
@@ -68,7 +67,7 @@ def _value(value: Any) -> str:
 
 
 def _number(value: float) -> str:
-    """A number with an exponent that is a multiple of 3, such as 936e9 or 5e-6, if it has few digits."""
+    """Format a number; with few digits, with an exponent that is a multiple of 3, such as 936e9 or 5e-6."""
     short = f"{value:.6g}"
     if float(short) != value:
         return repr(value)

@@ -15,11 +15,11 @@ from moesched.machines.sustained import Levels
 
 
 def cost_model(machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> CostModel:
-    """The machine's measured costs if it was calibrated, else its roofline.
+    """Return a machine's cost model: its measured costs if it was calibrated, else its roofline.
 
     Args:
         dtype: dtype that the model computes in.
-        levels: rates that are not at their expected figure, by group.
+        levels: by group, rates at the low or high end of their estimates instead of the expected figure.
     """
     if not machine.cost_table:
         return Roofline(machine, dtype, levels)

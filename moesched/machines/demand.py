@@ -1,4 +1,4 @@
-"""The demand of a task on a machine, and the seam of what estimates it."""
+"""Demand of a task on a machine, and the interface of cost models, which estimate it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class Demand(NamedTuple):
     """The demand of one task on the machine.
 
     Attributes:
-        seconds: its time alone on the machine.
-        shares: the share of each resource that it uses meanwhile, from 0 to 1; rounded to three decimals, so that
+        seconds: the task's time alone on the machine.
+        shares: share of each resource that the task uses meanwhile, from 0 to 1; rounded to three decimals, so that
             similar tasks have equal shares.
-        sort: the kind of task by which concurrent ones are slowed; empty where that was not measured.
-        slowed: its speed beside tasks of other sorts, relative to being alone, as (`at_once` of the sorts, speed).
-        lead: the part of `seconds` that passes before it starts, until its lane's thread has it.
+        sort: kind of task for measured slowdowns; empty if none were measured.
+        slowed: the task's speed beside tasks of other sorts, relative to alone, as (`at_once` of the sorts, speed).
+        lead: the part of `seconds` before the task starts, until its lane's thread has it.
         fixed: the part of `seconds` that no faster processor or link would shorten: a launch or a latency.
     """
 
@@ -30,16 +30,16 @@ class Demand(NamedTuple):
 
 
 def at_once(sorts: Iterable[str]) -> str:
-    """The canonical name of a set of concurrent sorts of task."""
+    """Return the canonical name of a set of concurrent sorts of task: sorted, joined by " + "."""
     return " + ".join(sorted(sorts))
 
 
 class CostModel(Protocol):
-    """Estimates how long work takes. Pure and deterministic: equal work always costs the same."""
+    """Estimates the time of work. Pure and deterministic: equal work always costs the same."""
 
     def work(self, work: Work) -> Demand:
-        """Return the time alone on the machine, and the share of each resource used meanwhile.
+        """Return the time of a work alone on the machine, and the share of each resource used meanwhile.
 
         Raises:
-            BadInput: it has no cost for this work; it never assumes zero.
+            BadInput: the model has no cost for this work; zero is never assumed.
         """

@@ -1,4 +1,4 @@
-"""Estimates of rates that were not measured on the machine itself, and where they come from."""
+"""Estimates of rates that were not measured on the machine itself, with their sources."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Positive = Annotated[float, Meta(gt=0, lt=1e30)]
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A rate that kernels or copies sustain: the figure expected, and the range that most programs stay in.
+    """Estimate of a rate or duration that kernels or copies sustain: expected figure, and the range of most programs.
 
     Attributes:
-        low, expected, high: in this order; of a rate a share of the stated one, of a duration seconds.
+        low, expected, high: ascending figures: for a rate its share of the stated rate, for a duration seconds.
         source: a publication, a vendor's note, or the word "assumed" and the reason.
     """
 
@@ -26,12 +26,12 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     source: str = ""
 
     def at(self, level: Level) -> float:
-        """The figure at one end or in the middle."""
+        """Return the low, expected or high figure."""
         return {"low": self.low, "expected": self.expected, "high": self.high}[level]
 
 
 def estimate_problems(key: str, estimate: Estimate) -> Iterator[str]:
-    """The problems of an estimate; each begins with its key."""
+    """Yield the problems of an estimate; each begins with the estimate's key in the file."""
     if estimate.low > estimate.high:
         yield f"{key}: low is {estimate.low:g} and high is {estimate.high:g}: exchange them"
     elif not estimate.low <= estimate.expected <= estimate.high:

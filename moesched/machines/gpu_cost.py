@@ -17,14 +17,15 @@ from moesched.tasks import Work
 
 PRODUCT = "product"
 CALLS = (*EXPERTS, "attention call", "attention prompt")
-"""Operations that are calls of their own, of which a task may have any number."""
+"""Operations of which a task may make any number of calls."""
 
 
 class GpuCosts:
-    """Costs from the table and the rates of a machine with a GPU. Concurrent work is slowed by the measured rates.
+    """Cost model from the table and the rates of a machine with a GPU. Concurrent work is slowed as measured.
 
     Args:
-        levels: rates that are not at their expected figure, by group; "product" and "dispatch" are those of the table.
+        levels: by group, rates at the low or high end instead of the expected figure; the table's groups are "product"
+            and "dispatch".
     """
 
     def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:
@@ -43,7 +44,7 @@ class GpuCosts:
         self._surfaces = {key: Surface(measured) for key, measured in points.items()}
 
     def work(self, work: Work) -> Demand:
-        """Time alone, and the speed beside other work.
+        """Return the time of a work alone, and its speeds beside other work.
 
         Raises:
             BadInput: the machine has no such resource, or no rate for this dtype.
@@ -58,7 +59,7 @@ class GpuCosts:
         )
 
     def running(self, work: Work) -> float:
-        """Seconds of its kernels or of its copy. Beside products, what only moves activations takes no time.
+        """Return the seconds of a work's kernels or copy. If it has products, movements of activations take no time.
 
         Raises:
             BadInput: as `work`.
@@ -72,9 +73,9 @@ class GpuCosts:
         return seconds / self._speeds.get(PRODUCT, 1.0)
 
     def _starting(self, work: Work, rated: Demand) -> float:
-        """Seconds until all its kernels are started: as measured for tasks of its kind, else by the rates.
+        """Return the seconds until all kernels of a work are started: as measured for its kind of task, else by rates.
 
-        Of a copy, those beyond the time of its link, which may grow with its bytes.
+        For a copy these are the seconds beyond the time of its link, which may grow with its bytes.
         """
         surface = self._surfaces.get((work.resource, f"{DISPATCH} {work.kind}"))
         if surface is None:
@@ -83,9 +84,9 @@ class GpuCosts:
         return surface(moved, calls(work)) / self._speeds.get(DISPATCH, 1.0)
 
     def _sort(self, work: Work) -> str:
-        """The kind of work that others are slowed by. Kernels on the GPU slow nothing outside it.
+        """Return the sort of a work for measured slowdowns; empty on the GPU, whose kernels slow nothing outside it.
 
-        A cache write is a copy like others where its speed was not measured.
+        A cache write counts as any other copy if its speed was not measured.
         """
         if work.resource == self.machine.roles.accelerator:
             return ""
@@ -97,5 +98,5 @@ class GpuCosts:
 
 
 def calls(work: Work) -> float:
-    """The calls that a task makes: one for each expert, prompt, or group of sequences of one length; else one."""
+    """Return the number of calls that a task makes: one per expert, prompt, or group of equally long sequences."""
     return sum(part.times for part in work.parts if part.operation in CALLS) or 1.0

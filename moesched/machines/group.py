@@ -1,7 +1,7 @@
-"""A group of equal accelerators, written out with a processor, a memory and links for each.
+"""Groups of equal accelerators, described one by one: a processor, a memory and links for each.
 
-A profile describes one accelerator. Written out, each has its own names, which costs, lanes and memories use. Measured
-costs cover only the first accelerator; those of others are refused.
+A profile describes one accelerator of a group. Described one by one, each has names of its own, which costs, lanes and
+memories use. Measured costs cover only the first accelerator; work on others is then refused.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from moesched.machines import AcceleratorGroup, Link, Machine
 
 
 def numbered(name: str, number: int) -> str:
-    """The name on accelerator `number` for a name on the first: "gpu", "gpu 1", "gpu 2"."""
+    """Return the name that belongs to accelerator `number` for a name of the first: "gpu", "gpu 1", "gpu 2"."""
     return f"{name} {number}" if number else name
 
 
 def written_out(machine: Machine, count: int) -> Machine:
-    """The machine with `count` accelerators of its group described one by one; the first keeps its names.
+    """Return the machine with `count` accelerators of its group described one by one; the first keeps its names.
 
-    An interconnect with wires of its own becomes links from each one to the next.
+    An interconnect with wires of its own becomes links from each accelerator to the next.
     """
     role, memory = machine.roles.accelerator, machine.accelerator.memory
     numbers = range(count)
@@ -42,7 +42,7 @@ def written_out(machine: Machine, count: int) -> Machine:
 
 
 def _links_of(machine: Machine, number: int) -> Iterator[Link]:
-    """The links between one of the accelerators and the memories that all of them use."""
+    """Yield the links between accelerator `number` and the memories that all accelerators use."""
     memory = machine.accelerator.memory
     names = {memory: numbered(memory, number)}
     for link in machine.links:

@@ -1,4 +1,4 @@
-"""Host memory of a machine built from parts: what the notation of RAM leaves open, the CPU says."""
+"""Host memory of a machine built from parts, from the notation of RAM and, for what that leaves open, the CPU."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from moesched.system.plain_text import shown
 from moesched.units import format_size
 
 CHANNEL_SIZE = 32 * 2**30
-"""Bytes of each channel's module, where no size was given."""
+"""Assumed bytes of the module in each channel, if no size was given."""
 
 
 class HostMemory(NamedTuple):
-    """Host memory.
+    """Host memory of a machine.
 
     Attributes:
-        nbytes: its size.
+        nbytes: size in bytes.
         bandwidth: bytes per second of all channels together, by their line rate.
         words: size, channels and type in words.
-        comment: where its figures are from.
-        assumed: what was not given, and the option that gives it.
+        comment: source of the figures.
+        assumed: figures that were not given, each with the option that gives it.
     """
 
     nbytes: int
@@ -33,9 +33,9 @@ class HostMemory(NamedTuple):
 
 
 def host_memory(cpu: Cpu, sockets: int, ram: str | None) -> HostMemory:
-    """The memory of a CPU's sockets.
+    """Return the memory of a CPU's sockets.
 
-    ram: as `parse_ram` takes it; without it, the fastest memory that the CPU supports.
+    ram: memory in the notation of `parse_ram`; None for the fastest memory that the CPU supports.
 
     Raises:
         BadInput: the notation cannot be read, or has more channels than the CPU.
@@ -64,7 +64,7 @@ def host_memory(cpu: Cpu, sockets: int, ram: str | None) -> HostMemory:
 
 
 def _channels(cpu: Cpu, sockets: int, given: Ram, ram: str | None) -> int:
-    """The channels in use: those that were given, or one for each module, as far as the CPU has them."""
+    """Return the number of channels in use: as given, or one per module, at most those of the CPU."""
     most = sockets * cpu.channels
     if given.channels is None:
         return min(most, given.modules or most)

@@ -1,4 +1,4 @@
-"""The time of a processor's work, from the rates that its kernels sustain.
+"""Times of work on a processor, from the rates that its kernels sustain.
 
 Work is classified by its operations: products with weights, attention, and movements of activations.
 """
@@ -15,16 +15,16 @@ from moesched.tasks import Work, WorkPart
 EXPERTS = ("expert", "resident expert", "experts", "resident experts")
 ONLY_MOVING = ("combine", "embed")
 WAITED_FOR = {"route": "host_seconds", "sample": "step_seconds"}
-"""Kinds of work whose result the host reads before it goes on, and the rate of the time that it then takes."""
+"""Kinds of work whose result the host awaits, with the name of the estimate of the host's time."""
 
 KERNELS_OF_A_PRODUCT, KERNELS_OF_EXPERTS, KERNELS_OF_ATTENTION = 3, 5, 2
-"""Kernels of a product with its norm and activation, of an expert or of grouped ones, and of attention."""
+"""Number of kernels of a product with norm and activation, of one expert or several grouped ones, and of attention."""
 
 
 class WorkTimes(NamedTuple):
-    """Seconds of computing and of moving bytes, each alone, of both together, and of starting kernels.
+    """Seconds of a work: computing and moving bytes, each alone; working, both together; and fixed, starting kernels.
 
-    `holding` are those in which the memory could move as many bytes, for whoever asks.
+    `holding` is the time in which the memory, fully used, could move as many bytes.
     """
 
     computing: float
@@ -35,15 +35,15 @@ class WorkTimes(NamedTuple):
 
 
 class KernelTimes:
-    """Times of one processor in one dtype.
+    """Computes times of work on one processor in one dtype.
 
-    Kernels that convert blocks of weights run on a CPU's vectors, without its matrix units and 16-bit instructions.
+    A CPU's kernels that convert blocks of weights use its vector units, not matrix units or 16-bit instructions.
 
     Args:
-        peak: its stated FLOP/s.
-        bandwidth: its memory's stated bytes per second.
-        usable: the share of that which all who use the memory reach together.
-        levels: rates that are not at their expected figure.
+        peak: the processor's stated FLOP/s.
+        bandwidth: stated bytes per second of its memory.
+        usable: share of `bandwidth` that all users of the memory reach together.
+        levels: by group, rates at the low or high end instead of the expected figure.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class KernelTimes:
         self._off_expected = self._rates["weights"] / rates_of(processor)["weights"].expected
 
     def __call__(self, work: Work) -> WorkTimes:
-        """The times of a work."""
+        """Return the times of a work."""
         rates = self._rates
         flops, reads = work.flops, "weights"
         computes = "products"
@@ -83,7 +83,7 @@ class KernelTimes:
         return WorkTimes(computing, moving, holding, working, self._fixed(work))
 
     def _tiled(self, products: Iterable[WorkPart]) -> float:
-        """The factor of FLOPs that kernels compute beyond those asked for, since they compute whole tiles of rows."""
+        """Return computed FLOPs over those asked for, since kernels compute whole tiles of rows."""
         least, few = self._class.tile_rows, self._class.few_rows
         asked = computed = 0.0
         for part in products:
@@ -93,17 +93,17 @@ class KernelTimes:
         return computed / asked if asked else 1.0
 
     def _reading_experts(self, work: Work) -> float:
-        """The time of reading the work's experts at the processor's `expert_bandwidth`; 0 where it has none."""
+        """Return the seconds to read a work's experts at the processor's `expert_bandwidth`; 0 if it has none."""
         if self._processor.expert_bandwidth is None:
             return 0.0
         weights = sum(part.times * part.size for part in work.parts if part.operation in EXPERTS)
         return weights / (self._processor.expert_bandwidth * self._off_expected)
 
     def _fixed(self, work: Work) -> float:
-        """The time of starting the work and its kernels, and of what the host does with its result.
+        """Return the seconds to start a work and its kernels, and of the host's handling of the result.
 
         A GPU starts each kernel. A team of threads wakes once for a work, and meets after each of its kernels. A work
-        that joins an earlier call starts nothing. A file without a class of device states the time of each operation.
+        that joins an earlier call starts nothing. Without a class of device, the processor's `launch_seconds` are used.
         """
         rates = self._rates
         if "launch_seconds" not in rates:
@@ -116,7 +116,7 @@ class KernelTimes:
 
 
 def kernels(part: WorkPart) -> float:
-    """The number of kernels of a part."""
+    """Return the number of kernels that compute a part."""
     if is_product(part):
         if part.operation.endswith("experts"):
             return KERNELS_OF_EXPERTS * min(1.0, part.times)
@@ -125,10 +125,10 @@ def kernels(part: WorkPart) -> float:
 
 
 def is_attention(part: WorkPart) -> bool:
-    """Test whether a part is attention itself, not a projection before or after it."""
+    """Test whether a part of a work is attention itself, not a projection before or after it."""
     return "attention" in part.operation.split()
 
 
 def is_product(part: WorkPart) -> bool:
-    """Test whether a part multiplies rows with weights."""
+    """Test whether a part of a work multiplies rows with weights."""
     return part.size > 0 and part.operation not in ONLY_MOVING and not is_attention(part)

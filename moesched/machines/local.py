@@ -1,4 +1,4 @@
-"""This machine: its calibrated profile, or the sizes that the system reports, with assumed rates."""
+"""This machine: its calibrated profile, or the sizes that the system reports with assumed rates."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ APPLE_BANDWIDTHS = {
     "Apple M3": 100e9, "Apple M3 Pro": 150e9, "Apple M3 Max": 300e9, "Apple M3 Ultra": 819e9,
     "Apple M4": 120e9, "Apple M4 Pro": 273e9, "Apple M4 Max": 410e9,
 }  # fmt: skip
-"""Bytes per second of memory by Apple's data sheets; of the smaller variant where a chip has two."""
+"""Bytes per second of memory by chip, from Apple's data sheets; of the slower variant if a chip has two."""
 CPUINFO = Path("/proc/cpuinfo")
 ASSUMED_DISK_BANDWIDTH = 1e9
 ASSUMED_FLOPS_PER_CORE = 50e9
 
 
 def calibrated_file(device: str = "") -> Path:
-    """The file that `moesched calibrate` writes by default; that of a GPU is by the name of its device."""
+    """Return the file that `moesched calibrate` writes by default; `device` is a GPU's, such as "cuda", or empty."""
     return cache_folder() / (f"machine-{device}.toml" if device else "machine.toml")
 
 
 def calibrated_gpu(device: str, gpu: str) -> Machine | None:
-    """This machine with its GPU, as `moesched calibrate --device` measured it; None where it was not measured.
+    """Return this machine with its GPU, as `moesched calibrate --device` measured it; None if it was not measured.
 
-    A file without a cost table is of an earlier version, which measured other copies, and does not count.
+    A file without a cost table is ignored: an earlier version wrote it, which measured other copies.
 
     Args:
-        device: such as "cuda".
-        gpu: the GPU's name; a file of another GPU does not count either.
+        device: name of the GPU's device, such as "cuda".
+        gpu: the GPU's name; a file of another GPU is ignored.
 
     Raises:
         BadInput: the file is broken.
@@ -56,9 +56,9 @@ def calibrated_gpu(device: str, gpu: str) -> Machine | None:
 
 
 def local_machine() -> Machine:
-    """This machine's calibrated profile; without one, the assumed profile.
+    """Return this machine's calibrated profile; without one, a profile with assumed rates.
 
-    The host has no more memory than there is now: since the calibration, a control group may have limited it.
+    The host's memory is limited to that available now: a control group may limit it since the calibration.
 
     Raises:
         BadInput: the calibrated profile is broken or of an older version.
@@ -74,7 +74,7 @@ def local_machine() -> Machine:
 
 
 def assumed_machine() -> Machine:
-    """This machine's memory and disk sizes, with assumed rates."""
+    """Return a profile of this machine's memory and disk sizes, with assumed rates."""
     flops = ASSUMED_FLOPS_PER_CORE * usable_cores()
     return unified_machine(
         platform.node() or "local",
@@ -97,7 +97,7 @@ def unified_machine(
     disk_bandwidth: float,
     description: str = "",
 ) -> Machine:
-    """A machine without an accelerator: one processor has both roles, host memory is fast, the disk is slow."""
+    """Make a machine without an accelerator: one processor has both roles, and weights come from the disk."""
     return Machine(
         name=name,
         description=description,
@@ -115,10 +115,10 @@ def require_measured_on(machine: Machine, processors: Callable[[], str]) -> None
     """Refuse a machine whose costs were measured on other processors than these.
 
     Args:
-        processors: asked only where the costs were measured.
+        processors: returns the names of these processors; called only if the costs were measured.
 
     Raises:
-        BadInput: the costs were measured on others.
+        BadInput: the costs were measured on other processors.
     """
     if machine.measured_on and machine.measured_on != (here := processors()):
         raise BadInput(
@@ -128,17 +128,17 @@ def require_measured_on(machine: Machine, processors: Callable[[], str]) -> None
 
 
 def this_processor() -> str:
-    """The processor's name and the number of usable cores."""
+    """Return this machine's processor: its name and the number of usable cores."""
     return f"{processor_name()}, {usable_cores()} cores"
 
 
 def processor_with(gpu: str) -> str:
-    """The same, with the name of the GPU beside it."""
+    """Return this machine's processor and GPU: names, and the number of usable cores."""
     return f"{this_processor()}, {gpu}"
 
 
 def processor_name(cpuinfo: Path = CPUINFO, ask: Ask = output_of) -> str:
-    """The processor's name."""
+    """Return the name of this machine's processor."""
     try:
         for line in cpuinfo.read_text().splitlines():
             if line.startswith("model name"):

@@ -18,41 +18,41 @@ from moesched.units import parse_bytes
 MOST_ACCELERATORS = 1024
 
 PINNED = "pinned"
-"""The name of page-locked memory where it is limited, in machines and budgets."""
+"""Name of page-locked memory in machines and budgets, if it is limited."""
 
 INTERCONNECT = "interconnect"
-"""The lane and the resource that carry all-reduces."""
+"""Name of the lane and the resource that carry all-reduces."""
 
 FEW_ROWS, MANY_ROWS = "few rows", "many rows"
-"""Kinds of tasks on weights: products that are bound by memory, and products that are bound by compute."""
+"""Sorts of tasks on weights: products bound by memory, and products bound by compute."""
 
 ATTENTION, ATTENTION_CALLS = "attention", "attention calls"
-"""Attention over sequences of one length, in one call, and over several lengths, with a call for each. Other tasks on
-the processor delay the second kind more.
+"""Sorts of attention: sequences of one length in one call, and several lengths with a call for each.
+
+Concurrent tasks on the processor delay the second sort more.
 """
 
 CACHE_WRITE = "cache write"
-"""New keys and values that come to the host's KV cache: a copy in pieces, and their writing to the cache."""
+"""Sort of tasks that save new keys and values: a copy to the host in pieces, and writes to the KV cache."""
 
 SORTS = (FEW_ROWS, MANY_ROWS, ATTENTION, ATTENTION_CALLS, CACHE_WRITE)
 
 BY_THEMSELVES = ("stream", "copy", "gemv", "gemm", "read")
-"""Operations that earlier calibrations timed in pairs, too; no prediction uses these."""
+"""Operations that earlier calibrations timed in pairs; machine files may have them, but no prediction uses them."""
 
 
 class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A processor.
 
     Attributes:
-        memory: the memory that it computes from.
+        memory: name of the memory that the processor computes from.
         flops: dense matrix-multiply rate in FLOP/s, by dtype.
-        launch_seconds: fixed time per operation.
+        launch_seconds: fixed time per operation, if there is no class of device.
         expert_bandwidth: bytes of weights per second that an expert's kernel reads, if less than the memory's
             bandwidth.
         handover_seconds: time from the end of a kernel until the network may send its result.
-        device_class: its class of device, whose kernels sustain less than the stated rates; empty where the stated
-            rates are sustained.
-        rates: estimates that replace those of its class, by name.
+        device_class: class of device, which says how much of the stated rates kernels sustain; empty if all.
+        rates: estimates that replace those of the class, by name.
     """
 
     memory: str
@@ -68,9 +68,9 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """One memory.
 
     Attributes:
-        capacity: its size in bytes, a number or text with a unit.
+        capacity: size in bytes, as a number or text with a unit.
         bandwidth: bytes per second.
-        reserved: the part of it that plans leave to the system, drivers and other programs.
+        reserved: the part of the capacity that plans leave to the system, drivers and other programs.
     """
 
     capacity: int | str
@@ -79,7 +79,7 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def nbytes(self) -> int:
-        """The bytes that plans may use."""
+        """Bytes that plans may use: `capacity` less `reserved`."""
         return parse_bytes(self.capacity) - parse_bytes(self.reserved)
 
 
@@ -90,7 +90,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         bandwidth: bytes per second.
         latency: seconds per transfer.
         path: the wire or bus; links that share a path share a lane. By default "source->destination".
-        sustained: the share of its bandwidth that copies sustain; by default that of its kind of copy.
+        sustained: share of the bandwidth that copies sustain; by default that of the kind of copy.
     """
 
     source: str
@@ -102,17 +102,17 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def lane(self) -> str:
-        """The name of the lane that its transfers run on."""
+        """Name of the lane that the link's transfers run on."""
         return self.path or f"{self.source}->{self.destination}"
 
 
 class Staging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Copies within the host's memory into page-locked memory, which are needed where that is limited.
+    """Copies within the host's memory into page-locked memory, which are needed if that is limited.
 
     Attributes:
         bandwidth: bytes per second.
         latency: seconds per copy.
-        sustained: the share of its bandwidth that copies sustain; by default that of copies within the host's memory.
+        sustained: share of the bandwidth that copies sustain; by default that of copies within the host's memory.
     """
 
     bandwidth: Rate
@@ -121,10 +121,10 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Roles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The processors in the roles of accelerator and host (possibly the same one), and the memory of all weights.
+    """The processors in the roles of accelerator and host (possibly the same), and the memory that weights come from.
 
     Attributes:
-        pinned: page-locked memory that copies to the accelerator pass through, where not all of the host's is locked.
+        pinned: page-locked memory through which copies to the accelerator pass; None if all host memory is page-locked.
     """
 
     accelerator: str
@@ -139,7 +139,7 @@ class Interconnect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         bandwidth: bytes per second.
         latency: seconds per transfer.
-        paths: the paths of the links that carry it, if it has no wires of its own. It then competes with those links.
+        paths: paths of the links that carry the connection, if it has no wires of its own; it then competes with them.
     """
 
     bandwidth: Rate
@@ -154,7 +154,7 @@ class AcceleratorGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     lanes of its own. All share the host's memory.
 
     Attributes:
-        interconnect: without one, transfers between accelerators go through the host's memory.
+        interconnect: the connection between accelerators; None if transfers go through the host's memory.
     """
 
     count: Annotated[int, Meta(ge=1, le=MOST_ACCELERATORS)] = 1
@@ -167,10 +167,10 @@ class WiredMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         idle_seconds: idle time after which an array is unwired.
         first_bandwidth: bytes per second of wiring an array for the first time.
-        again_bandwidth: bytes per second of wiring it again.
+        again_bandwidth: bytes per second of wiring an array again.
         prestacked: whether an expert's weights of all layers are one array, which any layer's use keeps wired;
             otherwise there is one array per layer.
-        standby: whether all arrays are wired before the first request, and stay so until it comes.
+        standby: whether all arrays are wired before the first request, and stay wired until it comes.
     """
 
     idle_seconds: Seconds
@@ -184,16 +184,16 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The time of one operation, alone on the machine.
 
     Attributes:
-        operation: its name, as in `WorkPart.operation`; on a machine with a GPU "product", or "dispatch" and the kind
-            of a task, as in `Work.kind`.
+        operation: name of the operation, as in `WorkPart.operation`; on a machine with a GPU "product", or "dispatch"
+            and the kind of a task, as in `Work.kind`.
         size: bytes of weights; bytes moved where there are no weights; FLOPs of a prompt's attention; bytes of a KV
             head in a decode step's attention.
-        seconds: its time; of the dispatch of a copy, the time beyond that of its link.
-        dtype: of the weights and activations; empty if it does not matter.
+        seconds: time of the operation; of the dispatch of a copy, the time beyond that of its link.
+        dtype: dtype of weights and activations; empty if it does not matter.
         rows: rows that the weights are multiplied with; the number of reads or transfers of that size; the number of
             KV heads of a decode step's attention; the number of calls that a task's dispatch makes.
         resource: the processor or link that it was measured on; empty on a machine with one processor.
-        scaled_from: the dtype whose measured time this one was scaled from; empty if it was measured.
+        scaled_from: dtype from whose measured time this one was scaled; empty if it was measured.
     """
 
     operation: str
@@ -206,12 +206,12 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The speed of one kind of work while others run beside it.
+    """Measured speed of one sort of work while other sorts run beside it.
 
     Attributes:
-        work, beside: the kind, and the kinds beside it, joined by " + " in alphabetical order. A task's kind is one of
-            SORTS, or a link as "source->destination"; an operation timed alone is one of BY_THEMSELVES.
-        rate: its speed, relative to running alone.
+        work: sort of the slowed work: one of SORTS, a link as "source->destination", or one of BY_THEMSELVES.
+        beside: sorts that run beside it, joined by " + " in alphabetical order.
+        rate: speed of the slowed work, relative to running alone.
     """
 
     work: str
@@ -225,11 +225,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         measured_on: the processor that the costs were measured on; empty if they were not measured.
         cost_format: the version of the cost table's format; 0 without a cost table.
-        spread: how far the measured speed of each kind of work was from its median, by the kinds of `Contention.work`.
-        network: the connection to other nodes of this kind.
+        spread: relative range of the measured speed of each sort of work, by the sorts of `Contention.work`.
+        network: the connection to other such machines; None for a single one.
         wired_memory: wiring of weights; None if the accelerator's driver never unwires them.
-        price_usd: of the whole machine.
-        staging: copies into page-locked memory, for runs that limit it; None where that is not known.
+        price_usd: price of the whole machine.
+        staging: copies into page-locked memory, for runs that limit it; None if their rate is not known.
     """
 
     name: str
@@ -275,10 +275,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.roles.weights == self.host.memory
 
     def peak(self, processor: str, dtype: str) -> float:
-        """FLOP/s of one of its processors in a dtype.
+        """Return the FLOP/s of a processor of the machine in a dtype.
 
         Raises:
-            BadInput: the machine has no rate for it.
+            BadInput: the machine has no rate for this dtype.
         """
         rate = self.processors[processor].flops.get(dtype)
         if rate is None:
@@ -292,10 +292,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return any((link.source, link.destination) == (source, destination) for link in self.links)
 
     def link(self, source: str, destination: str) -> Link:
-        """The link from one memory to another.
+        """Return the link from one memory to another.
 
         Raises:
-            BadInput: the machine has none.
+            BadInput: the machine has no such link.
         """
         for link in self.links:
             if (link.source, link.destination) == (source, destination):
@@ -306,7 +306,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def read_only(machine: Machine) -> Machine:
-    """A copy of a machine whose dicts and lists cannot be changed, for code that does not own it."""
+    """Return a copy of a machine whose dicts and lists cannot be changed."""
     group = machine.accelerator_group
     if group.interconnect is not None:
         paths = tuple(group.interconnect.paths)

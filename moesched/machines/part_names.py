@@ -1,4 +1,4 @@
-"""Finding a part by its name, however it is spelt: "3090", "RTX3090" and "GeForce RTX 3090" are one GPU."""
+"""Search for parts by name in any spelling: "3090", "RTX3090" and "GeForce RTX 3090" are one GPU."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _VENDORS = {
 
 
 def find_gpu(name: str) -> tuple[Gpu, int]:
-    """A GPU and how many of them: "RTX 3090", or "2x RTX 3090".
+    """Find a GPU and their number by a name such as "RTX 3090" or "2x RTX 3090".
 
     Raises:
-        BadInput: none of that name is in the library, or several are; the message names the nearest.
+        BadInput: the library has no GPU of that name, or several; the message names the nearest.
     """
     count, name = counted(name, "--gpu", "2x RTX 3090")
     return find_part(name, library().gpus, "GPU"), count
 
 
 def find_cpu(name: str) -> tuple[Cpu, int]:
-    """A CPU and the number of sockets: "Ryzen 7950X", or "2x EPYC 7763".
+    """Find a CPU and the number of sockets by a name such as "Ryzen 7950X" or "2x EPYC 7763".
 
     Raises:
         BadInput: as `find_gpu`.
@@ -52,7 +52,7 @@ def find_cpu(name: str) -> tuple[Cpu, int]:
 
 
 def find_chip(name: str) -> Chip:
-    """A chip whose CPU and GPU share one memory.
+    """Find a chip whose CPU and GPU share one memory, by its name.
 
     Raises:
         BadInput: as `find_gpu`.
@@ -61,7 +61,7 @@ def find_chip(name: str) -> Chip:
 
 
 def option_of_part(name: str) -> str | None:
-    """The option of `moesched machine` for a part, such as --gpu "RTX 3090"; None if no part has such a name."""
+    """Return the option of `moesched machine` for a part, such as --gpu "RTX 3090"; None if no part has such a name."""
     known, asked = library(), Counter(_words(name))
     kinds: dict[str, Mapping[str, Part]] = {"--gpu": known.gpus, "--chip": known.chips, "--cpu": known.cpus}
     for option, parts in kinds.items():
@@ -71,7 +71,7 @@ def option_of_part(name: str) -> str | None:
 
 
 def counted(name: str, option: str, example: str) -> tuple[int, str]:
-    """The number before a name, 1 without one, and the name.
+    """Split a text such as "2x RTX 3090" into number (1 if there is none) and name.
 
     Raises:
         BadInput: the number is 0, or larger than any machine has.
@@ -86,13 +86,10 @@ def counted(name: str, option: str, example: str) -> tuple[int, str]:
 
 
 def find_part(name: str, parts: Mapping[str, PartT], kind: str) -> PartT:
-    """The part that has all words of a name, and the fewest others.
-
-    Args:
-        kind: of the parts, for messages.
+    """Find the part whose name has all words of `name`, and the fewest others.
 
     Raises:
-        BadInput: there is none, or several have equally many other words.
+        BadInput: there is no such part, or several have equally many other words.
     """
     asked = Counter(_words(name))
     extra = {part.name: _words_more(part, asked) for part in parts.values()}
@@ -107,7 +104,7 @@ def find_part(name: str, parts: Mapping[str, PartT], kind: str) -> PartT:
 
 
 def nearest(name: str, parts: Mapping[str, Part]) -> list[str]:
-    """The three names that are spelt most like a name, nearest first."""
+    """Return the three names of parts that are spelt most like a name, nearest first."""
     asked = _squeezed(name)
     ratios = {each: SequenceMatcher(None, asked, _squeezed(each)).ratio() for each in parts}
     return sorted(parts, key=lambda each: -ratios[each])[:NEAREST]
@@ -125,7 +122,7 @@ def _unknown(name: str, parts: Mapping[str, Part], kind: str) -> str:
 
 
 def _of_another_kind(name: str, all_parts: Library, kind: str) -> str:
-    """The option for a name that is a part of another kind; empty if it is none."""
+    """Return advice to use another option, if the name is a part of another kind; else an empty text."""
     kinds: dict[str, Mapping[str, Part]] = {
         "GPU": all_parts.gpus,
         "chip": all_parts.chips,
@@ -140,15 +137,15 @@ def _of_another_kind(name: str, all_parts: Library, kind: str) -> str:
 
 
 def _words(name: str) -> list[str]:
-    """Runs of letters and of digits, in lower case, without vendors."""
+    """Return the runs of letters and of digits in a name, in lower case, without vendors."""
     found = re.findall(r"[a-z]+|[0-9]+", name[:LONGEST_NAME].lower())
     return [word for word in found if word not in _VENDORS]
 
 
 def _words_more(part: Part, asked: Counter[str]) -> int | None:
-    """The words of a part's name that were not asked for; None if it lacks one that was.
+    """Return the number of words in a part's name that were not asked for; None if the name lacks one that was.
 
-    The size of a GPU's memory may be asked for, too; its unit alone, as in GB200, is of another name.
+    The size of a GPU's memory, such as 24GB, may be among the words asked for.
     """
     has = Counter(_words(part.name))
     size = Counter(_words(part.memory.replace("GiB", "GB")) if isinstance(part, Gpu) else [])

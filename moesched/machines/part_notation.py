@@ -11,10 +11,10 @@ from moesched.system.plain_text import shown
 from moesched.units import parse_bytes, parse_rate
 
 CHANNEL_BYTES = 8
-"""Bytes per transfer of a channel of 64 bits."""
+"""Bytes per transfer of a memory channel of 64 bits."""
 
 LANE_BANDWIDTHS = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""Bytes per second of a PCIe lane in one direction, by generation, after its line code."""
+"""Bytes per second of a PCIe lane in one direction, by generation, with line coding taken off."""
 LANES = (1, 2, 4, 8, 16)
 
 _SIZE = r"[0-9.]+\s*[kmgt]i?b"
@@ -30,10 +30,10 @@ class Ram(NamedTuple):
     """Memory modules, as far as the notation says.
 
     Attributes:
-        modules: number of modules, where each has a size.
-        channels: number of channels, where the modules have no sizes.
+        modules: number of modules, if a size of each is given.
+        channels: number of channels, if no size of modules is given.
         kind: type and speed, such as "DDR5-5600".
-        nbytes: of all modules together.
+        nbytes: size of all modules together.
     """
 
     modules: int | None
@@ -43,7 +43,7 @@ class Ram(NamedTuple):
 
 
 class Pcie(NamedTuple):
-    """A PCIe slot or card."""
+    """Generation and number of lanes of a PCIe slot or card."""
 
     generation: int
     lanes: int
@@ -53,12 +53,12 @@ class Pcie(NamedTuple):
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second in one direction."""
+        """Bytes per second of all lanes together, in one direction."""
         return LANE_BANDWIDTHS[self.generation] * self.lanes
 
 
 class Disk(NamedTuple):
-    """A disk: bytes, where they were given, and bytes per second of reading."""
+    """A disk: size in bytes, if given, and bytes per second of reading."""
 
     nbytes: int | None
     bandwidth: float
@@ -67,7 +67,7 @@ class Disk(NamedTuple):
 def parse_ram(text: str) -> Ram:
     """Parse channels, sizes, type and speed of RAM, each optional.
 
-    Forms: "2xDDR5-5600" (channels), "2xDDR5-5600 64GB" (and the size of all), "2x32GB DDR5-5600" (modules of a size),
+    Forms: "2xDDR5-5600" (two channels), "2xDDR5-5600 64GB" (with total size), "2x32GB DDR5-5600" (two modules),
     "64GB DDR5-5600" and "64GB".
 
     Raises:
@@ -88,7 +88,7 @@ def parse_ram(text: str) -> Ram:
 
 
 def module_bytes(size: str) -> int:
-    """The bytes of memory by the size that shops name: their GB are powers of 1024.
+    """Parse the size of memory modules to bytes; their GB is 1024**3.
 
     Raises:
         BadInput: the text is not a size.
@@ -97,7 +97,7 @@ def module_bytes(size: str) -> int:
 
 
 def memory_kind(text: str) -> str:
-    """Check the type and speed of memory, such as "DDR5-5600".
+    """Check the type and speed of memory, such as "DDR5-5600", and return them in the library's spelling.
 
     Raises:
         BadInput: no such type is in the library, or it is not sold with that speed.
@@ -115,7 +115,7 @@ def memory_kind(text: str) -> str:
 
 
 def channel_bandwidth(kind: str) -> float:
-    """Bytes per second of one channel of a memory type, such as "DDR5-5600"."""
+    """Return the bytes per second of one channel of a memory type, such as "DDR5-5600"."""
     return int(kind.partition("-")[2]) * 1e6 * CHANNEL_BYTES
 
 
@@ -123,7 +123,7 @@ def parse_pcie(text: str) -> Pcie:
     """Parse the generation and lanes of PCIe, such as "4x16".
 
     Raises:
-        BadInput: the text is not that, or there is no such generation or number of lanes.
+        BadInput: the text has another form, or there is no such generation or number of lanes.
     """
     match = _PCIE.fullmatch(text.strip())
     if match is None or int(match[1]) not in LANE_BANDWIDTHS or int(match[2]) not in LANES:
@@ -135,7 +135,7 @@ def parse_pcie(text: str) -> Pcie:
 
 
 def parse_disk(text: str) -> Disk:
-    """Parse the rate of a disk's reads, such as "7GB/s", with its size before it or not, such as "2TB 7GB/s".
+    """Parse the rate of a disk's reads, such as "7GB/s", optionally after its size, such as "2TB 7GB/s".
 
     Raises:
         BadInput: a figure is not a size or a rate, or is 0.

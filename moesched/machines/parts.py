@@ -1,7 +1,7 @@
-"""The library of parts: graphics processors, chips with one memory, CPUs and types of memory that people own.
+"""The library of parts: GPUs, chips with one memory, CPUs and types of memory.
 
-The files in library/ list them in series. A row has what its series says, unless it says otherwise. Figures are those
-of data sheets; each series names its source.
+The files in library/ list them by series. A row inherits the figures of its series unless it has its own. Figures are
+those of data sheets; each series names its source.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ FILES = {
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part.
+    """A part of the library.
 
     Attributes:
-        series: the family that it belongs to.
-        source: the publication that its figures are from.
+        series: the family that the part belongs to.
+        source: the publication with its figures.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Board(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The board that a GPU shares with its CPU, so that no other CPU and no slot goes with it.
+    """A board with a GPU and its CPU; such a GPU has no other CPU and no slot.
 
     Attributes:
         cpu: name of the CPU.
         link: name of the link between them.
-        to_gpu, to_host: bytes per second that copies in each direction reach.
+        to_gpu, to_host: bytes per second of copies in each direction.
     """
 
     cpu: str
@@ -57,17 +57,17 @@ class Gpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A graphics processor with a memory of its own.
 
     Attributes:
-        memory: its size, as text with a unit.
-        usable: the part of it that is not for error correction; by default all.
-        bandwidth: of its memory, in bytes per second.
+        memory: size of the memory, as text with a unit.
+        usable: size of the memory that error correction leaves, as text; by default all.
+        bandwidth: bytes per second of the memory.
         watts: power limit.
-        device_class: its class of device, such as "consumer-gpu", which says what its kernels sustain.
-        pcie: generation and lanes of its slot, such as "4x16".
-        float32: FLOP/s of its vector units.
+        device_class: class of device, such as "consumer-gpu", which says what its kernels sustain.
+        pcie: generation and lanes of the slot, such as "4x16".
+        float32: FLOP/s of the vector units.
         half: dense FLOP/s of 16-bit matrix products that accumulate in float32.
-        bfloat16: whether it has units for bfloat16; without them, 16-bit models run in float16.
-        float8, int8: dense operations per second, if it has units for them.
-        board: that of a GPU without a slot.
+        bfloat16: whether there are units for bfloat16; without them, 16-bit models run in float16.
+        float8, int8: dense operations per second, if there are units for them.
+        board: board with the CPU; None for a GPU in a slot.
     """
 
     memory: str
@@ -88,14 +88,14 @@ class Chip(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A chip whose CPU and GPU share one memory.
 
     Attributes:
-        device_class: of its GPU, as for `Gpu`.
-        architecture: of its CPU cores.
-        clock: of its CPU cores, in Hz.
-        cores: performance cores of its CPU.
-        gpu_cores: cores of its GPU.
-        largest: the most memory that it is sold with, as text with a unit.
-        bandwidth: of the memory, in bytes per second.
-        float32, half, float8: FLOP/s of its GPU, as for `Gpu`.
+        device_class: class of device of the GPU, as for `Gpu`.
+        architecture: name of the CPU cores' architecture.
+        clock: clock of the CPU cores in Hz.
+        cores: number of performance cores of the CPU.
+        gpu_cores: number of cores of the GPU.
+        largest: the most memory that the chip is sold with, as text with a unit.
+        bandwidth: bytes per second of the memory.
+        float32, half, float8: FLOP/s of the GPU, as for `Gpu`.
     """
 
     device_class: str
@@ -114,14 +114,14 @@ class Cpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A CPU in one socket.
 
     Attributes:
-        architecture: of its cores.
-        cores: performance cores.
+        architecture: name of the cores' architecture.
+        cores: number of performance cores.
         clock: base clock in Hz.
         memory: the fastest memory that its vendor supports, such as "DDR5-5200".
         channels: memory channels of 64 bits.
         pcie: generation of its PCIe lanes.
         lanes: PCIe lanes of a socket that all GPUs share.
-        lanes_of_two: those of two sockets, where they use some of their lanes as the link between them.
+        lanes_of_two: PCIe lanes of two sockets together, if they use some lanes as the link between them.
     """
 
     architecture: str
@@ -134,12 +134,12 @@ class Cpu(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lanes_of_two: int | None = None
 
     def lanes_of(self, sockets: int) -> int:
-        """PCIe lanes of a board's sockets."""
+        """Return the number of PCIe lanes of a board with this many sockets."""
         return self.lanes_of_two if sockets == 2 and self.lanes_of_two else sockets * self.lanes
 
 
 class MemoryType(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A type of memory modules, by the million transfers per second that they are sold with."""
+    """A type of memory modules, with the speeds that they are sold with, in million transfers per second."""
 
     slowest: int
     fastest: int
@@ -150,7 +150,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Attributes:
         float32, bfloat16: FLOP per cycle of a core; without bfloat16, the cores compute it in float32.
-        simd: the instruction set that reaches them.
+        simd: the instruction set that reaches these rates.
     """
 
     float32: int
@@ -160,7 +160,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Library(msgspec.Struct, frozen=True, kw_only=True):
-    """All parts, by name, in the order of the files."""
+    """All parts by name, in the order of the files that list them."""
 
     gpus: dict[str, Gpu]
     chips: dict[str, Chip]
@@ -169,7 +169,7 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
     architectures: dict[str, Architecture]
 
     def flops(self, part: Cpu | Chip) -> dict[str, float]:
-        """FLOP/s of the CPU cores of one socket, by dtype."""
+        """Return the FLOP/s of the CPU cores of one socket, by dtype."""
         per_cycle = self.architectures[part.architecture]
         float32 = part.cores * part.clock * per_cycle.float32
         half = part.cores * part.clock * (per_cycle.bfloat16 or per_cycle.float32)
@@ -178,7 +178,7 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def library() -> Library:
-    """Read the library that ships, once.
+    """Return the library of parts; its files are read once.
 
     Raises:
         BadInput: a file of the installation is damaged.
@@ -195,7 +195,7 @@ def library() -> Library:
 
 
 def gpu_flops(gpu: Gpu | Chip) -> dict[str, float]:
-    """FLOP/s of a GPU, by dtype. Those without units for bfloat16 compute it at the rate of float16."""
+    """Return the FLOP/s of a GPU by dtype."""
     rates = {"bfloat16": gpu.half, "float16": gpu.half, "float32": gpu.float32}
     if gpu.float8 is not None:
         rates["float8"] = gpu.float8
@@ -205,7 +205,7 @@ def gpu_flops(gpu: Gpu | Chip) -> dict[str, float]:
 
 
 def gpu_bytes(gpu: Gpu) -> int:
-    """The size of a GPU's memory in bytes, without error correction."""
+    """Return the bytes of a GPU's memory, less those for error correction."""
     return parse_bytes(gpu.usable or gpu.memory)
 
 

@@ -1,4 +1,4 @@
-"""Machines from TOML files: the profiles that ship, and those of users, with the checks of both."""
+"""Machines from TOML files, shipped profiles and those of users, and checks of both."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from moesched.machines.toml_library import (
 )
 
 COST_FORMAT = 2
-"""The version of the cost table's format."""
+"""Version of the format of cost tables in machine files."""
 
 
 def machine_names() -> list[str]:
-    """The names of the profiles that ship."""
+    """Return the names of the shipped profiles."""
     return profile_names("moesched.machines")
 
 
@@ -32,7 +32,7 @@ def load_machine(name_or_file: str) -> Machine:
     """Load a shipped profile by its name, or a TOML file by its path.
 
     Raises:
-        BadInput: neither exists, or the file does not describe a machine.
+        BadInput: there is no such profile or file, or the file does not describe a machine.
     """
     try:
         text = profile_text("moesched.machines", "machine", name_or_file)
@@ -79,13 +79,13 @@ def machine_from(raw: dict[str, Any], where: str) -> Machine:
 
 
 def _entries(raw: Any, section: str) -> Iterable[tuple[str, Any]]:
-    """The entries of a table within a table; none where either is not a table."""
+    """Return the entries of a table within a table; none if either is not a table."""
     entries = raw.get(section) if isinstance(raw, dict) else None
     return entries.items() if isinstance(entries, dict) else ()
 
 
 def _problems(machine: Machine) -> Iterator[str]:
-    """The problems of a machine whose keys are all present; each begins with its key."""
+    """Yield the problems of a machine whose keys are all present; each begins with the key at fault."""
     for name, processor in machine.processors.items():
         key = f"processors.{name}"
         yield from _unknown(f"{key}.memory", processor.memory, machine.memories)

@@ -1,4 +1,4 @@
-"""A machine with several equal accelerators, as one rank of a tensor-parallel model sees it."""
+"""Share of one rank of a tensor-parallel model in a machine with several equal accelerators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moesched.machines import AcceleratorGroup, Interconnect, Machine, Processor
 
 
 def rank_share(machine: Machine, ranks: int) -> Machine:
-    """One accelerator with its memory and its links, and its share of the resources that `ranks` of them share.
+    """Return a machine of one accelerator with its memory and links, and its share of what `ranks` accelerators share.
 
     Shared are the host's FLOP/s, the capacity and bandwidth of all other memories, and the links between those.
     Latencies are not divided. Without an interconnect, transfers between accelerators go up one link and down another,

@@ -16,12 +16,12 @@ NO_LEVELS: Levels = {}
 
 
 class Roofline:
-    """The rates that the machine's kernels and copies sustain, where work takes its slowest resource's time.
+    """Cost model from sustained rates of kernels and copies: work takes the time of its slowest resource.
 
-    With rates as stated, this is the roofline (MoE-Lightning, Eqs. 7 and 8).
+    With stated rates, this is the roofline (MoE-Lightning, Eqs. 7 and 8).
 
     Args:
-        levels: rates that are not at their expected figure, by group.
+        levels: by group, rates at the low or high end instead of the expected figure.
     """
 
     def __init__(self, machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> None:
@@ -32,7 +32,7 @@ class Roofline:
         self._slowed = slowed_beside(machine)
 
     def work(self, work: Work) -> Demand:
-        """Time alone and shares of each resource.
+        """Return the time of a work alone, and the share of each resource that it uses.
 
         Raises:
             BadInput: the machine has no such resource, or no rate for this dtype.
@@ -85,7 +85,7 @@ class Roofline:
         return alone._replace(sort=name, slowed=tuple(slowed)) if slowed else alone
 
     def _modules(self, memory: str) -> str:
-        """The memory that a memory is a part of: pinned memory is the host's, where rates are told from peaks."""
+        """Return the memory whose bandwidth a memory shares: the host's for pinned memory if stated rates are peaks."""
         pinned = memory == self.machine.roles.pinned and is_rated(self.machine)
         return self.machine.host.memory if pinned else memory
 
@@ -94,7 +94,7 @@ class Roofline:
 
 
 def slowed_beside(machine: Machine) -> dict[str, list[tuple[str, float]]]:
-    """The measured speeds of each kind of work beside others."""
+    """Return, by sort of work, its measured speeds as (sorts beside it, speed relative to alone)."""
     found: dict[str, list[tuple[str, float]]] = {}
     for pair in machine.contention:
         found.setdefault(pair.work, []).append((pair.beside, pair.rate))

@@ -1,7 +1,7 @@
-"""Staging: a machine whose system lets only a part of the host's memory be page-locked.
+"""Staging: machines on which only a part of the host's memory can be page-locked.
 
-A machine with an accelerator of its own memory is described with a page-locked host: accelerators copy from and to all
-of its memory by themselves, at the link's rate. Where page-locked memory is limited, pages pass through that part.
+A machine whose accelerator has its own memory is described with page-locked host memory: accelerators copy from and to
+all of it at the link's rate. If page-locked memory is limited, pages pass through that part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RING = "in pieces through page-locked memory, at the rate of the slower hop"
 
 
 def within_lock_limit(machine: Machine, budgets: Mapping[str, int]) -> Machine:
-    """The machine as the budgets have it: staged where one limits page-locked memory, else as it is.
+    """Return the machine, with staging if a budget limits page-locked memory.
 
     Raises:
         BadInput: the limit makes no sense on this machine.
@@ -28,7 +28,7 @@ def within_lock_limit(machine: Machine, budgets: Mapping[str, int]) -> Machine:
 
 
 def staged(machine: Machine, limit: int | str, *, ring: bool = True) -> Machine:
-    """The machine with little page-locked memory, in the role `pinned`, which pages pass through.
+    """Return the machine with limited page-locked memory, in the role `pinned`, through which pages pass.
 
     Args:
         limit: bytes of page-locked memory, as a number or text such as "16GB".
@@ -70,7 +70,7 @@ def staged(machine: Machine, limit: int | str, *, ring: bool = True) -> Machine:
 
 
 def _links(machine: Machine, staging: Staging, ring: bool) -> Iterator[Link]:
-    """The links with those of page-locked memory, which has the links that the host's memory had."""
+    """Yield the machine's links and those of page-locked memory, which takes over the links that host memory had."""
     host, accelerator = machine.host.memory, machine.accelerator.memory
     for link in machine.links:
         if link.destination == host and link.source != accelerator:
@@ -89,14 +89,14 @@ def _links(machine: Machine, staging: Staging, ring: bool) -> Iterator[Link]:
 
 
 def _through_ring(machine: Machine, link: Link, staging: Staging) -> Link:
-    """A link between accelerator and memory that is not page-locked."""
+    """Return a link from or to memory that is not page-locked, whose copies go in pieces through page-locked memory."""
     slower, kind = (link, "pinned") if link.bandwidth <= staging.bandwidth else (staging, "host_copies")
     sustained = slower.sustained or copies_of(machine).rates[kind]
     return replace(link, bandwidth=slower.bandwidth, sustained=replace(sustained, source=RING))
 
 
 def _renamed(pair: Contention, machine: Machine) -> Contention:
-    """Measured contention of page-locked copies to the accelerator, which come from another memory now."""
+    """Return measured contention with copies to the accelerator renamed, which now come from pinned memory."""
     host, accelerator = machine.host.memory, machine.accelerator.memory
     names = {f"{host}->{accelerator}": f"{PINNED}->{accelerator}"}
     beside = sorted(names.get(sort, sort) for sort in pair.beside.split(" + "))

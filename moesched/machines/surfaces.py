@@ -1,4 +1,4 @@
-"""Times between measured points: over one figure, and over the size and the rows of an operation."""
+"""Interpolation of measured times: over one figure, and over the size and the rows of an operation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moesched.machines.machine import CostPoint
 
 
 class Curve:
-    """Time through measured points (x, seconds), in any order: straight lines between them.
+    """Seconds as a function of x: straight lines between measured points (x, seconds), which are given in any order.
 
     At one x, the median of several times counts. Below the first point, the first line continues down to half of the
     first time. Above the last point, time grows at the average slope.
@@ -41,7 +41,7 @@ class Curve:
 
 
 class Surface:
-    """Time of one operation by its size and rows: a curve over rows at each size, and a curve over sizes through those.
+    """Seconds of an operation by size and rows: a curve over rows at each measured size, and a curve over sizes.
 
     More rows never take less time. Larger weights may, since a device uses more cores from some size on.
     """
@@ -58,7 +58,7 @@ class Surface:
 
 
 def _rising(values: Iterable[float]) -> list[float]:
-    """The closest rising numbers: neighbours that fall become their median (isotonic regression).
+    """Return the closest rising numbers: neighbours that fall become their median (isotonic regression).
 
     A mean would let one outlier raise all its neighbours.
     """

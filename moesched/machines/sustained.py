@@ -1,7 +1,7 @@
-"""Sustained rates: what kernels and copies reach of the rates that a machine's description states.
+"""Sustained rates: the share of a machine's stated rates that kernels and copies reach.
 
-A processor names its class of device, from `rates/`; its own `rates` replace those of the class. A description without
-any class states what programs reach, so that nothing is taken off.
+A processor names its class of device, from `rates/`; its own `rates` replace those of the class. In a description
+without any class, the stated rates are those that programs reach.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STATED, COPIES, STATED_COPIES = "as-stated", "copies", "copies-as-stated"
 OF_NO_DEVICE = (STATED, COPIES, STATED_COPIES)
 
 MEMORY_EFFICIENCY = 0.8
-"""Share of its line rate that a memory delivers to all together: assumed, from 75 to 85 % in STREAM on servers."""
+"""Share of its line rate that a memory delivers to all users together: assumed, from STREAM's 75 to 85 % on servers."""
 
 WORDS = {
     "products": "matrix products of many rows",
@@ -42,21 +42,21 @@ WORDS = {
     "interconnect": "copies between accelerators",
     "network": "exchanges over the network",
 }
-"""The rates, and their names for people."""
+"""Names of the rates, with words for people."""
 
 Levels = Mapping[str, Level]
-"""Rates that are not at their expected figure, by group."""
+"""By group, rates at the low or high end of their estimates instead of the expected figure."""
 
 
 class DeviceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sustained rates of a class of device.
 
     Attributes:
-        rates: by the names of WORDS.
-        tile_rows: rows that a product of more than `few_rows` rows computes at least, since kernels compute tiles.
-        few_rows: most rows for which kernels read the weights once and compute no tiles.
-        turns: share of the time of computing in which the power limit keeps memory from being read, from 0 to 1;
-            otherwise reading and computing overlap.
+        rates: estimates by the names in WORDS.
+        tile_rows: the least rows that kernels compute in a product of more than `few_rows` rows: a tile.
+        few_rows: the most rows for which kernels read the weights once and compute no tiles.
+        turns: share of the computing time, from 0 to 1, in which memory cannot be read, because of the power limit; in
+            the rest reading and computing overlap.
     """
 
     description: str
@@ -67,16 +67,16 @@ class DeviceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def class_names() -> list[str]:
-    """The classes of device that ship."""
+    """Return the names of the shipped classes of device."""
     return [name for name in profile_names(PACKAGE) if name not in OF_NO_DEVICE]
 
 
 @cache
 def device_class(name: str) -> DeviceClass:
-    """A class of device by its name; the empty name is that of a processor whose stated rates are sustained.
+    """Return a class of device by its name; the empty name stands for processors that sustain their stated rates.
 
     Raises:
-        BadInput: there is no such class.
+        BadInput: there is no class of that name.
     """
     if name and name not in class_names():
         raise BadInput(f"{name!r} is no class of device: use one of {', '.join(class_names())}")
@@ -90,12 +90,12 @@ def _read(name: str) -> DeviceClass:
 
 
 def rates_of(processor: Processor) -> dict[str, Estimate]:
-    """The sustained rates of a processor: those of its class, replaced by its own."""
+    """Return the sustained rates of a processor: those of its class, replaced by its own."""
     return device_class(processor.device_class).rates | processor.rates
 
 
 def copies_of(machine: Machine) -> DeviceClass:
-    """The sustained rates of a machine's links."""
+    """Return the sustained rates of a machine's links, by kind of copy."""
     return _read(COPIES if is_rated(machine) else STATED_COPIES)
 
 
@@ -105,7 +105,7 @@ def is_rated(machine: Machine) -> bool:
 
 
 def at_peak(machine: Machine) -> Machine:
-    """The machine with all rates as they are stated, taken to be reached in full."""
+    """Return the machine with all stated rates taken to be sustained in full."""
     processors = {
         name: replace(processor, device_class="", rates={}) for name, processor in machine.processors.items()
     }
@@ -115,12 +115,12 @@ def at_peak(machine: Machine) -> Machine:
 
 
 def usable_share(machine: Machine) -> float:
-    """The share of a memory's stated bandwidth that all its readers and writers reach together."""
+    """Return the share of a memory's stated bandwidth that all its readers and writers reach together."""
     return MEMORY_EFFICIENCY if is_rated(machine) else 1.0
 
 
 def link_kind(machine: Machine, link: Link) -> str:
-    """The kind of copy on a link. Without pinned memory, copies to and from an accelerator count as pinned."""
+    """Return the kind of copy on a link, as in WORDS. Without pinned memory, copies of accelerators are "pinned"."""
     hosts = {machine.host.memory, machine.roles.pinned}
     ends = {link.source, link.destination}
     if ends <= hosts:
@@ -133,16 +133,17 @@ def link_kind(machine: Machine, link: Link) -> str:
 
 
 def sustained_share(machine: Machine, link: Link, levels: Levels) -> float:
-    """The share of its bandwidth that a link sustains."""
+    """Return the share of its stated bandwidth that a link sustains."""
     kind = link_kind(machine, link)
     estimate = link.sustained or copies_of(machine).rates[kind]
     return estimate.at(levels.get(kind, "expected"))
 
 
 def groups(machine: Machine) -> dict[str, str]:
-    """The groups of rates that rise and fall together, and their names for people: of a class of device and a kind.
+    """Return the groups of rates that vary together, with words for people.
 
-    On a calibrated machine, the kinds of work whose spread was measured; with a GPU, its rates as well.
+    A group is a rate of a class of device, or a kind of copy. On a calibrated machine, groups are the sorts of work
+    whose spread was measured; if it has a GPU, its rates as well.
     """
     found = {sort: f"measured: {sort}" for sort in machine.spread}
     if machine.cost_table and machine.unified:
@@ -159,12 +160,12 @@ def groups(machine: Machine) -> dict[str, str]:
 
 
 def group(name: str, processor: Processor, rate: str) -> str:
-    """The group of a processor's rate."""
+    """Return the name of the group of a processor's rate."""
     return f"{processor.device_class or name}.{rate}"
 
 
 def rate_problems(machine: Machine) -> Iterator[str]:
-    """The problems of a machine's classes of device and estimates; each begins with its key."""
+    """Yield the problems of a machine's classes of device and estimates; each begins with the key at fault."""
     for name, processor in machine.processors.items():
         key = f"processors.{name}"
         if processor.device_class and processor.device_class not in class_names():

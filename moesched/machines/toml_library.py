@@ -1,4 +1,4 @@
-"""Profiles: TOML files, found by name if they ship, or by path."""
+"""Profiles in TOML: shipped files by name, other files by path."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from moesched.system.near_names import with_nearest
 T = TypeVar("T")
 
 MOST_BYTES = 1_000_000
-"""Limit of a profile; a calibrated machine has about 100 kB."""
+"""The most bytes of a profile; that of a calibrated machine has about 100 kB."""
 
 # Limits that no real figure reaches, so that times and sizes made from them are finite.
 MOST_RATE = 1e30
 Rate = Annotated[float, Meta(ge=1, lt=MOST_RATE)]
-"""Operations or bytes per second."""
+"""A rate: operations or bytes per second."""
 Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
 Amount = Annotated[float, Meta(ge=0, lt=1e30)]
-"""Bytes, FLOPs or rows."""
+"""An amount: bytes, FLOPs or rows."""
 Price = Annotated[float, Meta(ge=0, lt=1e12)]
 
 
 def profile_names(package: str) -> list[str]:
-    """The names of the profiles that ship in a package."""
+    """Return the names of the profiles that ship in a package."""
     folder = resources.files(package)
     return sorted(
         entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
@@ -38,13 +38,10 @@ def profile_names(package: str) -> list[str]:
 
 
 def profile_text(package: str, kind: str, name_or_file: str) -> bytes:
-    """The text of a shipped profile, or of a file.
-
-    Args:
-        kind: the kind of profile, for messages.
+    """Return the text of a shipped profile, or of a file.
 
     Raises:
-        BadInput: neither exists, or the file cannot be read.
+        BadInput: there is no such profile or file, or the file cannot be read.
     """
     names = profile_names(package)
     if name_or_file in names:
@@ -59,19 +56,19 @@ def profile_text(package: str, kind: str, name_or_file: str) -> bytes:
 
 
 def decode_profile(text: bytes, kind: str, where: str) -> dict[str, Any]:
-    """The tables of a TOML text.
+    """Return the tables of a TOML text.
 
     Raises:
-        BadInput: it is not TOML; the message names `where`.
+        BadInput: the text is not TOML; the message names `where`.
     """
     return decode_toml(text, f"{where}: not a {kind}")
 
 
 def convert_profile(raw: Any, kind: type[T], key: str, where: str) -> T:
-    """The value at `key`. Error messages name the whole key, which msgspec omits within tables.
+    """Convert the value at `key` of a profile to a type.
 
     Raises:
-        BadInput: a figure is missing or impossible; the message names `where` and the key.
+        BadInput: a figure is missing or impossible; the message names `where` and the whole key.
     """
     try:
         return msgspec.convert(raw, kind)

@@ -11,7 +11,7 @@ from moesched.machines import Machine
 
 
 def machine_toml(machine: Machine) -> str:
-    """The text of the machine's file: one line for each processor, memory, link and measured point."""
+    """Return the text of the machine's file: one line for each processor, memory, link and measured point."""
     fields = msgspec.to_builtins(machine)
     tables = {name: fields.pop(name) for name in ("processors", "memories")}
     lines = [f"{name} = {_value(value)}" for name, value in fields.items() if value is not None]
@@ -27,7 +27,7 @@ def _value(value: Any) -> str:
 
 
 def inline(value: Any) -> str:
-    """A value in TOML."""
+    """Return a value as TOML on one line."""
     if isinstance(value, dict):
         pairs = (f"{_key(key)} = {inline(each)}" for key, each in value.items() if each is not None)
         return "{ " + ", ".join(pairs) + " }"

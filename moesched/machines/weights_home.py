@@ -1,4 +1,4 @@
-"""The memory of the host that a GPU's weights come from in a run."""
+"""Kind of host memory that a GPU's weights come from in a run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import msgspec
 
 
 class WeightsHome(msgspec.Struct, frozen=True):
-    """The memory of the host that a GPU's weights come from.
+    """Kind of host memory that a GPU's weights come from, and the reason for it.
 
     Attributes:
-        way: "mapped files" in the page cache, which the GPU copies from by itself; "registered memory" that they were
-            read into; or "ordinary memory", from which the host copies them to page-locked buffers.
-        reason: why it is no faster way; empty for mapped files.
+        way: "mapped files" in the page cache, from which the GPU itself copies; "registered memory" into which weights
+            were read; or "ordinary memory", from which the host copies them to page-locked buffers.
+        reason: the reason why no faster kind is used; empty for mapped files.
     """
 
     way: str
@@ -19,5 +19,5 @@ class WeightsHome(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """A sentence with both."""
+        """The kind and the reason as a sentence."""
         return f"Weights come from {self.way}" + (f": {self.reason}" if self.reason else "")

@@ -1,1 +1,1 @@
-"""The files that `moesched new-policy` writes, under another name: a policy, and its test as text."""
+"""Templates that `moesched new-policy` copies under another name: a policy, and its test as text."""

@@ -15,7 +15,7 @@ KEY_LENGTH = 40
 """Characters of a key as text (Z85: five characters for four bytes)."""
 
 MOST_BYTES = 4096
-"""Bytes of a key file that are read."""
+"""The most bytes that are read of a key file."""
 
 PUBLIC_NAME, SECRET_NAME = "moesched.key", "moesched.secret"
 
@@ -24,14 +24,14 @@ _ONLY_THE_OWNERS = 0o600
 
 
 class KeyPair(NamedTuple):
-    """A node's two keys, as text."""
+    """Public and secret key of a node, as text."""
 
     public: str
     secret: str
 
 
 def make_keys() -> KeyPair:
-    """A new pair, from the system's random numbers."""
+    """Make a new pair of keys, from the system's random numbers."""
     import zmq
 
     public, secret = zmq.curve_keypair()
@@ -39,15 +39,15 @@ def make_keys() -> KeyPair:
 
 
 def default_folder() -> Path:
-    """The default folder of this machine's keys."""
+    """Return the default folder of this machine's keys."""
     return Path.home() / ".moesched"
 
 
 def write_keys(folder: Path, keys: KeyPair | None = None) -> KeyPair:
-    """Write a pair into a folder: `moesched.key`, readable by all, and `moesched.secret` with mode 0600.
+    """Write a pair of keys to a folder and return it: `moesched.key`, read by all, and `moesched.secret`, mode 0600.
 
     Args:
-        keys: by default a new pair.
+        keys: the pair to write; by default a new one.
 
     Raises:
         BadInput: the folder holds keys already, or cannot be written to; nothing is left behind.
@@ -72,7 +72,7 @@ def write_keys(folder: Path, keys: KeyPair | None = None) -> KeyPair:
 
 
 def _make_folder(folder: Path, undo: ExitStack) -> None:
-    """Make a folder and its parents; to undo that, only those are removed that did not exist before."""
+    """Make a folder and its parents; `undo` then removes those that did not exist before."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in reversed(missing):
@@ -80,7 +80,7 @@ def _make_folder(folder: Path, undo: ExitStack) -> None:
 
 
 def public_key(secret: str) -> str:
-    """The public key that belongs to a secret one.
+    """Return the public key that belongs to a secret one.
 
     Raises:
         BadInput: the text is not a key.
@@ -94,7 +94,7 @@ def public_key(secret: str) -> str:
 
 
 def read_keys(secret_file: Path) -> KeyPair:
-    """The pair whose secret key is in a file; the public key is computed from it.
+    """Read a secret key from a file; return the pair with the public key, which is computed from the secret one.
 
     Raises:
         BadInput: the file cannot be read, holds no key, or can be read by others than its owner.
@@ -111,7 +111,7 @@ def read_keys(secret_file: Path) -> KeyPair:
 
 
 def key_problem(text: str) -> str | None:
-    """The problem of a key's text; None where it is valid."""
+    """Describe why a text is no key; None if it is one."""
     if len(text) != KEY_LENGTH:
         return f"it has {len(text)} characters, a key has {KEY_LENGTH}"
     strange = next((letter for letter in text if letter not in _LETTERS), None)
@@ -123,7 +123,7 @@ def key_problem(text: str) -> str | None:
 
 
 def _number(letters: str) -> int:
-    """The number that Z85 characters encode, most significant first."""
+    """Decode Z85 characters, most significant first, to a number."""
     number = 0
     for letter in letters:
         number = number * len(_LETTERS) + _LETTERS.index(letter)

@@ -1,4 +1,4 @@
-"""ZeroMQ's authentication protocol (ZAP, RFC 27): CURVE servers ask here whether to admit a peer."""
+"""ZeroMQ's authentication protocol (ZAP, RFC 27): decides for CURVE sockets whether to admit a peer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import zmq
 from zmq.utils import z85
 
 LOGGED = 100
-"""Number of refusals that are logged, so that a flood of them does not fill the disk."""
+"""The most refusals that are logged, so that a flood of them does not fill the disk."""
 
 _ENDPOINT = "inproc://zeromq.zap.01"
 
@@ -18,9 +18,9 @@ class Knock(NamedTuple):
     """A peer that tried to connect.
 
     Attributes:
-        address: its address; empty on this machine.
-        key: its public key, as text; empty where it sent none.
-        let_in: whether it was admitted.
+        address: the peer's address; empty for a peer on this machine.
+        key: the peer's public key, as text; empty if it sent none.
+        let_in: whether the peer was admitted.
     """
 
     address: str
@@ -29,10 +29,10 @@ class Knock(NamedTuple):
 
 
 class KeyCheck:
-    """Answers for all CURVE servers of one ZeroMQ context. Poll `socket`, and call `answer` when it is readable.
+    """Admits peers for all CURVE sockets of a ZeroMQ context. Poll `socket`, and call `answer` when it is readable.
 
     Args:
-        users: the `User-Id` of each admitted peer's messages, by its public key.
+        users: by public key of each peer to admit, the `User-Id` that its messages will carry.
     """
 
     def __init__(self, context: zmq.Context[Any], users: Mapping[str, str]) -> None:
@@ -42,7 +42,7 @@ class KeyCheck:
         self.socket.bind(_ENDPOINT)
 
     def answer(self) -> Knock:
-        """Admit or refuse one peer."""
+        """Admit or refuse one peer that tried to connect, and return who it was."""
         version, request, _, address, _, mechanism, *credentials = self.socket.recv_multipart()
         key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" and len(credentials) == 1 else ""
         user = self._users.get(key)
@@ -51,5 +51,5 @@ class KeyCheck:
         return Knock(address.decode(errors="replace"), key, user is not None)
 
     def close(self) -> None:
-        """Stop answering."""
+        """Close the socket; no peer is admitted from then on."""
         self.socket.close()

@@ -18,16 +18,16 @@ from moesched.machines.toml_library import (
 )
 
 NETWORK = "network"
-"""The lane and the resource that carry exchanges between nodes."""
+"""Name of the lane and the resource that carry exchanges between nodes."""
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A network between nodes, each with its own card.
 
     Attributes:
-        latency_seconds: least time of one exchange among all nodes, software included.
+        latency_seconds: the least time of one exchange among all nodes, software included.
         bandwidth: bytes per second of one card.
-        price_usd: of each node's card; 0 if it is part of every machine.
+        price_usd: price of each node's card; 0 if it is part of every machine.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     description: str = ""
 
     def seconds(self, nbytes: float) -> float:
-        """The time of one exchange of `nbytes` bytes."""
+        """Return the seconds of one exchange of `nbytes` bytes."""
         return self.latency_seconds + nbytes / self.bandwidth
 
 
 def network_names() -> list[str]:
-    """The names of the profiles that ship."""
+    """Return the names of the shipped profiles."""
     return profile_names("moesched.machines.networks")
 
 
@@ -50,7 +50,7 @@ def load_network(name_or_file: str) -> Network:
     """Load a shipped profile by its name, or a TOML file by its path.
 
     Raises:
-        BadInput: neither exists, or the file does not describe a network.
+        BadInput: there is no such profile or file, or the file does not describe a network.
     """
     text = profile_text("moesched.machines.networks", "network", name_or_file)
     return convert_profile(decode_profile(text, "network", name_or_file), Network, "", name_or_file)
