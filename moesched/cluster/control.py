@@ -34,7 +34,7 @@ class Heard(NamedTuple):
 
 
 class Control:
-    """Receives messages of nodes, and sends messages to them.
+    """The launcher's socket: receives messages of nodes, and sends messages to them.
 
     Args:
         known: names by public key; peers with other keys are refused and logged.

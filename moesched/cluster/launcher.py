@@ -73,8 +73,8 @@ class Launch:
     Attributes:
         log: the prompts, and the tokens so far.
         finished: reports and recordings of the nodes, in the order of arrival.
-        epoch: the number of the current epoch, from 0.
-        failure: the reason that the run ended early; None while there is none.
+        epoch: number of the current epoch, from 0.
+        failure: the reason why the run ended early; None otherwise.
     """
 
     def __init__(
