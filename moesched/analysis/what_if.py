@@ -38,7 +38,7 @@ Progress = Callable[[int, int], object]
 DECISIONS_HELD = (
     "The policy decides as it goes; its decisions were held. `simulate --machine-set` lets it decide anew."
 )
-"""The reservation of replays of a policy that decides as it goes."""
+"""The caveat below replays of a policy that decides by awaited results."""
 
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):

@@ -86,7 +86,7 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def small_model(name: str, *, heads: int, **sizes: int) -> ModelConfig:
-    """A shape of two layers to measure with.
+    """Return the shape of a model of two equal layers to measure with.
 
     sizes: the others, by their names in `ModelConfig` and its layers.
     """

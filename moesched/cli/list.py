@@ -160,7 +160,7 @@ def _machines() -> list[Entry]:
 
 
 def _machine_row(entry: Entry) -> list[str]:
-    """The sizes of its memories and the rates of its links; of several accelerators, those of each one."""
+    """Return the sizes of a machine's memories and the rates of its links as text, of several accelerators each."""
     memories = []
     for name, nbytes in entry.get("memories", {}).items():
         several = entry["accelerators"] > 1 and name == entry["accelerator_memory"]
@@ -172,7 +172,7 @@ def _machine_row(entry: Entry) -> list[str]:
 
 
 def _parts() -> list[Entry]:
-    """A part of machines: its name, its kind, and its figures with their source, as the library has them."""
+    """Return every part of the library: its name, its kind, its figures, and their source."""
     from moesched.machines.parts import library
 
     parts = library()

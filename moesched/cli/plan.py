@@ -49,7 +49,7 @@ RANKED = (
 """Columns of the ranking."""
 
 SPARE = ("brings", "10 % more of", "micro-batch", "busiest lane")
-"""Columns of it that go where the terminal is narrow, in this order."""
+"""Columns that are left out on a narrow terminal, the first one first."""
 
 
 @command(3, EPILOGUE)

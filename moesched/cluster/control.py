@@ -107,7 +107,7 @@ class Control:
         self._context.term()
 
     def _let_in_or_refuse(self) -> None:
-        """Answer one peer that wants to connect."""
+        """Admit or refuse one peer that tried to connect."""
         knock = self._check.answer()
         if not knock.let_in and len(self.refused) < LOGGED:
             self.refused.append(knock.address)

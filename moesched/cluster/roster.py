@@ -39,7 +39,7 @@ LOADING_SECONDS = 60.0
 ENDING_SECONDS = 5.0
 LEAVING_SECONDS = 0.3
 """Seconds that nodes have to end by themselves after Ctrl-C, once their results have arrived."""
-"""Time between the ends of a node's process and connection after which the node counts as lost anyway."""
+"""Seconds after the end of either a node's process or its connection after which the node counts as lost."""
 
 OfOrder = Prepared | Loading | Loaded | Tokens | Piece | Done | Failed
 """Message of a node about an order."""

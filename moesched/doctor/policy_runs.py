@@ -151,7 +151,7 @@ def _run_within(
 
 
 def generate(model: Path, device: str, **options: Any) -> JobReport:
-    """Run the tiny model's prompts on a device."""
+    """Run the tiny model's prompts on a device, and return the report."""
     return run_model(
         model,
         PROMPTS,

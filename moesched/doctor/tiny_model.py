@@ -1,4 +1,4 @@
-"""A tiny model, and prompts for it."""
+"""The configuration of a tiny model, and prompts for it."""
 
 from __future__ import annotations
 

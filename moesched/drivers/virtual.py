@@ -195,7 +195,7 @@ class _Clock:
 
 
 def _told_of_ends(observers: Sequence[Observer]) -> Callable[[Task], object]:
-    """The function to call with each task that ended: the observer's own method where there is only one."""
+    """Return a function that passes an ended task to all observers; a single observer's own method."""
     calls = [observer.ended for observer in observers]
     if len(calls) == 1:
         return calls[0]

@@ -394,7 +394,7 @@ def _merge_pools(pools: Sequence[PoolUse]) -> list[PoolUse]:
 
 
 def _merge_uses(uses: Sequence[Use]) -> list[Use]:
-    """Add up the counts of each distance, and of each predictor."""
+    """Add up counts of router previews or forecasts by distance, and by predictor."""
     merged: dict[tuple[Any, ...], Compared] = {}
     for each in uses:
         *key, forecasts, chosen, found, _ = msgspec.structs.astuple(each)

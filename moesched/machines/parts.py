@@ -171,7 +171,7 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def named(self) -> dict[str, Mapping[str, Part]]:
-        """The parts that `moesched machine` takes by name, by its option."""
+        """The parts that are named to `moesched machine`, by the option without its dashes."""
         return {"gpu": self.gpus, "chip": self.chips, "cpu": self.cpus}
 
     def flops(self, part: Cpu | Chip) -> dict[str, float]:

@@ -126,7 +126,7 @@ Use = TypeVar("Use", PreviewUse, ForecastUse)
 
 
 def use_of(kind: Callable[..., Use], compared: Compared, *key: Any) -> Use:
-    """The report of router previews or of a predictor's answers; `key` is their distance, after the predictor's name."""
+    """The report of router previews or of a predictor's answers; `key`: the predictor, if any, and the distance."""
     return kind(*key, *compared, _rate(compared.found, compared.chosen))
 
 

@@ -30,7 +30,7 @@ def groups_of(controller: str, root: Path = ROOT) -> Iterator[Path]:
 
 
 def lines_of(file: Path) -> list[str]:
-    """The lines of a file; none where it cannot be read."""
+    """Return the lines of a file; none where it cannot be read."""
     try:
         return file.read_text().splitlines()
     except OSError:

@@ -66,7 +66,7 @@ class SliceArgs(
     kw_only=True,
     rename={"dispatch": "dispatch_ns", "submit_delay": "submit_delay_ns"},
 ):
-    """All args of a slice: those of its task, without label and verb, the tasks that it depends on, then those of `Slice`."""
+    """All args of a slice: of its task without label and verb, the tasks that it depends on, then those of `Slice`."""
 
     task: int
     step: int = -1
