@@ -60,7 +60,7 @@ class LoadingBar(Listener):
         self._bar.update(0, self._pages or None, "loading weights")
 
     def preparing(self, what: str, done: float, total: float) -> None:
-        """Show what the device does before the first step."""
+        """Show what the device prepares before the first step, and how far it is."""
         if self._bar is not None:
             self._bar.update(done, total, what)
 

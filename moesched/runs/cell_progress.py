@@ -37,7 +37,7 @@ class CellProgress(Listener):
         self._pages = self._loaded = self._tokens = self._most = 0
 
     def preparing(self, what: str, done: float, total: float) -> None:
-        """Show what the device prepares before the first step, and how far it is."""
+        """Show what the device does before the first step."""
         self._line.show(what, done, total)
 
     def planned(self, plan: Plan) -> None:
