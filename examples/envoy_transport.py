@@ -109,12 +109,12 @@ class EnvoyTransport:
         return self._ask(Call("all_reduce", rank, exchange, Values.of(part)))[0]
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
-        """The root's array."""
+        """Return the root's array, on every rank."""
         sent = None if array is None or rank != root else Values.of(array)
         return self._ask(Call("broadcast", rank, exchange, sent, root))[0]
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """All ranks' parts, on the root."""
+        """Return all ranks' parts on the root; None on the others."""
         parts = self._ask(Call("gather", rank, exchange, Values.of(part), root))
         return parts if rank == root else None
 

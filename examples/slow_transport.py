@@ -35,16 +35,16 @@ class SlowTransport:
         self._latency, self._bandwidth = latency_seconds, bandwidth
 
     def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
-        """The sum of all ranks' parts."""
+        """Return the sum of all ranks' parts, on every rank."""
         return self._slowly(part.nbytes, lambda: self._transport.all_reduce(rank, exchange, part))
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
-        """The root's array."""
+        """Return the root's array, on every rank."""
         nbytes = 0 if array is None else array.nbytes
         return self._slowly(nbytes, lambda: self._transport.broadcast(rank, exchange, array, root))
 
     def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
-        """All ranks' parts, on the root."""
+        """Return all ranks' parts on the root; None on the others."""
         return self._slowly(part.nbytes, lambda: self._transport.gather(rank, exchange, part, root))
 
     async def aclose(self) -> None:

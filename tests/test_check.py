@@ -19,7 +19,7 @@ from moesched.testing.grid.advice import advice_of_lanes
 from moesched.testing.grid.check import ChildRun
 from moesched.testing.grid.child import Order
 from moesched.testing.grid.faults import endless_line
-from moesched.testing.grid.items import CellItem, Item, Outcome, Subject, TrialItem
+from moesched.testing.grid.items import Item, Outcome, Subject, cell_item, trial_item
 from moesched.testing.grid.results import rank_among
 from moesched.testing.grid.rivals import rivals_in
 from moesched.testing.grid.trials import SEEDS, Trial, random_case, trials_of
@@ -63,7 +63,7 @@ def outcome(policy: str, item: Item) -> Outcome:
 def test_each_mistake_is_a_fault_at_its_line(faulty: Faulty) -> None:
     policy = faulty.policy
     if not faulty.line:
-        assert outcome(policy, TrialItem(Trial(CASES["roomy GPU"]))) == Outcome()
+        assert outcome(policy, trial_item(Trial(CASES["roomy GPU"]))) == Outcome()
         return
     fault = first_fault(policy)
     assert fault.line == f"{faulty.file}:{faulty.line}"
@@ -75,7 +75,7 @@ def first_fault(policy: str) -> Fault:
     """The fault that a check tells first."""
     unfit: list[Fault] = []
     for trial in trials_of(find("policies", policy)):
-        found = outcome(policy, TrialItem(trial))
+        found = outcome(policy, trial_item(trial))
         if found.faults:
             return found.faults[0]
         assert found.unfit is not None, f"{trial.name} has no fault"
@@ -85,9 +85,9 @@ def first_fault(policy: str) -> Fault:
 
 def test_a_mistake_that_shows_with_two_layers_only_is_found_by_their_case() -> None:
     policy, case = faulty_policy("Streams"), CASES["two layers, many micro-batches"]
-    [fault] = outcome(policy, TrialItem(Trial(case))).faults
+    [fault] = outcome(policy, trial_item(Trial(case))).faults
     assert "page L0 dense #0 is already in gpu" in fault.message
-    assert outcome(policy, TrialItem(Trial(CASES["roomy GPU"]))).faults == []
+    assert outcome(policy, trial_item(Trial(CASES["roomy GPU"]))).faults == []
 
 
 RELIES_ON_DURATIONS = """
@@ -117,14 +117,14 @@ def test_a_mistake_that_shows_with_other_durations_only_is_found_by_uneven_ones(
     mine = tmp_path / "mine.py"
     mine.write_text(RELIES_ON_DURATIONS)
     case = CASES["odd layers, deep"]
-    assert outcome(f"{mine}:Mine", TrialItem(Trial(case))).faults == []
-    uneven = [outcome(f"{mine}:Mine", TrialItem(Trial(case, uneven=seed))) for seed in SEEDS]
+    assert outcome(f"{mine}:Mine", trial_item(Trial(case))).faults == []
+    uneven = [outcome(f"{mine}:Mine", trial_item(Trial(case, uneven=seed))) for seed in SEEDS]
     assert {fault.line for each in uneven for fault in each.faults} == {f"{mine}:17"}
 
 
 def test_a_fault_has_its_whole_traceback_on_demand() -> None:
     whole = Subject(faulty_policy("Stumbles"), {}, whole=True)
-    [fault] = TrialItem(Trial(CASES["roomy GPU"])).run(whole).faults
+    [fault] = trial_item(Trial(CASES["roomy GPU"])).run(whole).faults
     assert fault.more[0] == "Traceback (most recent call last):"
     assert fault.more[-1] == fault.message == "KeyError: 'experts'"
 
@@ -135,7 +135,7 @@ def test_no_shipped_policy_has_a_fault(policy: str) -> None:
     if policy.startswith("ep_"):
         cases.append(CASES["two nodes"])
     trials = [Trial(case, uneven=seed) for seed, case in enumerate(cases)]
-    outcomes = [*(outcome(policy, TrialItem(each)) for each in trials), outcome(policy, CellItem(SMALL))]
+    outcomes = [*(outcome(policy, trial_item(each)) for each in trials), outcome(policy, cell_item(SMALL))]
     assert [fault for each in outcomes for fault in each.faults] == []
     cell = outcomes[-1].cell
     assert cell is not None and cell.seconds is not None and cell.lower_bound_seconds is not None
@@ -276,7 +276,7 @@ def test_what_could_be_spared_is_advice_with_its_line(
 ) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(WASTEFUL)
-    found = outcome(f"{mine}:{name}", CellItem(SMALL))
+    found = outcome(f"{mine}:{name}", cell_item(SMALL))
     assert found.faults == []
     lines = WASTEFUL.splitlines()
     begins = next(number for number, line in enumerate(lines) if line.startswith(f"class {name}("))
@@ -286,7 +286,7 @@ def test_what_could_be_spared_is_advice_with_its_line(
 
 
 def test_nothing_is_advised_where_nothing_is_wasted() -> None:
-    assert outcome("cgopipe", CellItem(SMALL)).advice == []
+    assert outcome("cgopipe", cell_item(SMALL)).advice == []
 
 
 def test_a_lane_is_told_only_if_no_cell_used_it() -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 import moesched
 from commands import RUN_KEYS, failed, refused
-from moesched.cli.output import print_report
+from moesched.cli.report_tables import print_report
 from moesched.system.plain_text import plain_text
 from moesched.trace import check_trace
 from small_models import SMALL, small_model

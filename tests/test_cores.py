@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from moesched.cli.output import print_report
+from moesched.cli.report_tables import print_report
 from moesched.devices.torch.cuda_device import CudaDevice
 from moesched.errors import BadInput
 from moesched.jobs.simulate_model import simulate_model
@@ -26,14 +26,16 @@ UNLIMITED = 2**31
 TINY = Path(__file__).parents[1] / "examples" / "tiny-mixtral"
 
 
-def quota(folder: Path, own: str, files: dict[str, str]) -> int:
+def quota(root: Path, own: str, files: dict[str, str]) -> int:
     """The quota of a process in these control groups."""
-    for name, text in files.items():
-        path = folder / "cgroups" / name
+    for name, text in {
+        "proc/self/cgroup": own,
+        **{f"sys/fs/cgroup/{each}": files[each] for each in files},
+    }.items():
+        path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    (folder / "own").write_text(own)
-    return cpu_quota(folder / "cgroups", folder / "own")
+    return cpu_quota(root)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_the_smallest_quota_of_a_process_and_its_groups_counts(
 
 
 def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
-    assert cpu_quota(tmp_path / "none", tmp_path / "nothing") == UNLIMITED
+    assert cpu_quota(tmp_path) == UNLIMITED
 
 
 def test_no_more_cores_are_usable_than_the_process_may_run_on() -> None:

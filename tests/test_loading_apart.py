@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from clusters import cluster
-from moesched.cluster.launcher import Events, Launch
+from moesched.cluster.launcher import Launch
 from moesched.cluster.messages import Done, Loaded, Prepared, Tokens
 from moesched.cluster.metered import Metered
 from moesched.cluster.roster import Node
@@ -65,7 +65,7 @@ def test_all_nodes_are_told_to_exchange_once_the_slowest_has_loaded() -> None:
         (0, Done(epoch=0, order=0, digest="same")),
         (1, Done(epoch=0, order=0, digest="same")),
     )
-    Launch(roster, TokenLog([[1]], 1, []), SizeOptions(), Events()).run()
+    Launch(roster, TokenLog([[1]], 1, []), SizeOptions()).run()
     first = roster.log.index(("heard", 0, "Loaded"))
     assert roster.log[first : first + 5] == [
         ("heard", 0, "Loaded"),

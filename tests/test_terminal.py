@@ -19,7 +19,8 @@ from every_command import COMMANDS, prepare
 from moesched.cli.calibrate import print_calibration
 from moesched.cli.generation_options import GenerationArguments
 from moesched.cli.main import EPILOGUE, main
-from moesched.cli.output import print_report, say
+from moesched.cli.output import say
+from moesched.cli.report_tables import print_report
 from moesched.cli.tables import print_table
 from moesched.errors import BadInput
 from moesched.jobs.report import JobReport

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusters import cluster
-from moesched.cluster.launcher import Events, Launch
+from moesched.cluster.launcher import Launch
 from moesched.cluster.messages import Begin, Failed, Order, Stop
 from moesched.cluster.node_reports import NodeReports
 from moesched.cluster.roster import Lost, Node
@@ -105,5 +105,5 @@ def test_whoever_is_lost_however_far_the_others_are_no_token_is_counted_twice_or
 ) -> None:
     roster: Any = LosingRoster(draw, lost, at, together)
     log = TokenLog(PROMPTS, NEW_TOKENS, [])
-    Launch(roster, log, SizeOptions(), Events()).run()
+    Launch(roster, log, SizeOptions()).run()
     assert log.tokens == [whole(prompt) for prompt in PROMPTS]

@@ -43,7 +43,7 @@ class InprocTransport:
         return total.copy()
 
     def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
-        """The root's array."""
+        """Return the root's array, on every rank."""
         sent: Array = self._meet("broadcast", rank, exchange, array, lambda parts: parts[root])
         return sent.copy()
 

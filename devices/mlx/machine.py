@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from moesched.errors import BadInput
 from moesched.machines import Machine, Processor, machine_names
-from moesched.system.wired import raise_wired_limit
+from moesched.system.macos import raise_wired_limit
 from moesched.units import format_bytes
 
 ASSUMED_FLOPS = {"float32": 5e12, "bfloat16": 1e13}

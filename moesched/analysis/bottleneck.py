@@ -20,7 +20,6 @@ from moesched.analysis.idle_spans import ROUTERS, Cause
 from moesched.analysis.replayed_run import replay_recording
 from moesched.errors import BadInput
 from moesched.trace.recording import Recording
-from moesched.trace.summary import lane_title
 from moesched.trace.waits import lacked_room
 
 OF_A_LANE: tuple[Cause, ...] = ("data", "lane")
@@ -110,9 +109,9 @@ def bottleneck(recording: Recording, stretches: Sequence[Stretch]) -> Bottleneck
 
 def _networks(recording: Recording) -> dict[str, str]:
     """Map the title of each lane that ran collectives to its name, which is the same on all ranks."""
-    ranks = len({lane.rank for lane in recording.lanes})
+    titles = recording.titles
     lanes = {each.lane for each in recording.slices if each.ticket >= 0}
-    return {lane_title(lane, ranks): lane.name for lane in lanes}
+    return {titles[lane]: lane.name for lane in lanes}
 
 
 def _parts(stretches: Sequence[Stretch], networks: Mapping[str, str]) -> list[_Part]:
@@ -135,7 +134,7 @@ def _savings(recording: Recording, parts: Sequence[_Part]) -> list[float]:
     first = _first_of_middle(recording)
     window = recording.part(range(first, min(first + MOST_TASKS, len(recording.slices))), trimmed=True)
     try:
-        before = _length(window, _durations(window))
+        before = _length(window, window.durations)
     except BadInput:  # not a whole run: the path has to do
         return [share_of(part.nanoseconds, total) / 2 for part in parts]
     saved = []
@@ -156,10 +155,9 @@ def _first_of_middle(recording: Recording) -> int:
 
 def _relieved(recording: Recording, part: _Part) -> tuple[Recording, list[int]]:
     """Return the recording with one part relieved, and the nanoseconds of each slice: half for a slow lane."""
-    durations = _durations(recording)
+    durations = recording.durations
     if part.cause is None:
-        ranks = len({lane.rank for lane in recording.lanes})
-        slow = {lane for lane in recording.lanes if part.lane in (lane.name, lane_title(lane, ranks))}
+        slow = {lane for lane, title in recording.titles.items() if part.lane in (lane.name, title)}
         halved = [
             nanoseconds // 2 if each.lane in slow else nanoseconds
             for each, nanoseconds in zip(recording.slices, durations, strict=True)
@@ -184,10 +182,6 @@ def _with_room(recording: Recording) -> Recording:
         for index, before in enumerate(recording.producers)
     ]
     return msgspec.structs.replace(recording, producers=producers)
-
-
-def _durations(recording: Recording) -> list[int]:
-    return [each.end - each.start for each in recording.slices]
 
 
 def _length(recording: Recording, durations: Sequence[int]) -> int:

@@ -12,7 +12,6 @@ import msgspec
 from moesched.analysis.idle_spans import Cause, cause_of
 from moesched.trace.critical import critical_path
 from moesched.trace.recording import Recording
-from moesched.trace.summary import lane_title
 from moesched.trace.waits import Wait
 
 BETWEEN: tuple[Cause, ...] = ("policy", "host")
@@ -50,12 +49,12 @@ class Stretch(NamedTuple):
 
 def stretches_of(recording: Recording, waits: Sequence[Wait]) -> Iterator[Stretch]:
     """Yield the stretches of the critical path, in order of time."""
-    ranks = len({lane.rank for lane in recording.lanes})
+    titles = recording.titles
     path = critical_path(recording, waits)
     reached: list[Cause] = [cause_of(hop.slice, after.wait.why) for hop, after in pairwise(path)]
     free = recording.start
     for hop, cause in zip(path, [*reached, "data"], strict=True):
-        each, lane = hop.slice, lane_title(hop.slice.lane, ranks)
+        each, lane = hop.slice, titles[hop.slice.lane]
         for between, spent in zip(BETWEEN, (hop.wait.policy, hop.wait.host), strict=True):
             if spent:
                 yield Stretch(between, lane, between, each.line, spent)

@@ -10,7 +10,7 @@ up to the gap.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Literal, NamedTuple
 
@@ -20,8 +20,7 @@ from moesched.analysis.replayed_run import replay_recording, without_loading
 from moesched.analysis.work_differences import WorkDifference, work_differences
 from moesched.tasks import Phase
 from moesched.trace.critical import critical_path
-from moesched.trace.recording import Recording, Slice
-from moesched.trace.summary import lane_title
+from moesched.trace.recording import LaneName, Recording, Slice
 
 MOST_CAUSES = 8
 """The most groups of tasks with a cause of their own; each costs two replays, so all others form one cause."""
@@ -111,7 +110,7 @@ def explain_difference(
     chosen = _parts(*groups)
     steps = _Progress(2 + 2 * len(chosen), progress)
     took = [(run.end - run.start) / 1e9 for run in runs]
-    replayed = [steps.did(_replayed_seconds(run, _durations(run))) for run in runs]
+    replayed = [steps.did(_replayed_seconds(run, run.durations)) for run in runs]
     gap = took[1] - took[0]
     one_way = _losses(runs[1], groups, chosen, steps)
     other_way = _losses(runs[1], groups, chosen[::-1], steps)[::-1]
@@ -161,15 +160,15 @@ class _Progress:
 
 
 def _groups(recording: Recording) -> _Groups:
-    ranks = len({lane.rank for lane in recording.lanes})
+    titles = recording.titles
     groups: _Groups = {}
     for each in recording.slices:
-        groups.setdefault(_group(each, ranks), []).append(each)
+        groups.setdefault(_group(each, titles), []).append(each)
     return groups
 
 
-def _group(each: Slice, ranks: int) -> _Group:
-    return _Group(each.phase or "prefill", each.task.verb, lane_title(each.lane, ranks))
+def _group(each: Slice, titles: Mapping[LaneName, str]) -> _Group:
+    return _Group(each.phase or "prefill", each.task.verb, titles[each.lane])
 
 
 def _parts(first: _Groups, second: _Groups) -> list[_Part]:
@@ -190,14 +189,14 @@ def _losses(
 ) -> list[float]:
     """Return the seconds saved in a replay as one part after another gets the mean durations of the first run."""
     first, second = groups
-    ranks = len({lane.rank for lane in run.lanes})
-    durations = _durations(run)
+    titles = run.titles
+    durations = run.durations
     before = _replayed_seconds(run, durations)
     losses = []
     for part in parts:
         means = {group: (_mean(first[group]), _mean(second[group])) for group in part}
         for index, each in enumerate(run.slices):
-            group = _group(each, ranks)
+            group = _group(each, titles)
             if group in means:
                 durations[index] = _as_in_first(durations[index], *means[group])
         after = steps.did(_replayed_seconds(run, durations))
@@ -209,10 +208,6 @@ def _losses(
 def _as_in_first(nanoseconds: int, first: float, second: float) -> int:
     """Scale a duration by first / second, mean seconds of its group in both runs; return `first` if `second` is 0."""
     return round(nanoseconds * (first / second)) if second else round(first * 1e9)
-
-
-def _durations(run: Recording) -> list[int]:
-    return [each.end - each.start for each in run.slices]
 
 
 def _replayed_seconds(run: Recording, durations: Sequence[int]) -> float:
@@ -279,12 +274,12 @@ def _lanes(
 
 
 def _waits(run: Recording) -> list[Wait]:
-    ranks = len({lane.rank for lane in run.lanes})
+    titles = run.titles
     seconds: Counter[tuple[str, str]] = Counter()
     times: Counter[tuple[str, str]] = Counter()
     for hop in critical_path(run):
         if hop.gap > 0:
-            key = (hop.slice.task.verb, lane_title(hop.slice.lane, ranks))
+            key = (hop.slice.task.verb, titles[hop.slice.lane])
             seconds[key] += hop.gap
             times[key] += 1
     return [

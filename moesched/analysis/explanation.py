@@ -15,7 +15,6 @@ from moesched.analysis.what_if import Progress, WhatIf, what_if
 from moesched.errors import BadInput
 from moesched.steps.pool_counts import Counted
 from moesched.trace.recording import About, PoolSample, Recording
-from moesched.trace.summary import lane_title
 from moesched.trace.waits import waits_of
 
 
@@ -138,12 +137,12 @@ def _pools(samples: Sequence[PoolSample]) -> dict[str, PoolUses]:
 
 
 def _handovers(run: Recording) -> list[HandoverTime]:
-    ranks = len({lane.rank for lane in run.lanes})
+    titles = run.titles
     found: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for each in run.slices:
         if each.dispatch > 0 or each.submit_delay > 0:
             times = (each.dispatch, max(0, each.submit_delay))
-            found.setdefault((each.task.verb, lane_title(each.lane, ranks)), []).append(times)
+            found.setdefault((each.task.verb, titles[each.lane]), []).append(times)
     handovers = [
         HandoverTime(
             kind=kind,

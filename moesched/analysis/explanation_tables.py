@@ -26,11 +26,6 @@ RELIEFS = {
 }
 """By cause of a bottleneck, the start of the sentence on its relief; a slow lane has none here: see `helps`."""
 
-DECISIONS_HELD = (
-    "The policy decides as it goes; its decisions were held. `simulate --machine-set` lets it decide anew."
-)
-"""The caveat below replays of a policy that decides by awaited results."""
-
 
 class Table(NamedTuple):
     """A table as text.

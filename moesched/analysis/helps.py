@@ -19,7 +19,7 @@ from moesched.analysis.what_if import NO_HANDOVERS, Change, decides_as_it_goes, 
 from moesched.drivers.pricing import no_garbage_collection
 from moesched.errors import BadInput
 from moesched.trace.recording import Recording, phase_of
-from moesched.trace.summary import lane_title, summarize
+from moesched.trace.summary import summarize
 
 MOST_HELPS = 3
 LEAST_SAVED = 0.02
@@ -104,8 +104,7 @@ def _reliefs(recording: Recording, path: Sequence[PathPart]) -> Iterator[tuple[s
 
     Twice the speed saves at most half of a part; time between tasks may vanish whole.
     """
-    ranks = len({lane.rank for lane in recording.lanes})
-    names = {lane_title(lane, ranks): lane.name for lane in recording.lanes}
+    names = {title: lane.name for lane, title in recording.titles.items()}
     links = {each.lane.name for each in recording.slices if each.task.type == "PageTransfer"}
     for part in path:
         lane = names.get(part.lane, "")

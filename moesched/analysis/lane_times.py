@@ -10,7 +10,6 @@ import msgspec
 
 from moesched.analysis.idle_spans import Cause, IdleSpan, idle_spans
 from moesched.trace.recording import LaneName, Recording, Slice
-from moesched.trace.summary import lane_title
 from moesched.trace.waits import Wait
 
 LONGEST_SPANS = 5
@@ -109,7 +108,6 @@ def lane_times(
     recording: Recording, waits: Sequence[Wait], alone: Mapping[LaneName, int]
 ) -> dict[str, LaneTime]:
     """Return the busy and idle time of each lane, by title; `alone`: nanoseconds of each as the only busy lane."""
-    ranks = len({lane.rank for lane in recording.lanes})
     spans = idle_spans(recording, waits)
     busy = dict.fromkeys(recording.lanes, 0)
     tasks = dict.fromkeys(recording.lanes, 0)
@@ -117,26 +115,27 @@ def lane_times(
         busy[each.lane] += each.end - each.start
         tasks[each.lane] += 1
     return {
-        lane_title(lane, ranks): LaneTime(
+        title: LaneTime(
             tasks=tasks[lane],
             busy_seconds=busy[lane] / 1e9,
             idle_seconds=sum(span.end - span.start for span in spans[lane]) / 1e9,
             alone_seconds=alone[lane] / 1e9,
-            causes=_causes(recording, spans[lane], ranks),
+            causes=_causes(recording, spans[lane]),
             longest=_longest(recording, spans[lane]),
         )
-        for lane in recording.lanes
+        for lane, title in recording.titles.items()
     }
 
 
-def _causes(recording: Recording, spans: Sequence[IdleSpan], ranks: int) -> list[CauseTime]:
+def _causes(recording: Recording, spans: Sequence[IdleSpan]) -> list[CauseTime]:
+    titles = recording.titles
     spent: Counter[tuple[Cause, str, str]] = Counter()
     for span in spans:
         for cause, index, nanoseconds in span.parts:
             kind, lane = "", ""
             if index >= 0:
                 each = recording.slices[index]
-                kind, lane = each.task.verb, lane_title(each.lane, ranks)
+                kind, lane = each.task.verb, titles[each.lane]
             spent[cause, kind, lane] += nanoseconds
     return [
         CauseTime(cause=cause, kind=kind, lane=lane, seconds=nanoseconds / 1e9)

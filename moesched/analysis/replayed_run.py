@@ -46,7 +46,7 @@ def replay_recording(
     """
     slices = recording.slices
     if durations is None:
-        durations = [each.end - each.start for each in slices]
+        durations = recording.durations
     ranks = range(1 + max((lane.rank for lane in recording.lanes), default=0))
     lanes = {
         name: Lane(name.name, "in_order" if name in recording.in_order else "ready_first")

@@ -15,7 +15,7 @@ from moesched.system.decoding import decode_json
 from moesched.tasks import Phase
 from moesched.trace.chrome_reader import MOST_BYTES, Trace, read_bytes, read_trace
 from moesched.trace.recording import About, Recording, phase_of
-from moesched.trace.summary import KindUse, lane_title, summarize
+from moesched.trace.summary import KindUse, summarize
 
 Section = Literal["total", "lane", "kind", "memory"]
 Unit = Literal["s", "share", "tokens/s", "tasks", "bytes", "GB/s", "GFLOP/s"]
@@ -70,7 +70,6 @@ def read_side(path: Path | str) -> Side:
 def side_of_recording(title: str, recording: Recording, about: About) -> Side:
     """Compute the figures of a run from its recording."""
     summary = summarize(recording)
-    ranks = len({lane.rank for lane in recording.lanes})
     seconds: dict[Phase | None, list[float]] = {None: [], "prefill": [], "decode": []}
     for step in summary.steps:
         seconds[phase_of(step.step)].append(step.seconds)
@@ -79,8 +78,8 @@ def side_of_recording(title: str, recording: Recording, about: About) -> Side:
     values = _totals(load, prefill, decode, summary.seconds)
     values[Measure("total", "run", "tasks", "tasks")] = summary.tasks
     values[Measure("total", "run", "moved", "bytes")] = summary.nbytes_moved
-    for lane in summary.lanes:
-        values |= _lane(lane_title(lane, ranks), lane.busy_seconds, lane.utilization)
+    for name, lane in zip(recording.titles.values(), summary.lanes, strict=True):
+        values |= _lane(name, lane.busy_seconds, lane.utilization)
     values |= _kinds(summary.kinds)
     values |= _memories(summary.peak_bytes)
     return Side(

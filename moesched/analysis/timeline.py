@@ -12,7 +12,7 @@ from moesched.analysis.families import Family, family_of
 from moesched.errors import BadInput
 from moesched.trace.critical import critical_path
 from moesched.trace.recording import LaneName, Recording, Slice, TaskInfo, phase_of
-from moesched.trace.summary import StepTime, lane_title, summarize
+from moesched.trace.summary import StepTime, summarize
 from moesched.units import format_seconds, parse_seconds
 
 FIRST_VERB = "pre_attention"
@@ -179,14 +179,13 @@ def timeline_of(recording: Recording, window: Window, lanes: Collection[str] = (
     if unknown := [name for name in lanes if name not in names]:
         raise BadInput(f"--lanes: the trace has no lane {unknown[0]!r}, only {', '.join(sorted(names))}")
     on_path = {id(hop.slice) for hop in critical_path(recording)}
-    ranks = 1 + max((lane.rank for lane in recording.lanes), default=0)
     rows = []
-    for lane in recording.lanes:
+    for lane, title in recording.titles.items():
         blocks = list(_blocks(recording.slices, lane, window, on_path))
         if lane.name in lanes or (blocks and not lanes):
             cancelled = [each.time for each in recording.cancelled if each.lane == lane]
             inside = [time - window.start for time in cancelled if window.start <= time < window.end]
-            rows.append(Row(lane_title(lane, ranks), blocks, inside))
+            rows.append(Row(title, blocks, inside))
     return Timeline(window, rows, list(_layer_starts(recording, window)))
 
 

@@ -35,6 +35,11 @@ LAST = "sample"
 
 Progress = Callable[[int, int], object]
 
+DECISIONS_HELD = (
+    "The policy decides as it goes; its decisions were held. `simulate --machine-set` lets it decide anew."
+)
+"""The caveat below replays of a policy that decides by awaited results."""
+
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     """Predicted time of a recorded run after a change.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Literal
 
@@ -10,7 +11,6 @@ import msgspec
 from moesched.analysis.families import family_of
 from moesched.steps.pool_counts import Counted
 from moesched.trace.recording import Recording
-from moesched.trace.summary import lane_title
 from moesched.units import format_bytes, format_seconds
 
 MUCH = 0.01
@@ -64,29 +64,25 @@ class _Work:
     """Sums of a run by lane: bytes and seconds of transfers, FLOPs and seconds of experts; also the share of hits."""
 
     def __init__(self, run: Recording) -> None:
-        self.moved: dict[str, float] = {}
-        self.moving: dict[str, float] = {}
-        self.experts: dict[str, float] = {}
-        self.computing: dict[str, float] = {}
-        ranks = len({lane.rank for lane in run.lanes})
+        self.moved: defaultdict[str, float] = defaultdict(float)
+        self.moving: defaultdict[str, float] = defaultdict(float)
+        self.experts: defaultdict[str, float] = defaultdict(float)
+        self.computing: defaultdict[str, float] = defaultdict(float)
+        titles = run.titles
         for each in run.slices:
-            lane, seconds = lane_title(each.lane, ranks), (each.end - each.start) / 1e9
+            lane, seconds = titles[each.lane], (each.end - each.start) / 1e9
             if each.task.type == "PageTransfer":
-                _add(self.moved, lane, each.task.nbytes)
-                _add(self.moving, lane, seconds)
+                self.moved[lane] += each.task.nbytes
+                self.moving[lane] += seconds
             elif family_of(each.task) == "experts":
-                _add(self.experts, lane, each.task.flops)
-                _add(self.computing, lane, seconds)
+                self.experts[lane] += each.task.flops
+                self.computing[lane] += seconds
         last: dict[tuple[int, str], Counted] = {(each.rank, each.pool): each.counted for each in run.pools}
         hits = sum(counted.hits for counted in last.values())
         uses = hits + sum(counted.misses for counted in last.values())
         self.hit_rate = hits / uses if uses else 0.0
         all_flops = sum(self.experts.values())
         self.shares = {lane: flops / all_flops for lane, flops in self.experts.items()} if all_flops else {}
-
-
-def _add(sums: dict[str, float], lane: str, amount: float) -> None:
-    sums[lane] = sums.get(lane, 0.0) + amount
 
 
 def _differences(one: _Work, other: _Work) -> Iterator[WorkDifference]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -72,38 +72,45 @@ def calibrate_machine(
     Raises:
         BadInput: the machine file cannot be written, or the disk has no room for the scratch file of timed reads.
     """
-    if out is None:
-        cache_folder().mkdir(parents=True, exist_ok=True)
-    file = calibrated_file() if out is None else out
-    return calibrate_into(file, THOROUGH if thorough else QUICK, progress or counted_in_cell("calibrating"))
+    return calibrate_into(out, THOROUGH if thorough else QUICK, progress or counted_in_cell("calibrating"))
 
 
-def calibrate_into(file: Path, extent: Extent, progress: Progress | None = None) -> Machine:
+def calibrate_into(file: Path | None, extent: Extent, progress: Progress | None = None) -> Machine:
     """Measure this machine to the given extent and write its machine file."""
-    require_writable(file, "machine file")
-    with folder_to_measure_in() as folder, closing(Calibration(folder, extent)) as calibration:
-        machine = calibration.run(progress or (lambda done, total: None))
-    with whole_file(file, "machine file") as written:
-        written.write(machine_toml(machine).encode())
-    return machine
+
+    def measured(folder: Path) -> Machine:
+        with closing(Calibration(folder, extent)) as calibration:
+            return calibration.run(progress or (lambda done, total: None))
+
+    return written_to(file, "", measured)
 
 
-@contextmanager
-def folder_to_measure_in() -> Iterator[Path]:
-    """Yield a new folder for temporary files, on the disk of the cache; it is removed in the end.
+def written_to(file: Path | None, device: str, measure: Callable[[Path], Machine]) -> Machine:
+    """Measure a machine and write its file.
 
-    The system's own folder for temporary files may lie in memory, and reads from it would not be timed as the disk's.
+    Args:
+        file: by default the one that `--machine auto` reads.
+        device: as `calibrated_file` takes it.
+        measure: measures in a new folder on the disk of the cache, whose files are removed in the end. The system's
+            folder for temporary files may lie in memory.
 
     Raises:
-        BadInput: the folder or its files cannot be written.
+        BadInput: the file, or the folder and its files, cannot be written.
     """
+    if file is None:
+        file = calibrated_file(device)
+        file.parent.mkdir(parents=True, exist_ok=True)
+    require_writable(file, "machine file")
     with scratch_folder(inside=cache_folder()) as folder:
         try:
-            yield folder
+            machine = measure(folder)
         except OSError as error:
             raise BadInput(
                 f"cannot calibrate in {folder}: {error.strerror}: set MOESCHED_CACHE to a folder on another disk"
             ) from error
+    with whole_file(file, "machine file") as written:
+        written.write(machine_toml(machine).encode())
+    return machine
 
 
 class Calibration:

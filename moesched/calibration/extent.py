@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from moesched.models.config import DType, ModelConfig
-from moesched.models.layers import FeedForward, GroupedAttention, Layer
+from moesched.models.shapes import SHAPES
 
 
 class OperationExtent(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,34 +85,14 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
     repeats: int
 
 
-def small_model(
-    name: str,
-    *,
-    hidden: int,
-    intermediate: int,
-    heads: int,
-    head_dim: int,
-    vocabulary: int,
-    experts: int = 8,
-    top_k: int = 2,
-) -> ModelConfig:
-    """Return the shape of a model of two equal layers to measure with."""
-    return ModelConfig(
-        name=name,
-        pattern=(
-            Layer(
-                attention=GroupedAttention(heads=heads, kv_heads=heads // 4, head_dim=head_dim),
-                feed_forward=FeedForward(intermediate=intermediate, experts=experts, top_k=top_k),
-            ),
-        )
-        * 2,
-        hidden=hidden,
-        vocabulary=vocabulary,
-        norm_eps=1e-5,
-        max_positions=4096,
-        tied_embeddings=False,
-        stop_tokens=(),
-        dtype="bfloat16",
+def small_model(name: str, *, heads: int, **sizes: int) -> ModelConfig:
+    """Return the shape of a model of two equal layers to measure with.
+
+    sizes: the others, by their names in `ModelConfig` and its layers.
+    """
+    kv_heads = heads // 4
+    return SHAPES["mixtral-0.8b"].varied(
+        2, name=name, heads=heads, kv_heads=kv_heads, max_positions=4096, stop_tokens=(), **sizes
     )
 
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from moesched import plugins
 from moesched.calibration import gpu_rates
-from moesched.calibration.calibrate import contention_of, folder_to_measure_in
+from moesched.calibration.calibrate import contention_of, written_to
 from moesched.calibration.gpu_exercise import GpuExercise
 from moesched.calibration.gpu_extent import FULL, LINKS, QUICK_GPU, STAGING, THOROUGH_GPU, GpuExtent
 from moesched.calibration.gpu_probe import CPU, GPU, HOST, Copy, GpuProbe, Operation
@@ -29,14 +29,11 @@ from moesched.machines import COST_FORMAT, Contention, Link, Machine, Processor,
 from moesched.machines.calibrated import DISPATCH
 from moesched.machines.estimates import Estimate
 from moesched.machines.gpu_cost import PRODUCT, GpuCosts
-from moesched.machines.local import calibrated_file, processor_with
+from moesched.machines.local import processor_with
 from moesched.machines.machine import Staging
 from moesched.machines.part_names import find_gpu
 from moesched.machines.staging import staged
-from moesched.machines.toml_text import machine_toml
-from moesched.system.cache import cache_folder
 from moesched.system.cores import divided_cores, usable_cores
-from moesched.system.whole_file import require_writable, whole_file
 from moesched.tasks import Task
 
 Progress = Callable[[int, int], object]
@@ -60,20 +57,14 @@ def calibrate_gpu(
     Raises:
         BadInput: there is no such GPU here, or the file cannot be written.
     """
-    if out is None:
-        cache_folder().mkdir(parents=True, exist_ok=True)
-    file = calibrated_file(device) if out is None else out
-    require_writable(file, "machine file")
     extent = THOROUGH_GPU if thorough else QUICK_GPU
     make_probe = plugins.load(PROBE, "the probe")
-    with (
-        folder_to_measure_in() as folder,
-        closing(make_probe(divided_cores(usable_cores()), folder)) as probe,
-    ):
-        machine = measured_machine(probe, extent, progress or (lambda done, total: None))
-    with whole_file(file, "machine file") as written:
-        written.write(machine_toml(machine).encode())
-    return machine
+
+    def measured(folder: Path) -> Machine:
+        with closing(make_probe(divided_cores(usable_cores()), folder)) as probe:
+            return measured_machine(probe, extent, progress or (lambda done, total: None))
+
+    return written_to(out, device, measured)
 
 
 def measured_machine(probe: GpuProbe, extent: GpuExtent, progress: Progress) -> Machine:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import msgspec
+
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import say
+from moesched.cli.output import Bar, print_json, say
+from moesched.cli.tables import print_table
 from moesched.options import Option
+from moesched.units import format_bytes, format_flops
 
 if TYPE_CHECKING:
     from moesched.machines import Machine
@@ -51,7 +55,6 @@ def calibrate(
     """
     from moesched.calibration.calibrate import calibrate_machine
     from moesched.calibration.gpu_machine import calibrate_gpu
-    from moesched.cli.output import Bar
     from moesched.machines.local import calibrated_file
 
     with Bar("measuring") as bar:
@@ -66,10 +69,6 @@ def calibrate(
 
 def print_calibration(machine: Machine, file: Path, used: str, *, json: bool) -> None:
     """Print the calibrated machine and its file; `used` is a text on the option that uses the file."""
-    import msgspec
-
-    from moesched.cli.output import print_json
-
     if json:
         print_json({"file": str(file), "machine": msgspec.to_builtins(machine)})
         return
@@ -79,9 +78,6 @@ def print_calibration(machine: Machine, file: Path, used: str, *, json: bool) ->
 
 def print_machine(machine: Machine) -> None:
     """Print the rates of a machine as a table."""
-    from moesched.cli.tables import print_table
-    from moesched.units import format_bytes, format_flops
-
     rows = [
         ["processor", name, f"{format_flops(rate)} {dtype}"]
         for name, processor in machine.processors.items()

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import say
+from moesched.cli.failures import FAILED, WHOLE_TRACEBACK
+from moesched.cli.output import Bar, print_json, say
+from moesched.cli.tables import print_table
 from moesched.inputs.options import PolicyOptions
 from moesched.options import Option
+from moesched.units import format_seconds
 
 if TYPE_CHECKING:
     from moesched.testing.grid import Advice, CellResult, Fault, GridReport
@@ -81,8 +84,6 @@ def check(given: CheckArguments) -> int:
 
     Exit code 1 if there are faults.
     """
-    from moesched.cli.failures import FAILED, WHOLE_TRACEBACK
-    from moesched.cli.output import Bar, print_json
     from moesched.testing.grid import cells_of, check_on_grid
 
     with Bar("checking") as bar:
@@ -145,9 +146,6 @@ def _cases(found: Fault | Advice) -> str:
 
 
 def _print_cells(cells: list[CellResult]) -> None:
-    from moesched.cli.tables import print_table
-    from moesched.units import format_seconds
-
     rows = [
         [
             cell.model,

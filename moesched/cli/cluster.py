@@ -14,6 +14,7 @@ from moesched.cli.output import print_json, print_lines, say
 from moesched.inputs.defaults import JOIN_SECONDS
 from moesched.jobs.options import CLUSTER, HostsOptions
 from moesched.options import Option, part_of
+from moesched.system.children import end_with_parent
 
 LAUNCH_EPILOGUE = """Examples:
 
@@ -78,8 +79,6 @@ def node(
 
     Normally `moesched launch` starts the nodes. Use this command to bring back a node that was lost.
     """
-    from moesched.system.children import end_with_parent
-
     if ends_with_stdin:
         end_with_parent()
     from moesched.cluster.node import run_node

@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
+
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import say
+from moesched.cli.output import Bar, print_json, say
+from moesched.cli.tables import print_table
 from moesched.jobs.options import OUTPUT
 from moesched.options import Option
+from moesched.system.outputs import is_html
+from moesched.system.whole_file import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,13 +60,8 @@ def compare(
     predicted and the other measured, the table shows the prediction's error in percent. For two traces it also explains
     why one took longer: by kind of task, by lane, and by the time between tasks.
     """
-    import msgspec
-
     from moesched.analysis.compare import compare_runs, read_sides
-    from moesched.cli.output import Bar, print_json
     from moesched.cli.results import say_where
-    from moesched.cli.tables import print_table
-    from moesched.system.outputs import is_html
 
     files = [first, *others]
     with Bar("comparing") as bar:
@@ -80,8 +80,6 @@ def compare(
 
 
 def _write_report(path: Path, comparison: Comparison, runs: Sequence[Side]) -> None:
-    from moesched.system.outputs import is_html
-    from moesched.system.whole_file import write_json
     from moesched.trace import TitledRun
 
     if not is_html(path):
@@ -94,8 +92,6 @@ def _write_report(path: Path, comparison: Comparison, runs: Sequence[Side]) -> N
 
 
 def _print_difference(comparison: Comparison) -> None:
-    from moesched.cli.tables import print_table
-
     say("\n".join(comparison.reasons()))
     tables = {
         "What makes the difference": (comparison.causes(), 5),

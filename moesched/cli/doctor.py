@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import msgspec
+
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import say
+from moesched.cli.failures import FAILED
+from moesched.cli.output import Bar, print_json, say
 from moesched.jobs.options import OUTPUT
 from moesched.options import Option
+from moesched.system.whole_file import write_json
 
 if TYPE_CHECKING:
     from moesched.doctor.examination import Examination
@@ -56,15 +61,8 @@ def doctor(
 
     Exit code 1 if there are troubles.
     """
-    import time
-
-    import msgspec
-
-    from moesched.cli.failures import FAILED
-    from moesched.cli.output import Bar, print_json
     from moesched.doctor.examination import examine, gather_facts
     from moesched.doctor.trial import try_device
-    from moesched.system.whole_file import write_json
 
     began = time.monotonic()
     with Bar("looking") as bar:

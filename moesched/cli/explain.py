@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import say
+from moesched.cli.output import Bar, print_json, say
+from moesched.cli.tables import print_table
 from moesched.options import Option
+from moesched.system.outputs import is_html
+from moesched.system.whole_file import write_json
 
 if TYPE_CHECKING:
     from moesched.analysis.explanation import Explanation
@@ -35,7 +38,7 @@ def explain(
         tuple[str, ...],
         Option(
             'Replay the run with a change: "link host->gpu x2" (twice the rate), "kernel run_expert x0.7" (0.7 of '
-            'the time), "pool experts x1.5" (more room), "no handovers" (no time between tasks), or several of them, '
+            'the time), "no handovers" (no time between tasks), or several of them, '
             "with commas; repeatable.",
             "CHANGE",
         ),
@@ -55,7 +58,6 @@ def explain(
     further task).
     """
     from moesched.analysis.explanation import explain as explained
-    from moesched.cli.output import Bar, print_json
     from moesched.trace import read_trace
 
     with Bar(f"reading {trace}") as bar:
@@ -73,9 +75,6 @@ def explain(
 
 
 def _write_report(path: Path, run: Trace, explanation: Explanation) -> None:
-    from moesched.system.outputs import is_html
-    from moesched.system.whole_file import write_json
-
     if not is_html(path):
         write_json(path, "report", explanation)
         return
@@ -86,9 +85,9 @@ def _write_report(path: Path, run: Trace, explanation: Explanation) -> None:
 
 def print_explanation(explanation: Explanation, trace: Path) -> None:
     """Print an explanation, what matters most first; suggested commands name the trace's file."""
-    from moesched.analysis.explanation_tables import DECISIONS_HELD, first_lines, tables_of
-    from moesched.cli.output import say_helps
-    from moesched.cli.tables import print_table
+    from moesched.analysis.explanation_tables import first_lines, tables_of
+    from moesched.analysis.what_if import DECISIONS_HELD
+    from moesched.cli.report_tables import say_helps
 
     say("\n".join(first_lines(explanation)))
     say_helps(explanation.helps, trace)

@@ -73,8 +73,9 @@ def exit_code_of(error: BaseException, *, forgotten: Sequence[PolicyError] = ())
         for line in others:
             tell_more(line)
         return FAILED
-    if isinstance(error, TaskFailed):
-        return _task_failed(error)
+    if isinstance(error, TaskFailed) and not isinstance(error.__cause__, MoeschedError):
+        traceback.print_exception(error, file=sys.stderr)
+        return FAILED
     if isinstance(error, MoeschedError):
         tell(str(error))
         began = report_of(error) is not None
@@ -104,16 +105,6 @@ def interruption() -> str:
     """Return "interrupted", with the signal's name if a signal other than Ctrl-C ended the run."""
     number = first_signal()
     return "interrupted" if number in (None, SIGINT) else f"interrupted ({Signals(number).name})"
-
-
-def _task_failed(error: TaskFailed) -> int:
-    """Print the error of a failed task, one line for an expected error, else the traceback; return the exit code."""
-    cause = error.__cause__
-    if isinstance(cause, MoeschedError):
-        tell(str(error))
-        return FAILED
-    traceback.print_exception(error, file=sys.stderr)
-    return FAILED
 
 
 def _reader_left() -> int:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from moesched.cli import options
+from moesched.cli.failures import FAILED
 from moesched.errors import BadInput
 from moesched.jobs.options import GeneratedOptions
 from moesched.options import Option, Options, part_of
+from moesched.system.input_file import is_file
 from moesched.system.signals import exit_code_of_signal
 
 if TYPE_CHECKING:
@@ -67,10 +69,8 @@ class GenerationArguments(options.ReportArguments, GeneratedOptions, PromptArgum
             BadInput: an option cannot be used.
         """
         from moesched.cli.display import display_of
-        from moesched.cli.failures import FAILED
         from moesched.cli.results import hand_out
         from moesched.inputs.tokenizer import TOKENIZER_NAME
-        from moesched.system.input_file import is_file
 
         prompts, code = self.read_prompts()
         has_text = is_file(Path(self.model) / TOKENIZER_NAME)

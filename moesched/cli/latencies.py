@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from moesched.analysis.options import LatencyOptions
+from moesched.analysis.pictures import require_picture
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import say
+from moesched.cli.output import print_json, say
+from moesched.cli.tables import print_table
 from moesched.options import part_of
+from moesched.units import format_seconds
 
 EPILOGUE = """Examples:
 
@@ -25,10 +28,6 @@ def latencies(given: LatencyOptions, out: options.Picture = None, json: options.
     """
     from moesched.analysis.latency_picture import draw_latencies
     from moesched.analysis.latency_table import latencies_of
-    from moesched.analysis.pictures import require_picture
-    from moesched.cli.output import print_json
-    from moesched.cli.tables import print_table
-    from moesched.units import format_seconds
 
     if out is not None:
         require_picture(out)

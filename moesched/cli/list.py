@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
 
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.list_parts import part_entries, part_rows
+from moesched.cli.output import print_json
+from moesched.cli.tables import print_table
+from moesched.errors import BadInput
 from moesched.options import Option
+from moesched.units import format_bytes, format_count, format_flops, format_seconds
 
 EPILOGUE = """Examples:
 
   moesched list policies
   moesched list parts "RTX 30"
   moesched list devices --json"""
+
+Entry = dict[str, Any]
 
 Kind = Literal[
     "policies", "devices", "transports", "kernels", "models", "machines", "parts", "networks", "workloads"
@@ -40,65 +48,32 @@ def list_kind(
     Plug-ins of other packages are included. Those that cannot load are listed with the reason. Of the kernels for an
     operation, the first one that takes a case computes it.
     """
-    from moesched.cli.output import print_json
-    from moesched.cli.tables import print_table
-
-    wanted = containing.lower()
+    wanted, listing = containing.lower(), LISTINGS[kind]
     entries = [
         entry
-        for entry in entries_of(kind)
+        for entry in listing.entries()
         if wanted in f"{entry['name']} {entry.get('operation', '')}".lower()
     ]
     if json:
         print_json({kind: entries})
         return
-    if kind == "machines":
-        rows = [[entry["name"], *_machine_figures(entry), _state(entry)] for entry in entries]
-        print_table([kind, "memories", "links", ""], rows, spare=["links"])
-    elif kind == "models":
-        columns = ["parameters", "active", "layers", "experts", "top k", "format", "bytes", "", "source"]
-        rows = [[entry["name"], *_model_figures(entry)] for entry in entries]
-        print_table([kind, *columns], rows, spare=["source", "active", "top k"])
-    elif kind == "parts":
-        print_table([kind, "kind", "figures", "source"], part_rows(entries))
-    elif kind == "kernels":
-        rows = [
-            [
-                entry["operation"],
-                entry["name"],
-                entry["takes"],
-                ", ".join(entry["devices"]),
-                entry["problem"] or "yes",
-            ]
-            for entry in entries
-        ]
-        print_table(["operation", "kernel", "takes", "devices", "here"], rows, spare=["devices"])
-    elif kind == "networks":
-        rows = [[entry["name"], *_network_figures(entry), _state(entry)] for entry in entries]
-        print_table([kind, "latency", "bandwidth", ""], rows)
-    else:
-        print_table([kind, ""], [[entry["name"], _state(entry)] for entry in entries])
+    print_table(
+        [listing.title or kind, *listing.columns],
+        [listing.row(each) for each in entries],
+        spare=listing.spare,
+    )
 
 
-def entries_of(kind: Kind) -> list[dict[str, Any]]:
-    """Return every entry of a kind: its name, its description, further figures, and the reason if it cannot load."""
-    listed: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "models": _models,
-        "machines": _machines,
-        "parts": part_entries,
-        "kernels": _kernels,
-        "networks": _networks,
-        "workloads": _workloads,
-    }
-    return listed[kind]() if kind in listed else _plugins(kind)
+def _named(entry: Entry) -> list[str]:
+    return [entry["name"], _state(entry)]
 
 
-def _state(entry: dict[str, Any]) -> str:
+def _state(entry: Entry) -> str:
     problem = entry.get("problem")
     return f"cannot load: {problem}" if problem else str(entry["description"])
 
 
-def _plugins(kind: Any) -> list[dict[str, Any]]:
+def _plugins(kind: Any) -> list[Entry]:
     from moesched import plugins
 
     entries = []
@@ -112,7 +87,7 @@ def _plugins(kind: Any) -> list[dict[str, Any]]:
     return entries
 
 
-def _kernels() -> list[dict[str, Any]]:
+def _kernels() -> list[Entry]:
     """Return a row per kernel: its operation and devices, the cases it takes, and the reason if it takes none here."""
     from moesched import plugins
     from moesched.seams import KernelRow, ListsKernels
@@ -125,7 +100,12 @@ def _kernels() -> list[dict[str, Any]]:
     return [{**row._asdict(), "devices": names} for row, names in devices.items()]
 
 
-def _models() -> list[dict[str, Any]]:
+def _kernel_row(entry: Entry) -> list[str]:
+    here = entry["problem"] or "yes"
+    return [entry["operation"], entry["name"], entry["takes"], ", ".join(entry["devices"]), here]
+
+
+def _models() -> list[Entry]:
     """Return a row per model: family, sizes, numbers of all and of active weights, format, bytes, and source."""
     from moesched.models.architectures import ARCHITECTURES
     from moesched.models.tensors import count_active_weights, count_weights, file_bytes
@@ -152,18 +132,16 @@ def _models() -> list[dict[str, Any]]:
     ]
 
 
-def _model_figures(entry: dict[str, Any]) -> list[str]:
-    from moesched.units import format_bytes, format_count
-
+def _model_row(entry: Entry) -> list[str]:
     parameters = (format_count(entry[key]) for key in ("parameters", "active_parameters"))
     sizes = (str(entry[key]) for key in ("layers", "experts", "top_k"))
     runs = "runs" if entry["runs"] else "simulated"
-    return [*parameters, *sizes, entry["format"], format_bytes(entry["bytes"]), runs, entry["source"]]
+    file = [entry["format"], format_bytes(entry["bytes"])]
+    return [entry["name"], *parameters, *sizes, *file, runs, entry["source"]]
 
 
-def _machines() -> list[dict[str, Any]]:
+def _machines() -> list[Entry]:
     """Return a row per machine: bytes of each memory, bytes per second of each link, number of accelerators."""
-    from moesched.errors import BadInput
     from moesched.inputs.lookup import find_machine
     from moesched.machines import machine_names
 
@@ -181,10 +159,8 @@ def _machines() -> list[dict[str, Any]]:
     return entries
 
 
-def _machine_figures(entry: dict[str, Any]) -> list[str]:
+def _machine_row(entry: Entry) -> list[str]:
     """Return the sizes of a machine's memories and the rates of its links as text, of several accelerators each."""
-    from moesched.units import format_bytes
-
     memories = []
     for name, nbytes in entry.get("memories", {}).items():
         several = entry["accelerators"] > 1 and name == entry["accelerator_memory"]
@@ -192,12 +168,40 @@ def _machine_figures(entry: dict[str, Any]) -> list[str]:
         locked = " page-locked" if name == entry["page_locked_memory"] else ""
         memories.append(f"{name} {times}{format_bytes(nbytes)}{locked}")
     links = [f"{name} {format_bytes(rate)}/s" for name, rate in entry.get("links", {}).items()]
-    return [", ".join(memories), ", ".join(links)]
+    return [entry["name"], ", ".join(memories), ", ".join(links), _state(entry)]
 
 
-def _networks() -> list[dict[str, Any]]:
+def _parts() -> list[Entry]:
+    """Return every part of the library: its name, its kind, its figures, and their source."""
+    from moesched.machines.parts import library
+
+    parts = library()
+    return [
+        {"name": part.name, "kind": kind, **msgspec.to_builtins(part)}
+        for kind, listed in {**parts.named, "memory": parts.memories}.items()
+        for part in listed.values()
+    ]
+
+
+def _part_row(entry: Entry) -> list[str]:
+    return [entry["name"], entry["kind"], _part_figures(entry), entry["source"]]
+
+
+def _part_figures(entry: Entry) -> str:
+    if entry["kind"] == "memory":
+        return f"{entry['slowest']} to {entry['fastest']} million transfers/s"
+    if entry["kind"] == "cpu":
+        cores = f"{entry['cores']} cores at {entry['clock'] / 1e9:g} GHz"
+        return f"{cores}, {entry['channels']} channels of {entry['memory']}, PCIe {entry['pcie']}.0"
+    bandwidth, half = f"{format_bytes(entry['bandwidth'])}/s", f"{format_flops(entry['half'])} in 16 bits"
+    if entry["kind"] == "chip":
+        return f"up to {entry['largest']} at {bandwidth}, {half}, {entry['cores']} CPU cores"
+    slot = f"{entry['watts']} W, PCIe {entry['pcie']}, {entry['device_class']}"
+    return f"{entry['memory']} at {bandwidth}, {half}, {slot}"
+
+
+def _networks() -> list[Entry]:
     """Return a row per network: latency in seconds, bytes per second, and price of a network card in USD."""
-    from moesched.errors import BadInput
     from moesched.machines.networks import load_network, network_names
 
     entries = []
@@ -212,23 +216,20 @@ def _networks() -> list[dict[str, Any]]:
     return entries
 
 
-def _network_figures(entry: dict[str, Any]) -> list[str]:
-    from moesched.units import format_bytes, format_seconds
+def _network_row(entry: Entry) -> list[str]:
+    figures = ["", ""]
+    if not entry["problem"]:
+        figures = [format_seconds(entry["latency_seconds"]), f"{format_bytes(entry['bandwidth'])}/s"]
+    return [entry["name"], *figures, _state(entry)]
 
-    if entry["problem"]:
-        return ["", ""]
-    return [format_seconds(entry["latency_seconds"]), f"{format_bytes(entry['bandwidth'])}/s"]
 
-
-def _workloads() -> list[dict[str, Any]]:
+def _workloads() -> list[Entry]:
     from moesched.requests.workloads import load_workload, workload_names
 
     return [_loaded(name, load_workload) for name in workload_names()]
 
 
-def _loaded(name: str, load: Callable[[str], Any]) -> dict[str, Any]:
-    from moesched.errors import BadInput
-
+def _loaded(name: str, load: Callable[[str], Any]) -> Entry:
     try:
         return {"name": name, "description": load(name).description, "problem": None}
     except BadInput as error:
@@ -240,3 +241,37 @@ def _first_sentence(found: Any) -> str:
     text = " ".join((inspect.getdoc(found) or "").split("\n\n", 1)[0].split())
     sentence = re.match(r".*?[.!?](?= [A-Z`]|$)", text)
     return sentence[0] if sentence else text
+
+
+class Listing(NamedTuple):
+    """A kind that can be listed.
+
+    Attributes:
+        entries: gives every entry: its name, its description or figures, and the reason if it cannot load.
+        columns: the titles of its table after the first one.
+        spare: titles of columns that go where the terminal is narrow.
+        title: the first one; empty for that of the kind.
+    """
+
+    entries: Callable[[], list[Entry]]
+    columns: Sequence[str] = ("",)
+    row: Callable[[Entry], list[str]] = _named
+    spare: Sequence[str] = ()
+    title: str = ""
+
+
+MODEL_COLUMNS = ("parameters", "active", "layers", "experts", "top k", "format", "bytes", "", "source")
+
+LISTINGS: dict[Kind, Listing] = {
+    "policies": Listing(partial(_plugins, "policies")),
+    "devices": Listing(partial(_plugins, "devices")),
+    "transports": Listing(partial(_plugins, "transports")),
+    "kernels": Listing(
+        _kernels, ("kernel", "takes", "devices", "here"), _kernel_row, ["devices"], "operation"
+    ),
+    "models": Listing(_models, MODEL_COLUMNS, _model_row, ["source", "active", "top k"]),
+    "machines": Listing(_machines, ("memories", "links", ""), _machine_row, ["links"]),
+    "parts": Listing(_parts, ("kind", "figures", "source"), _part_row),
+    "networks": Listing(_networks, ("latency", "bandwidth", ""), _network_row),
+    "workloads": Listing(_workloads),
+}

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import msgspec
+
 from moesched.cli import options
+from moesched.cli.calibrate import print_machine
 from moesched.cli.command import command
-from moesched.cli.output import print_lines, say
+from moesched.cli.output import print_json, print_lines, say
 from moesched.jobs.options import OUTPUT
 from moesched.options import Option, Options, part_of
+from moesched.system.whole_file import whole_file
 
 if TYPE_CHECKING:
     from moesched.machines.build import BuiltMachine, Parts
@@ -95,7 +99,6 @@ def machine(
     """
     from moesched.machines.build import Parts, build_machine
     from moesched.machines.commented_toml import commented_toml
-    from moesched.system.whole_file import whole_file
 
     parts = Parts(**part_of(given, PartsArguments))
     built = build_machine(parts)
@@ -115,8 +118,6 @@ def _heading(parts: Parts) -> str:
     """Return a comment for the file's top: the command that builds the machine again."""
     from shlex import quote
 
-    import msgspec
-
     given = [
         f"--{key} {quote(value)}" for key, value in msgspec.structs.asdict(parts).items() if value is not None
     ]
@@ -124,10 +125,6 @@ def _heading(parts: Parts) -> str:
 
 
 def _print_json(built: BuiltMachine, out: Path | None) -> None:
-    import msgspec
-
-    from moesched.cli.output import print_json
-
     print_json(
         {
             "file": None if out is None else str(out),
@@ -139,8 +136,6 @@ def _print_json(built: BuiltMachine, out: Path | None) -> None:
 
 
 def _print_written(built: BuiltMachine, out: Path) -> None:
-    from moesched.cli.calibrate import print_machine
-
     print_machine(built.machine)
     say(f"\n{built.machine.description}")
     for each in built.assumed:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from io import TextIOWrapper
+from pathlib import Path
 
 from cyclopts import App
 
@@ -37,7 +39,7 @@ from moesched.cli.files import require_files
 from moesched.cli.logs import send_logs_to_stderr
 from moesched.cli.options import paragraphs
 from moesched.cli.output import stdout
-from moesched.cli.surroundings import prepare_process
+from moesched.errors import BadInput
 from moesched.runs.forgotten_awaits import forgotten_awaits
 from moesched.system.scratch import sweep
 from moesched.system.standard_output import command_output
@@ -149,3 +151,20 @@ def carry_out(arguments: Sequence[str]) -> int | None:
 def explains_only(arguments: Sequence[str]) -> bool:
     """Test whether only help or the version is asked for; neither needs logs or the removal of old temporary files."""
     return not arguments or not {"--help", "-h", "--version"}.isdisjoint(arguments)
+
+
+def prepare_process() -> None:
+    """Make standard output and standard error accept any text, and check that the process has a working directory.
+
+    Raises:
+        BadInput: standard output is closed, or the working directory was removed.
+    """
+    if sys.stdout is None:
+        raise BadInput("standard output is closed; redirect it to a file, or to /dev/null")
+    for stream in (command_output(), sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # for characters that its encoding lacks
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise BadInput("the working directory was removed; change to another one") from error

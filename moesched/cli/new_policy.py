@@ -9,7 +9,7 @@ from typing import Annotated
 
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import print_lines, say
+from moesched.cli.output import print_json, print_lines, say
 from moesched.errors import BadInput
 from moesched.options import Option
 from moesched.system.plain_text import shown
@@ -37,8 +37,6 @@ def new_policy(
     NAME is the file's name, such as my_policy; the class is then MyPolicy. The policy runs as it is: weights stream
     layer by layer. Comments explain each part.
     """
-    from moesched.cli.output import print_json
-
     policy, test = write_starter(name, directory)
     named = f"{policy}:{class_named(name)}"
     if json:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from moesched.cli.failures import BAD_INPUT, tell
 from moesched.jobs.options import OUTPUT
 from moesched.options import Option, Options
+from moesched.system.outputs import is_html
 
 if TYPE_CHECKING:
     from moesched.inputs.prompts import Prompt
@@ -36,8 +38,6 @@ class ReportArguments(Options):
     @property
     def page(self) -> Path | None:
         """File of the report if that is an HTML page; None otherwise."""
-        from moesched.system.outputs import is_html
-
         return self.report if is_html(self.report) else None
 
     @property
@@ -57,7 +57,6 @@ def read_prompt_file(file: Path) -> tuple[list[Prompt], int]:
     Raises:
         BadInput: the file has no prompt.
     """
-    from moesched.cli.failures import BAD_INPUT, tell
     from moesched.inputs.prompts import read_prompts
 
     reported: list[str] = []

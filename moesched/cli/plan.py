@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from moesched.analysis.published import published_prefills
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import say
+from moesched.cli.output import Bar, in_band, print_json, say, say_band
+from moesched.cli.tables import print_table
 from moesched.errors import BadInput, DoesNotFit
 from moesched.inputs.options import ClusterPlanOptions, NodesOptions, PlanOptions
 from moesched.options import described, flags_given, part_of
+from moesched.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from moesched.planner import ClusterProposal
     from moesched.planner.proposal import Proposal
+    from moesched.planner.ranking import Ranked
 
 EPILOGUE = """Examples:
 
@@ -26,6 +30,26 @@ EPILOGUE = """Examples:
   moesched plan --model qwen3-next-80b-a3b --format q4_k_m --machine l4
   moesched plan --model qwen3-30b-a3b --machine rtx6000 --for interactive
   moesched plan --model dbrx --machine m2-ultra --nodes 4 --network 10gbe"""
+
+
+ESTIMATE = "~"
+"""Mark of figures that are estimated from a few layers."""
+
+RANKED = (
+    "policy",
+    "tokens/s with prefill",
+    "decode step",
+    "first token",
+    "batch",
+    "micro-batch",
+    "busiest lane",
+    "10 % more of",
+    "brings",
+)
+"""Columns of the ranking."""
+
+SPARE = ("brings", "10 % more of", "micro-batch", "busiest lane")
+"""Columns that are left out on a narrow terminal, the first one first."""
 
 
 @command(3, EPILOGUE)
@@ -44,8 +68,6 @@ def plan(given: PlanOptions, cluster: NodesOptions, json: options.Json = False) 
     With --nodes: the least time of a token on several machines (Eq. 1 of the Apple silicon cluster paper), the
     placement of experts, and whether to split experts or attention instead. This needs no workload.
     """
-    from moesched.cli.output import print_json
-
     if cluster.nodes is not None:
         proposed = _propose_cluster(given, cluster)
         print_json(proposed) if json else print_cluster(proposed)
@@ -62,7 +84,6 @@ def plan(given: PlanOptions, cluster: NodesOptions, json: options.Json = False) 
 
 
 def _propose(given: PlanOptions) -> Proposal:
-    from moesched.cli.output import Bar
     from moesched.planner import plan_model
 
     with Bar("planning") as bar:
@@ -84,11 +105,6 @@ def _propose_cluster(given: PlanOptions, cluster: NodesOptions) -> ClusterPropos
 
 def print_proposal(proposal: Proposal) -> None:
     """Print the plan, its throughput, its bottleneck, and the rejected alternatives."""
-    from moesched.cli.output import say_band
-    from moesched.cli.plan_table import print_ranking
-    from moesched.cli.tables import print_table
-    from moesched.units import format_bytes, format_seconds
-
     plan, predicted = proposal.plan, proposal.predicted
     place = proposal.machine
     if proposal.tensor_parallel > 1:
@@ -119,11 +135,34 @@ def print_proposal(proposal: Proposal) -> None:
     )
 
 
+def print_ranking(ranking: Sequence[Ranked], objective: str) -> None:
+    """Print a row for each policy that fits, and a line for each that does not."""
+    rows = [_ranked_row(each) for each in ranking if each.fits]
+    print_table([f"policies for {objective}", *RANKED[1:]], rows, spare=SPARE)
+    if any(each.estimate for each in ranking):
+        say(f"{ESTIMATE}estimates from a few layers, not ranked; `simulate` has the whole")
+    for each in ranking:
+        if not each.fits:
+            say(f"\n{each.policy} does not fit: {each.lacks}")
+
+
+def _ranked_row(ranked: Ranked) -> list[str]:
+    gain = ranked.gain
+    return [
+        ranked.policy,
+        f"{ESTIMATE * ranked.estimate}{ranked.throughput_tokens_per_second:.4g}",
+        format_seconds(ranked.decode_step_seconds or 0.0),
+        format_seconds(ranked.first_token_seconds or 0.0),
+        str(ranked.batch_size),
+        str(ranked.micro_batch_size),
+        f"{ranked.bound_by}, {ranked.busy or 0.0:.0%}",
+        gain.resource if gain is not None else "",
+        f"{gain.share:+.1%}" if gain is not None else "",
+    ]
+
+
 def print_cluster(proposal: ClusterProposal) -> None:
     """Print the lower bound of a token's time, the placement of experts, and other ways to split the model."""
-    from moesched.cli.tables import print_table
-    from moesched.units import format_bytes, format_seconds
-
     bound = proposal.bound
     say(
         f"\n{proposal.model} ({proposal.dtype}) on {proposal.nodes} x {proposal.machine}, {proposal.network}: "
@@ -174,10 +213,6 @@ def _with_error(proposal: ClusterProposal) -> str:
 
 
 def _plan_rows(proposal: Proposal) -> Iterator[tuple[str, str]]:
-    from moesched.analysis.published import published_prefills
-    from moesched.cli.output import in_band
-    from moesched.units import format_seconds
-
     plan, predicted = proposal.plan, proposal.predicted
     where = {True: "accelerator", False: "host"}
     attention = where[plan.attention_on_gpu]

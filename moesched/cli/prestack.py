@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import say
+from moesched.cli.output import Bar, print_json, say
 from moesched.options import Option
+from moesched.units import format_bytes
 
 EPILOGUE = """Examples:
 
@@ -30,9 +31,7 @@ def prestack(
     With --by layer, an array has one matrix of all experts of a layer, for a machine that holds all of them. The new
     checkpoint generates the same tokens as the old one.
     """
-    from moesched.cli.output import Bar, print_json
     from moesched.models.prestack import prestack_model
-    from moesched.units import format_bytes
 
     with Bar(f"writing {directory}") as bar:
         made = prestack_model(model, directory, by=by, progress=bar.update)

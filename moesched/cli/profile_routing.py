@@ -6,10 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
+
+from moesched.analysis.pictures import require_picture
 from moesched.cli import options
 from moesched.cli.command import command
+from moesched.cli.failures import interruption, tell
 from moesched.cli.generation_options import PROMPT_FILE
-from moesched.cli.output import say
+from moesched.cli.output import Bar, print_json, say
+from moesched.cli.tables import print_table
 from moesched.errors import BadInput
 from moesched.jobs.options import OUTPUT, ProfiledRun, RoutingOptions, SparsityRun
 from moesched.options import Option, part_of
@@ -101,7 +106,6 @@ def profile_routing(model: Model, given: ProfileArguments, run: ProfiledRun) -> 
 
     Malformed lines of a prompts file are reported by number and skipped; the exit code is then 2.
     """
-    from moesched.cli.failures import interruption, tell
     from moesched.routing.statistics import statistics_of
 
     if (given.prompts is None) == (given.routing is None):
@@ -128,7 +132,6 @@ def profile_routing(model: Model, given: ProfileArguments, run: ProfiledRun) -> 
 
 def _profile(model: Path, file: Path, run: ProfiledRun) -> tuple[Profiled, int]:
     """Run the model on prompts; return its routing profile, and the exit code: 2 if malformed prompts were skipped."""
-    from moesched.cli.output import Bar
     from moesched.jobs.profiling import profile_routing as profile
 
     prompts, code = options.read_prompt_file(file)
@@ -147,8 +150,6 @@ def sparsity(
 
     Malformed lines of a prompts file are reported by number and skipped; the exit code is then 2.
     """
-    from moesched.cli.failures import interruption, tell
-    from moesched.cli.output import Bar, print_json
     from moesched.jobs.sparsity import sparsity_of
 
     asked, code = (None, 0) if prompts is None else options.read_prompt_file(prompts)
@@ -177,8 +178,6 @@ def _known(model: Path, given: ProfileArguments) -> tuple[RoutingProfile, Routin
 
 def _require_endings(given: ProfileArguments) -> None:
     """Raise BadInput if an output file's name ends in no known format."""
-    from moesched.analysis.pictures import require_picture
-
     for path in given.out:
         if path.suffix not in (".csv", ".npz"):
             raise BadInput(
@@ -216,11 +215,6 @@ def _write(
 def _print_profile(
     statistics: RoutingStatistics, profile: RoutingProfile, interrupted: bool, *, json: bool
 ) -> None:
-    import msgspec
-
-    from moesched.cli.output import print_json
-    from moesched.cli.tables import print_table
-
     if json:
         counts = {"counts": profile.counts, "interrupted": interrupted}
         print_json({**msgspec.to_builtins(statistics), **counts})
@@ -243,8 +237,6 @@ def _print_profile(
 
 
 def _print_sparsity(report: SparsityReport) -> None:
-    from moesched.cli.tables import print_table
-
     prompts = "random token ids" if report.random_prompts else "the prompts"
     say(f"\n{report.model} ({report.dtype}): values after SiLU, {report.tokens:,} tokens of {prompts}\n")
     columns = ["layer", *(f"< {threshold:g}" for threshold in report.thresholds)]

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import say
+from moesched.cli.output import Bar, print_json, say
 from moesched.options import Option
+from moesched.units import format_bytes
 
 EPILOGUE = """Examples:
 
@@ -30,10 +31,8 @@ def random_model(
 
     Weights are streamed to disk, and never held in memory. The same shape, seed and dtype give the same weights.
     """
-    from moesched.cli.output import Bar, print_json
     from moesched.models.random_model import write_random_model
     from moesched.models.reading import read_config
-    from moesched.units import format_bytes
 
     with Bar(f"writing {directory}") as bar:
         written = write_random_model(shape, directory, seed, layers, dtype, progress=bar.update)

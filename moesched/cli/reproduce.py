@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import say
+from moesched.cli.output import Bar, print_json, say
+from moesched.cli.tables import print_table
 from moesched.jobs.options import OUTPUT
 from moesched.options import Option
+from moesched.system.outputs import Output, require_outputs
 
 if TYPE_CHECKING:
     from moesched.reproduce import Accuracy, Reproduction, Section
@@ -55,11 +57,9 @@ def reproduce(
     simulated Mac Studios that share a model's experts over Ethernet, and the bound of Eq. 1. --out draws each section,
     and needs matplotlib: pip install 'moesched[plots]'.
     """
-    from moesched.cli.output import Bar, print_json
     from moesched.reproduce import reproduce_paper
     from moesched.reproduce.picture import draw_reproduction, picture_files, require_folder
     from moesched.reproduce.report import write_reproduction
-    from moesched.system.outputs import Output, require_outputs
 
     if out is not None:
         require_folder(out)
@@ -79,7 +79,6 @@ def reproduce(
 
 def print_reproduction(report: Reproduction) -> None:
     """Print the fitted rates, each section, and the errors of the tables' cells."""
-    from moesched.cli.tables import print_table
     from moesched.reproduce.report import AGREEMENT
 
     say(f"\n{report.title}: the paper measured, ours is predicted\n")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from moesched.cli.failures import interruption, tell
 from moesched.cli.options import ReportArguments
-from moesched.cli.output import print_json, print_report, say
+from moesched.cli.output import print_json, say
+from moesched.cli.report_tables import print_report
 from moesched.errors import BadInput, MoeschedError, PolicyError, attach_report
 from moesched.jobs.batch_reports import JobEnding, reported
 from moesched.jobs.report import JobReport, write_report

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from moesched.analysis.options import RooflineOptions
+from moesched.analysis.pictures import require_picture
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import say
+from moesched.cli.output import Bar, print_json, say
+from moesched.cli.tables import print_table
 from moesched.options import part_of
+from moesched.units import format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
     from moesched.analysis.roofline import Computation, RooflineReport
@@ -29,10 +32,8 @@ def roofline(given: RooflineOptions, out: options.Picture = None, json: options.
     Gives the batch size from which fetching weights pays, and the size from which the link is no longer the bottleneck.
     --out draws the model, and needs matplotlib: pip install 'moesched[plots]'.
     """
-    from moesched.analysis.pictures import require_picture
     from moesched.analysis.roofline import roofline_of
     from moesched.analysis.roofline_picture import draw_roofline
-    from moesched.cli.output import Bar, print_json
 
     if out is not None:
         require_picture(out)
@@ -48,8 +49,6 @@ def roofline(given: RooflineOptions, out: options.Picture = None, json: options.
 
 def print_roofline(report: RooflineReport) -> None:
     """Print the levels, the computations with their bottlenecks, and the time of one layer."""
-    from moesched.cli.tables import print_table
-
     say(f"\n{report.model} ({report.dtype}) on {report.machine}, one layer of a decode step\n")
     print_table(["", "compute", "memory or link", "ridge, FLOP/byte"], list(_levels(report)), figures=3)
     say()
@@ -67,7 +66,6 @@ def print_roofline(report: RooflineReport) -> None:
 
 def _levels(report: RooflineReport) -> Iterator[list[str]]:
     from moesched.analysis.hrm import ridge
-    from moesched.units import format_bytes, format_flops
 
     hierarchy = report.hierarchy
     for level in (hierarchy.upper, hierarchy.lower):
@@ -77,8 +75,6 @@ def _levels(report: RooflineReport) -> Iterator[list[str]]:
 
 
 def _row(name: str, each: Computation) -> list[str]:
-    from moesched.units import format_flops
-
     points = (each.first_turning_point, each.second_turning_point, each.balance_point)
     here = ["-", "-"]
     if each.in_place is not None:
@@ -94,8 +90,6 @@ def _row(name: str, each: Computation) -> list[str]:
 
 
 def _conclusions(report: RooflineReport) -> Iterator[str]:
-    from moesched.units import format_seconds
-
     upper, lower = report.hierarchy.upper.name, report.hierarchy.lower.name
     pays, free = report.batch_at_first_turning_point, report.batch_at_second_turning_point
     peak, reached = report.hierarchy.lower.peak, report.upper_ffn.performance

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from moesched.cli import options
 from moesched.cli.command import command
+from moesched.cli.output import Bar
 from moesched.jobs.options import SimulationOptions
 from moesched.options import part_of
 
@@ -44,7 +45,6 @@ def simulate(given: SimulationOptions, shown: options.ReportArguments) -> int:
     Malformed lines of a prompts file are reported by number and skipped; the exit code is then 2.
     """
     from moesched.cli.display import SimulationBar
-    from moesched.cli.output import Bar
     from moesched.cli.results import hand_out
     from moesched.jobs.simulate_model import simulate_model
 

@@ -7,11 +7,18 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated
 
+from moesched.analysis.pictures import require_picture
 from moesched.cli.command import Several, command
-from moesched.cli.output import say
+from moesched.cli.failures import FAILED, interruption, tell
+from moesched.cli.files import require_apart
+from moesched.cli.output import Bar, print_json, say
 from moesched.cli.sweep_options import SweepArguments
+from moesched.cli.tables import print_table
+from moesched.errors import BadInput
 from moesched.jobs.options import ScenarioOptions
 from moesched.options import Option
+from moesched.system.outputs import Output
+from moesched.system.signals import exit_code_of_signal
 
 if TYPE_CHECKING:
     from moesched.sweeps.axes import Sweep
@@ -72,8 +79,6 @@ def sweep(
     missing or whose inputs have changed, such as a machine file or an edited policy. A point that fails
     keeps its reason as `failure`, and the sweep goes on.
     """
-    from moesched.cli.failures import tell
-    from moesched.cli.output import Bar
     from moesched.sweeps.store import Store
     from moesched.sweeps.sweep import prepare, run_sweep
 
@@ -105,11 +110,7 @@ def sweep(
 
 def _check_outputs(given: SweepArguments, file: Path | None, asked: Sweep) -> Path:
     """Check all files that the sweep writes, and return the file of results."""
-    from moesched.analysis.pictures import require_picture
-    from moesched.cli.files import require_apart
-    from moesched.errors import BadInput
     from moesched.sweeps.parquet import require_parquet
-    from moesched.system.outputs import Output
 
     out = given.out or RESULTS / f"{file.stem if file else 'sweep'}.jsonl"
     if given.workers is not None and given.workers < 1:
@@ -136,9 +137,6 @@ def _check_outputs(given: SweepArguments, file: Path | None, asked: Sweep) -> Pa
 
 def _tell_axes(prepared: Prepared, json: bool) -> int:
     """Print the number of points and the values of each axis, without running any; return the exit code."""
-    from moesched.cli.output import print_json
-    from moesched.cli.tables import print_table
-
     axes = prepared.sweep.axes
     if json:
         print_json({"points": len(prepared.points), "axes": axes})
@@ -165,10 +163,7 @@ def _write(
 
 def _hand_out(given: SweepArguments, out: Path, prepared: Prepared, result: SweepResult) -> int:
     """Print the best policies and the failures, and return the exit code."""
-    from moesched.cli.failures import FAILED, interruption, tell
-    from moesched.cli.output import print_json
     from moesched.sweeps.figures import best_by_case
-    from moesched.system.signals import exit_code_of_signal
 
     best = best_by_case(result.lines, prepared.sweep.axes, prepared.figures)
     if given.json:
@@ -208,7 +203,6 @@ def _reason(line: Line) -> str:
 
 def _print_best(best: list[Best], *, dollars: bool) -> None:
     """Print the best policy of each case: each combination of the axes other than policy and its settings."""
-    from moesched.cli.tables import print_table
     from moesched.sweeps.figures import title_of
 
     if not best:

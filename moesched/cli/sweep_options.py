@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from moesched.cli import options
+from moesched.errors import BadInput
 from moesched.jobs.options import OUTPUT
 from moesched.options import Option, Options
 
@@ -91,7 +92,6 @@ class SweepArguments(Running, Drawing):
 
     def picture(self, sweep: Sweep) -> Picture:
         """Return what the picture of --plot shows."""
-        from moesched.errors import BadInput
         from moesched.sweeps.figures import require_figure
         from moesched.sweeps.plots import Picture, default_x
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from moesched.analysis.pictures import require_picture
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import say
+from moesched.cli.output import Bar, print_json, say
 from moesched.jobs.options import OUTPUT
 from moesched.options import Option
 
@@ -62,10 +63,8 @@ def timeline(
     if the name fits, so choose a few layers to read names; tasks too narrow to see are merged. It needs matplotlib:
     pip install 'moesched[plots]'.
     """
-    from moesched.analysis.pictures import require_picture
     from moesched.analysis.timeline import choose_window, timeline_of
     from moesched.analysis.timeline_picture import TitledTimeline, draw_timelines, require_width
-    from moesched.cli.output import Bar, print_json
     from moesched.trace import read_trace
 
     traces = [first, *others]

@@ -10,8 +10,9 @@ from typing import Annotated
 
 from moesched.cli import options
 from moesched.cli.command import command
-from moesched.cli.output import say
+from moesched.cli.output import Bar, print_json, say
 from moesched.options import Option
+from moesched.system.signals import first_signal
 from moesched.system.standard_output import command_output
 
 EPILOGUE = """Examples:
@@ -38,8 +39,6 @@ def view(
     """
     import webbrowser
 
-    from moesched.cli.output import Bar, print_json
-    from moesched.system.signals import first_signal
     from moesched.trace.viewer import Viewer
 
     with Bar(f"reading {trace}"):

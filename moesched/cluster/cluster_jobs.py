@@ -25,7 +25,7 @@ from moesched.cluster.control import Control
 from moesched.cluster.curve.keys import SECRET_NAME, KeyPair, default_folder, make_keys, read_keys, write_keys
 from moesched.cluster.fingerprint import fingerprint
 from moesched.cluster.handshake import Expected
-from moesched.cluster.launcher import Events, Launch
+from moesched.cluster.launcher import Launch
 from moesched.cluster.members import (
     Process,
     Start,
@@ -57,7 +57,6 @@ from moesched.models.checkpoint import open_checkpoint
 from moesched.options import Option, part_of
 from moesched.requests.sampling import Sampling
 from moesched.runs.cell_progress import listener_or_cell
-from moesched.runs.listeners import Listener
 from moesched.system.memory import available_memory
 from moesched.system.own_loop import interruptible
 from moesched.system.scratch import scratch_folder
@@ -180,7 +179,7 @@ def _launch(
         welcome = Welcome(run=node_run, lost_after=seated.lost_after, transport=transport)
         processes = _start_all(start, seated, cluster_file, Path(given.model))
         roster = Roster(seated, control, processes, expected, welcome)
-        launch = Launch(roster, log, given.sizes, _LaunchEvents(listener, texts))
+        launch = Launch(roster, log, given.sizes, listener.loading, texts.tell_all)
         try:
             with ending:
                 launch.run()
@@ -235,21 +234,3 @@ def _control(cluster: Cluster, cluster_file: Path, keys: KeyPair) -> Iterator[tu
         if not seat.port:
             cluster_file.write_text(cluster_toml(seated))
         yield control, seated
-
-
-class _LaunchEvents(Events):
-    """Forwards a launch's events to the run's listener."""
-
-    def __init__(self, listener: Listener, texts: TextListener) -> None:
-        self._listener = listener
-        self._texts = texts
-
-    def loading(self, done: int, total: int) -> None:
-        """Forward the numbers of resident pages loaded and in all."""
-        self._listener.loading(done, total)
-
-    def tokens(self, fresh: dict[int, list[int]]) -> None:
-        """Forward new tokens by request, with their text."""
-        for request, tokens in fresh.items():
-            for token in tokens:
-                self._texts.tell({request: token})

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from moesched.cluster.auth import Door
 from moesched.cluster.curve.keys import KeyPair
+from moesched.cluster.curve.zap import LOGGED, KeyCheck
 from moesched.cluster.endpoints import endpoint, is_ipv6, listening_at, place
 from moesched.cluster.messages import MOST_BYTES, LauncherSays, NodeSays, Serials, Unreadable, pack, read_node
 from moesched.errors import BadInput
@@ -37,9 +37,10 @@ class Control:
     """The launcher's socket: receives messages of nodes, and sends messages to them.
 
     Args:
-        address, port: where to listen; port 0 takes a free one.
-        keys: the launcher's keys.
-        known: names of nodes by public key; peers with other keys are refused.
+        known: names by public key; peers with other keys are refused and logged.
+
+    Attributes:
+        refused: addresses of the first refused peers, in order.
 
     Raises:
         BadInput: the address is not this machine's, or the port is in use.
@@ -47,7 +48,8 @@ class Control:
 
     def __init__(self, address: str, port: int, keys: KeyPair, known: Mapping[str, str]) -> None:
         self._context = zmq.Context()
-        self._door = Door(self._context, known)
+        self._check = KeyCheck(self._context, {key: key for key in known})
+        self.refused: list[str] = []
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 2_000
         self._socket.sndhwm = 0  # with a limit, messages beyond it would be dropped
@@ -63,13 +65,8 @@ class Control:
         self._gone: list[Peer] = []
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._door.socket, zmq.POLLIN)
+        self._poller.register(self._check.socket, zmq.POLLIN)
         self.port = self._bind(address, port)
-
-    @property
-    def refused(self) -> list[str]:
-        """Addresses of the first peers that were refused, in order."""
-        return self._door.refused
 
     def hear(self, seconds: float) -> Iterator[Heard]:
         """Wait up to `seconds` for messages, and yield all that have arrived."""
@@ -77,8 +74,8 @@ class Control:
         while not self._socket.poll(0):
             left = max(0.0, deadline - time.monotonic())
             ready = dict(self._poller.poll(int(1000 * left)))
-            if self._door.socket in ready:
-                self._door.answer()
+            if self._check.socket in ready:
+                self._let_in_or_refuse()
             elif self._socket not in ready:
                 break
         while self._ends.poll(
@@ -103,11 +100,18 @@ class Control:
 
     def close(self) -> None:
         """Close the channel, after up to two seconds in which peers may read the last messages."""
-        self._door.close()
+        self._check.close()
         self._socket.disable_monitor()
         self._ends.close()
         self._socket.close()
         self._context.term()
+
+    def _let_in_or_refuse(self) -> None:
+        """Admit or refuse one peer that tried to connect."""
+        knock = self._check.answer()
+        if not knock.let_in and len(self.refused) < LOGGED:
+            self.refused.append(knock.address)
+            _log.warning("refused: unknown key", peer=knock.address, key=knock.key)
 
     def _receive(self) -> Heard | None:
         frames = self._socket.recv_multipart(copy=False)

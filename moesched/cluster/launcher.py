@@ -46,16 +46,6 @@ NOTICE_SECONDS = 5.0
 """Seconds in which the launcher should notice the loss of a node that another node reports as lost."""
 
 
-class Events:
-    """Callbacks of a launch; override them. The methods of this class do nothing."""
-
-    def loading(self, done: int, total: int) -> None:
-        """Report how many of all nodes' resident pages are loaded."""
-
-    def tokens(self, fresh: dict[int, list[int]]) -> None:
-        """Report new tokens by request; a request is an index in the run's prompts."""
-
-
 class Finished(msgspec.Struct):
     """A report or a recording that a node sent for one order.
 
@@ -74,9 +64,11 @@ class Launch:
     """One run on a cluster.
 
     Args:
-        roster: the nodes, with their connections and processes.
-        log: the prompts; generated tokens are added as they arrive.
-        sizes: the batch sizes that the user fixed; nodes choose the others.
+        roster: the nodes.
+        log: the prompts; tokens are added as they arrive.
+        sizes: the requested batch sizes.
+        on_loading: called with the number of all nodes' resident pages that are loaded, and of all.
+        on_tokens: called with new tokens, by request.
 
     Attributes:
         log: the prompts, and the tokens so far.
@@ -85,14 +77,21 @@ class Launch:
         failure: the reason why the run ended early; None otherwise.
     """
 
-    def __init__(self, roster: Roster, log: TokenLog, sizes: SizeOptions, events: Events) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        log: TokenLog,
+        sizes: SizeOptions,
+        on_loading: Callable[[int, int], object] = lambda done, total: None,
+        on_tokens: Callable[[dict[int, list[int]]], object] = lambda fresh: None,
+    ) -> None:
         self.finished: list[Finished] = []
         self.epoch = 0
         self.failure: str | None = None
         self._roster = roster
         self.log = log
         self._sizes = sizes
-        self._events = events
+        self._on_loading, self._on_tokens = on_loading, on_tokens
         self._order = -1
         self._begun = False
         self._counted = 0
@@ -277,7 +276,7 @@ class Launch:
                 node.prepared, node.ready = message, True
             case Loading():
                 node.loading = (message.done, message.total)
-                self._events.loading(
+                self._on_loading(
                     *map(sum, zip(*(each.loading for each in self._roster.members), strict=True))
                 )
             case Loaded():
@@ -304,7 +303,7 @@ class Launch:
             self._counted += 1
             fresh = self.log.add(message.tokens, message.ended)
             if fresh:
-                self._events.tokens(fresh)
+                self._on_tokens(fresh)
         slow = self._slow.computed(node.host.rank, message.seconds - message.waited)
         for rank, factor in slow.items():
             _log.warning(

@@ -44,6 +44,13 @@ class Numbered(Message, frozen=True, kw_only=True):
     serial: int = 0
 
 
+class AboutOrder(Numbered, frozen=True, kw_only=True):
+    """A message about an order of an epoch."""
+
+    epoch: int
+    order: int
+
+
 class Serials:
     """Numbers the messages of one direction of a connection, and detects replayed ones."""
 
@@ -101,7 +108,7 @@ class Pong(Numbered, frozen=True, kw_only=True):
     clock: int
 
 
-class Prepared(Numbered, frozen=True, kw_only=True):
+class Prepared(AboutOrder, frozen=True, kw_only=True):
     """A node has opened its device and planned the `Order`.
 
     Attributes:
@@ -110,8 +117,6 @@ class Prepared(Numbered, frozen=True, kw_only=True):
         placement: experts of each node, by the node's policy; equal on all nodes.
     """
 
-    epoch: int
-    order: int
     port: int
     sizes: SizeOptions
     placement: list[list[int]]
@@ -125,14 +130,11 @@ class Loading(Numbered, frozen=True, kw_only=True):
     total: int
 
 
-class Loaded(Numbered, frozen=True, kw_only=True):
+class Loaded(AboutOrder, frozen=True, kw_only=True):
     """The resident weights are loaded, and the node is ready for the first exchange with other nodes."""
 
-    epoch: int
-    order: int
 
-
-class Tokens(Numbered, frozen=True, kw_only=True):
+class Tokens(AboutOrder, frozen=True, kw_only=True):
     """New tokens of some requests.
 
     Attributes:
@@ -143,8 +145,6 @@ class Tokens(Numbered, frozen=True, kw_only=True):
         waited: the part of `seconds` spent in exchanges.
     """
 
-    epoch: int
-    order: int
     place: int
     tokens: dict[int, list[int]]
     ended: list[int] = []
@@ -152,7 +152,7 @@ class Tokens(Numbered, frozen=True, kw_only=True):
     waited: float = 0.0
 
 
-class Piece(Numbered, frozen=True, kw_only=True):
+class Piece(AboutOrder, frozen=True, kw_only=True):
     """A piece of a report or a recording.
 
     Attributes:
@@ -160,14 +160,12 @@ class Piece(Numbered, frozen=True, kw_only=True):
         last: whether this piece completes it.
     """
 
-    epoch: int
-    order: int
     what: str
     data: bytes
     last: bool
 
 
-class Done(Numbered, frozen=True, kw_only=True):
+class Done(AboutOrder, frozen=True, kw_only=True):
     """A node has carried out an `Order`.
 
     Attributes:
@@ -175,13 +173,11 @@ class Done(Numbered, frozen=True, kw_only=True):
         failure: the reason why the order ended early; empty if it did not.
     """
 
-    epoch: int
-    order: int
     digest: str
     failure: str = ""
 
 
-class Failed(Numbered, frozen=True, kw_only=True):
+class Failed(AboutOrder, frozen=True, kw_only=True):
     """A node cannot carry out an `Order`.
 
     Attributes:
@@ -191,8 +187,6 @@ class Failed(Numbered, frozen=True, kw_only=True):
         gone: the ranks that the node cannot reach any more.
     """
 
-    epoch: int
-    order: int
     gone: list[int] = []
     kind: FailureKind
     message: str
@@ -227,7 +221,7 @@ class Ping(Numbered, frozen=True, kw_only=True):
     number: int
 
 
-class Order(Numbered, frozen=True, kw_only=True):
+class Order(AboutOrder, frozen=True, kw_only=True):
     """An order: prompts to generate tokens for.
 
     Attributes:
@@ -237,8 +231,6 @@ class Order(Numbered, frozen=True, kw_only=True):
         sizes: the batch sizes that the user fixed.
     """
 
-    epoch: int
-    order: int
     members: list[int]
     first_request: int
     prompts: list[list[int]]
@@ -255,20 +247,15 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     key: str
 
 
-class Begin(Numbered, frozen=True, kw_only=True):
+class Begin(AboutOrder, frozen=True, kw_only=True):
     """All members are prepared: carry out the `Order`, with these batch sizes."""
 
-    epoch: int
-    order: int
     members: list[Member]
     sizes: SizeOptions
 
 
-class AllLoaded(Numbered, frozen=True, kw_only=True):
+class AllLoaded(AboutOrder, frozen=True, kw_only=True):
     """All members have loaded their weights: make the first exchange."""
-
-    epoch: int
-    order: int
 
 
 class Stop(Numbered, frozen=True, kw_only=True):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from moesched.doctor.facts import Facts
 from moesched.doctor.findings import Finding, finding
-from moesched.system.cuda import FIRST_WITH_BFLOAT16, CudaFacts, GpuFacts, trouble_of_driver, trouble_of_gpu
-from moesched.system.wired import raise_wired_limit
+from moesched.system.cuda import (
+    FIRST_WITH_BFLOAT16,
+    CudaFacts,
+    GpuFacts,
+    major_version,
+    trouble_of_driver,
+    trouble_of_gpu,
+)
+from moesched.system.macos import raise_wired_limit
 
 FULL_SHARE = 0.1
 """Share of a GPU's memory that other programs may fill; a desktop takes less."""
@@ -39,11 +45,6 @@ def _of_gpu(gpu: GpuFacts, cuda: CudaFacts) -> Finding:
     return finding(name, gpu=gpu, major=major, minor=minor)
 
 
-def _major(version: str) -> int:
-    found = re.match(r"\d+", version)
-    return int(found[0]) if found else 0
-
-
 def probe_metal(facts: Facts) -> Iterator[Finding]:
     """Yield findings on whether MLX can use the GPU of a Mac, and how much memory it may wire."""
     metal = facts.metal
@@ -55,7 +56,7 @@ def probe_metal(facts: Facts) -> Iterator[Finding]:
         yield finding("mlx-without-gpu" if metal.macos else "mlx-on-processor", metal=metal)
     else:
         yield finding("mlx", metal=metal)
-        if _major(metal.macos) < LEAST_MACOS:
+        if major_version(metal.macos) < LEAST_MACOS:
             yield finding("macos-old", metal=metal, least=LEAST_MACOS)
         if metal.recommended is not None:
             yield _of_wired_limit(facts, metal.recommended)

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from moesched.doctor.facts import Caching, ClockFacts, CoreFacts, FolderFacts, MemoryFacts, ProcessorFacts
 from moesched.machines.local import this_processor
+from moesched.system.control_groups import ROOT
 from moesched.system.cores import affinity, cpu_quota
-from moesched.system.memory import ROOT, available_memory, total_memory
+from moesched.system.memory import available_memory, total_memory
 
 CachingOf = Callable[[Path], Caching]
 """Function that returns the effect of a device's reads of a file on the page cache.

@@ -138,21 +138,30 @@ def _run_within(
     model: Path, device: str, name: str, budgets: Mapping[str, int], trace: Path | None
 ) -> PolicyRun:
     keeper = _Keeper()
-    report = run_model(
+    report = generate(
         model,
-        PROMPTS,
+        device,
         policy=name,
-        device=device,
         device_settings={"keep_logits": True},
         budgets=dict(budgets),
-        batch_size=len(PROMPTS),
-        micro_batch_size=MICRO_BATCH,
-        max_new_tokens=NEW_TOKENS,
-        foreign_machine=True,
         trace=trace,
         listener=keeper,
     )
     return PolicyRun(report, keeper.logits(), bool(budgets))
+
+
+def generate(model: Path, device: str, **options: Any) -> JobReport:
+    """Run the tiny model's prompts on a device, and return the report."""
+    return run_model(
+        model,
+        PROMPTS,
+        device=device,
+        batch_size=len(PROMPTS),
+        micro_batch_size=MICRO_BATCH,
+        max_new_tokens=NEW_TOKENS,
+        foreign_machine=True,
+        **options,
+    )
 
 
 def judge_runs(found: PolicyRuns, *, one_processor: bool, expected: list[list[int]]) -> Iterator[Finding]:

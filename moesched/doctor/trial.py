@@ -9,11 +9,11 @@ from moesched.doctor.endings import check_interrupt, check_lack_of_memory, check
 from moesched.doctor.examination import cuda_facts, library_bytes, metal_facts
 from moesched.doctor.facts import Facts
 from moesched.doctor.findings import Finding
-from moesched.doctor.policy_runs import PolicyRuns, judge_runs, run_policies
-from moesched.doctor.tiny_model import MICRO_BATCH, NEW_TOKENS, PROMPTS, write_tiny_model
+from moesched.doctor.policy_runs import PolicyRuns, generate, judge_runs, run_policies
+from moesched.doctor.tiny_model import TINY
 from moesched.errors import MoeschedError
-from moesched.jobs.run_model import run_model
 from moesched.system.scratch import scratch_folder
+from moesched.testing.device_checks import write_decisive_model
 
 Progress = Callable[[float, float, str], object]
 
@@ -34,10 +34,10 @@ def try_device(device: str, facts: Facts, progress: Progress) -> list[Finding]:
         return [Finding(about="trial", says=f"nothing ran on {device}: {reason}", remedy="mend that first")]
     name = CPU if device == "cpu" else device
     with scratch_folder() as folder:
-        model = write_tiny_model(folder / "model")
+        model = write_decisive_model(TINY, folder / "model").directory
         libraries = GPU_STREAMS * library_bytes() if device == "cuda" else 0
         found = run_policies(model, name, folder, progress)
-        expected = _expected(model, name, found)
+        expected = _expected(model, found)
         findings = list(judge_runs(found, one_processor=device != "cuda", expected=expected))
         findings += _peaks(device, found, libraries)
         progress(0, 3, "the memory of a run")
@@ -58,22 +58,13 @@ def _why_not(device: str, facts: Facts) -> str:
     return ""
 
 
-def _expected(model: Path, device: str, found: PolicyRuns) -> list[list[int]]:
+def _expected(model: Path, found: PolicyRuns) -> list[list[int]]:
     """Return the tokens that `resident` generates on the CPU, by request."""
     try:
-        report = run_model(
-            model,
-            PROMPTS,
-            device=CPU,
-            batch_size=len(PROMPTS),
-            micro_batch_size=MICRO_BATCH,
-            max_new_tokens=NEW_TOKENS,
-            foreign_machine=True,
-        )
+        return generate(model, CPU).tokens or []
     except MoeschedError as error:
         found.failed["resident on the CPU"] = str(error)
         return []
-    return report.tokens or []
 
 
 def _peaks(device: str, found: PolicyRuns, libraries: int) -> list[Finding]:

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from heapq import heappop, heappush
 from typing import Any
 
-from moesched.drivers.observers import observers_of_ends
 from moesched.drivers.policies import PolicyRun, results_of
 from moesched.drivers.pricing import nanoseconds, no_garbage_collection
 from moesched.drivers.rendezvous import Rendezvous
@@ -55,7 +54,7 @@ class VirtualDriver:
         self._engines = list(engines)
         self._cost = cost
         self._perform = dict(perform or {})
-        self._ended = observers_of_ends(observers)
+        self._ended = _told_of_ends(observers)
         self._rendezvous = Rendezvous(self._engines)
         self._sharing = sharing
         self._events: list[tuple[int, int, Task]] = []
@@ -193,6 +192,19 @@ class _Clock:
     def look(self) -> AbstractContextManager[int]:
         """Return a context that gives the time in nanoseconds; no task changes its state within it."""
         return nullcontext(self.now)
+
+
+def _told_of_ends(observers: Sequence[Observer]) -> Callable[[Task], object]:
+    """Return a function that passes an ended task to all observers; a single observer's own method."""
+    calls = [observer.ended for observer in observers]
+    if len(calls) == 1:
+        return calls[0]
+
+    def tell(task: Task) -> None:
+        for call in calls:
+            call(task)
+
+    return tell
 
 
 def _act(engine: Engine, task: Task, perform: Mapping[type[Task], Perform]) -> None:

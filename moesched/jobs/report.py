@@ -16,14 +16,12 @@ from moesched.errors import MoeschedError, attach_report
 from moesched.planner.uncertainty import Figures
 from moesched.runs.listeners import KindMeter, kind_use
 from moesched.runs.outcome import (
-    ForecastUse,
     LaneUse,
     PoolUse,
-    PreviewUse,
     Report,
+    Use,
     bytes_of_all_ranks,
-    forecast_use,
-    preview_use,
+    use_of,
 )
 from moesched.runs.process_bytes import ProcessBytes, largest
 from moesched.runs.token_times import merged
@@ -290,8 +288,8 @@ def merge_reports(reports: Sequence[JobReport], *, requests: int, batches: int) 
         bytes_read=None if first.bytes_read is None else sum(report.bytes_read or 0 for report in reports),
         batches=batches,
         pools=_merge_pools([pool for report in reports for pool in report.pools]),
-        previews=_merge_previews([each for report in reports for each in report.previews]),
-        forecasts=_merge_forecasts([each for report in reports for each in report.forecasts]),
+        previews=_merge_uses([each for report in reports for each in report.previews]),
+        forecasts=_merge_uses([each for report in reports for each in report.forecasts]),
         emulation=_merge_emulations([each.emulation for each in reports if each.emulation is not None]),
         expected=_merge_expectations(reports, requests=requests, batches=batches),
         no_expectation=next((report.no_expectation for report in reports if report.no_expectation), None),
@@ -395,22 +393,14 @@ def _merge_pools(pools: Sequence[PoolUse]) -> list[PoolUse]:
     return list(merged.values())
 
 
-def _merge_previews(previews: Sequence[PreviewUse]) -> list[PreviewUse]:
-    """Add up counts of router previews by the number of layers ahead."""
-    merged: dict[int, Compared] = {}
-    for each in previews:
-        counts = each.forecasts, each.chosen, each.found
-        merged[each.ahead] = Compared(*map(add, merged.get(each.ahead, Compared()), counts))
-    return [preview_use(*each) for each in sorted(merged.items())]
-
-
-def _merge_forecasts(forecasts: Sequence[ForecastUse]) -> list[ForecastUse]:
-    """Add up counts of forecasts by predictor and number of layers ahead."""
-    merged: dict[tuple[str, int], Compared] = {}
-    for each in forecasts:
-        key, counts = (each.predictor, each.ahead), (each.forecasts, each.chosen, each.found)
-        merged[key] = Compared(*map(add, merged.get(key, Compared()), counts))
-    return [forecast_use(*key, compared) for key, compared in sorted(merged.items())]
+def _merge_uses(uses: Sequence[Use]) -> list[Use]:
+    """Add up counts of router previews or forecasts by distance, and by predictor."""
+    merged: dict[tuple[Any, ...], Compared] = {}
+    for each in uses:
+        *key, forecasts, chosen, found, _ = msgspec.structs.astuple(each)
+        before = merged.get(tuple(key), Compared())
+        merged[tuple(key)] = Compared(*map(add, before, (forecasts, chosen, found)))
+    return [use_of(type(uses[0]), compared, *key) for key, compared in sorted(merged.items())]
 
 
 def _merge_kinds(kinds: Sequence[KindUse]) -> list[KindUse]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from moesched.inputs.tokenizer import TextStream, Tokenizer
 from moesched.runs.listeners import Listener
@@ -36,6 +36,12 @@ class TextListener:
             self.listener.generated(self._first + request, token, self._text(request, token))
             if token in self._stop_tokens or self._counts[request] == self._new_tokens:
                 self._finish(request)
+
+    def tell_all(self, fresh: Mapping[int, Sequence[int]]) -> None:
+        """Pass on several new tokens of each request."""
+        for request, tokens in fresh.items():
+            for token in tokens:
+                self.tell({request: token})
 
     def finish_all(self) -> None:
         """Pass on the text that was held back of all requests; call it at the end of the batch."""

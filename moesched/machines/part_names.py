@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from difflib import SequenceMatcher
 
 from moesched.errors import BadInput
-from moesched.machines.parts import Chip, Cpu, Gpu, Library, Part, PartT, library
+from moesched.machines.parts import Chip, Cpu, Gpu, Part, PartT, library
 from moesched.system.plain_text import shown
 
 NEAREST = 3
@@ -62,11 +62,10 @@ def find_chip(name: str) -> Chip:
 
 def option_of_part(name: str) -> str | None:
     """Return the option of `moesched machine` for a part, such as --gpu "RTX 3090"; None if no part has such a name."""
-    known, asked = library(), Counter(_words(name))
-    kinds: dict[str, Mapping[str, Part]] = {"--gpu": known.gpus, "--chip": known.chips, "--cpu": known.cpus}
-    for option, parts in kinds.items():
+    asked = Counter(_words(name))
+    for kind, parts in library().named.items():
         if asked and any(_words_more(part, asked) is not None for part in parts.values()):
-            return f'{option} "{name}"'
+            return f'--{kind} "{name}"'
     return None
 
 
@@ -111,7 +110,7 @@ def nearest(name: str, parts: Mapping[str, Part]) -> list[str]:
 
 
 def _unknown(name: str, parts: Mapping[str, Part], kind: str) -> str:
-    other = _of_another_kind(name, library(), kind)
+    other = _of_another_kind(name, kind)
     if other:
         return f"{shown(name)} is not a {kind}: {other}"
     first, second, third = nearest(name, parts)
@@ -121,18 +120,13 @@ def _unknown(name: str, parts: Mapping[str, Part], kind: str) -> str:
     )
 
 
-def _of_another_kind(name: str, all_parts: Library, kind: str) -> str:
+def _of_another_kind(name: str, kind: str) -> str:
     """Return advice to use another option, if the name is a part of another kind; else an empty text."""
-    kinds: dict[str, Mapping[str, Part]] = {
-        "GPU": all_parts.gpus,
-        "chip": all_parts.chips,
-        "CPU": all_parts.cpus,
-    }
     asked = _squeezed(name)
-    for other, parts in kinds.items():
+    for other, parts in library().named.items():
         for each in parts:
-            if other != kind and asked and _squeezed(each) == asked:
-                return f"use --{other.lower()} {each!r}"
+            if other != kind.lower() and asked and _squeezed(each) == asked:
+                return f"use --{other} {each!r}"
     return ""
 
 

@@ -6,6 +6,7 @@ those of data sheets; each series names its source.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
@@ -167,6 +168,11 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
     cpus: dict[str, Cpu]
     memories: dict[str, MemoryType]
     architectures: dict[str, Architecture]
+
+    @property
+    def named(self) -> dict[str, Mapping[str, Part]]:
+        """The parts that are named to `moesched machine`, by the option without its dashes."""
+        return {"gpu": self.gpus, "chip": self.chips, "cpu": self.cpus}
 
     def flops(self, part: Cpu | Chip) -> dict[str, float]:
         """Return the FLOP/s of the CPU cores of one socket, by dtype."""

@@ -8,9 +8,10 @@ from typing import Any
 
 from moesched.analysis.comparison import Comparison
 from moesched.analysis.explanation import Explanation, explain
-from moesched.analysis.explanation_tables import DECISIONS_HELD, bottleneck_in_words, tables_of
+from moesched.analysis.explanation_tables import bottleneck_in_words, tables_of
 from moesched.analysis.families import COLOURS, MEANINGS, family_of
 from moesched.analysis.helps import Help
+from moesched.analysis.what_if import DECISIONS_HELD
 from moesched.machines.weights_home import WeightsHome
 from moesched.report.columns import run_columns
 from moesched.report.glossary import glossary

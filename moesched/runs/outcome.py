@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -121,14 +122,12 @@ class ForecastUse(msgspec.Struct, frozen=True):
     accuracy: float
 
 
-def forecast_use(predictor: str, ahead: int, compared: Compared) -> ForecastUse:
-    """The report of a predictor's answers that were made `ahead` layers before."""
-    return ForecastUse(predictor, ahead, *compared, _rate(compared.found, compared.chosen))
+Use = TypeVar("Use", PreviewUse, ForecastUse)
 
 
-def preview_use(ahead: int, compared: Compared) -> PreviewUse:
-    """The report of the router previews that were made `ahead` layers before."""
-    return PreviewUse(ahead, *compared, _rate(compared.found, compared.chosen))
+def use_of(kind: Callable[..., Use], compared: Compared, *key: Any) -> Use:
+    """The report of router previews or of a predictor's answers; `key`: the predictor, if any, and the distance."""
+    return kind(*key, *compared, _rate(compared.found, compared.chosen))
 
 
 class PlanReport(msgspec.Struct, frozen=True):
@@ -282,8 +281,8 @@ def make_report(
             PoolUse(pool.name, pool.memory.name, len(pool.slots), *counts_of(pool).now())
             for pool in plan.weights.pools
         ],
-        previews=[preview_use(*each) for each in sorted(outcome.previews.items())],
-        forecasts=[forecast_use(*key, compared) for key, compared in sorted(outcome.forecasts.items())],
+        previews=[use_of(PreviewUse, each, ahead) for ahead, each in sorted(outcome.previews.items())],
+        forecasts=[use_of(ForecastUse, each, *key) for key, each in sorted(outcome.forecasts.items())],
     )
 
 

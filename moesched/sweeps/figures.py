@@ -44,26 +44,10 @@ class Figures(NamedTuple):
         return None if line.failure is not None else METRICS[name].of(line, self)
 
 
-def _throughput(line: Line, _: Figures) -> float | None:
-    return line.throughput_tokens_per_second
-
-
-def _decode(line: Line, _: Figures) -> float | None:
-    return line.decode_tokens_per_second or None
-
-
 def _latency(line: Line, _: Figures) -> float | None:
     if line.plan is None or not line.decode_tokens_per_second:
         return None
     return line.plan.batch_size / line.decode_tokens_per_second
-
-
-def _first_token(line: Line, _: Figures) -> float | None:
-    return line.first_token_seconds
-
-
-def _time(line: Line, _: Figures) -> float | None:
-    return line.simulated_seconds
 
 
 def _memory(line: Line, figures: Figures) -> float | None:
@@ -79,11 +63,11 @@ def _dollars(line: Line, figures: Figures) -> float | None:
 
 
 METRICS = {
-    "throughput": Metric("throughput, tokens/s", max, _throughput),
-    "decode": Metric("decode, tokens/s", max, _decode),
+    "throughput": Metric("throughput, tokens/s", max, lambda line, _: line.throughput_tokens_per_second),
+    "decode": Metric("decode, tokens/s", max, lambda line, _: line.decode_tokens_per_second or None),
     "latency": Metric("time per token of a request, s", min, _latency),
-    "first_token": Metric("time to first token, s", min, _first_token),
-    "time": Metric("time of the whole run, s", min, _time),
+    "first_token": Metric("time to first token, s", min, lambda line, _: line.first_token_seconds),
+    "time": Metric("time of the whole run, s", min, lambda line, _: line.simulated_seconds),
     "memory": Metric("peak of the accelerator's memory, GB", min, _memory),
     "dollars": Metric("dollars per million tokens", min, _dollars),
 }

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from moesched.errors import BadInput
@@ -60,11 +59,9 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
-            if self._superseded and error is None:
+            if self._superseded and kind is None:
                 self._rewrite()
         finally:
             os.close(self._descriptor)

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -49,17 +49,17 @@ class Workers:
         self._count = count
         self._all: list[_Worker] = []
         self._stopped = False
-        self._environment = _one_thread_each()
+        self._environment = ExitStack()
 
     def __enter__(self) -> Workers:
-        self._environment.__enter__()
+        self._environment.enter_context(_one_thread_each())
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
         for each in self._all:
             each.executor.shutdown(cancel_futures=True)
-        self._environment.__exit__(None, None, None)
+        self._environment.close()
 
     def stop(self) -> None:
         """End all processes at once. The points that they are simulating are lost."""
@@ -195,16 +195,14 @@ def reason_of(error: BaseException) -> str:
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
     """A context in which processes start whose numeric libraries use one thread."""
-    before = {name: os.environ.get(name) for name in _ONE_THREAD}
+    before = {name: os.environ[name] for name in _ONE_THREAD if name in os.environ}
     os.environ.update(_ONE_THREAD)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in _ONE_THREAD:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @contextmanager

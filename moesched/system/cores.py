@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from moesched.errors import BadInput
+from moesched.system.control_groups import ROOT, groups_of
 
 MOST_ISSUING = 4
 """Cores for threads that issue tasks and wait: one for each of the three streams of a GPU, one for the driver."""
 MOST_COPYING = 16
 """Threads that copy weights: on an H100's host, 8 copied 27 GB/s and 16 copied 45, of 55 that the link takes."""
-
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN = Path("/proc/self/cgroup")
 
 
 def affinity() -> list[int]:
@@ -78,34 +76,9 @@ def require_threads(threads: int) -> None:
 
 
 @cache
-def cpu_quota(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
-    """The cores whose time the control groups of this process allow, rounded up; many where there is no limit.
-
-    Args:
-        cgroups: where the control groups are mounted, of version 1 or 2.
-        own: the list of this process's groups.
-    """
-    return min(_quotas(cgroups, own), default=2**31)
-
-
-def _quotas(cgroups: Path, own: Path) -> Iterator[int]:
-    with suppress(OSError, ValueError):
-        for line in own.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                yield from _limits(cgroups, path)
-                yield from _limits(cgroups / "unified", path)
-            elif "cpu" in controllers.split(","):
-                yield from _limits(cgroups / controllers, path)
-                yield from _limits(cgroups / "cpu", path)
-
-
-def _limits(mount: Path, path: str) -> Iterator[int]:
-    """The cores that a control group and the groups around it allow, where they have a limit."""
-    group = mount / path.lstrip("/")
-    for each in (group, *group.parents):
-        if each.is_relative_to(mount):
-            yield from _limit(each)
+def cpu_quota(root: Path = ROOT) -> int:
+    """The cores whose time the control groups of this process allow, rounded up; many where there is no limit."""
+    return min((cores for group in groups_of("cpu", root) for cores in _limit(group)), default=2**31)
 
 
 def _limit(group: Path) -> Iterator[int]:

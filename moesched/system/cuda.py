@@ -71,10 +71,10 @@ def trouble_of_driver(cuda: CudaFacts) -> Trouble | None:
             f"torch {cuda.torch} was built without CUDA, and there is a driver for CUDA {cuda.driver}",
             "install a build for CUDA: pip install torch --index-url https://download.pytorch.org/whl/cu…",
         )
-    if _major(cuda.driver) < _major(cuda.built_for):
+    if major_version(cuda.driver) < major_version(cuda.built_for):
         return Trouble(
             f"the driver supports CUDA {cuda.driver}, and torch {cuda.torch} was built for {cuda.built_for}",
-            f"update the NVIDIA driver, or install a torch that was built for CUDA {_major(cuda.driver)}",
+            f"update the NVIDIA driver, or install a torch that was built for CUDA {major_version(cuda.driver)}",
         )
     if not cuda.gpus:
         because = f": {cuda.problem}" if cuda.problem else ""
@@ -115,6 +115,7 @@ def has_kernels(capability: tuple[int, int], kernels_for: list[str]) -> bool:
     return False
 
 
-def _major(version: str) -> int:
+def major_version(version: str) -> int:
+    """The first number of a version; 0 without one."""
     found = re.match(r"\d+", version)
     return int(found[0]) if found else 0

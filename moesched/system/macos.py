@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 Ask = Callable[[Sequence[str]], str]
 """Runs a program, and returns what it prints; empty where there is no such program."""
 
+MEBIBYTE = 1 << 20
+
 FREE_PAGES = ("free", "speculative", "inactive")
 """Pages that are free, or that the system frees when a process wants memory."""
 
@@ -34,3 +36,8 @@ def free_memory(ask: Ask = output_of) -> int | None:
     if size is None or not any(counts):
         return None
     return int(size[1]) * sum(int(count[1]) for count in counts if count)
+
+
+def raise_wired_limit(nbytes: int) -> str:
+    """The shell command that lets a Mac's GPU wire `nbytes` bytes, until the Mac restarts."""
+    return f"sudo sysctl iogpu.wired_limit_mb={-(-nbytes // MEBIBYTE)}"

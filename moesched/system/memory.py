@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moesched.errors import OutOfMemory
+from moesched.system.control_groups import ROOT, groups_of, lines_of
 from moesched.system.macos import Ask, free_memory, output_of
 
-ROOT = Path("/")
+COUNTS = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Files of a control group with its limit and its use, and the count of what can be freed: of version 2, of 1."""
 
 LEAST_ADDRESS_SPACE = 760_000_000
 """Bytes that Python, torch and its first kernel map before any weights; measured with torch 2 for the CPU on Linux."""
@@ -66,37 +71,22 @@ def require_address_space() -> None:
 
 
 def control_groups(root: Path = ROOT) -> Iterator[GroupMemory]:
-    """The memory of this process's control group, and of each group around it, that have a limit.
-
-    Version 1 has a tree of groups for memory alone, version 2 one for all resources. In a container the tree may begin
-    at the process's own group, whose path outside does not exist here.
-    """
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
-        if not controllers:
-            yield from _groups(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _groups(root / "sys/fs/cgroup/memory", path, *names)
-
-
-def _groups(top: Path, path: str, limit: str, usage: str, freeable: str) -> Iterator[GroupMemory]:
-    """The groups with a limit, from the process's own to the top one, by the names of their files and statistic."""
-    own = top / path.lstrip("/")
-    inside = [own, *own.parents] if own.is_relative_to(top) and ".." not in own.parts else [top]
-    for folder in inside:
-        if folder.is_relative_to(top):
-            most = _number(folder / limit)
+    """The memory of this process's control group, and of each group around it, that have a limit."""
+    for group in groups_of("memory", root):
+        for limit, usage, freeable in COUNTS:
+            most = _number(group / limit)
             if most is not None:
-                files = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat") if " " in line)
+                files = dict(
+                    line.split(maxsplit=1) for line in lines_of(group / "memory.stat") if " " in line
+                )
                 cached = files.get(freeable, "0")
-                used = (_number(folder / usage) or 0) - (int(cached) if cached.isdigit() else 0)
+                used = (_number(group / usage) or 0) - (int(cached) if cached.isdigit() else 0)
                 yield GroupMemory(most, max(0, used))
 
 
 def _number(file: Path) -> int | None:
     """The number in a file; None where there is none, as in "max"."""
-    text = "".join(_lines(file)).strip()
+    text = "".join(lines_of(file)).strip()
     return int(text) if text.isdigit() else None
 
 
@@ -106,16 +96,8 @@ def _meminfo(name: str, root: Path) -> int | None:
 
 def _kilobytes(file: Path, name: str) -> int | None:
     """Bytes from the line "name: N kB" of a file in /proc; None where there is none."""
-    for line in _lines(file):
+    for line in lines_of(file):
         key, _, value = line.partition(":")
         if key == name:
             return int(value.split()[0]) * 1024
     return None
-
-
-def _lines(file: Path) -> list[str]:
-    """The lines of a file; none where it cannot be read."""
-    try:
-        return file.read_text().splitlines()
-    except OSError:
-        return []

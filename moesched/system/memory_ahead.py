@@ -11,7 +11,6 @@ import mmap
 import sys
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Protocol, runtime_checkable
 
 
@@ -32,9 +31,7 @@ class MemoryAhead:
     def __enter__(self) -> MemoryAhead:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.give_back()
 
     @property

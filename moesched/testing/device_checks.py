@@ -63,7 +63,7 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
     config = Case(name="a device's", machine=machine).config()
     outcomes: dict[str, list[list[int]]] = {}
     with scratch_folder() as folder:
-        checkpoint = _model(config, folder / "model")
+        checkpoint = write_decisive_model(config, folder / "model")
         _check_unused(make(checkpoint, weight_layout(config, "float32")))
         _check_bad_prompts(make(checkpoint, weight_layout(config, "float32")), machine)
         for name in policies or POLICIES:
@@ -89,8 +89,8 @@ def check_device(make: Make, machine: Machine, policies: Iterable[str] = ()) -> 
     return expected
 
 
-def _model(config: ModelConfig, folder: Path) -> Checkpoint:
-    """A random model, written to the folder, whose weights are large enough that its tokens depend on all of them."""
+def write_decisive_model(config: ModelConfig, folder: Path) -> Checkpoint:
+    """Write a random model in float32 whose weights are large enough that its tokens depend on all of them."""
     for stored in open_checkpoint(write_random_model(config, folder, dtype="float32")).tensors.values():
         if len(stored.shape) > 1:
             matrix = np.memmap(stored.file, np.float32, "r+", stored.offset, stored.shape)

@@ -21,8 +21,8 @@ from moesched.machines.local import unified_machine
 from moesched.machines.networks import load_network
 from moesched.machines.staging import staged
 from moesched.models.config import ModelConfig
-from moesched.models.layers import FeedForward, GroupedAttention, Layer
 from moesched.models.layout import WeightLayout, weight_layout
+from moesched.models.shapes import SHAPES
 from moesched.requests.batch import split_batch
 from moesched.runs.assembly import assemble, close_at_end
 from moesched.runs.generation import TokenHandling
@@ -89,22 +89,19 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     def config(self) -> ModelConfig:
         """The shape of the model."""
-        return ModelConfig(
+        return SHAPES["mixtral-0.8b"].varied(
+            self.layers,
             name=self.name,
-            pattern=(
-                Layer(
-                    attention=GroupedAttention(heads=4, kv_heads=2, head_dim=8),
-                    feed_forward=FeedForward(intermediate=64, experts=self.experts, top_k=self.top_k),
-                ),
-            )
-            * self.layers,
             hidden=32,
             vocabulary=64,
-            norm_eps=1e-5,
+            heads=4,
+            kv_heads=2,
+            head_dim=8,
+            intermediate=64,
+            experts=self.experts,
+            top_k=self.top_k,
             max_positions=128,
-            tied_embeddings=False,
             stop_tokens=(),
-            dtype="bfloat16",
         )
 
 

@@ -59,31 +59,14 @@ class Event(msgspec.Struct, gc=False):
     args: msgspec.Raw = _NOTHING
 
 
-class TaskArgs(msgspec.Struct, gc=False, rename={"nbytes": "bytes", "flops": "FLOP"}):
-    """The args of a slice that describe its task; fields as in `TaskInfo`, in the same order."""
-
-    type: str = ""
-    kind: str = ""
-    resource: str = ""
-    layer: int = -1
-    micro_batch: int = -1
-    expert: int = -1
-    flops: float = 0.0
-    nbytes: float = 0.0
-    pages: int = 0
-    priority_class: int = 0
-    pool: str = ""
-    rows: int = 0
-    page_names: str = ""
-
-
 class SliceArgs(
-    TaskArgs,
+    TaskInfo,
+    frozen=True,
     gc=False,
     kw_only=True,
     rename={"dispatch": "dispatch_ns", "submit_delay": "submit_delay_ns"},
 ):
-    """All args of a slice: those of its task, the numbers of the tasks that it depends on, then those of `Slice`."""
+    """All args of a slice: of its task without label and verb, the tasks that it depends on, then those of `Slice`."""
 
     task: int
     step: int = -1
@@ -97,7 +80,7 @@ class SliceArgs(
     experts: dict[int, int] | None = None
 
 
-_OF_TASK = len(TaskArgs.__struct_fields__)
+_OF_TASK = len(TaskInfo.__struct_fields__)
 
 
 class CostEntry(NamedTuple):
@@ -307,7 +290,7 @@ def _slices(tasks: list[Event], lanes: dict[int, LaneName]) -> tuple[list[Slice]
     for event in tasks:
         start = nanoseconds(event.ts)
         args = msgspec.structs.astuple(decode(event.args))
-        description = (event.name, event.cat, *args[:_OF_TASK])
+        description = (event.name, event.cat, *args[2:_OF_TASK])
         task = known.get(description)
         if task is None:
             task = known[description] = TaskInfo(*description)
@@ -323,7 +306,7 @@ def _cancelled(events: list[Event], lanes: dict[int, LaneName]) -> list[Cancelle
     for event in events:
         if event.ph == "i":
             args = msgspec.json.decode(event.args, type=SliceArgs)
-            description = msgspec.structs.astuple(args)[:_OF_TASK]
+            description = msgspec.structs.astuple(args)[2:_OF_TASK]
             task = TaskInfo(event.name.removeprefix(CANCELLED), event.cat, *description)
             time = nanoseconds(event.ts)
             cancelled.append(Cancelled(args.task, lanes[event.tid], task, args.step, time, args.line))

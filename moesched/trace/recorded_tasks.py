@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Protocol
 
 from moesched.engine import Engine
@@ -34,6 +35,9 @@ from moesched.trace.recording import (
     Slice,
     WorkKey,
 )
+
+by_id = attrgetter("id")
+"""The sort key for program order."""
 
 
 class HasPeak(Protocol):
@@ -90,7 +94,7 @@ def record(tasks: Sequence[Task], ranks: Sequence[RankRecord], origin: int, *, t
     if replayed:  # a replay has one rank, and its joins are among its tasks
         joins = [replayed]
     tasks = sorted((task for task in tasks if not isinstance(task, Join)), key=by_id)
-    tasks.sort(key=_by_end)  # those that end together stay in program order
+    tasks.sort(key=attrgetter("end"))  # those that end together stay in program order
     lanes = {lane: LaneName(rank, lane.name) for rank, each in enumerate(ranks) for lane in each.lanes}
     numbers = _numbers(tasks, lanes, joins)
     descriptions = Descriptions()
@@ -145,7 +149,7 @@ def _cancelled(
         for rank in ranks
         for task, time in rank.cancels
     ]
-    return sorted(cancelled, key=lambda each: each.time)
+    return sorted(cancelled, key=attrgetter("time"))
 
 
 def costs_of(tasks: Iterable[Task], *, sharing: bool) -> dict[WorkKey, Demand]:
@@ -244,7 +248,7 @@ def _memory(
         for memory in totals:
             sample(rank, memory, start)
     transfers = [task for task in tasks if isinstance(task, PageTransfer) and task.slots]
-    for task in sorted(transfers, key=_by_start):
+    for task in sorted(transfers, key=attrgetter("start")):
         rank = lanes[task.lane].rank
         fresh = [slot for slot in task.slots if slot not in filled[rank]]
         for slot in fresh:
@@ -281,16 +285,3 @@ def _pools(recording: Recording, ranks: Sequence[RankRecord]) -> list[PoolSample
             title = title_of(pool)
             samples += [PoolSample(rank, title, time, counted) for time, counted in counts.items()]
     return samples
-
-
-def by_id(task: Task) -> int:
-    """The sort key for program order."""
-    return task.id
-
-
-def _by_start(task: Task) -> int:
-    return task.start
-
-
-def _by_end(task: Task) -> int:
-    return task.end

@@ -23,7 +23,7 @@ class LaneName(NamedTuple):
     name: str
 
 
-class TaskInfo(msgspec.Struct, frozen=True, gc=False):
+class TaskInfo(msgspec.Struct, frozen=True, gc=False, rename={"nbytes": "bytes", "flops": "FLOP"}):
     """Description of a task; equal tasks of different steps may share one.
 
     Attributes:
@@ -38,11 +38,11 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False):
         page_names: the weight pages that it moves, in words.
     """
 
-    label: str
-    verb: str
-    type: str
-    kind: str
-    resource: str
+    label: str = ""
+    verb: str = ""
+    type: str = ""
+    kind: str = ""
+    resource: str = ""
     layer: int = -1
     micro_batch: int = -1
     expert: int = -1
@@ -191,6 +191,17 @@ class Recording(msgspec.Struct):
             ],
             **changed,
         )
+
+    @property
+    def titles(self) -> dict[LaneName, str]:
+        """The names of its lanes, with their ranks if there are several."""
+        several = len({lane.rank for lane in self.lanes}) > 1
+        return {lane: f"rank {lane.rank} {lane.name}" if several else lane.name for lane in self.lanes}
+
+    @property
+    def durations(self) -> list[int]:
+        """The nanoseconds of each slice."""
+        return [each.end - each.start for each in self.slices]
 
     @property
     def edges(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moesched.trace.recording import LaneName, Recording, Slice
+from moesched.trace.recording import Recording, Slice
 
 
 class LaneUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,12 +78,6 @@ def summarize(recording: Recording) -> Summary:
         steps=steps,
         peak_bytes=_peaks(recording),
     )
-
-
-def lane_title(lane: LaneName | LaneUse, ranks: int) -> str:
-    """Name of a lane, with its rank if there are several."""
-    name = lane.name if isinstance(lane, LaneName) else lane.lane
-    return f"rank {lane.rank} {name}" if ranks > 1 else name
 
 
 class _Sum:

@@ -22,7 +22,7 @@ from moesched.settings import check_settings, require_defaults
 from moesched.system.children import end_with_parent
 from moesched.testing.grid.cells import Cell
 from moesched.testing.grid.faults import home_of
-from moesched.testing.grid.items import Outcome, Subject, TrialItem, items_of
+from moesched.testing.grid.items import Outcome, Subject, items_of
 
 LEAST_SECONDS = 0.05
 """Time left below which no item begins."""
@@ -119,7 +119,7 @@ def carry_out(order: Order, alarm: BinaryIO) -> Iterator[Message]:
         left = end - time.monotonic()
         if left < LEAST_SECONDS:
             break
-        quick = isinstance(item, TrialItem) and order.patience <= left
+        quick = item.small and order.patience <= left
         seconds = order.patience if quick else left
         yield Began(number, seconds, quick)
         signal.setitimer(signal.ITIMER_REAL, seconds, BETWEEN_TRACEBACKS)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import structs
@@ -55,103 +55,75 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     skipped: bool = False
 
 
-class Item(Protocol):
-    """A part of the check."""
+class Item(NamedTuple):
+    """A part of the check.
 
-    @property
-    def name(self) -> str:
-        """The item's case as text."""
+    Attributes:
+        name: the case as text.
+        run: runs the policy, and collects what was found.
+        is_needed: tests whether the item can find more than the items before it.
+        small: whether it is a case on symbols, which takes milliseconds.
+    """
 
-    def is_needed(self, earlier: Iterable[Outcome]) -> bool:
-        """Test whether the item can find more than the items before it."""
+    name: str
+    run: Callable[[Subject], Outcome]
+    is_needed: Callable[[Iterable[Outcome]], bool] = lambda earlier: True
+    small: bool = False
 
-    def run(self, subject: Subject) -> Outcome:
-        """Run the policy, and collect what was found."""
 
+def trial_item(trial: Trial) -> Item:
+    """A small case on symbols, which looks for faults; not needed where the machine's own durations had one."""
 
-class TrialItem(msgspec.Struct, frozen=True):
-    """A small case on symbols. It takes milliseconds."""
+    def is_needed(earlier: Iterable[Outcome]) -> bool:
+        return not any(fault.case == trial.case.name for each in earlier for fault in each.faults)
 
-    trial: Trial
-
-    @property
-    def name(self) -> str:
-        """The trial's name."""
-        return self.trial.name
-
-    def is_needed(self, earlier: Iterable[Outcome]) -> bool:
-        """Test that the same case with the machine's own durations had no fault."""
-        case = self.trial.case.name
-        return not any(fault.case == case for each in earlier for fault in each.faults)
-
-    def run(self, subject: Subject) -> Outcome:
-        """Run the trial, and collect its faults."""
-
-        def run() -> None:
-            self.trial.run(subject.name, subject.settings)
+    def run(subject: Subject) -> Outcome:
+        def run_it() -> None:
+            trial.run(subject.name, subject.settings)
 
         try:
-            return Outcome(faults=faults_of(run, self.name, subject.home, whole=subject.whole))
+            return Outcome(faults=faults_of(run_it, trial.name, subject.home, whole=subject.whole))
         except BadInput as error:
-            return Outcome(unfit=unfit_fault(error, self.name, subject.home))
+            return Outcome(unfit=unfit_fault(error, trial.name, subject.home))
+
+    return Item(trial.name, run, is_needed, small=True)
 
 
-class CellItem(msgspec.Struct, frozen=True):
-    """The policy in a cell."""
+def cell_item(cell: Cell) -> Item:
+    """The policy in a cell: its time, the bound of its tasks, and work that could be spared."""
 
-    cell: Cell
-
-    @property
-    def name(self) -> str:
-        """The cell's name."""
-        return self.cell.name
-
-    def is_needed(self, earlier: Iterable[Outcome]) -> bool:
-        """True, since results are wanted for every cell."""
-        return True
-
-    def run(self, subject: Subject) -> Outcome:
-        """Simulate the policy: its time, the lower bound of its tasks, and advice."""
+    def run(subject: Subject) -> Outcome:
         outcome = Outcome()
 
-        def run() -> None:
+        def run_it() -> None:
             nonlocal outcome
-            outcome = _in_cell(self.cell, subject)
+            outcome = _in_cell(cell, subject)
 
         try:
-            faults = faults_of(run, self.name, subject.home, whole=subject.whole)
+            faults = faults_of(run_it, cell.name, subject.home, whole=subject.whole)
         except BadInput as error:
-            result = CellResult(**structs.asdict(self.cell), problem=f"does not fit: {reason_of(error)}")
-            return Outcome(cell=result, unfit=unfit_fault(error, self.name, subject.home))
+            result = CellResult(**structs.asdict(cell), problem=f"does not fit: {reason_of(error)}")
+            return Outcome(cell=result, unfit=unfit_fault(error, cell.name, subject.home))
         if faults:
-            result = CellResult(**structs.asdict(self.cell), problem=f"{faults[0].line}: {faults[0].message}")
+            result = CellResult(**structs.asdict(cell), problem=f"{faults[0].line}: {faults[0].message}")
             return Outcome(cell=result, faults=faults)
         return outcome
 
+    return Item(cell.name, run)
 
-class RivalsItem(msgspec.Struct, frozen=True):
-    """The shipped policies in a cell."""
 
-    cell: Cell
+def rivals_item(cell: Cell) -> Item:
+    """The times of the shipped policies in a cell, if there is one to compare with."""
 
-    @property
-    def name(self) -> str:
-        """The cell's name, and that the shipped policies run."""
-        return f"rank in {self.cell.name}"
+    def is_needed(earlier: Iterable[Outcome]) -> bool:
+        return any(each.of(cell) and each.seconds for outcome in earlier if (each := outcome.cell))
 
-    def is_needed(self, earlier: Iterable[Outcome]) -> bool:
-        """Test whether the policy under test has a time in this cell to compare with."""
-        return any(each.of(self.cell) and each.seconds for outcome in earlier if (each := outcome.cell))
-
-    def run(self, subject: Subject) -> Outcome:
-        """Simulate the shipped policies, and collect their times."""
-        return Outcome(rivals=rivals_in(self.cell))
+    return Item(f"rank in {cell.name}", lambda subject: Outcome(rivals=rivals_in(cell)), is_needed)
 
 
 def items_of(policy: type[Policy], cells: Sequence[Cell]) -> list[Item]:
     """All items of a check, in the order in which they run."""
-    trials: list[Item] = [TrialItem(trial) for trial in trials_of(policy)]
-    return [*trials, *map(CellItem, cells), *map(RivalsItem, cells)]
+    return [*map(trial_item, trials_of(policy)), *map(cell_item, cells), *map(rivals_item, cells)]
 
 
 def _in_cell(cell: Cell, subject: Subject) -> Outcome:

@@ -1,47 +1,29 @@
-"""The table of verbs: the implementation of each one, by the nodes of a batch."""
+"""The implementation of each verb, by the nodes of a batch; those that move pages of weights are here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from inspect import getmembers, ismethod
 from typing import Any
 
+from moesched.steps.memory import Slot
 from moesched.steps.plan import Plan
+from moesched.tasks import PageTransfer
 from moesched.testing.symbolic.attention import Attention
 from moesched.testing.symbolic.batch import SymbolicBatch
 from moesched.testing.symbolic.data import Access
 from moesched.testing.symbolic.exchanges import Board, Exchanges
 from moesched.testing.symbolic.experts import Experts
-from moesched.testing.symbolic.weights import fetch, load
 
 Verb = Callable[[Any, Access], Any]
 
 
 def verbs_of(plan: Plan, batch: SymbolicBatch, board: Board) -> dict[str, Verb]:
     """The function of every verb of a batch, by the verb's name."""
-    attention, experts = Attention(batch), Experts(batch)
-    verbs: dict[str, Verb] = {
-        "load": load,
-        "fetch": fetch,
-        "copy_to_pinned": fetch,
-        "embed": attention.embed,
-        "pass_hidden": attention.pass_hidden,
-        "pre_attention": attention.pre_attention,
-        "attention": attention.attention,
-        "load_kv": attention.load_kv,
-        "offload_kv": attention.offload_kv,
-        "offload_qkv": attention.offload_qkv,
-        "cpu_attention": attention.cpu_attention,
-        "load_hidden": attention.load_hidden,
-        "post_attention": experts.post_attention,
-        "route": experts.route,
-        "preview_route": experts.preview_route,
-        "offload_routed": experts.offload_routed,
-        "run_expert": experts.run_expert,
-        "warm_expert": experts.warm_expert,
-        "load_routed": experts.load_routed,
-        "combine": experts.combine,
-        "sample": experts.sample,
-    }
+    experts = Experts(batch)
+    verbs: dict[str, Verb] = {"load": _load, "fetch": _fetch, "copy_to_pinned": _fetch}
+    for part in (Attention(batch), experts):
+        verbs |= {name: verb for name, verb in getmembers(part, ismethod) if not name.startswith("_")}
     if plan.nodes.count > 1:
         verbs |= verbs_of_nodes(plan, experts, board)
     return verbs
@@ -57,3 +39,16 @@ def verbs_of_nodes(plan: Plan, experts: Experts, board: Board) -> dict[str, Verb
     if plan.nodes.attends:
         return verbs | {"route": exchanges.route_for_all, "sample": exchanges.sample_for_all}
     return verbs | {"route": experts.chosen, "sample": exchanges.sampled}
+
+
+def _load(task: PageTransfer, data: Access) -> None:
+    """Read pages from the checkpoint."""
+    for page, slot in zip(task.pages, task.slots, strict=True):
+        data.write(slot, page.id)
+
+
+def _fetch(task: PageTransfer, data: Access) -> None:
+    """Copy pages from other slots, or from where the weights live."""
+    sources: Sequence[Slot | None] = task.operands or [None] * len(task.pages)
+    for page, slot, source in zip(task.pages, task.slots, sources, strict=True):
+        data.write(slot, page.id if source is None else data.read(source))
