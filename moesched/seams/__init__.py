@@ -1,0 +1,64 @@
+"""The seams: protocols of everything that can be plugged in, with their promises.
+
+All of them are structural: no base class is needed. `moesched.testing` has conformance suites for plug-in authors.
+Two stand in packages below, which use them: cost models in `moesched.machines`, eviction rules in `moesched.steps`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moesched.machines.demand import CostModel as CostModel
+from moesched.machines.demand import Demand as Demand
+from moesched.machines.demand import at_once as at_once
+from moesched.steps.eviction_rule import Eviction as Eviction
+
+from .device import ChecksMachine as ChecksMachine
+from .device import ChoosesDtype as ChoosesDtype
+from .device import CountsReads as CountsReads
+from .device import DescribesMachine as DescribesMachine
+from .device import Device as Device
+from .device import GivesScores as GivesScores
+from .device import HasOwnBytes as HasOwnBytes
+from .device import IsCalibrated as IsCalibrated
+from .device import Issued as Issued
+from .device import JoinsRanks as JoinsRanks
+from .device import KeepsRowsApart as KeepsRowsApart
+from .device import LaneKind as LaneKind
+from .device import ObservesActivations as ObservesActivations
+from .device import ObservesRouting as ObservesRouting
+from .device import Progress as Progress
+from .device import ReportsHome as ReportsHome
+from .device import StandsBy as StandsBy
+from .device import Streams as Streams
+from .device import TellsProgress as TellsProgress
+from .device import WarmsUp as WarmsUp
+from .device import ignore_progress as ignore_progress
+from .emulation import Dilations as Dilations
+from .emulation import EmulatedLane as EmulatedLane
+from .emulation import Emulates as Emulates
+from .emulation import Emulation as Emulation
+from .emulation import KeepsTime as KeepsTime
+from .kernel import Kernel as Kernel
+from .kernel import KernelRow as KernelRow
+from .kernel import ListsKernels as ListsKernels
+from .kernel import NamesKernels as NamesKernels
+from .observer import ActivationObserver as ActivationObserver
+from .observer import Observer as Observer
+from .observer import RoutingObserver as RoutingObserver
+from .observer import TokenSpan as TokenSpan
+from .policy import ExpertParallel as ExpertParallel
+from .policy import KeepsState as KeepsState
+from .policy import Pipelined as Pipelined
+from .policy import Policy as Policy
+from .policy import is_expert_parallel as is_expert_parallel
+from .policy import is_pipelined as is_pipelined
+from .policy import keeps_state as keeps_state
+from .simulation import Delay as Delay
+from .simulation import Routing as Routing
+from .transport import Abandons as Abandons
+from .transport import Exchange as Exchange
+from .transport import Transport as Transport
+
+if TYPE_CHECKING:
+    from .transport import Array as Array

@@ -1,0 +1,270 @@
+"""The seam of devices: they run tasks on real hardware. Each optional ability is a small protocol of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from moesched.machines import Machine
+    from moesched.machines.weights_home import WeightsHome
+    from moesched.models.checkpoint import Checkpoint
+    from moesched.models.layout import Page, WeightLayout
+    from moesched.requests.sampling import Sampling
+    from moesched.steps.plan import Plan
+    from moesched.tasks import Task
+
+    from .observer import ActivationObserver, RoutingObserver
+    from .transport import Transport
+
+
+LaneKind: TypeAlias = Literal["thread", "guest", "loop", "awaitable", "stream"]
+"""The way in which the tasks of a lane run."""
+
+
+class Issued(Protocol):
+    """A task that was issued to a device's stream."""
+
+    def wait(self) -> None:
+        """Block until the task ends; raises the task's error."""
+
+    @property
+    def value(self) -> Any:
+        """The task's result."""
+
+    def span(self) -> tuple[int, int]:
+        """The task's start and end in nanoseconds on the driver's clock; known once `wait` has returned."""
+
+
+class Streams(Protocol):
+    """A device's interface for its streams."""
+
+    def issue(self, task: Task, after: list[Task]) -> Issued:
+        """Issue a task to its lane's stream; it waits there for the tasks `after` on the device's other streams."""
+
+
+class Device(Protocol):
+    """Runs tasks on real hardware, batch after batch of one model.
+
+    The framework calls, in this order: the constructor; `slot_bytes`, whenever a policy plans; then for each batch
+    `kinds`, `begin`, `streams` and `execute`, once the tasks of the batch before have ended; `aclose`, once.
+    Optional abilities are the small protocols below.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, **settings: Any) -> None:
+        """Open a model's files; weights are read later.
+
+        Args:
+            checkpoint: the tensors in the files; in tensor-parallel runs, this rank's share.
+            layout: the same tensors cut into pages, and the dtype to compute in.
+            settings: the user's `--device-set` values, checked against the types of the device's own keyword
+                arguments, which have defaults.
+
+        Raises:
+            BadInput: the hardware is not there, or a setting is out of range. Nothing stays open then.
+        """
+
+    @property
+    def layout(self) -> WeightLayout:
+        """The layout passed to the constructor."""
+
+    @property
+    def kinds(self) -> Mapping[str, LaneKind]:
+        """The kind of each lane by name; lanes that are not listed are worker threads. Constant during a batch."""
+
+    @property
+    def streams(self) -> Streams | None:
+        """The issuer of tasks to lanes of kind "stream", on the driver's clock; None without such lanes."""
+
+    def slot_bytes(self, page: Page) -> int:
+        """Bytes of memory that a page takes in a slot, at least `page.nbytes`; constant. Called before any `begin`."""
+
+    def begin(self, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        """Prepare a batch: allocate what the plan reserves, no more, and store the prompts' token ids.
+
+        The plan's resident pages come with `load` tasks in every batch; a device that still has such a page from the
+        previous batch need not read it again. Everything else of that batch is freed. Called on the main thread.
+
+        Raises:
+            BadInput: the device cannot run such a batch. `aclose` follows.
+        """
+
+    def execute(self, task: Task) -> Any:
+        """Run one task and return its value once its effects are complete.
+
+        Called on the thread of the task's lane: one task at a time for each lane, several lanes concurrently. A task
+        starts when all its dependencies have ended. The value of `route` and `preview_route` is the number of rows of
+        each expert that has any, with router scores where the plan requests them (`moesched.routing.ScoredTokens`);
+        that of `sample` is one token for each sequence that ends its prompt or decodes; other verbs return None.
+        `run_expert` has the rows of `Task.expert_rows`; each row's bits must be those that it has if all of its
+        micro-batch's rows run together. The operands of `load_routed` are pairs of an expert and a range of its rows.
+
+        Raises:
+            Exception: of any kind; the driver turns it into the task's failure, and ends the run.
+        """
+
+    async def aclose(self) -> None:
+        """Free everything. Called once, by the owner, after the last task has ended; must not raise."""
+
+
+@runtime_checkable
+class JoinsRanks(Protocol):
+    """A device that can be one of several: tensor-parallel ranks, or nodes that share a model's experts."""
+
+    def join(self, rank: int, transport: Transport, first: Device) -> None:
+        """Become a rank. Called once before the first batch, or on a node before each order.
+
+        Args:
+            rank: its number, from 0.
+            transport: carries the exchanges of its `Collective` tasks; the caller closes it.
+            first: rank 0's device if it is in this process, otherwise this device; rank 0 begins each batch last.
+
+        Raises:
+            BadInput: there is no hardware for that rank.
+        """
+
+
+@runtime_checkable
+class DescribesMachine(Protocol):
+    """A device class that knows more about this machine than the system reports, such as its GPU."""
+
+    @staticmethod
+    def machine(host: Machine) -> Machine:
+        """The machine that `--machine auto` stands for: the host with the device's additions.
+
+        Raises:
+            BadInput: the hardware is not there, or the user has to name a machine.
+        """
+
+
+@runtime_checkable
+class ChecksMachine(Protocol):
+    """A device class that runs only on some machines."""
+
+    @staticmethod
+    def check_machine(machine: Machine) -> None:
+        """Accept a machine.
+
+        Raises:
+            BadInput: the device cannot run as that machine.
+        """
+
+
+@runtime_checkable
+class IsCalibrated(Protocol):
+    """A device class whose speed `moesched calibrate` measures, so that its runs are predicted."""
+
+    @staticmethod
+    def processors() -> str:
+        """The processors of this machine that the device runs on, as `Machine.measured_on` names a calibration's.
+
+        Raises:
+            BadInput: the hardware is not there.
+        """
+
+
+@runtime_checkable
+class ChoosesDtype(Protocol):
+    """A device class that chooses the dtype to compute in, such as float16 where its hardware lacks bfloat16."""
+
+    @staticmethod
+    def chosen_dtype(own: str) -> str:
+        """The dtype to compute in where the user names none; `own` is the model's, and the default."""
+        return own
+
+
+Progress: TypeAlias = Callable[[str, float, float], object]
+"""Progress callback: name of the work, amount done, total amount."""
+
+
+def ignore_progress(what: str, done: float, total: float) -> None:
+    """Ignore progress."""
+
+
+@runtime_checkable
+class TellsProgress(Protocol):
+    """A device whose `begin` may take long: it calls `tell`, assigned before the first batch, with its progress."""
+
+    tell: Progress
+
+
+@runtime_checkable
+class WarmsUp(Protocol):
+    """A device that runs its kernels once before the first step, while pages that stay are loaded."""
+
+    def warm_up_seconds(self) -> float | None:
+        """Seconds that the warm-up of the last batch took; None if it had nothing to warm up. Called after a batch."""
+
+
+@runtime_checkable
+class CountsReads(Protocol):
+    """A device that counts the bytes that it reads from the checkpoint's files."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far, over all batches."""
+
+
+@runtime_checkable
+class ReportsHome(Protocol):
+    """A device that knows several ways to keep weights in the host's memory."""
+
+    @property
+    def weights_home(self) -> WeightsHome | None:
+        """The way that the last batch used; None if the host kept no weights for a GPU."""
+
+
+@runtime_checkable
+class HasOwnBytes(Protocol):
+    """A device that uses memory beyond the plan's reservations."""
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of that memory, for the report."""
+
+
+@runtime_checkable
+class StandsBy(Protocol):
+    """A device whose weights would be paged out while it idles."""
+
+    def stand_by(self) -> object:
+        """Touch the weights. Called several times a second while a node waits for work."""
+
+
+@runtime_checkable
+class GivesScores(Protocol):
+    """A device whose routers give scores where a plan requests them; on other devices such a plan is refused."""
+
+    gives_scores: bool
+
+
+@runtime_checkable
+class KeepsRowsApart(Protocol):
+    """A device that can leave sequences out of a micro-batch once they have ended.
+
+    The operands of `embed` are the micro-batch's requests in its step. Requests that are missing never come back.
+    """
+
+    def rows_apart(self, rows: int) -> bool:
+        """Test whether no row's bits depend on another row, in decode steps of micro-batches of up to `rows` rows.
+
+        The answer stays the same once `begin` was called.
+        """
+
+
+@runtime_checkable
+class ObservesRouting(Protocol):
+    """A device that reports which experts the routers choose."""
+
+    def observe_routing(self, observer: RoutingObserver) -> None:
+        """Report to an observer from the next batch on."""
+
+
+@runtime_checkable
+class ObservesActivations(Protocol):
+    """A device that reports the experts' activations."""
+
+    def observe_activations(self, observer: ActivationObserver) -> None:
+        """Report to an observer from the next batch on."""

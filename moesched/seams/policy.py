@@ -1,0 +1,81 @@
+"""The seam of policies: they plan a run and schedule its steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from moesched.steps.plan import Plan
+    from moesched.steps.step import Step
+
+
+class Policy(Protocol):
+    """Plans a run and schedules its steps.
+
+    Each batch gets a new instance, made with the user's `--set` values as keyword arguments; see `KeepsState`. It
+    submits tasks through the step's verbs in program order, and may await nothing but their handles. If it has a
+    setting `kv_on_gpu`, the share (0 to 1) of the micro-batches whose KV cache stays on the accelerator, the planner
+    searches that too.
+
+    On a machine with several equal accelerators the model is divided among all of them (tensor parallelism), and a
+    policy sees one, with its share. A class for anything else declares it: `Pipelined`, `ExpertParallel`.
+    """
+
+    def plan(self, plan: Plan) -> None:
+        """Declare where the KV cache lives, which pages stay, and which pools other pages stream through."""
+
+    async def prefill(self, step: Step) -> None:
+        """Schedule the prompts, up to and including each micro-batch's `sample`."""
+
+    async def decode(self, step: Step) -> None:
+        """Schedule one more token of each sequence, up to and including each micro-batch's `sample`.
+
+        Some micro-batches may hold prompts instead (`Step.phase`), where a caller adds requests to a run.
+        """
+
+
+@runtime_checkable
+class Pipelined(Protocol):
+    """A policy class that declares whether it is a pipeline: each of several accelerators has layers of its own.
+
+    If True, it sees the whole machine, and its plan has a stage per accelerator.
+    """
+
+    pipelines: bool
+
+
+@runtime_checkable
+class ExpertParallel(Protocol):
+    """A policy class that declares whether several machines share a model's experts, each with a policy of its own.
+
+    If True, its `plan` calls `Plan.place_experts` and its steps call `Step.assign`, with equal arguments on all
+    machines. Without a declaration it runs on one machine.
+    """
+
+    expert_parallel: bool
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """A policy class that declares whether an instance serves all batches of a run, one after the other.
+
+    If True, `plan` is called once for each batch, and what else the instance holds outlives it. Predictions schedule
+    every step, since steps that look alike may differ later.
+    """
+
+    keeps_state: bool
+
+
+def keeps_state(policy: object) -> bool:
+    """Test a policy, or a class of policies, for `keeps_state = True`."""
+    return isinstance(policy, KeepsState) and policy.keeps_state
+
+
+def is_pipelined(policy: object) -> bool:
+    """Test whether a policy, or its class, declares `pipelines = True`."""
+    return isinstance(policy, Pipelined) and policy.pipelines
+
+
+def is_expert_parallel(policy: object) -> bool:
+    """Test whether a policy, or its class, declares `expert_parallel = True`."""
+    return isinstance(policy, ExpertParallel) and policy.expert_parallel

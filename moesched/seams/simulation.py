@@ -1,0 +1,29 @@
+"""Seams of simulated runs: the choice of experts, and delays of lanes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from moesched.tasks import Task
+
+
+class Routing(Protocol):
+    """Chooses experts where no router runs. A pure function of its arguments and its seed."""
+
+    def choose(self, step: int, layer: int, micro_batch: int, tokens: int) -> dict[int, int]:
+        """Count a micro-batch's tokens for each expert that gets any, in ascending order of expert.
+
+        step: the micro-batch's step: 0 for its prompts, then 1, 2, ... for the tokens that follow them.
+        """
+
+
+class Delay(Protocol):
+    """Adds time to a lane's tasks that depends on the tasks before them; for virtual clocks only.
+
+    Unlike a cost model it may keep state: it is called once for every task that starts on its lane, in the order of
+    their starts.
+    """
+
+    def __call__(self, task: Task, now: int) -> int:
+        """Return the nanoseconds that a task starting now takes beyond the cost of its work."""

@@ -1,0 +1,66 @@
+"""The seam of transports: they carry collectives between ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+
+
+class Exchange(NamedTuple):
+    """One collective of a run, as every rank that takes part in it names it.
+
+    Attributes:
+        ticket: its number in the sequence of all collectives, from 0.
+        signature: text that says what is exchanged; ranks with different signatures get an error that names them.
+        step, layer: those that it belongs to; -1 for none.
+    """
+
+    ticket: int
+    signature: str = ""
+    step: int = -1
+    layer: int = -1
+
+
+class Transport(Protocol):
+    """Carries out collectives between ranks, on arrays in host memory.
+
+    Calls come in the same order on all ranks, each on the thread of a lane, which it blocks until the result is there.
+    Every call returns the same bits on every rank that gets a result. Parts are not changed; results belong to the
+    caller. Each rank has a transport of its own, unless the ranks are threads of one process, which may share one.
+
+    Raises:
+        TransportError: a rank does not arrive in time, is lost, or is in another exchange. Every call may raise it, on
+            each rank that waits for the others.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Connect to the other ranks, as the parameters describe.
+
+        `(ranks)`: the ranks are threads that share the transport. `(addresses, rank, *, keys, listen, epoch,
+        lost_after_seconds)`: each process listens at one of the addresses. `(rank, ranks)`: rank 0 is found by
+        MASTER_ADDR and MASTER_PORT. `()`: all settings come from the environment.
+        """
+
+    def all_reduce(self, rank: int, exchange: Exchange, part: Array) -> Array:
+        """The sum of all ranks' parts, which have one shape and type, added in the order of the ranks."""
+
+    def broadcast(self, rank: int, exchange: Exchange, array: Array | None, root: int) -> Array:
+        """The array of the rank `root`, on all ranks; the others pass None, and need not know its shape."""
+
+    def gather(self, rank: int, exchange: Exchange, part: Array, root: int) -> list[Array] | None:
+        """The parts of all ranks in their order, on the rank `root`; None on the others. Shapes may differ."""
+
+    async def aclose(self) -> None:
+        """Free everything; waiting ranks get a TransportError. Called once, by the owner; must not raise."""
+
+
+@runtime_checkable
+class Abandons(Protocol):
+    """A transport on which a rank can announce that it takes no part in an exchange."""
+
+    def abandon(self, rank: int, exchange: Exchange, reason: str) -> None:
+        """End an exchange with a TransportError that gives the reason, on the ranks that wait for this one."""
