@@ -57,6 +57,7 @@ class Benchmark:
         rounds_help: the meaning of a round.
         by_machine: whether the figures depend on the machine; its name is then part of the file's.
         keeps_parts: whether parts that were not measured stay in the result file.
+        replaces: names of scripts that are gone, whose results of this machine go once this one has one.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Benchmark:
         rounds_help: str = "measure everything this often; figures are medians",
         by_machine: bool = True,
         keeps_parts: bool = False,
+        replaces: Sequence[str] = (),
     ) -> None:
         path = Path(file).resolve()
         self.name = path.stem
@@ -83,7 +85,8 @@ class Benchmark:
         self._said: set[str] = set()
         self._packages = packages
         self._keeps_parts = keeps_parts
-        self.out = RESULTS / f"{named_for_machine(self.name) if by_machine else self.name}.json"
+        files = [f"{named_for_machine(name) if by_machine else name}.json" for name in (self.name, *replaces)]
+        self.out, self._replaced = RESULTS / files[0], [OF_A_VERSION / file for file in files[1:]]
         self.parser = argparse.ArgumentParser(
             description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
         )
@@ -118,6 +121,11 @@ class Benchmark:
     def stored(self) -> Result:
         """The result that the file has; empty if there is none."""
         return stored(self.out)
+
+    def joined(self, key: str, part: str, found: Result) -> list[Result]:
+        """The rows under a key of the result, each of a part, with one measured anew, in the order of the parts."""
+        rows = {row["part"]: row for row in self.stored().get(key, [])} | {part: {"part": part, **found}}
+        return [rows[part] for part in self.parts if part in rows]
 
     def write(self, figures: Result, out: Path | None = None, parts: Sequence[str] = ()) -> int:
         """Write figures, their claims and tables with the command, the machine, its load, the commit and the code.
@@ -160,7 +168,8 @@ class Benchmark:
         )
         store({**about, **machine, **shown, **figures, **shown, "sources": sources}, path)
         if path.parent == RESULTS:
-            (OF_A_VERSION / path.name).unlink(missing_ok=True)
+            for file in (OF_A_VERSION / path.name, *self._replaced):
+                file.unlink(missing_ok=True)
         print(path, flush=True)
         said = [
             f"{'' if each['reached'] in (True, None) else 'MISSED '}{each['words']}: {each['figure']}"
