@@ -30,7 +30,7 @@ TESTS = [
     "tests/test_exchange_rows.py",
     "tests/test_lagging_device.py",
 ]
-SWEEP = ["-m", "benchmarks.robustness._lagging_rows", "every", "resident, whole prompts", "0", "2"]
+SWEEP = ["-m", "benchmarks.robustness._lagging_rows"]
 
 
 class Mutant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
