@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any, NamedTuple
@@ -21,9 +20,8 @@ from benchmarks.gpu._claims import ORDERED
 from benchmarks.gpu._cuda_probe import rates
 from benchmarks.gpu._figures import of_run
 from benchmarks.gpu._peers import hugging_face, llama_cpp
-from benchmarks.gpu._policies import Case, in_turn, of_scenario
+from benchmarks.gpu._policies import Case, in_turn
 from benchmarks.gpu._preparations import LLAMA, Preparation, build_llama, write_gguf, write_model
-from benchmarks.gpu._scenarios import POLICIES
 from benchmarks.gpu._sizes import Requests, Sizes, active_bytes, flops_of_a_token, weight_bytes
 from benchmarks.shared.fresh_process import command, in_fresh_process
 from moesched.system.memory import available_memory
@@ -214,18 +212,7 @@ def beside(batch: int, bench: Bench, seconds: float) -> Figures:
 def policies_in_order(bench: Bench, seconds: float) -> Figures:
     """Requests under ten policies, whose weights stream."""
     sizes = bench.sizes
-    cases = [Case(policy, "in order", sizes.ordered, sizes.gpu) for policy in IN_ORDER]
-    return _in_turn(bench, cases, seconds)
-
-
-def dispatched(bench: Bench, seconds: float) -> Figures:
-    """One request in several scenarios, where half of the experts fit on the GPU; as many as there is time for."""
-    sizes = bench.sizes
-    chosen = product(sizes.scenarios, POLICIES)
-    return _in_turn(bench, [of_scenario(policy, each, sizes.half) for each, policy in chosen], seconds)
-
-
-def _in_turn(bench: Bench, cases: Sequence[Case], seconds: float) -> Figures:
+    cases = [Case(policy, sizes.ordered, sizes.gpu) for policy in IN_ORDER]
     places = bench.places
     machine = str(places.machine) if places.machine.exists() else "auto"
     arguments = places.of(MODEL), bench.sizes.device, machine, cases, max(0.0, seconds - STARTING_SECONDS / 6)
@@ -304,7 +291,6 @@ PARTS = (
     "order",
     "others",
     "large",
-    "dispatch",
 )
 
 
@@ -333,11 +319,6 @@ def rows(sizes: Sizes) -> Iterator[Row]:
     in_llama = {**stays, "after": (MODEL, PROGRAM), "on_gpus": True}
     yield Row("llama.cpp", "others", 30, by_llama_cpp, **in_llama)
     yield Row("half, llama.cpp", "others", 20, half_by_llama_cpp, **in_llama)
-    yield from _large_rows(sizes)
-    yield Row("dispatch", "dispatch", 60, dispatched, **streams)
-
-
-def _large_rows(sizes: Sizes) -> Iterator[Row]:
     weights = weight_bytes(sizes.large)
     yield Row(
         "large, cgopipe",

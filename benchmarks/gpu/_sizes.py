@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from benchmarks.gpu._scenarios import Scenario
 from moesched.models.config import ITEM_BYTES, ModelConfig
 from moesched.models.shapes import SHAPES
 from moesched.models.tensors import count_weights
@@ -39,7 +38,6 @@ class Sizes(NamedTuple):
         prompt: tokens of the prompts of the rows beside other programs, and as many new ones as `new_tokens`.
         batches: their sizes.
         ordered: requests of policies that are put in order.
-        scenarios: of one request, under policies that decide where experts run.
         gpu: the GPU's memory where weights stream; half: where half of the experts fit; large_gpu: of the large model.
         pinned: page-locked memory where staging is forced.
     """
@@ -55,7 +53,6 @@ class Sizes(NamedTuple):
     new_tokens: int
     batches: tuple[int, ...]
     ordered: Requests
-    scenarios: tuple[Scenario, ...]
     gpu: int
     half: int
     large_gpu: int
@@ -84,11 +81,6 @@ FULL = Sizes(
     new_tokens=33,
     batches=(1, 16, 64),
     ordered=Requests(64, 77, 6, 64, 16),
-    scenarios=(
-        Scenario(64, 33),
-        *(Scenario(prompt, 1) for prompt in (512, 1024, 2048, 4096)),
-        *(Scenario(32, 17, beams) for beams in (4, 8, 12)),
-    ),
     gpu=8 * 10**9,
     half=7 * 10**9,
     large_gpu=24 * 10**9,
@@ -109,7 +101,6 @@ SMALL = Sizes(
     new_tokens=3,
     batches=(1,),
     ordered=Requests(2, 5, 2, 2, 1),
-    scenarios=(Scenario(4, 2, beams=2),),
     gpu=2_500_000,
     half=2_300_000,
     large_gpu=2_500_000,

@@ -49,9 +49,8 @@ def policies(result: Result) -> str:
     cases = [case for row in result["rows"].values() for case in row.get("cases", [])]
     if not cases:
         return ""
-    lines = [[case["scenario"], case["policy"], *_policy(case)] for case in cases]
+    lines = [[case["policy"], *_policy(case)] for case in cases]
     columns = [
-        "requests",
         "policy",
         "seconds",
         "first token, s",

@@ -16,7 +16,6 @@ half         One request, half of the experts on the host.
 order        64 requests under ten policies, the GPU limited to 8 GB: as fast, and in the order, as predicted?
 others       The last two by Hugging Face if it is installed, and by llama.cpp if it is given.
 large        16 layers, the GPU limited to 24 GB, 2,048 requests, beside Accelerate if it is installed.
-dispatch     One request where half of the experts fit, by where experts are to run: generation, prompts, beams.
 
 The exit code is 1 if a bar is missed or a row fails. `--small` tries all of this with tiny models on an imitated GPU;
 its figures measure nothing.

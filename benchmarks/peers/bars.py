@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from benchmarks.record.claims import Claim, all_of
+from benchmarks.record.claims import Claim, all_of, at_most
 from benchmarks.record.tables import markdown
 
 Result = dict[str, Any]
@@ -17,6 +17,8 @@ STEP_BAR = 0.8
 PAGE_CACHE_BAR = 3.0
 CAPPED_BARS = {ACCELERATE: 5.0, LLAMA_CPP: 1.5}
 FIRST_TOKEN_BAR = 1.5
+DISK_BARS = {16: 1.10, 1: 1.20}
+"""Of the fastest policy's step over (bytes read / disk bandwidth), by batch."""
 CAPPED = "capped"
 DISTURBED = 0.1
 
@@ -60,8 +62,13 @@ def bars(result: Result) -> Iterator[Bar]:
 def claims(result: Result) -> Iterator[Claim]:
     """The number of bars that are reached; the page names the others."""
     reached = [each.reached() for each in bars(result)]
-    words = "bars of [beside other programs](performance.md#bars-that-are-missed) that are reached"
-    yield all_of(words, sum(reached), len(reached))
+    if reached:
+        words = "bars of [beside other programs](performance.md#bars-that-are-missed) that are reached"
+        yield all_of(words, sum(reached), len(reached))
+    for name, policies in _cases(result, "disk").items():
+        policy, row = min(policies.items(), key=lambda each: float(each[1]["step_seconds"]))
+        words = f"disk offloading: {name}, {policy}: step over (bytes read / disk bandwidth)"
+        yield at_most(words, row["over_disk"], DISK_BARS[_batch(name)], "{:.3f}")
 
 
 def tables(result: Result) -> dict[str, str]:
@@ -89,7 +96,7 @@ def _page_cache(name: str, ratio: float, share: float) -> Bar:
 
 def _resident(cases: Mapping[str, Result]) -> Iterator[Bar]:
     for name, case in cases.items():
-        batch = int(name.removeprefix("batch ").split(",")[0])
+        batch = _batch(name)
         ratios = {
             peer: ratio
             for peer in case["ratios"].get("decode", {})
@@ -141,6 +148,11 @@ def best(phase: Result, peer: str) -> Result:
     """The row of a peer's fastest setting; empty if it has none."""
     rows = [row for row in phase["contestants"].values() if row["peer"] == peer]
     return max(rows, key=lambda row: float(row["tokens_per_second"]["median"]), default={})
+
+
+def _batch(name: str) -> int:
+    """Of a request, by its name."""
+    return int(name.removeprefix("batch ").split(",")[0])
 
 
 def _cases(result: Result, part: str) -> dict[str, Result]:
