@@ -143,6 +143,7 @@ BENCHMARK = Benchmark(
     rounds=5,
     rounds_help="rounds of every request",
     keeps_parts=True,
+    replaces=("offload_disk",),
 )
 BENCHMARK.parser.add_argument("--model", type=Path, default=cache_folder() / MODEL, metavar="DIR")
 BENCHMARK.parser.add_argument(

@@ -57,7 +57,7 @@ class Benchmark:
         rounds_help: the meaning of a round.
         by_machine: whether the figures depend on the machine; its name is then part of the file's.
         keeps_parts: whether parts that were not measured stay in the result file.
-        replaces: names of scripts that are gone, whose results of this machine go once this one has one.
+        replaces: names of scripts that are gone; their results of this machine go once this one has all parts.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class Benchmark:
         self._said: set[str] = set()
         self._packages = packages
         self._keeps_parts = keeps_parts
-        files = [f"{named_for_machine(name) if by_machine else name}.json" for name in (self.name, *replaces)]
-        self.out, self._replaced = RESULTS / files[0], [OF_A_VERSION / file for file in files[1:]]
+        self.out = RESULTS / f"{named_for_machine(self.name) if by_machine else self.name}.json"
+        self._replaced = [each for name in replaces for each in (name, named_for_machine(name))]
         self.parser = argparse.ArgumentParser(
             description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
         )
@@ -168,8 +168,9 @@ class Benchmark:
         )
         store({**about, **machine, **shown, **figures, **shown, "sources": sources}, path)
         if path.parent == RESULTS:
-            for file in (OF_A_VERSION / path.name, *self._replaced):
-                file.unlink(missing_ok=True)
+            whole = about.get("parts", dict.fromkeys(of_file)).keys() >= {*of_file}
+            for stem in (path.stem, *(self._replaced if whole else ())):
+                (OF_A_VERSION / f"{stem}.json").unlink(missing_ok=True)
         print(path, flush=True)
         said = [
             f"{'' if each['reached'] in (True, None) else 'MISSED '}{each['words']}: {each['figure']}"

@@ -85,6 +85,7 @@ BENCHMARK = Benchmark(
     rounds_help="good runs, and failing ones, on torch; a tenth of it elsewhere; thousands of tasks",
     by_machine=False,
     keeps_parts=True,
+    replaces=("soak",),
 )
 
 

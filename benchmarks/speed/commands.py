@@ -76,6 +76,7 @@ BENCHMARK = Benchmark(
     parts=COMMANDS,
     rounds=5,
     rounds_help="runs of each command, in turn; medians count",
+    replaces=("sweeps",),
 )
 
 
