@@ -91,7 +91,6 @@ def claims(result: Result) -> Iterator[Claim]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("torch", "transformers"),
     claims=claims,
     parts=MAKERS,
     rounds=30,

@@ -454,7 +454,6 @@ def tables(result: Result) -> dict[str, str]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("torch",),
     claims=claims,
     tables=tables,
     parts=SETTINGS,

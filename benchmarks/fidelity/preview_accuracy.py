@@ -74,7 +74,6 @@ BENCHMARK = Benchmark(
     claims=claims,
     tables=tables,
     parts=PARTS,
-    packages=("torch",),
     rounds=32,
     rounds_help="number of prompts",
 )

@@ -65,7 +65,6 @@ BENCHMARK = Benchmark(
     __doc__,
     claims=claims,
     tables=tables,
-    packages=("torch",),
     parts=PARTS,
     rounds_help="measure all rows this often, as far as time allows; the last figures count",
 )

@@ -46,7 +46,6 @@ def claims(result: Result) -> Iterator[Claim]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("msgspec", "tokenizers", "numpy"),
     claims=claims,
     parts=(*PARSERS, *COMMANDS),
     rounds=100_000,

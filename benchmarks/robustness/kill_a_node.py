@@ -42,7 +42,6 @@ def claims(result: Result) -> Iterator[Claim]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("torch", "pyzmq"),
     claims=claims,
     parts=POLICIES,
     rounds=200,

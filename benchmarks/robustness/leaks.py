@@ -78,7 +78,6 @@ def claims(result: Result) -> Iterator[Claim]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("torch", "mlx", "pyzmq"),
     claims=claims,
     parts=[*(f"{device}, {kind}" for device in FEWER for kind in ("good", "failing")), SOAK],
     rounds=1000,

@@ -81,7 +81,6 @@ def tables(result: Result) -> dict[str, str]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("pyzmq", "grpcio", "torch", "uvloop"),
     claims=claims,
     tables=tables,
     parts=CASES,

@@ -231,7 +231,6 @@ def claims(result: Result) -> Iterator[Claim]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("simpy", "uvloop"),
     claims=claims,
     parts=(*VIRTUAL, *REAL),
     rounds=15,

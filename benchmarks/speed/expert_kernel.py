@@ -140,7 +140,6 @@ def _rows(result: Result) -> Iterator[Result]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("torch",),
     claims=claims,
     tables=tables,
     parts=PARTS,

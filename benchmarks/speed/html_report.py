@@ -56,7 +56,6 @@ BENCHMARK = Benchmark(
     __doc__,
     claims=claims,
     parts=SIZES,
-    packages=("playwright",),
     rounds=5,
     rounds_help="times that each page is opened",
 )
