@@ -47,7 +47,7 @@ from benchmarks.gpu._rows import (
     rows,
 )
 from benchmarks.gpu._sizes import FULL, SMALL
-from benchmarks.gpu._tables import policies, tables
+from benchmarks.gpu._tables import tables
 from benchmarks.record.benchmark import Benchmark, progress
 from benchmarks.record.tables import markdown
 from benchmarks.shared.fresh_process import RowFailed, preload
@@ -143,7 +143,6 @@ class Hour:
             self._write()
         bars = list(claims(self.result))
         print(markdown(["measure", "figure", "bar"], [[each.words, each.figure, each.bar] for each in bars]))
-        print(policies(self.result))
         failed = any(reason.startswith(FAILED) for reason in self.result["left_out"].values())
         return int(failed or any(each.reached is False for each in bars))
 

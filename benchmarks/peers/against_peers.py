@@ -191,8 +191,7 @@ def compared(field: Field, cases: Sequence[comparison.Case], options: Options) -
     try:
         for name, figures in comparison.compare(field, OURS.name, config, chosen, options.rounds):
             found[name] = {**figures, "ratios": comparison.ratios(figures, OURS.name)}
-            for line in comparison.lines(name, found[name]):
-                progress.print(line, soft_wrap=True)
+            progress.print(name, found[name]["ratios"], found[name]["failed"], soft_wrap=True)
     except KeyboardInterrupt:
         result["interrupted"] = True
     return result

@@ -44,7 +44,7 @@ def bars(result: Result) -> Iterator[Claim]:
 
 def claims(result: Result) -> Iterator[Claim]:
     """The number of bars that are reached; the page names the others."""
-    reached = [each.reached for each in bars(result)]
+    reached = [bool(each.reached) for each in bars(result)]
     if reached:
         words = "bars of [beside other programs](performance.md#bars-that-are-missed) that are reached"
         yield all_of(words, sum(reached), len(reached))
