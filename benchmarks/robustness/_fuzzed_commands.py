@@ -117,6 +117,7 @@ def _work(arguments: list[str], errors: Path) -> NoReturn:
     signal.alarm(60)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     code = main(arguments)
     sys.stdout.flush()
     os._exit(code)

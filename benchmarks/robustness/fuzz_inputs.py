@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             try:
                 # In a process of its own, whose peak memory is then its own, too.
                 found = in_fresh_process(
-                    fuzz, name, count, options.seed, options.seconds, seconds=float("inf")
+                    fuzz, name, count, options.seed, options.seconds, seconds=options.seconds + LONGEST
                 )
             except RowFailed as error:
                 found = {"files": 0, "problems": 1, "first_problems": [str(error)]}

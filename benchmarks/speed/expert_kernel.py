@@ -204,7 +204,7 @@ def measure_experts(
 ) -> dict[str, dict[str, Rates]]:
     """By model and number of rows: rates in GB/s of weights, and their ratios."""
     best = instruction_set == instruction_sets()[0]
-    found = {}
+    found: dict[str, dict[str, Rates]] = {}
     with closing(NativeKernels(0, instruction_set, cores)) as kernels, closing(Team(cores)) as team:
         for model in EXPERTS:
             shape = Shape(SHAPES[model].hidden, SHAPES[model].routed.intermediate)
