@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.record.benchmark import Benchmark, track
-from benchmarks.record.claims import Claim, Result
+from benchmarks.record.claims import Claim, Result, at_least, together
 from benchmarks.record.tables import markdown
 from benchmarks.shared.limits import Race
 from moesched.devices.kernels import functions
@@ -86,14 +86,16 @@ ROWS = {
 
 def claims(result: Result) -> Iterator[Claim]:
     """Native attention in decode steps."""
-    rows, bars = result["rows"].values(), result["bars"]
+    rows = result["rows"].values()
     share, ratio = (min(each[name] for each in rows) for name in ("share_of_limit", "times_torch"))
-    reached = share >= bars["share_of_limit"] and ratio >= bars["times_torch"]
-    bar = f"≥ {bars['share_of_limit']:.2f}, ≥ {bars['times_torch']:.1f}x"
     words = (
         f"attention in decode, {len(rows)} contexts and batches: share of the limit, and over torch, least"
     )
-    yield Claim(words, f"{share:.2f}, {ratio:.1f}x", bar, reached)
+    yield together(
+        words,
+        at_least("", share, LEAST_FRACTION, "{:.2f}"),
+        at_least("", ratio, LEAST_TIMES_TORCH, "{:.1f}x"),
+    )
 
 
 def limit(row: Result) -> float:
@@ -148,7 +150,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         {
             "instructions": options.instruction_set,
             "threads": cores,
-            "bars": {"share_of_limit": LEAST_FRACTION, "times_torch": LEAST_TIMES_TORCH},
             "rows": {name: found[name] for name in ROWS if name in found},
         }
     )
