@@ -71,8 +71,6 @@ The last keeps time from being dilated a hundred times, since starting a product
 LEFT_OUT = ("adversarial", "ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced")
 """No schedule, and schedules for several nodes, which on one are what `resident` is."""
 MEASURES = ("decode", "total")
-PLACES = ("disk", "emulated")
-"""Settings begin with one of these."""
 EMULATED = "moesched.devices.emulated.device:EmulatedDevice"
 LANE = "lane "
 """Before the name of a lane, in a run's figures."""
