@@ -78,74 +78,24 @@ DECODE_BAR, LANE_BAR = 10.0, 15.0
 """Percent."""
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """Setting in which policies are compared.
+class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Setting in which policies are compared; the file of settings explains the fields."""
 
-    Attributes:
-        share: of the weights, that fast memory has room for; of all that a policy wants where it is over 1.
-    """
-
-    shape: ModelConfig
+    shape: dict[str, Any]
     dtype: DType
-    emulated: bool
     share: float
     batch_size: int
     micro_batch_size: int
     new_tokens: int
     prompts: tuple[int, int]
 
-
-def shape(name: str, **sizes: Any) -> ModelConfig:
-    """A Mixtral of other sizes."""
-    return SHAPES["mixtral-0.8b"].varied(name=name, **sizes)
-
-
-CUT = shape("mixtral-0.8b-4-layers", layers=4)
-SLIM = shape("mixtral-slim", layers=6, hidden=768, intermediate=2048, heads=12, vocabulary=8000)
-MANY = shape(
-    "mixtral-16-experts", layers=5, hidden=768, intermediate=1536, heads=12, experts=16, vocabulary=8000
-)
-FINE = shape(
-    "mixtral-64-experts",
-    layers=6,
-    hidden=768,
-    intermediate=384,
-    heads=12,
-    experts=64,
-    top_k=8,
-    vocabulary=8000,
-)
-SMALL = shape("mixtral-small", layers=6, hidden=192, intermediate=448, heads=4, head_dim=48, vocabulary=512)
-WIDE = shape("mixtral-wide", layers=5, hidden=128, intermediate=896, heads=4, head_dim=32, vocabulary=512)
+    @property
+    def config(self) -> ModelConfig:
+        """The model."""
+        return SHAPES["mixtral-0.8b"].varied(**self.shape)
 
 
-def on_disk(config: ModelConfig, dtype: DType, share: float, sizes: tuple[int, int, int]) -> Setting:
-    """Sizes are those of the batch and its micro-batches, and new tokens."""
-    batch, micro_batch, tokens = sizes
-    return Setting(
-        shape=config, dtype=dtype, emulated=False, share=share, batch_size=batch, micro_batch_size=micro_batch,
-        new_tokens=tokens, prompts=(4, 13),
-    )  # fmt: skip
-
-
-def emulated(config: ModelConfig, share: float, sizes: tuple[int, int, int]) -> Setting:
-    """The same on the emulated accelerator."""
-    batch, micro_batch, tokens = sizes
-    return Setting(
-        shape=config, dtype="float32", emulated=True, share=share, batch_size=batch, micro_batch_size=micro_batch,
-        new_tokens=tokens, prompts=(16, 33),
-    )  # fmt: skip
-
-
-SETTINGS = {
-    "disk-all-fits": on_disk(CUT, "bfloat16", 2.0, (8, 8, 20)),
-    "disk-tight": on_disk(SLIM, "bfloat16", 0.6, (16, 8, 6)),
-    "disk-float32": on_disk(MANY, "float32", 0.65, (16, 16, 4)),
-    "disk-many-experts": on_disk(FINE, "bfloat16", 0.5, (12, 4, 8)),
-    "emulated-roomy": emulated(SMALL, 0.75, (16, 4, 3)),
-    "emulated-tight": emulated(SMALL, 0.45, (12, 4, 3)),
-    "emulated-wide": emulated(WIDE, 0.6, (24, 8, 3)),
-}
+SETTINGS = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, Setting])
 
 
 class BusyLanes:
@@ -163,15 +113,16 @@ class BusyLanes:
 class Bench:
     """One setting: its model, the machine that it runs on, its requests."""
 
-    def __init__(self, setting: Setting, folder: Path) -> None:
-        self.setting = setting
-        self.machine = slow_t4() if setting.emulated else local_machine()
-        model = write_random_model(setting.shape, folder / setting.shape.name, dtype=setting.dtype)
+    def __init__(self, name: str, folder: Path) -> None:
+        self.setting = setting = SETTINGS[name]
+        self.emulated = name.startswith("emulated")
+        self.machine = slow_t4() if self.emulated else local_machine()
+        model = write_random_model(setting.config, folder / setting.config.name, dtype=setting.dtype)
         self.checkpoint: Checkpoint = open_checkpoint(model)
         self.layout: WeightLayout = weight_layout(self.checkpoint.config, setting.dtype)
         chance = random.Random(1)
         self.prompts = [
-            [chance.randrange(setting.shape.vocabulary) for _ in range(chance.randrange(*setting.prompts))]
+            [chance.randrange(setting.config.vocabulary) for _ in range(chance.randrange(*setting.prompts))]
             for _ in range(setting.batch_size)
         ]
 
@@ -192,7 +143,7 @@ class Bench:
     def device(self) -> Any:
         """Made anew; the run closes it."""
         gc.collect()  # what the run before left, weights and all, in cycles
-        name = EMULATED if self.setting.emulated else "torch"
+        name = EMULATED if self.emulated else "torch"
         return plugins.find("devices", name)(self.checkpoint, self.layout)
 
     def measure(self, name: str) -> dict[str, float]:
@@ -217,7 +168,7 @@ class Bench:
         device, lanes = self.device(), BusyLanes()
         report = simulate(*self.plan(name, device, machine), observers=[lanes])
         found = {**times(report.step_seconds), **lanes.seconds}
-        if not self.setting.emulated:
+        if not self.emulated:
             steps = report.step_seconds[1:]
             expected = Figures(report.throughput_tokens_per_second, mean(steps), report.prefill_seconds)
             band = uncertainty(lambda: [Rank(*self.plan(name, device, machine))], expected).band
@@ -236,7 +187,7 @@ def times(step_seconds: Sequence[float]) -> dict[str, float]:
     return {"decode": sum(step_seconds[1:]), "total": sum(step_seconds)}
 
 
-def measure(setting: Setting, names: Sequence[str], repeats: int) -> dict[str, Any]:
+def measure(setting: str, names: Sequence[str], repeats: int) -> dict[str, Any]:
     """All policies in a setting."""
     left_out: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
@@ -247,15 +198,15 @@ def measure(setting: Setting, names: Sequence[str], repeats: int) -> dict[str, A
             except BadInput as error:
                 left_out[name] = str(error)
         fit = [name for name in names if name not in left_out]
-        if not setting.emulated:  # the first run of a process prepares products, and is not counted
+        if not bench.emulated:  # the first run of a process prepares products, and is not counted
             bench.measure(fit[0])
         in_turn = InTurn({name: partial(bench.measure, name) for name in fit}, repeats)
-        machine = bench.machine if setting.emulated else calibrate_in_turn(in_turn, repeats)
+        machine = bench.machine if bench.emulated else calibrate_in_turn(in_turn, repeats)
         taken = in_turn.up_to(2 * repeats)
         policies = [policy_result(name, taken[name], bench.predict(name, machine)) for name in fit]
     runs = [each for done in taken.values() for each in done]
     return {
-        **described(setting),
+        **described(bench),
         "repeats": repeats,
         "most_other_cores": round(max(each.others for each in runs), 2),
         "wall_seconds": round(sum(each.figures["wall"] for each in runs), 1),
@@ -286,13 +237,13 @@ def rankings(policies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def described(setting: Setting) -> dict[str, Any]:
+def described(bench: Bench) -> dict[str, Any]:
     """A setting as the result file has it."""
-    config = setting.shape
+    setting, config = bench.setting, bench.setting.config
     return {
         "model": f"{config.name}: {config.layers} layers, {config.hidden} / {config.routed.intermediate}, "
         f"{config.routed.experts} experts, {setting.dtype}",
-        "machine": "emulated, a T4 with lower rates" if setting.emulated else "this one, weights on its disk",
+        "machine": "emulated, a T4 with lower rates" if bench.emulated else "this one, weights on its disk",
         "share_of_weights": setting.share,
         "batch_size": setting.batch_size,
         "micro_batch_size": setting.micro_batch_size,
@@ -470,7 +421,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings: dict[str, Any] = BENCHMARK.stored().get("settings", {})
     cache_folder().mkdir(parents=True, exist_ok=True)
     for each in track(options.only, "settings", still=True):
-        settings[each] = measure(SETTINGS[each], policies, options.rounds)
+        settings[each] = measure(each, policies, options.rounds)
         BENCHMARK.write({"settings": {name: settings[name] for name in SETTINGS if name in settings}})
 
 
