@@ -8,12 +8,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.exact import cluster_tokens
-from benchmarks.fidelity import reproduce
 from benchmarks.pages._tried_table import doctors, tried
 from benchmarks.record.benchmark import Benchmark
 from benchmarks.record.claims import Claim, at_most
@@ -181,25 +179,6 @@ def test_a_file_of_several_keeps_its_own_parts_only(tmp_path: Path) -> None:
         measured.parse(["--only", part])
         measured.write({}, tmp_path / "reds.json", ["red", "redder"])
     assert list(json.loads((tmp_path / "reds.json").read_text())["parts"]) == ["red", "redder"]
-
-
-def test_a_section_made_anew_leaves_the_others_of_its_paper() -> None:
-    older = of_paper(
-        [{"name": "b", "rows": [1]}, {"name": "c", "rows": [1]}], accuracy=0.1, wall_seconds=90.0
-    )
-    found = of_paper(
-        [{"name": "b", "rows": [2]}, {"name": "a", "rows": [2]}], accuracy=None, wall_seconds=1.0
-    )
-    kept = reproduce.within({"commit": "of the whole", **older}, found, ["a", "b", "c"])
-    assert [(each["name"], each["rows"]) for each in kept["sections"]] == [("a", [2]), ("b", [2]), ("c", [1])]
-    assert (kept["accuracy"], kept["wall_seconds"]) == (0.1, 90.0)
-    assert "commit" not in kept, "the benchmark writes it"
-    with pytest.raises(SystemExit, match="its rates changed; choose all of its sections"):
-        reproduce.within(older | {"calibration": ["another"]}, found, ["a", "b", "c"])
-
-
-def of_paper(sections: list[dict[str, Any]], **figures: float | None) -> dict[str, Any]:
-    return {"paper": "moe-lightning", "calibration": ["a rate"], "sections": sections, **figures}
 
 
 def test_a_result_is_of_the_code_of_today_once_each_of_its_parts_is(tmp_path: Path) -> None:

@@ -212,7 +212,8 @@ def test_attention_is_on_the_host_beside_kv_caches_that_the_accelerator_does_not
 # -- beside what they improve on ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["Least-Stale: decode, experts 102", "Fate: decode, offload_per_layer 40"])
-def test_the_papers_policy_is_faster_than_what_it_improves_on(name: str) -> None:
-    [case] = [case for case in CASES if case.name == name]
-    assert compared(case)["ratio"] > 1.2
+@pytest.mark.parametrize("paper", ["Least-Stale", "Fate"])
+def test_the_papers_policy_is_faster_than_what_it_improves_on(paper: str) -> None:
+    [case] = [case for case in CASES if case.paper == paper]
+    *_, decode, _ = compared(case)
+    assert (decode["of"], decode["ratio"] > 1.2) == ("decode", True)

@@ -108,10 +108,8 @@ def test_pairs_that_are_apart_are_in_order_where_the_faster_one_is_predicted_fas
 
 
 def test_bars_say_whether_they_are_reached() -> None:
-    reached = {
-        bar["measure"]: bar["reached"]
-        for bar in bars(summary([row("s", "a", 10, 10.5), row("s", "b", 20, 30)]))
-    }
+    found = bars(summary([row("s", "a", 10, 10.5), row("s", "b", 20, 30)]))
+    reached = {bar.words: bar.reached for bar in found}
     assert reached == {
         "decode: median error of the sources": False,
         "decode: share of rows inside the band": False,

@@ -47,7 +47,6 @@ def claims(result: Result) -> Iterator[Claim]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("torch", "mlx", "pyzmq"),
     claims=claims,
     parts=[f"{device}, {policy}" for device in DEVICES for policy in POLICIES],
     by_machine=False,

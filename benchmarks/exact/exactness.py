@@ -14,9 +14,9 @@ Beam search: Hugging Face's `generate` and ours, on some of these models, with w
 penalties, with early stopping and without. The best sequence must be the same, and its score to 1e-4. Models whose
 attention sees one token only are left out: Hugging Face's KV cache keeps all tokens there.
 
-From policy to policy: every shipped policy, and the adversary with many seeds, on a machine with one memory and on one
-with two, in both dtypes: the logits of every step must be those of `resident` on one memory, to the bit. So must those
-of models of odd sizes under every policy, with settings, in every way that tests take in turn (`equal_bits.py`).
+From policy to policy: models of odd sizes under every policy, with settings, and under the adversary with many seeds,
+in every way that tests take in turn (`equal_bits.py`): the logits of every step must be those of `resident` on one
+memory, to the bit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.exact._beams import hugging_face_beams, searched
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, at_most, none_of
 from benchmarks.record.results import ROOT
-from benchmarks.shared.equal_bits import EqualRun, all_runs
+from benchmarks.shared.equal_bits import SCHEDULES, all_runs
 from benchmarks.shared.random_models import (
     DECISIVE,
     hugging_face_logits,
@@ -45,7 +45,7 @@ from benchmarks.shared.random_models import (
     random_olmoe,
     random_qwen,
 )
-from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, Generated, generate, same_bits
+from benchmarks.shared.small_runs import ONE_MEMORY, Generated, generate
 from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
 from moesched.models.layout import weight_layout
@@ -58,30 +58,13 @@ Tensor = torch.Tensor
 TINY = ROOT / "examples" / "tiny-mixtral"
 NEW_TOKENS = 16
 MICRO_BATCH = 3
-POLICIES = (
-    "layer_streaming",
-    "cgopipe",
-    "expert_cache",
-    "expert_streaming",
-    "fastdecode",
-    "flexgen",
-    "flexgen_cpu",
-    "lru_offload",
-    "prefetch_gate",
-    "twiddler",
-)
-MACHINES = (ONE_MEMORY, TWO_MEMORIES)
-# Models whose pages are not much smaller than the blocks of a disk, which would fill the budget.
-DEEP_MODELS = (("mixtrals", 0), ("mixtrals", 1), ("dbrxs", 0), ("qwens", 1), ("olmoes", 3))
-DEEP_LAYERS = 4  # so that layers stream while others wait
-SHARE_OF_WEIGHTS = 0.8
 BEAM_WIDTHS = (4, 8, 12, 16)
 LENGTH_PENALTIES = (1.0, 0.0, 2.0)
 BEAM_MODELS = 6  # of each family
 SAME_SCORE = 1e-4
 MOST_BFLOAT16 = 2.0
 
-MAKERS: dict[str, Callable[[int, int], Any]] = {
+MAKERS: dict[str, Callable[[int], Any]] = {
     "mixtrals": random_mixtral,
     "dbrxs": random_dbrx,
     "qwens": random_qwen,
@@ -108,7 +91,6 @@ def claims(result: Result) -> Iterator[Claim]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("torch", "transformers"),
     claims=claims,
     parts=MAKERS,
     rounds=30,
@@ -126,13 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for Hugging Face: work this small is done sooner by one thread
     with tempfile.TemporaryDirectory() as folder:
-        directories = [TINY, *write_models(Path(folder), models, layers=2)]
+        directories = [TINY, *write_models(Path(folder), models)]
         pairs = [compare(directory) for directory in track(directories, "against Hugging Face")]
         beams = compare_beams(directories[1:])
         torch.set_num_threads(threads)
-        chosen = [(family, seed) for family, seed in DEEP_MODELS if family in options.only]
-        deep = [TINY, *write_models(Path(folder), chosen, layers=DEEP_LAYERS)]
-        policies = compare_policies(deep, options.seeds)
+    policies = compare_policies(options.seeds)
     figures: dict[str, Any] = {
         "seconds": round(time.perf_counter() - started, 1),
         "models": f"tiny-mixtral, and {options.rounds} random models of each family: {', '.join(options.only)}",
@@ -144,13 +124,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return BENCHMARK.write(figures)
 
 
-def write_models(folder: Path, models: Sequence[tuple[str, int]], layers: int) -> list[Path]:
+def write_models(folder: Path, models: Sequence[tuple[str, int]]) -> list[Path]:
     """Random models, by family and seed, as Hugging Face saves them."""
     directories = []
     for family, seed in track(models, "random models"):
         maker = MAKERS[family]
-        directories.append(folder / f"{maker.__name__}-{seed}-of-{layers}-layers")
-        maker(seed, layers).save_pretrained(directories[-1])
+        directories.append(folder / f"{maker.__name__}-{seed}")
+        maker(seed).save_pretrained(directories[-1])
     return directories
 
 
@@ -322,68 +302,26 @@ def compare_beams(directories: Sequence[Path]) -> dict[str, Any]:
 # ---------------------------------------------------------------- from policy to policy
 
 
-def compare_policies(directories: list[Path], seeds: int) -> dict[str, Any]:
-    """Every policy beside `resident` on one memory."""
-    cases = [
-        (directory, dtype, machine)
-        for directory in directories
-        for dtype in ("float32", "bfloat16")
-        for machine in MACHINES
-    ]
-    runs, logits, differing = 0, 0, []
-    for directory, dtype, machine in track(cases, "from policy to policy"):
-        checkpoint = open_checkpoint(directory)
-        prompts = prompts_of(checkpoint.config.vocabulary)
-        expected = ours_in(dtype, checkpoint, prompts, MICRO_BATCH)
-        for name, settings in policies(seeds):
-            device = TorchDevice(checkpoint, weight_layout(checkpoint.config, dtype), keep_logits=True)
-            got = generate(
-                device,
-                make_policy(name, settings),
-                machine,
-                prompts,
-                new_tokens=NEW_TOKENS,
-                micro_batch_size=MICRO_BATCH,
-                weights=2.0 if name == "resident" else SHARE_OF_WEIGHTS,
-            )
-            runs += 1
-            logits += got.logits_RSV.numel()
-            if got.tokens != expected.tokens or not same_bits(got.logits_RSV, expected.logits_RSV):
-                differing.append(f"{name} {settings}, {directory.name}, {dtype}, {machine.name}")
-    odd = list(all_runs())
-    runs += len(odd)
-    differing += differing_at_odd_sizes(odd)
-    return {
-        "policies": sorted({"resident", *POLICIES, *(each.policy for each in odd)}),
-        "adversaries": seeds,
-        "models": len(directories) + len({each.model for each in odd}),
-        "runs": runs,
-        "logits": logits,
-        "runs_that_differ": len(differing),
-        "differing": differing[:20],
-    }
-
-
-def differing_at_odd_sizes(runs: Sequence[EqualRun]) -> list[str]:
-    """The runs of models of odd sizes whose logits differ."""
+def compare_policies(seeds: int) -> dict[str, Any]:
+    """Models of odd sizes under every policy in every way, beside `resident` on one memory."""
+    adversary = [("adversarial", {"seed": seed}) for seed in range(2, seeds)]
+    runs = [*all_runs(), *SCHEDULES._replace(policies=adversary).whole()]
     differing = []
     with tempfile.TemporaryDirectory() as folder:
         references = {
             model: Reference.of(model, Path(folder) / str(number))
             for number, model in enumerate({each.model: None for each in runs})
         }
-        for each in track(runs, "at odd sizes"):
+        for each in track(runs, "from policy to policy"):
             if each.differs(references[each.model]):
                 differing.append(each.name)
-    return differing
-
-
-def policies(seeds: int) -> Iterator[tuple[str, dict[str, int]]]:
-    """Each policy's name and settings."""
-    for name in ("resident", *POLICIES):
-        yield name, {}
-    for seed in range(seeds):
-        yield "adversarial", {"seed": seed}
+    return {
+        "policies": sorted({each.policy for each in runs}),
+        "models": len(references),
+        "runs": len(runs),
+        "runs_that_differ": len(differing),
+        "differing": differing[:20],
+    }
 
 
 if __name__ == "__main__":

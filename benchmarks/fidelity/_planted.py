@@ -1,4 +1,4 @@
-"""Causes of slowness for `bottlenecks.py`: policies with one weakness, a slow device, and dear kinds of work."""
+"""Causes of slowness for `explain.py`: policies with one weakness, a slow device, and dear kinds of work."""
 
 from __future__ import annotations
 

@@ -8,12 +8,15 @@ from math import exp, log
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks.record.claims import Claim, at_least, at_most
+
 Row = dict[str, Any]
 
 FIGURES = ("decode", "prefill")
 ERROR_BARS = {"decode": 0.25, "prefill": 0.5}
 INSIDE_BARS = {"decode": 0.8, "prefill": 0.6}
 WIDTH_BAR, ORDER_BAR = 2.0, 0.9
+FORM = "{:.2f}"
 APART = 1.1
 """Measured rates closer than this are not ordered."""
 
@@ -42,7 +45,7 @@ def counted(rows: Sequence[Row]) -> Row:
     found = summary(predicted)
     known = [row for row in rows if row["use"] in ("predict", "fit")]
     spreads = {name: spread(known, name) for name in FIGURES if any(name in row for row in known)}
-    return {"summary": found, "bars": bars(found), "spread": spreads}
+    return {"summary": found, "bars": [claim._asdict() for claim in bars(found)], "spread": spreads}
 
 
 def summary(rows: Iterable[Row]) -> Row:
@@ -95,34 +98,14 @@ def ordered_pairs(rows: Sequence[Row], name: str) -> Iterator[Row]:
             }
 
 
-def bars(result: Row) -> list[Row]:
-    """The bars of a summary, with the figures and whether they are reached."""
-    found = []
+def bars(result: Row) -> Iterator[Claim]:
+    """The bars of a summary."""
     for name in FIGURES:
-        if name not in result:
-            continue
-        of = result[name]
-        found += [
-            _bar(f"{name}: median error of the sources", of["median_error"], ERROR_BARS[name]),
-            _bar(
-                f"{name}: share of rows inside the band",
-                of["inside"] / of["rows"],
-                INSIDE_BARS[name],
-                least=True,
-            ),
-        ]
-    decode = result["decode"]
-    found.append(_bar("decode: width of the band, widest", decode["widest"], WIDTH_BAR))
+        if name in result:
+            of = result[name]
+            yield at_most(f"{name}: median error of the sources", of["median_error"], ERROR_BARS[name], FORM)
+            share = of["inside"] / of["rows"]
+            yield at_least(f"{name}: share of rows inside the band", share, INSIDE_BARS[name], FORM)
+    yield at_most("decode: width of the band, widest", result["decode"]["widest"], WIDTH_BAR, FORM)
     if result["order"] is not None:
-        found.append(_bar("pairs of settings in the right order", result["order"], ORDER_BAR, least=True))
-    return found
-
-
-def _bar(name: str, value: float, bar: float, *, least: bool = False) -> Row:
-    return {
-        "measure": name,
-        "value": value,
-        "bar": bar,
-        "least": least,
-        "reached": value >= bar if least else value <= bar,
-    }
+        yield at_least("pairs of settings in the right order", result["order"], ORDER_BAR, FORM)

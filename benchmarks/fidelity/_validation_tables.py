@@ -9,19 +9,12 @@ from benchmarks.fidelity._validation_summary import FIGURES
 from benchmarks.record.tables import markdown, percent
 
 Result = dict[str, Any]
+BAR = ("words", "figure", "bar", "reached")
 
 
 def bars_table(result: Result) -> str:
     """Missed bars first."""
-    rows = [
-        [
-            bar["measure"],
-            f"{bar['value']:.2f}",
-            f"{'≥' if bar['least'] else '≤'} {bar['bar']:g}",
-            bar["reached"],
-        ]
-        for bar in sorted(result["bars"], key=lambda bar: bool(bar["reached"]))
-    ]
+    rows = sorted(([bar[key] for key in BAR] for bar in result["bars"]), key=lambda row: bool(row[-1]))
     return markdown(["measure", "value", "bar", "reached"], rows)
 
 

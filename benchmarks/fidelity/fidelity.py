@@ -1,23 +1,24 @@
-"""Measure how far the simulator can be trusted: replays of real runs, and simulated against measured order of policies.
+"""How far the simulator can be trusted: replays of real runs, predictions of them, and the order of policies.
 
 A setting is a model of random weights, a machine, a budget and a batch. In each, every policy that fits runs several
-times, in turn with the others, and is simulated. Runs during which other
-processes took more than a tenth of a core are done again, up to twice as many runs. Settings `disk-...` run on
-this machine, weights coming from its disk; the simulation uses a calibration made in turn with the runs, which sees
-neither models nor policies nor budgets. Settings `emulated-...` run on the emulated accelerator, a T4 with lower rates.
+times, in turn with the others, and is simulated. Runs during which other processes took more than a tenth of a core are
+done again, up to twice as many. Settings `disk-...` run on this machine, weights coming from its disk; the simulation
+uses a calibration made in turn with the runs, since a shared machine's speed drifts by more than a prediction may be
+off. It sees neither models nor policies nor budgets. Settings `emulated-...` run on the emulated accelerator, a T4 with
+lower rates; their durations are those of the cost model that the simulation uses: they test schedules, not costs.
 
-Two things come of it:
+Three things come of it:
 
 * replays: each measured run's graph and durations go through the virtual clock, which finds the start times anew. How
   far the time that it comes to is from the measured one, loading left out.
+* predictions, on the disk: whether the time of the decode steps is within 10 % and inside the band that the prediction
+  has, and the busy time of each lane in them within 15 %, in medians over the runs.
 * ranking: pairs of schedules whose measured medians are further apart than their interquartile ranges together; how
   many of them the simulator puts in the same order; and how much slower than the fastest the schedule is that the
   simulator would choose. Policies with the same schedule count once, with all their runs.
 
-Emulated runs take their durations from the cost model that the simulation uses: they test schedules, not costs.
-
-Settings that are not measured stay in the result file.
-Each takes about five minutes where others leave the machine alone.
+Settings that are not measured stay in the result file. Each takes about five minutes where others leave the machine
+alone.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ from __future__ import annotations
 import gc
 import random
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import msgspec
 
 from benchmarks.fidelity._ranking import Times, distinct, ranking, ranks
 from benchmarks.record.benchmark import Benchmark, track
-from benchmarks.record.claims import Claim, Result, at_most
-from benchmarks.record.tables import across, markdown, table_of
-from benchmarks.shared.in_turn import InTurn, calibrate_in_turn
+from benchmarks.record.claims import Claim, Result, all_of, at_most
+from benchmarks.record.tables import across, markdown, shown, table_of
+from benchmarks.shared.in_turn import InTurn, Run, calibrate_in_turn
 from moesched import plugins
 from moesched.analysis.replayed_run import replay_recording, without_loading
 from moesched.errors import BadInput
@@ -49,12 +51,16 @@ from moesched.models.config import DType, ModelConfig
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
+from moesched.planner.uncertainty import Figures, uncertainty
 from moesched.requests.batch import split_batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
+from moesched.runs.ranks import Rank
 from moesched.runs.simulation import simulate
+from moesched.seams import Observer, Policy
 from moesched.steps.plan import Plan
 from moesched.system.cache import cache_folder
+from moesched.tasks import Task
 from moesched.trace import Recorder, Recording
 
 SLOWED, HOST_SLOWED, LAUNCH_SLOWED = 100, 25, 40
@@ -65,86 +71,62 @@ The last keeps time from being dilated a hundred times, since starting a product
 LEFT_OUT = ("adversarial", "ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced")
 """No schedule, and schedules for several nodes, which on one are what `resident` is."""
 MEASURES = ("decode", "total")
-PLACES = ("disk", "emulated")
-"""Settings begin with one of these."""
 EMULATED = "moesched.devices.emulated.device:EmulatedDevice"
+LANE = "lane "
+"""Before the name of a lane, in a run's figures."""
+DECODE_BAR, LANE_BAR = 10.0, 15.0
+"""Percent."""
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """Setting in which policies are compared.
+class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Setting in which policies are compared; the file of settings explains the fields."""
 
-    Attributes:
-        share: of the weights, that fast memory has room for; of all that a policy wants where it is over 1.
-    """
-
-    shape: ModelConfig
+    shape: dict[str, Any]
     dtype: DType
-    emulated: bool
     share: float
     batch_size: int
     micro_batch_size: int
     new_tokens: int
     prompts: tuple[int, int]
 
-
-def shape(name: str, **sizes: Any) -> ModelConfig:
-    """A Mixtral of other sizes."""
-    return SHAPES["mixtral-0.8b"].varied(name=name, **sizes)
-
-
-CUT = shape("mixtral-0.8b-4-layers", layers=4)
-SLIM = shape("mixtral-slim", layers=6, hidden=768, intermediate=2048, heads=12, vocabulary=8000)
-MANY = shape(
-    "mixtral-16-experts", layers=5, hidden=768, intermediate=1536, heads=12, experts=16, vocabulary=8000
-)
-SMALL = shape("mixtral-small", layers=6, hidden=192, intermediate=448, heads=4, head_dim=48, vocabulary=512)
-WIDE = shape("mixtral-wide", layers=5, hidden=128, intermediate=896, heads=4, head_dim=32, vocabulary=512)
+    @property
+    def config(self) -> ModelConfig:
+        """The model."""
+        return SHAPES["mixtral-0.8b"].varied(**self.shape)
 
 
-def on_disk(config: ModelConfig, dtype: DType, share: float, sizes: tuple[int, int, int]) -> Setting:
-    """Sizes are those of the batch and its micro-batches, and new tokens."""
-    batch, micro_batch, tokens = sizes
-    return Setting(
-        shape=config, dtype=dtype, emulated=False, share=share, batch_size=batch, micro_batch_size=micro_batch,
-        new_tokens=tokens, prompts=(4, 13),
-    )  # fmt: skip
+SETTINGS = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, Setting])
 
 
-def emulated(config: ModelConfig, share: float, sizes: tuple[int, int, int]) -> Setting:
-    """The same on the emulated accelerator."""
-    batch, micro_batch, tokens = sizes
-    return Setting(
-        shape=config, dtype="float32", emulated=True, share=share, batch_size=batch, micro_batch_size=micro_batch,
-        new_tokens=tokens, prompts=(16, 33),
-    )  # fmt: skip
+class BusyLanes:
+    """An observer of the seconds that each lane is busy in decode steps."""
 
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
 
-SETTINGS = {
-    "disk-all-fits": on_disk(CUT, "bfloat16", 2.0, (8, 8, 20)),
-    "disk-tight": on_disk(SLIM, "bfloat16", 0.6, (16, 8, 6)),
-    "disk-float32": on_disk(MANY, "float32", 0.65, (16, 16, 4)),
-    "emulated-roomy": emulated(SMALL, 0.75, (16, 4, 3)),
-    "emulated-tight": emulated(SMALL, 0.45, (12, 4, 3)),
-    "emulated-wide": emulated(WIDE, 0.6, (24, 8, 3)),
-}
+    def ended(self, task: Task) -> None:
+        """Add a task's time."""
+        if task.phase == "decode":
+            self.seconds[f"{LANE}{task.lane.name}"] += (task.end - task.start) / 1e9
 
 
 class Bench:
     """One setting: its model, the machine that it runs on, its requests."""
 
-    def __init__(self, setting: Setting, folder: Path) -> None:
-        self.setting = setting
-        self.machine = slow_t4() if setting.emulated else local_machine()
-        model = write_random_model(setting.shape, folder / setting.shape.name, dtype=setting.dtype)
+    def __init__(self, name: str, folder: Path) -> None:
+        self.setting = setting = SETTINGS[name]
+        self.emulated = name.startswith("emulated")
+        self.machine = slow_t4() if self.emulated else local_machine()
+        model = write_random_model(setting.config, folder / setting.config.name, dtype=setting.dtype)
         self.checkpoint: Checkpoint = open_checkpoint(model)
         self.layout: WeightLayout = weight_layout(self.checkpoint.config, setting.dtype)
         chance = random.Random(1)
         self.prompts = [
-            [chance.randrange(setting.shape.vocabulary) for _ in range(chance.randrange(*setting.prompts))]
+            [chance.randrange(setting.config.vocabulary) for _ in range(chance.randrange(*setting.prompts))]
             for _ in range(setting.batch_size)
         ]
 
-    def plan(self, name: str, device: Any, machine: Machine) -> tuple[Plan, Any]:
+    def plan(self, name: str, device: Any, machine: Machine) -> tuple[Plan, Policy]:
         """A policy made anew, and its plan.
 
         Raises:
@@ -161,18 +143,20 @@ class Bench:
     def device(self) -> Any:
         """Made anew; the run closes it."""
         gc.collect()  # what the run before left, weights and all, in cycles
-        name = EMULATED if self.setting.emulated else "torch"
+        name = EMULATED if self.emulated else "torch"
         return plugins.find("devices", name)(self.checkpoint, self.layout)
 
     def measure(self, name: str) -> dict[str, float]:
         """One run and its replay, in seconds."""
         device = self.device()
         plan, policy = self.plan(name, device, self.machine)
-        recorder = Recorder()
-        report = run(plan, policy, device, self.prompts, recorder=recorder)
+        recorder, lanes = Recorder(), BusyLanes()
+        observers: list[Observer] = [lanes]
+        report = run(plan, policy, device, self.prompts, recorder=recorder, observers=observers)
         recording = without_loading(recorder.recording())
         return {
             **times(report.step_seconds),
+            **lanes.seconds,
             "recorded": (recording.end - recording.start) / 1e9,
             "replayed": _seconds_of(replay_recording(recording, handovers=True)),
             "replayed bare": replay_recording(recording).end / 1e9,
@@ -180,8 +164,17 @@ class Bench:
         }
 
     def predict(self, name: str, machine: Machine) -> dict[str, float]:
-        """The run on the virtual clock, in seconds."""
-        return times(simulate(*self.plan(name, self.device(), machine)).step_seconds)
+        """The run on the virtual clock, in seconds; on the disk with the band of the decode steps."""
+        device, lanes = self.device(), BusyLanes()
+        report = simulate(*self.plan(name, device, machine), observers=[lanes])
+        found = {**times(report.step_seconds), **lanes.seconds}
+        if not self.emulated:
+            steps = report.step_seconds[1:]
+            expected = Figures(report.throughput_tokens_per_second, mean(steps), report.prefill_seconds)
+            band = uncertainty(lambda: [Rank(*self.plan(name, device, machine))], expected).band
+            low, _, high = band["decode_step_seconds"]
+            found |= {"low": low * len(steps), "high": high * len(steps)}
+        return found
 
 
 def _seconds_of(recording: Recording) -> float:
@@ -194,7 +187,7 @@ def times(step_seconds: Sequence[float]) -> dict[str, float]:
     return {"decode": sum(step_seconds[1:]), "total": sum(step_seconds)}
 
 
-def measure(setting: Setting, names: Sequence[str], repeats: int) -> dict[str, Any]:
+def measure(setting: str, names: Sequence[str], repeats: int) -> dict[str, Any]:
     """All policies in a setting."""
     left_out: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
@@ -205,19 +198,18 @@ def measure(setting: Setting, names: Sequence[str], repeats: int) -> dict[str, A
             except BadInput as error:
                 left_out[name] = str(error)
         fit = [name for name in names if name not in left_out]
-        if not setting.emulated:  # the first run of a process prepares products, and is not counted
+        if not bench.emulated:  # the first run of a process prepares products, and is not counted
             bench.measure(fit[0])
         in_turn = InTurn({name: partial(bench.measure, name) for name in fit}, repeats)
-        machine = bench.machine if setting.emulated else calibrate_in_turn(in_turn, repeats)
+        machine = bench.machine if bench.emulated else calibrate_in_turn(in_turn, repeats)
         taken = in_turn.up_to(2 * repeats)
-        predicted = {name: bench.predict(name, machine) for name in fit}
-    runs = {name: [each.figures for each in done] for name, done in taken.items()}
-    policies = [policy_result(name, done, predicted[name]) for name, done in runs.items()]
+        policies = [policy_result(name, taken[name], bench.predict(name, machine)) for name in fit]
+    runs = [each for done in taken.values() for each in done]
     return {
-        **described(setting),
+        **described(bench),
         "repeats": repeats,
-        "most_other_cores": round(max(each.others for done in taken.values() for each in done), 2),
-        "wall_seconds": round(sum(each["wall"] for done in runs.values() for each in done), 1),
+        "most_other_cores": round(max(each.others for each in runs), 2),
+        "wall_seconds": round(sum(each.figures["wall"] for each in runs), 1),
         "left_out": left_out,
         "policies": [{key: each[key] for key in each if key != "runs"} for each in policies],
         "ranking": rankings(policies),
@@ -245,13 +237,13 @@ def rankings(policies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def described(setting: Setting) -> dict[str, Any]:
+def described(bench: Bench) -> dict[str, Any]:
     """A setting as the result file has it."""
-    config = setting.shape
+    setting, config = bench.setting, bench.setting.config
     return {
         "model": f"{config.name}: {config.layers} layers, {config.hidden} / {config.routed.intermediate}, "
         f"{config.routed.experts} experts, {setting.dtype}",
-        "machine": "emulated, a T4 with lower rates" if setting.emulated else "this one, weights on its disk",
+        "machine": "emulated, a T4 with lower rates" if bench.emulated else "this one, weights on its disk",
         "share_of_weights": setting.share,
         "batch_size": setting.batch_size,
         "micro_batch_size": setting.micro_batch_size,
@@ -259,58 +251,40 @@ def described(setting: Setting) -> dict[str, Any]:
     }
 
 
-def policy_result(
-    name: str, runs: Sequence[Mapping[str, float]], predicted: Mapping[str, float]
-) -> dict[str, Any]:
+def policy_result(name: str, runs: Sequence[Run], predicted: Mapping[str, float]) -> dict[str, Any]:
     """A policy's runs, its prediction and its replays."""
-    errors, bare = (
-        [100 * (each[replayed] / each["recorded"] - 1) for each in runs]
-        for replayed in ("replayed", "replayed bare")
+    found = {key: [each.figures[key] for each in runs] for key in runs[0].figures}
+    replay, bare = (
+        round(
+            median(percent(ours, theirs) for ours, theirs in zip(found[key], found["recorded"], strict=True)),
+            3,
+        )
+        for key in ("replayed", "replayed bare")
     )
-    sides = {each: Times([one[each] for one in runs], predicted[each]) for each in MEASURES}
-    return {
+    sides = {each: Times(found[each], predicted[each]) for each in MEASURES}
+    result = {
         "policy": name,
         "measured": {each: side.median for each, side in sides.items()},
         "spread": {each: side.spread for each, side in sides.items()},
         "predicted": {each: side.predicted for each, side in sides.items()},
-        "error_percent": {
-            each: round(100 * (side.predicted / side.median - 1), 2) for each, side in sides.items()
-        },
+        "error_percent": {each: percent(side.predicted, side.median) for each, side in sides.items()},
         "runs": {each: list(side.measured) for each, side in sides.items()},
-        "replay_error_percent": round(median(errors), 3),
-        "bare_replay_error_percent": round(median(bare), 3),
+        "replay_error_percent": replay,
+        "bare_replay_error_percent": bare,
     }
+    if "low" in predicted:
+        result["inside"] = predicted["low"] <= sides["decode"].median <= predicted["high"]
+        result["lane_error_percent"] = {
+            key.removeprefix(LANE): percent(predicted[key], median(found[key]))
+            for key in found
+            if key.startswith(LANE) and key in predicted
+        }
+    return result
 
 
-def summary(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The bars: replays over all settings, rankings apart for the real disk and for the emulated accelerator."""
-    errors = [abs(each["replay_error_percent"]) for one in settings.values() for each in one["policies"]]
-    worst = max(errors)
-    bars: dict[str, Any] = {
-        "replays": {"value": worst, "bar": "<= 1 % in every run", "reached": worst <= 1.0},
-        "replays_median": {"value": median(errors), "of": len(errors)},
-    }
-    for place in PLACES:
-        there = [one["ranking"] for name, one in settings.items() if name.startswith(place)]
-        for each in MEASURES if there else ():
-            bars |= ranking_bars(f"{place}_{{}}_{each}", [one[each] for one in there])
-    return bars
-
-
-def ranking_bars(name: str, ranked: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Share of pairs in order, and the worst regret."""
-    pairs = sum(one["pairs_beyond_noise"] for one in ranked)
-    concordant = sum(one["concordant"] for one in ranked)
-    share = 100 * concordant / pairs if pairs else 100.0
-    regret = max(one["regret_percent"] for one in ranked)
-    beyond_noise = max(one["regret_beyond_noise_percent"] for one in ranked)
-    return {
-        name.format("concordant_percent"): {
-            "value": round(share, 1), "of": pairs, "bar": ">= 95 %", "reached": share >= 95.0,
-        },
-        name.format("worst_regret_percent"): {"value": regret, "bar": "<= 3 %", "reached": regret <= 3.0},
-        name.format("worst_regret_beyond_noise_percent"): {"value": beyond_noise},
-    }  # fmt: skip
+def percent(value: float, of: float) -> float:
+    """A relative difference."""
+    return round(100 * (value / of - 1), 3)
 
 
 def slow_t4() -> Machine:
@@ -349,25 +323,43 @@ def slow_t4() -> Machine:
 
 
 def claims(result: Result) -> Iterator[Claim]:
-    """Replays and rankings."""
-    summary = result["summary"]
-    yield at_most(
-        "replay of a real run against its time, worst policy", summary["replays"]["value"], 1.0, "{:.2f} %"
-    )
+    """Replays, predictions on the disk, and rankings, those on the emulated accelerator apart."""
+    settings = result["settings"]
+    errors = [abs(each["replay_error_percent"]) for one in settings.values() for each in one["policies"]]
+    yield at_most("replay of a real run against its time, worst policy", max(errors), 1.0, "{:.2f} %")
+    told = [each for one in settings.values() for each in one["policies"] if "inside" in each]
+    if told:
+        near = sum(abs(each["error_percent"]["decode"]) <= DECODE_BAR for each in told)
+        yield all_of("unseen runs whose decode time is predicted within 10 %", near, len(told))
+        inside = sum(each["inside"] for each in told)
+        yield all_of("unseen runs whose decode time is inside its band", inside, len(told))
+        lanes = sum(abs(worst_lane(each)[1]) <= LANE_BAR for each in told)
+        yield all_of("unseen runs whose lanes are all within 15 %", lanes, len(told))
     for place, words in (("disk", "real disk"), ("emulated", "emulated, durations from the cost model")):
-        if f"{place}_concordant_percent_total" not in summary:
-            continue
-        pairs = [summary[f"{place}_concordant_percent_{each}"] for each in ("decode", "total")]
-        worst = min(pairs, key=lambda pair: float(pair["value"]))
-        said = f"{worst['value']:g} % of {worst['of']} pairs"
-        yield Claim(
-            f"distinct schedules predicted in their order ({words})", said, "≥ 95 %", worst["reached"]
-        )
-        regret = max(summary[f"{place}_worst_regret_percent_{each}"]["value"] for each in ("decode", "total"))
-        yield at_most(f"regret of the predicted choice, worst setting ({words})", regret, 3.0, "{:.1f} %")
+        if there := [one["ranking"] for name, one in settings.items() if name.startswith(place)]:
+            yield from _order(words, there)
 
 
-COLUMNS = {
+def _order(words: str, there: Sequence[Mapping[str, Any]]) -> Iterator[Claim]:
+    """The worse one of the two measures."""
+    pairs = {each: sum(one[each]["pairs_beyond_noise"] for one in there) for each in MEASURES}
+    right = {each: sum(one[each]["concordant"] for one in there) for each in MEASURES}
+    share, count = min(
+        (100 * right[each] / pairs[each] if pairs[each] else 100.0, pairs[each]) for each in MEASURES
+    )
+    said = f"{share:.1f} % of {count} pairs"
+    yield Claim(f"distinct schedules predicted in their order ({words})", said, "≥ 95 %", share >= 95)
+    regret = max(one[each]["regret_percent"] for one in there for each in MEASURES)
+    yield at_most(f"regret of the predicted choice, worst setting ({words})", regret, 3.0, "{:.1f} %")
+
+
+def worst_lane(policy: Mapping[str, Any]) -> tuple[str, float]:
+    """The lane whose busy time is off the most, and its error in percent."""
+    errors: dict[str, float] = policy["lane_error_percent"]
+    return max(errors.items(), key=lambda each: abs(each[1]))
+
+
+SETTING = {
     "setting": "{setting}",
     "model": "{model}",
     "machine": "{machine}",
@@ -377,85 +369,60 @@ COLUMNS = {
     "new tokens": "{new_tokens}",
     "left out": "{left out}",
 }
-
-
-def bars(result: Result) -> str:
-    """The figures of a benchmark that have a bar."""
-    rows = [
-        [
-            name.replace("_", " "),
-            f"{bar['value']:.2f}" + (f", of {bar['of']}" if "of" in bar else ""),
-            bar.get("bar", ""),
-            bar.get("reached"),
-        ]
-        for name, bar in result["summary"].items()
-    ]
-    return markdown(["measure", "value", "bar", "reached"], rows)
-
-
-def of_settings(result: Result) -> Iterator[dict[str, Any]]:
-    """The settings of the fidelity benchmark, with their names."""
-    for name, setting in result["settings"].items():
-        yield {**setting, "setting": name, "left out": ", ".join(setting["left_out"])}
-
-
-def replays(result: Result, error: str) -> str:
-    """The error of each policy's replays, setting by setting."""
-    rows = [
-        {"setting": setting["setting"], "policy": each["policy"], "error": each[error]}
-        for setting in of_settings(result)
-        for each in setting["policies"]
-        if error in each
-    ]
-    return across(rows, ["setting"], "{policy}", "{error:+.2f}") if rows else ""
+PREDICTION = {
+    "setting": "{setting}",
+    "policy": "{policy}",
+    "decode measured, s": "{measured[decode]:.3f}",
+    "predicted, s": "{predicted[decode]:.3f}",
+    "error": "{error_percent[decode]:+.1f} %",
+    "inside its band": "{band}",
+    "lane that is off the most": "{worst}",
+}
 
 
 def tables(result: Result) -> dict[str, str]:
     """The tables of docs/fidelity.md."""
+    named = [{**each, "setting": name} for name, each in result["settings"].items()]
+    policies = [{**each, "setting": one["setting"]} for one in named for each in one["policies"]]
+    told = [
+        {**each, "band": shown(each["inside"]), "worst": "{} {:+.1f} %".format(*worst_lane(each))}
+        for each in policies
+        if "inside" in each
+    ]
+    bars = [[each.words, each.figure, each.bar, each.reached] for each in claims(result)]
     return {
-        "bars": bars(result),
-        "settings": table_of(of_settings(result), COLUMNS),
-        "replays": replays(result, "replay_error_percent"),
-        "bare_replays": replays(result, "bare_replay_error_percent"),
-        "ranks": ranks(of_settings(result)),
+        "bars": markdown(["measure", "value", "bar", "reached"], bars),
+        "settings": table_of(({**each, "left out": ", ".join(each["left_out"])} for each in named), SETTING),
+        "replays": across(policies, ["setting"], "{policy}", "{replay_error_percent:+.2f}"),
+        "bare_replays": across(policies, ["setting"], "{policy}", "{bare_replay_error_percent:+.2f}"),
+        "predictions": table_of(told, PREDICTION),
+        "ranks": ranks(named),
     }
 
 
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("torch",),
     claims=claims,
     tables=tables,
     parts=SETTINGS,
     rounds=5,
     rounds_help="undisturbed runs of each policy",
     keeps_parts=True,
+    replaces=("prediction",),
 )
 BENCHMARK.parser.add_argument("--policies", nargs="+", metavar="NAME", help="policies to compare")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure the settings, print the tables, write the JSON."""
+    """Measure the settings; each joins those of earlier runs in the result at once."""
     options = BENCHMARK.parse(arguments)
     policies = options.policies or [name for name in plugins.names("policies") if name not in LEFT_OUT]
     settings: dict[str, Any] = BENCHMARK.stored().get("settings", {})
     cache_folder().mkdir(parents=True, exist_ok=True)
     for each in track(options.only, "settings", still=True):
-        settings[each] = measure(SETTINGS[each], policies, options.rounds)
-        write(settings)
-
-
-def write(settings: Mapping[str, Any]) -> None:
-    """The settings that are there, in the order of `SETTINGS`; those that it has no more are dropped."""
-    known = {each: settings[each] for each in SETTINGS if each in settings}
-    BENCHMARK.write(
-        {
-            "noise": "a pair counts when its medians differ by more than its interquartile ranges together",
-            "summary": summary(known),
-            "settings": known,
-        }
-    )
+        settings[each] = measure(each, policies, options.rounds)
+        BENCHMARK.write({"settings": {name: settings[name] for name in SETTINGS if name in settings}})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
 
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, all_of
@@ -32,66 +35,25 @@ class LruPrefetching(LeastStaleCache):
     rule = LeastRecentlyUsed
 
 
-class Case(NamedTuple):
-    """A policy of a paper, the one that it improves on, and the paper's claim.
-
-    Attributes:
-        of: "decode" or "first token".
-        claim: the paper's ratio, with its own machine and rival.
-    """
+class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A policy of a paper and the one that it improves on; the file of cases explains the fields."""
 
     paper: str
-    policy: tuple[str, Mapping[str, Any]]
-    other: tuple[str, Mapping[str, Any]]
+    policy: str
+    other: str
     model: str
     machine: str
-    of: str
+    of: list[Literal["decode", "first token"]]
     claim: str
-    sizes: Mapping[str, Any] = {"batch_size": 1}
-
-    @property
-    def name(self) -> str:
-        settings = ", ".join(f"{key} {value}" for key, value in self.policy[1].items())
-        return f"{self.paper}: {self.of}" + (f", {settings}" if settings else "")
+    settings: tuple[dict[str, Any], ...] = ({},)
+    other_settings: tuple[dict[str, Any], ...] = ({},)
+    batch_size: int = 1
+    micro_batch_size: int | None = None
 
 
-KTRANSFORMERS = "1.70x decoding, 1.33x prefill over kTransformers (RTX A6000; mean of three models)"
-LLAMA = "1.21x and 1.44x over all experts on the CPU (RTX 3060; llama.cpp forks, 4-bit models)"
-SPECMD = "up to 34.7 % less time to the first token than LRU (OLMoE, 5 % of its experts)"
-ON_DEMAND = "4.1x decoding, 4.5x prefill over loading on demand (at most)"
-MODEL_BASED = "8x to 31x the throughput of FlexGen, MoE-Lightning and DeepSpeed (RTX A5000)"
-LARGE = {"batch_size": 640, "micro_batch_size": 64}
-
-CASES = [
-    *(
-        Case(
-            "HybriMoE", ("hybrimoe", {"experts": count}), ("twiddler", {"experts": count}),
-            "mixtral-8x7b", "rtx6000-ada", of, KTRANSFORMERS,
-        )
-        for count in (64, 112)
-        for of in ("decode", "first token")
-    ),
-    Case("llama.cpp", ("frequency_cache", {}), ("cpu_ffn", {}), "qwen3-30b-a3b", "t4", "decode", LLAMA),
-    *(
-        Case(
-            "Least-Stale", ("least_stale", {"experts": count}), (LRU, {"experts": count}),
-            "olmoe-1b-7b", "a100-80g", of, SPECMD,
-        )
-        for count in (51, 102)
-        for of in ("decode", "first token")
-    ),
-    *(
-        Case(
-            "Fate", ("fate", {"offload_per_layer": 40}), ("lru_offload", {"offload_per_layer": 64}),
-            "olmoe-1b-7b", "rtx6000", of, ON_DEMAND,
-        )
-        for of in ("decode", "first token")
-    ),
-    *(
-        Case("MoE-Gen", ("moe_gen", {}), (other, {}), "mixtral-8x7b", "l4", "decode", MODEL_BASED, LARGE)
-        for other in ("cgopipe", "flexgen")
-    ),
-]  # fmt: skip
+CASES = msgspec.toml.decode(
+    Path(__file__).with_suffix(".toml").read_bytes(), type=dict[Literal["cases"], list[Case]]
+)["cases"]
 
 
 def claims(result: Result) -> Iterator[Claim]:
@@ -132,28 +94,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = BENCHMARK.parse(arguments)
     chosen = [case for case in CASES if case.paper in options.only]
     return BENCHMARK.write(
-        {"routing": ROUTING, "cases": [compared(case) for case in track(chosen, "simulating")]}
+        {
+            "routing": ROUTING,
+            "cases": [row for case in track(chosen, "simulating") for row in compared(case)],
+        }
     )
 
 
-def compared(case: Case) -> dict[str, Any]:
-    """Both policies of a case."""
-    mine, others = (figures(case, *each) for each in (case.policy, case.other))
-    ratio = mine["decode"] / others["decode"]
-    if case.of == "first token":
-        ratio = others["first token"] / mine["first token"]
-    return {
-        "paper": case.paper,
-        "policy": named(*case.policy),
-        "over": named(*case.other),
-        "model": case.model,
-        "machine": case.machine,
-        "of": case.of,
-        "policy_figures": mine,
-        "over_figures": others,
-        "ratio": ratio,
-        "claim": case.claim,
-    }
+def compared(case: Case) -> Iterator[dict[str, Any]]:
+    """Both policies of a case, with each of their settings."""
+    for settings, other_settings in zip(case.settings, case.other_settings, strict=True):
+        mine = figures(case, case.policy, settings)
+        others = figures(case, case.other, other_settings)
+        for of in case.of:
+            yield {
+                "paper": case.paper,
+                "policy": named(case.policy, settings),
+                "over": named(case.other, other_settings),
+                "model": case.model,
+                "machine": case.machine,
+                "of": of,
+                "policy_figures": mine,
+                "over_figures": others,
+                "ratio": mine[of] / others[of] if of == "decode" else others[of] / mine[of],
+                "claim": case.claim,
+            }
 
 
 def figures(case: Case, policy: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,7 +130,8 @@ def figures(case: Case, policy: str, settings: Mapping[str, Any]) -> dict[str, A
         settings=dict(settings),
         workload="mtbench",
         gen=24,
-        **case.sizes,
+        batch_size=case.batch_size,
+        micro_batch_size=case.micro_batch_size,
         **ROUTING,
     )
     uses = sum(pool.hits + pool.misses for pool in report.pools)

@@ -10,10 +10,7 @@ About three minutes.
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,9 +19,12 @@ from typing import Any
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, all_of
 from benchmarks.record.tables import shown, table_of
+from benchmarks.shared.fresh_process import in_fresh_process
 from moesched.system.cache import cache_folder
 
 MB = 1e6
+SECONDS = 600.0
+"""Most of a run."""
 ALLOWED_SHARE, ALLOWED_BYTES = 0.05, 64e6
 
 RUNS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("peak_memory.toml").read_text())
@@ -65,7 +65,6 @@ def tables(result: Result) -> dict[str, str]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("torch",),
     claims=claims,
     tables=tables,
     parts=RUNS,
@@ -105,14 +104,7 @@ def write_model() -> Path:
 
 def measured(name: str, model: Path) -> dict[str, Any]:
     """One run in a fresh process, held against the bar."""
-    asked = json.dumps(RUNS[name] | {"model": str(model)})
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.fidelity.peak_memory", "--run", asked],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    row: dict[str, Any] = in_fresh_process(run, RUNS[name] | {"model": str(model)}, seconds=SECONDS)
     over = row["predicted"] - row["measured"]
     return {
         "run": name,
@@ -168,7 +160,4 @@ def _status(what: str) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--run"]:
-        print(json.dumps(run(json.loads(sys.argv[2]))))
-    else:
-        main()
+    raise SystemExit(main())

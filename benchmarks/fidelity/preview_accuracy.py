@@ -1,9 +1,9 @@
 """Accuracy of previews of the router on examples/tiny-mixtral, by the number of layers ahead.
 
 The example's prompts run on the torch device, each as a micro-batch, under a policy that previews all later layers in
-every layer. Accuracy is the share of the experts that the router then chose which had been forecast, for one token in
-decode steps, and for a whole prompt in prefill. Beside it: the share that a random forecast of as many experts would
-find, and the share that the layer's most popular experts, as many as a token chooses, would find in decode steps.
+every layer. Accuracy is the share of the experts that the router then chose for a token in decode steps which had been
+forecast. Beside it: the share that a random forecast of as many experts would find, and the share that the layer's most
+popular experts, as many as a token chooses, would find.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from moesched.models.checkpoint import open_checkpoint
 
 MODEL = ROOT / "examples" / "tiny-mixtral"
 PROMPTS = ROOT / "examples" / "prompts.jsonl"
-PARTS = ("decode", "prefill")
 NEW_TOKENS = 64
 
 Where = tuple[int, int, int, int]
@@ -73,8 +72,7 @@ BENCHMARK = Benchmark(
     __doc__,
     claims=claims,
     tables=tables,
-    parts=PARTS,
-    packages=("torch",),
+    parts=["decode"],
     rounds=32,
     rounds_help="number of prompts",
 )
@@ -85,23 +83,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = BENCHMARK.parse(arguments)
     config = open_checkpoint(MODEL).config
     values = seen(options.rounds)
-    found = {}
-    for part in options.only:
-        chosen = {where: value for where, value in values.items() if (where[1] == 0) == (part == "prefill")}
-        found[part] = [accuracy(chosen, ahead, config.routed.experts) for ahead in range(1, config.layers)]
     return BENCHMARK.write(
         {
             "model": MODEL.name,
             "top_k": config.routed.top_k,
             "experts": config.routed.experts,
             "popular": popular(values, config.routed.top_k),
-            **found,
+            "decode": [accuracy(values, ahead, config.routed.experts) for ahead in range(1, config.layers)],
         }
     )
 
 
 def seen(prompts: int) -> dict[Where, Mapping[int, int]]:
-    """The router's choices and their previews, up to the end of each request's text."""
+    """The router's choices in decode steps and their previews, up to the end of each request's text."""
     texts = read_prompts(PROMPTS)[:prompts]
     report = moesched.run_model(
         MODEL,
@@ -116,7 +110,7 @@ def seen(prompts: int) -> dict[Where, Mapping[int, int]]:
     values = {}
     for (step, layer, micro_batch, ahead), value in policy.seen.items():
         [request] = policy.micro_batches[micro_batch]
-        if step < len(report.tokens[request]):
+        if 0 < step < len(report.tokens[request]):
             values[request, step, layer, ahead] = value
     return values
 
@@ -146,8 +140,8 @@ def share_found(pairs: Iterable[tuple[Mapping[int, int], Mapping[int, int]]]) ->
 def popular(values: Values, top_k: int) -> dict[int, float]:
     """By layer, the share of the choices in decode steps that the most popular `top_k` experts are."""
     counts: dict[int, Counter[int]] = {}
-    for (_, step, layer, ahead), value in values.items():
-        if step and not ahead:
+    for (_, _, layer, ahead), value in values.items():
+        if not ahead:
             counts.setdefault(layer, Counter()).update(value)
     return {
         layer: sum(count for _, count in each.most_common(top_k)) / each.total()

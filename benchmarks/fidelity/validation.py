@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.fidelity._validation_rows import PublishedRow, Run, Skipped, mapped, published_rows
 from benchmarks.fidelity._validation_summary import FIGURES, counted, judged
 from benchmarks.fidelity._validation_tables import tables
-from benchmarks.record.benchmark import Benchmark, progress, track
+from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, all_of, at_most
 from moesched import JobReport, simulate_model
 from moesched.errors import BadInput
@@ -67,10 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ProcessPoolExecutor() as pool:
         found = pool.map(result_of, rows)
         results = [next(found) for _ in track(rows, "predicting")]
-    figures = counted(results)
-    for bar in figures.get("bars", ()):
-        progress.print(f"{bar['measure']}: {bar['value']:.2f}, bar {bar['bar']:g}")
-    return BENCHMARK.write({"rows": results, **figures})
+    return BENCHMARK.write({"rows": results, **counted(results)})
 
 
 def result_of(row: PublishedRow) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu._hugging_face import kept
+from benchmarks.gpu._peers import kept
 from moesched.models.config import ModelConfig
 from moesched.models.published import published_config
 

@@ -7,11 +7,11 @@ import subprocess
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.gpu._hugging_face import kept
 from benchmarks.shared.fresh_process import RowFailed, in_one_line, last_line
 
 EXPERTS = ("eager", "grouped_mm")
@@ -68,6 +68,12 @@ def _timed(model: Any, device: str, batch: int, prompt: int, new_tokens: int) ->
         "prefill_tokens_per_second": batch * prompt / times[0],
         "decode_tokens_per_second": batch / median(times[1:]),
     }
+
+
+def kept(model: Any, cache: Any) -> dict[str, Any]:
+    """The keyword argument of a model's KV cache: `cache`, in older versions `past_key_values`."""
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+    return {name: cache}
 
 
 def llama_cpp(

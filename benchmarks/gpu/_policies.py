@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.gpu._figures import expectation
-from benchmarks.gpu._scenarios import Scenario
 from benchmarks.gpu._sizes import Requests
 from moesched import run_model
 from moesched.errors import MoeschedError
-from moesched.requests.sampling import Sampling
 
 LONGER = 1.5
 """A case is begun if as many times the slowest one before it are left."""
@@ -27,22 +25,12 @@ LONGER = 1.5
 class Case(NamedTuple):
     """Requests under a policy.
 
-    Attributes:
-        beams: width of a beam search; 1 for greedy tokens.
-        gpu: bytes of the GPU's memory.
+    gpu: bytes of the GPU's memory.
     """
 
     policy: str
-    scenario: str
     requests: Requests
     gpu: int
-    beams: int = 1
-
-
-def of_scenario(policy: str, scenario: Scenario, gpu: int) -> Case:
-    """One request under a policy."""
-    requests = Requests(1, scenario.prompt, scenario.new_tokens, 1, 1)
-    return Case(policy, scenario.name, requests, gpu, scenario.beams)
 
 
 def in_turn(model: Path, device: str, machine: str, cases: Sequence[Case], seconds: float) -> dict[str, Any]:
@@ -55,15 +43,15 @@ def in_turn(model: Path, device: str, machine: str, cases: Sequence[Case], secon
     found: dict[str, Any] = {"cases": [], "left_out": {}}
     until, slowest = time.monotonic() + seconds, 0.0
     for case in cases:
-        name, left = f"{case.policy}, {case.scenario}", until - time.monotonic()
+        left = until - time.monotonic()
         if LONGER * slowest > left:
-            found["left_out"][name] = f"{left:.0f} s were left"
+            found["left_out"][case.policy] = f"{left:.0f} s were left"
             continue
         begun = time.monotonic()
         try:
             found["cases"].append(_figures(model, device, machine, case))
         except (MoeschedError, torch.OutOfMemoryError) as error:
-            found["left_out"][name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            found["left_out"][case.policy] = f"{type(error).__name__}: {error}".splitlines()[0]
         slowest = max(slowest, time.monotonic() - begun)
     return found
 
@@ -82,14 +70,12 @@ def _figures(model: Path, device: str, machine: str, case: Case) -> dict[str, An
         batch_size=requests.batch,
         micro_batch_size=requests.micro_batch,
         max_new_tokens=requests.new_tokens,
-        sampling=Sampling(beams=case.beams),
         expect=True,
     )
     told = report.as_dict()
     prefill, *steps = report.step_seconds
     return {
         "policy": case.policy,
-        "scenario": case.scenario,
         "total_seconds": sum(report.step_seconds),
         "first_token_seconds": prefill,
         "step_seconds": sum(steps) / len(steps) if steps else None,

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any, NamedTuple
@@ -21,9 +20,8 @@ from benchmarks.gpu._claims import ORDERED
 from benchmarks.gpu._cuda_probe import rates
 from benchmarks.gpu._figures import of_run
 from benchmarks.gpu._peers import hugging_face, llama_cpp
-from benchmarks.gpu._policies import Case, in_turn, of_scenario
+from benchmarks.gpu._policies import Case, in_turn
 from benchmarks.gpu._preparations import LLAMA, Preparation, build_llama, write_gguf, write_model
-from benchmarks.gpu._scenarios import POLICIES
 from benchmarks.gpu._sizes import Requests, Sizes, active_bytes, flops_of_a_token, weight_bytes
 from benchmarks.shared.fresh_process import command, in_fresh_process
 from moesched.system.memory import available_memory
@@ -179,24 +177,15 @@ def calibration(bench: Bench, seconds: float) -> Figures:
     return {"machine": found["machine"]["description"]}
 
 
-def streamed(policy: str, bench: Bench, seconds: float, *options: str, **budgets: int) -> Figures:
-    """A policy whose weights stream through a smaller GPU."""
-    return bench.run(seconds, MODEL, policy, bench.sizes.streamed, *options, gpu=bench.sizes.gpu, **budgets)
+def ran(policy: str, requests: Requests, bench: Bench, seconds: float, **budgets: int) -> Figures:
+    """Requests under a policy."""
+    return bench.run(seconds, MODEL, policy, requests, **budgets)
 
 
 def traced(policy: str, bench: Bench, seconds: float) -> Figures:
-    """The same, while a trace is written."""
-    return streamed(policy, bench, seconds, "--trace", str(bench.places.work / "run.json"))
-
-
-def staged(policy: str, bench: Bench, seconds: float) -> Figures:
-    """The same with little page-locked memory, through which all weights pass."""
-    return streamed(policy, bench, seconds, pinned=bench.sizes.pinned)
-
-
-def resident(requests: Requests, bench: Bench, seconds: float) -> Figures:
-    """All weights stay."""
-    return bench.run(seconds, MODEL, "resident", requests)
+    """A policy whose weights stream, while a trace is written."""
+    trace = "--trace", str(bench.places.work / "run.json")
+    return bench.run(seconds, MODEL, policy, bench.sizes.streamed, *trace, gpu=bench.sizes.gpu)
 
 
 def beside(batch: int, bench: Bench, seconds: float) -> Figures:
@@ -214,30 +203,12 @@ def beside(batch: int, bench: Bench, seconds: float) -> Figures:
 def policies_in_order(bench: Bench, seconds: float) -> Figures:
     """Requests under ten policies, whose weights stream."""
     sizes = bench.sizes
-    cases = [Case(policy, "in order", sizes.ordered, sizes.gpu) for policy in IN_ORDER]
-    return _in_turn(bench, cases, seconds)
-
-
-def dispatched(bench: Bench, seconds: float) -> Figures:
-    """One request in several scenarios, where half of the experts fit on the GPU; as many as there is time for."""
-    sizes = bench.sizes
-    chosen = product(sizes.scenarios, POLICIES)
-    return _in_turn(bench, [of_scenario(policy, each, sizes.half) for each, policy in chosen], seconds)
-
-
-def _in_turn(bench: Bench, cases: Sequence[Case], seconds: float) -> Figures:
+    cases = [Case(policy, sizes.ordered, sizes.gpu) for policy in IN_ORDER]
     places = bench.places
     machine = str(places.machine) if places.machine.exists() else "auto"
     arguments = places.of(MODEL), bench.sizes.device, machine, cases, max(0.0, seconds - STARTING_SECONDS / 6)
     found: Figures = in_fresh_process(in_turn, *arguments, seconds=seconds)
     return found
-
-
-def half_on_the_host(policy: str, bench: Bench, seconds: float) -> Figures:
-    """One request where half of the experts fit on the GPU."""
-    sizes = bench.sizes
-    requests = Requests(1, sizes.prompt, sizes.new_tokens, 1, 1)
-    return bench.run(seconds, MODEL, policy, requests, gpu=sizes.half)
 
 
 def large(bench: Bench, seconds: float) -> Figures:
@@ -304,7 +275,6 @@ PARTS = (
     "order",
     "others",
     "large",
-    "dispatch",
 )
 
 
@@ -317,27 +287,24 @@ def rows(sizes: Sizes) -> Iterator[Row]:
     yield Row("choices of the device", "choices", 15, choices_of_the_device)
     yield Row("limits", ALWAYS, 10, limits, **with_model)
     yield Row("calibration", "calibration", 40, calibration, on_gpus=True, **with_model)
-    yield Row("resident, batch 64", "resident", 12, partial(resident, sizes.resident), **stays)
-    yield Row("resident, batch 1", "resident", 12, partial(resident, sizes.single), **stays)
+    yield Row("resident, batch 64", "resident", 12, partial(ran, "resident", sizes.resident), **stays)
+    yield Row("resident, batch 1", "resident", 12, partial(ran, "resident", sizes.single), **stays)
     for policy in STREAMED:
-        yield Row(policy, "streaming", 20, partial(streamed, policy), **streams)
+        yield Row(policy, "streaming", 20, partial(ran, policy, sizes.streamed, gpu=sizes.gpu), **streams)
     yield Row("cgopipe, traced", "streaming", 20, partial(traced, "cgopipe"), **streams)
     for batch in sizes.batches:
         yield Row(f"prompts of 512, batch {batch}", "prompts", 15, partial(beside, batch), **stays)
     yield Row("Hugging Face", "others", 40, by_hugging_face, packages=("transformers",), **stays)
+    one = Requests(1, sizes.prompt, sizes.new_tokens, 1, 1)
     for policy in ON_THE_HOST:
-        yield Row(f"half, {policy}", "half", 15, partial(half_on_the_host, policy), **streams)
+        yield Row(f"half, {policy}", "half", 15, partial(ran, policy, one, gpu=sizes.half), **streams)
     yield Row(ORDERED, "order", 50, policies_in_order, **streams)
     for policy in STREAMED:
-        yield Row(f"{policy}, staged", "staging", 25, partial(staged, policy), **streams)
+        measured = partial(ran, policy, sizes.streamed, gpu=sizes.gpu, pinned=sizes.pinned)
+        yield Row(f"{policy}, staged", "staging", 25, measured, **streams)
     in_llama = {**stays, "after": (MODEL, PROGRAM), "on_gpus": True}
     yield Row("llama.cpp", "others", 30, by_llama_cpp, **in_llama)
     yield Row("half, llama.cpp", "others", 20, half_by_llama_cpp, **in_llama)
-    yield from _large_rows(sizes)
-    yield Row("dispatch", "dispatch", 60, dispatched, **streams)
-
-
-def _large_rows(sizes: Sizes) -> Iterator[Row]:
     weights = weight_bytes(sizes.large)
     yield Row(
         "large, cgopipe",

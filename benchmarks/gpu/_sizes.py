@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from benchmarks.gpu._scenarios import Scenario
+import msgspec
+
 from moesched.models.config import ITEM_BYTES, ModelConfig
 from moesched.models.shapes import SHAPES
 from moesched.models.tensors import count_weights
@@ -26,27 +28,28 @@ class Requests(NamedTuple):
     micro_batch: int
 
 
-class Sizes(NamedTuple):
+class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The sizes of all rows.
 
     Attributes:
         device: of `moesched run`.
-        model: the model whose weights fit into the GPU.
-        large: the same shape with more layers.
+        shape, changes: of the models, by name, and by how they differ from it.
+        layers: of the model whose weights fit into the GPU; `large_layers`, of the other one.
         streamed: requests of runs whose weights stream.
         resident: requests of runs whose weights stay, in several batches, as the first one is the slower.
         single: one request that stays for long.
         prompt: tokens of the prompts of the rows beside other programs, and as many new ones as `new_tokens`.
         batches: their sizes.
         ordered: requests of policies that are put in order.
-        scenarios: of one request, under policies that decide where experts run.
         gpu: the GPU's memory where weights stream; half: where half of the experts fit; large_gpu: of the large model.
         pinned: page-locked memory where staging is forced.
     """
 
     device: str
-    model: ModelConfig
-    large: ModelConfig
+    shape: str
+    changes: dict[str, Any] = {}
+    layers: int
+    large_layers: int
     streamed: Requests
     resident: Requests
     single: Requests
@@ -55,11 +58,20 @@ class Sizes(NamedTuple):
     new_tokens: int
     batches: tuple[int, ...]
     ordered: Requests
-    scenarios: tuple[Scenario, ...]
     gpu: int
     half: int
     large_gpu: int
     pinned: int
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model whose weights fit into the GPU."""
+        return SHAPES[self.shape].varied(**self.changes, layers=self.layers, dtype="bfloat16")
+
+    @property
+    def large(self) -> ModelConfig:
+        """The same with more layers."""
+        return SHAPES[self.shape].varied(**self.changes, layers=self.large_layers, dtype="bfloat16")
 
     @property
     def small(self) -> bool:
@@ -67,54 +79,8 @@ class Sizes(NamedTuple):
         return self.model.hidden < 1024
 
 
-def _with(shape: ModelConfig, layers: int) -> ModelConfig:
-    return shape.varied(layers=layers, dtype="bfloat16")
-
-
-MIXTRAL = SHAPES["mixtral-8x7b"]
-FULL = Sizes(
-    device="cuda",
-    model=_with(MIXTRAL, 4),
-    large=_with(MIXTRAL, 16),
-    streamed=Requests(512, 77, 12, 512, 64),
-    resident=Requests(512, 77, 12, 64, 64),
-    single=Requests(1, 77, 400, 1, 1),
-    many=Requests(2048, 77, 32, 2048, 64),
-    prompt=512,
-    new_tokens=33,
-    batches=(1, 16, 64),
-    ordered=Requests(64, 77, 6, 64, 16),
-    scenarios=(
-        Scenario(64, 33),
-        *(Scenario(prompt, 1) for prompt in (512, 1024, 2048, 4096)),
-        *(Scenario(32, 17, beams) for beams in (4, 8, 12)),
-    ),
-    gpu=8 * 10**9,
-    half=7 * 10**9,
-    large_gpu=24 * 10**9,
-    pinned=2 * 10**9,
-)
-TINY = SHAPES["mixtral-0.8b"].varied(
-    hidden=128, intermediate=128, heads=4, kv_heads=2, head_dim=32, vocabulary=256
-)
-SMALL = Sizes(
-    device="benchmarks.gpu._small_gpu:SmallGpu",
-    model=_with(TINY, 3),
-    large=_with(TINY, 4),
-    streamed=Requests(4, 5, 3, 4, 2),
-    resident=Requests(4, 5, 3, 2, 2),
-    single=Requests(1, 5, 4, 1, 1),
-    many=Requests(4, 5, 3, 4, 2),
-    prompt=8,
-    new_tokens=3,
-    batches=(1,),
-    ordered=Requests(2, 5, 2, 2, 1),
-    scenarios=(Scenario(4, 2, beams=2),),
-    gpu=2_500_000,
-    half=2_300_000,
-    large_gpu=2_500_000,
-    pinned=4_000_000,
-)
+SIZES = msgspec.toml.decode(Path(__file__).with_name("sizes.toml").read_bytes(), type=dict[str, Sizes])
+FULL, SMALL = SIZES["full"], SIZES["small"]
 
 
 def weight_bytes(config: ModelConfig) -> int:

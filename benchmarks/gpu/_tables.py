@@ -44,30 +44,6 @@ def _run(row: Result, limit: float) -> Iterator[str]:
     yield f"{expected['over_measured']:.2f}" if expected else ""
 
 
-def policies(result: Result) -> str:
-    """A line for each run of one process under many policies; empty where none was measured."""
-    cases = [case for row in result["rows"].values() for case in row.get("cases", [])]
-    if not cases:
-        return ""
-    lines = [[case["scenario"], case["policy"], *_policy(case)] for case in cases]
-    columns = [
-        "requests",
-        "policy",
-        "seconds",
-        "first token, s",
-        "decode step, ms",
-        "predicted over measured",
-    ]
-    return markdown(columns, lines)
-
-
-def _policy(case: Result) -> Iterator[str]:
-    yield f"{case['total_seconds']:.2f}"
-    yield f"{case['first_token_seconds']:.2f}"
-    yield f"{1e3 * case['step_seconds']:,.1f}" if case["step_seconds"] else ""
-    yield f"{case['expected']['over_measured']:.2f}" if case["expected"] else ""
-
-
 def beside(result: Result) -> str:
     """Tokens per second of everybody at each batch, and what the machine's own rates allow."""
     rows = result["rows"]

@@ -16,7 +16,6 @@ half         One request, half of the experts on the host.
 order        64 requests under ten policies, the GPU limited to 8 GB: as fast, and in the order, as predicted?
 others       The last two by Hugging Face if it is installed, and by llama.cpp if it is given.
 large        16 layers, the GPU limited to 24 GB, 2,048 requests, beside Accelerate if it is installed.
-dispatch     One request where half of the experts fit, by where experts are to run: generation, prompts, beams.
 
 The exit code is 1 if a bar is missed or a row fails. `--small` tries all of this with tiny models on an imitated GPU;
 its figures measure nothing.
@@ -48,7 +47,7 @@ from benchmarks.gpu._rows import (
     rows,
 )
 from benchmarks.gpu._sizes import FULL, SMALL
-from benchmarks.gpu._tables import policies, tables
+from benchmarks.gpu._tables import tables
 from benchmarks.record.benchmark import Benchmark, progress
 from benchmarks.record.tables import markdown
 from benchmarks.shared.fresh_process import RowFailed, preload
@@ -66,7 +65,6 @@ BENCHMARK = Benchmark(
     __doc__,
     claims=claims,
     tables=tables,
-    packages=("torch",),
     parts=PARTS,
     rounds_help="measure all rows this often, as far as time allows; the last figures count",
 )
@@ -145,7 +143,6 @@ class Hour:
             self._write()
         bars = list(claims(self.result))
         print(markdown(["measure", "figure", "bar"], [[each.words, each.figure, each.bar] for each in bars]))
-        print(policies(self.result))
         failed = any(reason.startswith(FAILED) for reason in self.result["left_out"].values())
         return int(failed or any(each.reached is False for each in bars))
 

@@ -11,6 +11,8 @@ first_token  From a command's start to its end with one token, the files in the 
 page_cache   40 % of the weights' bytes as memory for weights, the files in the page cache.
 capped       The same, in a memory cgroup that holds the page cache as well and 450 MB for Python and libraries.
              A cap that the system cannot enforce, or that does not bind a peer, is reported as such.
+disk         Ours alone, with as much memory, reading past the page cache: a decode step over the time in which the
+             disk gives the bytes that it reads.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import comparison, first_token
+from benchmarks.peers import comparison, disk, first_token
 from benchmarks.peers.bars import claims, tables
 from benchmarks.peers.environment import Peer, peers_folder
 from benchmarks.peers.memory_cap import NoCap, drop_from_page_cache, memory_cap
 from benchmarks.peers.protocol import PeerFailed, Worker
-from benchmarks.peers.registry import CAPPED, OURS, PAGE_CACHE, RESIDENT
+from benchmarks.peers.registry import CAPPED, OURS, OURS_ON_DISK, PAGE_CACHE, RESIDENT
 from benchmarks.peers.rounds import Field
 from benchmarks.record.benchmark import Benchmark, progress
 from benchmarks.shared.reading import warm
@@ -114,11 +116,23 @@ def part_capped(options: Options) -> dict[str, Any]:
     return {"budget_bytes": budget, "cap_bytes": limit, **found}
 
 
+def part_disk(options: Options) -> dict[str, Any]:
+    """Our steps against the disk."""
+    budget = budget_of(options.model)
+    with Field([OURS_ON_DISK], str(options.model), str(budget), patience=options.patience) as field:
+        chosen = [case for case in disk.CASES if is_named(case.name, options.cases)]
+        return {
+            "budget_bytes": budget,
+            "cases": disk.against_disk(field, options.model, chosen, options.rounds),
+        }
+
+
 PARTS: dict[str, Part] = {
     "resident": part_resident,
     "first_token": part_first_token,
     "page_cache": part_page_cache,
     "capped": part_capped,
+    "disk": part_disk,
 }
 BENCHMARK = Benchmark(
     __file__,
@@ -129,6 +143,7 @@ BENCHMARK = Benchmark(
     rounds=5,
     rounds_help="rounds of every request",
     keeps_parts=True,
+    replaces=("offload_disk",),
 )
 BENCHMARK.parser.add_argument("--model", type=Path, default=cache_folder() / MODEL, metavar="DIR")
 BENCHMARK.parser.add_argument(
@@ -176,8 +191,7 @@ def compared(field: Field, cases: Sequence[comparison.Case], options: Options) -
     try:
         for name, figures in comparison.compare(field, OURS.name, config, chosen, options.rounds):
             found[name] = {**figures, "ratios": comparison.ratios(figures, OURS.name)}
-            for line in comparison.lines(name, found[name]):
-                progress.print(line, soft_wrap=True)
+            progress.print(name, found[name]["ratios"], found[name]["failed"], soft_wrap=True)
     except KeyboardInterrupt:
         result["interrupted"] = True
     return result

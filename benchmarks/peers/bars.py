@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
-from benchmarks.record.claims import Claim, all_of
+from benchmarks.record.claims import Claim, all_of, at_least, at_most
 from benchmarks.record.tables import markdown
 
 Result = dict[str, Any]
@@ -17,25 +18,14 @@ STEP_BAR = 0.8
 PAGE_CACHE_BAR = 3.0
 CAPPED_BARS = {ACCELERATE: 5.0, LLAMA_CPP: 1.5}
 FIRST_TOKEN_BAR = 1.5
+DISK_BARS = {16: 1.10, 1: 1.20}
+"""Of the fastest policy's step over (bytes read / disk bandwidth), by batch."""
 CAPPED = "capped"
+over = partial(at_least, form="{:.2f}")
 DISTURBED = 0.1
 
 
-class Bar(NamedTuple):
-    """A figure that has a bar; `most` says whether it is not to be larger."""
-
-    words: str
-    figure: float
-    bar: float
-    unit: str = "{:.2f}"
-    most: bool = False
-
-    def reached(self) -> bool:
-        """Test whether the figure keeps to its bar."""
-        return self.figure <= self.bar if self.most else self.figure >= self.bar
-
-
-def bars(result: Result) -> Iterator[Bar]:
+def bars(result: Result) -> Iterator[Claim]:
     """All figures that have a bar, as far as they were measured."""
     yield from _resident(_cases(result, "resident"))
     for name, case in _cases(result, "page_cache").items():
@@ -44,24 +34,24 @@ def bars(result: Result) -> Iterator[Bar]:
     for name, case in _cases(result, CAPPED).items():
         for peer, bar in CAPPED_BARS.items():
             if (ratio := _ratio(case, "decode", peer)) and result[CAPPED]["caps"][peer]["binds"]:
-                yield Bar(f"capped memory, {name}: decode over {peer}", ratio, bar)
+                yield over(f"capped memory, {name}: decode over {peer}", ratio, bar)
     commands = result.get("first_token", {}).get("commands", {})
     if all("seconds" in commands.get(name, {}) for name in (OURS, LLAMA_CPP)):
         mine, theirs = (commands[name]["seconds"]["median"] for name in (OURS, LLAMA_CPP))
-        yield Bar(
-            "command to first token, beyond llama.cpp's",
-            mine - theirs,
-            FIRST_TOKEN_BAR,
-            "{:.1f} s",
-            most=True,
-        )
+        words = "command to first token, beyond llama.cpp's"
+        yield at_most(words, mine - theirs, FIRST_TOKEN_BAR, "{:.1f} s")
 
 
 def claims(result: Result) -> Iterator[Claim]:
     """The number of bars that are reached; the page names the others."""
-    reached = [each.reached() for each in bars(result)]
-    words = "bars of [beside other programs](performance.md#bars-that-are-missed) that are reached"
-    yield all_of(words, sum(reached), len(reached))
+    reached = [bool(each.reached) for each in bars(result)]
+    if reached:
+        words = "bars of [beside other programs](performance.md#bars-that-are-missed) that are reached"
+        yield all_of(words, sum(reached), len(reached))
+    for name, policies in _cases(result, "disk").items():
+        policy, row = min(policies.items(), key=lambda each: float(each[1]["step_seconds"]))
+        words = f"disk offloading: {name}, {policy}: step over (bytes read / disk bandwidth)"
+        yield at_most(words, row["over_disk"], DISK_BARS[_batch(name)], "{:.3f}")
 
 
 def tables(result: Result) -> dict[str, str]:
@@ -72,24 +62,22 @@ def tables(result: Result) -> dict[str, str]:
 
 def missed(result: Result) -> str:
     """A line for each bar that is missed."""
-    lines = [
-        [each.words, each.unit.format(each.figure), each.unit.format(each.bar)]
-        for each in bars(result)
-        if not each.reached()
-    ]
+    lines = [[each.words, each.figure, each.bar] for each in bars(result) if not each.reached]
     return markdown(["figure", "measured", "bar"], lines)
 
 
-def _page_cache(name: str, ratio: float, share: float) -> Bar:
+def _page_cache(name: str, ratio: float, share: float) -> Claim:
     """The ratio to Accelerate, or the share of the limit where that alone reaches its bar."""
     if ratio < PAGE_CACHE_BAR and share >= STEP_BAR:
-        return Bar(f"weights in the page cache, {name}: share of the limit of a decode step", share, STEP_BAR)
-    return Bar(f"weights in the page cache, {name}: decode over {ACCELERATE}", ratio, PAGE_CACHE_BAR)
+        return over(
+            f"weights in the page cache, {name}: share of the limit of a decode step", share, STEP_BAR
+        )
+    return over(f"weights in the page cache, {name}: decode over {ACCELERATE}", ratio, PAGE_CACHE_BAR)
 
 
-def _resident(cases: Mapping[str, Result]) -> Iterator[Bar]:
+def _resident(cases: Mapping[str, Result]) -> Iterator[Claim]:
     for name, case in cases.items():
-        batch = int(name.removeprefix("batch ").split(",")[0])
+        batch = _batch(name)
         ratios = {
             peer: ratio
             for peer in case["ratios"].get("decode", {})
@@ -99,13 +87,13 @@ def _resident(cases: Mapping[str, Result]) -> Iterator[Bar]:
             ratios = {peer: ratio for peer, ratio in ratios.items() if peer == LLAMA_CPP}
         if batch in DECODE_BARS and ratios:
             peer = min(ratios, key=lambda peer: ratios[peer])
-            yield Bar(f"resident, {name}: decode over {peer}", ratios[peer], DECODE_BARS[batch])
+            yield over(f"resident, {name}: decode over {peer}", ratios[peer], DECODE_BARS[batch])
         for peer, bars_of in PREFILL_BARS.items():
             if batch in bars_of and (ratio := _ratio(case, "prefill", peer)):
-                yield Bar(f"resident, {name}: prefill over {peer}", ratio, bars_of[batch])
+                yield over(f"resident, {name}: prefill over {peer}", ratio, bars_of[batch])
         if batch == 1 and "decode" in case:
             share = best(case["decode"], OURS)["fraction_of_limit"]
-            yield Bar(f"resident, {name}: share of the limit of a decode step", share, STEP_BAR)
+            yield over(f"resident, {name}: share of the limit of a decode step", share, STEP_BAR)
 
 
 def rates(part: str, result: Result) -> str:
@@ -141,6 +129,11 @@ def best(phase: Result, peer: str) -> Result:
     """The row of a peer's fastest setting; empty if it has none."""
     rows = [row for row in phase["contestants"].values() if row["peer"] == peer]
     return max(rows, key=lambda row: float(row["tokens_per_second"]["median"]), default={})
+
+
+def _batch(name: str) -> int:
+    """Of a request, by its name."""
+    return int(name.removeprefix("batch ").split(",")[0])
 
 
 def _cases(result: Result, part: str) -> dict[str, Result]:

@@ -237,16 +237,3 @@ def ratio(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
     kept = undisturbed(worse)
     quiet = sum(each["other_cores"] < QUIET_CORES for each in worse)
     return {**spread([theirs["seconds"][n] / mine["seconds"][n] for n in kept]), "undisturbed_rounds": quiet}
-
-
-def lines(name: str, case: dict[str, Any]) -> Iterator[str]:
-    """A case's figures so far, for people."""
-    for phase in ("prefill", "decode"):
-        for contestant, row in case.get(phase, {}).get("contestants", {}).items():
-            rate, share = row["tokens_per_second"]["median"], row["fraction_of_limit"]
-            others = row["other_cores"]
-            yield f"{name}, {phase}: {contestant} {rate:.1f} tok/s, {share:.0%} of the limit, others {others}"
-        for peer, ratio in case["ratios"].get(phase, {}).items():
-            yield f"{name}, {phase}: over {peer} {ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['most']:.2f})"
-    for contestant, reason in case["failed"].items():
-        yield f"{name}: {contestant} failed: {reason}"

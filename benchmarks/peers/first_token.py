@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from resource import RUSAGE_CHILDREN, getrusage
 from time import perf_counter
 from typing import Any
 
@@ -14,6 +13,7 @@ from benchmarks.peers.environment import Peer
 from benchmarks.peers.protocol import LONGEST_REASON, Message, PeerFailed
 from benchmarks.peers.registry import LLAMA_CPP, OURS
 from benchmarks.peers.rounds import spread, undisturbed, wait_for_quiet
+from benchmarks.record.benchmark import children_seconds
 from moesched.calibration.other_load import OtherLoad
 from moesched.system.cores import usable_cores
 
@@ -65,12 +65,6 @@ def timed(command: Sequence[str], row: dict[str, Any]) -> Message:
     seconds = perf_counter() - started
     others = load.cores() - (children_seconds() - before) / seconds
     return {"seconds": seconds, "other_cores": round(max(0.0, others), 2)}
-
-
-def children_seconds() -> float:
-    """Processor time of all processes that were started here and have ended."""
-    used = getrusage(RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def our_command(model: Path) -> list[str]:

@@ -17,8 +17,6 @@ from benchmarks.shared.decoding import Model, Uses
 from moesched import plugins
 from moesched.devices.torch.device import TorchDevice
 from moesched.machines.local import local_machine
-from moesched.models.checkpoint import open_checkpoint
-from moesched.models.layout import weight_layout
 from moesched.requests.batch import split_batch
 from moesched.runs.hardware import run
 from moesched.runs.planning import plan_run
@@ -26,13 +24,12 @@ from moesched.runs.planning import plan_run
 
 def load() -> tuple[Answer, Message]:
     """A device that keeps the weights that stay; it is made by the first request."""
-    checkpoint = open_checkpoint(Path(sys.argv[1]))
-    model = Model(checkpoint.directory, checkpoint, weight_layout(checkpoint.config))
+    model = Model.opened(Path(sys.argv[1]))
     budgets = {"host": int(sys.argv[2]) if sys.argv[2:] else 4 * model.weight_bytes}
 
     @cache
     def device(direct: bool) -> TorchDevice:
-        return TorchDevice(checkpoint, model.layout, direct=direct)
+        return TorchDevice(model.checkpoint, model.layout, direct=direct)
 
     def generate(request: Message) -> Message:
         prompts, setting, uses = request["prompts"], request["setting"], Uses()
@@ -42,15 +39,17 @@ def load() -> tuple[Answer, Message]:
         plan = plan_run(local_machine(), model.layout, batch, policy, budgets, chosen.slot_bytes)
         observers = [uses] if request.get("count_bytes") else []
         report = run(plan, policy, chosen, prompts, observers=observers, keep_open=True)
-        touched = [
-            model.head_bytes + sum(page.nbytes for page in model.layout.pages if uses.warmed(step, page))
-            for step in range(request["new_tokens"])
-        ]
+        steps = range(request["new_tokens"])
+        pages = [[page.nbytes for page in model.layout.pages if uses.touched(step, page)] for step in steps]
+        counted = {
+            "touched_bytes": [model.head_bytes + sum(each) for each in pages],
+            "read_bytes": [sum(map(chosen.bytes_to_read, uses.fetched[step])) for step in steps],
+        }
         return {
             "prefill_seconds": report.step_seconds[0],
             "step_seconds": report.step_seconds[1:],
             "tokens": report.tokens,
-            **({"touched_bytes": touched} if observers else {}),
+            **(counted if observers else {}),
         }
 
     return generate, {"versions": {name: version(name) for name in ("moesched", "torch")}}

@@ -17,6 +17,9 @@ EXPERTS = {experts: {"experts": experts} for experts in ("eager", "grouped_mm")}
 OURS = Peer("moesched", "moesched_peer", settings=ours("resident", direct=False))
 OURS_MAPPED = OURS._replace(settings=ours(*STREAMING, direct=False))
 OURS_DIRECT = OURS._replace(settings=ours(*STREAMING, direct=True))
+OURS_ON_DISK = OURS._replace(
+    settings=ours(*STREAMING, "expert_cache", "prefetch_gate", "fate", direct=True, micro_batch=8)
+)
 
 LLAMA_CPP = Peer(
     "llama.cpp",

@@ -48,7 +48,6 @@ class Benchmark:
     Args:
         file: of the script; its name is that of the result, too.
         doc: the script's docstring, which `--help` prints.
-        packages: libraries whose versions are recorded.
         parts: names that `--only` picks from.
         claims: lines of docs/results.md, from the figures that are written.
         tables: of other pages, in Markdown; one of a part has the part's name.
@@ -57,6 +56,7 @@ class Benchmark:
         rounds_help: the meaning of a round.
         by_machine: whether the figures depend on the machine; its name is then part of the file's.
         keeps_parts: whether parts that were not measured stay in the result file.
+        replaces: names of scripts that are gone; their results of this machine go once this one has all parts.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Benchmark:
         claims: Callable[[Result], Iterable[Claim]] = lambda _: (),
         tables: Callable[[Result], Mapping[str, str]] = lambda _: {},
         also: Sequence[str] = (),
-        packages: Sequence[str] = (),
         rounds: int = 1,
         rounds_help: str = "measure everything this often; figures are medians",
         by_machine: bool = True,
         keeps_parts: bool = False,
+        replaces: Sequence[str] = (),
     ) -> None:
         path = Path(file).resolve()
         self.name = path.stem
@@ -81,9 +81,9 @@ class Benchmark:
         self._claims, self._tables = claims, tables
         self._also = also
         self._said: set[str] = set()
-        self._packages = packages
         self._keeps_parts = keeps_parts
         self.out = RESULTS / f"{named_for_machine(self.name) if by_machine else self.name}.json"
+        self._replaced = [each for name in replaces for each in (name, named_for_machine(name))]
         self.parser = argparse.ArgumentParser(
             description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
         )
@@ -112,12 +112,17 @@ class Benchmark:
         self.out = options.out or self.out
         self.imports, self._began = Imports(), time.time()
         self._before = _load_of(0.3)
-        self._load, self._children, self._since = OtherLoad(), _children_seconds(), time.perf_counter()
+        self._load, self._children, self._since = OtherLoad(), children_seconds(), time.perf_counter()
         return options
 
     def stored(self) -> Result:
         """The result that the file has; empty if there is none."""
         return stored(self.out)
+
+    def joined(self, key: str, part: str, found: Result) -> list[Result]:
+        """The rows under a key of the result, each of a part, with one measured anew, in the order of the parts."""
+        rows = {row["part"]: row for row in self.stored().get(key, [])} | {part: {"part": part, **found}}
+        return [rows[part] for part in self.parts if part in rows]
 
     def write(self, figures: Result, out: Path | None = None, parts: Sequence[str] = ()) -> int:
         """Write figures, their claims and tables with the command, the machine, its load, the commit and the code.
@@ -142,7 +147,7 @@ class Benchmark:
             "code": code,
         }
         machine = {
-            "machine": this_machine(self._packages),
+            "machine": this_machine(),
             "other_cores": {"before": round(self._before, 2), "during": round(self._load_so_far(), 2)},
         }
         of_file = list(parts) if out else self.parts
@@ -160,7 +165,9 @@ class Benchmark:
         )
         store({**about, **machine, **shown, **figures, **shown, "sources": sources}, path)
         if path.parent == RESULTS:
-            (OF_A_VERSION / path.name).unlink(missing_ok=True)
+            whole = about.get("parts", dict.fromkeys(of_file)).keys() >= {*of_file}
+            for stem in (path.stem, *(self._replaced if whole else ())):
+                (OF_A_VERSION / f"{stem}.json").unlink(missing_ok=True)
         print(path, flush=True)
         said = [
             f"{'' if each['reached'] in (True, None) else 'MISSED '}{each['words']}: {each['figure']}"
@@ -184,7 +191,7 @@ class Benchmark:
 
     def _load_so_far(self) -> float:
         """Cores that others kept busy since the options were read; processes that the script started are its own."""
-        own = (_children_seconds() - self._children) / (time.perf_counter() - self._since)
+        own = (children_seconds() - self._children) / (time.perf_counter() - self._since)
         return max(0.0, self._load.cores() - own)
 
 
@@ -199,6 +206,7 @@ def _load_of(seconds: float) -> float:
     return load.cores()
 
 
-def _children_seconds() -> float:
+def children_seconds() -> float:
+    """Processor time of all processes that were started here and have ended."""
     used = getrusage(RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -7,8 +7,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,18 @@ MACHINES = {
     "h100": "NVIDIA H100",
 }
 """Titles of machines in tables, by the names in result files."""
+LIBRARIES = {
+    "grpcio",
+    "mlx",
+    "numpy",
+    "playwright",
+    "pyzmq",
+    "simpy",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "uvloop",
+}
 IN_LINES = re.compile(r"\[\n +([^][{}|]*?)\n +\]")
 """A list without lists inside, and without lines of tables."""
 
@@ -57,14 +68,14 @@ def machine_of(file: Path) -> str | None:
     return MACHINES.get(file.stem.split("-")[-1])
 
 
-def this_machine(packages: Iterable[str] = ()) -> dict[str, Any]:
-    """The machine that figures were measured on, and the versions of packages."""
+def this_machine() -> dict[str, Any]:
+    """The machine that figures were measured on, and the versions of libraries."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        **{package: version(package) for package in packages},
+        **{each.name: each.version for each in distributions() if each.name in LIBRARIES},
     }
 
 

@@ -3,70 +3,44 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
+
+import msgspec
 
 from moesched.cli.main import main
 from mutations import mutated
 from parsers import PARSERS, Bench
 from small_models import small_model
 
-SIMULATED = ("simulate", "--policy", "cgopipe", "--batch-size", "2", "--gen", "2")
-MODEL, MACHINE, WORKLOAD = ("--model", "mixtral-0.8b"), ("--machine", "t4"), ("--workload", "uniform")
-RUN = ("--policy", "resident", "--max-new-tokens", "2")
 
-COMMANDS: dict[str, tuple[str, Callable[[Path], tuple[Any, ...]]]] = {
-    "simulate --machine": ("machine", lambda file: (*SIMULATED, *MODEL, *WORKLOAD, "--machine", file)),
-    "simulate --workload": ("workload", lambda file: (*SIMULATED, *MODEL, *MACHINE, "--workload", file)),
-    "simulate --model": (
-        "config.json",
-        lambda file: (*SIMULATED, *MACHINE, *WORKLOAD, "--model", file.parent),
-    ),
-    "simulate --routing": (
-        "routing profile",
-        lambda file: (*SIMULATED, *MODEL, *MACHINE, *WORKLOAD, "--routing", file),
-    ),
-    "simulate --routing, a trace": (
-        "routing trace of Megatron",
-        lambda file: (*SIMULATED, *MODEL, *MACHINE, *WORKLOAD, "--routing", file),
-    ),
-    "roofline --machine": (
-        "machine",
-        lambda file: ("roofline", "--model", "mixtral-8x7b", "--machine", file),
-    ),
-    "compare, traces": ("trace", lambda file: ("compare", file, "--replayed")),
-    "explain": (
-        "trace",
-        lambda file: ("explain", file, "--what-if", "no handovers", "--report", file.with_suffix(".html")),
-    ),
-    "compare, reports": ("report", lambda file: ("compare", file, file)),
-    "run, weights": ("safetensors", lambda file: ("run", file.parent, *RUN, "--prompt-ids", "1,2")),
-    "run, tokenizer": ("tokenizer.json", lambda file: ("run", file.parent, *RUN, "--prompt", "a text")),
-    "run --prompts": ("prompts", lambda file: ("run", file.parent, *RUN, "--prompts", file)),
-    "launch --hosts": (
-        "cluster",
-        lambda file: (
-            "launch",
-            "model",
-            "--hosts",
-            file,
-            "--dry-run",
-            "--policy",
-            "ep_naive",
-            "--prompt-ids",
-            "1",
-        ),
-    ),
-}
-"""Commands by name: the parser whose file is damaged, and the arguments, given that file."""
+class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A command line.
 
-WITH_MODEL = {"run, tokenizer", "run --prompts"}
-"""Commands that need a model beside the file."""
+    Attributes:
+        parser: the one whose file is damaged.
+        with_model: whether there has to be a model beside the file.
+    """
+
+    parser: str
+    line: str
+    with_model: bool = False
+
+    def words(self, file: Path) -> list[str]:
+        """The arguments, given the file."""
+        places = {"file": file, "folder": file.parent, "page": file.with_suffix(".html")}
+        return [word.format_map(places) for word in shlex.split(self.line)]
+
+
+COMMANDS = msgspec.toml.decode(
+    Path(__file__).with_name("fuzzed_commands.toml").read_bytes(), type=dict[str, Command]
+)
 
 
 class Ended(NamedTuple):
@@ -92,11 +66,11 @@ class Ended(NamedTuple):
 
 def damaged_commands(name: str, count: int, folder: Path, seed: int) -> Iterator[Ended]:
     """Run a command `count` times, each on another damaged file."""
-    parser, arguments = COMMANDS[name]
-    if name in WITH_MODEL:
+    command = COMMANDS[name]
+    if command.with_model:
         small_model(folder, text=True, max_positions=2_000)  # no prompt is work for seconds
-    bench = Bench(parser, folder)
-    given = [str(each) for each in arguments(bench.file)]
+    bench = Bench(command.parser, folder)
+    given = command.words(bench.file)
     for number in range(count):
         bench.file.write_bytes(mutated(bench.example, Random(f"{seed}/{name}/{number}")))
         yield _run(given, folder / "errors.txt")
@@ -117,9 +91,10 @@ def _work(arguments: list[str], errors: Path) -> NoReturn:
     signal.alarm(60)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     code = main(arguments)
     sys.stdout.flush()
     os._exit(code)
 
 
-assert all(parser in PARSERS for parser, _ in COMMANDS.values())
+assert all(command.parser in PARSERS for command in COMMANDS.values())

@@ -1,22 +1,21 @@
 """Questions of the lagging device's benchmark to a policy, one function each.
 
-As a program: `python _lagging_rows.py QUESTION CASE FIRST COUNT` prints the answer as JSON.
+As a program it runs every case with one seed, up to the first that is wrong.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,7 +42,6 @@ from moesched.trace import About, Recorder, check_trace, write_trace
 from policies_for_two_memories import STREAM_MOST
 
 NAMED = {case.name: case for case in CASES}
-Answer = dict[str, Any]
 
 DEEP = Size([[number % 90 + 1, 7] for number in range(32)], 17, 1)
 """32 micro-batches, and 16 steps after prefill."""
@@ -62,48 +60,33 @@ TRACED = 20
 """Every such seed's trace is checked."""
 
 
+class Answer(NamedTuple):
+    """The problems of some runs, and the most of some figures."""
+
+    problems: list[str]
+    most: Mapping[str, float] = {}
+
+
 def bits(case: Case, first: int, count: int) -> Answer:
-    """By how many seeds a batch had the bits of the CPU, kept to the plan's bytes, and had a valid trace."""
+    """Whether batches of several seeds have the bits of the CPU, keep to the plan's bytes, and have valid traces."""
+    problems: list[str] = []
     with models_of() as models:
         wanted = expected(models, case)
-        wrong: list[int] = []
-        over: list[str] = []
-        traces: list[str] = []
-        faults: list[str] = []
         for seed in range(first, first + count):
             gpu = LaggingGpu(seed=seed, count=WAYS[case.way].ranks)
             team = on_gpu(models, WAYS[case.way], gpu)
             recorder = Recorder() if seed % TRACED == 0 else None
             ended = team.run(case.policy, case.settings, recorder=recorder)
             team.close()
-            faults += gpu.pinned.faults
+            problems += gpu.pinned.faults
+            problems += over_budget(ended, gpu, WAYS[case.way].nodes)
             if not ended.has_bits_of(wanted):
-                wrong.append(seed)
-            over += over_budget(ended, gpu, WAYS[case.way].nodes)
+                problems.append(f"seed {seed}: other bits")
             if case.policy in STREAM_MOST and not ended.streamed_pages:
-                over.append("all weights are kept")
+                problems.append("all weights are kept")
             if recorder is not None:
-                traces += trace_problems(recorder, ended.plans[0].machine.name)
-    return {
-        "seeds": count,
-        "wrong": wrong,
-        "over_budget": over,
-        "trace_problems": traces[:10],
-        "faults": faults[:10],
-    }
-
-
-def every(_: Case, first: int, count: int) -> Answer:
-    """Several batches of each case by one seed, up to the first that is wrong; its name ends the process.
-
-    They are checked for bits, the plan's bytes, and copies that block their thread.
-    """
-    with models_of() as models:
-        for case in CASES:
-            if wrong := _wrong(models, case, first, count):
-                print(f"{case.name}: {wrong}")
-                sys.exit(1)
-    return {"cases": len(CASES)}
+                problems += trace_problems(recorder, ended.plans[0].machine.name)
+    return Answer(problems)
 
 
 def _wrong(models: Models, case: Case, seed: int, count: int) -> str:
@@ -163,23 +146,14 @@ def deep(case: Case, first: int, count: int) -> Answer:
         gpu = LaggingGpu(seed=first)
         team = on_gpu(models, WAYS[case.way], gpu)
         watch = Remembered(gpu)
-        start = time.perf_counter()
         ended = team.run(case.policy, case.settings, DEEP, observers=[watch])
-        seconds = time.perf_counter() - start
         team.close()
-        over = list(over_budget(ended, gpu))
+        problems = list(over_budget(ended, gpu))
     quarter = len(watch.seen) // 4
     early, late = watch.most(slice(quarter, 2 * quarter)), watch.most(slice(-quarter, None))
-    names = ("events", "bytes", "queued")
-    bounded = all(after <= 1.1 * before + 50 for before, after in zip(early, late, strict=True))
-    return {
-        "tasks": watch.tasks,
-        "seconds": round(seconds, 1),
-        "early": dict(zip(names, early, strict=True)),
-        "late": dict(zip(names, late, strict=True)),
-        "bounded": bounded,
-        "over_budget": over,
-    }
+    if any(after > 1.1 * before + 50 for before, after in zip(early, late, strict=True)):
+        problems.append(f"events, bytes and queued work grow from {early} to {late}")
+    return Answer(problems, {"tasks": watch.tasks})
 
 
 def batches(case: Case, first: int, count: int) -> Answer:
@@ -192,21 +166,17 @@ def batches(case: Case, first: int, count: int) -> Answer:
         team = on_gpu(models, WAYS[case.way], gpu)
         gc.collect()
         gc.disable()
-        in_use, alive = [], []
+        held = []
         try:
             for _ in range(count + 1):
                 team.run(case.policy, case.settings)
-                in_use.append([memory.in_use() for memory in gpu.memories])
-                alive.append([living(BlockedKV), living(MicroBatchState)])
+                in_use = [memory.in_use() for memory in gpu.memories]
+                held.append((in_use, living(BlockedKV), living(MicroBatchState)))
         finally:
             gc.enable()
         team.close()
-    in_use, alive = in_use[1:], alive[1:]
-    return {
-        "in_use": in_use,
-        "caches_and_states": alive,
-        "flat": in_use == in_use[:1] * count and alive == alive[:1] * count,
-    }
+    flat = held[1:] == held[1:2] * count
+    return Answer([] if flat else [f"bytes, caches and states grow: {held[1:]}"])
 
 
 def living(kind: type) -> int:
@@ -236,7 +206,9 @@ def errors(case: Case, first: int, count: int) -> Answer:
             left = _left_over(gpu, threads)
             if said or left:
                 problems.append(f"{number}: {said} {left}")
-    return {"errors": count, "problems": problems, "slowest_seconds": round(slowest, 3)}
+    if slowest >= SECONDS:
+        problems.append(f"a run ends {slowest:.1f} s after its error")
+    return Answer(problems, {"seconds": round(slowest, 3)})
 
 
 def _work_before_the_first_task(team: Any, gpu: LaggingGpu) -> list[int]:
@@ -298,7 +270,7 @@ def ledger(case: Case, first: int, count: int) -> Answer:
 
     The allocator rounds up as torch's does, and the libraries have taken their part.
     """
-    worst = {"blocks": 0, "segments": 0}
+    worst = {"blocks": 0.0, "segments": 0.0}
     with models_of(hidden=256, intermediate=512, layers=4, experts=8) as models:
         for seed in range(first, first + count):
             way = WAYS[case.way]
@@ -313,65 +285,53 @@ def ledger(case: Case, first: int, count: int) -> Answer:
             team = on_gpu(models, way, gpu)
             ended = team.run(case.policy, case.settings)
             team.close()
-            over = list(over_budget(ended, gpu))
-            if over:
-                return {"over_budget": over}
+            if over := list(over_budget(ended, gpu)):
+                return Answer(over)
             for memory, nbytes in zip(gpu.memories, planned, strict=True):
                 worst["blocks"] = max(worst["blocks"], memory.most_taken - nbytes)
                 worst["segments"] = max(worst["segments"], memory.most_reserved - nbytes)
-    return {"seeds": count, "over_budget": [], "most_beyond_plan": {k: round(v, 4) for k, v in worst.items()}}
+    return Answer([], {f"{name} beyond the plan": nbytes for name, nbytes in worst.items()})
 
 
 def spans(case: Case, first: int, count: int) -> Answer:
     """Check that times of ten minutes fit each other, on clocks that drift."""
     found = [minutes_of_tasks(seed) for seed in range(first, first + count)]
-    return {
-        "seeds": count,
-        "tasks": sum(each.tasks for each in found),
-        "problems": [problem for each in found for problem in each.problems][:10],
-        "worst_ns": max(each.worst for each in found),
-    }
+    problems = [problem for each in found for problem in each.problems][:10]
+    worst = max(each.worst for each in found)
+    return Answer(problems, {"tasks": max(each.tasks for each in found), "nanoseconds too early": worst})
 
 
-def models_of(**changes: int) -> Any:
+@contextmanager
+def models_of(**changes: int) -> Iterator[Models]:
     """Models in a folder that goes with the context."""
-    return _Stored(changes)
-
-
-class _Stored:
-    def __init__(self, changes: dict[str, int]) -> None:
-        self._folder = TemporaryDirectory()
-        self._changes = changes
-
-    def __enter__(self) -> Models:
-        return Models.stored(Path(self._folder.name), **self._changes)
-
-    def __exit__(self, *error: object) -> None:
-        self._folder.cleanup()
+    with TemporaryDirectory() as folder:
+        yield Models.stored(Path(folder), **changes)
 
 
 QUESTIONS: dict[str, Callable[[Case, int, int], Answer]] = {
-    each.__name__: each for each in (bits, every, deep, batches, errors, ledger, spans)
+    each.__name__: each for each in (bits, deep, batches, errors, ledger, spans)
 }
 
 
-def tell(sender: Connection, question: str, case: str, first: int, count: int) -> None:
-    """Answer a question to another process; an error is an answer that has it as `failed`."""
+def answer(question: str, case: str, first: int, count: int) -> Answer:
+    """Answer a question in a process of its own."""
     torch.set_num_threads(1)
     gc.freeze()  # each batch begins with a collection of garbage
-    try:
-        found = QUESTIONS[question](NAMED[case], first, count)
-    except Exception as error:
-        found = {"failed": f"{type(error).__name__}: {error}"[:300]}
-    sender.send(found)
+    return QUESTIONS[question](NAMED[case], first, count)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Answer a question."""
+def main() -> None:
+    """Two batches of each case by seed 0, up to the first that is wrong: its name ends the process.
+
+    They are checked for bits, the plan's bytes, and copies that block their thread.
+    """
     torch.set_num_threads(1)
-    question, case, first, count = arguments
-    print(json.dumps(QUESTIONS[question](NAMED[case], int(first), int(count))))
+    with models_of() as models:
+        for case in CASES:
+            if wrong := _wrong(models, case, seed=0, count=2):
+                print(f"{case.name}: {wrong}")
+                sys.exit(1)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

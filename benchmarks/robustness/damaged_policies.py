@@ -28,10 +28,9 @@ from moesched.machines import Machine, load_machine
 from moesched.machines.staging import staged
 from moesched.machines.sustained import at_peak
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
-from moesched.models.config import ModelConfig
-from moesched.models.layers import FeedForward, GroupedAttention, Layer
 from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
+from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
 from moesched.seams import Policy
 from moesched.testing import Case, run_on_symbols
@@ -53,23 +52,10 @@ PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [60], [11, 12]]
 NEW_TOKENS = 3
 MICRO_BATCH = 2
 
-MODEL = ModelConfig(
-    name="damaged",
-    pattern=(
-        Layer(
-            attention=GroupedAttention(heads=4, kv_heads=2, head_dim=8),
-            feed_forward=FeedForward(intermediate=48, experts=4, top_k=2),
-        ),
-    )
-    * 3,
-    hidden=32,
-    vocabulary=64,
-    norm_eps=1e-5,
-    max_positions=128,
-    tied_embeddings=False,
-    stop_tokens=(),
-    dtype="float32",
-)
+MODEL = SHAPES["mixtral-0.8b"].varied(
+    layers=3, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8, experts=4, vocabulary=64,
+    stop_tokens=(), dtype="float32",
+)  # fmt: skip
 
 MACHINES = (ONE_MEMORY, TWO_MEMORIES)
 CLOCKS = ("real threads", "virtual clock")
@@ -84,7 +70,6 @@ def claims(result: Result) -> Iterator[Claim]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("torch",),
     claims=claims,
     parts=CLOCKS,
     rounds=2500,

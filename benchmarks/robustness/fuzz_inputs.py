@@ -11,10 +11,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -23,12 +20,15 @@ from typing import Any
 from benchmarks.record.benchmark import Benchmark, progress
 from benchmarks.record.claims import Claim, Result, none_of
 from benchmarks.robustness._fuzzed_commands import COMMANDS, damaged_commands
+from benchmarks.shared.fresh_process import RowFailed, in_fresh_process
 from mutations import mutated
 from parsers import PARSERS, Bench
 
 MOST_SECONDS = 2.0
 MOST_BYTES = 500_000_000
 HANG_SECONDS = 20
+LONGEST = 120.0
+"""Seconds that a process may take beyond those of its files."""
 SHOWN_PROBLEMS = 20
 
 
@@ -46,7 +46,6 @@ def claims(result: Result) -> Iterator[Claim]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("msgspec", "tokenizers", "numpy"),
     claims=claims,
     parts=(*PARSERS, *COMMANDS),
     rounds=100_000,
@@ -66,86 +65,71 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fuzz_by_coverage(options.only[0], options.atheris)
     result: dict[str, Any] = {kind: BENCHMARK.stored().get(kind, {}) for kind in ("parsers", "commands")}
     for name in options.only:
-        parses = name in PARSERS
-        work, count = (fuzz_parser, options.rounds) if parses else (fuzz_command, options.commands)
+        kind, count = ("parsers", options.rounds) if name in PARSERS else ("commands", options.commands)
         with progress.status(f"{count:,} damaged files: {name}"):
-            found = _apart(work, name, count, options.seed, options.seconds)
+            try:
+                # In a process of its own, whose peak memory is then its own, too.
+                found = in_fresh_process(
+                    fuzz, name, count, options.seed, options.seconds, seconds=options.seconds + LONGEST
+                )
+            except RowFailed as error:
+                found = {"files": 0, "problems": 1, "first_problems": [str(error)]}
         progress.print(
             f"{name}: {found['files']:,} files, {found['problems']} problems", *found["first_problems"]
         )
-        result["parsers" if parses else "commands"][name] = found
+        result[kind][name] = found
         BENCHMARK.write(result)
 
 
-def _apart(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """Call a function in a process of its own, whose peak memory is then its own, too."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        try:
-            return pool.submit(work, *arguments).result()
-        except BrokenProcessPool:
-            return {"files": 0, "problems": 1, "first_problems": ["the process died"]}
-
-
-def fuzz_parser(name: str, rounds: int, seed: int, most_seconds: float) -> dict[str, Any]:
-    """Damage one parser's file again and again; returns counts, peaks and problems."""
-    signal.signal(signal.SIGALRM, _hangs)
+def fuzz(name: str, count: int, seed: int, most_seconds: float) -> dict[str, Any]:
+    """Damage the file of a parser or a command again and again; returns counts and problems."""
+    tried = parsed if name in PARSERS else commanded
     problems: list[str] = []
-    accepted, done, slowest = 0, 0, 0.0
+    done, slowest, began = 0, 0.0, time.perf_counter()
     with TemporaryDirectory() as folder:
-        bench = Bench(name, Path(folder))
-        bench.accepts(bench.example)
-        before, began = _peak_bytes(), time.perf_counter()
-        while done < rounds and time.perf_counter() - began < most_seconds:
-            data = mutated(bench.example, Random(f"{seed}/{name}/{done}"))
-            start = time.perf_counter()
-            signal.alarm(HANG_SECONDS)
-            try:
-                accepted += bench.accepts(data)
-            except BaseException as error:  # any other than a refusal is what is looked for
-                problems.append(f"{done}: {type(error).__name__}: {str(error)[:300]}")
-            signal.alarm(0)
-            seconds = time.perf_counter() - start
-            if seconds > MOST_SECONDS:
-                problems.append(f"{done}: {seconds:.1f} s")
+        for problem, seconds in tried(name, count, seed, Path(folder)):
             slowest = max(slowest, seconds)
+            if seconds > MOST_SECONDS:
+                problem = f"{seconds:.1f} s {problem}"
+            if problem:
+                problems.append(f"{done}: {problem}")
             done += 1
-    grown = _peak_bytes() - before
-    if grown > MOST_BYTES:
-        problems.append(f"{grown:,} bytes")
-    return {
-        "files": done,
-        "accepted": accepted,
-        "refused": done - accepted - len(problems),
-        "slowest_seconds": slowest,
-        "peak_bytes_more": grown,
-        "problems": len(problems),
-        "first_problems": problems[:SHOWN_PROBLEMS],
-    }
-
-
-def fuzz_command(name: str, count: int, seed: int, most_seconds: float) -> dict[str, Any]:
-    """Run one command on damaged files; returns counts, peaks and problems."""
-    import moesched.devices.torch.device  # noqa: F401  # once, before the forks
-
-    codes: dict[int, int] = {}
-    problems: list[str] = []
-    slowest, peak, began = 0.0, 0, time.perf_counter()
-    with TemporaryDirectory() as folder:
-        for number, ended in enumerate(damaged_commands(name, count, Path(folder), seed)):
-            codes[ended.code] = codes.get(ended.code, 0) + 1
-            slowest, peak = max(slowest, ended.seconds), max(peak, ended.memory_bytes)
-            if (problem := ended.problem(MOST_SECONDS, _peak_bytes() + MOST_BYTES)) is not None:
-                problems.append(f"{number}: {problem}")
             if time.perf_counter() - began > most_seconds:
                 break
     return {
-        "files": sum(codes.values()),
-        "exit_codes": {str(code): codes[code] for code in sorted(codes)},
+        "files": done,
         "slowest_seconds": slowest,
-        "peak_bytes": peak,
         "problems": len(problems),
         "first_problems": problems[:SHOWN_PROBLEMS],
     }
+
+
+def parsed(name: str, count: int, seed: int, folder: Path) -> Iterator[tuple[str, float]]:
+    """The problem with each of a parser's damaged files, empty if it is accepted or refused, and its seconds."""
+    signal.signal(signal.SIGALRM, _hangs)
+    bench = Bench(name, folder)
+    bench.accepts(bench.example)
+    most = _peak_bytes() + MOST_BYTES
+    for number in range(count):
+        data = mutated(bench.example, Random(f"{seed}/{name}/{number}"))
+        start, problem = time.perf_counter(), ""
+        signal.alarm(HANG_SECONDS)
+        try:
+            bench.accepts(data)
+        except BaseException as error:  # any other than a refusal is what is looked for
+            problem = f"{type(error).__name__}: {str(error)[:300]}"
+        signal.alarm(0)
+        if _peak_bytes() > most:
+            problem, most = f"{_peak_bytes():,} bytes {problem}", _peak_bytes()
+        yield problem, time.perf_counter() - start
+
+
+def commanded(name: str, count: int, seed: int, folder: Path) -> Iterator[tuple[str, float]]:
+    """The problem with each of a command's damaged files, empty if there is none, and its seconds."""
+    import moesched.devices.torch.device  # noqa: F401  # once, before the forks
+
+    for ended in damaged_commands(name, count, folder, seed):
+        yield ended.problem(MOST_SECONDS, _peak_bytes() + MOST_BYTES) or "", ended.seconds
 
 
 def fuzz_by_coverage(name: str, seconds: int) -> None:

@@ -45,7 +45,6 @@ def claims(result: Result) -> Iterator[Claim]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("pyzmq",),
     claims=claims,
     parts=SENDERS,
     by_machine=False,

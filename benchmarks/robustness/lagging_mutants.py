@@ -30,7 +30,7 @@ TESTS = [
     "tests/test_exchange_rows.py",
     "tests/test_lagging_device.py",
 ]
-SWEEP = ["-m", "benchmarks.robustness._lagging_rows", "every", "resident, whole prompts", "0", "2"]
+SWEEP = ["-m", "benchmarks.robustness._lagging_rows"]
 
 
 class Mutant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,7 +71,6 @@ def claims(result: Result) -> Iterator[Claim]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("torch",),
     claims=claims,
     parts=MUTANTS,
     by_machine=False,

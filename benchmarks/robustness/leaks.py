@@ -2,6 +2,8 @@
 
 The failing runs take turns: a policy that breaks the rules, one that raises an error of its own, weights that become
 unreadable, logits that are not finite, a listener that raises, a batch that does not fit, and an interrupt.
+Then a million tasks of one device, batch after batch under a policy that streams weights: are the last ones as fast as
+the first?
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import cycle, islice
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -24,20 +28,32 @@ import psutil
 import moesched
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, all_of
+from benchmarks.shared.small_runs import ONE_MEMORY, fast_memory
+from moesched.devices.torch.device import TorchDevice
 from moesched.errors import MoeschedError
 from moesched.models.checkpoint import open_checkpoint
+from moesched.models.layout import weight_layout
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
-from moesched.plugins import find
+from moesched.plugins import find, make_policy
 from moesched.policies.cgopipe import CGOPipe
+from moesched.requests.batch import split_batch
+from moesched.runs.hardware import run
 from moesched.runs.listeners import Listener
+from moesched.runs.planning import plan_run
 from moesched.steps.step import Step
+from moesched.tasks import Task
 
 PROMPTS = [[1, 2, 3], [4]]
 NEW_TOKENS = 4
 WARM_UP = 0.4
 """Share of the runs before the first reading: allocators and caches have their size then."""
 GROWTH = 0.02
+SOAK = "tasks of one device"
+TASKS_A_ROUND, WINDOWS = 1000, 20
+"""Tasks for each of `--rounds`, and the windows in which they are timed; the first four warm up."""
+GROWN, SLOWER = 0.01, 0.05
+"""Bars of the growth of memory, and of the time of a task."""
 FEWER = {"torch": 1, "mlx": 10, "emulated": 10, "run_local": 10}
 """Divisors of `--rounds` for what takes longer."""
 
@@ -49,20 +65,26 @@ MODEL = SHAPES["mixtral-0.8b"].varied(
 
 def claims(result: Result) -> Iterator[Claim]:
     """Many runs in one process."""
+    runs = [case for case in result["cases"] if case["part"] != SOAK]
     words = "many good and failing runs in one process: memory, devices, threads and files flat, by device"
-    yield all_of(words, result["flat"], len(result["cases"]))
+    yield all_of(words, sum(case["flat"] for case in runs), len(runs))
+    for case in result["cases"]:
+        if case["part"] == SOAK:
+            words = f"{case['tasks']:,} tasks in real time: growth of memory, and of the time of a task"
+            figures = f"{100 * case['grown']:.1f} %, {100 * case['slower']:.1f} %"
+            yield Claim(words, figures, "≤ 1.0 %, ≤ 5.0 %", case["flat"])
 
 
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("torch", "mlx", "pyzmq"),
     claims=claims,
-    parts=[f"{device}, {kind}" for device in FEWER for kind in ("good", "failing")],
+    parts=[*(f"{device}, {kind}" for device in FEWER for kind in ("good", "failing")), SOAK],
     rounds=1000,
-    rounds_help="good runs, and failing ones, on torch; a tenth of it elsewhere",
+    rounds_help="good runs, and failing ones, on torch; a tenth of it elsewhere; thousands of tasks",
     by_machine=False,
     keeps_parts=True,
+    replaces=("soak",),
 )
 
 
@@ -93,15 +115,19 @@ class Breaks(Listener):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run everything, print what grew, write the result; 1 where something did."""
     options = BENCHMARK.parse(arguments)
-    cases = {case["part"]: case for case in BENCHMARK.stored().get("cases", [])}
     with TemporaryDirectory() as folder:
         model = write_random_model(MODEL, Path(folder) / "model", dtype="float32")
         for part in options.only:
-            device, kind = part.split(", ")
-            runs = max(10, options.rounds // FEWER[device])
-            cases[part] = {"part": part, "runs": runs, **growth(device, kind, model, runs)}
-    found = [cases[part] for part in BENCHMARK.parts if part in cases]
-    return BENCHMARK.write({"flat": sum(case["flat"] for case in found), "cases": found})
+            found = soaked(model, options.rounds) if part == SOAK else many_runs(part, model, options.rounds)
+            code = BENCHMARK.write({"cases": BENCHMARK.joined("cases", part, found)})
+    return code
+
+
+def many_runs(part: str, model: Path, rounds: int) -> dict[str, Any]:
+    """Good or failing runs on a device."""
+    device, kind = part.split(", ")
+    runs = max(10, rounds // FEWER[device])
+    return {"runs": runs, **growth(device, kind, model, runs)}
 
 
 def growth(device: str, kind: str, model: Path, runs: int) -> dict[str, Any]:
@@ -110,10 +136,10 @@ def growth(device: str, kind: str, model: Path, runs: int) -> dict[str, Any]:
     warm_up = int(WARM_UP * runs)
     before: dict[str, float] = {}
     turns = list(islice(cycle(every), warm_up + runs))
-    for number, run in enumerate(track(turns, f"{device}, {kind}", still=True)):
+    for number, each in enumerate(track(turns, f"{device}, {kind}", still=True)):
         if number == warm_up:
             before = resources(device)
-        run(model)
+        each(model)
     after = resources(device)
     grown = {name: after[name] - before[name] for name in before}
     flat = grown["resident_bytes"] <= GROWTH * before["resident_bytes"]
@@ -135,6 +161,40 @@ def resources(device: str) -> dict[str, float]:
         "descriptors": process.num_fds(),
         "children": len(process.children()),
     }
+
+
+class Counter:
+    """Counts the tasks that ran."""
+
+    tasks = 0
+
+    def ended(self, task: Task) -> None:
+        """Count a task."""
+        self.tasks += 1
+
+
+def soaked(model: Path, rounds: int) -> dict[str, Any]:
+    """Memory and the time of a task, in windows of batches on one device with room for half of the weights."""
+    counter, checkpoint = Counter(), open_checkpoint(model)
+    device = TorchDevice(checkpoint, weight_layout(checkpoint.config))
+    batch = split_batch([len(prompt) for prompt in PROMPTS], 200, 1)
+    budgets = fast_memory(device, ONE_MEMORY, batch, 0.5)
+    windows = []
+    for _ in track(range(WINDOWS), SOAK, still=True):
+        start, before = perf_counter(), counter.tasks
+        while counter.tasks < before + rounds * TASKS_A_ROUND // WINDOWS:
+            policy = make_policy("lru_offload")
+            plan = plan_run(ONE_MEMORY, device.layout, batch, policy, budgets, device.slot_bytes)
+            run(plan, policy, device, PROMPTS, observers=[counter], keep_open=True)
+        seconds = perf_counter() - start
+        windows.append((1e6 * seconds / (counter.tasks - before), resources("torch")["resident_bytes"]))
+    device.close()
+    (slower, grown) = (
+        median(last) / median(first) - 1
+        for first, last in zip(zip(*windows[4:8], strict=True), zip(*windows[-4:], strict=True), strict=True)
+    )
+    flat = grown <= GROWN and slower <= SLOWER
+    return {"tasks": counter.tasks, "grown": grown, "slower": slower, "flat": flat, "windows": windows}
 
 
 Run = Callable[[Path], None]

@@ -68,7 +68,6 @@ def claims(result: Result) -> Iterator[Claim]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("torch", "pyzmq"),
     claims=claims,
     parts=COMMANDS,
     rounds=20,

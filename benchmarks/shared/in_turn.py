@@ -30,18 +30,15 @@ class InTurn(Generic[K]):
     Args:
         measures: makes a run of each.
         repeats: how many undisturbed runs of each are wanted.
-        tell: told of every run as it ends.
     """
 
     def __init__(
         self,
         measures: Mapping[K, Callable[[], Figures]],
         repeats: int,
-        tell: Callable[[K, Run], object] = lambda name, run: None,
     ) -> None:
         self._measures = measures
         self._repeats = repeats
-        self._tell = tell
         self._turns = 0
         self._runs: dict[K, list[Run]] = {name: [] for name in measures}
 
@@ -53,9 +50,7 @@ class InTurn(Generic[K]):
             if undisturbed < min(self._turns, self._repeats):
                 load = OtherLoad()
                 figures = measure()
-                run = Run(load.cores(), figures)
-                self._runs[name].append(run)
-                self._tell(name, run)
+                self._runs[name].append(Run(load.cores(), figures))
 
     def up_to(self, most: int) -> dict[K, list[Run]]:
         """All wanted undisturbed runs of each, as far as `most` turns give them; the least disturbed come first."""

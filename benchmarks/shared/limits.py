@@ -13,9 +13,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from itertools import count
 from pathlib import Path
+from statistics import harmonic_mean, mean, median
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +33,8 @@ PAUSE = 0.02
 
 Piece = tuple[int, int]
 """Address and bytes of memory that a kernel reads."""
+Contender = Callable[[Sequence[int]], object]
+"""Works on pieces of memory, by their numbers."""
 
 
 class Limit(NamedTuple):
@@ -101,6 +105,65 @@ def measured_flops(
     if found <= 0:
         raise RuntimeError(f"the processor or the system does not allow products with {instruction_set}")
     return found
+
+
+class Race(NamedTuple):
+    """A kernel beside torch and beside the limits of its row, in turns.
+
+    Attributes:
+        pieces: memory that a call reads, all of one size; each call takes the next, so that no cache holds it.
+        kernel: calls the kernel on pieces by their numbers.
+        torch: the same by torch, in several ways; the fastest counts. Empty for none.
+        multiplying: instruction sets of the row's products, each for as many of them.
+        turn_bytes: about as many bytes as a turn of each reads.
+    """
+
+    pieces: Sequence[Piece]
+    flop_per_byte: float
+    kernel: Contender
+    torch: Sequence[Contender]
+    multiplying: Sequence[str]
+    cores: int
+    turn_bytes: int
+
+    def figures(self, turns: int) -> dict[str, float]:
+        """Medians of the turns: rates in GB/s, and their ratios in each turn; a first turn is not counted."""
+        numbers = count()
+        found = [self._turn(numbers) for _ in range(turns + 1)][1:]
+        return {name: round(median(turn[name] for turn in found), 3) for name in found[0]}
+
+    def _turn(self, numbers: Iterator[int]) -> dict[str, float]:
+        """Read, kernel, torch, kernel, read: the bandwidth of a shared machine moves within a minute."""
+        clock, nbytes = clock_for(self.cores), self.pieces[0][1]
+        calls = max(1, min(self.turn_bytes // nbytes, len(self.pieces) // 4))
+
+        def taken(calls: int = calls) -> list[int]:
+            return [next(numbers) % len(self.pieces) for _ in range(calls)]
+
+        def read() -> float:
+            return read_limit([self.pieces[number] for number in taken()], self.cores, clock)
+
+        def rate(contender: Contender, calls: int = calls) -> float:
+            warm_up(partial(contender, taken(1)))
+            these = taken(calls)
+            start = time.clock_gettime(clock)
+            contender(these)
+            return calls * nbytes / (time.clock_gettime(clock) - start)
+
+        flops = harmonic_mean([measured_flops(self.cores, each, clock) for each in self.multiplying])
+        reads, kernel = [read()], [rate(self.kernel)]
+        torch = max((rate(way, max(1, calls // 4)) for way in self.torch), default=None)
+        kernel.append(rate(self.kernel))
+        reads.append(read())
+        limit = limit_of(nbytes, self.flop_per_byte * nbytes, mean(reads), flops)
+        beside = {} if torch is None else {"torch_gbs": torch / 1e9, "times_torch": mean(kernel) / torch}
+        return {
+            "read_limit_gbs": limit.read / 1e9,
+            "compute_limit_gbs": limit.compute / 1e9,
+            "kernel_gbs": mean(kernel) / 1e9,
+            "share_of_limit": mean(kernel) / limit.rate,
+            **beside,
+        }
 
 
 class Buffer:

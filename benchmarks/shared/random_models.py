@@ -103,14 +103,13 @@ def dbrx(
     return DbrxForCausalLM(config).eval()
 
 
-def random_mixtral(seed: int, layers: int = 2) -> MixtralForCausalLM:
+def random_mixtral(seed: int) -> MixtralForCausalLM:
     """Odd and even head counts, head sizes given or derived, 3 to 16 experts, top-1 to top-4, with windows or not."""
     chosen, kv_heads, heads = _heads(seed)
     head_dim = 2 * chosen.randint(1, 9)
     experts = chosen.randint(3, 16)
     torch.manual_seed(seed)
     return mixtral(
-        num_hidden_layers=layers,
         hidden_size=heads * head_dim if chosen.random() < 0.5 else chosen.randint(9, 70),
         head_dim=head_dim,
         num_attention_heads=heads,
@@ -124,13 +123,12 @@ def random_mixtral(seed: int, layers: int = 2) -> MixtralForCausalLM:
     )
 
 
-def random_olmoe(seed: int, layers: int = 2) -> OlmoeForCausalLM:
+def random_olmoe(seed: int) -> OlmoeForCausalLM:
     """Odd and even head counts, 3 to 64 experts, top-1 to top-8, weights that sum to 1 or not, clips or none."""
     chosen, kv_heads, heads = _heads(seed)
     experts = chosen.choice([3, 7, 16, 64])
     torch.manual_seed(seed)
     return olmoe(
-        num_hidden_layers=layers,
         hidden_size=heads * 2 * chosen.randint(1, 9),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -144,14 +142,13 @@ def random_olmoe(seed: int, layers: int = 2) -> OlmoeForCausalLM:
     )
 
 
-def random_qwen(seed: int, layers: int = 2) -> Qwen3MoeForCausalLM:
+def random_qwen(seed: int) -> Qwen3MoeForCausalLM:
     """Odd and even head counts and sizes, 3 to 128 experts, top-1 to top-8, weights that sum to 1 or not, windows."""
     chosen, kv_heads, heads = _heads(seed)
     experts = chosen.choice([3, 7, 16, 40, 128])
     torch.manual_seed(seed)
     window = chosen.choice([None, None, 1, 4, 9])
     return qwen(
-        num_hidden_layers=layers,
         hidden_size=chosen.randint(9, 70),
         head_dim=2 * chosen.randint(1, 9),
         num_attention_heads=heads,
@@ -167,13 +164,12 @@ def random_qwen(seed: int, layers: int = 2) -> Qwen3MoeForCausalLM:
     )
 
 
-def random_dbrx(seed: int, layers: int = 2) -> DbrxForCausalLM:
+def random_dbrx(seed: int) -> DbrxForCausalLM:
     """Odd and even head counts and sizes, 3 to 16 experts, top-1 to top-4, clips that bite, hardly bite or never do."""
     chosen, kv_heads, heads = _heads(seed)
     experts = chosen.randint(3, 16)
     torch.manual_seed(seed)
     return dbrx(
-        n_layers=layers,
         n_heads=heads,
         d_model=heads * 2 * chosen.randint(1, 9),
         rope_theta=chosen.choice([1e4, 5e5]),

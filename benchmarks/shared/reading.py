@@ -12,7 +12,7 @@ from moesched.devices.shared.arena import Arena
 from moesched.devices.shared.page_reader import PageReader
 
 
-def disk_bandwidth(model: Model) -> dict[str, float]:
+def disk_bandwidth(model: Model) -> list[float]:
     """Bytes per second of reading all pages past the page cache, by one thread and by two."""
     reader = PageReader(model.checkpoint, model.layout)
     arena = Arena(4, reader.slot_bytes)
@@ -21,7 +21,7 @@ def disk_bandwidth(model: Model) -> dict[str, float]:
         for number in range(first, len(model.layout.pages), threads):
             reader.read(model.layout.pages[number], arena.slot(first + threads * (number // threads % 2)))
 
-    rates = {}
+    rates = []
     with reader:
         for threads in (1, 2):
             before, started = reader.bytes_read, time.perf_counter()
@@ -30,7 +30,7 @@ def disk_bandwidth(model: Model) -> dict[str, float]:
                 worker.start()
             for worker in workers:
                 worker.join()
-            rates[f"{threads} threads"] = (reader.bytes_read - before) / (time.perf_counter() - started)
+            rates.append((reader.bytes_read - before) / (time.perf_counter() - started))
     return rates
 
 

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import grpc
@@ -17,6 +16,7 @@ import torch.distributed
 import uvloop
 import zmq
 
+from benchmarks.record.results import ROOT
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.machines.networks import NETWORK
 from moesched.plugins import find
@@ -40,7 +40,7 @@ CASES = [
     "gloo",
 ]
 NOTHING = Work("nothing", "none")
-ENVOY = f"{Path(__file__).parent.parent / 'examples' / 'envoy_transport.py'}:EnvoyTransport"
+ENVOY = f"{ROOT / 'examples' / 'envoy_transport.py'}:EnvoyTransport"
 
 
 class Setup(NamedTuple):

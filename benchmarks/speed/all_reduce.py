@@ -39,23 +39,19 @@ IN_ENGINE, BARE = "zeromq, {}, in the engine, submitted", "bare zeromq, {}"
 
 def claims(result: Result) -> Iterator[Claim]:
     """Between two processes, over loopback."""
-    words = {
-        "plain_p50_seconds": "all-reduce of 24 KB, plain, submitted to the engine, median",
-        "curve_p50_seconds": "all-reduce of 24 KB, encrypted, submitted to the engine, median",
-        "overhead_per_token_seconds": "40 encrypted exchanges of a token, beyond its products",
-    }
-    bars = result["measured_and_bar"]
-    for name, said in words.items():
-        measured, bar = bars[name]
-        yield at_most(said, 1e6 * measured, 1e6 * bar, "{:,.0f} µs")
-    for name, keys in {"plain_over_bare": "plain", "curve_over_bare": "encrypted"}.items():
-        if name in bars:
-            measured, bar = bars[name]
-            yield at_most(
-                f"an exchange in the engine over one of bare sockets, {keys}", measured, bar, "{:.2f}x"
-            )
-    ratio, bar = bars["grpc_over_zeromq_curve"]
-    yield at_least("gRPC's median over ours, encrypted", ratio, bar, "{:.1f}")
+    seconds, over_bare = result["seconds"], result["over_bare"]
+    plain, curve = (seconds[IN_ENGINE.format(keys)]["p50"] for keys in ("plain", "CURVE"))
+    token = result[f"overhead_seconds_of_{LAYERS}_layers"]["zeromq, CURVE"]["p50"]
+    for words, figure, bar in (
+        ("all-reduce of 24 KB, plain, submitted to the engine, median", plain, BAR_PLAIN),
+        ("all-reduce of 24 KB, encrypted, submitted to the engine, median", curve, BAR_CURVE),
+        ("40 encrypted exchanges of a token, beyond its products", token, BAR_TOKEN),
+    ):
+        yield at_most(words, 1e6 * figure, 1e6 * bar, "{:,.0f} µs")
+    for keys, said in {"plain": "plain", "CURVE": "encrypted"}.items():
+        words = f"an exchange in the engine over one of bare sockets, {said}"
+        yield at_most(words, over_bare[keys], BAR_OVER_BARE, "{:.2f}x")
+    yield at_least("gRPC's median over ours, encrypted", seconds["grpc"]["p50"] / curve, BAR_GRPC, "{:.1f}")
 
 
 PERCENTILES = {"µs, p50": "{p50:.0f}", "p10": "{p10:.0f}", "p90": "{p90:.0f}", "p99": "{p99:.0f}"}
@@ -81,7 +77,6 @@ def tables(result: Result) -> dict[str, str]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("pyzmq", "grpcio", "torch", "uvloop"),
     claims=claims,
     tables=tables,
     parts=CASES,
@@ -104,35 +99,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "ranks": 2,
             "seconds": figures,
             f"overhead_seconds_of_{LAYERS}_layers": overheads,
-            "measured_and_bar": bars(figures, overheads) | bars_over_bare(seconds, options.rounds)
+            "over_bare": {keys: over_bare(seconds, keys, options.rounds) for keys in ("plain", "CURVE")}
             if options.only == CASES
             else {},
         }
     )
 
 
-def bars(figures: dict[str, Any], overheads: dict[str, Any]) -> dict[str, list[float]]:
-    """Measured figures, each with its bar."""
-    curve = figures[IN_ENGINE.format("CURVE")]["p50"]
-    return {
-        "plain_p50_seconds": [figures[IN_ENGINE.format("plain")]["p50"], BAR_PLAIN],
-        "curve_p50_seconds": [curve, BAR_CURVE],
-        "grpc_over_zeromq_curve": [figures["grpc"]["p50"] / curve, BAR_GRPC],
-        "overhead_per_token_seconds": [overheads["zeromq, CURVE"]["p50"], BAR_TOKEN],
-    }
-
-
-def bars_over_bare(seconds: dict[str, list[float]], rounds: int) -> dict[str, list[float]]:
+def over_bare(seconds: dict[str, list[float]], keys: str, rounds: int) -> float:
     """An exchange in the engine over one of bare sockets: the median of the ratios of each round's medians."""
-    found = {}
-    for keys in ("plain", "CURVE"):
-        ours, bare = (
-            medians(seconds[IN_ENGINE.format(keys)], rounds),
-            medians(seconds[BARE.format(keys)], rounds),
-        )
-        ratio = median(mine / floor for mine, floor in zip(ours, bare, strict=True))
-        found[f"{keys.lower()}_over_bare"] = [ratio, BAR_OVER_BARE]
-    return found
+    ours, bare = (medians(seconds[name.format(keys)], rounds) for name in (IN_ENGINE, BARE))
+    return median(mine / floor for mine, floor in zip(ours, bare, strict=True))
 
 
 def medians(seconds: list[float], rounds: int) -> list[float]:

@@ -7,11 +7,10 @@ that no cache holds them; calls for small rows are timed in series.
 The kernel is called with arguments made before, as a decode step whose shapes repeat calls it. A call that is not
 measured wakes each contender's threads.
 
-`read_limit` reads the same bytes on the same cores, call by call (`_limits.py`); `compute_limit` is the rate at which
-the processor multiplies and adds, over the FLOPs per byte: with AVX512_BF16, scores are products of pairs of bfloat16
-numbers, and weighted values those of float32 numbers. A row's limit is the smaller one. In each turn
-read, kernel, torch, kernel and read follow each other, and the medians of the turns' ratios count: the bandwidth of a
-shared machine moves more within a minute than what is measured here.
+`read_limit` reads the same bytes on the same cores (`shared/limits.py`); `compute_limit` is the rate at which the
+processor multiplies and adds, over the FLOPs per byte: with AVX512_BF16, scores are products of pairs of bfloat16
+numbers, and weighted values those of float32 numbers. A row's limit is the smaller one. In each turn read, kernel,
+torch, kernel and read follow each other, and the medians of the turns' ratios count.
 """
 
 from __future__ import annotations
@@ -21,17 +20,15 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import count, product
-from statistics import harmonic_mean, mean, median
-from time import clock_gettime
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.record.benchmark import Benchmark, track
-from benchmarks.record.claims import Claim, Result
+from benchmarks.record.claims import Claim, Result, at_least, together
 from benchmarks.record.tables import markdown
-from benchmarks.shared.limits import clock_for, limit_of, measured_flops, read_limit, warm_up
+from benchmarks.shared.limits import Race
 from moesched.devices.kernels import functions
 from moesched.devices.native.attention import (
     AttentionCall,
@@ -89,14 +86,16 @@ ROWS = {
 
 def claims(result: Result) -> Iterator[Claim]:
     """Native attention in decode steps."""
-    rows, bars = result["rows"].values(), result["bars"]
-    share, ratio = (min(each[name] for each in rows) for name in ("fraction_of_limit", "times_torch"))
-    reached = share >= bars["fraction_of_limit"] and ratio >= bars["times_torch"]
-    bar = f"≥ {bars['fraction_of_limit']:.2f}, ≥ {bars['times_torch']:.1f}x"
+    rows = result["rows"].values()
+    share, ratio = (min(each[name] for each in rows) for name in ("share_of_limit", "times_torch"))
     words = (
         f"attention in decode, {len(rows)} contexts and batches: share of the limit, and over torch, least"
     )
-    yield Claim(words, f"{share:.2f}, {ratio:.1f}x", bar, reached)
+    yield together(
+        words,
+        at_least("", share, LEAST_FRACTION, "{:.2f}"),
+        at_least("", ratio, LEAST_TIMES_TORCH, "{:.1f}x"),
+    )
 
 
 def limit(row: Result) -> float:
@@ -110,7 +109,7 @@ def tables(result: Result) -> dict[str, str]:
         [
             name,
             f"{limit(row):.1f}",
-            f"{row['kernel_gbs']:.1f} ({row['fraction_of_limit']:.0%})",
+            f"{row['kernel_gbs']:.1f} ({row['share_of_limit']:.0%})",
             f"{row['times_torch']:.1f}x",
             f"{limit(row) / row['torch_gbs']:.1f}x",
         ]
@@ -126,7 +125,6 @@ def tables(result: Result) -> dict[str, str]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("torch",),
     claims=claims,
     tables=tables,
     parts=ROWS,
@@ -152,7 +150,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         {
             "instructions": options.instruction_set,
             "threads": cores,
-            "bars": {"fraction_of_limit": LEAST_FRACTION, "times_torch": LEAST_TIMES_TORCH},
             "rows": {name: found[name] for name in ROWS if name in found},
         }
     )
@@ -162,49 +159,18 @@ def measure(
     row: Row, attention: NativeAttention, instruction_set: str, cores: int, turns: int
 ) -> dict[str, float]:
     """Bandwidths in GB/s, and their ratios."""
-    layers, clock = random_layers(row), clock_for(cores)
-    series = max(1, min(TURN_BYTES // row.nbytes, len(layers) // 4))
-    numbers = count()
-
-    def taken(calls: int) -> list[int]:
-        return [next(numbers) % len(layers) for _ in range(calls)]
-
-    def rate(calls_of: Sequence[Callable[[], object]], calls: int) -> float:
-        first, *these = [calls_of[number] for number in taken(1 + calls)]
-        warm_up(first)
-        start = clock_gettime(clock)
-        for call in these:
-            call()
-        return calls * row.nbytes / (clock_gettime(clock) - start)
-
-    def read() -> float:
-        return harmonic_mean(
-            [read_limit([(layers[number].data_ptr(), row.nbytes)], cores, clock) for number in taken(series)]
-        )
-
+    layers = random_layers(row)
     ours, theirs = native_calls(row, layers, attention), torch_calls(row, layers, cores)
-    rates: dict[str, list[float]] = {name: [] for name in ("read_limit", "compute_limit", "kernel", "torch")}
-    fractions, times = [], []
-    for turn in range(turns + 1):
-        flops = harmonic_mean(
-            [measured_flops(cores, each, clock) for each in multiply(instruction_set, row.dtype)]
-        )
-        reads, kernel = [read()], [rate(ours, series)]
-        torchs = rate(theirs, max(1, series // 4))
-        kernel.append(rate(ours, series))
-        reads.append(read())
-        if not turn:
-            continue  # pages and threads were new
-        limit = limit_of(row.nbytes, row.flop_per_byte * row.nbytes, mean(reads), flops)
-        for name, value in zip(rates, (*limit, mean(kernel), torchs), strict=True):
-            rates[name].append(value / 1e9)
-        fractions.append(mean(kernel) / limit.rate)
-        times.append(mean(kernel) / torchs)
-    return {
-        **{f"{name}_gbs": round(median(found), 2) for name, found in rates.items()},
-        "fraction_of_limit": round(median(fractions), 3),
-        "times_torch": round(median(times), 2),
-    }
+    race = Race(
+        pieces=[(layer.data_ptr(), row.nbytes) for layer in layers],
+        flop_per_byte=row.flop_per_byte,
+        kernel=lambda numbers: [ours[number]() for number in numbers],
+        torch=[lambda numbers: [theirs[number]() for number in numbers]],
+        multiplying=multiply(instruction_set, row.dtype),
+        cores=cores,
+        turn_bytes=TURN_BYTES,
+    )
+    return race.figures(turns)
 
 
 def multiply(instruction_set: str, dtype: torch.dtype) -> tuple[str, ...]:

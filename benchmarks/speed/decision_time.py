@@ -15,11 +15,9 @@ import random
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cache
-from importlib.metadata import entry_points
 from itertools import chain
 from statistics import median
 from time import thread_time
-from types import CodeType
 from typing import Any
 
 from benchmarks.record.benchmark import Benchmark, track
@@ -29,7 +27,7 @@ from moesched.machines import load_machine
 from moesched.models.config import ModelConfig
 from moesched.models.layout import Page, WeightLayout, weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plugins import make_policy
+from moesched.plugins import make_policy, names
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
 from moesched.steps.step import Step
@@ -72,7 +70,7 @@ class IdleStep:
         self._answers = list(map(Answer, answers))
         for verb in set(dir(Step)) - set(dir(IdleStep)):
             setattr(self, verb, _nothing)
-        self.index = index
+        self.index, self.routed = index, False
 
     def expert_pages(self, layer: int, expert: int) -> tuple[Page, ...]:
         return self._layout.expert(layer, expert)
@@ -90,6 +88,7 @@ class IdleStep:
         return True
 
     def route(self, layer: int, micro_batch: int) -> Answer:
+        self.routed = True
         return self._answers[layer]
 
     def preview_route(self, layer: int, micro_batch: int) -> Answer:
@@ -126,6 +125,8 @@ def seconds_a_layer(policy: Any, layout: WeightLayout, tokens: int, first: int) 
             schedule.send(None)
         except StopIteration:
             times.append((thread_time() - start) / layout.config.layers)
+            if not step.routed:
+                raise ValueError("it does not ask for the routing") from None
         else:
             raise ValueError("it awaits something else than the router")
     return times
@@ -163,25 +164,6 @@ def settings_of(name: str, shape: ModelConfig) -> dict[str, int]:
     return {}
 
 
-def deciding() -> list[str]:
-    """The policies whose schedule asks for the routing, by their entry points."""
-    names = []
-    for point in sorted(entry_points(group="moesched.policies"), key=lambda point: point.name):
-        decode = point.load().decode
-        if "route" in _names(decode.__globals__):
-            names.append(point.name)
-    return names
-
-
-def _names(module: Mapping[str, Any]) -> set[str]:
-    """Names used by the methods of a module's classes."""
-    methods = [value.__dict__.values() for value in module.values() if isinstance(value, type)]
-    codes = [each.__code__ for values in methods for each in values if hasattr(each, "__code__")]
-    for code in codes:  # comprehensions have code of their own
-        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-    return {name for code in codes for name in code.co_names}
-
-
 def claims(result: Result) -> Iterator[Claim]:
     """The policies' own time for a layer."""
     cases = [each for policy in result["policies"].values() for each in policy.values()]
@@ -194,7 +176,7 @@ BENCHMARK = Benchmark(
     __file__,
     __doc__,
     claims=claims,
-    parts=deciding(),
+    parts=names("policies"),
     rounds=7,
     rounds_help="rounds through all policies",
 )

@@ -7,7 +7,6 @@ that do nothing. All are run in turns; medians count.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -231,7 +230,6 @@ def claims(result: Result) -> Iterator[Claim]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("simpy", "uvloop"),
     claims=claims,
     parts=(*VIRTUAL, *REAL),
     rounds=15,
@@ -243,20 +241,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure everything in turns and write the figures."""
     options = BENCHMARK.parse(arguments)
     measured: dict[str, list[float]] = {name: [] for name in options.only}
-    loads = []
     for _ in track(range(options.rounds), "measuring", still=True):
-        loads.append(os.getloadavg()[0])
         for name, values in measured.items():
             values.append((VIRTUAL | REAL)[name]())
     figures = {
-        "load_before_each_round": [round(load, 2) for load in loads],
-        "graph": {
-            "policy": "cgopipe",
-            "model": "mixtral-8x7b",
-            "machine": "t4",
-            "micro_batches": MICRO_BATCHES,
-            "same_makespan_as_simpy": same_makespan(),
-        },
+        "same_makespan_as_simpy": same_makespan(),
         "tasks_per_second": {name: summary(measured[name], max) for name in VIRTUAL if name in measured},
         "times_simpy": times_simpy(measured),
         "microseconds_per_task": {name: summary(measured[name], min) for name in REAL if name in measured},

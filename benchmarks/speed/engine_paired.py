@@ -22,8 +22,7 @@ from benchmarks.exact.same_behaviour import checkout, prepared
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, none_of
 from benchmarks.record.results import ROOT
-from benchmarks.speed._engine_probe import ROWS
-from benchmarks.speed.engine import MACHINE, PAGE_BYTES
+from benchmarks.speed.engine import MACHINE, PAGE_BYTES, REAL, VIRTUAL
 
 PROBE = Path(__file__).with_name("_engine_probe.py")
 RESAMPLES = 2000
@@ -75,7 +74,7 @@ def claims(result: Result) -> Iterator[Claim]:
 
 
 BENCHMARK = Benchmark(
-    __file__, __doc__, claims=claims, parts=ROWS, rounds=15, rounds_help="rounds of each row"
+    __file__, __doc__, claims=claims, parts=[*VIRTUAL, *REAL], rounds=15, rounds_help="rounds of each row"
 )
 BENCHMARK.parser.add_argument("before", nargs="?", default="HEAD", help="the older commit (default: HEAD)")
 

@@ -1,7 +1,7 @@
 """The CPU expert kernel beside its limit and beside torch, and in whole decode steps.
 
 Experts of named models in bfloat16, for 1 to 16 rows; each call takes another expert, and together they are four
-times the last-level cache, so that weights come from memory. Kernel, limit (`_limits.py`) and torch take turns.
+times the last-level cache, so that weights come from memory. Kernel, limit (`shared/limits.py`) and torch take turns.
 The ratio of neighbours is taken in each turn, and the median of that counts: the bandwidth of a shared machine moves
 more within a minute than what is measured here.
 
@@ -24,12 +24,9 @@ Parts that are not measured stay in the result file.
 from __future__ import annotations
 
 import sys
-import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import partial
-from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -39,9 +36,9 @@ import torch
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, all_of, at_least
 from benchmarks.record.tables import across
-from benchmarks.shared.limits import Piece, clock_for, limit_of, measured_flops, read_limit, warm_up
-from moesched.devices.native.compiled import instruction_sets, library
-from moesched.devices.native.kernels import address, rows_of
+from benchmarks.shared.limits import Contender, Race
+from moesched.devices.native.compiled import instruction_sets
+from moesched.devices.native.kernels import NativeKernels
 from moesched.devices.products.crossover import Shape as Matrix
 from moesched.devices.products.crossover import most_rows
 from moesched.devices.products.linear import expert_ffn
@@ -69,32 +66,30 @@ NEW_TOKENS = {1: 48, 16: 5}
 
 PARTS = ("one_core", "all_cores", "decode_1", "decode_16")
 
-Matrices = list[list[torch.Tensor]]
+Tensor = torch.Tensor
+Matrices = list[list[Tensor]]
 Rates = dict[str, float]
-Contender = Callable[[int], None]
-"""Works on as many experts."""
 
 
 def claims(result: Result) -> Iterator[Claim]:
     """The CPU expert kernel, with the best instruction set."""
-    bars = result["bars"]
     for part, cores in (("one_core", "one core"), ("all_cores", "all cores")):
         if part not in result:
             continue
         experts = result[part][result["instructions"]].values()
         reached = [
-            each[rows]["share_of_limit"] >= least
+            each[str(rows)]["share_of_limit"] >= least
             for each in experts
-            for rows, least in bars["share_of_limit"].items()
+            for rows, least in LEAST_SHARE.items()
         ]
         words = f"CPU expert kernel, {cores}: experts by rows whose share of the limit reaches its bar"
         yield all_of(words, sum(reached), len(reached))
         ratio = min(row["times_torch"] for each in experts for row in each.values())
         words = f"CPU expert kernel over torch, 1 to 16 rows, {cores}, least"
-        yield at_least(words, ratio, bars["times_torch"], "{:.2f}x")
+        yield at_least(words, ratio, LEAST_TIMES_TORCH, "{:.2f}x")
     if "decode_1" in result:
         words, ratio = "`mixtral-0.8b` at batch 1, kernel over torch", result["decode_1"]["ratio"]
-        yield at_least(words, ratio, bars["decode_ratio_at_batch_1"], "{:.3f}x")
+        yield at_least(words, ratio, LEAST_DECODE_RATIO, "{:.3f}x")
 
 
 def tables(result: Result) -> dict[str, str]:
@@ -140,7 +135,6 @@ def _rows(result: Result) -> Iterator[Result]:
 BENCHMARK = Benchmark(
     __file__,
     __doc__,
-    packages=("torch",),
     claims=claims,
     tables=tables,
     parts=PARTS,
@@ -175,18 +169,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for batch in NEW_TOKENS:
         if f"decode_{batch}" in options.only:
             found[f"decode_{batch}"] = measure_decode(batch, max(1, options.rounds // 3))
-    bars = {
-        "share_of_limit": {str(rows): share for rows, share in LEAST_SHARE.items()},
-        "times_torch": LEAST_TIMES_TORCH,
-        "decode_ratio_at_batch_1": LEAST_DECODE_RATIO,
-    }
     most = {
         model: most_rows(
             best, Matrix(SHAPES[model].routed.intermediate, SHAPES[model].hidden), packed=packing_pays()
         )
         for model in EXPERTS
     }
-    return BENCHMARK.write({"instructions": best, "most_rows": most, "bars": bars} | found)
+    return BENCHMARK.write({"instructions": best, "most_rows": most} | found)
 
 
 # ---------------------------------------------------------------- experts
@@ -204,137 +193,59 @@ class Shape(NamedTuple):
         return 3 * self.hidden * self.width * 2
 
 
-class Bench(NamedTuple):
-    """All that measures experts of one shape with one instruction set.
-
-    Attributes:
-        threads: the kernel's, as C knows them.
-        clock: the system's, of the thread's own time on one core, of the wall on several.
-    """
-
-    instruction_set: str
-    shape: Shape
-    experts: list[Matrices]
-    packed: list[Matrices]
-    threads: int
-    team: Team
-    clock: int
-
-
 def measure_experts(
-    instruction_set: str, memory: torch.Tensor, cores: int, turns: int
+    instruction_set: str, memory: Tensor, cores: int, turns: int
 ) -> dict[str, dict[str, Rates]]:
     """By model and number of rows: rates in GB/s of weights, and their ratios."""
-    found = {}
-    with kernel_threads(instruction_set, cores) as threads, closing(Team(cores)) as team:
+    best = instruction_set == instruction_sets()[0]
+    found: dict[str, dict[str, Rates]] = {}
+    with closing(NativeKernels(0, instruction_set, cores)) as kernels, closing(Team(cores)) as team:
         for model in EXPERTS:
             shape = Shape(SHAPES[model].hidden, SHAPES[model].routed.intermediate)
             experts = list(experts_in(memory, shape))
             packed = experts
-            if packing_pays() and instruction_set == instruction_sets()[0]:
+            if packing_pays() and best:
                 packed = [[[pack(matrix)] for [matrix] in expert] for expert in experts]
-            bench = Bench(instruction_set, shape, experts, packed, threads, team, clock_for(cores))
-            found[model] = {str(rows): measure_rows(bench, rows, turns) for rows in track(ROWS, model)}
-            for rows, rates in found[model].items():
+            calls = [kernels.prepared_expert(*expert) for expert in experts]
+            found[model] = {}
+            for rows in track(ROWS, model):
+                x_nD = torch.randn(rows, shape.hidden).bfloat16()
+                run = partial(run_all, calls, x_nD, torch.empty_like(x_nD))
+                race = Race(
+                    pieces=[(gate.data_ptr(), shape.nbytes) for [gate], _, _ in experts],
+                    flop_per_byte=rows,  # each weight of two bytes is multiplied and added once for each row
+                    kernel=run,
+                    torch=torch_ways(team, packed, x_nD) if best else [],
+                    multiplying=[instruction_set],
+                    cores=cores,
+                    turn_bytes=TURN_BYTES,
+                )
+                rates = found[model][str(rows)] = race.figures(turns)
                 print(f"{instruction_set}, {cores} cores, {model}, {rows} rows: {rates}", flush=True)
     return found
 
 
-def measure_rows(bench: Bench, rows: int, turns: int) -> Rates:
-    """Medians of the turns: rates in GB/s, and their ratios in each turn."""
-    contenders, pieces = contenders_of(bench, rows), cycle(pieces_of(bench))
-    found = [measured_turn(bench, rows, contenders, pieces) for _ in range(turns)]
-    return {name: round(median(turn[name] for turn in found), 3) for name in found[0]}
+def run_all(calls: Sequence[Callable[..., None]], x_nD: Tensor, y_nD: Tensor, numbers: Sequence[int]) -> None:
+    """Run the kernel on experts."""
+    for number in numbers:
+        calls[number](x_nD, y_nD)
 
 
-def measured_turn(
-    bench: Bench, rows: int, contenders: dict[str, Contender], pieces: Iterator[Piece]
-) -> Rates:
-    """One turn of everybody."""
-    count = -(-TURN_BYTES // bench.shape.nbytes)
-    nbytes = count * bench.shape.nbytes
-    read = read_limit(list(islice(pieces, count)), bench.team.cores, bench.clock)
-    rates = {
-        f"{name}_gbs": nbytes / seconds_of(bench, call, count) / 1e9 for name, call in contenders.items()
-    }
-    torchs = [rates.pop(name) for name in ("torch_gbs", "torch_shared_gbs") if name in rates]
-    flops = measured_flops(bench.team.cores, bench.instruction_set, bench.clock)
-    # Each weight of two bytes is multiplied and added once for each row.
-    limit = limit_of(nbytes, rows * nbytes, read, flops)
-    rates["read_limit_gbs"], rates["compute_limit_gbs"] = limit.read / 1e9, limit.compute / 1e9
-    rates["share_of_limit"] = rates["kernel_gbs"] * 1e9 / limit.rate
-    if torchs:
-        rates["torch_gbs"] = max(torchs)
-        rates["times_torch"] = rates["kernel_gbs"] / max(torchs)
-    return rates
+def torch_ways(team: Team, packed: Sequence[Matrices], x_nD: Tensor) -> list[Contender]:
+    """One expert on all cores, and as many experts as there are cores, each on one of its own."""
 
-
-def contenders_of(bench: Bench, rows: int) -> dict[str, Contender]:
-    """All that multiply by experts: torch only beside the best instruction set, which it uses, too."""
-    x_nD = torch.randn(rows, bench.shape.hidden).bfloat16()
-    team = bench.team
-    plain, packed = cycle(native_calls(bench, x_nD)), cycle(bench.packed)
-
-    def kernel(count: int) -> None:
-        for _ in range(count):
-            next(plain)()
-
-    def torch_alone(count: int) -> None:
+    def alone(numbers: Sequence[int]) -> None:
         use_cores(team.cores)
-        for _ in range(count):
-            expert_ffn(x_nD, *next(packed))
+        for number in numbers:
+            expert_ffn(x_nD, *packed[number])
 
-    def torch_shared(count: int) -> None:
-        team.run([partial(expert_ffn, x_nD, *next(packed)) for _ in range(count)])
+    def shared(numbers: Sequence[int]) -> None:
+        team.run([partial(expert_ffn, x_nD, *packed[number]) for number in numbers])
 
-    contenders: dict[str, Contender] = {"kernel": kernel}
-    if bench.instruction_set == instruction_sets()[0]:
-        contenders["torch"] = torch_alone
-        if team.cores > 1:
-            contenders["torch_shared"] = torch_shared
-    return contenders
+    return [alone, shared] if team.cores > 1 else [alone]
 
 
-def pieces_of(bench: Bench) -> list[Piece]:
-    """The memory of each expert, whose matrices follow each other."""
-    return [(gate.data_ptr(), bench.shape.nbytes) for [gate], _, _ in bench.experts]
-
-
-@contextmanager
-def kernel_threads(instruction_set: str, cores: int) -> Iterator[int]:
-    """The kernel's threads."""
-    threads = library().moesched_new_team(instruction_set.encode(), cores - 1, None)
-    try:
-        yield threads
-    finally:
-        library().moesched_free_team(threads)
-
-
-def native_calls(bench: Bench, x_nD: torch.Tensor) -> list[Callable[[], object]]:
-    """A call of the kernel for each expert."""
-    y_nD = torch.empty_like(x_nD)
-
-    def call(weights: array[int], held: object) -> None:
-        """held: the row blocks that the weights point to."""
-        shape = (len(x_nD), bench.shape.hidden, bench.shape.width, x_nD.data_ptr(), x_nD.stride(0))
-        library().moesched_expert(bench.threads, *shape, address(weights), y_nD.data_ptr())
-
-    def native_call(expert: Matrices) -> Callable[[], object]:
-        matrices = [rows_of(matrix) for matrix in expert]
-        return partial(call, array("q", [address(rows) for rows in matrices]), matrices)
-
-    return [native_call(expert) for expert in bench.experts]
-
-
-def seconds_of(bench: Bench, call: Contender, count: int) -> float:
-    """Seconds of as many experts by the bench's clock."""
-    warm_up(partial(call, 1))
-    start = time.clock_gettime(bench.clock)
-    call(count)
-    return time.clock_gettime(bench.clock) - start
-
-
-def weights_in_memory() -> torch.Tensor:
+def weights_in_memory() -> Tensor:
     """Random bfloat16 numbers in huge pages, four times as many bytes as the last-level cache has."""
     most = max(2 * 3 * SHAPES[model].hidden * SHAPES[model].routed.intermediate for model in EXPERTS)
     memory = aligned_bytes(max(4 * last_level_cache(), usable_cores() * most)).view(torch.bfloat16)
@@ -344,7 +255,7 @@ def weights_in_memory() -> torch.Tensor:
     return memory
 
 
-def experts_in(memory: torch.Tensor, shape: Shape) -> Iterator[Matrices]:
+def experts_in(memory: Tensor, shape: Shape) -> Iterator[Matrices]:
     """Gate, up and down of the experts that fit."""
     matrix = shape.hidden * shape.width
     for first in range(0, len(memory) - 3 * matrix + 1, 3 * matrix):

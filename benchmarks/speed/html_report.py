@@ -4,23 +4,19 @@ A page can be used once the first frame of its timeline is on the screen; the ti
 The layout shift is cumulative, as browsers define it, until half a second after that; the worst of all rounds counts.
 Durations vary by chance, as measured ones do, since equal ones would compress well. Frames are counted while the wheel
 zooms in and out, and while the timeline is moved, both with the critical path shown and all lanes in view. The browser
-draws without a GPU; the processor time of a frame is that of all of its processes. Needs playwright and Debian's
-Chromium: pip install playwright; apt-get install chromium
+draws without a GPU. Needs playwright and Debian's Chromium: pip install playwright; apt-get install chromium
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
-
-import psutil
 
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, at_least, at_most
@@ -40,15 +36,15 @@ FRAMES_FOR_MS = 3000
 def claims(result: Result) -> Iterator[Claim]:
     """The page of a run of 180,000 tasks, in headless Chromium without a GPU."""
     tasks, windows = f"page of {result['tasks']:,} tasks", result["windows"]
-    yield at_most(f"{tasks}, MB", result["bytes"] / 1e6, result["bytes_bar"] / 1e6, "{:.1f}")
+    yield at_most(f"{tasks}, MB", result["bytes"] / 1e6, BAR_BYTES / 1e6, "{:.1f}")
     widths = f"in Chromium, {', '.join(windows)} wide"
     slowest = max(each["usable_seconds"] for each in windows.values())
-    yield at_most(f"{tasks} {widths}: usable after", slowest, result["usable_bar"], "{:.2f} s")
+    yield at_most(f"{tasks} {widths}: usable after", slowest, BAR_SECONDS, "{:.2f} s")
     shift = max(each["layout_shift"] for each in windows.values())
-    yield at_most(f"{tasks} {widths}: cumulative layout shift", shift, result["shift_bar"], "{:.2f}")
+    yield at_most(f"{tasks} {widths}: cumulative layout shift", shift, BAR_SHIFT, "{:.2f}")
     least = min(each[f"{what}_frames_per_second"] for each in windows.values() for what in ("zoom", "pan"))
     words = f"{tasks} {widths}: frames per second while it zooms and moves"
-    yield at_least(words, least, result["frames_bar"], "{:.0f}")
+    yield at_least(words, least, BAR_FRAMES, "{:.0f}")
 
 
 BENCHMARK = Benchmark(
@@ -56,7 +52,6 @@ BENCHMARK = Benchmark(
     __doc__,
     claims=claims,
     parts=SIZES,
-    packages=("playwright",),
     rounds=5,
     rounds_help="times that each page is opened",
 )
@@ -102,10 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "edges": trace.recording.edges,
             "write_seconds": round(perf_counter() - begun, 2),
             "bytes": page.stat().st_size,
-            "bytes_bar": BAR_BYTES,
-            "usable_bar": BAR_SECONDS,
-            "shift_bar": BAR_SHIFT,
-            "frames_bar": BAR_FRAMES,
         }
         figures["windows"] = {
             name: opened(page, SIZES[name], options.rounds)
@@ -140,7 +131,7 @@ def vary(recording: Recording) -> None:
 
 def opened(page: Path, size: tuple[int, int], rounds: int) -> dict[str, Any]:
     """One page in a window of some width and height, several times."""
-    found: dict[str, list[float]] = {"usable": [], "shift": [], "zoom": [], "pan": [], "ms": []}
+    found: dict[str, list[float]] = {"usable": [], "shift": [], "zoom": [], "pan": []}
     for _ in range(rounds):
         with window(size) as shown:
             shown.goto(page.as_uri())
@@ -148,28 +139,14 @@ def opened(page: Path, size: tuple[int, int], rounds: int) -> dict[str, Any]:
             found["usable"] += shown.evaluate(DRAWN)
             found["shift"].append(shown.evaluate(SHIFTED))
             for motion in ("zoom", "pan"):
-                spent = processor_seconds()
-                frames = shown.evaluate(MOVED, [motion, FRAMES_FOR_MS])
-                found[motion].append(frames)
-                found["ms"].append(1e6 * (processor_seconds() - spent) / (frames * FRAMES_FOR_MS))
+                found[motion].append(shown.evaluate(MOVED, [motion, FRAMES_FOR_MS]))
     return {
         "usable_seconds": round(median(found["usable"]), 2),
         "layout_shift": round(max(found["shift"]), 3),
         "zoom_frames_per_second": round(median(found["zoom"]), 1),
         "pan_frames_per_second": round(median(found["pan"]), 1),
-        "processor_ms_per_frame": round(median(found["ms"]), 1),
         "all": {name: [round(each, 2) for each in values] for name, values in found.items()},
     }
-
-
-def processor_seconds() -> float:
-    """Processor time of the browser's processes, which other programs lengthen less than they lower the frame rate."""
-    total = 0.0
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total
 
 
 if __name__ == "__main__":

@@ -17,15 +17,16 @@ from moesched.reproduce.twiddler.reproduction import twiddler_made
 from moesched.system.near_names import with_nearest
 from moesched.system.own_loop import interruptible
 
-__all__ = ["PAPERS", "SECTIONS", "Accuracy", "Claim", "Reproduction", "Section", "reproduce_paper"]
+__all__ = ["PAPERS", "PRINTED", "SECTIONS", "Accuracy", "Claim", "Reproduction", "Section", "reproduce_paper"]
 
-_PRINTED: dict[str, PrintedPaper] = {
+PRINTED: dict[str, PrintedPaper] = {
     "moe-lightning": moe_lightning(),
     "twiddler": twiddler_paper(),
     "mac-cluster": mac_paper(),
 }
+"""What papers print, and the words of their sections."""
 _MAKE = {"moe-lightning": moe_lightning_made, "twiddler": twiddler_made, "mac-cluster": mac_cluster_made}
-SECTIONS = {name: tuple(paper.sections) for name, paper in _PRINTED.items()}
+SECTIONS = {name: tuple(paper.sections) for name, paper in PRINTED.items()}
 """By paper."""
 PAPERS = tuple(SECTIONS)
 
@@ -54,7 +55,7 @@ def reproduce_paper(
         calibration = made.calibration()
     return Reproduction(
         paper=paper,
-        title=_PRINTED[paper].title,
+        title=PRINTED[paper].title,
         calibration=calibration,
         accuracy=accuracies.get("accuracy"),
         accuracy_as_drawn=accuracies.get("as_drawn"),

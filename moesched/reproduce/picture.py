@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from moesched.analysis.pictures import FORMATS, drawing, require_matplotlib, write_picture
 from moesched.errors import BadInput
+from moesched.reproduce import PRINTED
+from moesched.reproduce.printed import Picture
 from moesched.reproduce.report import Reproduction, Section
 from moesched.system.input_file import is_folder
 
@@ -32,11 +34,10 @@ def require_folder(folder: Path) -> None:
 
 def picture_files(paper: str, folder: Path) -> list[Path]:
     """The files of all pictures of a paper's sections; none where the paper is unknown."""
-    return [
-        _picture_file(paper, section, folder, ending)
-        for section in DRAWINGS.get(paper, {})
-        for ending in FORMATS
-    ]
+    if paper not in PRINTED:
+        return []
+    drawn = [name for name, words in PRINTED[paper].sections.items() if words.picture is not None]
+    return [_picture_file(paper, section, folder, ending) for section in drawn for ending in FORMATS]
 
 
 def draw_reproduction(report: Reproduction, folder: Path) -> list[Path]:
@@ -48,11 +49,11 @@ def draw_reproduction(report: Reproduction, folder: Path) -> list[Path]:
     require_folder(folder)
     written = []
     for section in report.sections:
-        draw = DRAWINGS[report.paper].get(section.name)
-        if draw is None:
+        picture = PRINTED[report.paper].sections[section.name].picture
+        if picture is None:
             continue
         with drawing():
-            figure = draw(section) if callable(draw) else _lines(section, draw)
+            figure = DRAWN[picture.kind](section, picture)
             for ending in FORMATS:
                 path = _picture_file(report.paper, section.name, folder, ending)
                 write_picture(figure, path)
@@ -64,35 +65,7 @@ def _picture_file(paper: str, section: str, folder: Path, ending: str) -> Path:
     return folder / f"{paper}-{section}{ending}"
 
 
-class Line(NamedTuple):
-    """A line through the rows of each name, which is made of a row's values."""
-
-    y: str
-    name: str
-    style: str = "-"
-
-
-class Lines(NamedTuple):
-    """A picture of lines.
-
-    Attributes:
-        x: key of the abscissa, or the name of each place on it, made of a row's values.
-        y: label of the ordinate.
-        panels: key by which rows are in different panels; empty for a single one.
-        log: axes that are logarithmic: "x" by powers of two with a tick at each value, "symlog" for an x that may be 0.
-    """
-
-    lines: tuple[Line, ...]
-    x: str
-    x_label: str
-    y: str
-    panels: str = ""
-    panel_title: str = "{}"
-    log: tuple[str, ...] = ()
-    panel_inches: float = 7.0
-
-
-def _lines(section: Section, lines: Lines) -> Figure:
+def _lines(section: Section, lines: Picture) -> Figure:
     panels = list(dict.fromkeys(row[lines.panels] for row in section.rows)) if lines.panels else [""]
     figure, all_axes = _figure(len(panels), section.title, lines.panel_inches)
     for axes, panel in zip(all_axes, panels, strict=True):
@@ -118,7 +91,7 @@ def _lines(section: Section, lines: Lines) -> Figure:
     return figure
 
 
-def _scale(axes: Axes, lines: Lines, xs: list[Any]) -> None:
+def _scale(axes: Axes, lines: Picture, xs: list[Any]) -> None:
     if "x" in lines.log:
         axes.set_xscale("log", base=2)
         axes.set_xticks(xs, [str(x) for x in xs])
@@ -128,7 +101,7 @@ def _scale(axes: Axes, lines: Lines, xs: list[Any]) -> None:
         axes.set_yscale("log")
 
 
-def _tables(section: Section) -> Figure:
+def _tables(section: Section, _: Picture) -> Figure:
     """Bars of the paper and of ours, column by column."""
     columns = list(dict.fromkeys((row["workload"], row["setting"]) for row in section.rows))
     figure, all_axes = _figure(len(columns), section.title, each=4.2)
@@ -147,7 +120,7 @@ def _tables(section: Section) -> Figure:
     return figure
 
 
-def _map(section: Section) -> Figure:
+def _map(section: Section, _: Picture) -> Figure:
     """The share of the weights that is offloaded; red points where attention is on the CPU."""
     figure, (axes,) = _figure(1, section.title, each=7)
     xs = [row["link_gb_per_second"] for row in section.rows]
@@ -166,7 +139,7 @@ def _map(section: Section) -> Figure:
     return figure
 
 
-def _breakdowns(section: Section) -> Figure:
+def _breakdowns(section: Section, _: Picture) -> Figure:
     """Parts of a token's time: the paper's bar and ours for each row of the table."""
     figure, (axes,) = _figure(1, section.title, each=8)
     names = list(dict.fromkeys((row["method"], row["nodes"]) for row in section.rows))
@@ -196,84 +169,12 @@ def _breakdowns(section: Section) -> Figure:
     return figure
 
 
-GENERATIONS = Lines(
-    (Line("tokens_per_second", "{system}, {sizes_by}"),),
-    "new_tokens",
-    "tokens to generate",
-    "tokens/s",
-    panels="setting",
-    log=("x", "y"),
-    panel_inches=4.8,
-)
-CONTEXT = "context {context}"
-ATTENTION = (
-    Line("cpu_attention_ms", f"cpu attention, {CONTEXT}"),
-    Line("moving_kv_ms", f"moving kv, {CONTEXT}", "--"),
-    Line("experts_ms", "experts", ":"),
-)
-MEMORY = (Line("tokens_per_second", "{system}"),)
-EXPERT_TIMES = Lines(
-    (
-        Line("cpu_ms", "cpu"),
-        Line("gpu_ms", "gpu"),
-        Line("weight_copy_ms", "weight copy"),
-        Line("activation_copy_ms", "activation copy"),
-    ),
-    "tokens",
-    "tokens of the expert",
-    "ms",
-    panels="environment",
-    panel_title="environment {}",
-    log=("x", "y"),
-    panel_inches=5.2,
-)
-
-
-def _by_environment(x: str, y: str, x_label: str) -> Lines:
-    """A line for each policy."""
-    return Lines(
-        (Line(y, "{policy}"),),
-        x,
-        x_label,
-        y.replace("_", " "),
-        panels="environment",
-        panel_title="environment {}",
-        log=("y",),
-        panel_inches=5.2,
-    )
-
-
-DRAWINGS: dict[str, dict[str, Lines | Callable[[Section], Figure]]] = {
-    "moe-lightning": {
-        "table-4": _tables,
-        "table-5": _tables,
-        "speedups": GENERATIONS,
-        "scaling": GENERATIONS,
-        "cpu-attention": Lines(ATTENTION, "micro_batch_size", "µ", "ms for one layer", log=("y",)),
-        "cpu-memory": Lines(MEMORY, "host_gb", "host memory, GB", "tokens/s"),
-        "policy-map": _map,
-    },
-    "twiddler": {
-        "microbenchmarks": EXPERT_TIMES,
-        "generation": _by_environment("{input}, {output}", "tokens_per_second", "tokens in, out"),
-        "prefill": _by_environment("{input}", "seconds", "tokens of the prompt"),
-        "beams": _by_environment("{width}", "tokens_per_second", "beams"),
-    },
-    "mac-cluster": {
-        "table-3": _breakdowns,
-        "table-4": _breakdowns,
-        "figure-8": Lines((Line("bound", "{network}"),), "nodes", "nodes", "tokens/s"),
-        "balanced": Lines((Line("ratio", "{machine}"),), "nodes", "nodes", "ep_balanced over P-LR-D"),
-        "packing": Lines(
-            (Line("unstacked_ms", "unstacked"), Line("prestacked_ms", "prestacked")),
-            "wait_ms",
-            "wait, ms",
-            "ms",
-            log=("symlog", "y"),
-        ),
-    },
+DRAWN: dict[str, Callable[[Section, Picture], Figure]] = {
+    "lines": _lines,
+    "bars": _tables,
+    "map": _map,
+    "parts": _breakdowns,
 }
-"""By paper and section."""
 
 
 def _figure(count: int, title: str, each: float) -> tuple[Figure, list[Any]]:

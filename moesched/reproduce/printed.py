@@ -4,18 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from moesched.reproduce.report import Accuracy, Claim, Section, Value, agrees, span
 
 
+class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A line through the rows of each name, which is made of a row's values."""
+
+    y: str
+    name: str
+    style: str = "-"
+
+
+class Picture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A picture of rows.
+
+    Attributes:
+        x: key of the abscissa, or the name of each place on it, made of a row's values.
+        y: label of the ordinate.
+        panels: key by which rows are in different panels; empty for a single one.
+        log: axes that are logarithmic: "x" by powers of two with a tick at each value, "symlog" for an x that may be 0.
+    """
+
+    kind: Literal["lines", "bars", "map", "parts"] = "lines"
+    lines: list[Line] = []
+    x: str = ""
+    x_label: str = ""
+    y: str = ""
+    panels: str = ""
+    panel_title: str = "{}"
+    log: list[str] = []
+    panel_inches: float = 7.0
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of rows on a page, of formats of a row's values.
+
+    Attributes:
+        columns: by their titles.
+        down: keys by whose values there is a line each, with a `cell` for each `title`.
+        turned: title of a column for each row.
+    """
+
+    columns: dict[str, str] = {}
+    down: list[str] = []
+    title: str = ""
+    cell: str = ""
+    turned: str = ""
+
+
 class SectionWords(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The title of a section, and what was done; `{name}` in it is a value that the section gives."""
+    """The title of a section, what was done, and how rows are shown; `{name}` is a value that the section gives.
+
+    Attributes:
+        table: of its page; None for a column for each key.
+        picture: None for none.
+    """
 
     title: str
     how: str
+    table: Table | None = None
+    picture: Picture | None = None
 
 
 class PaperClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
