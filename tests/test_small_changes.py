@@ -1,4 +1,4 @@
-"""Additions that change few files, shown on a tree of links: a family of models that runs, a what-if."""
+"""Additions that change few files, shown on a tree of links: a family of models, a storage format, a what-if."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.shared.random_models import hugging_face_logits, ready
+from coded_checkpoints import decoded_model, q4_0
 from commands import SIMULATE
 
 ROOT = Path(__file__).parent.parent
@@ -68,6 +69,17 @@ report = moesched.run_model(sys.argv[1], [[5, 6, 7]], max_new_tokens=6, dtype="f
 print(json.dumps(report.tokens[0]))
 """
 
+Q8_0 = '    StoredFormat("q8_0", 32, 34,'
+Q4_0 = '    StoredFormat("q4_0", 32, 18, Codes(bits=4, offset=2, zero=8, largest=-8)),\n'
+
+WRITES = """
+import sys
+from moesched.models.random_model import write_random_model
+from moesched.models.shapes import SHAPES
+small = SHAPES["mixtral-0.8b"].varied(layers=2, hidden=64, intermediate=96, vocabulary=97)
+write_random_model(small, sys.argv[1], dtype="float32", stored_as="q4_0")
+"""
+
 LINK = '    "link": Kind('
 LAYER = """    "layer": Kind(
         "layer 3 x0.5",
@@ -108,8 +120,9 @@ def edit(file: Path, text: str, replacement: str) -> None:
 
 def printed(script: str, *arguments: Path, cwd: Path) -> str:
     """What a script prints that imports the tree of links in a folder."""
-    command = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 def test_a_what_if_that_explain_shows_is_a_row(tmp_path: Path) -> None:
@@ -117,6 +130,14 @@ def test_a_what_if_that_explain_shows_is_a_row(tmp_path: Path) -> None:
     [answer] = json.loads(printed(EXPLAINS, cwd=tmp_path).partition("explained")[2])["what_if"]
     assert answer["change"] == "layer 3 x0.5"
     assert 1 < answer["speedup"] < 1.1
+
+
+def test_a_storage_format_that_runs_is_a_row(tmp_path: Path) -> None:
+    edit(linked_tree(tmp_path) / "models" / "stored_formats.py", Q8_0, Q4_0 + Q8_0)
+    coded = tmp_path / "coded"
+    tokens = json.loads(printed(WRITES + RUNS, coded, cwd=tmp_path))
+    model = decoded_model(coded, tmp_path / "decoded", q4_0, block_bytes=18)
+    assert tokens == hugging_face_logits(model, [5, 6, 7, *tokens])[2:-1].argmax(-1).tolist()
 
 
 def test_a_family_that_runs_is_a_file_and_its_entry(tmp_path: Path) -> None:
