@@ -98,7 +98,10 @@ def test_kernels_of_coded_matrices_keep_their_promises(kernel: type) -> None:
     assert check_kernel(kernel) > 0
 
 
-def test_logits_are_those_of_hugging_face_with_the_decoded_weights(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
+def test_logits_are_those_of_hugging_face_with_the_decoded_weights(tied: bool, tmp_path: Path) -> None:
+    config = MODEL.varied(tied_embeddings=tied)
+    folder = write_random_model(config, tmp_path / "coded", dtype="float32")
     checkpoint = open_checkpoint(folder)
     device = TorchDevice(checkpoint, weight_layout(checkpoint.config, "float32"), keep_logits=True)
     ours = generate(device, make_policy("resident"), ONE_MEMORY, PROMPTS, new_tokens=4, micro_batch_size=2)
@@ -113,7 +116,7 @@ def test_every_page_size_gives_the_same_logits(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_random_model(config, tmp_path / "coded", dtype="float32"))
     logits = []
     for page_bytes in (None, 5_000):
-        layout = weight_layout(checkpoint.config, "bfloat16", page_bytes)
+        layout = weight_layout(checkpoint.config, "float32", page_bytes)
         device = TorchDevice(checkpoint, layout, keep_logits=True)
         policy = make_policy("resident")
         ran = generate(device, policy, ONE_MEMORY, PROMPTS, new_tokens=2, micro_batch_size=2)
@@ -182,6 +185,11 @@ def test_a_scale_that_is_no_number_is_named_with_its_matrix(tmp_path: Path) -> N
     report = moesched.run_model(folder, [[5, 6, 7]], max_new_tokens=2, expect=False)
     assert report.failure is not None
     assert "the first bad tensor is weight layers.2.q:" in report.failure
+
+
+def test_activations_of_coded_experts_are_counted(command: Any, folder: Path) -> None:
+    counted = command("sparsity", folder, "--json").json
+    assert len(counted["values"]) == MODEL.layers
 
 
 def test_ranks_share_coded_rows_in_whole_groups(tmp_path: Path) -> None:
