@@ -9,6 +9,7 @@ from typing import NamedTuple
 from benchmarks.shared.small_runs import ONE_MEMORY, Generated, generate
 from moesched.devices.torch.device import TorchDevice
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.coded_models import coded_as
 from moesched.models.config import ModelConfig
 from moesched.models.layers import FeedForward, GroupedAttention, Layer
 from moesched.models.layout import WeightLayout, weight_layout
@@ -67,8 +68,13 @@ WIDE = MIXTRAL.varied(
     vocabulary=128,
     window=None,
 )
+# Rows of matrices are whole groups, but for the rows of `o`.
+CODED = coded_as(
+    MIXTRAL.varied(name="coded", layers=5, hidden=128, intermediate=96, window=None),
+    "q8_0",
+)
 # Small pages hold a few rows each: matrices come in several blocks, those that lie transposed too.
-PAGE_BYTES = {"mixtral": None, "even": None, "wide": None, "dbrx": 12_000, "olmoe": 12_000}
+PAGE_BYTES = {"mixtral": None, "even": None, "wide": None, "coded": 14_000, "dbrx": 12_000, "olmoe": 12_000}
 PROMPTS = [[5, 6, 7], [90], [1, 2, 3, 4, 5, 6, 7], [8, 9]]
 
 

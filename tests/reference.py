@@ -36,7 +36,7 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Tensor
         with stored.file.open("rb") as file:
             file.seek(stored.offset)
             data = bytearray(file.read(stored.nbytes))
-        tensor = torch.frombuffer(data, dtype=getattr(torch, stored.dtype))
+        tensor = torch.frombuffer(data, dtype=getattr(torch, stored.format.name))
         weight = tensor.reshape(stored.shape).to(dtype)
         weights[name] = weight.T if is_transposed(checkpoint.config, name) else weight
     return weights

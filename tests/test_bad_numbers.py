@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Path:
 def damage(directory: Path, name: str, *, row: int = 0, number: float = float("nan")) -> None:
     """Put a number into a tensor, first in a row."""
     stored = open_checkpoint(directory).tensors[name]
-    assert stored.dtype == "float32"
+    assert stored.format.name == "float32"
     width = 1 if len(stored.shape) == 1 else stored.shape[1]
     with stored.file.open("r+b") as file:
         file.seek(stored.offset + 4 * width * row)

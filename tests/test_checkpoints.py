@@ -81,7 +81,7 @@ def test_tied_embeddings_need_no_lm_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dtype", "name"), [("BF16", "bfloat16"), ("F16", "float16"), ("F32", "float32")])
 def test_each_tensor_says_its_dtype(tmp_path: Path, dtype: str, name: str) -> None:
     checkpoint = open_checkpoint(write(tmp_path, published(dtype)))
-    assert {tensor.dtype for tensor in checkpoint.tensors.values()} == {name}
+    assert {tensor.format.name for tensor in checkpoint.tensors.values()} == {name}
 
 
 # ---------------------------------------------------------------- what is refused

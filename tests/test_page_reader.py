@@ -24,6 +24,7 @@ from moesched.models.host_buffers import CACHE_LINE
 from moesched.models.layout import Extent, Page, room_for, weight_layout
 from moesched.models.published import published_tensors
 from moesched.models.random_model import write_random_model
+from moesched.models.stored_formats import STORED_FORMATS
 from moesched.models.tensors import tensor_shapes
 from small_models import TINY
 
@@ -373,7 +374,7 @@ def located(*offsets: int, dtype: str = "bfloat16") -> PageLocation:
     """A page of tensors of two blocks each, which start at these bytes of one file."""
     nbytes = 2 * BLOCK
     tensors = {
-        str(number): StoredTensor(FILE, offset, (4, nbytes // 8), "bfloat16", nbytes)
+        str(number): StoredTensor(FILE, offset, (4, nbytes // 8), STORED_FORMATS["bfloat16"], nbytes)
         for number, offset in enumerate(offsets)
     }
     extents = tuple(Extent(name, (0, 4), int(name) * nbytes, nbytes) for name in tensors)

@@ -10,7 +10,8 @@ import pytest
 from commands import SIMULATE, refused
 from moesched.analysis.explanation import explain
 from moesched.analysis.replayed_run import replay_recording, without_loading
-from moesched.analysis.what_if import Change, changed_works, what_if
+from moesched.analysis.run_changes import Change
+from moesched.analysis.what_if import changed_works, what_if
 from moesched.errors import BadInput
 from moesched.machines import load_machine
 from moesched.machines.changes import changed

@@ -95,7 +95,7 @@ def tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Values]]:
 def stored(checkpoint: Checkpoint, name: str) -> Values:
     """A tensor of the files."""
     tensor = checkpoint.tensors[name]
-    assert tensor.dtype == "bfloat16" and tensor.columns is None
+    assert tensor.format.name == "bfloat16" and tensor.columns is None
     bits = np.memmap(tensor.file, dtype=np.uint16, mode="r", offset=tensor.offset, shape=tensor.shape)
     if name.endswith(FLOAT32):
         return (bits.astype(np.uint32) << 16).view(np.float32)

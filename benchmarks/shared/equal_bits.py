@@ -16,7 +16,7 @@ from moesched.devices.torch.device import TorchDevice
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
 from moesched.plugins import make_policy
-from odd_models import DBRX, MIXTRAL, OLMOE, PROMPTS, Reference, Streamed, name_of
+from odd_models import CODED, DBRX, MIXTRAL, OLMOE, PROMPTS, Reference, Streamed, name_of
 
 Model = tuple[ModelConfig, str]
 """A config and the dtype of the run."""
@@ -103,8 +103,15 @@ class Grid(NamedTuple):
 
 
 SCHEDULES = Grid(
-    # Every family, and both dtypes of matrices that lie as they are used and of those that lie transposed (DBRX).
-    models=[(MIXTRAL, "float32"), (DBRX, "float32"), (DBRX, "bfloat16"), (OLMOE, "bfloat16")],
+    # Every family, both dtypes of matrices that lie as they are used and of those that lie transposed (DBRX), and coded
+    # ones.
+    models=[
+        (MIXTRAL, "float32"),
+        (DBRX, "float32"),
+        (CODED, "bfloat16"),
+        (DBRX, "bfloat16"),
+        (OLMOE, "bfloat16"),
+    ],
     ways=[
         Way("one memory", TorchDevice, ONE_MEMORY),
         Way("two memories", TorchDevice, TWO_MEMORIES),
@@ -125,7 +132,7 @@ SCHEDULES = Grid(
     ],
 )
 EXPERTS = Grid(
-    models=[(MIXTRAL, "float32"), (DBRX, "bfloat16")],
+    models=[(MIXTRAL, "float32"), (DBRX, "bfloat16"), (CODED, "float32")],
     ways=[
         Way("one memory", TorchDevice, ONE_MEMORY, 1.4),
         Way("two memories", TorchDevice, TWO_MEMORIES),

@@ -13,17 +13,18 @@ from moesched import plugins
 from moesched.errors import KernelFailed
 from moesched.models.config import ModelConfig
 from moesched.models.layers import FeedForward, GroupedAttention, Layer
+from moesched.models.stored_formats import CODED, STORED_FORMATS, StoredFormat
 
 from ..native.compiled import instruction_sets
 from ..native.kernels import NativeKernels
 from ..shared.page_reader import DTYPES
 from . import samples
 from .guarded import Guarded
-from .layer_weights import Tensor
+from .layer_weights import Tensor, Weights
 from .memory import Memory
 from .resources import Resources
-from .samples import Sample
-from .seam import OPERATIONS, Case
+from .samples import Cut, Sample
+from .seam import OPERATIONS, Case, Kernel
 from .table import KernelTable
 from .torch_kernels import fill, guarded
 
@@ -31,6 +32,8 @@ ROWS = (1, 2, 3, 5, 16, 33, 130)
 """Numbers of rows that are tried."""
 BLOCKS = (1, 3)
 """Numbers of row blocks that a matrix is cut into."""
+FORMATS = (None, *(STORED_FORMATS[name] for name in CODED))
+"""Formats of matrices: plain, and all coded ones."""
 WORSE = 1.5
 """Most squared error of a kernel, in squared errors of torch."""
 LEAST_ERROR = 1e-12
@@ -61,7 +64,9 @@ def check_kernel(row: str | type, numbers: Sequence[int] = ROWS) -> int:
                         f"kernel {kernel.name}: {kernel.operation} is not checked alone: use check_device with "
                         "the device that has the kernel"
                     )
-                taken += sum(_check_rows(kernel, resources, rows) for rows in numbers)
+                taken += sum(
+                    _check_rows(kernel, resources, rows, coded) for coded in FORMATS for rows in numbers
+                )
     assert taken, f"kernel {kind.__name__} took none of {', '.join(map(str, numbers))} rows on a CPU"
     return taken
 
@@ -114,9 +119,9 @@ def _resources(config: ModelConfig, dtype: str) -> Iterator[Resources]:
         yield cpu_resources(config, DTYPES[dtype], threads)
 
 
-def _check_rows(kernel: Guarded, resources: Resources, rows: int) -> int:
-    """Check a kernel on a number of rows; returns the number of cases that the kernel took."""
-    outcomes = [_outcome(kernel, resources, rows, blocks) for blocks in BLOCKS]
+def _check_rows(kernel: Guarded, resources: Resources, rows: int, coded: StoredFormat | None) -> int:
+    """Check a kernel on a number of rows, with matrices in one format; returns the number of cases that it took."""
+    outcomes = [_outcome(kernel, resources, rows, Cut(blocks, coded)) for blocks in BLOCKS]
     taken = [outcome for outcome in outcomes if outcome is not None]
     if kernel.independent and len(taken) == len(BLOCKS):
         assert torch.equal(*taken), (
@@ -126,10 +131,10 @@ def _check_rows(kernel: Guarded, resources: Resources, rows: int) -> int:
     return len(taken)
 
 
-def _outcome(kernel: Guarded, resources: Resources, rows: int, blocks: int) -> Tensor | None:
+def _outcome(kernel: Guarded, resources: Resources, rows: int, cut: Cut) -> Tensor | None:
     """Check one case; returns the kernel's results (rows, X), or None if the kernel does not take the case."""
-    sample = samples.MAKERS[kernel.operation](resources.config, resources.dtype, rows, blocks)
-    case = _case(kernel, resources, sample, rows)
+    sample = samples.MAKERS[kernel.operation](resources.config, resources.dtype, rows, cut)
+    case = _case(kernel, resources, sample.weights, rows)
     if kernel.refusal(case):
         return None
     title = f"kernel {kernel.name} ({case})"
@@ -142,7 +147,7 @@ def _outcome(kernel: Guarded, resources: Resources, rows: int, blocks: int) -> T
     _require_close(title, first, resources, sample, case)
     if kernel.independent:
         for row in {0, rows // 2, rows - 1}:
-            alone = _case(kernel, resources, sample, 1)
+            alone = _case(kernel, resources, sample.weights, 1)
             if not kernel.refusal(alone):
                 own = sample.run(kernel.bind(alone, sample.weights, Memory(1)), range(row, row + 1))
                 assert torch.equal(own, first[row : row + 1]), (
@@ -153,7 +158,7 @@ def _outcome(kernel: Guarded, resources: Resources, rows: int, blocks: int) -> T
 
 
 def _require_close(title: str, got: Tensor, resources: Resources, sample: Sample, case: Case) -> None:
-    """Check that a result's squared error is not much larger than that of torch's own kernel.
+    """Check that a result's squared error is not much larger than that of torch's kernel with plain weights.
 
     Raises:
         AssertionError: it is larger than `WORSE` allows.
@@ -161,17 +166,19 @@ def _require_close(title: str, got: Tensor, resources: Resources, sample: Sample
     [torchs] = [
         row for row in resources.table.rows if row.operation == case.operation and row.name == "torch"
     ]
-    theirs = sample.run(torchs.bind(case, sample.weights, Memory(case.rows)), range(case.rows))
+    weights = sample.plain(resources.dtype)
+    plain = _case(torchs, resources, weights, case.rows)
+    theirs = sample.run(torchs.bind(plain, weights, Memory(case.rows)), range(case.rows))
     error, allowed = ((each - sample.exact).square().mean().item() for each in (got, theirs))
     assert error <= WORSE * allowed + LEAST_ERROR, (
         f"{title}: mean squared error {error:.3g} from the exact results, of torch {allowed:.3g}"
     )
 
 
-def _case(kernel: Guarded, resources: Resources, sample: Sample, rows: int) -> Case:
+def _case(kernel: Kernel, resources: Resources, weights: Weights, rows: int) -> Case:
     dtype = str(resources.dtype).removeprefix("torch.")
-    formats = sample.weights.formats(OPERATIONS[kernel.operation])
-    return Case(kernel.operation, rows, formats, dtype, "cpu", sample.weights.layer)
+    formats = weights.formats(OPERATIONS[kernel.operation])
+    return Case(kernel.operation, rows, formats, dtype, "cpu", weights.layer)
 
 
 def _cloned(value: Any) -> Any:

@@ -6,12 +6,13 @@ import ctypes
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from moesched.models.layers import Layer
 
+from ..shared.coded import Block, Coded
 from .kernel_weights import EXPERT_PARTS, KernelWeights
 from .seam import COLUMNS, PACKED, ROWS, Operation
 
@@ -22,11 +23,11 @@ Held = list["array[int]"]
 """Arrays that a native call's arguments point to."""
 
 
-class Weights(KernelWeights[Tensor]):
-    """Tensors by name, as row blocks."""
+class Weights(KernelWeights[Any]):
+    """Tensors by name, as row blocks: tensors, or coded where the storage format is."""
 
     def __init__(
-        self, blocks: Mapping[str, Blocks] = MappingProxyType({}), layer: Layer | None = None
+        self, blocks: Mapping[str, Sequence[Block]] = MappingProxyType({}), layer: Layer | None = None
     ) -> None:
         super().__init__(blocks, layer)
         self._formats: dict[str, frozenset[str]] = {}
@@ -64,8 +65,10 @@ class Weights(KernelWeights[Tensor]):
         return kind.from_buffer_copy(self._prepared[kind][0])
 
 
-def format_of(block: Tensor) -> str:
+def format_of(block: Block) -> str:
     """The storage format of a block of a matrix."""
+    if isinstance(block, Coded):
+        return block.format.name
     if block.is_mkldnn:
         return PACKED
     return ROWS if block.is_contiguous() else COLUMNS

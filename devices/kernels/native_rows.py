@@ -56,6 +56,8 @@ class NativeKernel(Kernel):
             return f"torch is faster from {self._threads.most_rows + 1} rows on"
         if case.formats - {ROWS}:
             return "it reads matrices in plain rows"
+        if case.layer is not None and case.layer.formats:
+            return "it reads no layers with coded matrices"
         if case.layer is not None and case.layer.feed_forward.transposed_down:
             return "it reads no matrices that are stored transposed"
         return ""

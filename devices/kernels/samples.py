@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from moesched.models.config import ModelConfig
+from moesched.models.encoding import encoded
+from moesched.models.stored_formats import StoredFormat
 
 from ..products.linear import expert_ffn, linear
+from ..shared.coded import Block, Coded, plain_block
 from . import functions
 from .layer_weights import Tensor, Weights
 from .seam import Bound
@@ -33,12 +36,42 @@ class Sample(NamedTuple):
     call: Callable[[Bound, range], Tensor]
     exact: Tensor
 
+    def plain(self, dtype: torch.dtype) -> Weights:
+        """The weights, rounded to a dtype where they are coded."""
+        blocks = {name: [plain_block(block, dtype) for block in each] for name, each in self.weights.items()}
+        return Weights(blocks, self.weights.layer)
+
     def run(self, bound: Bound, rows: range) -> Tensor:
         """The results of a kernel for some rows, (rows, X), as float64."""
         return self.call(bound, rows).double()
 
 
-Maker = Callable[[ModelConfig, torch.dtype, int, int], Sample]
+class Cut(NamedTuple):
+    """The row blocks of matrices.
+
+    Attributes:
+        blocks: their number.
+        coded: their format; None for plain ones, as are matrices whose rows are no whole groups, and routers.
+    """
+
+    blocks: int
+    coded: StoredFormat | None = None
+
+    def of(self, name: str, matrix: Tensor) -> list[Block]:
+        """Row blocks in memory of their own, of uneven sizes."""
+        parts = matrix.split(len(matrix) // self.blocks + 1)
+        if self.coded is None or not self.coded.fits(tuple(matrix.shape)) or name == "router":
+            return [part.clone() for part in parts]
+        return [coded_block(part, self.coded) for part in parts]
+
+
+def coded_block(rows_ND: Tensor, stored: StoredFormat) -> Coded:
+    """Rows in a coded format."""
+    raw = torch.from_numpy(encoded(rows_ND.float().numpy().reshape(-1), stored))
+    return Coded(raw.view(len(rows_ND), -1), stored)
+
+
+Maker = Callable[[ModelConfig, torch.dtype, int, Cut], Sample]
 
 
 def _random(dtype: torch.dtype, *shape: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -46,41 +79,38 @@ def _random(dtype: torch.dtype, *shape: int, seed: int, scale: float = 1.0) -> T
     return (torch.randn(*shape, generator=generator) * scale).to(dtype)
 
 
-def _cut(matrix: Tensor, blocks: int) -> list[Tensor]:
-    """Row blocks of a matrix, copied, of uneven sizes."""
-    size = len(matrix) // blocks + 1
-    return [block.clone() for block in matrix.split(size)]
-
-
 def _weights(
-    config: ModelConfig, dtype: torch.dtype, blocks: int, shapes: Mapping[str, tuple[int, ...]]
+    config: ModelConfig, dtype: torch.dtype, cut: Cut, shapes: Mapping[str, tuple[int, ...]]
 ) -> Weights:
     tensors = {
         name: _random(dtype, *shape, seed=seed, scale=SCALE)
         for seed, (name, shape) in enumerate(shapes.items())
     }
-    cut = {name: _cut(each, blocks) if each.dim() == 2 else [each] for name, each in tensors.items()}
-    return Weights(cut, config.layer(0))
+    blocks = {name: cut.of(name, each) if each.dim() == 2 else [each] for name, each in tensors.items()}
+    return Weights(blocks, config.layer(0))
 
 
-def _doubled(weights: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
-    return {name: [block.double() for block in blocks] for name, blocks in weights.items()}
+def _doubled(weights: Mapping[str, Sequence[Block]]) -> dict[str, list[Tensor]]:
+    return {
+        name: [plain_block(block, torch.float64).double() for block in blocks]
+        for name, blocks in weights.items()
+    }
 
 
 def _rows_of(tensor: Tensor, rows: range) -> Tensor:
     return tensor if len(rows) == len(tensor) else tensor[rows.start : rows.stop].clone()
 
 
-def _product(config: ModelConfig, dtype: torch.dtype, rows: int, blocks: int) -> Sample:
-    weights = _weights(config, dtype, blocks, {"matrix": (200, config.hidden)})
+def _product(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
+    weights = _weights(config, dtype, cut, {"matrix": (200, config.hidden)})
     x_TD = _random(dtype, rows, config.hidden, seed=7)
     exact = linear(x_TD.double(), _doubled(weights)["matrix"])
     return Sample(weights, (x_TD,), lambda bound, part: bound(_rows_of(x_TD, part)), exact)
 
 
-def _expert(config: ModelConfig, dtype: torch.dtype, rows: int, blocks: int) -> Sample:
+def _expert(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
     inner, outer = (config.routed.intermediate, config.hidden), (config.hidden, config.routed.intermediate)
-    weights = _weights(config, dtype, blocks, {"gate": inner, "up": inner, "down": outer})
+    weights = _weights(config, dtype, cut, {"gate": inner, "up": inner, "down": outer})
     x_nD = _random(dtype, rows, config.hidden, seed=8)
     exact = expert_ffn(x_nD.double(), *(_doubled(weights)[name] for name in ("gate", "up", "down")))
 
@@ -92,7 +122,7 @@ def _expert(config: ModelConfig, dtype: torch.dtype, rows: int, blocks: int) -> 
     return Sample(weights, (x_nD,), call, exact)
 
 
-def _attention_inputs(config: ModelConfig, dtype: torch.dtype, rows: int, blocks: int) -> Sample:
+def _attention_inputs(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
     attention = config.attention
     shapes: dict[str, tuple[int, ...]] = {
         "attention_norm": (config.hidden,),
@@ -100,7 +130,7 @@ def _attention_inputs(config: ModelConfig, dtype: torch.dtype, rows: int, blocks
     }
     if attention.qk_norm:
         shapes |= dict.fromkeys(("q_norm", "k_norm"), (attention.head_dim,))
-    weights = _weights(config, dtype, blocks, shapes)
+    weights = _weights(config, dtype, cut, shapes)
     hidden_TD = _random(dtype, rows, config.hidden, seed=9)
     angles = functions.rotary(torch.arange(rows) * 3, attention.head_dim, attention.rope_theta)
     exact_angles = angles[0].double(), angles[1].double()
@@ -117,9 +147,9 @@ def _beside(qkv: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.flatten(1) for part in qkv], dim=1)
 
 
-def _output_projection(config: ModelConfig, dtype: torch.dtype, rows: int, blocks: int) -> Sample:
+def _output_projection(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
     width = config.attention.attended_width
-    weights = _weights(config, dtype, blocks, {"o": (config.hidden, width)})
+    weights = _weights(config, dtype, cut, {"o": (config.hidden, width)})
     attended_TX, residual_TD = (
         _random(dtype, rows, width, seed=10),
         _random(dtype, rows, config.hidden, seed=11),
@@ -133,10 +163,10 @@ def _output_projection(config: ModelConfig, dtype: torch.dtype, rows: int, block
     )
 
 
-def _route(config: ModelConfig, dtype: torch.dtype, rows: int, blocks: int) -> Sample:
+def _route(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
     network = config.routed
     weights = _weights(
-        config, dtype, blocks, {"ffn_norm": (config.hidden,), "router": (network.experts, config.hidden)}
+        config, dtype, cut, {"ffn_norm": (config.hidden,), "router": (network.experts, config.hidden)}
     )
     hidden_TD = _random(dtype, rows, config.hidden, seed=12)
     norm_D = weights["ffn_norm"][0].double()
@@ -156,7 +186,7 @@ def _by_expert(experts: int, x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tenso
     return torch.cat([x_TD.double(), weights_TE.double()], dim=1)
 
 
-def _combine(config: ModelConfig, dtype: torch.dtype, rows: int, blocks: int) -> Sample:
+def _combine(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
     top_k = config.routed.top_k
     y_nD = _random(dtype, rows * top_k, config.hidden, seed=13)
     residual_TD = _random(dtype, rows, config.hidden, seed=14)
@@ -178,9 +208,9 @@ def _combine(config: ModelConfig, dtype: torch.dtype, rows: int, blocks: int) ->
     )
 
 
-def _logits(config: ModelConfig, dtype: torch.dtype, rows: int, blocks: int) -> Sample:
+def _logits(config: ModelConfig, dtype: torch.dtype, rows: int, cut: Cut) -> Sample:
     shapes = {"final_norm": (config.hidden,), "lm_head": (config.vocabulary, config.hidden)}
-    weights = _weights(config, dtype, blocks, shapes)
+    weights = _weights(config, dtype, cut, shapes)
     hidden_TD = _random(dtype, rows, config.hidden, seed=17)
     doubled = _doubled(weights)
     norm_D, head = doubled["final_norm"][0], doubled["lm_head"]
@@ -199,4 +229,4 @@ MAKERS: Mapping[str, Maker] = MappingProxyType(
         "product": _product,
     }
 )
-"""Functions that make the data of an operation, given a model, a dtype, and numbers of rows and of row blocks."""
+"""Functions that make the data of an operation, given a model, a dtype, a number of rows, and the row blocks."""

@@ -12,15 +12,19 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from moesched.models import stored_formats
 from moesched.models.layers import Layer
 
 Bound = Callable[..., Any]
 """A kernel with its weights and its memory for results, which its next call may overwrite."""
 
 ROWS, COLUMNS, PACKED, STACK = "rows", "columns", "packed", "stack"
-"""Formats of a block of a matrix: its rows one after the other, its columns, oneDNN's own order, or beside the same
-block of other experts in one array.
+"""Formats of a plain block of a matrix: its rows one after the other, its columns, oneDNN's own order, or beside the
+same block of other experts in one array.
 """
+
+CODED = frozenset(stored_formats.CODED)
+"""Formats of a coded block."""
 
 
 class Routed(NamedTuple):

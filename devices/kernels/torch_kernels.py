@@ -19,10 +19,11 @@ from ..products.crossover import Shape, most_rows
 from ..products.packed_weights import cores_keep_bits, pack, packed_bytes, packing_pays
 from ..products.team import Team
 from ..shared.arena import copy_placed_alike
+from ..shared.coded import Block, Coded
 from ..shared.page_reader import DTYPES
 from .binder import Binder
+from .coded_rows import CODED_ROWS
 from .guarded import Guarded
-from .layer_weights import Tensor
 from .native_attention import NATIVE_ATTENTION
 from .native_rows import NATIVE
 from .resources import Indices, Resources
@@ -120,10 +121,11 @@ class TorchKernels(Binder):
 
     def rows_apart(self, rows: int) -> bool:
         """Test whether no row's bits depend on another row, in decode steps of up to `rows` rows."""
+        coded = frozenset(self._config.coded_formats)
         cases = (
-            Case(name, count, PLAIN[name], self.dtype, self._device, layer, name == "attention")
+            Case(name, count, plain and plain | coded, self.dtype, self._device, layer, name == "attention")
             for layer in self._config.kinds
-            for name in PLAIN
+            for name, plain in PLAIN.items()
             for count in range(1, rows + 1)
         )
         return not self._packs and all(map(self._is_independent, cases))
@@ -140,8 +142,10 @@ class TorchKernels(Binder):
         """True if resident weights are packed, or copied to a GPU, after they were read."""
         return self._packs or self._device != "cpu"
 
-    def arranged(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
+    def arranged(self, name: str, tensor: Block, device: torch.device) -> Block:
         """A copy of a resident tensor on a device, packed for oneDNN where that is faster."""
+        if isinstance(tensor, Coded):
+            return tensor.copied()
         if self._packs and tensor.dim() == 2 and not name.endswith(COMPUTED_IN_FLOAT32):
             packed = pack(tensor)
             if packed_bytes(packed) <= tensor.nbytes:
@@ -179,7 +183,7 @@ def kernel_rows() -> list[KernelRow]:
     """
     problems = {name: plugins.problem("kernels", name) for name in plugins.names("kernels")}
     own = [cast("type[Kernel]", plugins.find("kernels", name)) for name in problems if not problems[name]]
-    rows: list[type[Kernel]] = [*own, *NATIVE, *NATIVE_ATTENTION, *TORCH_ROWS]
+    rows: list[type[Kernel]] = [*own, *NATIVE, *NATIVE_ATTENTION, *CODED_ROWS, *TORCH_ROWS]
     unloaded = [KernelRow("", name, "", problem) for name, problem in problems.items() if problem]
     return unloaded + listed(rows)
 
@@ -187,7 +191,7 @@ def kernel_rows() -> list[KernelRow]:
 def fill(table: KernelTable, resources: Resources) -> None:
     """Add all rows for a torch device to a table, with the native library's if it is usable."""
     native = (*NATIVE, *NATIVE_ATTENTION) if resources.threads else ()
-    for row in (*native, *TORCH_ROWS):
+    for row in (*native, *CODED_ROWS, *TORCH_ROWS):
         table.add(row(resources))
 
 

@@ -16,7 +16,7 @@ from . import functions
 from .functions import KVView
 from .layer_weights import Blocks, Tensor, Weights
 from .resources import Resources
-from .seam import OPERATIONS, Bound, Case, Kernel, Routed
+from .seam import CODED, OPERATIONS, Bound, Case, Kernel, Routed
 
 
 class TorchKernel(Kernel):
@@ -56,22 +56,36 @@ class Inferring:
             return self._call(*arguments)
 
 
-class TorchEmbed(TorchKernel):
+class PlainKernel(TorchKernel):
+    """A kernel of torch for plain weights, on any device."""
+
+    takes = "plain weights"
+
+    def refusal(self, case: Case) -> str:
+        """Refuse coded weights."""
+        return "it reads plain weights" if case.formats & CODED else ""
+
+
+class TorchEmbed(PlainKernel):
     """Embeddings and angles."""
 
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Return the call (ids, positions) -> hidden_TD, angles."""
-        return Inferring(partial(self._embed, weights["embedding"][0]))
+        return self._bound(partial(functions.embed, embedding_VD=weights["embedding"][0]))
+
+    def _bound(self, look_up: Callable[[Tensor], Tensor]) -> Bound:
+        """The call, given one that looks embeddings up."""
+        return Inferring(partial(self._embed, look_up))
 
     def _embed(
-        self, embedding_VD: Tensor, ids: Sequence[int], positions: Sequence[int]
+        self, look_up: Callable[[Tensor], Tensor], ids: Sequence[int], positions: Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         use_cores(1)
         attention, indices = self._config.attention, self._resources.indices
         angles = functions.rotary(indices(positions), attention.head_dim, attention.rope_theta)
-        return functions.embed(indices(ids), embedding_VD), angles
+        return look_up(indices(ids)), angles
 
 
 class TorchAttentionInputs(TorchKernel):
@@ -188,7 +202,7 @@ def _route(
     return Routed(x_TD, *functions.choose_experts(logits_TE, top_k, sum_to_one), logits_TE)
 
 
-class TorchExpert(TorchKernel):
+class TorchExpert(PlainKernel):
     """One expert as three products."""
 
     operation = "expert"
@@ -227,8 +241,9 @@ class TorchLogits(TorchKernel):
         head = weights.matrix("lm_head")
         inner = case._replace(operation="product", formats=head.formats(OPERATIONS["product"]))
         shares = self._resources.team is not None and not self._resources.table.require(inner).has_threads
+        blocks = [Weights({"matrix": [block]}) for block in weights["lm_head"]]
         multiply = (
-            partial(self._multiply_shared, weights["lm_head"])
+            partial(self._multiply_shared, [self._product(case, block) for block in blocks])
             if shares
             else partial(self._multiply, self._product(case, head))
         )
@@ -246,16 +261,16 @@ class TorchLogits(TorchKernel):
         logits_SV: Tensor = product(x_SD)
         return logits_SV
 
-    def _multiply_shared(self, blocks: Blocks, x_SD: Tensor) -> Tensor:
+    def _multiply_shared(self, products: Sequence[Bound], x_SD: Tensor) -> Tensor:
         team = self._resources.team
         assert team is not None, "the blocks are shared out"
         parts: dict[int, Tensor] = {}
-        team.run([partial(_multiply_block, x_SD, block, parts, n) for n, block in enumerate(blocks)])
-        return torch.cat([parts[n] for n in range(len(blocks))], dim=-1)
+        team.run([partial(_multiply_block, x_SD, product, parts, n) for n, product in enumerate(products)])
+        return torch.cat([parts[n] for n in range(len(products))], dim=-1)
 
 
-def _multiply_block(x_TD: Tensor, block: Tensor, into: dict[int, Tensor], number: int) -> None:
-    into[number] = linear(x_TD, [block])
+def _multiply_block(x_TD: Tensor, product: Bound, into: dict[int, Tensor], number: int) -> None:
+    into[number] = product(x_TD)
 
 
 class TorchGreedy(TorchKernel):
@@ -279,8 +294,8 @@ def _likeliest(logits: Bound, hidden_TD: Tensor, rows: Sequence[int]) -> tuple[T
     return logits_SV, functions.likeliest(logits_SV)
 
 
-class TorchProduct(TorchKernel):
-    """A product with each block of a matrix, by the block's storage format."""
+class TorchProduct(PlainKernel):
+    """A product with each block of a matrix, plain or packed."""
 
     operation = "product"
 

@@ -28,6 +28,7 @@ from ..kernels.table import listed
 from ..runner.next_tokens import Choice, Logits
 from ..runner.observers import DeviceObservers
 from ..shared.bad_weights import describe_first_bad_weight
+from ..shared.coded import require_plain
 from ..shared.page_reader import PageReader
 from ..shared.token_ids import check_token_ids
 from .evaluations import Evaluate, Evaluations
@@ -65,6 +66,7 @@ class MlxDevice:
         direct: bool = True,
         evaluate: Evaluate = "needed",
     ) -> None:
+        require_plain(layout.config, "mlx")
         self.layout = layout
         self.logits: list[tuple[tuple[int, ...], Logits]] = []
         self._evaluate: Evaluate = evaluate

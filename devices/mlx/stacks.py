@@ -128,7 +128,9 @@ def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
     config, item = layout.config, DTYPES[layout.dtype].itemsize
     in_layer = Counter(page.layer for page in experts)
     whole = {
-        layer for layer, count in in_layer.items() if count == config.routed.experts * layout.pages_per_expert
+        layer
+        for layer, count in in_layer.items()
+        if count == config.routed.experts * layout.pages_per_expert[layer]
     }
     others = [page for page in experts if page.layer not in whole]
     in_expert = Counter(page.expert for page in others)
@@ -137,7 +139,7 @@ def stacks_for(layout: WeightLayout, pages: Iterable[Page]) -> dict[int, Key]:
     if _allocates(config.routed.experts * matrix):
         found |= {page.id: Key("layer", page.layer) for page in experts if page.layer in whole}
     if _allocates(config.layers * len(PARTS) * matrix):
-        all_layers = config.layers * layout.pages_per_expert
+        all_layers = sum(layout.pages_per_expert)
         found |= {
             page.id: Key("expert", page.expert) for page in others if in_expert[page.expert] == all_layers
         }

@@ -8,6 +8,7 @@ is a transpose, or packed (see `packed_weights.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,8 @@ from .plain_weights import plain_linear
 
 Tensor = torch.Tensor
 Blocks = Sequence[Tensor]
-NamedBlocks = dict[str, list[Tensor]]
-"""Tensors by name, each as its blocks."""
+NamedBlocks = dict[str, list[Any]]
+"""Tensors by name, each as its blocks: tensors, or `Coded` in a model that has coded weights."""
 Linear = Callable[[Tensor, Blocks], Tensor]
 
 

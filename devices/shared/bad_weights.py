@@ -9,6 +9,7 @@ import torch
 from moesched.models.layout import WeightLayout
 
 from .arena import aligned_bytes
+from .coded import plain_block
 from .page_reader import PageReader
 
 
@@ -27,11 +28,11 @@ def first_bad(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
 
 def _weights(reader: PageReader, layout: WeightLayout) -> Iterator[tuple[str, torch.Tensor]]:
     for name in ("embedding", "final_norm"):
-        yield f"weight {name}", reader.read_tensor(name)
+        yield f"weight {name}", plain_block(reader.read_tensor(name), reader.dtype)
     for page in layout.pages:
         memory = aligned_bytes(reader.bytes_in_slot(page))
         reader.read(page, memory)
         for name, blocks in reader.views(memory, page).items():
-            yield from ((f"weight {name}", block) for block in blocks)
+            yield from ((f"weight {name}", plain_block(block, reader.dtype)) for block in blocks)
     if not layout.config.tied_embeddings:
-        yield "weight lm_head", reader.read_tensor("lm_head")
+        yield "weight lm_head", plain_block(reader.read_tensor("lm_head"), reader.dtype)

@@ -11,6 +11,7 @@ from moesched.models.checkpoint import Blocks, StoredTensor
 from moesched.models.config import ITEM_BYTES
 from moesched.models.layers import Shape
 from moesched.models.layout import Extent, Page
+from moesched.models.stored_formats import StoredFormat
 
 from .arena import round_down, round_up
 
@@ -22,6 +23,7 @@ class Placement(NamedTuple):
     rows: tuple[int, int]
     shape: Shape
     offset: int  # bytes from the start of the slot
+    coded: StoredFormat | None = None
 
 
 class Run(NamedTuple):
@@ -93,18 +95,13 @@ def locate(
 def byte_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
     """The range of bytes in the file of these rows: whole rows, even if only some columns are needed."""
     first, end = rows
-    return stored.offset + first * row_bytes(stored), stored.offset + end * row_bytes(stored)
-
-
-def row_bytes(stored: StoredTensor) -> int:
-    """Bytes from one row to the next in the file."""
-    if stored.columns is not None:
-        return stored.columns.of * ITEM_BYTES[stored.dtype]
-    return stored.nbytes // stored.shape[0]
+    return stored.offset + first * stored.row_bytes, stored.offset + end * stored.row_bytes
 
 
 def _must_convert(stored: StoredTensor, start: int, dtype: str) -> bool:
-    return stored.dtype != dtype or stored.columns is not None or start % ITEM_BYTES[dtype] != 0
+    if stored.columns is not None:
+        return True
+    return stored.format.codes is None and (stored.format.name != dtype or start % ITEM_BYTES[dtype] != 0)
 
 
 def _runs(
@@ -131,6 +128,12 @@ def _placed(
     extents: tuple[Extent, ...], stored: list[StoredTensor], offsets: list[int]
 ) -> tuple[Placement, ...]:
     return tuple(
-        Placement(extent.tensor, extent.rows, (extent.rows[1] - extent.rows[0], *each.shape[1:]), offset)
+        Placement(
+            extent.tensor,
+            extent.rows,
+            (extent.rows[1] - extent.rows[0], *each.shape[1:]),
+            offset,
+            None if each.format.codes is None else each.format,
+        )
         for extent, each, offset in zip(extents, stored, offsets, strict=True)
     )

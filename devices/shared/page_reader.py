@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +19,9 @@ from moesched.system.logs import Log
 from moesched.system.memory_ahead import MemoryAhead
 
 from .arena import ALIGNMENT, aligned_bytes, round_down, round_up
+from .coded import Coded
 from .direct_file import AbsentFile, DirectFile
-from .page_location import PageLocation, Run, byte_range, locate, pieces_of, row_bytes
+from .page_location import PageLocation, Run, byte_range, locate, pieces_of
 
 CHUNK_BYTES = 4 << 20  # of a converted read; a read straight into a slot is one call, the larger the faster
 PIECE_ITEMS = 1 << 15  # up to this many torch copies on the calling thread
@@ -116,12 +117,11 @@ class PageReader:
                 if start < end:
                     yield part.memory[start - part.at : end - part.at], target + start - source
 
-    def views(
-        self, slot: torch.Tensor, page: Page, *, aligned: bool = False
-    ) -> dict[str, list[torch.Tensor]]:
+    def views(self, slot: torch.Tensor, page: Page, *, aligned: bool = False) -> dict[str, list[Any]]:
         """The page's tensors over the slot's bytes, by canonical name: row blocks, top to bottom; no copy.
 
-        Blocks of a matrix that the files hold transposed are (outputs, some of the inputs), left to right.
+        Blocks are tensors, those of coded weights `Coded`. Those of a matrix that the files hold transposed are
+        (outputs, some of the inputs), left to right.
 
         Args:
             slot: uint8, on any device, with the bytes as `read` leaves them.
@@ -129,11 +129,15 @@ class PageReader:
         """
         items = slot.view(self.dtype)
         first, size = items.storage_offset(), self.dtype.itemsize
-        blocks: dict[str, list[torch.Tensor]] = {}
-        for extent, (name, _, shape, placed) in zip(
+        blocks: dict[str, list[Any]] = {}
+        for extent, (name, _, shape, placed, coded) in zip(
             page.extents, self._locations[page.id].placements, strict=True
         ):
             offset = extent.offset if aligned else placed
+            if coded is not None:
+                raw_NB = slot[offset : offset + extent.nbytes].view(shape[0], -1)
+                blocks.setdefault(name, []).append(Coded(raw_NB, coded))
+                continue
             strides = (shape[1], 1) if len(shape) == 2 else (1,)
             block = torch.as_strided(items, shape, strides, first + offset // size)
             blocks.setdefault(name, []).append(block.T if is_transposed(self._config, name) else block)
@@ -156,9 +160,14 @@ class PageReader:
         self._count(nbytes)
         return nbytes
 
-    def read_tensor(self, name: str) -> torch.Tensor:
-        """Read the whole tensor of a canonical name, in the layout's dtype, into new memory."""
-        shape = self._tensors[name].shape
+    def read_tensor(self, name: str) -> Any:
+        """Read the whole tensor of a canonical name, `Coded` or in the layout's dtype, into new memory."""
+        stored = self._tensors[name]
+        shape = stored.shape
+        if stored.format.codes is not None:
+            raw = self.new_memory(stored.nbytes)
+            self.read_tensor_into(name, raw)
+            return Coded(raw.view(shape[0], -1), stored.format)
         items = self.new_memory(math.prod(shape) * self.dtype.itemsize).view(self.dtype)
         self.read_tensor_into(name, items)
         return items.view(shape)
@@ -169,7 +178,10 @@ class PageReader:
         return aligned_bytes(nbytes) if taken is None else torch.frombuffer(taken, dtype=torch.uint8)[:nbytes]
 
     def read_tensor_into(self, name: str, items: torch.Tensor) -> None:
-        """Read a whole tensor into `items` (1-D) of the layout's dtype, from the page cache as far as it is there."""
+        """Read a whole tensor into `items` (1-D) of the layout's dtype, or bytes of a coded one.
+
+        What the page cache has comes from there.
+        """
         stored = self._tensors[name]
         file, rows = self._files[stored.file], (0, stored.shape[0])
         self._count(_convert(file, stored, rows, items, aligned_bytes(_BUFFER_BYTES), cached=True))
@@ -179,7 +191,8 @@ class PageReader:
         buffer, nbytes = self._own_buffer(), 0
         for extent in page.extents:
             stored = self._tensors[extent.tensor]
-            out = items[extent.offset // size :]
+            coded = stored.format.codes is not None
+            out = slot[extent.offset :] if coded else items[extent.offset // size :]
             nbytes += _convert(self._files[stored.file], stored, extent.rows, out, buffer)
         return nbytes
 
@@ -219,7 +232,8 @@ def _convert(
         hi = min(lo + chunk, end)
         first, last = round_down(lo), round_up(hi)
         nbytes += file.read(buffer.numpy().data[: last - first], first, hi - first, cached=cached)
-        items = _wanted(_typed(buffer[lo - first : hi - first], DTYPES[stored.dtype]), stored)
+        raw = _wanted(buffer[lo - first : hi - first], stored)
+        items = _typed(raw, DTYPES.get(stored.format.name, torch.uint8))
         _copy_here(items, out[done : done + len(items)])
         done += len(items)
     return nbytes
@@ -234,15 +248,15 @@ def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _whole_rows(stored: StoredTensor) -> int:
     """Bytes of a buffer for the whole rows that are read at once, if only some columns are wanted."""
-    return CHUNK_BYTES // row_bytes(stored) * row_bytes(stored)
+    return CHUNK_BYTES // stored.row_bytes * stored.row_bytes
 
 
-def _wanted(items: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """The columns of whole rows that the tensor consists of, as 1-D items."""
+def _wanted(raw: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    """The bytes of the columns of whole rows that the tensor consists of, 1-D."""
     if stored.columns is None:
-        return items
-    first, of = stored.columns
-    return items.view(-1, of)[:, first : first + stored.shape[1]].reshape(-1)
+        return raw
+    first, count = (stored.format.row_bytes(each) for each in (stored.columns.first, stored.shape[1]))
+    return raw.view(-1, stored.row_bytes)[:, first : first + count].reshape(-1)
 
 
 def _copy_here(items: torch.Tensor, out: torch.Tensor) -> None:

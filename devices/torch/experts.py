@@ -18,6 +18,7 @@ from ..products.linear import Tensor, gated
 from ..runner.library import with_rows
 from ..runner.micro_batch import MicroBatchState
 from ..runner.observers import DeviceObservers
+from ..shared.coded import plain_block
 from .compute import Compute
 from .expert_parts import ExpertRunner, Part, tiles_of
 from .expert_rows import ExpertRows
@@ -112,8 +113,9 @@ def report_activations(
     if observers.activations is None:
         return
     for part in parts:
+        gate = [plain_block(block, part.x_nD.dtype) for block in weights[f"experts.{expert}.gate"]]
         for tile, kept in tiles_of(part.rows, part.wanted):
-            values_nI = gated(part.x_nD[tile], weights[f"experts.{expert}.gate"])
+            values_nI = gated(part.x_nD[tile], gate)
             if kept is not None:
                 values_nI = values_nI[kept]
             observers.activations.activated(layer, values_nI.float().cpu().numpy())

@@ -12,11 +12,15 @@ from moesched.models.layout import Page, WeightLayout
 
 from ..kernels import functions
 from ..kernels.functions import KVView
-from ..products.linear import NamedBlocks, Tensor, expert_ffn
+from ..products.linear import Tensor, expert_ffn
 from ..runner.micro_batch import MicroBatchState
 from ..shared.arena import aligned_bytes
 from ..shared.bad_weights import describe_first_bad_weight, first_bad
+from ..shared.coded import Block, plain_block
 from ..shared.page_reader import PageReader
+
+PlainBlocks = dict[str, list[Tensor]]
+"""Tensors by name, as row blocks, of which coded ones were brought to the dtype of the computation."""
 
 
 class FirstBadTensor:
@@ -123,32 +127,35 @@ class FirstBadTensor:
             start = end
         return views
 
-    def _weights(self, pages: Sequence[Page]) -> NamedBlocks:
+    def _weights(self, pages: Sequence[Page]) -> PlainBlocks:
         """The tensors of pages, read from the files, by their canonical names."""
-        weights: NamedBlocks = {}
+        weights: PlainBlocks = {}
         for page in pages:
             memory = aligned_bytes(self._reader.bytes_in_slot(page))
             self._reader.read(page, memory)
             for name, blocks in self._reader.views(memory, page).items():
-                weights.setdefault(name, []).extend(block.to(self._accelerator) for block in blocks)
+                weights.setdefault(name, []).extend(map(self._plain, blocks))
         return weights
 
     def _global(self, name: str) -> Tensor:
-        return self._reader.read_tensor(name).to(self._accelerator)
+        return self._plain(self._reader.read_tensor(name))
+
+    def _plain(self, block: Block) -> Tensor:
+        return plain_block(block, self._reader.dtype).to(self._accelerator)
 
 
-def _route(x_TD: Tensor, weights: NamedBlocks, network: FeedForward) -> tuple[Tensor, Tensor]:
+def _route(x_TD: Tensor, weights: PlainBlocks, network: FeedForward) -> tuple[Tensor, Tensor]:
     if network.experts == 1:
         tokens = (len(x_TD), 1)
         return x_TD.new_zeros(tokens, dtype=torch.int64), x_TD.new_ones(tokens, dtype=torch.float32)
     return functions.route(x_TD, weights["router"], network.top_k, network.weights_sum_to_one)
 
 
-def _named(weights: NamedBlocks) -> Iterator[tuple[str, Tensor]]:
+def _named(weights: PlainBlocks) -> Iterator[tuple[str, Tensor]]:
     for name, blocks in weights.items():
         for block in blocks:
             yield f"weight {name}", block
 
 
-def _within_layer(weights: NamedBlocks) -> NamedBlocks:
+def _within_layer(weights: PlainBlocks) -> PlainBlocks:
     return {name.split(".", 2)[2]: blocks for name, blocks in weights.items()}

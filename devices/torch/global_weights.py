@@ -7,7 +7,7 @@ from typing import NamedTuple
 from moesched.models.config import ModelConfig
 
 from ..kernels.layer_weights import Weights
-from ..products.linear import Tensor
+from ..shared.coded import Block, Coded
 from ..shared.page_reader import PageReader
 from .compute import Compute
 
@@ -28,14 +28,15 @@ def read_global_weights(
 ) -> GlobalWeights:
     """Read the weights that are in no page; of an LM head that is also the embedding, only this rank's rows."""
 
-    def read(name: str) -> Tensor:
-        return reader.read_tensor(name).to(compute.accelerator)
+    def read(name: str) -> Block:
+        block: Block = reader.read_tensor(name)
+        return block if isinstance(block, Coded) else block.to(compute.accelerator)
 
     embedding_VD, norm_D = read("embedding"), read("final_norm")
     team = compute.kernels.team
     pieces = team.cores if team else 1
     if config.tied_embeddings:
-        blocks = list(embedding_VD.chunk(config.ranks)[rank].chunk(pieces))
+        blocks: list[Block] = list(embedding_VD.chunk(config.ranks)[rank].chunk(pieces))
     else:
         blocks = list(read("lm_head").chunk(pieces))
         if compute.kernels.arranges:

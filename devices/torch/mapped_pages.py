@@ -11,6 +11,7 @@ from moesched.models.layout import Page, WeightLayout
 from moesched.steps.memory import Slot
 
 from ..products.linear import NamedBlocks
+from ..shared.coded import Coded
 from ..shared.page_reader import DTYPES, PageReader
 from .mapped_file import DONT_NEED, POPULATE_READ, MappedFile, system_takes
 
@@ -107,11 +108,12 @@ class MappedPages:
         views: NamedBlocks = {}
         for extent in page.extents:
             stored = checkpoint.tensors[extent.tensor]
-            row_bytes = stored.nbytes // stored.shape[0]
-            start = stored.offset + extent.rows[0] * row_bytes
+            start = stored.offset + extent.rows[0] * stored.row_bytes
             raw = self._files[stored.file].bytes[start : start + extent.nbytes]
             shape = (extent.rows[1] - extent.rows[0], *stored.shape[1:])
-            views.setdefault(extent.tensor, []).append(raw.view(dtype).view(shape))
+            coded = stored.format.codes is not None
+            block = Coded(raw.view(shape[0], -1), stored.format) if coded else raw.view(dtype).view(shape)
+            views.setdefault(extent.tensor, []).append(block)
         return views
 
     def _advise(self, page: Page, advice: int) -> None:

@@ -15,7 +15,8 @@ import msgspec
 
 from moesched.analysis.critical_time import BETWEEN, PathPart
 from moesched.analysis.replayed_run import without_loading
-from moesched.analysis.what_if import NO_HANDOVERS, Change, decides_as_it_goes, parse_change, replayed_with
+from moesched.analysis.run_changes import NO_HANDOVERS, Change, parse_change
+from moesched.analysis.what_if import decides_as_it_goes, replayed_with
 from moesched.drivers.pricing import no_garbage_collection
 from moesched.errors import BadInput
 from moesched.trace.recording import Recording, phase_of

@@ -10,25 +10,16 @@ scaled as a whole.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
 from moesched.analysis.handovers import Handover, mean_handovers
 from moesched.analysis.replayed_run import replay_recording, timed_work, without_loading
-from moesched.errors import BadInput
+from moesched.analysis.run_changes import Change, parse_change
 from moesched.machines.demand import Demand
 from moesched.tasks import Work
 from moesched.trace.recording import Recording, Slice
-
-FACTOR = re.compile(r"(link|kernel) (.+) x([0-9]*\.?[0-9]+)")
-NO_HANDOVERS = "no handovers"
-EXAMPLES = f'"link host->gpu x2", "kernel run_expert x0.7" or "{NO_HANDOVERS}"'
-
-MEANINGS = {"link": "lane", "kernel": "kind of task"}
-"""By first word of a change, the sort of thing that its second word names."""
 
 LAST = "sample"
 """The last verb of a step. Every policy awaits it, so that this does not count as deciding by results."""
@@ -57,28 +48,13 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     decisions_unchanged: bool
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change of a run.
-
-    Attributes:
-        links: factor of each changed link's rate, by lane.
-        kernels: factor of each changed kernel's duration, by verb.
-        handovers: whether the recorded time between tasks is kept.
-    """
-
-    links: dict[str, float] = field(default_factory=dict)
-    kernels: dict[str, float] = field(default_factory=dict)
-    handovers: bool = True
-
-
 def what_if(recording: Recording, changes: Sequence[str], progress: Progress | None = None) -> list[WhatIf]:
     """Replay a run once per change.
 
     Args:
         recording: the whole run with its loading of weights, which may delay later tasks.
-        changes: each is one change, or several joined by commas: "link LANE xF" multiplies the lane's rate by F,
-            "kernel VERB xF" the time of its tasks, and "no handovers" removes the time between tasks.
+        changes: each is one change, or several joined by commas (see `KINDS`); "no handovers" removes the time between
+            tasks.
         progress: called with (replays done, all replays).
 
     Raises:
@@ -108,29 +84,6 @@ def decides_as_it_goes(recording: Recording) -> bool:
     return any(
         each.awaited_at >= 0 and each.step >= 0 and each.task.verb != LAST for each in recording.slices
     )
-
-
-def parse_change(text: str, recording: Recording) -> Change:
-    """Parse a change of a run; its syntax and its errors are those of `what_if`."""
-    known = {
-        "link": {lane.name for lane in recording.lanes},
-        "kernel": {each.task.verb for each in recording.slices},
-    }
-    factors: dict[str, dict[str, float]] = {kind: {} for kind in known}
-    handovers = True
-    for part in (part.strip() for part in text.split(",")):
-        found = FACTOR.fullmatch(part)
-        if part == NO_HANDOVERS:
-            handovers = False
-            continue
-        if found is None or not 1e-6 <= float(found[3]) <= 1e6:
-            raise BadInput(f"{part!r} is no change of a run: write, for instance, {EXAMPLES}")
-        kind, name, factor = found[1], found[2], float(found[3])
-        if name not in known[kind]:
-            there = f", only {', '.join(sorted(known[kind]))}" if known[kind] else ""
-            raise BadInput(f"{part!r}: the run has no {MEANINGS[kind]} {name!r}{there}")
-        factors[kind][name] = factors[kind].get(name, 1.0) * factor
-    return Change(factors["link"], factors["kernel"], handovers)
 
 
 def changed_works(recording: Recording, change: Change) -> list[Work]:
@@ -168,19 +121,20 @@ def _after_loading(recording: Recording) -> float:
 
 def _scaled(each: Slice, change: Change, lead: int) -> Work:
     """Return the changed work of a measured slice: its duration scaled, after `lead` nanoseconds of dispatch."""
-    factor = change.kernels.get(each.task.verb, 1.0) / change.links.get(each.lane.name, 1.0)
+    factor = change.factor("time", each.task, each.lane) / change.factor("rate", each.task, each.lane)
     return timed_work(each.task, max(1, round((each.end - each.start) * factor)), lead)
 
 
 def _modelled(each: Slice, demand: Demand, change: Change) -> Work:
-    """Return the changed work of a predicted slice; a link's factor scales neither its lead nor its fixed part."""
-    kernel = change.kernels.get(each.task.verb, 1.0)
-    fixed = kernel * demand.fixed
-    working = kernel * (demand.seconds - demand.lead - demand.fixed) / change.links.get(each.lane.name, 1.0)
+    """Return the changed work of a predicted slice; a factor of a rate scales neither its lead nor its fixed part."""
+    time = change.factor("time", each.task, each.lane)
+    rate = change.factor("rate", each.task, each.lane)
+    fixed = time * demand.fixed
+    working = time * (demand.seconds - demand.lead - demand.fixed) / rate
     seconds = demand.lead + fixed + working
-    amounts = {resource: kernel * share * demand.seconds for resource, share in demand.shares}
+    amounts = {resource: time * share * demand.seconds for resource, share in demand.shares}
     if each.lane.name in amounts:
-        amounts[each.lane.name] /= change.links.get(each.lane.name, 1.0)
+        amounts[each.lane.name] /= rate
     shares = tuple((resource, min(1.0, amount / seconds)) for resource, amount in amounts.items())
     nanoseconds = max(1, round(seconds * 1e9))
     return Work(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from moesched.analysis.run_changes import CHOICES, NO_HANDOVERS
 from moesched.cli import options
 from moesched.cli.command import command
 from moesched.cli.output import Bar, print_json, say
@@ -37,9 +38,8 @@ def explain(
     what_if: Annotated[
         tuple[str, ...],
         Option(
-            'Replay the run with a change: "link host->gpu x2" (twice the rate), "kernel run_expert x0.7" (0.7 of '
-            'the time), "no handovers" (no time between tasks), or several of them, '
-            "with commas; repeatable.",
+            f'Replay the run with a change: {CHOICES}, "{NO_HANDOVERS}" (no time between tasks), '
+            "or several of them, with commas; repeatable.",
             "CHANGE",
         ),
     ] = (),

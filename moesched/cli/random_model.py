@@ -8,12 +8,14 @@ from typing import Annotated, Literal
 from moesched.cli import options
 from moesched.cli.command import command
 from moesched.cli.output import Bar, print_json, say
+from moesched.models.stored_formats import CODED
 from moesched.options import Option
 from moesched.units import format_bytes
 
 EPILOGUE = """Examples:
 
   moesched random-model mixtral-0.8b models/mixtral-0.8b
+  moesched random-model mixtral-0.8b models/mixtral-0.8b-q8_0 --format q8_0
   moesched random-model mixtral-8x7b models/two-layers --layers 2 --seed 7"""
 
 
@@ -25,17 +27,27 @@ def random_model(
     seed: Annotated[int, Option("Seed of the weights.")] = 0,
     layers: Annotated[int | None, Option("Number of layers. By default that of the shape.", "N")] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], Option("Number format to store.")] = "bfloat16",
+    stored_as: Annotated[
+        str | None,
+        Option(
+            f"Format of the matrices: {', '.join(CODED)}. By default that of --dtype, which norms and routers have.",
+            "NAME",
+            flag="--format",
+        ),
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Write a checkpoint of a named shape with random weights, in the format of published ones.
 
-    Weights are streamed to disk, and never held in memory. The same shape, seed and dtype give the same weights.
+    Weights are streamed to disk, and never held in memory. Equal arguments give equal weights.
     """
     from moesched.models.random_model import write_random_model
     from moesched.models.reading import read_config
 
     with Bar(f"writing {directory}") as bar:
-        written = write_random_model(shape, directory, seed, layers, dtype, progress=bar.update)
+        written = write_random_model(
+            shape, directory, seed, layers, dtype, progress=bar.update, stored_as=stored_as
+        )
     nbytes = sum(file.stat().st_size for file in written.iterdir())
     if json:
         config = read_config(written)

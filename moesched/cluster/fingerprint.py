@@ -16,7 +16,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     covered: reading them would take as long as loading the model on every node.
     """
     tensors = sorted(
-        (name, list(stored.shape), stored.dtype, stored.file.name, stored.offset, stored.nbytes)
+        (name, list(stored.shape), stored.format.name, stored.file.name, stored.offset, stored.nbytes)
         for name, stored in checkpoint.tensors.items()
     )
     files = sorted({stored.file for stored in checkpoint.tensors.values()})

@@ -12,7 +12,7 @@ from moesched.inputs.defaults import DEVICE
 from moesched.inputs.lookup import find_machine
 from moesched.jobs.job import Job
 from moesched.jobs.options import SessionOptions
-from moesched.models.config import ITEM_BYTES, ModelConfig
+from moesched.models.config import ModelConfig
 from moesched.models.layout import room_for
 from moesched.models.tensors import global_shapes
 from moesched.plugins import name_of
@@ -63,8 +63,10 @@ def _sizes_by_plan(
     if not job.machine.unified or job.layout.config.ranks > 1 or _rows(batch, config) > MOST_ROWS:
         return []
     plan, _ = job.plan(batch, room_for)
-    item = ITEM_BYTES[job.layout.dtype]
-    tensors = [item * math.prod(shape) for shape in global_shapes(config).values()]
+    tensors = [
+        round(math.prod(shape) * config.tensor_bytes(name, shape, job.layout.dtype))
+        for name, shape in global_shapes(config).items()
+    ]
     return tensors + [room_for(page) for pool in plan.weights.resident for page in pool.pages()]
 
 

@@ -11,13 +11,14 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from moesched.errors import BadInput
-from moesched.models.config import ITEM_BYTES, ModelConfig
+from moesched.models.config import ModelConfig
 from moesched.models.file_identity import FileIdentity
 from moesched.models.headers import MOST_TENSORS, Found
 from moesched.models.layers import Shape
 from moesched.models.published import Published, extra_names, other_tensors, published_tensors
 from moesched.models.reading import read_config, require_runs, without_prefix
 from moesched.models.shards import FLOATS, read_shards
+from moesched.models.stored_formats import StoredFormat
 from moesched.models.tensors import count_tensors, count_weights, tensor_shapes
 from moesched.system.logs import Log
 
@@ -36,16 +37,23 @@ class StoredTensor(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         offset: bytes from the start of the file; with `columns`, up to the first whole row.
-        dtype: as torch spells it.
+        format: the format of its rows.
         columns: the columns that the tensor has of a wider matrix; None for all.
     """
 
     file: Path
     offset: int
     shape: Shape
-    dtype: str
+    format: StoredFormat
     nbytes: int
     columns: Columns | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from one row to the next in the file."""
+        if self.columns is not None:
+            return self.format.row_bytes(self.columns.of)
+        return self.nbytes // self.shape[0]
 
 
 class Blocks(Protocol):
@@ -138,7 +146,7 @@ def open_checkpoint(directory: Path | str, *, partial: bool = False) -> Checkpoi
         if stored is None:
             skipped.append(found.name)
             continue
-        for name, part in _parts_of(found, stored):
+        for name, part in _parts_of(found, stored, config):
             if tensors.setdefault(name, part) is not part:
                 raise _stored_twice(found, name, shards.tensors, known)
     if len(tensors) < count_tensors(config):
@@ -195,33 +203,45 @@ def by_stored_name(tensors: Mapping[str, Published]) -> dict[str, Published]:
     return {without_prefix(name): stored for name, stored in tensors.items()}
 
 
-def _parts_of(found: Found, published: Published) -> Iterator[tuple[str, StoredTensor]]:
+def _parts_of(found: Found, published: Published, config: ModelConfig) -> Iterator[tuple[str, StoredTensor]]:
     """The location of each canonical tensor in a stored tensor, which contains them one after the other."""
-    whole = _stored(found)
-    _require_shape(found, published.shape)
+    coded = config.coded(published.parts[0][0])
+    stored = _plain_format(found) if coded is None else coded
+    start, end = found.entry.data_offsets
+    offset = found.data_start + start
+    if coded is None:
+        _require_shape(found, published.shape)
+    else:
+        _require_rows(found, published.shape, coded)
     if published.parts[0][1] == published.shape:  # it is the only part
-        yield published.parts[0][0], whole
+        yield published.parts[0][0], StoredTensor(found.file, offset, published.shape, stored, end - start)
         return
-    start = whole.offset
     for name, part in published.parts:
-        nbytes = math.prod(part) * ITEM_BYTES[whole.dtype]
-        yield name, StoredTensor(whole.file, start, part, whole.dtype, nbytes)
-        start += nbytes
+        nbytes = math.prod(part[:-1]) * stored.row_bytes(part[-1])
+        yield name, StoredTensor(found.file, offset, part, stored, nbytes)
+        offset += nbytes
 
 
 # ---------------------------------------------------------------- checks
 
 
-def _stored(found: Found) -> StoredTensor:
-    entry = found.entry
-    if entry.dtype not in FLOATS:
+def _plain_format(found: Found) -> StoredFormat:
+    dtype = found.entry.dtype
+    if dtype not in FLOATS:
         known = ", ".join(FLOATS)
+        raise BadInput(f"{found.file}: {found.name} has dtype {dtype!r}; use a checkpoint in one of {known}")
+    return FLOATS[dtype]
+
+
+def _require_rows(found: Found, shape: Shape, coded: StoredFormat) -> None:
+    """Require the rows of a coded tensor, as bytes."""
+    rows, entry = coded.shape_in_files(shape), found.entry
+    if (entry.dtype, entry.shape) != (coded.in_files, rows):
         raise BadInput(
-            f"{found.file}: {found.name} has dtype {entry.dtype!r}; use a checkpoint in one of {known}"
+            f"{found.file}: {found.name} is {entry.dtype} of shape {list(entry.shape)}, and rows in {coded.name}, "
+            f"which config.json describes, are {coded.in_files} of shape {list(rows)}; use the config.json and the "
+            "weights of one checkpoint"
         )
-    start, end = entry.data_offsets
-    offset = found.data_start + start
-    return StoredTensor(found.file, offset, entry.shape, FLOATS[entry.dtype], end - start)
 
 
 def _stored_twice(second: Found, tensor: str, all_found: Iterable[Found], known: _Known) -> BadInput:

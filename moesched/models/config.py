@@ -12,12 +12,14 @@ import msgspec
 from msgspec.structs import replace
 
 from moesched.models.formats import EXPERT_ROLES, FORMATS, Format, Role, role_of
-from moesched.models.layers import FeedForward, GroupedAttention, Layer, Shape, representative
+from moesched.models.layers import FeedForward, Formats, GroupedAttention, Layer, Shape, representative
+from moesched.models.stored_formats import PLAIN, STORED_FORMATS, StoredFormat
 
 DType = Literal["float32", "bfloat16", "float16"]
 NormKind = Literal["rms", "layer"]
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {name: STORED_FORMATS[name].block_bytes for name in PLAIN}
+"""Bytes of a number, by dtype."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
@@ -31,8 +33,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         stop_tokens: tokens that end a sequence.
         dtype: the default dtype of computation.
         form: the architecture, by its key in `ARCHITECTURES`; it names the tensors of checkpoints.
-        format: the storage format of the weights, a key of `FORMATS`; None for plain weights in the dtype of the
-            computation.
+        format: the storage format of the weights of a model that is only simulated, a key of `FORMATS`; None for plain
+            weights in the dtype of the computation, but for those that `formats` has.
+        formats: the storage formats of coded tensors outside the layers; layers have their own.
         expert_format: the format that experts keep where the other weights have one of fewer than 16 bits.
         unused_weights: number of weights in the published files that generating text does not need: extra prediction
             layers, and encoders of pictures.
@@ -53,6 +56,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     form: str = "mixtral"
     format: str | None = None
     expert_format: str | None = None
+    formats: Formats = ()
     unused_weights: int = 0
     ranks: int = 1
 
@@ -109,9 +113,26 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         stored = self._format_of(role)
         return ITEM_BYTES[dtype] if stored is None else stored.bytes_per_weight(role, row)
 
-    def tensor_bytes(self, name: str, shape: Shape, dtype: str) -> float:
-        """Bytes per weight of a tensor, by its canonical name; `dtype` as in `weight_bytes`."""
-        return self.weight_bytes(role_of(name), shape[-1], dtype)
+    def tensor_bytes(self, name: str, shape: Shape, dtype: str, layer: Layer | None = None) -> float:
+        """Bytes per weight of a tensor, by its canonical name, or its name in a layer; `dtype` as in `weight_bytes`."""
+        coded = self.coded(name, layer)
+        return self.weight_bytes(role_of(name), shape[-1], dtype) if coded is None else coded.bytes_per_weight
+
+    def coded(self, name: str, layer: Layer | None = None) -> StoredFormat | None:
+        """The coded format of a tensor, by its canonical name, or its name in a layer; None if it is not coded."""
+        if name.startswith("layers."):
+            layer = self.pattern[int(name.split(".", 2)[1])]
+        formats = self.formats if layer is None else layer.formats
+        if not formats:
+            return None
+        tensor = tensor_in_layer(name)
+        return next((STORED_FORMATS[stored] for coded, stored in formats if coded == tensor), None)
+
+    @property
+    def coded_formats(self) -> tuple[str, ...]:
+        """The names of the coded formats of all tensors, sorted."""
+        pairs = {*self.formats, *(pair for layer in self.kinds for pair in layer.formats)}
+        return tuple(sorted({stored for _, stored in pairs}))
 
     def kernel_rate(self, role: Role) -> float:
         """The share of a processor's FLOP/s that products with tensors of a role reach (see `Format`)."""
@@ -123,3 +144,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         if self.expert_format is not None and role in EXPERT_ROLES and name not in (None, "bf16"):
             name = self.expert_format
         return None if name is None else FORMATS[name]
+
+
+def tensor_in_layer(name: str) -> str:
+    """The key of a tensor in `Layer.formats`: without numbers of layer and expert."""
+    parts = name.split(".")
+    return f"experts.{parts[-1]}" if "experts" in parts else parts[-1]

@@ -12,6 +12,10 @@ EXPERT_TILE = 512
 """Most rows that an expert's kernel processes at once; bounds its workspace for any micro-batch."""
 EXPERTS_AT_ONCE = 2
 """Tiles of workspace in use at once: devices that run one expert per core share two tiles of rows among the cores."""
+CODED_ROWS = 64
+"""Most rows that are multiplied by coded weights at once."""
+CODED_TILE = 1 << 17
+"""Most codes, and most sums of groups, that such a product has in float32 at once: they stay in a core's cache."""
 QUERY_TILE = 512
 """Most queries that share an attention mask, in a chunk of a prompt whose earlier tokens are cached."""
 _FLOAT = 4
@@ -53,7 +57,18 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int) -> int:
     combine = hidden * (config.routed.top_k * element + _FLOAT + element)
     by_token = tokens * max(norm, project, rotate, attend, output + norm, combine)
     logits = sequences * config.vocabulary * (2 * _FLOAT + mixed)
-    return max(by_token, expert_workspace_bytes(operations, tokens), logits)
+    return max(by_token, expert_workspace_bytes(operations, tokens), logits) + _coded_bytes(operations)
+
+
+def _coded_bytes(operations: Operations) -> int:
+    """Workspace in bytes of products with coded weights: inputs in pieces, codes, and sums of groups."""
+    if not operations.config.coded_formats:
+        return 0
+    widest = max(
+        max(operations.config.hidden, kind.query_width, kind.layer.feed_forward.intermediate)
+        for kind in operations.kinds.values()
+    )
+    return EXPERTS_AT_ONCE * _FLOAT * (5 * CODED_ROWS * widest + 4 * CODED_TILE)
 
 
 def mask_bytes(tokens: int, cached: int) -> int:

@@ -18,6 +18,9 @@ HeadNorm = Literal["head", "projection"]
 
 FLOAT_BYTES = 4
 
+Formats = tuple[tuple[str, str], ...]
+"""Tensors that are stored in a coded format, each with the format's name; all others are plain."""
+
 
 class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
     """Softmax attention whose query heads share key-value heads (GQA, Ainslie et al. 2023).
@@ -328,11 +331,13 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     Attributes:
         norms: number of norms of the hidden state.
+        formats: the storage formats of tensors that are coded, by `tensor_in_layer`.
     """
 
     attention: Attention
     feed_forward: FeedForward
     norms: int = 2
+    formats: Formats = ()
 
     @property
     def grouped(self) -> GroupedAttention:

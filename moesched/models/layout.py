@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple, get_args
 
@@ -71,7 +71,7 @@ class WeightLayout(msgspec.Struct, frozen=True):
             needs them.
         layer_starts: the id of each layer's first page, and the number of all pages.
         dense_pages: the number of pages of each layer's dense part.
-        pages_per_expert: the number of pages of an expert, in all layers that have experts.
+        pages_per_expert: the number of pages of an expert in each layer; 0 in one without experts.
     """
 
     config: ModelConfig
@@ -81,7 +81,7 @@ class WeightLayout(msgspec.Struct, frozen=True):
     globals_bytes: int
     layer_starts: tuple[int, ...]
     dense_pages: tuple[int, ...]
-    pages_per_expert: int
+    pages_per_expert: tuple[int, ...]
 
     def layer(self, layer: int) -> tuple[Page, ...]:
         """Return all pages of a layer."""
@@ -99,8 +99,9 @@ class WeightLayout(msgspec.Struct, frozen=True):
 
     def expert(self, layer: int, expert: int) -> tuple[Page, ...]:
         """Return the pages of one expert; none in a layer without experts."""
-        start = self.layer_starts[layer] + self.dense_pages[layer] + expert * self.pages_per_expert
-        return self.pages[start : min(start + self.pages_per_expert, self.layer_starts[layer + 1])]
+        count = self.pages_per_expert[layer]
+        start = self.layer_starts[layer] + self.dense_pages[layer] + expert * count
+        return self.pages[start : min(start + count, self.layer_starts[layer + 1])]
 
     def experts_of(self, layer: int) -> range:
         """The numbers of a layer's experts; empty for a dense layer."""
@@ -108,8 +109,9 @@ class WeightLayout(msgspec.Struct, frozen=True):
 
     @property
     def an_expert(self) -> tuple[Page, ...]:
-        """The pages of any expert; all experts have equally many pages of the same sizes."""
-        return next((pages for i in range(self.config.layers) if (pages := self.expert(i, 0))), ())
+        """The pages of one expert; where layers differ in their formats, of the first with the most pages."""
+        layer = max(range(self.config.layers), key=self.pages_per_expert.__getitem__)
+        return self.expert(layer, 0)
 
 
 def weight_layout(
@@ -137,9 +139,9 @@ def weight_layout(
         return [_tensor(config, dtype, name, shape) for name, shape in shapes.items()]
 
     if page_bytes is None:
-        page_bytes = _default_page_bytes(tensors(expert_shapes(config, config.layers - 1, 0)))
+        page_bytes = _default_page_bytes(max((tensors(shapes) for shapes in _experts(config)), key=_nbytes))
     pages: list[Page] = []
-    starts, dense_pages, per_expert = [0], [], 0
+    starts, dense_pages, per_expert = [0], [], []
     for layer in range(config.layers):
         for expert in range(DENSE, config.layer(layer).feed_forward.experts):
             is_dense = expert == DENSE
@@ -149,8 +151,7 @@ def weight_layout(
                 pages.append(Page(len(pages), layer, expert, index, tuple(extents), _end(extents)))
             if is_dense:
                 dense_pages.append(len(pages) - before)
-            else:
-                per_expert = len(pages) - before
+        per_expert.append(len(pages) - before if config.layer(layer).feed_forward.experts else 0)
         starts.append(len(pages))
     return WeightLayout(
         config=config,
@@ -160,8 +161,18 @@ def weight_layout(
         globals_bytes=sum(tensor.nbytes for tensor in tensors(global_shapes(config))),
         layer_starts=tuple(starts),
         dense_pages=tuple(dense_pages),
-        pages_per_expert=per_expert,
+        pages_per_expert=tuple(per_expert),
     )
+
+
+def _experts(config: ModelConfig) -> Iterator[dict[str, Shape]]:
+    """The tensors of an expert of each kind of layer, the last layer's first."""
+    kinds = {layer: number for number, layer in enumerate(config.pattern)}
+    return (expert_shapes(config, number, 0) for number in sorted(kinds.values(), reverse=True))
+
+
+def _nbytes(tensors: Iterable[_Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 class _Tensor(NamedTuple):

@@ -51,7 +51,7 @@ class Products(TensorSizes):
         """The matrices among these tensors; vectors are left out, as their costs are small."""
         matrices = {name: elements([shape]) for name, shape in shapes.items() if len(shape) > 1}
         nbytes = sum(
-            count * self.config.tensor_bytes(name, shapes[name], self.dtype)
+            count * self.config.tensor_bytes(name, shapes[name], self.dtype, self.layer)
             for name, count in matrices.items()
         )
         rates = [self.config.kernel_rate(role_of(name)) for name in matrices]

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from moesched.errors import BadInput
 from moesched.models.checkpoint import Checkpoint, StoredTensor, by_stored_name, open_checkpoint, parts_in
-from moesched.models.config import ITEM_BYTES
 from moesched.models.headers import RESTORE, header_copy
 from moesched.models.layers import Shape
 from moesched.models.published import Published, StackedBy, known_tensors, stacked_tensors
 from moesched.models.random_model import Progress
 from moesched.models.shards import INDEX_NAME, read_shards
+from moesched.models.stored_formats import StoredFormat
 from moesched.system.cells import counted_in_cell
 from moesched.system.new_folder import new_folder, reserve, write_at, write_json
 from moesched.system.own_loop import interruptible
@@ -28,8 +28,6 @@ LONGEST_AXIS = 2**31 - 1
 """MLX counts the items along an axis with 32 bits."""
 HEADER_ALIGNMENT = 4096
 """Aligns tensors of whole disk blocks to the blocks of the file."""
-
-_SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 class Prestacked(NamedTuple):
@@ -60,7 +58,7 @@ class _Array(NamedTuple):
     """A tensor to write, and the pieces of files that it consists of."""
 
     name: str
-    dtype: str
+    stored: StoredFormat
     shape: Shape
     pieces: tuple[_Piece, ...]
 
@@ -92,6 +90,10 @@ def prestack_model(
     progress = progress or counted_in_cell("writing weights")
     if checkpoint.config.routed.experts == 1:
         raise BadInput(f"{model} is a dense model and has no experts to stack; run it as it is")
+    if formats := checkpoint.config.coded_formats:
+        raise BadInput(
+            f"{model} has weights in {formats[0]}, and arrays hold plain ones: stack such a checkpoint"
+        )
     stacks = stacked_tensors(checkpoint.config, by)
     stacked = [_stack(checkpoint, name, stored) for name, stored in stacks.items()]
     others = sorted(_others(checkpoint))
@@ -121,7 +123,7 @@ def prestack_model(
 
 def _stack(checkpoint: Checkpoint, name: str, stored: Published) -> _Array:
     parts = [checkpoint.tensors[part] for part, _ in stored.parts]
-    dtypes = sorted({part.dtype for part in parts})
+    dtypes = sorted({part.format.name for part in parts})
     if len(dtypes) > 1:
         raise BadInput(
             f"{checkpoint.directory} has experts in {' and '.join(dtypes)}, but an array has a single dtype: "
@@ -132,7 +134,7 @@ def _stack(checkpoint: Checkpoint, name: str, stored: Published) -> _Array:
             f"{name} would have {max(stored.shape):,} items along one axis, MLX's limit is {LONGEST_AXIS:,}: "
             "stack the other way, with --by"
         )
-    return _Array(name, dtypes[0], stored.shape, tuple(map(_piece, parts)))
+    return _Array(name, parts[0].format, stored.shape, tuple(map(_piece, parts)))
 
 
 def _file_of(name: str) -> str:
@@ -153,9 +155,9 @@ def _others(checkpoint: Checkpoint) -> Iterator[_Array]:
             if ".experts." in parts[0]:
                 continue
             first = checkpoint.tensors[parts[0]]
-            nbytes = math.prod(found.entry.shape) * ITEM_BYTES[first.dtype]
+            nbytes = math.prod(found.entry.shape) * first.format.block_bytes
             pieces = (_Piece(first.file, first.offset, nbytes),)
-            yield _Array(found.name, first.dtype, found.entry.shape, pieces)
+            yield _Array(found.name, first.format, found.entry.shape, pieces)
 
 
 # ---------------------------------------------------------------- writing
@@ -182,7 +184,7 @@ def _header(arrays: Sequence[_Array]) -> bytes:
     for array in arrays:
         start, end = end, end + array.nbytes
         entries[array.name] = {
-            "dtype": _SAFETENSORS[array.dtype],
+            "dtype": array.stored.in_files,
             "shape": list(array.shape),
             "data_offsets": [start, end],
         }

@@ -12,6 +12,7 @@ import msgspec
 
 from moesched.models.architectures import ARCHITECTURES
 from moesched.models.architectures.architecture import Stored
+from moesched.models.coded_models import quantization_config
 from moesched.models.config import ModelConfig
 from moesched.models.layers import Shape
 from moesched.models.tensors import expert_shapes, tensor_shapes
@@ -99,7 +100,7 @@ def published_config(config: ModelConfig) -> dict[str, Any]:
         "use_cache": True,
         "vocab_size": config.vocabulary,
     }
-    return common | ARCHITECTURES[config.form].config_json(config)
+    return common | quantization_config(config) | ARCHITECTURES[config.form].config_json(config)
 
 
 def _with_shapes(config: ModelConfig, tensors: Iterable[Stored]) -> dict[str, Published]:

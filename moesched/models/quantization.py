@@ -1,4 +1,4 @@
-"""The storage format that quantization_config describes, in the spellings of the tools that write it."""
+"""The storage format of the weights that quantization_config describes, in the spellings of the tools that write it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import re
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
+from moesched.models.coded_models import METHOD, coded_as
+from moesched.models.config import ModelConfig
 from moesched.models.config_file import RESTORE, ConfigFile
 from moesched.models.formats import EXPERTS_ONLY, GROUPS, integer_format
+from moesched.models.stored_formats import CODED
 from moesched.system.decoding import convert_value
 
 ATTENTION = re.compile(r"attn(?!.*(norm|kv_a_proj))")
 """Matches attention's projections by name; its norms, and the small projection of DeepSeek, say nothing of these."""
-METHODS = ("fp8", "mxfp4", "awq", "gptq", "auto-round", "compressed-tensors", "bitsandbytes")
+METHODS = (METHOD, "fp8", "mxfp4", "awq", "gptq", "auto-round", "compressed-tensors", "bitsandbytes")
 BLOCK_OF_NF4 = 64
 """Weights that share a scale in the four-bit formats of bitsandbytes."""
 
@@ -34,6 +38,7 @@ class _Keys(msgspec.Struct, kw_only=True):
     """The keys of quantization_config for all tools, which spell some of them differently."""
 
     quant_method: str | None = None
+    format: str = ""
     bits: int | None = None
     w_bit: int | None = None
     group_size: int | None = None
@@ -48,13 +53,22 @@ class _Keys(msgspec.Struct, kw_only=True):
     load_in_8bit: bool = False
 
 
-def stored_format(file: ConfigFile, quantization: dict[str, Any]) -> str:
-    """The name of the weights' format, a key of `FORMATS`.
+def in_stored_format(config: ModelConfig, file: ConfigFile, quantization: dict[str, Any]) -> ModelConfig:
+    """The model with its weights in the format that config.json describes.
 
     Raises:
-        BadInput: no format of `FORMATS` has these bits.
+        BadInput: no known format has these bits.
     """
     keys = convert_value(quantization, _Keys, f"{file.path}: quantization_config", RESTORE)
+    if keys.quant_method != METHOD:
+        return replace(config, format=_average_format(file, keys))
+    if keys.format not in CODED:
+        raise file.unsupported("format", keys.format, f"one of {', '.join(CODED)}")
+    return coded_as(config, keys.format)
+
+
+def _average_format(file: ConfigFile, keys: _Keys) -> str:
+    """The format's name, a key of `FORMATS`."""
     name = _format_of_matrices(file, keys)
     left_out = [
         *keys.ignore,

@@ -18,13 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from moesched.errors import BadInput
-from moesched.models.config import ITEM_BYTES, ModelConfig
+from moesched.models.coded_models import coded_as
+from moesched.models.config import ModelConfig
 from moesched.models.config_file import MOST_LAYERS
+from moesched.models.encoding import encoded
+from moesched.models.layers import Shape
 from moesched.models.published import STANDARD_DEVIATION, published_config, published_tensors
 from moesched.models.reading import read_config, require_runs, runs
 from moesched.models.shapes import SHAPES
 from moesched.models.shards import INDEX_NAME
-from moesched.models.tensors import count_weights
+from moesched.models.stored_formats import STORED_FORMATS, StoredFormat
 from moesched.system.cells import counted_in_cell
 from moesched.system.near_names import with_nearest
 from moesched.system.new_folder import new_folder, reserve, write_at, write_json
@@ -33,16 +36,21 @@ from moesched.system.own_loop import interruptible
 Progress = Callable[[int, int], object]
 
 CHUNK_VALUES = 1 << 20
-SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float32": "F32"}
+DTYPES = ("bfloat16", "float32")
 
 
 class _Tensor(NamedTuple):
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
+    stored: StoredFormat
 
     @property
     def is_norm(self) -> bool:
         return len(self.shape) == 1
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape[:-1]) * self.stored.row_bytes(self.shape[-1])
 
 
 class _Shard(NamedTuple):
@@ -61,10 +69,11 @@ def write_random_model(
     dtype: str = "bfloat16",
     shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
+    stored_as: str | None = None,
 ) -> Path:
     """Write a random-weight model to `directory` and return its path.
 
-    The values of a tensor depend only on the seed, its name and the dtype: weights are normal with standard deviation
+    The values of a tensor depend only on the seed, its name and its format: weights are normal with standard deviation
     0.02, norms are 1. The directory is created atomically.
 
     Args:
@@ -72,16 +81,18 @@ def write_random_model(
         layers: overrides the number of layers of the shape.
         shard_bytes: the most bytes of tensors in a file, unless a single tensor is larger.
         progress: called with the bytes written and the total, in the calling thread.
+        stored_as: a coded format for all matrices that can have it; by default all weights are in the dtype.
 
     Raises:
-        BadInput: the shape or dtype is unknown, config.json of the family cannot describe such layers, the directory
-            is in use, or the disk has too little space.
+        BadInput: the shape, dtype or format is unknown, config.json of the family cannot describe such layers, the
+            directory is in use, or the disk has too little space.
     """
     config = _resolve(shape, layers, dtype)
+    if stored_as is not None:
+        config = coded_as(config, stored_as)
     target = Path(directory)
-    with new_folder(
-        target, count_weights(config) * ITEM_BYTES[config.dtype], "ask for fewer layers"
-    ) as folder:
+    nbytes = sum(tensor.nbytes for tensor in _tensors(config))
+    with new_folder(target, nbytes, "ask for fewer layers") as folder:
         write_json(folder / "config.json", published_config(config))
         if len(config.kinds) > 1 and read_config(folder).pattern != config.pattern:
             raise BadInput(
@@ -89,7 +100,7 @@ def write_random_model(
                 "use layers that are alike"
             )
         shards = _plan_shards(config, shard_bytes)
-        _write_shards(folder, shards, config.dtype, seed, progress or counted_in_cell("writing weights"))
+        _write_shards(folder, shards, seed, progress or counted_in_cell("writing weights"))
         write_json(folder / INDEX_NAME, _index(shards))
     return target
 
@@ -102,8 +113,8 @@ def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelC
             raise BadInput(f"unknown model shape {shape!r}: {remedy}")
         shape = SHAPES[shape]
         require_runs(shape)
-    if dtype not in SAFETENSORS_DTYPE:
-        raise BadInput(f"dtype {dtype!r} cannot be written; choose one of {', '.join(SAFETENSORS_DTYPE)}")
+    if dtype not in DTYPES:
+        raise BadInput(f"dtype {dtype!r} cannot be written; choose one of {', '.join(DTYPES)}")
     layers = shape.layers if layers is None else layers
     if not 1 <= layers <= MOST_LAYERS:
         raise BadInput(f"a model of {layers:,} layers cannot be written; ask for 1 to {MOST_LAYERS:,}")
@@ -114,34 +125,34 @@ def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelC
 
 
 def _tensors(config: ModelConfig) -> Iterator[_Tensor]:
+    plain = STORED_FORMATS[config.dtype]
     for name, tensor in published_tensors(config).items():
-        yield _Tensor(name, tensor.shape)
+        yield _Tensor(name, tensor.shape, config.coded(tensor.parts[0][0]) or plain)
 
 
 def _plan_shards(config: ModelConfig, shard_bytes: int) -> list[_Shard]:
     groups: list[list[_Tensor]] = []
     filled = shard_bytes
     for tensor in _tensors(config):
-        nbytes = math.prod(tensor.shape) * ITEM_BYTES[config.dtype]
-        if not groups or filled + nbytes > shard_bytes:
+        if not groups or filled + tensor.nbytes > shard_bytes:
             groups.append([])
             filled = 0
         groups[-1].append(tensor)
-        filled += nbytes
+        filled += tensor.nbytes
     names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
-    return [_plan_shard(name, group, config.dtype) for name, group in zip(names, groups, strict=True)]
+    return [_plan_shard(name, group) for name, group in zip(names, groups, strict=True)]
 
 
-def _plan_shard(file_name: str, tensors: list[_Tensor], dtype: str) -> _Shard:
+def _plan_shard(file_name: str, tensors: list[_Tensor]) -> _Shard:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts = []
     end = 0
     for tensor in tensors:
-        start, end = end, end + math.prod(tensor.shape) * ITEM_BYTES[dtype]
+        start, end = end, end + tensor.nbytes
         starts.append(start)
         entries[tensor.name] = {
-            "dtype": SAFETENSORS_DTYPE[dtype],
-            "shape": list(tensor.shape),
+            "dtype": tensor.stored.in_files,
+            "shape": tensor.stored.shape_in_files(tensor.shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -179,8 +190,17 @@ def round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _chunks(tensor: _Tensor, dtype: str, seed: int) -> Iterator[npt.NDArray[Any]]:
-    """Yield a tensor's values in order, a few MB at a time; each array is overwritten by the next."""
+def _chunks(tensor: _Tensor, seed: int) -> Iterator[npt.NDArray[Any]]:
+    """Yield a tensor's values as they are stored, a few MB at a time; each array is overwritten by the next."""
+    if tensor.stored.codes is None:
+        yield from _values(tensor, tensor.stored.name, seed)
+    else:
+        for values in _values(tensor, "float32", seed):
+            yield encoded(values, tensor.stored)
+
+
+def _values(tensor: _Tensor, dtype: str, seed: int) -> Iterator[npt.NDArray[Any]]:
+    """Yield a tensor's values in a dtype, likewise."""
     table = _normal_table(dtype)
     count = math.prod(tensor.shape)
     if tensor.is_norm:
@@ -199,9 +219,7 @@ def _chunks(tensor: _Tensor, dtype: str, seed: int) -> Iterator[npt.NDArray[Any]
 # ---------------------------------------------------------------- writing
 
 
-def _write_shards(
-    directory: Path, shards: list[_Shard], dtype: str, seed: int, progress: Progress | None
-) -> None:
+def _write_shards(directory: Path, shards: list[_Shard], seed: int, progress: Progress | None) -> None:
     total = sum(shard.nbytes for shard in shards)
     written = 0
 
@@ -212,10 +230,10 @@ def _write_shards(
             progress(written, total)
 
     for shard in shards:
-        _write_shard(directory / shard.file_name, shard, dtype, seed, advance)
+        _write_shard(directory / shard.file_name, shard, seed, advance)
 
 
-def _write_shard(path: Path, shard: _Shard, dtype: str, seed: int, advance: Callable[[int], None]) -> None:
+def _write_shard(path: Path, shard: _Shard, seed: int, advance: Callable[[int], None]) -> None:
     stop = threading.Event()
     # The workers are the inner context: they must be done with the descriptor before it closes.
     with path.open("xb", buffering=0) as file, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as workers:
@@ -224,7 +242,7 @@ def _write_shard(path: Path, shard: _Shard, dtype: str, seed: int, advance: Call
             reserve(descriptor, shard.nbytes)
             advance(write_at(descriptor, memoryview(shard.header), 0))
             futures = [
-                workers.submit(_write_tensor, descriptor, start, tensor, dtype, seed, stop)
+                workers.submit(_write_tensor, descriptor, start, tensor, seed, stop)
                 for tensor, start in shard.starts
             ]
             for done in as_completed(futures):
@@ -235,13 +253,11 @@ def _write_shard(path: Path, shard: _Shard, dtype: str, seed: int, advance: Call
             raise
 
 
-def _write_tensor(
-    descriptor: int, start: int, tensor: _Tensor, dtype: str, seed: int, stop: threading.Event
-) -> int:
+def _write_tensor(descriptor: int, start: int, tensor: _Tensor, seed: int, stop: threading.Event) -> int:
     end = start
     if stop.is_set():
         return 0
-    for chunk in _chunks(tensor, dtype, seed):
+    for chunk in _chunks(tensor, seed):
         if stop.is_set():
             break
         end += write_at(descriptor, chunk.data.cast("B"), end)

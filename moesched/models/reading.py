@@ -10,7 +10,7 @@ from moesched.errors import BadInput
 from moesched.models.architectures import ARCHITECTURES
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
-from moesched.models.quantization import stored_format
+from moesched.models.quantization import in_stored_format
 from moesched.models.shards import stored_names
 
 HEAD = "lm_head.weight"
@@ -41,7 +41,7 @@ def read_config(directory: Path | str, stored_as: str | None = None) -> ModelCon
     if stored_as is not None:
         config = in_format(config, stored_as)
     elif quantization is not None:
-        config = replace(config, format=stored_format(file, quantization))
+        config = in_stored_format(config, file, quantization)
     if config.tied_embeddings and HEAD in map(without_prefix, stored_names(Path(directory))):
         config = replace(config, tied_embeddings=False)
     return config

@@ -21,13 +21,14 @@ from moesched.models.headers import (
     read_header_copy,
     require_count,
 )
+from moesched.models.stored_formats import PLAIN, STORED_FORMATS
 from moesched.models.unique_json import decode_unique
 from moesched.system.input_file import is_file, read_input
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Names of torch for the dtypes of weights, by those of safetensors."""
+FLOATS = {STORED_FORMATS[name].in_files: STORED_FORMATS[name] for name in PLAIN}
+"""The formats of plain weights, by their dtype in safetensors."""
 
 
 class Shards(NamedTuple):
@@ -103,7 +104,7 @@ def stored_dtype(directory: Path) -> str | None:
     weights: Counter[str] = Counter()
     for found in _read_into(Shards([], {}, {}), file, partial=True):
         if found.entry.dtype in FLOATS:
-            weights[FLOATS[found.entry.dtype]] += math.prod(found.entry.shape)
+            weights[FLOATS[found.entry.dtype].name] += math.prod(found.entry.shape)
     return weights.most_common(1)[0][0] if weights else None
 
 

@@ -59,7 +59,7 @@ def cut_checkpoint(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
         if shapes[name] == whole[name]:
             tensors[name] = stored
         elif name.rpartition(".")[2] in BY_COLUMNS and not is_transposed(config, name):
-            tensors[name] = _columns(stored, rank, ranks)
+            tensors[name] = _columns(name, stored, rank, ranks)
         else:
             tensors[name] = _rows(stored, rank, ranks)
     return replace(checkpoint, config=config, tensors=tensors)
@@ -83,9 +83,14 @@ def _rows(stored: StoredTensor, rank: int, ranks: int) -> StoredTensor:
     )
 
 
-def _columns(stored: StoredTensor, rank: int, ranks: int) -> StoredTensor:
+def _columns(name: str, stored: StoredTensor, rank: int, ranks: int) -> StoredTensor:
     rows, columns = stored.shape
     share = columns // ranks
+    if share % stored.format.group:
+        raise BadInput(
+            f"{name} has rows of {columns} weights in {stored.format.name}, which cannot be divided among {ranks} "
+            f"accelerators in whole groups of {stored.format.group}: use --tensor-parallel 1"
+        )
     return replace(
         stored, shape=(rows, share), nbytes=stored.nbytes // ranks, columns=Columns(rank * share, columns)
     )

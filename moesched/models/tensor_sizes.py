@@ -58,10 +58,13 @@ class TensorSizes:
     @cached_property
     def expert_bytes(self) -> int:
         """Bytes of the weights of one expert."""
-        config, width = self.config, self.layer.feed_forward.intermediate
-        up = config.weight_bytes("expert", config.hidden, self.dtype)
-        down = config.weight_bytes("expert_down", width, self.dtype)
-        return round(config.hidden * width * (2 * up + down))
+        hidden, width = self.config.hidden, self.layer.feed_forward.intermediate
+        shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+        each = (
+            self.config.tensor_bytes(f"experts.{name}", shape, self.dtype, self.layer)
+            for name, shape in shapes.items()
+        )
+        return round(hidden * width * sum(each))
 
     @cached_property
     def hidden_bytes(self) -> int:

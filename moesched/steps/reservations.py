@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -342,8 +343,7 @@ def global_bytes(layout: WeightLayout, stages: int) -> list[int]:
     if stages == 1:
         return [layout.globals_bytes]
     config = layout.config
-    embedding = round(
-        config.vocabulary * config.hidden * config.weight_bytes("embedding", config.hidden, layout.dtype)
-    )
+    shape = config.vocabulary, config.hidden
+    embedding = round(math.prod(shape) * config.tensor_bytes("embedding", shape, layout.dtype))
     head = layout.globals_bytes - (0 if config.tied_embeddings else embedding)
     return [embedding, *[0] * (stages - 2), head]

@@ -1,0 +1,80 @@
+"""The kernels for coded matrices on the CPU; operations that are made of products use them through the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from ..products.coded_linear import coded_linear
+from ..products.linear import linear
+from ..shared.coded import Block, Coded
+from .layer_weights import Tensor, Weights
+from .seam import CODED, Bound, Case
+from .torch_rows import TorchEmbed, TorchKernel
+
+
+class CodedKernel(TorchKernel):
+    """A kernel for matrices of which all or some blocks are coded."""
+
+    name = "coded"
+    takes = f"weights in {', '.join(sorted(CODED))} on the CPU"
+
+    def refusal(self, case: Case) -> str:
+        """Refuse other devices, and matrices without a coded block."""
+        if case.device != "cpu":
+            return "it is for the CPU"
+        return "" if case.formats & CODED else "it reads coded matrices"
+
+
+class CodedProduct(CodedKernel):
+    """A product with each block of a matrix; its rows depend on no other row."""
+
+    operation = "product"
+    independent = True
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """Return the call (x_TD) -> y_TN."""
+        return partial(_product, weights["matrix"])
+
+
+def _product(blocks: Sequence[Block], x_TD: Tensor) -> Tensor:
+    parts = [
+        coded_linear(x_TD, block) if isinstance(block, Coded) else linear(x_TD, [block]) for block in blocks
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+class CodedExpert(CodedKernel):
+    """One expert as three products."""
+
+    operation = "expert"
+    made_of = ("product",)
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """Return the call (x_nD, y_nD) -> None."""
+        gate, up, down = (self._product(case, weights.matrix(name)) for name in ("gate", "up", "down"))
+        return partial(_apply_expert, gate, up, down)
+
+
+def _apply_expert(gate: Bound, up: Bound, down: Bound, x_nD: Tensor, y_nD: Tensor) -> None:
+    y_nD.copy_(down(F.silu(gate(x_nD), inplace=True).mul_(up(x_nD))))
+
+
+class CodedEmbed(CodedKernel, TorchEmbed):
+    """Embeddings, rounded to the dtype of the computation, and angles."""
+
+    operation = "embed"
+
+    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+        """Return the call (ids, positions) -> hidden_TD, angles."""
+        return self._bound(partial(_embed, weights["embedding"][0], self._resources.dtype))
+
+
+def _embed(embedding: Coded, dtype: torch.dtype, tokens_T: Tensor) -> Tensor:
+    return embedding.take(tokens_T).plain(dtype)
+
+
+CODED_ROWS = (CodedEmbed, CodedExpert, CodedProduct)

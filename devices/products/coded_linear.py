@@ -1,0 +1,84 @@
+"""Products with coded matrices on the CPU, whose sums within a group are exact.
+
+T rows, D inputs of G groups with g weights each, N outputs.
+
+The inputs of a group are rounded to multiples of one unit, a power of two 24 bits below the largest of them, and each
+is divided into two pieces of 12 bits. Codes have at most 8 bits and groups at most 32 weights, so a sum of codes times
+pieces is a multiple of the unit, or of 4096 units, with at most 24 bits: float32 holds it exactly, in any order of the
+terms. The sums of both pieces are added and multiplied by the scale, and groups are added pairwise. So the bits of an
+output depend on nothing but its row of weights and its inputs: no number of rows, cores or row blocks, nor the library
+that multiplies.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moesched.models.footprint import CODED_ROWS, CODED_TILE
+
+from ..shared.coded import Coded, Groups
+from .team import one_core
+
+Tensor = torch.Tensor
+
+BITS = 24
+"""Bits of whole numbers that float32 holds exactly."""
+PIECE = 1 << BITS // 2
+LEAST_EXPONENT = -100
+"""Of the largest input of a group; smaller ones have this unit, so that it stays a normal number."""
+
+
+class Pieces:
+    """Inputs in two pieces, whose sum is the input rounded to its group's unit.
+
+    Attributes:
+        pieces_GRg: the upper 12 bits of all rows, then the lower ones; float32.
+    """
+
+    def __init__(self, x_TD: Tensor, group: int) -> None:
+        x_GTg = x_TD.float().view(len(x_TD), -1, group).transpose(0, 1)
+        exponents_GT1 = torch.frexp(x_GTg.abs().amax(dim=-1, keepdim=True)).exponent.clamp_(
+            min=LEAST_EXPONENT
+        )
+        units_GT1 = torch.ldexp(x_GTg.new_ones(exponents_GT1.shape), exponents_GT1 - BITS)
+        multiples_GTg = (x_GTg / units_GT1).round_()
+        upper_GTg = (multiples_GTg / PIECE).round_().mul_(PIECE)
+        self.pieces_GRg = torch.cat([upper_GTg, multiples_GTg.sub_(upper_GTg)], dim=1)
+        self.pieces_GRg *= units_GT1.repeat(1, 2, 1)
+
+    def times(self, codes_GgN: Tensor) -> Tensor:
+        """The sums of codes times inputs of each group, (G, T, N)."""
+        upper_GTN, lower_GTN = torch.bmm(self.pieces_GRg, codes_GgN).chunk(2, dim=1)
+        return upper_GTN.add_(lower_GTN)
+
+
+def coded_linear(x_TD: Tensor, block: Coded) -> Tensor:
+    """x @ W.T, rounded once to the dtype of x: (T, N)."""
+    y_TN = x_TD.new_empty(len(x_TD), len(block))
+    group = block.format.group
+    with one_core():
+        for x_tD, y_tN in zip(x_TD.split(CODED_ROWS), y_TN.split(CODED_ROWS), strict=True):
+            pieces = Pieces(x_tD, group)
+            outputs = max(1, CODED_TILE // max(x_tD.shape[1], 2 * x_tD.numel() // group))
+            for raw_nB, y_tn in zip(block.raw_NB.split(outputs), y_tN.split(outputs, dim=1), strict=True):
+                y_tn.copy_(_products(pieces, Coded(raw_nB, block.format).groups()))
+    return y_TN
+
+
+def _products(pieces: Pieces, groups: Groups) -> Tensor:
+    codes_NGg, scales_NG, minimums_NG = groups
+    sums_GTN = pieces.times(codes_NGg.permute(1, 2, 0)).mul_(scales_NG.T[:, None])
+    if minimums_NG is not None:
+        ones_Gg1 = codes_NGg.new_ones(*codes_NGg.shape[1:], 1)
+        sums_GTN += pieces.times(ones_Gg1) * minimums_NG.T[:, None]
+    return _added(sums_GTN)
+
+
+def _added(sums_GTN: Tensor) -> Tensor:
+    """The sum over groups, pairwise and in place: (T, N)."""
+    count = len(sums_GTN)
+    while count > 1:
+        half = (count + 1) // 2
+        sums_GTN[: count - half] += sums_GTN[half:count]
+        count = half
+    return sums_GTN[0]

@@ -1,0 +1,111 @@
+"""Changes of a run that a replay can make, as users write them: a kind of change is a row of `KINDS`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from moesched.errors import BadInput
+
+if TYPE_CHECKING:
+    from moesched.trace.recording import LaneName, Recording, TaskInfo
+
+FACTOR = re.compile(r"([a-z]+) (.+) x([0-9]*\.?[0-9]+)")
+NO_HANDOVERS = "no handovers"
+
+Cost = Literal["time", "rate"]
+"""A factor of time multiplies what a task takes in all, a factor of a rate what its lane moves in a second."""
+
+
+class Kind(NamedTuple):
+    """A kind of change, which multiplies a cost of some tasks: "WORD NAME xFACTOR".
+
+    Attributes:
+        example: of such a change, as it is written.
+        effect: of the example, in words.
+        named: what NAME is the name of, in words.
+        cost: what FACTOR multiplies.
+        names: the names that a run has.
+        name_of: the name that a task on a lane has.
+    """
+
+    example: str
+    effect: str
+    named: str
+    cost: Cost
+    names: Callable[[Recording], set[str]]
+    name_of: Callable[[TaskInfo, LaneName], str]
+
+
+KINDS: Mapping[str, Kind] = {
+    "link": Kind(
+        "link host->gpu x2",
+        "twice the rate",
+        "lane",
+        "rate",
+        names=lambda recording: {lane.name for lane in recording.lanes},
+        name_of=lambda task, lane: lane.name,
+    ),
+    "kernel": Kind(
+        "kernel run_expert x0.7",
+        "0.7 of the time",
+        "kind of task",
+        "time",
+        names=lambda recording: {each.task.verb for each in recording.slices},
+        name_of=lambda task, lane: task.verb,
+    ),
+}
+"""The kinds of changes, by WORD."""
+
+CHOICES = ", ".join(f'"{kind.example}" ({kind.effect})' for kind in KINDS.values())
+EXAMPLES = ", ".join(f'"{kind.example}"' for kind in KINDS.values()) + f' or "{NO_HANDOVERS}"'
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a run.
+
+    Attributes:
+        factors: by kind of change and name.
+        handovers: whether time passes between tasks, as it did.
+    """
+
+    factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    handovers: bool = True
+
+    def factor(self, cost: Cost, task: TaskInfo, lane: LaneName) -> float:
+        """The factor of a cost of a task on a lane."""
+        return prod(
+            factors.get(kind.name_of(task, lane), 1.0)
+            for word, factors in self.factors.items()
+            if (kind := KINDS[word]).cost == cost
+        )
+
+
+def parse_change(text: str, recording: Recording) -> Change:
+    """Read a change of a run, or several joined by commas.
+
+    Raises:
+        BadInput: it cannot be read, or names what the run does not have.
+    """
+    factors: dict[str, dict[str, float]] = {}
+    handovers = True
+    for part in (part.strip() for part in text.split(",")):
+        if part == NO_HANDOVERS:
+            handovers = False
+            continue
+        found = FACTOR.fullmatch(part)
+        if found is None or found[1] not in KINDS or not 1e-6 <= float(found[3]) <= 1e6:
+            raise BadInput(f"{part!r} is no change of a run: write, for instance, {EXAMPLES}")
+        word, name, factor = found[1], found[2], float(found[3])
+        kind = KINDS[word]
+        known = kind.names(recording)
+        if name not in known:
+            there = f", only {', '.join(sorted(known))}" if known else ""
+            raise BadInput(f"{part!r}: the run has no {kind.named} {name!r}{there}")
+        of_kind = factors.setdefault(word, {})
+        of_kind[name] = of_kind.get(name, 1.0) * factor
+    return Change(factors, handovers)

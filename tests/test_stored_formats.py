@@ -1,0 +1,224 @@
+"""Weights in coded formats: what writers write, what kernels compute, and models that run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+import moesched
+from benchmarks.shared.random_models import hugging_face_logits
+from benchmarks.shared.small_runs import ONE_MEMORY, generate, same_bits
+from coded_checkpoints import decoded_model, q8_0
+from moesched.devices.kernels.check import check_kernel
+from moesched.devices.kernels.coded_rows import CodedExpert, CodedProduct
+from moesched.devices.kernels.samples import coded_block
+from moesched.devices.products.coded_linear import coded_linear
+from moesched.devices.shared.arena import aligned_bytes
+from moesched.devices.shared.coded import Coded, plain_block
+from moesched.devices.shared.page_reader import PageReader
+from moesched.devices.torch.device import TorchDevice
+from moesched.errors import BadInput
+from moesched.models.checkpoint import Checkpoint, open_checkpoint
+from moesched.models.coded_models import coded_as
+from moesched.models.encoding import encoded
+from moesched.models.layout import WeightLayout, weight_layout
+from moesched.models.operations import Operations
+from moesched.models.random_model import write_random_model
+from moesched.models.reading import read_config
+from moesched.models.stored_formats import CODED, STORED_FORMATS, Codes, StoredFormat
+from moesched.models.tensor_parallel import cut_checkpoint
+from moesched.models.tensors import file_bytes
+from moesched.plugins import make_policy
+from odd_models import CODED as MODEL
+from odd_models import PROMPTS
+
+Q8_0 = STORED_FORMATS["q8_0"]
+WITH_MINIMUM = StoredFormat("q4_1", 32, 20, Codes(bits=4, offset=4, zero=0, largest=15), minimum=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(MODEL, tmp_path_factory.mktemp("models") / "coded", dtype="float32")
+
+
+@given(arrays(np.float32, 96, elements=st.floats(-1e4, 1e4, width=32)))
+def test_a_weight_is_off_by_half_a_step_at_most(weights: np.ndarray[Any, Any]) -> None:
+    back = q8_0(encoded(weights, Q8_0).reshape(-1, 34))
+    groups = weights.reshape(-1, 32)
+    steps = np.abs(groups).max(axis=1, keepdims=True) / 127
+    # The scale is rounded to 11 bits, and has a least unit.
+    assert (np.abs(back - groups) <= steps * (0.5 + 127 / 2048) + 127 * 2.0**-25).all()
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_sums_of_a_group_are_whole_numbers_that_float32_holds(name: str) -> None:
+    stored = STORED_FORMATS[name]
+    assert stored.codes is not None
+    assert 2 ** (stored.codes.bits - 1) * stored.group <= 2**12
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 70), st.integers(1, 5), st.integers(1, 90))
+def test_a_product_has_the_same_bits_in_any_order_and_beside_any_rows(
+    seed: int, rows: int, groups: int, outputs: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights_ND = torch.randn(outputs, groups, 32, generator=generator)
+    x_TD = torch.randn(rows, groups, 32, generator=generator).exp() * 1e3
+    order = torch.randperm(32, generator=generator)
+    block, shuffled = (coded_block(each.flatten(1), Q8_0) for each in (weights_ND, weights_ND[..., order]))
+    y_TN = coded_linear(x_TD.flatten(1), block)
+    assert torch.equal(coded_linear(x_TD[..., order].flatten(1), shuffled), y_TN)
+    assert torch.equal(coded_linear(x_TD[-1:].flatten(1), block.chunk(3)[0])[0], y_TN[-1][: -(-outputs // 3)])
+
+
+def test_a_minimum_is_added_to_each_weight_of_its_group() -> None:
+    generator = torch.Generator().manual_seed(1)
+    raw_NGb = torch.randint(0, 256, (7, 3, 20), generator=generator, dtype=torch.uint8)
+    raw_NGb[..., :4] = torch.randn(7, 3, 2, generator=generator).half().view(torch.uint8)
+    halves = raw_NGb[..., 4:]
+    codes = torch.cat([halves % 16, halves // 16], dim=-1).double()
+    scale, minimum = raw_NGb[..., :4].contiguous().view(torch.float16).double().split(1, dim=-1)
+    x_TD = torch.randn(5, 96, generator=generator)
+    exact_TN = x_TD.double() @ (codes * scale + minimum).flatten(1).T
+    y_TN = coded_linear(x_TD, Coded(raw_NGb.flatten(1), WITH_MINIMUM))
+    assert (y_TN - exact_TN).abs().max() < 1e-6 * exact_TN.abs().max()
+
+
+@pytest.mark.parametrize("kernel", [CodedProduct, CodedExpert])
+def test_kernels_of_coded_matrices_keep_their_promises(kernel: type) -> None:
+    assert check_kernel(kernel) > 0
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
+def test_logits_are_those_of_hugging_face_with_the_decoded_weights(tied: bool, tmp_path: Path) -> None:
+    config = MODEL.varied(tied_embeddings=tied)
+    folder = write_random_model(config, tmp_path / "coded", dtype="float32")
+    checkpoint = open_checkpoint(folder)
+    device = TorchDevice(checkpoint, weight_layout(checkpoint.config, "float32"), keep_logits=True)
+    ours = generate(device, make_policy("resident"), ONE_MEMORY, PROMPTS, new_tokens=4, micro_batch_size=2)
+    model = decoded_model(folder, tmp_path / "decoded", q8_0, Q8_0.block_bytes)
+    for prompt, tokens, logits_SV in zip(PROMPTS, ours.tokens, ours.logits_RSV, strict=True):
+        theirs_SV = hugging_face_logits(model, [*prompt, *tokens])[-5:-1]
+        assert (logits_SV - theirs_SV).abs().max() <= 1e-5 * theirs_SV.abs().max()
+
+
+def test_every_page_size_gives_the_same_logits(tmp_path: Path) -> None:
+    config = coded_as(MODEL.varied(layers=1, heads=4, head_dim=24), "q8_0")
+    checkpoint = open_checkpoint(write_random_model(config, tmp_path / "coded", dtype="float32"))
+    logits = []
+    for page_bytes in (None, 5_000):
+        layout = weight_layout(checkpoint.config, "float32", page_bytes)
+        device = TorchDevice(checkpoint, layout, keep_logits=True)
+        policy = make_policy("resident")
+        ran = generate(device, policy, ONE_MEMORY, PROMPTS, new_tokens=2, micro_batch_size=2)
+        logits.append(ran.logits_RSV)
+    assert same_bits(*logits)
+
+
+def test_pages_and_their_sum_have_the_bytes_of_the_file(folder: Path) -> None:
+    config = read_config(folder)
+    layout = weight_layout(config, "float32", 14_000)
+    paged = sum(extent.nbytes for page in layout.pages for extent in page.extents)
+    entries = [
+        entry
+        for file in folder.glob("*.safetensors")
+        for name, entry in header(file).items()
+        if name != "__metadata__"
+    ]
+    in_files = sum(end - start for start, end in (each["data_offsets"] for each in entries))
+    assert paged + layout.globals_bytes == in_files == file_bytes(config)
+    assert {each["dtype"] for each in entries} == {"U8", "F32"}
+
+
+def header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        found: dict[str, Any] = json.loads(opened.read(length))
+    return found
+
+
+def test_layers_whose_formats_differ_have_pages_of_their_own() -> None:
+    coded, plain = coded_as(MODEL, "q8_0").pattern[0], msgspec.structs.replace(MODEL.pattern[0], formats=())
+    config = msgspec.structs.replace(MODEL, pattern=(coded, plain, coded))
+    layout = weight_layout(config, "bfloat16", 14_000)
+    assert layout.pages_per_expert[0] == layout.pages_per_expert[2] < layout.pages_per_expert[1]
+    assert len(layout.an_expert) == layout.pages_per_expert[1]
+    for layer in range(3):
+        nbytes = sum(extent.nbytes for page in layout.expert(layer, 3) for extent in page.extents)
+        assert nbytes == Operations(config, "bfloat16", kind=config.pattern[layer]).expert_bytes
+
+
+def test_a_folder_is_refused_whose_files_are_not_as_config_json_says(folder: Path, tmp_path: Path) -> None:
+    pattern = tuple(msgspec.structs.replace(layer, formats=()) for layer in MODEL.pattern)
+    config = msgspec.structs.replace(MODEL, formats=(), pattern=pattern)
+    plain = write_random_model(config, tmp_path / "plain")
+    (plain / "config.json").write_bytes((folder / "config.json").read_bytes())
+    with pytest.raises(
+        BadInput, match=r"is BF16 of shape .*, and rows in q8_0, which config.json describes, are U8"
+    ):
+        open_checkpoint(plain)
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["format"] = "q9_9"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match=r"format is 'q9_9', .*one of q8_0"):
+        read_config(tmp_path)
+
+
+def test_a_scale_that_is_no_number_is_named_with_its_matrix(tmp_path: Path) -> None:
+    folder = write_random_model(MODEL, tmp_path / "coded", dtype="float32")
+    stored = open_checkpoint(folder).tensors["layers.2.q"]
+    with stored.file.open("r+b") as file:
+        file.seek(stored.offset + Q8_0.scale)
+        file.write(np.float16(np.nan).tobytes())
+    report = moesched.run_model(folder, [[5, 6, 7]], max_new_tokens=2, expect=False)
+    assert report.failure is not None
+    assert "the first bad tensor is weight layers.2.q:" in report.failure
+
+
+def test_activations_of_coded_experts_are_counted(command: Any, folder: Path) -> None:
+    counted = command("sparsity", folder, "--json").json
+    assert len(counted["values"]) == MODEL.layers
+
+
+def test_ranks_share_coded_rows_in_whole_groups(tmp_path: Path) -> None:
+    narrow, wide = (
+        open_checkpoint(
+            write_random_model(
+                coded_as(
+                    MODEL.varied(layers=1, heads=6, kv_heads=2, intermediate=inner, vocabulary=96), "q8_0"
+                ),
+                tmp_path / str(inner),
+                dtype="float32",
+            )
+        )
+        for inner in (96, 128)
+    )
+    with pytest.raises(BadInput, match=r"down has rows of 96 weights in q8_0, .* whole groups of 32: use"):
+        cut_checkpoint(narrow, 0, 2)
+    whole, share = (
+        down(checkpoint, weight_layout(checkpoint.config, "float32"))
+        for checkpoint in (wide, cut_checkpoint(wide, 1, 2))
+    )
+    assert torch.equal(whole[:, 64:], share)
+
+
+def down(checkpoint: Checkpoint, layout: WeightLayout) -> torch.Tensor:
+    """The down matrix of an expert, as its page has it."""
+    with PageReader(checkpoint, layout) as reader:
+        [page] = layout.expert(0, 1)
+        memory = aligned_bytes(reader.bytes_in_slot(page))
+        reader.read(page, memory)
+        [block] = reader.views(memory, page)["layers.0.experts.1.down"]
+    return plain_block(block, torch.float32)
