@@ -28,7 +28,7 @@ FOR_TESTS = "lagging"
 COMPILED = ("_kernels*.so", "_engine*.so", "_bound_call*.so")
 GENERATED = ("__pycache__", "*.pyc", "*.egg-info", *COMPILED)
 COMPILER = sysconfig.get_config_var("CC").split()[0]
-OPTIONAL_LIBRARIES = ("mlx",)
+OPTIONAL_LIBRARIES = ("mlx", "triton")
 
 
 def is_compiled(path: Path) -> bool:
