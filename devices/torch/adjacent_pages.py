@@ -44,8 +44,8 @@ class AdjacentPages:
                 memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self._compute.accelerator)
                 self._slots |= zip(_ids(group), memory.split(sizes), strict=True)
 
-    def memory(self, page: Page, elsewhere: Tensor) -> Tensor:
-        """The memory of a page; `elsewhere` if none was allocated for it."""
+    def memory(self, page: Page, elsewhere: Tensor | None) -> Tensor | None:
+        """The memory of a page; `elsewhere` if none was allocated for the page."""
         return self._slots.get(page.id, elsewhere)
 
     def copied(self, page: Page, weights: NamedBlocks) -> NamedBlocks:

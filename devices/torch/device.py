@@ -238,7 +238,7 @@ class TorchDevice(ChoosesDtype):
         kv = memory_for_kv(states, topology.kv_slots)
         shapes = shapes_of(plan, kv)
         is_cold = self._cuda is not None and self._warm_ups.is_new(shapes)
-        weights = stand_in(self.layout, self._store, self._compute.accelerator) if is_cold else None
+        weights = stand_in(self.layout, self._store) if is_cold else None
         # Streams do not wait for the default one, on which all this was filled.
         wait_for_copies(self._compute.accelerator)
         if self._cuda and weights:

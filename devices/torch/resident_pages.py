@@ -94,7 +94,7 @@ class ResidentPages:
         """The tensors of a page by their canonical names, as row blocks from top to bottom."""
         return self._pages[page.id]
 
-    def memory(self, page: Page, elsewhere: torch.Tensor) -> torch.Tensor:
+    def memory(self, page: Page, elsewhere: torch.Tensor | None) -> torch.Tensor | None:
         """The accelerator's memory for a resident page, loaded or not; `elsewhere` if the page is not resident."""
         return self._adjacent.memory(page, elsewhere) if self._adjacent else elsewhere
 

@@ -273,7 +273,7 @@ class WarmUps:
         self._seconds = None
 
 
-def stand_in(layout: WeightLayout, store: WeightStore, device: torch.device) -> Weights | None:
+def stand_in(layout: WeightLayout, store: WeightStore) -> Weights | None:
     """The tensors of a layer, with any contents, in memory for pages that are not loaded yet; None if there is none.
 
     Resident pages have the memory that they will have, so that their matrices are whole; the others all share one slot.
@@ -281,16 +281,19 @@ def stand_in(layout: WeightLayout, store: WeightStore, device: torch.device) -> 
     size = store.reader.slot_bytes
     arenas = (arena for arena in store.arenas.values() if not arena.on_cpu and len(arena))
     slot = next((arena.slot(0) for arena in arenas if arena.slot_bytes >= size), None)
-    if slot is None and store.resident.awaited:
-        slot = torch.zeros(size, dtype=torch.uint8, device=device)
-    if slot is None:
+    if slot is None and not store.resident.awaited:
         return None
-    memory = [store.resident.memory(page, slot) for page in layout.layer(0)]
-    shown = (
-        store.reader.views(each, page, aligned=True)
-        for each, page in zip(memory, layout.layer(0), strict=True)
-    )
-    return merged_tensors(shown, joins=True, layer=layout.config.layer(0))
+    for layer in range(layout.config.layers):
+        pages = layout.layer(layer)
+        memory = [store.resident.memory(page, slot) for page in pages]
+        shown = [
+            store.reader.views(each, page, aligned=True)
+            for each, page in zip(memory, pages, strict=True)
+            if each is not None
+        ]
+        if len(shown) == len(pages):
+            return merged_tensors(shown, joins=True, layer=layout.config.layer(layer))
+    return None
 
 
 def _timed(work: Callable[[], object]) -> float:
