@@ -10,9 +10,8 @@ from structlog.testing import capture_logs
 
 import moesched
 from benchmarks.shared.forked_nodes import ForkServer
-from cluster_fixtures import MIXTRAL, NEW_TOKENS, PROMPTS, first_node, run_seated
+from cluster_fixtures import MIXTRAL, PROMPTS, first_node, run_here, run_seated
 from moesched.cluster.cluster_file import Cluster
-from moesched.cluster.cluster_jobs import run_local
 from moesched.cluster.messages import Failed, Quit, Welcome
 from moesched.cluster.node_jobs import NodeRun
 from moesched.devices.torch.device import TorchDevice
@@ -31,6 +30,7 @@ pytestmark = pytest.mark.slow
         ("mixtral", "ep_naive", 2, {}),
         ("dbrx", "ep_busy_full", 2, {}),
         ("dbrx", "ep_balanced", 3, {"experts": 3}),
+        ("dbrx", "layer_streaming", 1, {}),
     ],
 )
 def test_processes_give_the_tokens_of_one(
@@ -42,27 +42,13 @@ def test_processes_give_the_tokens_of_one(
     nodes: int,
     settings: dict[str, Any],
 ) -> None:
-    report = run_local(
-        models / model,
-        PROMPTS,
-        nodes=nodes,
-        start=server,
-        policy=policy,
-        settings=settings,
-        max_new_tokens=NEW_TOKENS,
-    )
+    """A node alone runs any policy."""
+    report = run_here(models / model, server, nodes, policy=policy, settings=settings)
     assert report.tokens == expected[model]
     assert [member.lost for member in report.members] == [None] * nodes
     assert report.epochs == 1
     assert report.request_times is not None
     assert len(report.request_times.between_tokens_seconds) == len(PROMPTS)
-
-
-def test_one_node_alone_runs_any_policy(
-    server: ForkServer, models: Path, expected: dict[str, list[list[int]]]
-) -> None:
-    arguments: dict[str, Any] = {"policy": "layer_streaming", "max_new_tokens": NEW_TOKENS}
-    assert run_local(models / "dbrx", PROMPTS, nodes=1, start=server, **arguments).tokens == expected["dbrx"]
 
 
 def test_weights_that_change_on_the_nodes_are_the_failure_of_the_run(
@@ -76,8 +62,7 @@ def test_weights_that_change_on_the_nodes_are_the_failure_of_the_run(
             with weights.open("ab") as file:
                 file.write(b"more")
 
-    given: dict[str, Any] = {"policy": "ep_naive", "max_new_tokens": NEW_TOKENS, "listener": Appends()}
-    report = run_local(model, PROMPTS, nodes=2, start=server, **given)
+    report = run_here(model, server, 2, policy="ep_naive", listener=Appends())
     assert report.tokens is not None
     assert any(report.tokens)
     assert report.failure is not None
@@ -87,16 +72,7 @@ def test_weights_that_change_on_the_nodes_are_the_failure_of_the_run(
 
 def test_all_nodes_stand_in_one_trace_on_one_clock(server: ForkServer, models: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    run_local(
-        models / "mixtral",
-        PROMPTS,
-        nodes=2,
-        start=server,
-        policy="ep_router_aided",
-        max_new_tokens=3,
-        batch_size=2,
-        trace=trace,
-    )
+    run_here(models / "mixtral", server, 2, max_new_tokens=3, batch_size=2, trace=trace)
     for file in (trace, tmp_path / "trace.batch2.json"):
         assert moesched.check_trace(file) == []
         found = read_trace(file)
@@ -124,16 +100,11 @@ def test_a_slow_node_is_told_of_by_its_rank(
     seated: tuple[Path, Cluster], server: ForkServer, models: Path
 ) -> None:
     with capture_logs() as logs:
-        run_seated(
-            seated[0],
-            server,
-            models / "mixtral",
-            policy="policies_for_tests:SlowOnTheSecond",
-            max_new_tokens=12,
-        )
-    slow = [log for log in logs if "slow" in log["event"]]
-    assert [log["node"] for log in slow] == ["node 1 (mac-1)"]
-    assert slow[0]["factor"] >= 2
+        slow = {"policy": "policies_for_tests:SlowOnTheSecond", "max_new_tokens": 12}
+        run_seated(seated[0], server, models / "mixtral", **slow)
+    [told] = [log for log in logs if "slow" in log["event"]]
+    assert told["node"] == "node 1 (mac-1)"
+    assert told["factor"] >= 2
 
 
 class StandingDevice(TorchDevice):

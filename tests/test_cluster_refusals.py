@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,58 +23,55 @@ from patience import PATIENCE_SECONDS
 pytestmark = pytest.mark.slow
 
 
-def test_a_node_with_another_model_is_refused_on_both_sides_in_one_line(
-    seated: tuple[Path, Cluster], server: ForkServer, models: Path
-) -> None:
-    file, described = seated
-    other = msgspec.structs.replace(described.hosts[1], model=str(models / "dbrx"))
-    file.write_text(cluster_toml(msgspec.structs.replace(described, hosts=[described.hosts[0], other])))
-    with pytest.raises(BadInput, match=r"node 1 \(mac-1\): its model differs from the launcher"):
-        run_seated(file, server, models / "mixtral")
-    assert server.nodes[1].wait(PATIENCE_SECONDS) == 2
-    assert server.nodes[1].last_words().startswith("moesched: its model differs from the launcher")
-
-
-def test_a_node_with_too_little_memory_says_how_much_is_missing(
-    seated: tuple[Path, Cluster], server: ForkServer, models: Path
-) -> None:
-    file, described = seated
-    small = msgspec.structs.replace(described.hosts[1], memory=70_000)
-    file.write_text(cluster_toml(msgspec.structs.replace(described, hosts=[described.hosts[0], small])))
-    with pytest.raises(BadInput, match=r"node 1 \(mac-1\): .*[0-9,]+ bytes too few.*on node 1 of 2"):
-        run_seated(file, server, models / "mixtral")
-    assert server.nodes[1].wait(PATIENCE_SECONDS) == 2
-    assert server.nodes[1].last_words().count("\n") == 0
-
-
-def test_a_port_of_a_node_in_use_is_told_on_both_sides(
-    seated: tuple[Path, Cluster], server: ForkServer, models: Path
-) -> None:
-    file, described = seated
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port in use."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
-        port = holder.getsockname()[1]
-        other = msgspec.structs.replace(described.hosts[1], port=port)
-        file.write_text(cluster_toml(msgspec.structs.replace(described, hosts=[described.hosts[0], other])))
-        with pytest.raises(BadInput, match=rf"node 1 \(mac-1\): .*{port}.*in use"):
-            run_seated(file, server, models / "mixtral")
+        yield int(holder.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "launcher", "node"),
+    [
+        ("model", "its model differs from the launcher", "its model differs from the launcher"),
+        ("memory", "[0-9,]+ bytes too few.*on node 1 of 2", "bytes too few"),
+        ("port", "in use", "in use"),
+    ],
+)
+def test_a_node_with_another_model_too_little_memory_or_a_port_in_use_is_told_on_both_sides_in_one_line(
+    seated: tuple[Path, Cluster],
+    server: ForkServer,
+    models: Path,
+    taken: int,
+    wrong: str,
+    launcher: str,
+    node: str,
+) -> None:
+    file, described = seated
+    value = {"model": str(models / "dbrx"), "memory": 70_000, "port": taken}[wrong]
+    other = msgspec.structs.replace(described.hosts[1], **{wrong: value})
+    file.write_text(cluster_toml(msgspec.structs.replace(described, hosts=[described.hosts[0], other])))
+    with pytest.raises(BadInput, match=rf"node 1 \(mac-1\): .*{launcher}"):
+        run_seated(file, server, models / "mixtral")
     assert server.nodes[1].wait(PATIENCE_SECONDS) == 2
-    assert "in use" in server.nodes[1].last_words()
+    assert re.match(rf"moesched: .*{node}.*$", server.nodes[1].last_words())
+    assert "\n" not in server.nodes[1].last_words()
 
 
-def test_a_policy_for_one_machine_is_refused(
-    models: Path, server: ForkServer, seated: tuple[Path, Cluster]
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("resident", "does not share experts among 2 nodes"),
+        ("policies_for_tests:ForThree", "the placement is for 3 nodes, but there are 2"),
+    ],
+)
+def test_a_policy_for_another_number_of_nodes_is_refused(
+    models: Path, server: ForkServer, seated: tuple[Path, Cluster], policy: str, said: str
 ) -> None:
-    with pytest.raises(BadInput, match="does not share experts among 2 nodes"):
-        run_seated(seated[0], server, models / "mixtral", policy="resident")
-
-
-def test_a_policy_that_needs_more_nodes_than_there_are_is_refused(
-    models: Path, server: ForkServer, seated: tuple[Path, Cluster]
-) -> None:
-    with pytest.raises(BadInput, match="the placement is for 3 nodes, but there are 2"):
-        run_seated(seated[0], server, models / "mixtral", policy="policies_for_tests:ForThree")
+    with pytest.raises(BadInput, match=said):
+        run_seated(seated[0], server, models / "mixtral", policy=policy)
 
 
 def test_keys_of_others_ports_in_use_and_ranks_that_are_not_there_take_one_line(
