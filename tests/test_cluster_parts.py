@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,7 +21,7 @@ from moesched.cluster.clocks import ClockMeter, ClockOffset
 from moesched.cluster.cluster_file import Seat
 from moesched.cluster.control import Control
 from moesched.cluster.control_link import ControlLink
-from moesched.cluster.curve.keys import make_keys
+from moesched.cluster.curve.keys import KeyPair, make_keys
 from moesched.cluster.fingerprint import fingerprint
 from moesched.cluster.handshake import Expected, refusal
 from moesched.cluster.messages import (
@@ -41,6 +44,22 @@ from patience import PATIENCE_SECONDS
 from small_models import small_model
 
 LOOPBACKS = ["127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])]
+
+
+@contextmanager
+def control_and_link(
+    address: str = "127.0.0.1", launcher: KeyPair = LAUNCHER, node: KeyPair = NODES[0]
+) -> Iterator[tuple[Control, ControlLink]]:
+    """A launcher's end and a node's end of a control channel."""
+    control = Control(address, 0, launcher, {NODES[0].public: "mac-0"})
+    seat = Seat(address=address, port=control.port, key=LAUNCHER.public)
+    link = ControlLink(seat, node, on_epoch=lambda _: None, on_gone=lambda: None)
+    try:
+        yield control, link
+    finally:
+        link.close()
+        control.close()
+
 
 # ---------------------------------------------------------------- tokens
 
@@ -204,104 +223,65 @@ def test_copies_of_a_model_have_one_fingerprint_and_others_another(tmp_path: Pat
 
 
 def test_what_is_packed_is_read_and_what_the_other_side_says_is_not() -> None:
-    assert read_node(pack(JOIN)) == JOIN
+    for said in (JOIN, Pong(number=1, clock=2**60)):
+        assert read_node(pack(said)) == said
     assert read_launcher(pack(Ping(number=3))) == Ping(number=3)
     with pytest.raises(Unreadable):
         read_node(pack(Ping(number=3)))
 
 
-def test_a_node_of_another_protocol_is_refused_in_one_line_that_names_both() -> None:
-    sent = {
-        "type": "Join",
-        "protocol": 1,
-        "version": "1.0",
-        "rank": 1,
-        "model": "abc",
-        "process": 7,
-        "epoch": -1,
-    }
-    join = read_node(msgspec.msgpack.encode(sent))
-    assert isinstance(join, JoinRequest)
-    assert said_to(join) == (
-        f"it has moesched 1.0, protocol 1, and the launcher 1.0, protocol {PROTOCOL}: "
-        "install the same version everywhere"
-    )
+WIRE = {"type": "Join", "version": "1.0", "rank": 1, "model": "abc", "process": 7, "epoch": -1}
+"""What every protocol's join has."""
+
+
+@pytest.mark.parametrize(
+    ("join", "said"),
+    [
+        ({"protocol": 1}, "moesched 1.0, protocol 1"),
+        ({"protocol": PROTOCOL, "version": "9.0", "colour": "blue"}, f"moesched 9.0, protocol {PROTOCOL}"),
+    ],
+)
+def test_a_node_of_another_protocol_or_version_is_refused_in_one_line_that_names_both(
+    join: dict[str, Any], said: str
+) -> None:
+    read = read_node(msgspec.msgpack.encode(WIRE | join))
+    assert isinstance(read, JoinRequest)
+    remedy = "install the same version everywhere"
+    assert said_to(read) == f"it has {said}, and the launcher 1.0, protocol {PROTOCOL}: {remedy}"
 
 
 def test_the_join_of_this_protocol_and_its_refusal_are_understood_in_every_other_one() -> None:
-    assert msgspec.msgpack.decode(pack(JOIN)) == {
-        "type": "Join",
-        "protocol": PROTOCOL,
-        "version": "1.0",
-        "rank": 1,
-        "model": "abc",
-        "process": 7,
-        "epoch": -1,
-        "build": {},
-    }
+    assert msgspec.msgpack.decode(pack(JOIN)) == WIRE | {"protocol": PROTOCOL, "build": {}}
     assert msgspec.msgpack.decode(pack(Refused(reason="old"))) == {"type": "Refused", "reason": "old"}
-
-
-def test_a_join_of_a_later_version_is_understood_and_refused() -> None:
-    fields = msgspec.to_builtins(JOIN) | {"version": "9.0", "colour": "blue"}
-    join = read_node(msgspec.msgpack.encode(fields))
-    assert isinstance(join, JoinRequest)
-    assert "it has moesched 9.0" in (said_to(join) or "")
 
 
 @pytest.mark.parametrize("address", LOOPBACKS)
 def test_a_stranger_is_refused_and_told_so_and_the_launcher_stays(address: str) -> None:
-    stranger = make_keys()
-    control = Control(address, 0, LAUNCHER, {NODES[0].public: "mac-0"})
-    seat = Seat(address=address, port=control.port, key=LAUNCHER.public)
-    link = ControlLink(seat, stranger, on_epoch=lambda _: None, on_gone=lambda: None)
-    try:
+    with control_and_link(address, node=make_keys()) as (control, link):
         with pytest.raises(BadInput, match="does not know this node's key"):
             _join_while_heard(link, control)
         assert control.refused == [address]
-    finally:
-        link.close()
-        control.close()
 
 
 def test_a_launcher_with_another_key_is_found_out() -> None:
-    impostor = Control("127.0.0.1", 0, make_keys(), {NODES[0].public: "mac-0"})
-    link = ControlLink(
-        cluster(port=impostor.port).launcher,
-        NODES[0],
-        on_epoch=lambda _: None,
-        on_gone=lambda: None,
-    )
-    try:
-        with pytest.raises(BadInput, match="does not have the launcher's key from the cluster file"):
-            _join_while_heard(link, impostor)
-    finally:
-        link.close()
-        impostor.close()
+    with (
+        control_and_link(launcher=make_keys()) as (impostor, link),
+        pytest.raises(BadInput, match="does not have the launcher's key from the cluster file"),
+    ):
+        _join_while_heard(link, impostor)
 
 
 def test_garbage_on_the_launchers_port_harms_nobody() -> None:
-    control = Control("127.0.0.1", 0, LAUNCHER, {NODES[0].public: "mac-0"})
-    link = ControlLink(
-        cluster(port=control.port).launcher,
-        NODES[0],
-        on_epoch=lambda _: None,
-        on_gone=lambda: None,
-    )
-    try:
-        draw = random.Random(0)
+    draw = random.Random(0)
+    with control_and_link() as (control, link), ThreadPoolExecutor(1) as thread:
         for size in (0, 1, 10, 64, 5000):
             with socket.create_connection(("127.0.0.1", control.port)) as stranger:
                 stranger.sendall(draw.randbytes(size))
-        with ThreadPoolExecutor(1) as thread:
-            joining = thread.submit(link.join, JOIN, PATIENCE_SECONDS)
-            while not (heard := list(control.hear(0.05))):
-                pass
-            control.say(heard[0].peer, Refused(reason="it was heard"))
-            assert "it was heard" in str(joining.exception())
-    finally:
-        link.close()
-        control.close()
+        joining = thread.submit(link.join, JOIN, PATIENCE_SECONDS)
+        while not (heard := list(control.hear(0.05))):
+            pass
+        control.say(heard[0].peer, Refused(reason="it was heard"))
+        assert "it was heard" in str(joining.exception())
 
 
 @pytest.mark.parametrize("address", LOOPBACKS)
@@ -358,7 +338,3 @@ def test_recordings_of_several_nodes_stand_on_one_clock() -> None:
     assert merged.lanes == [LaneName(0, "accelerator"), LaneName(1, "accelerator")]
     assert merged.in_order == frozenset(merged.lanes)
     assert merged.origin == 1000
-
-
-def test_pongs_hold_what_a_clock_said() -> None:
-    assert read_node(pack(Pong(number=1, clock=2**60))) == Pong(number=1, clock=2**60)
