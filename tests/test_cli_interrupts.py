@@ -78,17 +78,7 @@ def test_ctrl_c_keeps_tokens_trace_and_page(
 ) -> None:
     monkeypatch.setenv("MOESCHED_LOG", "info")
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
-    arguments = [
-        "run",
-        model,
-        "--policy",
-        "cgopipe",
-        "--prompt-ids",
-        "1,2;3;4",
-        "--batch-size",
-        2,
-        *ENDLESS,
-    ]
+    arguments = ["run", model, "--policy", "cgopipe", "--prompt-ids", "1,2;3;4", "--batch-size", 2, *ENDLESS]
     said = interrupt([*arguments, "--json", "--trace", trace, "--report", page], after="first token")
     assert said.code == 130
     assert "Traceback" not in said.err

@@ -10,16 +10,8 @@ from moesched.machines.build import Parts, build_machine
 from moesched.machines.parts import library
 
 DESKTOP = (
-    "--gpu",
-    "RTX 3090",
-    "--pcie",
-    "4x16",
-    "--ram",
-    "2xDDR5-5600",
-    "--cpu",
-    "Ryzen 7950X",
-    "--disk",
-    "7GB/s",
+    *("--gpu", "RTX 3090", "--pcie", "4x16", "--ram", "2xDDR5-5600"),
+    *("--cpu", "Ryzen 7950X", "--disk", "7GB/s"),
 )
 
 

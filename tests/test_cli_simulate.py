@@ -60,10 +60,8 @@ def test_a_file_of_prompts_is_a_workload(command: Any, no_text: Path, tmp_path: 
 
 def test_padded_requests_of_several_batches_are_traced_and_printed(command: Any, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    said = command(
-        *SIMULATE, "--policy", "flexgen", "--gen", 2, "--requests", 5, "--batch-size", 3, "--padded",
-        "--trace", trace,
-    )  # fmt: skip
+    options = "--policy flexgen --gen 2 --requests 5 --batch-size 3 --padded --trace"
+    said = command(*SIMULATE, *options.split(), trace)
     assert "2 new tokens, padded, 2 batches" in said.out
     assert [check_trace(trace), check_trace(tmp_path / "trace.batch2.json")] == [[], []]
 
