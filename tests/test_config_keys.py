@@ -42,8 +42,8 @@ WITHOUT_EFFECT = {*OF_TRAINING.split(), *OF_THE_LIBRARY.split(), *OF_OTHER_TOKEN
 
 
 OF_VALUES = """
-attn_scale attn_temperature_tuning final_logit_softcapping floor_scale hidden_act hidden_activation n_group norm_topk_prob
-rms_norm_eps rope_interleave rope_parameters routed_scaling_factor swiglu_alpha swiglu_limit topk_group
+attn_scale attn_temperature_tuning final_logit_softcapping floor_scale hidden_act hidden_activation n_group
+norm_topk_prob rms_norm_eps rope_interleave rope_parameters routed_scaling_factor swiglu_alpha swiglu_limit topk_group
 """
 """Keys that change results, but neither weights nor time: without effect on models that are only simulated."""
 

@@ -129,6 +129,8 @@ def test_the_whole_traceback_is_shown_on_demand(command: Any, no_text: Path, sim
         ("class Mine:\n    def plan(self plan): ...\n", 2, "SyntaxError: "),
         ("table = {}\nfirst = table['first']\n", 2, "KeyError: 'first'"),
         ("def load():\n    raise ValueError('no table')\n\nload()\n", 2, "ValueError: no table"),
+        ("raise SystemExit(0)", 1, "SystemExit: 0"),
+        ("(", 1, "SyntaxError: "),
     ],
 )
 def test_a_file_that_cannot_be_imported_is_told_at_its_line(
