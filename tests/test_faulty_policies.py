@@ -53,6 +53,13 @@ def faulty_policy(name: str) -> str:
     return next(faulty.policy for faulty in faulty_policies() if faulty.name == name)
 
 
+def line_of(text: str, name: str, mark: str) -> int:
+    """The number of the first line with a mark in a class of a file."""
+    lines = text.splitlines()
+    begins = next(number for number, line in enumerate(lines) if line.startswith(f"class {name}("))
+    return next(number for number, line in enumerate(lines, 1) if number > begins and mark in line)
+
+
 @pytest.fixture
 def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A simulation of two micro-batches, by faulty policies."""
