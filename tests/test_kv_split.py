@@ -243,6 +243,7 @@ def fastest(
         policies=[policy],
         settings={} if share is None else {"kv_on_gpu": share},
         budgets={"gpu": room},
+        band=False,
     )
     assert found.seen.peak_bytes["gpu"] <= room
     return found.seen.throughput, found.seen.kv_on_gpu
@@ -385,7 +386,14 @@ def test_the_plan_for_one_request_falls_off_no_cliff_where_the_budget_grows(obje
     policies = ["twiddler_makespan", "cpu_ffn", "layer_split", "cgopipe"]
     rates = [
         plan_best(
-            T4, layout, [8_000], 12, objective=objective, policies=policies, budgets={"gpu": budget}
+            T4,
+            layout,
+            [8_000],
+            12,
+            objective=objective,
+            policies=policies,
+            budgets={"gpu": budget},
+            band=False,
         ).seen.rate
         for budget in (800_000_000, 900_000_000, 950_000_000, 1_000_000_000, 1_100_000_000)
     ]

@@ -248,7 +248,7 @@ def test_no_page_locked_memory_is_allocated_after_the_second_step(
         make_policy(policy, settings),
         TWO_MEMORIES,
         PROMPTS,
-        new_tokens=5,
+        new_tokens=4,
         micro_batch_size=2,
         weights=0.9,
         observers=[allocations],
