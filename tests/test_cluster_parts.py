@@ -70,21 +70,27 @@ def log_of(*prompts: list[int], new_tokens: int = 3) -> TokenLog:
     return TokenLog(prompts, new_tokens, [STOP])
 
 
-def test_at_first_all_is_left_and_at_the_end_nothing() -> None:
-    log = log_of([1, 2], [3])
-    assert log.remainder() == (0, [[1, 2], [3]], 3)
-    for token in (7, 8, 9):
-        log.add({0: [token], 1: [token]})
-    assert log.remainder() is None
-    assert log.count == 6
-
-
-def test_what_has_begun_goes_on_from_its_tokens_before_anything_else_begins() -> None:
-    log = log_of([1], [2], [3])
-    log.add({0: [7], 1: [8]})
-    assert log.remainder() == (0, [[1, 7], [2, 8]], 2)
-    log.add({0: [7, 7], 1: [8, 8]})
-    assert log.remainder() == (2, [[3]], 3)
+@pytest.mark.parametrize(
+    ("prompts", "steps", "left"),
+    [
+        ([[1, 2], [3]], [], (0, [[1, 2], [3]], 3)),
+        ([[1, 2], [3]], [{0: [token], 1: [token]} for token in (7, 8, 9)], None),
+        ([[1], [2], [3]], [{0: [7], 1: [8]}], (0, [[1, 7], [2, 8]], 2)),
+        ([[1], [2], [3]], [{0: [7], 1: [8]}, {0: [7, 7], 1: [8, 8]}], (2, [[3]], 3)),
+    ],
+    ids=[
+        "all at first",
+        "nothing at the end",
+        "what has begun goes on before anything else",
+        "then the others",
+    ],
+)
+def test_what_is_left_is(prompts: list[list[int]], steps: list[dict[int, list[int]]], left: object) -> None:
+    log = log_of(*prompts)
+    for tokens in steps:
+        log.add(tokens)
+    assert log.remainder() == left
+    assert log.count == sum(len(tokens) for step in steps for tokens in step.values())
 
 
 def test_a_finished_request_between_others_keeps_its_place_and_its_tokens() -> None:
@@ -93,12 +99,9 @@ def test_a_finished_request_between_others_keeps_its_place_and_its_tokens() -> N
     assert log.remainder() == (0, [[1, 7], [2], [3, 9]], 2)
     assert log.add({0: [7], 1: [5], 2: [9]}) == {0: [7], 2: [9]}
     assert log.tokens == [[7, 7], [STOP], [9, 9]]
-
-
-def test_requests_that_ended_without_a_stop_token_are_finished() -> None:
     log = log_of([1], [2])
     log.add({0: [7]}, ended=[0])
-    assert log.remainder() == (1, [[2]], 3)
+    assert log.remainder() == (1, [[2]], 3), "one that ended without a stop token"
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=1, max_size=12))
@@ -124,6 +127,12 @@ def test_the_shortest_trip_tells_a_clocks_offset_best() -> None:
         meter.ask(number, sent)
         meter.answer(number, clock, back)
     assert meter.best == ClockOffset(offset=1020, error=10)
+    meter = ClockMeter()
+    meter.answer(5, 0, 0)
+    meter.ask(1, 0)
+    meter.answer(1, 10, 2)
+    meter.answer(1, 99, 2)
+    assert meter.best == ClockOffset(offset=9, error=1), "answers that nobody asked for are ignored"
 
 
 def test_clocks_that_drift_for_ten_minutes_leave_every_exchange_in_its_order() -> None:
@@ -152,15 +161,6 @@ def test_clocks_that_drift_for_ten_minutes_leave_every_exchange_in_its_order() -
     assert abs(starts[1] - starts[0] - work) < 400_000
     for one, after in itertools.pairwise(each for each in merged.slices if each.lane.rank == 1):
         assert one.end <= after.start
-
-
-def test_answers_that_nobody_asked_for_are_ignored() -> None:
-    meter = ClockMeter()
-    meter.answer(5, 0, 0)
-    meter.ask(1, 0)
-    meter.answer(1, 10, 2)
-    meter.answer(1, 99, 2)
-    assert meter.best == ClockOffset(offset=9, error=1)
 
 
 # ---------------------------------------------------------------- slow nodes

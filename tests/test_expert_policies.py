@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.shared.equal_bits import EXPERTS, SLOW_CPU, EqualRun
 from benchmarks.shared.small_runs import ONE_MEMORY, generate, same_bits
+from moesched.calibration.exercise import FinishedTasks
 from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice
 from moesched.dispatch.expert_latencies import ExpertLatencies
@@ -356,28 +357,12 @@ def test_the_emulated_device_gives_the_same_logits(
 def test_twiddler_really_runs_experts_in_all_three_ways(reference: Reference) -> None:
     device = TorchDevice(reference.checkpoint, weight_layout(reference.checkpoint.config, "float32"))
     policy: Any = make_policy("twiddler", {"experts": 4})
-    plan = plan_run(
-        SLOW_CPU,
-        device.layout,
-        split_batch([len(each) for each in PROMPTS], 4, 2),
-        policy,
-        {},
-        device.slot_bytes,
-    )
-    watch = Watch()
-    run(plan, policy, device, PROMPTS, observers=[watch])
-    experts = [task for task in watch.tasks if task.verb == "run_expert"]
+    batch = split_batch([len(each) for each in PROMPTS], 4, 2)
+    plan = plan_run(SLOW_CPU, device.layout, batch, policy, {}, device.slot_bytes)
+    finished = FinishedTasks()
+    run(plan, policy, device, PROMPTS, observers=[finished])
+    tasks = [task for task in finished.tasks if task.step >= 0]
+    experts = [task for task in tasks if task.verb == "run_expert"]
     assert {isinstance(task, HostKernel) for task in experts} == {True, False}
-    assert any(task.verb == "fetch" for task in watch.tasks)
+    assert any(task.verb == "fetch" for task in tasks)
     assert any((task.layer, task.expert) in policy.at_gpu for task in experts)
-
-
-class Watch:
-    """Remembers the tasks of the steps."""
-
-    def __init__(self) -> None:
-        self.tasks: list[Task] = []
-
-    def ended(self, task: Task) -> None:
-        if task.step >= 0:
-            self.tasks.append(task)
