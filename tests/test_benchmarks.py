@@ -165,7 +165,7 @@ def test_a_first_result_of_some_parts_tells_of_no_others(tmp_path: Path, own: li
     for part in ("red", "redder"):
         measured = benchmark(keeps_parts=True)
         measured.parse(["--only", part, *([] if own else ["--out", str(file)])])
-        measured.write({}, *([file, own] if own else []))
+        measured.write({}, file, own) if own else measured.write({})
     assert list(json.loads(file.read_text())["parts"]) == ["red", "redder"]
 
 

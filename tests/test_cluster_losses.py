@@ -82,7 +82,11 @@ def test_nodes_go_on_without_lost_ones_whose_experts_they_hold(
     nodes: int,
     lost: list[int],
 ) -> None:
-    killer = Killer(5, lambda: [server.nodes[rank].process.kill() for rank in lost])
+    def act() -> None:
+        for rank in lost:
+            server.nodes[rank].process.kill()
+
+    killer = Killer(5, act)
     report = run_here(models / model, server, nodes, policy=policy, listener=killer)
     assert report.tokens == expected[model]
     assert [rank for rank, member in enumerate(report.members) if member.lost is not None] == lost

@@ -65,7 +65,8 @@ def test_a_task_whose_times_were_read_counts_as_ended_and_leaves_nothing_but_its
     gpu: LaggingGpu,
 ) -> None:
     streams = CudaStreams(GPU_DEVICE, ("a", "b"), lambda task: Value())
-    values, before = [], []
+    values = []
+    before: list[Task] = []
     for task in islice(tasks(), 100):
         issued = streams.issue(task, before)
         assert issued.end.blocking  # type: ignore[attr-defined]  # waiting threads leave their core

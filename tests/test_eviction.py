@@ -214,7 +214,7 @@ def test_an_error_in_a_rule_names_the_rule_the_page_and_its_line(method: str) ->
         if step >= 0:
             fail()
 
-    kind = type("Fails", (Told,), {"used": {"used": used}, "choose": {"choose": fail}}[method])
+    kind = type("Fails", (Told,), {method: used if method == "used" else fail})
     said = refused(Evicts(kind()))
     line = fail.__code__.co_firstlineno + 1
     failed = rf"eviction rule Fails failed in `{method}` for page L2 E[23] #0 at "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ FREE = (WORKSPACE_BYTES + 100_000) * 20 // 19
     ],
 )
 def test_a_plan_or_an_allocation_beyond_the_gpu_ends_the_run_in_one_line_with_a_budget(
-    checkpoint: Checkpoint, lack: dict[str, int], said: str
+    checkpoint: Checkpoint, lack: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(OutOfMemory) as caught:
         streamed(checkpoint, LaggingGpu(**lack))
