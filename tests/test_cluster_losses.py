@@ -104,8 +104,9 @@ def test_a_node_that_comes_back_takes_part_again(
         server.start(0, arguments, file.parent / "back.err")
 
     more = {"policy": "policies_for_tests:Unhurried", "max_new_tokens": 150}
+    expected = alone(models / "mixtral", 150)
     report = run_seated(file, server, models / "mixtral", listener=Killer(30, act), **more)
-    assert report.tokens == alone(models / "mixtral", 150)
+    assert report.tokens == expected
     assert report.epochs == 3
     assert [member.lost for member in report.members] == [None, None]
     assert server.nodes[0].wait(PATIENCE_SECONDS) == 0

@@ -18,9 +18,8 @@ from moesched.machines import Machine
 from moesched.planner.traits import resident_bytes
 from moesched.plugins import make_policy
 from moesched.routing.profile import RoutingProfile, write_profile
-from moesched.runs.simulation import simulate
 from moesched.tasks import CANCELLED, DEMAND, IDLE, HostKernel, Kernel, class_of
-from moesched.testing import Case, policy_cases
+from moesched.testing import Case
 from scripted_routing import BALANCED, FAST_CPU, LAYOUT, SLOW_CPU, T4, Choices, simulated, with_rates
 
 # -- Mixtral-Offloading --------------------------------------------------------------------------------------------
@@ -301,14 +300,3 @@ def test_a_prefetch_that_was_wrong_and_has_not_started_is_cancelled_and_moves_no
         task.end - task.start for task in watch.tasks("fetch", "load") if task.lane is link
     )
     assert len(watch.experts("run_expert")) == 8
-
-
-# -- on every machine ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["lru_offload", "expert_cache", "prefetch_gate"])
-@pytest.mark.parametrize("case", policy_cases(), ids=lambda case: case.name)
-def test_simulated_runs_come_to_their_end_on_every_machine(case: Case, name: str) -> None:
-    policy = make_policy(name)
-    plan = case.plan(policy)
-    assert (simulate(plan, policy).simulated_seconds or 0) > 0
