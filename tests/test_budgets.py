@@ -122,15 +122,12 @@ def test_budgets_beyond_the_machine_are_refused(machine: Machine, budgets: dict[
         read_budgets(budgets, machine)
 
 
-def test_here_a_budget_may_exceed_what_was_free_at_the_calibration_but_not_what_there_is() -> None:
+def test_here_budgets_may_exceed_what_was_free_at_the_calibration_but_together_not_what_there_is() -> None:
     tier = UNIFIED.memories["host"]
     machine = replace(UNIFIED, memories=UNIFIED.memories | {"host": replace(tier, capacity=1)})
     assert read_budgets({"host": total_memory()}, machine, here=True) == {"host": total_memory()}
     with pytest.raises(BadInput, match="is more than machine"):
         read_budgets({"host": total_memory() + 1}, machine, here=True)
-
-
-def test_budgets_of_several_processes_are_added_up() -> None:
     half = UNIFIED.memories["host"].nbytes // 2
     assert read_budgets({"host": half}, UNIFIED, processes=2) == {"host": half}
     with pytest.raises(BadInput, match="for each of 2 processes is more than machine"):
@@ -146,13 +143,9 @@ def test_the_budget_of_the_process_leaves_the_host_what_its_own_bytes_do_not_tak
     assert budgets == {"disk": 7, "host": 650 * MB - ALLOCATOR_BYTES}
     assert limited == process._replace(limit=1000 * MB)
     assert within_process({"host": 7}, UNIFIED, process, 1) == ({"host": 7}, process)
-
-
-def test_memories_of_an_emulated_machine_share_the_budget_of_the_process() -> None:
-    process = Process(runtime=300 * MB)
     given = {"process": 1000 * MB, "gpu": 400 * MB, "pinned": 100 * MB}
-    budgets, _ = within_process(given, staged(T4, "1GB"), process, 1)
-    assert budgets["host"] == 200 * MB - ALLOCATOR_BYTES
+    budgets, _ = within_process(given, staged(T4, "1GB"), Process(runtime=300 * MB), 1)
+    assert budgets["host"] == 200 * MB - ALLOCATOR_BYTES, "memories of an emulated machine share it"
 
 
 @pytest.mark.parametrize(

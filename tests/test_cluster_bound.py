@@ -65,19 +65,21 @@ def test_faster_cards_cost_what_the_paper_says() -> None:
     assert f"{5.9 / plain:.6f}" == "0.000447", "Table 5: 5.9 tokens for two machines"
     assert roce / plain == pytest.approx(1.05, abs=0.005)
     assert infiniband / plain == pytest.approx(1.19, abs=0.005)
-
-
-def test_the_bound_per_dollar_is_the_bound_over_the_price_of_all_nodes() -> None:
     proposal = cluster(4, "rocev2")
     per_usd = proposal.bound.tokens_per_second / (4 * (6599 + 339))
     assert proposal.tokens_per_second_per_usd == pytest.approx(per_usd)
 
 
-def test_a_machine_without_a_price_has_no_throughput_per_dollar() -> None:
-    machine = msgspec.structs.replace(load_machine("m2-ultra"), price_usd=None)
-    proposal = plan_cluster("dbrx", machine=machine, nodes=2, network="10gbe")
-    assert proposal.price_usd is None
-    assert proposal.tokens_per_second_per_usd is None
+def test_a_machine_has_no_throughput_per_dollar_without_a_price_and_its_own_network_by_default() -> None:
+    machine = msgspec.structs.replace(
+        load_machine("m2-ultra"), price_usd=None, network=load_network("rocev2")
+    )
+    proposal = plan_cluster("dbrx", machine=machine, nodes=2)
+    assert (proposal.network, proposal.price_usd, proposal.tokens_per_second_per_usd) == (
+        "rocev2",
+        None,
+        None,
+    )
 
 
 def test_the_optimisers_placement_raises_the_bound_at_the_same_memory() -> None:
@@ -117,11 +119,6 @@ def test_one_node_exchanges_nothing() -> None:
     assert proposal.bound.latency_seconds == proposal.bound.transfer_seconds == 0
     assert proposal.expected_experts == 2
     assert proposal.placement == [list(range(8))]
-
-
-def test_a_machines_own_network_is_the_default() -> None:
-    machine = msgspec.structs.replace(load_machine("m2-ultra"), network=load_network("rocev2"))
-    assert plan_cluster("dbrx", machine=machine, nodes=2).network == "rocev2"
 
 
 def test_plan_prints_the_bound_and_the_choice(command: Any) -> None:
