@@ -8,7 +8,7 @@ from sys import getrefcount
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moesched.engine import Engine, PlainEngine
@@ -163,7 +163,6 @@ def one(task: Task | None) -> int | None:
 
 
 @pytest.mark.skipif(not COMPILED, reason="the engine was not compiled")
-@settings(max_examples=50)
 @given(st.integers(0, 10**9))
 def test_the_compiled_engine_does_what_the_one_in_python_does(seed: int) -> None:
     assert Play(Engine, seed).run() == Play(PlainEngine, seed).run()
