@@ -16,7 +16,7 @@ from benchmarks.shared.forked_nodes import ForkedProcess, ForkServer
 from clusters import LAUNCHER, cluster, host
 from meshes import free_port
 from moesched.cluster.cluster_file import Cluster, cluster_toml
-from moesched.cluster.cluster_jobs import run_cluster
+from moesched.cluster.cluster_jobs import run_cluster, run_local
 from moesched.cluster.control import Control
 from moesched.cluster.curve.keys import SECRET_NAME, write_keys
 from patience import PATIENCE_SECONDS
@@ -69,14 +69,19 @@ def seated(tmp_path: Path) -> Iterator[tuple[Path, Cluster]]:
     yield file, described
 
 
+def run_here(model: Path, server: ForkServer, nodes: int, **more: Any) -> Any:
+    """The report of some nodes on this machine."""
+    arguments: dict[str, Any] = {"policy": "ep_router_aided", "max_new_tokens": NEW_TOKENS, "start": server}
+    return run_local(model, PROMPTS, nodes=nodes, **arguments | more)
+
+
 def run_seated(file: Path, server: ForkServer, model: Path, **more: Any) -> Any:
-    arguments: dict[str, Any] = {
-        "policy": "ep_router_aided",
-        "max_new_tokens": NEW_TOKENS,
-        "start": server(file.parent),
-    }
+    """The report of the nodes of a cluster file."""
+    arguments: dict[str, Any] = {"policy": "ep_router_aided", "max_new_tokens": NEW_TOKENS}
     key = file.parent / "launcher" / SECRET_NAME
-    return run_cluster(model, PROMPTS, cluster_file=file, key=key, **arguments | more)
+    return run_cluster(
+        model, PROMPTS, cluster_file=file, key=key, **{"start": server(file.parent)} | arguments | more
+    )
 
 
 def first_node(

@@ -52,7 +52,7 @@ class Script:
         task = Kernel(self.lanes[lane], WORK, name)
         self.tasks[name] = task
         before = [self.tasks[each] for each in after]
-        return self.engine.submit(task, self._blocks(reads), self._blocks(writes), before, urgency)
+        return self.engine.submit(task, self.of(reads), self.of(writes), before, urgency)
 
     def collective(
         self, name: str, lane: str, reads: str = "", writes: str = "", says: str = "sum"
@@ -60,7 +60,7 @@ class Script:
         """This rank's part of a collective."""
         task = Collective(self.lanes[lane], WORK, name, signature=says)
         self.tasks[name] = task
-        return self.engine.collective(task, self._blocks(reads), self._blocks(writes))
+        return self.engine.collective(task, self.of(reads), self.of(writes))
 
     def finish(self, name: str, value: object = None) -> None:
         """A task ends well."""
@@ -104,7 +104,8 @@ class Script:
         self.engine.check_over()
         return order
 
-    def _blocks(self, names: str) -> list[Block]:
+    def of(self, names: str) -> list[Block]:
+        """The blocks with those one-letter names."""
         return [self.blocks.setdefault(name, Block(name)) for name in names]
 
 

@@ -52,23 +52,24 @@ class Wide(LayerStreaming):
             step.pre_attention(0, j)
 
 
-def test_a_schedule_with_more_of_them_is_refused_at_its_own_line() -> None:
+class Undecided(LayerStreaming):
+    """Declares two limits."""
+
+    def plan(self, plan: Plan) -> None:
+        super().plan(plan)
+        plan.limit_in_flight(3)
+
+
+def test_a_schedule_with_more_of_them_is_refused_at_its_own_line_and_two_limits_contradict_each_other() -> (
+    None
+):
     with pytest.raises(
         OverBudget, match=r"pre_attention: mb3 finds no room: .* within a layer to 3"
     ) as refused:
         virtual_run(Wide(), requests=8)
     assert any(entry.name == "_submit" for entry in refused.traceback)
-
-
-def test_two_limits_contradict_each_other() -> None:
-    class Undecided(LayerStreaming):
-        def plan(self, plan: Plan) -> None:
-            super().plan(plan)
-            plan.limit_in_flight(3)
-
-    with pytest.raises(
-        PolicyError, match=r"limit_in_flight: the limit is 2 already: declare one limit, not 3"
-    ):
+    said = "limit_in_flight: the limit is 2 already: declare one limit, not 3"
+    with pytest.raises(PolicyError, match=said):
         make_plan(Undecided(), requests=8)
 
 
@@ -84,8 +85,5 @@ def test_rooms_that_are_shared_leave_memory_for_weights() -> None:
     ]
     in_decode = 16 * layer_bytes(OPERATIONS, 4)
     assert reserved[1] - reserved[0] == 14 * layer_bytes(OPERATIONS, 4 * 400) - in_decode
-
-
-def test_the_workspace_of_experts_does_not_grow_with_the_micro_batch() -> None:
     few, many = (workspace_bytes(OPERATIONS, tokens, 1) for tokens in (EXPERT_TILE, EXPERT_TILE + 100))
-    assert few == many
+    assert few == many, "the workspace of experts does not grow with the micro-batch"

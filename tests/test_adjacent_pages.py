@@ -117,26 +117,20 @@ def kept(pages: AdjacentPages, reader: PageReader, those: Sequence[Page]) -> dic
     return found
 
 
-def test_a_matrix_that_stays_is_one_block(reader: PageReader) -> None:
+def test_a_matrix_that_stays_is_one_block_as_are_queries_keys_and_values(reader: PageReader) -> None:
     expert = kept(adjacent(reader), reader, LAYOUT.expert(1, 2))
     for part in ("gate", "up", "down"):
         assert len(expert[part]) == 2
         (whole,) = joined(expert[part])
         assert torch.equal(whole, reader.read_tensor(f"layers.1.experts.2.{part}"))
-
-
-def test_queries_keys_and_values_that_stay_are_one_block(reader: PageReader) -> None:
     dense = kept(adjacent(reader), reader, LAYOUT.dense(0))
     (whole,) = joined([block for name in "qkv" for block in dense[name]])
     assert torch.equal(whole, torch.cat([reader.read_tensor(f"layers.0.{name}") for name in "qkv"]))
-
-
-def test_parts_of_a_matrix_that_stays_in_part_are_joined_where_they_are_neighbours(
-    reader: PageReader,
-) -> None:
     _, *others = LAYOUT.expert(0, 0)
     expert = kept(adjacent(reader), reader, others)
-    assert [len(joined(expert[part])) for part in ("gate", "down", "up")] == [1, 1, 1]
+    assert [len(joined(expert[part])) for part in ("gate", "down", "up")] == [1, 1, 1], (
+        "neighbours are joined"
+    )
     assert torch.equal(expert["gate"][0], reader.read_tensor("layers.0.experts.0.gate")[128:])
 
 

@@ -112,9 +112,6 @@ def test_a_result_is_older_than_the_code_if_a_source_changed_or_none_was_recorde
     assert older_than_the_code({})
     assert older_than_the_code({"code": "another", "sources": {"another": ENGINE}})
     assert not older_than_the_code({"code": hash_of(ENGINE), "sources": {hash_of(ENGINE): ENGINE}})
-
-
-def test_code_that_was_written_since_a_time_is_known() -> None:
     assert changed_since(ENGINE, 0.0)
     assert not changed_since(ENGINE, time.time() + 60)
 
@@ -142,9 +139,6 @@ def test_modules_that_child_processes_import_count_with_the_files_beside_them() 
     files = imported(["moesched.machines", "moesched.devices.native", "moesched.no_such_module"])
     assert any(name.endswith(".toml") for name in " ".join(files.values()).split())
     assert any(name.endswith(".c") for name in files["devices/native"].split())
-
-
-def test_a_child_process_tells_what_it_imports() -> None:
     measured = benchmark()
     measured.parse(["--out", "unused"])
     subprocess.run([sys.executable, "-c", "import moesched.reproduce"], check=True)
@@ -164,21 +158,15 @@ def test_parts_measured_later_leave_the_age_of_the_others(tmp_path: Path) -> Non
     assert older_than_the_code(result)
 
 
-def test_a_first_result_of_some_parts_tells_of_no_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [None, ["red", "redder"]])
+def test_a_first_result_of_some_parts_tells_of_no_others(tmp_path: Path, own: list[str] | None) -> None:
+    """A file of all parts, and one of its own parts only."""
     file = tmp_path / "result.json"
-    for part in ("red", "blue"):
-        measured = benchmark(keeps_parts=True)
-        measured.parse(["--only", part, "--out", str(file)])
-        measured.write({})
-    assert list(json.loads(file.read_text())["parts"]) == ["red", "blue"]
-
-
-def test_a_file_of_several_keeps_its_own_parts_only(tmp_path: Path) -> None:
     for part in ("red", "redder"):
         measured = benchmark(keeps_parts=True)
-        measured.parse(["--only", part])
-        measured.write({}, tmp_path / "reds.json", ["red", "redder"])
-    assert list(json.loads((tmp_path / "reds.json").read_text())["parts"]) == ["red", "redder"]
+        measured.parse(["--only", part, *([] if own else ["--out", str(file)])])
+        measured.write({}, file, own) if own else measured.write({})
+    assert list(json.loads(file.read_text())["parts"]) == ["red", "redder"]
 
 
 def test_a_result_is_of_the_code_of_today_once_each_of_its_parts_is(tmp_path: Path) -> None:

@@ -57,44 +57,42 @@ def system(root: Path, files: Mapping[str, str]) -> Path:
     return root
 
 
-def test_without_control_groups_the_memory_is_the_machine_s(tmp_path: Path) -> None:
-    root = system(tmp_path, {})
-    assert total_memory(root) == 64_000_000 * 1024
-    assert available_memory(root) == 48_000_000 * 1024
-
-
-def test_of_nested_control_groups_the_smallest_limit_counts(tmp_path: Path) -> None:
-    group = "sys/fs/cgroup/system.slice/job"
-    root = system(
-        tmp_path,
+NESTED = "sys/fs/cgroup/system.slice/job"
+FIRST = "sys/fs/cgroup/memory/job"
+GROUPS: dict[str, tuple[dict[str, str], int, int]] = {
+    "without control groups the memory is the machine's": ({}, 64_000_000 * 1024, 48_000_000 * 1024),
+    "of nested ones the smallest limit counts, and cached pages that can be freed count as free": (
         {
             "proc/self/cgroup": "0::/system.slice/job/step\n",
-            f"{group}/step/memory.max": "max\n",
-            f"{group}/step/memory.current": "1000\n",
-            f"{group}/memory.max": "4000000000\n",
-            f"{group}/memory.current": "3000000000\n",
-            f"{group}/memory.stat": "anon 1000000000\ninactive_file 1500000000\n",
+            f"{NESTED}/step/memory.max": "max\n",
+            f"{NESTED}/step/memory.current": "1000\n",
+            f"{NESTED}/memory.max": "4000000000\n",
+            f"{NESTED}/memory.current": "3000000000\n",
+            f"{NESTED}/memory.stat": "anon 1000000000\ninactive_file 1500000000\n",
             "sys/fs/cgroup/system.slice/memory.max": "8000000000\n",
         },
-    )
-    assert total_memory(root) == 4_000_000_000
-    assert available_memory(root) == 2_500_000_000, "cached pages that can be freed count as free"
-
-
-def test_control_groups_of_version_1_count_beside_those_of_version_2(tmp_path: Path) -> None:
-    group = "sys/fs/cgroup/memory/job"
-    root = system(
-        tmp_path,
+        4_000_000_000,
+        2_500_000_000,
+    ),
+    "those of version 1 count beside those of version 2": (
         {
             "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/job\n0::/\n",
-            f"{group}/memory.limit_in_bytes": "3000000000\n",
-            f"{group}/memory.usage_in_bytes": "1000000000\n",
-            f"{group}/memory.stat": "total_inactive_file 200000000\n",
+            f"{FIRST}/memory.limit_in_bytes": "3000000000\n",
+            f"{FIRST}/memory.usage_in_bytes": "1000000000\n",
+            f"{FIRST}/memory.stat": "total_inactive_file 200000000\n",
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
         },
-    )
-    assert total_memory(root) == 3_000_000_000
-    assert available_memory(root) == 2_200_000_000
+        3_000_000_000,
+        2_200_000_000,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", GROUPS)
+def test_of_the_memory_of_this_machine(tmp_path: Path, what: str) -> None:
+    files, total, available = GROUPS[what]
+    root = system(tmp_path, files)
+    assert (total_memory(root), available_memory(root)) == (total, available)
 
 
 @pytest.mark.parametrize("path", ["/docker/1f2e", "/../outside"])
@@ -124,15 +122,12 @@ def test_budgets_beyond_the_machine_are_refused(machine: Machine, budgets: dict[
         read_budgets(budgets, machine)
 
 
-def test_here_a_budget_may_exceed_what_was_free_at_the_calibration_but_not_what_there_is() -> None:
+def test_here_budgets_may_exceed_what_was_free_at_the_calibration_but_together_not_what_there_is() -> None:
     tier = UNIFIED.memories["host"]
     machine = replace(UNIFIED, memories=UNIFIED.memories | {"host": replace(tier, capacity=1)})
     assert read_budgets({"host": total_memory()}, machine, here=True) == {"host": total_memory()}
     with pytest.raises(BadInput, match="is more than machine"):
         read_budgets({"host": total_memory() + 1}, machine, here=True)
-
-
-def test_budgets_of_several_processes_are_added_up() -> None:
     half = UNIFIED.memories["host"].nbytes // 2
     assert read_budgets({"host": half}, UNIFIED, processes=2) == {"host": half}
     with pytest.raises(BadInput, match="for each of 2 processes is more than machine"):
@@ -148,13 +143,9 @@ def test_the_budget_of_the_process_leaves_the_host_what_its_own_bytes_do_not_tak
     assert budgets == {"disk": 7, "host": 650 * MB - ALLOCATOR_BYTES}
     assert limited == process._replace(limit=1000 * MB)
     assert within_process({"host": 7}, UNIFIED, process, 1) == ({"host": 7}, process)
-
-
-def test_memories_of_an_emulated_machine_share_the_budget_of_the_process() -> None:
-    process = Process(runtime=300 * MB)
     given = {"process": 1000 * MB, "gpu": 400 * MB, "pinned": 100 * MB}
-    budgets, _ = within_process(given, staged(T4, "1GB"), process, 1)
-    assert budgets["host"] == 200 * MB - ALLOCATOR_BYTES
+    budgets, _ = within_process(given, staged(T4, "1GB"), Process(runtime=300 * MB), 1)
+    assert budgets["host"] == 200 * MB - ALLOCATOR_BYTES, "memories of an emulated machine share it"
 
 
 @pytest.mark.parametrize(

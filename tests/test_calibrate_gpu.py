@@ -65,10 +65,11 @@ class OldGpu(KnownGpu):
 
 def test_a_gpu_without_bfloat16_is_measured_in_float16_and_models_are_computed_in_it() -> None:
     flops = DESKTOP.flops | {(name, "float16"): DESKTOP.flops[name, "bfloat16"] for name in ("gpu", "cpu")}
-    old = OldGpu(replace(DESKTOP, flops=flops))
-    machine = measured_machine(old, QUICK, lambda done, total: None)
+    old, told = OldGpu(replace(DESKTOP, flops=flops)), []
+    machine = measured_machine(old, QUICK, lambda done, total: told.append((done, total)))
     assert machine.accelerator.flops == {"float16": near(50e12), "float32": near(20e12)}
     assert dtype_for("bfloat16", None, machine) == "float16"
+    assert told == [(number, len(told)) for number in range(1, len(told) + 1)], "every step is told"
 
 
 @pytest.mark.parametrize("extent", [QUICK, THOROUGH], ids=["quick", "thorough"])
@@ -83,6 +84,11 @@ def test_it_finds_the_rates_of_the_machine(extent: GpuExtent) -> None:
     }
     assert gpu.rates["weights"].expected == near(0.8)
     assert cpu.rates["weights"].expected == near(0.7)
+    assert desktop().host.rates["attention"].expected == near(0.6, 0.02)
+    assert {name: tier.nbytes for name, tier in machine.memories.items()} == {
+        "gpu": 24 * 10**9,
+        "host": 64 * 10**9,
+    }
     assert gpu.rates["launch_seconds"].expected == near(4e-6)
     assert gpu.rates["host_seconds"].expected == near(15e-6)
     found = {(link.source, link.destination): (link.bandwidth, link.latency) for link in machine.links}
@@ -93,39 +99,37 @@ def test_it_finds_the_rates_of_the_machine(extent: GpuExtent) -> None:
     }
 
 
-def test_it_finds_how_copies_slow_each_other() -> None:
-    pairs = {(pair.work, pair.beside): pair.rate for pair in desktop().contention}
-    assert pairs["host->gpu", "gpu->host"] == pairs["gpu->host", "host->gpu"] == near(0.75)
-    assert pairs["host->gpu", "host->pinned"] == pairs["host->pinned", "gpu->host"] == near(0.75)
+SLOWED = [
+    ("host->gpu", "gpu->host", 0.75, 0.005),
+    ("gpu->host", "host->gpu", 0.75, 0.005),
+    ("host->gpu", "host->pinned", 0.75, 0.005),
+    ("host->pinned", "gpu->host", 0.75, 0.005),
+    ("attention", "host->gpu", 0.8, 0.02),
+    ("attention", "host->pinned", 0.5, 0.02),
+    ("host->gpu", "few rows", 1.0, 0.02),
+    ("few rows", "host->gpu", 1.0, 0.02),
+    ("cache write", "host->gpu", 0.7, 0.02),
+    ("cache write", "host->pinned", 0.6, 0.02),
+    ("host->gpu", "cache write", 0.85, 0.02),
+    ("host->gpu", "attention", 0.95, 0.07),  # attention is short beside a page's copy
+]
 
 
-def test_it_finds_how_copies_slow_attention_on_the_host_and_not_what_was_not_slowed() -> None:
-    pairs = {(pair.work, pair.beside): pair.rate for pair in desktop().contention}
-    assert pairs["attention", "host->gpu"] == near(0.8, 0.02)
-    assert pairs["attention", "host->pinned"] == near(0.5, 0.02)
-    assert pairs["host->gpu", "few rows"] == near(1.0, 0.02)
-    assert pairs["few rows", "host->gpu"] == near(1.0, 0.02)
-
-
-def test_it_finds_how_copies_and_cache_writes_slow_each_other() -> None:
-    pairs = {(pair.work, pair.beside): pair.rate for pair in desktop().contention}
-    assert pairs["cache write", "host->gpu"] == near(0.7, 0.02)
-    assert pairs["cache write", "host->pinned"] == near(0.6, 0.02)
-    assert pairs["host->gpu", "cache write"] == near(0.85, 0.02)
-    assert pairs["host->gpu", "attention"] == near(0.95, 0.07), "attention is short beside a page's copy"
+@pytest.mark.parametrize(("work", "beside", "rate", "tolerance"), SLOWED)
+def test_it_finds_how_one_work_slows_another(work: str, beside: str, rate: float, tolerance: float) -> None:
+    [found] = [pair.rate for pair in desktop().contention if (pair.work, pair.beside) == (work, beside)]
+    assert found == near(rate, tolerance)
 
 
 def test_cache_writes_slow_copies_in_predictions_as_was_measured_and_else_as_copies_do() -> None:
     writing, copying = Work("offload_kv", "gpu->host", nbytes=1e6), Work("fetch", "host->gpu", nbytes=1e6)
     measured = cost_model(desktop(), "bfloat16")
     assert dict(measured.work(copying).slowed)[measured.work(writing).sort] == near(0.85, 0.02)
+    assert measured.work(copying).sort == "host->gpu"
+    assert dict(measured.work(copying).slowed)["gpu->host"] == near(0.75)
     of_copies = [pair for pair in desktop().contention if "cache write" not in (pair.work, pair.beside)]
     unmeasured = cost_model(replace(desktop(), contention=of_copies), "bfloat16")
     assert dict(unmeasured.work(copying).slowed)[unmeasured.work(writing).sort] == near(0.75)
-
-
-def test_it_finds_the_rate_of_attention_on_the_host() -> None:
-    assert desktop().host.rates["attention"].expected == near(0.6, 0.02)
 
 
 def dispatch(machine: Machine, resource: str, kind: str, calls: float = 1, nbytes: float = 0.0) -> float:
@@ -156,18 +160,6 @@ def test_products_are_in_the_table_by_their_rows() -> None:
     reading, computing = size / (0.8 * 850e9), 4096 * size / 50e12
     assert found[8] == near(reading)
     assert found[4096] == near(computing)
-
-
-def test_copies_within_the_host_that_were_faster_than_its_memory_are_refused() -> None:
-    cached = DESKTOP.links | {("host", "pinned"): (32e9, 0.0)}
-    with pytest.raises(BadInput, match=r"came to 32 GB/s, more than half of its 62 GB/s, .* calibrate again"):
-        calibrated(replace(DESKTOP, links=cached))
-
-
-def test_sizes_come_from_the_device() -> None:
-    machine = desktop()
-    sizes = {name: tier.nbytes for name, tier in machine.memories.items()}
-    assert sizes == {"gpu": 24 * 10**9, "host": 64 * 10**9}
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.1])
@@ -223,12 +215,6 @@ def test_noise_leaves_predictions_near_those_of_the_known_machine() -> None:
     assert found == near(decode_rate(roomy(true_machine()), "layer_streaming"), 0.05)
 
 
-def test_copies_of_a_calibrated_machine_slow_each_other_in_predictions() -> None:
-    up = cost_model(desktop(), "bfloat16").work(Work("load", "host->gpu", nbytes=24e6))
-    assert up.sort == "host->gpu"
-    assert dict(up.slowed)["gpu->host"] == near(0.75)
-
-
 def test_staged_copies_at_once_take_as_long_as_was_measured() -> None:
     """CGOPipe copies pages into pinned memory while earlier ones cross the link; here both take the whole time."""
     links = DESKTOP.links | {("host", "pinned"): (24e9, 1e-6)}
@@ -252,34 +238,31 @@ def test_the_class_of_the_library_gives_the_rates_that_are_not_measured() -> Non
     assert (cpu_class(60e9), cpu_class(300e9)) == ("desktop-cpu", "server-cpu")
 
 
-def test_every_step_is_told() -> None:
-    told: list[tuple[int, int]] = []
-    measured_machine(KnownGpu(), QUICK, lambda done, total: told.append((done, total)))
-    assert told == [(number, len(told)) for number in range(1, len(told) + 1)]
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        (
+            {"links": DESKTOP.links | {("host", "pinned"): (32e9, 0.0)}},
+            "came to 32 GB/s, more than half of its 62 GB/s, .* calibrate again",
+        ),
+        ({"launch": 1.0}, "every product of one row on the gpu was shorter than a launch"),
+    ],
+)
+def test_figures_that_cannot_be_are_refused(rates: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        calibrated(replace(DESKTOP, **rates))
 
 
-def test_products_that_are_shorter_than_a_launch_are_refused() -> None:
-    slow = replace(DESKTOP, launch=1.0)
-    with pytest.raises(BadInput, match="every product of one row on the gpu was shorter than a launch"):
-        calibrated(slow)
-
-
-def test_a_file_of_another_gpu_does_not_count() -> None:
-    calibrated_file("cuda").write_text(machine_toml(desktop()))
-    try:
-        assert calibrated_gpu("cuda", KnownGpu.gpu_name) == desktop()
-        assert calibrated_gpu("cuda", "NVIDIA T4") is None
-    finally:
-        calibrated_file("cuda").unlink()
+def test_a_file_of_another_gpu_or_of_a_version_without_a_cost_table_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MOESCHED_CACHE", str(tmp_path))
     assert calibrated_gpu("cuda", KnownGpu.gpu_name) is None
-
-
-def test_a_file_of_a_version_without_a_cost_table_does_not_count() -> None:
+    calibrated_file("cuda").write_text(machine_toml(desktop()))
+    assert calibrated_gpu("cuda", KnownGpu.gpu_name) == desktop()
+    assert calibrated_gpu("cuda", "NVIDIA T4") is None
     calibrated_file("cuda").write_text(machine_toml(replace(desktop(), cost_table=[])))
-    try:
-        assert calibrated_gpu("cuda", KnownGpu.gpu_name) is None
-    finally:
-        calibrated_file("cuda").unlink()
+    assert calibrated_gpu("cuda", KnownGpu.gpu_name) is None
 
 
 @pytest.mark.skipif(has_gpu(), reason="there is a CUDA device")

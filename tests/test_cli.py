@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import re
+import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
@@ -14,6 +16,9 @@ import structlog
 
 from commands import refused
 from moesched.cli.logs import send_logs_to_stderr
+from moesched.machines import load_machine, parse_machine
+from moesched.machines.build import Parts, build_machine
+from moesched.machines.parts import library
 
 
 def test_the_version_is_printed(command: Any) -> None:
@@ -93,3 +98,134 @@ def test_logs_that_cannot_be_written_end_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "stderr", FullDisk())
     send_logs_to_stderr()
     structlog.get_logger().warning("on a full disk")
+
+
+# -- new policies ----------------------------------------------------------------------------------------------------
+
+
+def test_the_policy_runs_and_its_test_passes(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = command("new-policy", "ahead_of_time", "--dir", tmp_path / "mine", "--json")
+    folder = tmp_path / "mine"
+    assert said.json == {
+        "policy": f"{folder}/ahead_of_time.py:AheadOfTime",
+        "files": [f"{folder}/ahead_of_time.py", f"{folder}/test_ahead_of_time.py"],
+    }
+    monkeypatch.syspath_prepend(folder)
+    written = importlib.import_module("test_ahead_of_time")
+    tests = [value for name, value in vars(written).items() if name.startswith("test_")]
+    assert len(tests) == 2
+    for test in tests:
+        test()
+    assert "NewPolicy" not in "".join(file.read_text() for file in folder.glob("*.py"))
+
+
+def test_the_commands_that_it_prints_work(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = command("new-policy", "mine")
+    lines = said.out.replace("\\\n", "").splitlines()
+    (simulate,) = [line.split() for line in lines if "moesched simulate" in line]
+    assert command(*simulate[1:], "--batch-size", 8).code == 0
+
+
+@pytest.mark.parametrize("name", ["MyPolicy", "my-policy", "2nd", "../mine", "mine.py", ""])
+def test_a_name_that_no_module_has_is_refused(command: Any, name: str) -> None:
+    refused(command("new-policy", name), "is no name of a file: give small letters")
+
+
+def test_files_that_exist_are_not_replaced(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text("mine")
+    refused(command("new-policy", "mine", "--dir", tmp_path), "test_mine.py exists: choose another name")
+    assert [file.name for file in tmp_path.iterdir()] == ["test_mine.py"]
+
+
+# -- machines from parts ---------------------------------------------------------------------------------------------
+
+
+DESKTOP = (
+    *("--gpu", "RTX 3090", "--pcie", "4x16", "--ram", "2xDDR5-5600"),
+    *("--cpu", "Ryzen 7950X", "--disk", "7GB/s"),
+)
+
+
+def test_the_command_explains_itself_with_an_example(command: Any) -> None:
+    said = command("machine", "--help").out
+    assert 'moesched machine --gpu "RTX 3090" --pcie 4x16 --cpu "Ryzen 7950X"' in said
+    assert "moesched list parts" in said
+
+
+def test_the_command_writes_a_file_that_simulate_takes(command: Any, tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    said = command("machine", *DESKTOP, "--out", file)
+    assert (said.code, said.err) == (0, "")
+    assert f"Written to {file}" in said.out
+    assert "Assumed: 64GiB of RAM: --ram '2x16GB DDR5-5600' would say another size" in said.out
+    assert load_machine(str(file)).name == "RTX 3090, Ryzen 9 7950X"
+    run = ("--policy", "expert_cache", "--workload", "uniform", "--batch-size", 1, "--gen", 2)
+    predicted = command("simulate", "--model", "mixtral-0.8b", "--machine", file, *run, "--json")
+    assert predicted.json["prefill_seconds"] > 0
+
+
+def test_without_a_file_the_text_goes_to_standard_output(command: Any) -> None:
+    text = command("machine", "--chip", "M1 Max", "--ram", "64GB").out
+    assert text.startswith("# Built by: moesched machine --chip 'M1 Max' --ram 64GB\n")
+    expected = build_machine(Parts(chip="M1 Max", ram="64GB")).machine
+    assert parse_machine(text.encode(), "text") == expected
+
+
+def test_json_has_the_machine_its_sources_and_what_was_assumed(command: Any) -> None:
+    said = command("machine", *DESKTOP, "--json").json
+    assert said["file"] is None
+    assert said["machine"]["memories"]["gpu"] == {
+        "capacity": "24GiB",
+        "bandwidth": 936e9,
+        "reserved": "700MB",
+    }
+    assert "GA102" in said["sources"]["processors.gpu"]
+    assert len(said["assumed"]) == 1
+
+
+def test_list_parts_names_them_with_their_figures(command: Any) -> None:
+    lines = command("list", "parts", "rtx 3090").out.splitlines()
+    assert [line.split("  ")[0] for line in lines[1:]] == ["RTX 3090 Ti", "RTX 3090"]
+    assert "24GiB at 936 GB/s, 71 TFLOP/s in 16 bits, 350 W, PCIe 4x16" in lines[2]
+
+
+def test_list_parts_has_every_part_with_its_source(command: Any) -> None:
+    entries = command("list", "parts", "--json").json["parts"]
+    parts = library()
+    assert len(entries) == len(parts.gpus) + len(parts.chips) + len(parts.cpus) + len(parts.memories)
+    assert all(entry["source"] for entry in entries)
+
+
+# -- log lines of a library: never on standard output, where an application has its results --------------------------
+
+
+SAYS = """
+from moesched.system.logs import Log
+Log("a").info("for those who ask")
+Log("a").warning("slow", factor=2)
+print("result")
+"""
+
+
+def test_warnings_go_to_standard_error_where_nobody_configured_logs() -> None:
+    said = subprocess.run([sys.executable, "-c", SAYS], capture_output=True, text=True, check=True)
+    assert said.stdout == "result\n"
+    [line] = said.stderr.splitlines()
+    assert "slow" in line
+    assert "factor" in line
+
+
+def test_an_application_that_configures_structlog_gets_all_lines() -> None:
+    configures = (
+        "import structlog; structlog.configure(processors=[structlog.processors.KeyValueRenderer(['event'])])"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", configures + SAYS], capture_output=True, text=True, check=True
+    )
+    assert said.stdout.splitlines() == ["event='for those who ask'", "event='slow' factor=2", "result"]
+    assert said.stderr == ""

@@ -17,6 +17,7 @@ import pytest
 from commands import Said
 from moesched.trace import check_trace
 from patience import PATIENCE_SECONDS
+from test_faulty_policies import line_of
 
 
 def interrupt(arguments: list[Any], *, after: str, by: signal.Signals = signal.SIGINT) -> Said:
@@ -78,17 +79,7 @@ def test_ctrl_c_keeps_tokens_trace_and_page(
 ) -> None:
     monkeypatch.setenv("MOESCHED_LOG", "info")
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
-    arguments = [
-        "run",
-        model,
-        "--policy",
-        "cgopipe",
-        "--prompt-ids",
-        "1,2;3;4",
-        "--batch-size",
-        2,
-        *ENDLESS,
-    ]
+    arguments = ["run", model, "--policy", "cgopipe", "--prompt-ids", "1,2;3;4", "--batch-size", 2, *ENDLESS]
     said = interrupt([*arguments, "--json", "--trace", trace, "--report", page], after="first token")
     assert said.code == 130
     assert "Traceback" not in said.err
@@ -104,9 +95,7 @@ def test_ctrl_c_keeps_tokens_trace_and_page(
 def test_the_first_ctrl_c_ends_a_policy_that_does_not_end_and_names_its_line(
     no_text: Path, name: str
 ) -> None:
-    lines = ENDLESS_POLICIES.read_text().splitlines()
-    begins = next(number for number, line in enumerate(lines) if line.startswith(f"class {name}("))
-    marked = next(number for number, line in enumerate(lines, 1) if number > begins and "#!" in line)
+    marked = line_of(ENDLESS_POLICIES.read_text(), name, "#!")
     policy = f"{ENDLESS_POLICIES}:{name}"
     said = interrupt(["run", no_text, "--policy", policy, "--prompt-ids", "1,2;3"], after="decoding")
     assert said.code == 130

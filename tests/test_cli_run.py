@@ -21,8 +21,16 @@ from small_models import SMALL, small_model
 POLICIES = ("resident", "layer_streaming", "cgopipe", "adversarial")
 
 
-def test_run_prints_one_json_object_with_what_was_promised(command: Any, model: Path) -> None:
-    said = command("run", model, "--policy", "resident", "--prompt", "abc", "--max-new-tokens", 5, "--json")
+def given(options: str, *more: object) -> tuple[object, ...]:
+    """The words of options, and arguments that are no words."""
+    return (*options.split(), *more)
+
+
+def test_run_prints_one_json_object_with_what_was_promised(command: Any, model: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    said = command(
+        "run", model, *given("--prompt abc --max-new-tokens 5 --policy resident --json"), "--report", report
+    )
     assert said.code == 0
     assert said.json.keys() >= RUN_KEYS
     assert [len(tokens) for tokens in said.json["tokens"]] == [5]
@@ -31,47 +39,29 @@ def test_run_prints_one_json_object_with_what_was_promised(command: Any, model: 
     assert all(lane.keys() == {"busy_seconds", "utilization"} for lane in said.json["lanes"].values())
     assert said.json["peak_bytes"]["host"] > 0
     assert said.json["interrupted"] is False
-
-
-def test_text_is_what_the_tokens_spell_and_null_without_a_tokenizer(
-    command: Any, model: Path, no_text: Path
-) -> None:
-    said = command("run", model, "--policy", "resident", "--prompt", "abc", "--max-new-tokens", 9, "--json")
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     assert said.json["text"] == [tokenizer.decode(said.json["tokens"][0])]
-    said = command(
-        "run", no_text, "--policy", "resident", "--prompt-ids", "1", "--max-new-tokens", 2, "--json"
-    )
-    assert said.json["text"] is None
+    assert json.loads(report.read_text()) == said.json
 
 
 def test_weights_may_be_read_through_the_page_cache(command: Any, model: Path) -> None:
     wanted = (
         "run",
         model,
-        "--policy",
-        "cgopipe",
-        "--prompt-ids",
-        "1,2",
-        "--max-new-tokens",
-        4,
-        "--json",
+        *given("--policy cgopipe --prompt-ids 1,2 --max-new-tokens 4 --json --device-set"),
     )
-    past, through = command(*wanted), command(*wanted, "--device-set", "direct=false")
+    past, through = (command(*wanted, f"direct={direct}") for direct in ("true", "false"))
     assert past.json["tokens"] == through.json["tokens"]
-    refused(command(*wanted, "--device-set", "dilation=2"), "device torch has no setting 'dilation'")
+    refused(command(*wanted, "dilation=2"), "device torch has no setting 'dilation'")
 
 
 def test_drawn_tokens_depend_on_neither_policy_nor_batches(command: Any, model: Path) -> None:
-    drawn = ("--temperature", 0.9, "--top-k", 50, "--top-p", 0.9, "--seed", 7)
-    wanted = ("run", model, "--prompt-ids", "1,2,3;4;5,6;4", "--max-new-tokens", 6, "--json", *drawn)
-    tokens = [command(*wanted, "--policy", policy).json["tokens"] for policy in POLICIES]
-    tokens.append(
-        command(*wanted, "--policy", "resident", "--batch-size", 3, "--micro-batch-size", 2).json["tokens"]
-    )
-    tokens.append(command(*wanted, "--policy", "cgopipe", "--batch-size", 1).json["tokens"])
-    assert all(each == tokens[0] for each in tokens)
-    assert tokens[0][1] != tokens[0][3], "each request draws for itself"
+    drawn = given("--temperature 0.9 --top-k 50 --top-p 0.9 --seed 7 --max-new-tokens 6 --json")
+    ways = (*POLICIES, "resident --batch-size 3 --micro-batch-size 2", "cgopipe --batch-size 1")
+    wanted = ("run", model, "--prompt-ids", "1,2,3;4;5,6;4", *drawn, "--policy")
+    tokens, *others = (command(*wanted, *given(way)).json["tokens"] for way in ways)
+    assert all(each == tokens for each in others)
+    assert tokens[1] != tokens[3], "each request draws for itself"
 
 
 def test_more_prompts_than_a_batch_run_as_successive_batches(
@@ -79,10 +69,10 @@ def test_more_prompts_than_a_batch_run_as_successive_batches(
 ) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(f'{{"prompt_ids": [{i}]}}\n' for i in range(7)))
-    said = command(
-        "run", model, "--policy", "resident", "--prompts", file, "--batch-size", 3,
-        "--max-new-tokens", 2, "--trace", tmp_path / "trace.json.gz", "--json",
-    )  # fmt: skip
+    options = given(
+        "--policy resident --batch-size 3 --max-new-tokens 2 --json --trace", tmp_path / "trace.json.gz"
+    )
+    said = command("run", model, "--prompts", file, *options)
     assert [len(tokens) for tokens in said.json["tokens"]] == [2] * 7
     assert len(said.json["text"]) == 7
     assert said.json["batches"] == 3
@@ -114,67 +104,34 @@ def test_a_stop_token_ends_a_request_and_is_kept(command: Any, model: Path, tmp_
 
 
 def test_a_budget_holds_and_is_reported(command: Any, model: Path) -> None:
-    wanted = (
-        "run",
-        model,
-        "--prompt-ids",
-        "1;2",
-        "--batch-size",
-        2,
-        "--micro-batch-size",
-        2,
-        "--max-new-tokens",
-        3,
-        "--json",
-    )
-    peak = command(*wanted, "--policy", "resident").json["peak_bytes"]["host"]
-    assert command(*wanted, "--policy", "resident", "--budget", f"host={peak}").code == 0
-    refused(command(*wanted, "--policy", "resident", "--budget", "host=400KB"), "bytes too few")
-    tight = command(*wanted, "--policy", "cgopipe", "--budget", "host=400KB").json
+    sizes = given("--batch-size 2 --micro-batch-size 2 --max-new-tokens 3 --json")
+    wanted = ("run", model, "--prompt-ids", "1;2", *sizes, "--policy")
+    peak = command(*wanted, "resident").json["peak_bytes"]["host"]
+    assert command(*wanted, "resident", "--budget", f"host={peak}").code == 0
+    refused(command(*wanted, "resident", "--budget", "host=400KB"), "bytes too few")
+    tight = command(*wanted, "cgopipe", "--budget", "host=400KB").json
     assert tight["peak_bytes"]["host"] <= tight["budget_bytes"]["host"] == 400_000
     assert tight["plan"]["streamed_pages"] > 0
 
 
-def test_one_prompt_is_printed_with_its_text_and_the_figures(command: Any, model: Path) -> None:
-    wanted = ("run", model, "--policy", "resident", "--prompt", "some words", "--max-new-tokens", 8)
+def test_prompts_are_printed_with_their_texts_and_the_figures(command: Any, model: Path) -> None:
+    wanted = ("run", model, *given("--policy resident --max-new-tokens 8 --prompt"), "some words")
     text = command(*wanted, "--json").json["text"][0]
     said = command(*wanted)
     assert said.out.startswith(f"some words{text}\n")
     assert "tokens/s" in said.out
     assert re.search(r"accelerator +[\d.]+ \w?s +[\d.]+ %", said.out)
     assert re.search(r"host +[\d.]+ KB +[\d.]+ GB", said.out)
+    more = (*wanted, "--prompt", "cd")
+    shown = [plain_text(text) for text in command(*more, "--json").json["text"]]
+    assert command(*more).out.startswith(f"[0] some words{shown[0]}\n[1] cd{shown[1]}\n")
 
 
-def test_several_prompts_are_printed_one_after_another(command: Any, model: Path) -> None:
-    wanted = (
-        "run",
-        model,
-        "--policy",
-        "resident",
-        "--prompt",
-        "ab",
-        "--prompt",
-        "cd",
-        "--max-new-tokens",
-        4,
-    )
-    texts = command(*wanted, "--json").json["text"]
-    shown = [plain_text(text) for text in texts]
-    assert command(*wanted).out.startswith(f"[0] ab{shown[0]}\n[1] cd{shown[1]}\n")
-
-
-def test_without_a_tokenizer_ids_are_printed(command: Any, no_text: Path) -> None:
-    wanted = ("run", no_text, "--policy", "resident", "--prompt-ids", "3,4", "--max-new-tokens", 3)
-    ids = command(*wanted, "--json").json["tokens"][0]
-    assert command(*wanted).out.startswith(f"3,4 {ids[0]} {ids[1]} {ids[2]}\n")
-
-
-def test_the_report_is_what_json_prints(command: Any, model: Path, tmp_path: Path) -> None:
-    said = command(
-        "run", model, "--policy", "cgopipe", "--prompt", "a", "--max-new-tokens", 2, "--json",
-        "--report", tmp_path / "report.json",
-    )  # fmt: skip
-    assert json.loads((tmp_path / "report.json").read_text()) == said.json
+def test_without_a_tokenizer_ids_are_printed_and_the_text_is_null(command: Any, no_text: Path) -> None:
+    wanted = ("run", no_text, *given("--policy resident --prompt-ids 3,4 --max-new-tokens 3"))
+    told = command(*wanted, "--json").json
+    assert told["text"] is None
+    assert command(*wanted).out.startswith("3,4 {} {} {}\n".format(*told["tokens"][0]))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`moesched simulate`: what it predicts, prints and refuses."""
+"""`moesched simulate`: what it predicts of one machine and of several, prints and refuses."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from commands import RUN_KEYS, SIMULATE, refused
-from moesched.trace import check_trace
+from commands import ONLY_FIGURES, RUN_KEYS, SIMULATE, refused
+from moesched.trace import check_trace, read_trace
+
+pytestmark = pytest.mark.usefixtures("as_users_run")
 
 
 def test_simulate_prints_one_json_object_with_what_was_promised(command: Any) -> None:
@@ -60,10 +62,8 @@ def test_a_file_of_prompts_is_a_workload(command: Any, no_text: Path, tmp_path: 
 
 def test_padded_requests_of_several_batches_are_traced_and_printed(command: Any, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    said = command(
-        *SIMULATE, "--policy", "flexgen", "--gen", 2, "--requests", 5, "--batch-size", 3, "--padded",
-        "--trace", trace,
-    )  # fmt: skip
+    options = "--policy flexgen --gen 2 --requests 5 --batch-size 3 --padded --trace"
+    said = command(*SIMULATE, *options.split(), trace)
     assert "2 new tokens, padded, 2 batches" in said.out
     assert [check_trace(trace), check_trace(tmp_path / "trace.batch2.json")] == [[], []]
 
@@ -80,3 +80,58 @@ def test_a_prediction_is_traced_and_compared_with_itself(command: Any, tmp_path:
     steps = next(row for row in side_by_side["rows"] if row["name"] == "decode step")
     assert steps["values"][0] == pytest.approx(steps["values"][1])
     assert "decode step" in command("compare", report, trace).out
+
+
+# -- several machines ------------------------------------------------------------------------------------------------
+
+
+DBRX = ("simulate", "--model", "dbrx", "--workload", "uniform")
+
+
+ONE = ("--batch-size", 1, "--gen", 2)
+
+
+ETHERNET = ("--network", "10gbe")
+
+
+def tokens_per_second(command: Any, policy: str, nodes: int, *options: object, gen: int = 2) -> float:
+    of = ("--batch-size", 1, "--gen", gen, "--policy", policy, "--nodes", nodes)
+    machine = () if "--machine" in options else ("--machine", "m2-ultra")
+    said = command(*DBRX, *machine, *ETHERNET, *of, *options, *ONLY_FIGURES, "--json")
+    assert (said.code, said.err) == (0, "")
+    rate: float = said.json["decode_tokens_per_second"]
+    return rate
+
+
+def test_nodes_that_share_experts_exchange_once_a_layer(command: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    options = ("--policy", "ep_router_aided", "--nodes", 2, "--trace", trace, "--json")
+    said = command(*DBRX, "--machine", "m2-ultra", *ONE, *ETHERNET, *options)
+    assert (said.code, said.json["nodes"]) == (0, 2)
+    assert said.json["lanes"]["network"]["busy_seconds"] >= 2 * 40 * 1e-3
+    assert said.json["peak_bytes"]["unified"] <= 192e9
+    assert check_trace(trace) == []
+    assert {each.lane.rank for each in read_trace(trace).recording.slices} == {0, 1}
+
+
+def test_the_paper_s_versions_come_in_its_order(command: Any) -> None:
+    central = tokens_per_second(command, "ep_router_aided", 2, "--set", "decentralised=false")
+    busy, aided = (tokens_per_second(command, policy, 2) for policy in ("ep_busy_full", "ep_router_aided"))
+    assert busy < central < aided
+
+
+def test_overlapping_placements_are_faster_with_the_same_memory(command: Any) -> None:
+    theirs = tokens_per_second(command, "ep_router_aided", 4, gen=3)
+    ours = tokens_per_second(command, "ep_balanced", 4, "--set", "experts=8", gen=3)
+    assert ours > 1.05 * theirs
+
+
+def test_copies_that_nobody_needs_stay_wired(command: Any) -> None:
+    """With eleven experts on each of four nodes, every node runs one a layer: none has to wait for another."""
+    machine = ("--machine", "m2-ultra-macos14")
+    assert tokens_per_second(command, "ep_balanced", 4, *machine, gen=12) > 7
+
+
+def test_a_node_uses_one_accelerator(command: Any) -> None:
+    wanted = "simulate --model mixtral-8x7b --machine t4x2 --workload uniform --nodes 2 --network 10gbe"
+    refused(command(*wanted.split(), "--policy", "ep_naive"), "use --tensor-parallel 1")

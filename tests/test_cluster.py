@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import re
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
 import moesched
 from benchmarks.shared.forked_nodes import ForkServer
-from cluster_fixtures import MIXTRAL, NEW_TOKENS, PROMPTS, first_node, run_seated
-from moesched.cluster.cluster_file import Cluster
-from moesched.cluster.cluster_jobs import run_local
+from cluster_fixtures import MIXTRAL, PROMPTS, first_node, run_here, run_seated
+from commands import refused
+from moesched.cluster.cluster_file import Cluster, cluster_toml
+from moesched.cluster.control import Control
+from moesched.cluster.curve.keys import SECRET_NAME, make_keys
 from moesched.cluster.messages import Failed, Quit, Welcome
 from moesched.cluster.node_jobs import NodeRun
 from moesched.devices.torch.device import TorchDevice
+from moesched.errors import BadInput
 from moesched.runs.listeners import Listener
 from moesched.trace import read_trace
 from patience import PATIENCE_SECONDS
@@ -31,6 +38,7 @@ pytestmark = pytest.mark.slow
         ("mixtral", "ep_naive", 2, {}),
         ("dbrx", "ep_busy_full", 2, {}),
         ("dbrx", "ep_balanced", 3, {"experts": 3}),
+        ("dbrx", "layer_streaming", 1, {}),
     ],
 )
 def test_processes_give_the_tokens_of_one(
@@ -42,27 +50,13 @@ def test_processes_give_the_tokens_of_one(
     nodes: int,
     settings: dict[str, Any],
 ) -> None:
-    report = run_local(
-        models / model,
-        PROMPTS,
-        nodes=nodes,
-        start=server,
-        policy=policy,
-        settings=settings,
-        max_new_tokens=NEW_TOKENS,
-    )
+    """A node alone runs any policy."""
+    report = run_here(models / model, server, nodes, policy=policy, settings=settings)
     assert report.tokens == expected[model]
     assert [member.lost for member in report.members] == [None] * nodes
     assert report.epochs == 1
     assert report.request_times is not None
     assert len(report.request_times.between_tokens_seconds) == len(PROMPTS)
-
-
-def test_one_node_alone_runs_any_policy(
-    server: ForkServer, models: Path, expected: dict[str, list[list[int]]]
-) -> None:
-    arguments: dict[str, Any] = {"policy": "layer_streaming", "max_new_tokens": NEW_TOKENS}
-    assert run_local(models / "dbrx", PROMPTS, nodes=1, start=server, **arguments).tokens == expected["dbrx"]
 
 
 def test_weights_that_change_on_the_nodes_are_the_failure_of_the_run(
@@ -76,8 +70,7 @@ def test_weights_that_change_on_the_nodes_are_the_failure_of_the_run(
             with weights.open("ab") as file:
                 file.write(b"more")
 
-    given: dict[str, Any] = {"policy": "ep_naive", "max_new_tokens": NEW_TOKENS, "listener": Appends()}
-    report = run_local(model, PROMPTS, nodes=2, start=server, **given)
+    report = run_here(model, server, 2, policy="ep_naive", listener=Appends())
     assert report.tokens is not None
     assert any(report.tokens)
     assert report.failure is not None
@@ -87,16 +80,7 @@ def test_weights_that_change_on_the_nodes_are_the_failure_of_the_run(
 
 def test_all_nodes_stand_in_one_trace_on_one_clock(server: ForkServer, models: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    run_local(
-        models / "mixtral",
-        PROMPTS,
-        nodes=2,
-        start=server,
-        policy="ep_router_aided",
-        max_new_tokens=3,
-        batch_size=2,
-        trace=trace,
-    )
+    run_here(models / "mixtral", server, 2, max_new_tokens=3, batch_size=2, trace=trace)
     for file in (trace, tmp_path / "trace.batch2.json"):
         assert moesched.check_trace(file) == []
         found = read_trace(file)
@@ -124,16 +108,11 @@ def test_a_slow_node_is_told_of_by_its_rank(
     seated: tuple[Path, Cluster], server: ForkServer, models: Path
 ) -> None:
     with capture_logs() as logs:
-        run_seated(
-            seated[0],
-            server,
-            models / "mixtral",
-            policy="policies_for_tests:SlowOnTheSecond",
-            max_new_tokens=12,
-        )
-    slow = [log for log in logs if "slow" in log["event"]]
-    assert [log["node"] for log in slow] == ["node 1 (mac-1)"]
-    assert slow[0]["factor"] >= 2
+        slow = {"policy": "policies_for_tests:SlowOnTheSecond", "max_new_tokens": 12}
+        run_seated(seated[0], server, models / "mixtral", **slow)
+    [told] = [log for log in logs if "slow" in log["event"]]
+    assert told["node"] == "node 1 (mac-1)"
+    assert told["factor"] >= 2
 
 
 class StandingDevice(TorchDevice):
@@ -185,3 +164,79 @@ def test_a_node_that_cannot_stand_by_tells_the_launcher_why(
     control.close()
     assert failures == ["OverflowError: 7,927,234,560 items"]
     assert code == 1
+
+
+# -- models, memories, ports, keys and policies that do not go together ----------------------------------------------
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port in use."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield int(holder.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "launcher", "node"),
+    [
+        ("model", "its model differs from the launcher", "its model differs from the launcher"),
+        ("memory", "[0-9,]+ bytes too few.*on node 1 of 2", "bytes too few"),
+        ("port", "in use", "in use"),
+    ],
+)
+def test_a_node_with_another_model_too_little_memory_or_a_port_in_use_is_told_on_both_sides_in_one_line(
+    seated: tuple[Path, Cluster],
+    server: ForkServer,
+    models: Path,
+    taken: int,
+    wrong: str,
+    launcher: str,
+    node: str,
+) -> None:
+    file, described = seated
+    value = {"model": str(models / "dbrx"), "memory": 70_000, "port": taken}[wrong]
+    other = msgspec.structs.replace(described.hosts[1], **{wrong: value})
+    file.write_text(cluster_toml(msgspec.structs.replace(described, hosts=[described.hosts[0], other])))
+    with pytest.raises(BadInput, match=rf"node 1 \(mac-1\): .*{launcher}"):
+        run_seated(file, server, models / "mixtral")
+    assert server.nodes[1].wait(PATIENCE_SECONDS) == 2
+    assert re.match(rf"moesched: .*{node}.*$", server.nodes[1].last_words())
+    assert "\n" not in server.nodes[1].last_words()
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("resident", "does not share experts among 2 nodes"),
+        ("policies_for_tests:ForThree", "the placement is for 3 nodes, but there are 2"),
+    ],
+)
+def test_a_policy_for_another_number_of_nodes_is_refused(
+    models: Path, server: ForkServer, seated: tuple[Path, Cluster], policy: str, said: str
+) -> None:
+    with pytest.raises(BadInput, match=said):
+        run_seated(seated[0], server, models / "mixtral", policy=policy)
+
+
+def test_keys_of_others_ports_in_use_and_ranks_that_are_not_there_take_one_line(
+    seated: tuple[Path, Cluster], models: Path, command: Any, tmp_path: Path
+) -> None:
+    file, described = seated
+    node = ("node", models / "mixtral", "--cluster", file)
+    refused(command(*node, "--rank", 5), "--rank is 5")
+    refused(
+        command(*node, "--rank", 0, "--key", tmp_path / "keys-1" / SECRET_NAME), "is not the key of node 0"
+    )
+    refused(command(*node, "--rank", 0, "--patience", 0.2), "no launcher at 127.0.0.1")
+    launch = ("launch", models / "mixtral", "--hosts", file, "--policy", "ep_naive", "--prompt-ids", "1")
+    refused(command(*launch, "--key", tmp_path / "keys-1" / SECRET_NAME), "is not the launcher's key")
+    held = Control("127.0.0.1", described.launcher.port, make_keys(), {})
+    try:
+        refused(
+            command(*launch, "--key", tmp_path / "launcher" / SECRET_NAME),
+            f"port {described.launcher.port} of 127.0.0.1 is in use",
+        )
+    finally:
+        held.close()

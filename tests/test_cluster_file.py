@@ -26,43 +26,47 @@ def test_a_file_is_read_as_it_was_written_and_in_the_order_of_ranks() -> None:
     assert found.hosts[1].memory_bytes == 150 * 10**9
 
 
-def said_of(*hosts: Any, **changes: Any) -> str:
-    text = cluster_toml(cluster(*hosts))
-    for old, new in changes.pop("replaced", {}).items():
-        assert old in text
-        text = text.replace(old, new)
-    with pytest.raises(BadInput) as error:
+STRANGE = NODES[1].public[:-1] + "~"
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"rank": 0}, r"^mine.toml: hosts\[1\].rank: 0 is the rank of 'mac-0' and of 'mac-1'"),
+    ({"rank": 2}, "hosts: the ranks of 2 nodes are 0 to 1, and none has rank 1"),
+    ({"key": "abc"}, r"hosts\[1\].key: it has 3 characters, a key has 40"),
+    ({"key": STRANGE}, r"hosts\[1\].key: '~' is not a character of a key"),
+    ({"key": 8 * "#####"}, r"hosts\[1\].key: '#####' does not decode to four bytes"),
+    ({"key": NODES[0].public}, r"hosts\[1\].key"),
+    ({"port": 7001}, r"hosts\[1\].port: 7001 is also the port of node 0 \(mac-0\)"),
+    ({"port": 70_000}, r"hosts\[1\].port"),
+    ({"memory": "much"}, r"hosts\[1\].memory: "),
+    (
+        {"address": "-oProxyCommand=true"},
+        r"^mine.toml: hosts\[1\].address: '-oProxyCommand=true' begins with a dash",
+    ),
+    ({"ssh": "-oProxyCommand=true"}, r"^mine.toml: hosts\[1\].ssh: '-oProxyCommand=true' begins with a dash"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), WRONG, ids=[said for _, said in WRONG])
+def test_what_is_wrong_of_a_node_is_refused_with_its_place(changes: dict[str, Any], said: str) -> None:
+    refused_text(cluster_toml(cluster(host(0), host(1, **changes))), said)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('name = "mac-0"', 'nmae = "mac-0"', r"hosts\[0\]"),
+        ("[launcher]", "[launcher", "mine.toml: not a cluster file"),
+    ],
+)
+def test_what_is_no_cluster_file_is_refused(old: str, new: str, said: str) -> None:
+    text = cluster_toml(cluster())
+    assert old in text
+    refused_text(text.replace(old, new), said)
+
+
+def refused_text(text: str, said: str) -> None:
+    with pytest.raises(BadInput, match=said) as error:
         parse_cluster(text.encode(), "mine.toml")
     assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-def test_two_nodes_of_one_rank_are_named() -> None:
-    said = said_of(host(0), host(1, rank=0))
-    assert said.startswith("mine.toml: hosts[1].rank: 0 is the rank of 'mac-0' and of 'mac-1'")
-
-
-def test_a_gap_in_the_ranks_is_named() -> None:
-    assert "hosts: the ranks of 2 nodes are 0 to 1, and none has rank 1" in said_of(host(0), host(2))
-
-
-def test_a_key_that_is_none_is_refused_with_its_place() -> None:
-    assert "hosts[1].key: it has 3 characters, a key has 40" in said_of(host(0), host(1, key="abc"))
-    strange = NODES[1].public[:-1] + "~"
-    assert "hosts[1].key: '~' is not a character of a key" in said_of(host(0), host(1, key=strange))
-    assert "hosts[1].key: '#####' does not decode to four bytes" in said_of(host(0), host(1, key=8 * "#####"))
-
-
-def test_two_nodes_with_one_key_or_one_port_are_refused() -> None:
-    assert "hosts[1].key" in said_of(host(0), host(1, key=NODES[0].public))
-    assert "hosts[1].port: 7001 is also the port of node 0 (mac-0)" in said_of(host(0), host(1, port=7001))
-
-
-def test_ports_memories_and_unknown_keys_are_refused_with_their_places() -> None:
-    assert "hosts[1].port" in said_of(replaced={"port = 7002": "port = 70000"})
-    assert "hosts[1].memory: " in said_of(host(0), host(1, memory="much"))
-    assert "hosts[0]" in said_of(replaced={'name = "mac-0"': 'nmae = "mac-0"'})
-    assert "mine.toml: not a cluster file" in said_of(replaced={"[launcher]": "[launcher"})
 
 
 @pytest.mark.parametrize("spelling", ["::1", "[::1]", "0:0:0:0:0:0:0:1", "0000::0001"])
@@ -80,12 +84,6 @@ def test_an_endpoint_has_brackets_around_an_address_of_ipv6() -> None:
     assert endpoint("10.0.0.1", 7000) == "tcp://10.0.0.1:7000"
     assert endpoint("mac-0.local", 7000) == "tcp://mac-0.local:7000"
     assert [listening_at(each) for each in ("::1", "10.0.0.1", "mac-0.local")] == ["::1", "10.0.0.1", "*"]
-
-
-@pytest.mark.parametrize("key", ["address", "ssh"])
-def test_a_host_that_ssh_may_take_for_an_option_is_refused(key: str) -> None:
-    said = said_of(host(0), host(1, **{key: "-oProxyCommand=true"}))
-    assert said.startswith(f"mine.toml: hosts[1].{key}: '-oProxyCommand=true' begins with a dash")
 
 
 def test_an_unknown_host_is_named() -> None:

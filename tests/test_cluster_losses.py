@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 import moesched
 from benchmarks.shared.forked_nodes import ForkServer, Killer
-from cluster_fixtures import NEW_TOKENS, PROMPTS, fill_disk, first_node, run_seated
+from cluster_fixtures import NEW_TOKENS, PROMPTS, fill_disk, first_node, run_here, run_seated
 from moesched.cluster.cluster_file import Cluster, Host, cluster_toml
-from moesched.cluster.cluster_jobs import run_local
 from moesched.cluster.members import ByOthers, Process
 from moesched.cluster.messages import JoinRequest, Welcome
 from moesched.cluster.node_jobs import NodeRun
@@ -29,6 +29,13 @@ pytestmark = pytest.mark.slow
 
 TIMEOUT_SECONDS = 60.0
 """Of an exchange, and of joining: whoever waits for that long was told of nothing."""
+
+
+def alone(model: Path, new_tokens: int) -> Any:
+    """Tokens that one process generates."""
+    return moesched.run_model(
+        model, PROMPTS, policy="resident", max_new_tokens=new_tokens, batch_size=3
+    ).tokens
 
 
 @pytest.mark.parametrize("number", range(10))
@@ -43,15 +50,8 @@ def test_whoever_is_killed_whenever_the_run_ends_in_time_with_the_same_tokens_or
     )
     replicated = nodes == 4 or (nodes == 3 and rank != 1)
     try:
-        report = run_local(
-            models / "mixtral",
-            PROMPTS,
-            nodes=nodes,
-            start=server,
-            policy=draw.choice(["ep_router_aided", "ep_naive"]),
-            max_new_tokens=NEW_TOKENS,
-            listener=killer,
-        )
+        policy = draw.choice(["ep_router_aided", "ep_naive"])
+        report = run_here(models / "mixtral", server, nodes, policy=policy, listener=killer)
     except NodeLost as error:
         assert not replicated
         assert error.rank == rank
@@ -68,42 +68,28 @@ def test_whoever_is_killed_whenever_the_run_ends_in_time_with_the_same_tokens_or
     assert all(node.process.exitcode is not None for node in server.nodes.values())
 
 
-def test_the_last_of_two_that_hold_everything_goes_on_alone(
-    server: ForkServer, models: Path, expected: dict[str, list[list[int]]]
-) -> None:
-    killer = Killer(5, lambda: server.nodes[0].process.kill())
-    report = run_local(
-        models / "dbrx",
-        PROMPTS,
-        nodes=2,
-        start=server,
-        policy="ep_balanced",
-        max_new_tokens=NEW_TOKENS,
-        listener=killer,
-    )
-    assert report.tokens == expected["dbrx"]
-    assert [member.lost is None for member in report.members] == [False, True]
-
-
-def test_two_lost_at_once_are_no_trouble_where_others_hold_their_experts(
-    server: ForkServer, models: Path, expected: dict[str, list[list[int]]]
+@pytest.mark.parametrize(
+    ("model", "policy", "nodes", "lost"),
+    [("dbrx", "ep_balanced", 2, [0]), ("mixtral", "ep_router_aided", 4, [0, 3])],
+    ids=["the last of two goes on alone", "two lost at once"],
+)
+def test_nodes_go_on_without_lost_ones_whose_experts_they_hold(
+    server: ForkServer,
+    models: Path,
+    expected: dict[str, list[list[int]]],
+    model: str,
+    policy: str,
+    nodes: int,
+    lost: list[int],
 ) -> None:
     def act() -> None:
-        server.nodes[0].process.kill()
-        server.nodes[3].process.kill()
+        for rank in lost:
+            server.nodes[rank].process.kill()
 
     killer = Killer(5, act)
-    report = run_local(
-        models / "mixtral",
-        PROMPTS,
-        nodes=4,
-        start=server,
-        policy="ep_router_aided",
-        max_new_tokens=NEW_TOKENS,
-        listener=killer,
-    )
-    assert report.tokens == expected["mixtral"]
-    assert [member.lost is None for member in report.members] == [False, True, True, False]
+    report = run_here(models / model, server, nodes, policy=policy, listener=killer)
+    assert report.tokens == expected[model]
+    assert [rank for rank, member in enumerate(report.members) if member.lost is not None] == lost
     assert time.monotonic() - killer.since < TIMEOUT_SECONDS
 
 
@@ -118,11 +104,9 @@ def test_a_node_that_comes_back_takes_part_again(
         server.start(0, arguments, file.parent / "back.err")
 
     more = {"policy": "policies_for_tests:Unhurried", "max_new_tokens": 150}
-    alone = moesched.run_model(
-        models / "mixtral", PROMPTS, policy="resident", max_new_tokens=150, batch_size=3
-    )
+    expected = alone(models / "mixtral", 150)
     report = run_seated(file, server, models / "mixtral", listener=Killer(30, act), **more)
-    assert report.tokens == alone.tokens
+    assert report.tokens == expected
     assert report.epochs == 3
     assert [member.lost for member in report.members] == [None, None]
     assert server.nodes[0].wait(PATIENCE_SECONDS) == 0
@@ -199,10 +183,7 @@ def test_a_node_that_goes_on_after_it_was_lost_changes_no_token_and_ends(
         max_new_tokens=60,
         listener=AtTokens({30: partial(signals, signal.SIGSTOP), 60: partial(signals, signal.SIGCONT)}),
     )
-    alone = moesched.run_model(
-        models / "mixtral", PROMPTS, policy="resident", max_new_tokens=60, batch_size=3
-    )
-    assert report.tokens == alone.tokens
+    assert report.tokens == alone(models / "mixtral", 60)
     assert report.members[0].lost == "silent for 10 s"
     assert server.nodes[0].wait(PATIENCE_SECONDS) == 1
     assert "node 0 (mac-0) was silent for 10 s, and the others went on" in server.nodes[0].last_words()

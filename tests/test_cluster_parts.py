@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,7 +21,7 @@ from moesched.cluster.clocks import ClockMeter, ClockOffset
 from moesched.cluster.cluster_file import Seat
 from moesched.cluster.control import Control
 from moesched.cluster.control_link import ControlLink
-from moesched.cluster.curve.keys import make_keys
+from moesched.cluster.curve.keys import KeyPair, make_keys
 from moesched.cluster.fingerprint import fingerprint
 from moesched.cluster.handshake import Expected, refusal
 from moesched.cluster.messages import (
@@ -42,6 +45,22 @@ from small_models import small_model
 
 LOOPBACKS = ["127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])]
 
+
+@contextmanager
+def control_and_link(
+    address: str = "127.0.0.1", launcher: KeyPair = LAUNCHER, node: KeyPair = NODES[0]
+) -> Iterator[tuple[Control, ControlLink]]:
+    """A launcher's end and a node's end of a control channel."""
+    control = Control(address, 0, launcher, {NODES[0].public: "mac-0"})
+    seat = Seat(address=address, port=control.port, key=LAUNCHER.public)
+    link = ControlLink(seat, node, on_epoch=lambda _: None, on_gone=lambda: None)
+    try:
+        yield control, link
+    finally:
+        link.close()
+        control.close()
+
+
 # ---------------------------------------------------------------- tokens
 
 STOP = 99
@@ -51,21 +70,27 @@ def log_of(*prompts: list[int], new_tokens: int = 3) -> TokenLog:
     return TokenLog(prompts, new_tokens, [STOP])
 
 
-def test_at_first_all_is_left_and_at_the_end_nothing() -> None:
-    log = log_of([1, 2], [3])
-    assert log.remainder() == (0, [[1, 2], [3]], 3)
-    for token in (7, 8, 9):
-        log.add({0: [token], 1: [token]})
-    assert log.remainder() is None
-    assert log.count == 6
-
-
-def test_what_has_begun_goes_on_from_its_tokens_before_anything_else_begins() -> None:
-    log = log_of([1], [2], [3])
-    log.add({0: [7], 1: [8]})
-    assert log.remainder() == (0, [[1, 7], [2, 8]], 2)
-    log.add({0: [7, 7], 1: [8, 8]})
-    assert log.remainder() == (2, [[3]], 3)
+@pytest.mark.parametrize(
+    ("prompts", "steps", "left"),
+    [
+        ([[1, 2], [3]], [], (0, [[1, 2], [3]], 3)),
+        ([[1, 2], [3]], [{0: [token], 1: [token]} for token in (7, 8, 9)], None),
+        ([[1], [2], [3]], [{0: [7], 1: [8]}], (0, [[1, 7], [2, 8]], 2)),
+        ([[1], [2], [3]], [{0: [7], 1: [8]}, {0: [7, 7], 1: [8, 8]}], (2, [[3]], 3)),
+    ],
+    ids=[
+        "all at first",
+        "nothing at the end",
+        "what has begun goes on before anything else",
+        "then the others",
+    ],
+)
+def test_what_is_left_is(prompts: list[list[int]], steps: list[dict[int, list[int]]], left: object) -> None:
+    log = log_of(*prompts)
+    for tokens in steps:
+        log.add(tokens)
+    assert log.remainder() == left
+    assert log.count == sum(len(tokens) for step in steps for tokens in step.values())
 
 
 def test_a_finished_request_between_others_keeps_its_place_and_its_tokens() -> None:
@@ -74,12 +99,9 @@ def test_a_finished_request_between_others_keeps_its_place_and_its_tokens() -> N
     assert log.remainder() == (0, [[1, 7], [2], [3, 9]], 2)
     assert log.add({0: [7], 1: [5], 2: [9]}) == {0: [7], 2: [9]}
     assert log.tokens == [[7, 7], [STOP], [9, 9]]
-
-
-def test_requests_that_ended_without_a_stop_token_are_finished() -> None:
     log = log_of([1], [2])
     log.add({0: [7]}, ended=[0])
-    assert log.remainder() == (1, [[2]], 3)
+    assert log.remainder() == (1, [[2]], 3), "one that ended without a stop token"
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=1, max_size=12))
@@ -105,6 +127,12 @@ def test_the_shortest_trip_tells_a_clocks_offset_best() -> None:
         meter.ask(number, sent)
         meter.answer(number, clock, back)
     assert meter.best == ClockOffset(offset=1020, error=10)
+    meter = ClockMeter()
+    meter.answer(5, 0, 0)
+    meter.ask(1, 0)
+    meter.answer(1, 10, 2)
+    meter.answer(1, 99, 2)
+    assert meter.best == ClockOffset(offset=9, error=1), "answers that nobody asked for are ignored"
 
 
 def test_clocks_that_drift_for_ten_minutes_leave_every_exchange_in_its_order() -> None:
@@ -133,15 +161,6 @@ def test_clocks_that_drift_for_ten_minutes_leave_every_exchange_in_its_order() -
     assert abs(starts[1] - starts[0] - work) < 400_000
     for one, after in itertools.pairwise(each for each in merged.slices if each.lane.rank == 1):
         assert one.end <= after.start
-
-
-def test_answers_that_nobody_asked_for_are_ignored() -> None:
-    meter = ClockMeter()
-    meter.answer(5, 0, 0)
-    meter.ask(1, 0)
-    meter.answer(1, 10, 2)
-    meter.answer(1, 99, 2)
-    assert meter.best == ClockOffset(offset=9, error=1)
 
 
 # ---------------------------------------------------------------- slow nodes
@@ -204,104 +223,65 @@ def test_copies_of_a_model_have_one_fingerprint_and_others_another(tmp_path: Pat
 
 
 def test_what_is_packed_is_read_and_what_the_other_side_says_is_not() -> None:
-    assert read_node(pack(JOIN)) == JOIN
+    for said in (JOIN, Pong(number=1, clock=2**60)):
+        assert read_node(pack(said)) == said
     assert read_launcher(pack(Ping(number=3))) == Ping(number=3)
     with pytest.raises(Unreadable):
         read_node(pack(Ping(number=3)))
 
 
-def test_a_node_of_another_protocol_is_refused_in_one_line_that_names_both() -> None:
-    sent = {
-        "type": "Join",
-        "protocol": 1,
-        "version": "1.0",
-        "rank": 1,
-        "model": "abc",
-        "process": 7,
-        "epoch": -1,
-    }
-    join = read_node(msgspec.msgpack.encode(sent))
-    assert isinstance(join, JoinRequest)
-    assert said_to(join) == (
-        f"it has moesched 1.0, protocol 1, and the launcher 1.0, protocol {PROTOCOL}: "
-        "install the same version everywhere"
-    )
+WIRE = {"type": "Join", "version": "1.0", "rank": 1, "model": "abc", "process": 7, "epoch": -1}
+"""What every protocol's join has."""
+
+
+@pytest.mark.parametrize(
+    ("join", "said"),
+    [
+        ({"protocol": 1}, "moesched 1.0, protocol 1"),
+        ({"protocol": PROTOCOL, "version": "9.0", "colour": "blue"}, f"moesched 9.0, protocol {PROTOCOL}"),
+    ],
+)
+def test_a_node_of_another_protocol_or_version_is_refused_in_one_line_that_names_both(
+    join: dict[str, Any], said: str
+) -> None:
+    read = read_node(msgspec.msgpack.encode(WIRE | join))
+    assert isinstance(read, JoinRequest)
+    remedy = "install the same version everywhere"
+    assert said_to(read) == f"it has {said}, and the launcher 1.0, protocol {PROTOCOL}: {remedy}"
 
 
 def test_the_join_of_this_protocol_and_its_refusal_are_understood_in_every_other_one() -> None:
-    assert msgspec.msgpack.decode(pack(JOIN)) == {
-        "type": "Join",
-        "protocol": PROTOCOL,
-        "version": "1.0",
-        "rank": 1,
-        "model": "abc",
-        "process": 7,
-        "epoch": -1,
-        "build": {},
-    }
+    assert msgspec.msgpack.decode(pack(JOIN)) == WIRE | {"protocol": PROTOCOL, "build": {}}
     assert msgspec.msgpack.decode(pack(Refused(reason="old"))) == {"type": "Refused", "reason": "old"}
-
-
-def test_a_join_of_a_later_version_is_understood_and_refused() -> None:
-    fields = msgspec.to_builtins(JOIN) | {"version": "9.0", "colour": "blue"}
-    join = read_node(msgspec.msgpack.encode(fields))
-    assert isinstance(join, JoinRequest)
-    assert "it has moesched 9.0" in (said_to(join) or "")
 
 
 @pytest.mark.parametrize("address", LOOPBACKS)
 def test_a_stranger_is_refused_and_told_so_and_the_launcher_stays(address: str) -> None:
-    stranger = make_keys()
-    control = Control(address, 0, LAUNCHER, {NODES[0].public: "mac-0"})
-    seat = Seat(address=address, port=control.port, key=LAUNCHER.public)
-    link = ControlLink(seat, stranger, on_epoch=lambda _: None, on_gone=lambda: None)
-    try:
+    with control_and_link(address, node=make_keys()) as (control, link):
         with pytest.raises(BadInput, match="does not know this node's key"):
             _join_while_heard(link, control)
         assert control.refused == [address]
-    finally:
-        link.close()
-        control.close()
 
 
 def test_a_launcher_with_another_key_is_found_out() -> None:
-    impostor = Control("127.0.0.1", 0, make_keys(), {NODES[0].public: "mac-0"})
-    link = ControlLink(
-        cluster(port=impostor.port).launcher,
-        NODES[0],
-        on_epoch=lambda _: None,
-        on_gone=lambda: None,
-    )
-    try:
-        with pytest.raises(BadInput, match="does not have the launcher's key from the cluster file"):
-            _join_while_heard(link, impostor)
-    finally:
-        link.close()
-        impostor.close()
+    with (
+        control_and_link(launcher=make_keys()) as (impostor, link),
+        pytest.raises(BadInput, match="does not have the launcher's key from the cluster file"),
+    ):
+        _join_while_heard(link, impostor)
 
 
 def test_garbage_on_the_launchers_port_harms_nobody() -> None:
-    control = Control("127.0.0.1", 0, LAUNCHER, {NODES[0].public: "mac-0"})
-    link = ControlLink(
-        cluster(port=control.port).launcher,
-        NODES[0],
-        on_epoch=lambda _: None,
-        on_gone=lambda: None,
-    )
-    try:
-        draw = random.Random(0)
+    draw = random.Random(0)
+    with control_and_link() as (control, link), ThreadPoolExecutor(1) as thread:
         for size in (0, 1, 10, 64, 5000):
             with socket.create_connection(("127.0.0.1", control.port)) as stranger:
                 stranger.sendall(draw.randbytes(size))
-        with ThreadPoolExecutor(1) as thread:
-            joining = thread.submit(link.join, JOIN, PATIENCE_SECONDS)
-            while not (heard := list(control.hear(0.05))):
-                pass
-            control.say(heard[0].peer, Refused(reason="it was heard"))
-            assert "it was heard" in str(joining.exception())
-    finally:
-        link.close()
-        control.close()
+        joining = thread.submit(link.join, JOIN, PATIENCE_SECONDS)
+        while not (heard := list(control.hear(0.05))):
+            pass
+        control.say(heard[0].peer, Refused(reason="it was heard"))
+        assert "it was heard" in str(joining.exception())
 
 
 @pytest.mark.parametrize("address", LOOPBACKS)
@@ -358,7 +338,3 @@ def test_recordings_of_several_nodes_stand_on_one_clock() -> None:
     assert merged.lanes == [LaneName(0, "accelerator"), LaneName(1, "accelerator")]
     assert merged.in_order == frozenset(merged.lanes)
     assert merged.origin == 1000
-
-
-def test_pongs_hold_what_a_clock_said() -> None:
-    assert read_node(pack(Pong(number=1, clock=2**60))) == Pong(number=1, clock=2**60)

@@ -60,11 +60,8 @@ def test_the_roofline_takes_the_longer_of_computing_and_moving() -> None:
     roofline = Roofline(machine(), "bfloat16")
     assert roofline.work(Work("kernel", "cpu", flops=2e12, nbytes=100 * GB)).seconds == pytest.approx(2.001)
     assert roofline.work(Work("kernel", "cpu", flops=1e12, nbytes=300 * GB)).seconds == pytest.approx(3.001)
-
-
-def test_the_roofline_says_what_share_of_each_resource_is_taken_meanwhile() -> None:
-    demand = Roofline(machine(), "bfloat16").work(Work("kernel", "cpu", flops=1e12, nbytes=50 * GB))
-    assert dict(demand.shares) == {"cpu": 0.999, "host": 0.5}
+    shares = roofline.work(Work("kernel", "cpu", flops=1e12, nbytes=50 * GB)).shares
+    assert dict(shares) == {"cpu": 0.999, "host": 0.5}, "of each resource, meanwhile"
 
 
 def test_a_copy_takes_its_link_and_a_part_of_both_memories() -> None:
@@ -120,65 +117,51 @@ def test_work_without_parts_is_left_to_the_roofline() -> None:
     assert measured().work(work) == Roofline(machine(), "bfloat16").work(work)
 
 
-def test_what_runs_at_once_is_slowed_as_it_was_measured() -> None:
-    costs = measured(
-        contention=[
-            Contention(work="few rows", beside="disk->host", rate=0.75),
-            Contention(work="few rows", beside="attention", rate=0.5),
-            Contention(work="disk->host", beside="few rows", rate=0.875),
-        ]
+def test_what_runs_at_once_is_slowed_as_it_was_measured_alone_and_together() -> None:
+    few = "few rows"
+    alone = [
+        Contention(work=few, beside="disk->host", rate=0.75),
+        Contention(work=few, beside="attention", rate=0.5),
+        Contention(work="disk->host", beside=few, rate=0.875),
+    ]
+    works = (
+        Work("kernel", "cpu", parts=(WorkPart("route", 100),)),
+        Work("attention", "cpu", parts=(WorkPart("attention", 0),)),
+        Work("disk->host", "disk->host", parts=(WorkPart("disk->host", 10),)),
     )
-    kernel = costs.work(Work("kernel", "cpu", parts=(WorkPart("route", 100),)))
-    attention = costs.work(Work("attention", "cpu", parts=(WorkPart("attention", 0),)))
-    read = costs.work(Work("disk->host", "disk->host", parts=(WorkPart("disk->host", 10),)))
+    kernel, attention, read = map(measured(contention=alone).work, works)
     assert fair_rates([kernel]) == (1.0,)
     assert fair_rates([kernel, read]) == (0.75, 0.875)
     assert fair_rates([kernel, attention, read]) == (0.375, 1.0, 0.875)
-
-
-def test_several_sorts_at_once_slow_as_they_did_together_where_that_was_measured() -> None:
-    costs = measured(
-        contention=[
-            Contention(work="few rows", beside="disk->host", rate=0.75),
-            Contention(work="few rows", beside="attention", rate=0.5),
-            Contention(work="few rows", beside="attention + disk->host", rate=0.25),
-        ]
-    )
-    kernel = costs.work(Work("kernel", "cpu", parts=(WorkPart("route", 100),)))
-    attention = costs.work(Work("attention", "cpu", parts=(WorkPart("attention", 0),)))
-    read = costs.work(Work("disk->host", "disk->host", parts=(WorkPart("disk->host", 10),)))
+    together = [*alone[:2], Contention(work=few, beside="attention + disk->host", rate=0.25)]
+    kernel, attention, read = map(measured(contention=together).work, works)
     assert fair_rates([read, kernel, attention]) == (1.0, 0.25, 1.0)
     assert fair_rates([kernel, attention, attention, read])[0] == 0.5 * 0.5 * 0.75
-
-
-def test_measured_slowing_comes_on_top_of_what_resources_hold() -> None:
     one = Demand(1.0, (("link", 1.0),), "copy", (("copy", 0.5),))
-    assert fair_rates([one, one]) == (0.25, 0.25)
+    assert fair_rates([one, one]) == (0.25, 0.25), "on top of what resources hold"
 
 
 # -- curves
 
 
-def test_a_curve_is_straight_between_points_and_goes_on_beyond_them() -> None:
-    curve = Curve([(10, 2.0), (20, 3.0), (40, 9.0)])
-    assert [curve(x) for x in (10, 15, 20, 30, 40)] == pytest.approx([2.0, 2.5, 3.0, 6.0, 9.0])
-    assert curve(70) == pytest.approx(9.0 + 30 * 7.0 / 30)
-    assert curve(5) == pytest.approx(1.5)
-    assert curve(-90) == pytest.approx(1.0)
-
-
-def test_a_curve_never_falls_where_it_was_measured_to_it_is_level() -> None:
-    curve = Curve([(1, 3.0), (2, 2.0), (3, 1.0), (4, 4.0)])
-    assert [curve(x) for x in (1, 2, 3, 4)] == [2.0, 2.0, 2.0, 4.0]
-
-
-def test_one_point_that_was_measured_far_too_slow_does_not_draw_its_neighbours_up() -> None:
-    curve = Curve([(1, 1.0), (2, 9.0), (3, 2.0), (4, 2.0), (5, 3.0)])
-    assert [curve(x) for x in (1, 2, 3, 4, 5)] == [1.0, 2.0, 2.0, 2.0, 3.0]
-
-
-def test_of_many_times_at_one_place_a_curve_takes_the_median() -> None:
-    assert Curve([(1, 1.0), (1, 9.0), (1, 2.0)])(1) == 2.0
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([(10, 2.0), (20, 3.0), (40, 9.0)], {10: 2, 15: 2.5, 20: 3, 30: 6, 40: 9, 70: 16, 5: 1.5, -90: 1}),
+        ([(1, 3.0), (2, 2.0), (3, 1.0), (4, 4.0)], {1: 2, 2: 2, 3: 2, 4: 4}),
+        ([(1, 1.0), (2, 9.0), (3, 2.0), (4, 2.0), (5, 3.0)], {1: 1, 2: 2, 3: 2, 4: 2, 5: 3}),
+        ([(1, 1.0), (1, 9.0), (1, 2.0)], {1: 2}),
+    ],
+    ids=[
+        "it is straight between points and goes on beyond them",
+        "it is level where it was measured to fall",
+        "one point that was measured far too slow does not draw its neighbours up",
+        "of many times at one place it takes the median",
+    ],
+)
+def test_a_curve(points: list[tuple[float, float]], expected: dict[float, float]) -> None:
+    curve = Curve(points)
+    assert {x: curve(x) for x in expected} == pytest.approx(expected)
 
 
 @given(
@@ -191,11 +174,6 @@ def test_more_never_takes_less(points: list[tuple[float, float]], one: float, ot
     assert 0 < curve(min(one, other)) <= curve(max(one, other)) * (1 + 1e-9)
 
 
-def test_a_surface_with_one_point_costs_the_same_everywhere() -> None:
-    surface = Surface([CostPoint(operation="x", size=5, seconds=0.5)])
-    assert surface(5, 1) == surface(50, 7) == 0.5
-
-
 def test_more_rows_take_no_less_time_but_larger_weights_may() -> None:
     measured = {(10, 1): 2.0, (10, 4): 1.0, (20, 1): 8.0, (30, 1): 4.0}
     surface = Surface(
@@ -204,6 +182,8 @@ def test_more_rows_take_no_less_time_but_larger_weights_may() -> None:
     )
     assert surface(10, 1) == surface(10, 4) == 1.5
     assert [surface(size, 1) for size in (20, 25, 30)] == [8.0, 6.0, 4.0]
+    one = Surface([CostPoint(operation="x", size=5, seconds=0.5)])
+    assert one(5, 1) == one(50, 7) == 0.5
 
 
 # -- the parts of works

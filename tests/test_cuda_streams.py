@@ -16,6 +16,8 @@ from moesched.devices.torch.cuda_streams import CudaStreams
 from moesched.devices.torch.stream_clock import PERIOD, StreamClock
 from moesched.tasks import Kernel, Lane, Task, Work
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 LANES = [Lane("a"), Lane("b")]
 NETWORK = Lane("network")
 
@@ -59,25 +61,20 @@ def test_a_task_waits_for_one_on_another_stream(gpu: LaggingGpu) -> None:
     assert ran == sorted(ran) and len(ran) == 100
 
 
-def test_a_task_whose_times_were_read_is_forgotten_and_counts_as_ended(gpu: LaggingGpu) -> None:
-    streams = CudaStreams(GPU_DEVICE, ("a", "b"), lambda task: None)
-    numbered = tasks()
-    first = next(numbered)
-    issued = streams.issue(first, [])
-    issued.wait()
-    start, end = issued.span()
-    assert start <= end
-    streams.issue(next(numbered), [first]).wait()
-
-
-def test_a_task_whose_times_were_read_leaves_nothing_but_its_events_for_the_next(gpu: LaggingGpu) -> None:
+def test_a_task_whose_times_were_read_counts_as_ended_and_leaves_nothing_but_its_events_for_the_next(
+    gpu: LaggingGpu,
+) -> None:
     streams = CudaStreams(GPU_DEVICE, ("a", "b"), lambda task: Value())
     values = []
+    before: list[Task] = []
     for task in islice(tasks(), 100):
-        issued = streams.issue(task, [])
+        issued = streams.issue(task, before)
+        assert issued.end.blocking  # type: ignore[attr-defined]  # waiting threads leave their core
         issued.wait()
-        issued.span()
+        start, end = issued.span()
+        assert start <= end
         values.append(weakref.ref(issued.value))
+        before = [task]
     del issued
     assert not any(value() for value in values)
     assert gpu.streams.events_made < 10
@@ -118,11 +115,6 @@ def test_tasks_that_failed_are_forgotten_when_the_next_run_begins(gpu: LaggingGp
     assert len(gpu.streams.events) < 10
 
 
-def test_threads_that_wait_for_a_task_leave_their_core(gpu: LaggingGpu) -> None:
-    issued = CudaStreams(GPU_DEVICE, ("a",), lambda task: None).issue(next(tasks()), [])
-    assert issued.end.blocking  # type: ignore[attr-defined]  # torch's events do not tell
-
-
 def test_times_of_ten_minutes_follow_a_clock_that_drifts() -> None:
     now = [10**12]
 
@@ -147,28 +139,22 @@ def test_times_of_ten_minutes_follow_a_clock_that_drifts() -> None:
         assert abs(last - now[0]) < 20_000
 
 
-def test_times_that_are_told_stay_in_the_order_of_the_device() -> None:
+@pytest.mark.parametrize(
+    "reports",
+    [
+        [(5000.0, 11_000, 11_000), (7000.0, 10_900, 11_000), (3000.0, 11_100, 11_000)]
+        + [(9000.0, 11_200, 11_200), (8000.0, 11_100, 11_100)],
+        [(5000.0, 11_000, 11_000), (5000.0, 10_900, 11_000), (5000.0, 11_100, 11_000)]
+        + [(4950.0, 10_950, 11_000), (5050.0, 11_050, 11_000), (4800.0, 10_800, 10_800)],
+    ],
+    ids=["in the order of the device", "one, where float32 does not tell their order"],
+)
+def test_times_that_are_told_are(reports: list[tuple[float, int, int]]) -> None:
     with LaggingGpu() as gpu:
         module = torch.get_device_module(GPU_DEVICE)
         times = StreamClock(lambda: module.Event(enable_timing=True), gpu.streams.new_stream())
-        assert times.reported(5000.0, 11_000) == 11_000
-        assert times.reported(7000.0, 10_900) == 11_000, "later than what was told to be later"
-        assert times.reported(3000.0, 11_100) == 11_000
-        assert times.reported(9000.0, 11_200) == 11_200
-        assert times.reported(8000.0, 11_100) == 11_100
-
-
-def test_times_whose_order_float32_does_not_tell_are_one() -> None:
-    """The end of a task and the start of the next one, which are read in any order."""
-    with LaggingGpu() as gpu:
-        module = torch.get_device_module(GPU_DEVICE)
-        times = StreamClock(lambda: module.Event(enable_timing=True), gpu.streams.new_stream())
-        assert times.reported(5000.0, 11_000) == 11_000
-        assert times.reported(5000.0, 10_900) == 11_000
-        assert times.reported(5000.0, 11_100) == 11_000
-        assert times.reported(4950.0, 10_950) == 11_000
-        assert times.reported(5050.0, 11_050) == 11_000
-        assert times.reported(4800.0, 10_800) == 10_800
+        for on_device, reckoned, told in reports:
+            assert times.reported(on_device, reckoned) == told
 
 
 def test_tasks_on_streams_and_on_the_host_have_times_that_fit_each_other() -> None:

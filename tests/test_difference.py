@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,30 +11,34 @@ from moesched.analysis.difference import Cause, Difference, explain_difference
 from moesched.analysis.sides import side_of_recording
 from moesched.errors import BadInput
 from moesched.trace import (
-    About,
     LaneName,
     Recording,
     Slice,
-    TaskInfo,
     check_trace,
     read_trace,
     summarize,
     write_trace,
 )
 from runs import FORTY_PERCENT, realtime_run, virtual_run
-
-PREDICTED = About(driver="virtual", policy="P", machine="t4", model="m")
-MEASURED = About(driver="realtime", policy="P", machine="t4", model="m")
+from traces import MEASURED, PREDICTED, events_of, slice_of, slices_of
 
 
 def test_a_slower_kind_of_task_on_the_critical_path_is_the_whole_gap() -> None:
-    told = explain_difference(pipeline(fetch=10, kernel=2), pipeline(fetch=15, kernel=2))
+    reports: list[tuple[int, int]] = []
+    told = explain_difference(
+        pipeline(fetch=10, kernel=2),
+        pipeline(fetch=15, kernel=2),
+        progress=lambda done, total: reports.append((done, total)),
+    )
     assert told.seconds == pytest.approx(20e-9)
     assert (told.causes[0].kind, told.causes[0].lane, told.causes[0].phase) == ("fetch", "link", "decode")
     assert told.causes[0].means == pytest.approx((10e-9, 15e-9))
     assert told.causes[0].share == pytest.approx(1)
     assert told.lanes[0].lane == "link"
     assert told.lanes[0].busy_seconds == pytest.approx((40e-9, 60e-9))
+    assert reports == [(number, len(reports)) for number in range(1, len(reports) + 1)], (
+        "a report for each replay"
+    )
 
 
 def test_a_slower_kind_that_hides_behind_another_lane_makes_no_difference() -> None:
@@ -49,7 +52,7 @@ def test_a_slower_kind_that_hides_behind_another_lane_makes_no_difference() -> N
 
 def test_two_lanes_that_are_equally_late_share_the_gap() -> None:
     told = explain_difference(side_lanes(10, 10), side_lanes(20, 20))
-    assert [each.share for each in told.lanes] == [pytest.approx(0.5), pytest.approx(0.5)]
+    assert [each.share for each in told.lanes] == pytest.approx([0.5, 0.5])
 
 
 def test_a_kind_that_was_faster_than_predicted_counts_against_the_gap() -> None:
@@ -79,34 +82,29 @@ def test_all_parts_add_up_to_the_gap_of_real_runs() -> None:
     assert {each.lane for each in told.causes} >= {"host->gpu", "accelerator", ""}
 
 
-def test_runs_with_nothing_in_common_differ_by_their_graphs() -> None:
+def test_runs_with_nothing_in_common_differ_by_their_graphs_and_a_run_not_from_itself() -> None:
     told = explain_difference(one_task("fetch", 10), one_task("copy_to_pinned", 30))
     [graph] = [each for each in told.causes if each.seconds]
     assert graph.what == "graph"
     assert graph.seconds == pytest.approx(20e-9)
-
-
-def test_a_run_does_not_differ_from_itself() -> None:
     run = pipeline(fetch=10, kernel=2)
+    assert summarize(run).seconds == pytest.approx(42e-9)
     told = explain_difference(run, run)
     assert told.seconds == 0.0
     assert {(each.seconds, each.share) for each in told.causes} == {(0.0, None)}
 
 
-def test_the_measured_run_is_explained_by_the_predicted_one_whichever_comes_first() -> None:
+def test_the_measured_run_is_explained_by_the_predicted_one_whichever_comes_first_in_words_and_tables() -> (
+    None
+):
     predicted = side_of_recording("p", pipeline(fetch=10, kernel=2), PREDICTED)
     measured = side_of_recording("m", pipeline(fetch=15, kernel=2), MEASURED)
-    for sides, places in (([predicted, measured], (0, 1)), ([measured, predicted], (1, 0))):
-        told = compare_runs(sides).difference
+    for sides, places in (([measured, predicted], (1, 0)), ([predicted, measured], (0, 1))):
+        comparison = compare_runs(sides)
+        told = comparison.difference
         assert told is not None
         assert told.places == places
         assert told.seconds == pytest.approx(20e-9)
-
-
-def test_the_difference_is_told_in_words_and_tables() -> None:
-    predicted = side_of_recording("p", pipeline(fetch=10, kernel=2), PREDICTED)
-    measured = side_of_recording("m", pipeline(fetch=15, kernel=2), MEASURED)
-    comparison = compare_runs([predicted, measured])
     assert comparison.reasons()[0] == (
         "Without loading, m (measured) took 62 ns and p (predicted) 42 ns: +20 ns (+47.6 %)."
     )
@@ -115,16 +113,6 @@ def test_the_difference_is_told_in_words_and_tables() -> None:
     assert rows == [["fetch", "link", "decode", "4", "10 ns", "15 ns", "+20 ns", "+100 %"]]
     header, rows = comparison.lane_causes()
     assert rows[0] == ["link", "40 ns", "60 ns", "+20 ns", "+100 %"]
-
-
-def test_progress_counts_the_replays() -> None:
-    told: list[tuple[int, int]] = []
-    explain_difference(
-        pipeline(fetch=10, kernel=2),
-        pipeline(fetch=15, kernel=2),
-        progress=lambda done, total: told.append((done, total)),
-    )
-    assert told == [(number, told[-1][1]) for number in range(1, told[-1][1] + 1)]
 
 
 def test_reports_and_more_than_two_runs_are_not_explained() -> None:
@@ -150,50 +138,33 @@ def test_beside_its_replay_a_run_differs_by_what_passed_between_tasks(tmp_path: 
 
 
 def test_two_runs_stand_in_one_trace_with_decoding_aligned(tmp_path: Path) -> None:
-    predicted = virtual_run("cgopipe", budgets=FORTY_PERCENT)
-    measured = realtime_run("cgopipe", budgets=FORTY_PERCENT)
-    both = tmp_path / "both.json.gz"
-    compare_runs(
-        [
-            side_of_recording("predicted.json", predicted.recording, predicted.about),
-            side_of_recording("measured.json", measured.recording, measured.about),
-        ],
-        trace=both,
-    )
-    assert check_trace(both) == []
-    plain = tmp_path / "both.json"
-    compare_runs(
-        [
-            side_of_recording("predicted.json", predicted.recording, predicted.about),
-            side_of_recording("measured.json", measured.recording, measured.about),
-        ],
-        trace=plain,
-    )
-    events = json.loads(plain.read_text())["traceEvents"]
+    runs = {
+        "predicted": virtual_run("cgopipe", budgets=FORTY_PERCENT),
+        "measured": realtime_run("cgopipe", budgets=FORTY_PERCENT),
+    }
+    for name in ("both.json.gz", "both.json"):
+        sides = [side_of_recording(f"{kind}.json", run.recording, run.about) for kind, run in runs.items()]
+        compare_runs(sides, trace=tmp_path / name)
+        assert check_trace(tmp_path / name) == []
+    events = events_of(tmp_path / "both.json")
     processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert processes == [
         "critical path, predicted and measured",
-        "predicted.json, rank 0: CGOPipe on t4, predicted",
-        "measured.json, rank 0: CGOPipe on t4, measured",
+        *(f"{kind}.json, rank 0: CGOPipe on t4, {kind}" for kind in runs),
     ]
+    slices = [event for event in slices_of(events) if event["pid"] > 1]
+    assert len(slices) == sum(len(run.recording.slices) for run in runs.values())
     ends = [
         max(
             event["ts"] + event["dur"]
-            for event in events
-            if event["ph"] == "X" and is_last_of_prefill(event, pid)
+            for event in slices
+            if (event["pid"], event["cat"], event["args"]["step"]) == (pid, "sample", 0)
         )
         for pid in (2, 3)
     ]
-    assert ends[0] == pytest.approx(ends[1], abs=0.002)
-    slices = [event for event in events if event["ph"] == "X" and event["pid"] > 1]
-    assert len(slices) == len(predicted.recording.slices) + len(measured.recording.slices)
-
-
-def is_last_of_prefill(event: dict[str, object], pid: int) -> bool:
-    """Test whether an event is a sample of a run's prefill, the last of which ends when decoding starts."""
-    args = event["args"]
-    assert isinstance(args, dict)
-    return event["pid"] == pid and event["cat"] == "sample" and args["step"] == 0
+    assert ends[0] == pytest.approx(ends[1], abs=0.002), (
+        "the last sample of prefill ends when decoding starts"
+    )
 
 
 def test_runs_without_a_common_step_are_shown_as_they_were(tmp_path: Path) -> None:
@@ -255,10 +226,6 @@ def one_task(verb: str, nanoseconds: int, step: int = 1) -> Recording:
     return Recording([link], [slice_of(0, link, verb, 0, nanoseconds, step)], [()], [])
 
 
-def slice_of(number: int, lane: LaneName, verb: str, start: int, end: int, step: int = 1) -> Slice:
-    return Slice(number, lane, TaskInfo(verb, verb, "Kernel", verb, ""), step, start, end)
-
-
 def in_order_of_ends(
     lanes: list[LaneName], slices: list[Slice], producers: list[tuple[int, ...]]
 ) -> Recording:
@@ -276,7 +243,3 @@ def cause(told: Difference, kind: str) -> Cause:
     """The cause of that kind."""
     [found] = [each for each in told.causes if each.kind == kind]
     return found
-
-
-def test_the_recordings_by_hand_are_as_long_as_they_say() -> None:
-    assert summarize(pipeline(fetch=10, kernel=2)).seconds == pytest.approx(42e-9)

@@ -6,6 +6,7 @@ import importlib.util
 import re
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -60,19 +61,16 @@ def named_files(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_every_file_that_a_page_names_exists(page: Path) -> None:
+def test_every_file_section_and_module_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
     missing = {name for name in named_files(page) if not (ROOT / name).exists()}
-    links = LINK.findall(page.read_text(encoding="utf-8"))
-    missing |= {link for link in links if not (page.parent / link).exists()}
-    assert not missing
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_every_section_that_a_page_links_to_exists(page: Path) -> None:
-    links = ANCHOR.findall(page.read_text(encoding="utf-8"))
-    missing = {
-        anchor for file, anchor in links if anchor not in anchors(page.parent / file if file else page)
+    missing |= {link for link in LINK.findall(text) if not (page.parent / link).exists()}
+    missing |= {
+        anchor
+        for file, anchor in ANCHOR.findall(text)
+        if anchor not in anchors(page.parent / file if file else page)
     }
+    missing |= {name for name in MODULE.findall(text) if not exists(name)}
     assert not missing
 
 
@@ -98,45 +96,26 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert [name for name in shown if not exists(name)] == []
 
 
-STRUCTS = (
-    *(
-        Machine,
-        Processor,
-        Tier,
-        Link,
-        Roles,
-        AcceleratorGroup,
-        Interconnect,
-        WiredMemory,
-        Staging,
-        CostPoint,
-        Contention,
-    ),
-    Network,
+MACHINE_FILE = (Machine, Processor, Tier, Link, Roles, AcceleratorGroup, Interconnect, WiredMemory, Staging)
+STRUCTS = (*MACHINE_FILE, CostPoint, Contention, Network)
+TABLES = (
+    "processors",
+    "memories",
+    "links",
+    "roles",
+    "accelerator_group",
+    "network",
+    "wired_memory",
+    "staging",
 )
 
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
 def test_every_key_of_a_machine_file_is_on_its_page(struct: type[msgspec.Struct]) -> None:
     page = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
-    tables = {
-        "processors",
-        "memories",
-        "links",
-        "roles",
-        "accelerator_group",
-        "network",
-        "wired_memory",
-        "staging",
-    }
-    missing = [name for name in struct.__struct_fields__ if name not in tables and f"`{name}`" not in page]
+    missing = [name for name in struct.__struct_fields__ if name not in TABLES and f"`{name}`" not in page]
     assert missing == []
-    assert all(re.search(rf"^`\[+{table}[\].]", page, re.MULTILINE) for table in tables)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_every_module_that_a_page_names_exists(page: Path) -> None:
-    assert [name for name in MODULE.findall(page.read_text(encoding="utf-8")) if not exists(name)] == []
+    assert all(re.search(rf"^`\[+{table}[\].]", page, re.MULTILINE) for table in TABLES)
 
 
 def exists(name: str) -> bool:
@@ -149,31 +128,29 @@ def exists(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def test_every_stop_of_the_reading_order_and_every_place_to_look_is_named_by_its_file() -> None:
+def section_of_design(title: str) -> str:
     design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    return design.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def test_every_stop_of_the_reading_order_and_every_place_to_look_is_named_by_its_file() -> None:
     for title in ("A reading order", "Where to change what"):
-        section = design.split(f"## {title}\n")[1].split("\n## ")[0]
-        for row in section.splitlines()[4:]:
+        for row in section_of_design(title).splitlines()[4:]:
             if row.startswith("|") and not row.startswith("| ---"):
                 assert FILE.search(row), row
+                code = "".join(
+                    (ROOT / name).read_text() for name in FILE.findall(row) if (ROOT / name).is_file()
+                )
+                for name, method in re.findall(r"`([A-Z]\w+)\.(\w+)`", row):
+                    assert f"class {name}" in code and f"def {method}(" in code, row
 
 
 def test_the_reading_order_is_as_long_as_the_pages_say() -> None:
-    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    section = design.split("## A reading order\n")[1].split("\n## ")[0]
+    section = section_of_design("A reading order")
     lines = sum(len((ROOT / name).read_text().splitlines()) for name in set(FILE.findall(section)))
     for page in (section, (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")):
         [said] = re.findall(r"about ([\d,]+) lines", page)
         assert lines == pytest.approx(int(said.replace(",", "")), rel=0.1)
-
-
-def test_every_method_that_a_place_to_look_names_is_defined_there() -> None:
-    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    section = design.split("## Where to change what\n")[1].split("\n## ")[0]
-    for row in section.splitlines():
-        code = "".join((ROOT / name).read_text() for name in FILE.findall(row) if (ROOT / name).is_file())
-        for name, method in re.findall(r"`([A-Z]\w+)\.(\w+)`", row):
-            assert f"class {name}" in code and f"def {method}(" in code, row
 
 
 def test_the_readme_s_policy_generates_the_tokens_of_any_other(
@@ -204,65 +181,42 @@ def kit_page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return "policy_kit_page"
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "TwoBuffers",
-        "WhereItIs",
-        "JoinedAndHalved",
-        "FirstInFirstOut",
-        "CachedInPool",
-        "ByScore",
-        "Overlapping",
-    ],
-)
-def test_each_policy_of_the_kit_s_page_generates_the_tokens_of_any_other(kit_page: str, policy: str) -> None:
+SMALL_GPU: dict[str, Any] = {
+    "machine": "t4",
+    "batch_size": 4,
+    "micro_batch_size": 2,
+    "budgets": {"gpu": "12MB"},
+}
+TWO_NODES: dict[str, Any] = {"machine": "m2-ultra", "batch_size": 1, "nodes": 2, "network": "10gbe"}
+SHOWN: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "TwoBuffers": (SMALL_GPU, {"fetch", "cpu_attention"}),
+    "WhereItIs": (SMALL_GPU, {"offload_routed", "load_routed"}),
+    "JoinedAndHalved": (SMALL_GPU, set()),
+    "FirstInFirstOut": (SMALL_GPU, {"fetch", "offload_routed"}),
+    "CachedInPool": (SMALL_GPU, {"fetch"}),
+    "ByScore": (SMALL_GPU, {"fetch"}),
+    "Overlapping": (TWO_NODES, {"run_expert", "all_reduce"}),
+}
+"""Each policy of the kit's page, where it offloads or shares experts, and kinds of tasks that it has there."""
+
+
+@pytest.mark.parametrize("policy", SHOWN)
+def test_each_policy_of_the_kit_s_page_generates_the_tokens_of_any_other_and_offloads_or_shares(
+    kit_page: str, policy: str
+) -> None:
     prompts = ["Return a new", "Raise an error if"]
     ours = run_model(MODEL, prompts, policy=f"{kit_page}:{policy}", max_new_tokens=8, micro_batch_size=1)
     expected = run_model(MODEL, prompts, policy="resident", max_new_tokens=8)
     assert ours.text == expected.text
-
-
-@pytest.mark.parametrize(
-    ("policy", "kinds"),
-    [
-        ("TwoBuffers", {"fetch", "cpu_attention"}),
-        ("WhereItIs", {"offload_routed", "load_routed"}),
-        ("FirstInFirstOut", {"fetch", "offload_routed"}),
-        ("CachedInPool", {"fetch"}),
-        ("ByScore", {"fetch"}),
-    ],
-)
-def test_each_policy_of_the_kit_s_page_offloads_where_the_accelerator_is_too_small(
-    kit_page: str, policy: str, kinds: set[str]
-) -> None:
-    report = simulate_model(
-        MODEL,
-        machine="t4",
-        policy=f"{kit_page}:{policy}",
-        workload="uniform",
-        gen=4,
-        batch_size=4,
-        micro_batch_size=2,
-        budgets={"gpu": "12MB"},
-        band=False,
-    )
-    assert kinds <= {kind.kind for kind in report.kinds}
-
-
-def test_the_node_policy_of_the_kit_s_page_adds_up_the_outputs_of_two_nodes(kit_page: str) -> None:
-    report = simulate_model(
-        MODEL,
-        machine="m2-ultra",
-        nodes=2,
-        network="10gbe",
-        policy=f"{kit_page}:Overlapping",
-        workload="uniform",
-        gen=4,
-        batch_size=1,
-        band=False,
-    )
-    assert {"run_expert", "all_reduce"} <= {kind.kind for kind in report.kinds}
+    where, kinds = SHOWN[policy]
+    if kinds:
+        given: dict[str, Any] = {
+            "policy": f"{kit_page}:{policy}",
+            "workload": "uniform",
+            "gen": 4,
+            "band": False,
+        }
+        assert kinds <= {kind.kind for kind in simulate_model(MODEL, **given, **where).kinds}
 
 
 def test_the_kit_s_page_explains_every_name_of_the_kit() -> None:

@@ -155,8 +155,22 @@ PLANTED: dict[str, tuple[Facts, str, str]] = {
 }
 
 
-def test_a_machine_without_trouble_raises_no_alarm() -> None:
-    assert examine(WELL).troubles == []
+UNASKED = replace(CUDA, driver="", gpus=[])
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        WELL,
+        memory(locked=8 << 20),
+        replace(memory(locked=65_536), device="cpu", cuda=UNASKED, metal=None, cluster=None),
+    ],
+    ids=["a machine without trouble", "a low limit, which CUDA does not heed", "what nobody asked for"],
+)
+def test_no_alarm_is_raised_for(facts: Facts) -> None:
+    assert examine(facts).troubles == []
+    assert not judge_peak("memory", 10 * GB, 11 * GB).is_trouble
+    assert judge_peak("memory", 10 * GB, 12 * GB).is_trouble
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -166,10 +180,6 @@ def test_a_planted_trouble_is_named_alone_in_one_line_with_its_remedy(name: str)
     assert says in trouble.says
     assert remedy in trouble.remedy
     assert "\n" not in trouble.says + trouble.remedy
-
-
-def test_a_low_limit_of_locked_memory_is_no_trouble_for_what_cuda_locks() -> None:
-    assert examine(memory(locked=8 << 20)).troubles == []
 
 
 def test_a_gpu_without_bfloat16_is_said_to_compute_in_float16() -> None:
@@ -220,12 +230,6 @@ def test_a_file_that_cuda_does_not_register_is_named_with_the_reason(tmp_path: P
         assert [*tmp_path.iterdir()] == []
         assert not imitated.pinned.registered
         assert imitated.pinned.faults == []
-
-
-def test_what_nobody_asked_for_is_no_trouble() -> None:
-    nothing = replace(CUDA, driver="", gpus=[])
-    facts = replace(memory(locked=65_536), device="cpu", cuda=nothing, metal=None, cluster=None)
-    assert examine(facts).troubles == []
 
 
 @pytest.mark.parametrize(
@@ -288,11 +292,6 @@ def test_logits_that_differ_in_one_bit_are_found() -> None:
     assert largest_difference(some, some) == 0
     assert 0 < largest_difference(some, others) < 1e-6
     assert largest_difference(some, {}) == float("inf")
-
-
-def test_a_peak_beyond_the_prediction_is_a_trouble() -> None:
-    assert not judge_peak("memory", 10 * GB, 11 * GB).is_trouble
-    assert judge_peak("memory", 10 * GB, 12 * GB).is_trouble
 
 
 def test_doctor_prints_and_writes_what_it_found(command: Any, tmp_path: Path) -> None:
@@ -422,13 +421,10 @@ def test_an_ssh_that_hangs_is_given_up_with_all_that_it_started(ssh: Ssh, tmp_pa
 
 
 def test_ssh_is_asked_for_the_version_without_a_password_and_what_a_login_prints_is_no_trouble(
-    ssh: Ssh, tmp_path: Path
+    ssh: Ssh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ssh(f'echo "$@" > {tmp_path}/asked; echo "Welcome to mac-0"; echo {VERSION}')
     assert not found().is_trouble
     assert (tmp_path / "asked").read_text() == "-o BatchMode=yes -- me@mac-0 /opt/moesched --version\n"
-
-
-def test_without_ssh_on_the_path_that_is_the_trouble(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     assert found().remedy == "install OpenSSH, or start `moesched node` yourself on each machine"

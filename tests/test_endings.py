@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,17 +118,14 @@ def test_weights_that_cannot_be_read_end_a_run_with_a_report(tmp_path: Path) -> 
     assert 1 <= len(report.tokens[0]) < 50
 
 
-def devices() -> int:
-    gc.collect()
-    return sum(isinstance(each, TorchDevice) for each in gc.get_objects())
-
-
 @pytest.mark.parametrize("policy", ["failing:Illegal", "failing:Stumbles"])
 def test_nothing_of_a_failed_run_stays_in_memory(model: Path, here: Path, policy: str) -> None:
-    before = devices()
+    gc.collect()
+    before = alive(TorchDevice)
     with pytest.raises((KeyError, moesched.PolicyError)):
         moesched.run_model(model, [[1, 2], [3]], policy=policy, max_new_tokens=12)
-    assert devices() == before
+    gc.collect()
+    assert alive(TorchDevice) == before
 
 
 def test_lanes_of_an_interrupted_run_are_busy_for_at_most_the_time_of_its_whole_steps() -> None:
@@ -152,41 +150,36 @@ def test_lanes_of_an_interrupted_run_are_busy_for_at_most_the_time_of_its_whole_
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["resident", "cgopipe"])
-def test_no_tensor_outlives_its_run_although_no_garbage_is_collected(policy: str, tmp_path: Path) -> None:
-    model = write_random_model(SMALL, tmp_path / "model")
+def alive(kind: type) -> int:
+    """The number of such objects in this process."""
+    return sum(isinstance(each, kind) for each in gc.get_objects())
+
+
+@contextmanager
+def nothing_left(kind: type) -> Iterator[None]:
+    """What is in the block leaves no more such objects, although no garbage is collected."""
     gc.collect()
-    before = tensors()
+    before = alive(kind)
     gc.disable()
     try:
-        report = run_model(model, [[1, 2, 3]], policy=policy, max_new_tokens=2)
-        assert report.failure is None
-        assert tensors() == before
+        yield
+        assert alive(kind) == before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("policy", ["resident", "cgopipe"])
+def test_no_tensor_outlives_its_run(policy: str, tmp_path: Path) -> None:
+    model = write_random_model(SMALL, tmp_path / "model")
+    with nothing_left(torch.Tensor):
+        report = run_model(model, [[1, 2, 3]], policy=policy, max_new_tokens=2)
+        assert report.failure is None
 
 
 @pytest.mark.parametrize(("sharing", "replay"), [(False, False), (True, False), (False, True)])
-def test_no_task_outlives_its_simulation_although_no_garbage_is_collected(
-    sharing: bool, replay: bool
-) -> None:
+def test_no_task_outlives_its_simulation(sharing: bool, replay: bool) -> None:
+    """Tasks refer to their lanes, and cannot be counted themselves."""
     policy = make_policy("cgopipe")
     plan = make_plan(policy)
-    gc.collect()
-    before = lanes()
-    gc.disable()
-    try:
+    with nothing_left(Lane):
         simulate(plan, policy, sharing=sharing, replay=replay, recorder=Recorder())
-        assert lanes() == before
-    finally:
-        gc.enable()
-
-
-def lanes() -> int:
-    """The number of lanes in this process. Tasks refer to theirs, and cannot be counted themselves."""
-    return sum(isinstance(each, Lane) for each in gc.get_objects())
-
-
-def tensors() -> int:
-    """The number of tensors in this process."""
-    return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())

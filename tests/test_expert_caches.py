@@ -18,9 +18,8 @@ from moesched.machines import Machine
 from moesched.planner.traits import resident_bytes
 from moesched.plugins import make_policy
 from moesched.routing.profile import RoutingProfile, write_profile
-from moesched.runs.simulation import simulate
 from moesched.tasks import CANCELLED, DEMAND, IDLE, HostKernel, Kernel, class_of
-from moesched.testing import Case, policy_cases
+from moesched.testing import Case
 from scripted_routing import BALANCED, FAST_CPU, LAYOUT, SLOW_CPU, T4, Choices, simulated, with_rates
 
 # -- Mixtral-Offloading --------------------------------------------------------------------------------------------
@@ -35,16 +34,44 @@ def test_at_first_the_last_experts_of_each_layer_are_in_its_cache() -> None:
     assert watch.experts("fetch") == []
 
 
-def test_a_missing_expert_takes_the_place_of_that_used_longest_ago() -> None:
-    used = [[4], [0], [4], [1], [0], [5]]
-    watch = simulated("lru_offload", [[step] for step in used], ONE_LAYER)
-    # 0 for 5; 1 for 0, since 4 was used since; 0 for 4; 5 for 1
-    assert watch.experts("fetch") == [(1, 0, 0), (3, 0, 1), (4, 0, 0), (5, 0, 5)]
+FETCHED: dict[str, tuple[str, Choices, dict[str, int], dict[str, Any], list[tuple[int, int, int]]]] = {
+    "a missing expert takes the place of that used longest ago": (
+        # 0 for 5; 1 for 0, since 4 was used since; 0 for 4; 5 for 1
+        "lru_offload", [[[4]], [[0]], [[4]], [[1]], [[0]], [[5]]], ONE_LAYER, {},
+        [(1, 0, 0), (3, 0, 1), (4, 0, 0), (5, 0, 5)],
+    ),
+    "layers have caches of their own": (
+        "lru_offload", [[[0, 1], [4, 5]], [[0, 1], [4, 5]]], ONE_LAYER, {}, [(0, 0, 0), (0, 0, 1)],
+    ),
+    "where all experts fit none is ever fetched": ("lru_offload", [[[0, 1, 2, 3, 4, 5]]] * 2, {}, {}, []),
+    "without a cache every expert is fetched through the buffers": (
+        "lru_offload", [[[1, 2]]] * 3, {"offload_per_layer": 6, "buffers": 1}, {"weights": 0.5},
+        [(step, 0, expert) for step in range(3) for expert in (1, 2)],
+    ),
+    "what was last used in the earliest step goes whatever its layer": (
+        # At first 0 of both layers is there; in step 1 that of layer 1 goes, in step 2 expert 1.
+        "expert_cache", [[[0], [0]], [[0], [1]], [[0], [0]]], {"experts": 2}, {"machine": SLOW_CPU},
+        [(1, 1, 1), (2, 1, 0)],
+    ),
+    "an expert that is given up is the one that is fetched when it is needed again": (
+        # Expert 1 of layer 0 is there at first. Step 1 gives up 0 of layer 1, which one token had chosen, for its 1.
+        "expert_cache", [[{0: 3}, {0: 1}], [[1], [1]], [[0], [1]], [[0], [0]]], {"experts": 3},
+        {"machine": SLOW_CPU}, [(1, 1, 1), (3, 1, 0)],
+    ),
+    "what missed the cache and was fetched is there the next time": (
+        "expert_cache", [[[5]]] * 4, {"experts": 2}, {"machine": SLOW_CPU}, [(0, 0, 5)],
+    ),
+    "what was foretold enters the cache when it is used": (
+        "prefetch_gate", [[[4, 5], [0, 1]]] * 3, ONE_LAYER, {}, [(0, 1, 0), (0, 1, 1)],
+    ),
+}  # fmt: skip
+"""A policy, the experts of each layer of each step, settings, the machine, and step, layer and expert of each fetch."""
 
 
-def test_layers_have_caches_of_their_own() -> None:
-    watch = simulated("lru_offload", [[[0, 1], [4, 5]], [[0, 1], [4, 5]]], ONE_LAYER)
-    assert watch.experts("fetch") == [(0, 0, 0), (0, 0, 1)]
+@pytest.mark.parametrize("what", FETCHED)
+def test_of_what_is_fetched(what: str) -> None:
+    policy, steps, settings, more, fetches = FETCHED[what]
+    assert simulated(policy, steps, settings, **more).experts("fetch") == fetches
 
 
 def test_experts_of_the_cache_run_first_while_the_others_come() -> None:
@@ -77,15 +104,6 @@ def test_by_default_as_many_experts_of_each_layer_are_cached_as_fit() -> None:
     one_more_of_each_layer = len(plan.layers) * sum(page.nbytes for page in plan.layout.expert(0, 0))
     assert 0 < len(policy.cached[0]) < 4
     assert plan.free("accelerator") < one_more_of_each_layer
-
-
-def test_where_all_experts_fit_none_is_ever_fetched() -> None:
-    assert simulated("lru_offload", [[[0, 1, 2, 3, 4, 5]]] * 2, {}).tasks("fetch") == []
-
-
-def test_without_a_cache_every_expert_is_fetched_through_the_buffers() -> None:
-    watch = simulated("lru_offload", [[[1, 2]]] * 3, {"offload_per_layer": 6, "buffers": 1}, weights=0.5)
-    assert watch.experts("fetch") == [(step, 0, expert) for step in range(3) for expert in (1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -135,31 +153,17 @@ def test_the_cache_begins_with_as_many_of_every_layer_or_with_the_most_popular(t
     assert [(task.layer, task.expert) for task in watch.tasks("fetch")] == [(0, 5), (1, 0), (1, 3)]
 
 
-def test_what_was_last_used_in_the_earliest_step_goes_whatever_its_layer() -> None:
-    steps = [[[0], [0]], [[0], [1]], [[0], [0]]]
-    watch = simulated("expert_cache", steps, {"experts": 2}, machine=SLOW_CPU)
-    # At first 0 of both layers is there; in step 1 that of layer 1 goes, in step 2 expert 1.
-    assert watch.experts("fetch") == [(1, 1, 1), (2, 1, 0)]
-
-
 def test_of_experts_last_used_in_the_same_step_the_one_that_fewest_tokens_chose_goes() -> None:
     cache = CachedExperts(LAYOUT, LeastRecentStep(), room=4)
     for step, layer, tokens in ((0, 0, 3), (0, 1, 1), (0, 2, 2), (1, 3, 1)):
         assert cache.hits(layer, {0: tokens}, step) == []
         assert cache.enter((layer, 0), step) is None
     assert [cache.enter((layer, 1), 2) for layer in range(4)] == [(1, 0), (2, 0), (0, 0), (3, 0)]
-
-
-def test_an_expert_that_is_given_up_is_the_one_that_is_fetched_when_it_is_needed_again() -> None:
-    steps: Choices = [[{0: 3}, {0: 1}], [[1], [1]], [[0], [1]], [[0], [0]]]
-    watch = simulated("expert_cache", steps, {"experts": 3}, machine=SLOW_CPU)
-    # Expert 1 of layer 0 is there at first. Step 1 gives up 0 of layer 1, which one token had chosen, for its 1.
-    assert watch.experts("fetch") == [(1, 1, 1), (3, 1, 0)]
-
-
-def test_what_missed_the_cache_and_was_fetched_is_there_the_next_time() -> None:
-    watch = simulated("expert_cache", [[[5]]] * 4, {"experts": 2}, machine=SLOW_CPU)
-    assert watch.experts("fetch") == [(0, 0, 5)]
+    cache = CachedExperts(LAYOUT, LeastRecentStep(), 4, [(0, expert) for expert in range(4)])
+    for step in range(998):
+        assert cache.hits(0, {step % 4: 1}, step) == [step % 4]
+    last_use = [cache.enter((1, expert), 998) for expert in range(4)]
+    assert last_use == [(0, 2), (0, 3), (0, 0), (0, 1)], "however often one was used before"
 
 
 def test_fewest_fetches_each_missing_expert_comes_once_for_all_micro_batches() -> None:
@@ -240,13 +244,6 @@ def end_of(
     return max(here, sum(latencies.at_host(tokens[expert]) for expert in on_host))
 
 
-def test_an_expert_goes_by_its_last_use_however_often_it_was_used_before() -> None:
-    cache = CachedExperts(LAYOUT, LeastRecentStep(), 4, [(0, expert) for expert in range(4)])
-    for step in range(998):
-        assert cache.hits(0, {step % 4: 1}, step) == [step % 4]
-    assert [cache.enter((1, expert), 998) for expert in range(4)] == [(0, 2), (0, 3), (0, 0), (0, 1)]
-
-
 # -- prefetches by the next layer's router -------------------------------------------------------------------------
 
 TWO_LAYERS = [[[4, 5], [0, 1]], [[4, 5], [2, 3]]]
@@ -259,6 +256,11 @@ def test_what_the_next_layers_router_foretells_comes_while_this_layers_experts_a
     attention = next(task for task in watch.tasks("attention") if task.layer == 1)
     assert first.start < attention.start
     assert class_of(first) == IDLE
+    previews = [(task.step, task.layer) for task in watch.tasks("preview_route")]
+    assert previews == [(0, 1), (1, 1)], "the layers of a step but the first are foretold"
+    assert simulated("prefetch_gate", TWO_LAYERS, {}).tasks("preview_route", "fetch") == [], (
+        "with room for all"
+    )
 
 
 def test_what_was_foretold_and_is_needed_now_is_as_urgent_as_any_other_fetch() -> None:
@@ -266,11 +268,6 @@ def test_what_was_foretold_and_is_needed_now_is_as_urgent_as_any_other_fetch() -
     watch = simulated("prefetch_gate", [[[4, 5], [0, 1]]], ONE_LAYER, machine=slow_link)
     under_way, waiting = (task for task in watch.tasks("fetch") if task.step >= 0)
     assert (class_of(under_way), class_of(waiting)) == (IDLE, DEMAND)
-
-
-def test_what_was_foretold_enters_the_cache_when_it_is_used() -> None:
-    watch = simulated("prefetch_gate", [[[4, 5], [0, 1]]] * 3, ONE_LAYER)
-    assert watch.experts("fetch") == [(0, 1, 0), (0, 1, 1)]
 
 
 def test_no_more_is_foretold_at_a_time_than_there_are_buffers_but_one() -> None:
@@ -303,25 +300,3 @@ def test_a_prefetch_that_was_wrong_and_has_not_started_is_cancelled_and_moves_no
         task.end - task.start for task in watch.tasks("fetch", "load") if task.lane is link
     )
     assert len(watch.experts("run_expert")) == 8
-
-
-def test_with_room_for_all_experts_nothing_is_foretold() -> None:
-    watch = simulated("prefetch_gate", TWO_LAYERS, {})
-    assert watch.tasks("preview_route", "fetch") == []
-
-
-def test_the_layers_of_a_step_but_the_first_are_foretold() -> None:
-    watch = simulated("prefetch_gate", [[[0], [1], [2]]] * 2, ONE_LAYER)
-    previews = [(task.step, task.layer) for task in watch.tasks("preview_route")]
-    assert previews == [(0, 1), (0, 2), (1, 1), (1, 2)]
-
-
-# -- on every machine ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["lru_offload", "expert_cache", "prefetch_gate"])
-@pytest.mark.parametrize("case", policy_cases(), ids=lambda case: case.name)
-def test_simulated_runs_come_to_their_end_on_every_machine(case: Case, name: str) -> None:
-    policy = make_policy(name)
-    plan = case.plan(policy)
-    assert (simulate(plan, policy).simulated_seconds or 0) > 0

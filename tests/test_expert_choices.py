@@ -63,12 +63,6 @@ def test_popularity_has_every_figure_of_the_paper(seed: int) -> None:
     assert (np.sum(popularity < 0.6), np.sum(popularity > 0.8)) == (15, 27)
 
 
-def test_which_experts_are_popular_depends_on_the_seed() -> None:
-    first, same, other = (LikeMixtral().weights(4, 8, seed) for seed in (1, 1, 2))
-    assert (first == same).all()
-    assert (first != other).any()
-
-
 @pytest.mark.parametrize("shape", ["mixtral-8x22b", "dbrx", "mixtral-0.8b"])
 def test_another_shape_is_as_uneven(shape: str) -> None:
     found = statistics_of(expected_profile(LikeMixtral(), SHAPES[shape], 0, 1_000_000))
@@ -80,14 +74,14 @@ def test_zipf_falls_with_the_rank() -> None:
     weights = np.sort(Zipf(exponent=2.0).weights(3, 4, seed=1), axis=1)[:, ::-1]
     assert weights == pytest.approx(np.tile([1, 1 / 4, 1 / 9, 1 / 16], (3, 1)))
     assert (Zipf(exponent=0.0).weights(3, 4, seed=1) == Uniform().weights(3, 4, seed=1)).all()
+    first, same, other = (LikeMixtral().weights(4, 8, seed) for seed in (1, 1, 2))
+    assert (first == same).all()
+    assert (first != other).any(), "which experts are popular depends on the seed"
 
 
 def test_an_expert_gets_at_most_every_token_and_the_others_share_the_rest() -> None:
     shares = shares_of(np.array([[100.0, 2.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]]), 2)
     assert shares == pytest.approx(np.array([[1, 0.5, 0.25, 0.25], [0.5, 0.5, 0.5, 0.5]]))
-
-
-def test_a_layer_with_too_few_experts_that_are_ever_chosen_is_told() -> None:
     with pytest.raises(BadInput, match="1 experts of layer 1 are ever chosen, but each token takes 2"):
         shares_of(np.array([[1.0, 1.0], [0.0, 3.0]]), 2)
 
@@ -184,10 +178,15 @@ def test_micro_batches_do_not_change_what_is_chosen(step: int) -> None:
     assert sum(counted[0]) == 2 * (sum(prompts) if step == 0 else len(prompts))
 
 
-def test_a_later_batch_has_requests_of_its_own() -> None:
+def test_a_later_batch_has_requests_of_its_own_and_a_step_of_other_tokens_is_refused() -> None:
     choices = GeneratedChoices(LikeMixtral(), MIXTRAL)
     first, second = (BatchRouting(choices, split_batch([50], 2, 1, begin)) for begin in (0, 1))
     assert first.choose(0, 0, 0, 50) != second.choose(0, 0, 0, 50)
+    with pytest.raises(ValueError, match="step 1 of mb0 has 1 tokens, not 3"):
+        first.choose(1, 0, 0, 3)
+    counts = first.choose(1, 0, 0, 1)
+    assert list(counts) == sorted(counts), "in ascending order, and only those chosen"
+    assert list(counts.values()) == [1, 1]
 
 
 def test_each_beam_takes_experts_of_its_own() -> None:
@@ -199,18 +198,6 @@ def test_each_beam_takes_experts_of_its_own() -> None:
     counts = np.bincount(drawn.ravel(), minlength=MIXTRAL.routed.experts)
     assert routing.choose(2, 1, 0, 6) == {expert: n for expert, n in enumerate(counts) if n}
     assert len({tuple(row) for row in drawn[:3]}) > 1
-
-
-def test_experts_are_counted_in_ascending_order_and_only_those_chosen() -> None:
-    counts = BatchRouting(GeneratedChoices(Uniform(), MIXTRAL), split_batch([1], 2, 1)).choose(0, 0, 0, 1)
-    assert list(counts) == sorted(counts)
-    assert list(counts.values()) == [1, 1]
-
-
-def test_a_step_of_other_tokens_is_refused() -> None:
-    routing = BatchRouting(GeneratedChoices(Uniform(), MIXTRAL), split_batch([3], 2, 1))
-    with pytest.raises(ValueError, match="step 1 of mb0 has 1 tokens, not 3"):
-        routing.choose(1, 0, 0, 3)
 
 
 # -- by name
@@ -242,15 +229,6 @@ def test_a_generator_is_found_by_its_name_with_its_settings() -> None:
 def test_what_cannot_be_is_told(name: Any, settings: dict[str, Any], told: str) -> None:
     with pytest.raises(BadInput, match=told):
         find_choices(name, MIXTRAL, settings)
-
-
-def test_in_decode_each_beam_takes_experts_of_its_own() -> None:
-    batch = msgspec.structs.replace(split_batch([9, 5], 3, 2), beams=4)
-    routing = BatchRouting(GeneratedChoices(Uniform(), MIXTRAL, 0), batch)
-    assert sum(routing.choose(0, 0, 0, 14).values()) == 2 * 14
-    tokens = [routing.choose(step, layer, 0, 8) for step in (1, 2) for layer in range(32)]
-    assert all(sum(each.values()) == 2 * 8 for each in tokens)
-    assert max(map(len, tokens)) > 2 * len(batch.prompts), "beams of a request differ"
 
 
 # -- routing without a router ------------------------------------------------------------------------------------------

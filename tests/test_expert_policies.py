@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.shared.equal_bits import EXPERTS, SLOW_CPU, EqualRun
 from benchmarks.shared.small_runs import ONE_MEMORY, generate, same_bits
+from moesched.calibration.exercise import FinishedTasks
 from moesched.devices.emulated.device import EmulatedDevice
 from moesched.devices.torch.device import TorchDevice
 from moesched.dispatch.expert_latencies import ExpertLatencies
@@ -33,6 +34,7 @@ from moesched.steps.plan import Plan
 from moesched.tasks import HostKernel, Task
 from moesched.testing import Case, run_on_symbols
 from odd_models import PROMPTS, Reference, layout_of, name_of
+from scripted_routing import with_rates
 
 T4 = at_peak(load_machine("t4"))
 POPULARITY = [[3, 1, 2], [9, 4, 7]]
@@ -53,11 +55,8 @@ def test_a_placement_says_which_experts_stay_first(strategy: str, order: list[tu
     assert order_of(strategy, POPULARITY) == order
 
 
-def test_experts_that_are_equally_popular_stay_evenly_over_the_layers() -> None:
+def test_equally_popular_experts_stay_evenly_over_the_layers_and_a_seed_gives_one_random_placement() -> None:
     assert order_of("popular", [[1.0] * 2] * 3) == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
-
-
-def test_a_random_placement_is_the_same_for_the_same_seed() -> None:
     orders = [order_of("random", [[1.0] * 8] * 4, seed) for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[0]) == sorted(orders[2])
@@ -82,27 +81,21 @@ def written(counts: Sequence[Sequence[int]], folder: Path, top_k: int = 2) -> st
     return str(folder / "popularity.csv")
 
 
-def test_a_popularity_comes_from_a_routing_profile(tmp_path: Path) -> None:
+def test_a_popularity_comes_from_a_routing_profile_and_one_of_another_shape_is_refused(
+    tmp_path: Path,
+) -> None:
     plan = plan_of()
     file = written(POPULARITY, tmp_path, plan.layout.config.routed.top_k)
     assert [list(counts) for counts in popularity_of(plan, file)] == POPULARITY
-
-
-def test_a_profile_of_another_shape_and_a_placement_that_is_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="but small has 2 layers of 4 experts"):
         popularity_of(plan_of(experts=4), written(POPULARITY, tmp_path))
     with pytest.raises(BadInput, match=r"placement is 'best': give one of popular, worst, random"):
         order_of("best", POPULARITY)
+    with pytest.raises(BadInput, match="copy_from is -1: give 0 or more"):
+        make_policy("layer_split", {"copy_from": -1})
 
 
 # -- Algorithm 1 ---------------------------------------------------------------------------------------------------
-
-
-def with_rates(link: float, cpu: float) -> Machine:
-    """A T4 with a link of this bandwidth in bytes per second, and a CPU of this peak in FLOP/s."""
-    links = [msgspec.structs.replace(each, bandwidth=link, latency=0.0) for each in T4.links]
-    processor = msgspec.structs.replace(T4.processors["cpu"], flops={"bfloat16": cpu}, launch_seconds=0.0)
-    return msgspec.structs.replace(T4, links=links, processors=T4.processors | {"cpu": processor})
 
 
 MACHINES = {
@@ -268,11 +261,6 @@ def test_layer_split_copies_as_many_experts_at_once_as_there_is_room_for() -> No
     assert sum(task.verb == "fetch" for task in ended.tasks) == 2 * 3
 
 
-def test_layer_split_refuses_a_negative_number_of_tokens() -> None:
-    with pytest.raises(BadInput, match="copy_from is -1: give 0 or more"):
-        make_policy("layer_split", {"copy_from": -1})
-
-
 def test_cpu_ffn_moves_weights_for_prompts_only() -> None:
     policy = make_policy("cpu_ffn")
     ended = run_on_symbols(policy, Case(name="ffn", machine=T4, weights=0.9).plan(policy))
@@ -369,28 +357,12 @@ def test_the_emulated_device_gives_the_same_logits(
 def test_twiddler_really_runs_experts_in_all_three_ways(reference: Reference) -> None:
     device = TorchDevice(reference.checkpoint, weight_layout(reference.checkpoint.config, "float32"))
     policy: Any = make_policy("twiddler", {"experts": 4})
-    plan = plan_run(
-        SLOW_CPU,
-        device.layout,
-        split_batch([len(each) for each in PROMPTS], 4, 2),
-        policy,
-        {},
-        device.slot_bytes,
-    )
-    watch = Watch()
-    run(plan, policy, device, PROMPTS, observers=[watch])
-    experts = [task for task in watch.tasks if task.verb == "run_expert"]
+    batch = split_batch([len(each) for each in PROMPTS], 4, 2)
+    plan = plan_run(SLOW_CPU, device.layout, batch, policy, {}, device.slot_bytes)
+    finished = FinishedTasks()
+    run(plan, policy, device, PROMPTS, observers=[finished])
+    tasks = [task for task in finished.tasks if task.step >= 0]
+    experts = [task for task in tasks if task.verb == "run_expert"]
     assert {isinstance(task, HostKernel) for task in experts} == {True, False}
-    assert any(task.verb == "fetch" for task in watch.tasks)
+    assert any(task.verb == "fetch" for task in tasks)
     assert any((task.layer, task.expert) in policy.at_gpu for task in experts)
-
-
-class Watch:
-    """Remembers the tasks of the steps."""
-
-    def __init__(self) -> None:
-        self.tasks: list[Task] = []
-
-    def ended(self, task: Task) -> None:
-        if task.step >= 0:
-            self.tasks.append(task)

@@ -64,15 +64,13 @@ def test_logits_of_random_cuts_and_joins_are_those_of_resident_to_the_bit(
 def test_chunks_of_long_prompts_are_cut_and_joined_too(model: Path) -> None:
     prompts = [[*range(1, 71)], [*range(5, 18)], [*range(9, 54)]]
     chunked: dict[str, Any] = {"max_new_tokens": 4, "prefill_chunk": 24, "micro_batch_size": 2}
-    cut, whole = (run_model(model, prompts, policy=policy, **chunked) for policy in (RANDOM_ROWS, "resident"))
+    both = (RANDOM_ROWS, "resident")
+    cut, whole = (run_model(model, prompts, policy=policy, **chunked) for policy in both)
     assert cut.tokens == whole.tokens
-
-
-def test_each_row_s_activations_are_reported_once(model: Path) -> None:
-    cut, whole = (
-        sparsity_of(model, [[1, 2, 3, 4, 5], [9, 8]], policy=policy) for policy in (RANDOM_ROWS, "resident")
+    seen, all_seen = (sparsity_of(model, [[1, 2, 3, 4, 5], [9, 8]], policy=policy) for policy in both)
+    assert (seen.values, seen.below) == (all_seen.values, all_seen.below), (
+        "each row's activations are reported once"
     )
-    assert (cut.values, cut.below) == (whole.values, whole.below)
 
 
 # -- on symbols ----------------------------------------------------------------------------------------------------
@@ -344,6 +342,9 @@ def test_traces_tell_the_micro_batches_and_the_rows(tmp_path: Path) -> None:
     told = {each.label: each for each in first if each.verb == "run_expert"}
     assert sorted(told) == LABELS
     assert [told[label].micro_batch for label in LABELS] == [-1, 0, 1, 1, 1, 1]
+
+
+# -- devices of others ---------------------------------------------------------------------------------------------
 
 
 # -- devices of others ---------------------------------------------------------------------------------------------

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from benchmarks.robustness._damage import Damage, Damaged, Kind
+from benchmarks.robustness.damaged_policies import Bench
 from commands import refused
+from moesched.plugins import make_policy
 
 FAULTY = Path(__file__).parent / "faulty"
 KINDS = ("sound", "plans", "schedules", "fetches", "errors")
@@ -51,6 +54,13 @@ def policies_in(file: Path) -> Iterator[Faulty]:
 def faulty_policy(name: str) -> str:
     """One of them, as commands take it."""
     return next(faulty.policy for faulty in faulty_policies() if faulty.name == name)
+
+
+def line_of(text: str, name: str, mark: str) -> int:
+    """The number of the first line with a mark in a class of a file."""
+    lines = text.splitlines()
+    begins = next(number for number, line in enumerate(lines) if line.startswith(f"class {name}("))
+    return next(number for number, line in enumerate(lines, 1) if number > begins and mark in line)
 
 
 @pytest.fixture
@@ -129,6 +139,8 @@ def test_the_whole_traceback_is_shown_on_demand(command: Any, no_text: Path, sim
         ("class Mine:\n    def plan(self plan): ...\n", 2, "SyntaxError: "),
         ("table = {}\nfirst = table['first']\n", 2, "KeyError: 'first'"),
         ("def load():\n    raise ValueError('no table')\n\nload()\n", 2, "ValueError: no table"),
+        ("raise SystemExit(0)", 1, "SystemExit: 0"),
+        ("(", 1, "SyntaxError: "),
     ],
 )
 def test_a_file_that_cannot_be_imported_is_told_at_its_line(
@@ -176,3 +188,56 @@ def test_an_error_in_a_constructor_is_told_at_its_line(command: Any, simulated: 
     said = command(*simulated, "--model", "mixtral-0.8b", "--policy", "mine.py:Mine")
     assert said.code == 1
     assert re.match(r"moesched: \S*mine\.py:6: ZeroDivisionError: ", said.err)
+
+
+# -- one wrong verb call: refused at its own line, or harmless -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("damaged"))
+
+
+@pytest.mark.parametrize("real", [True, False], ids=["real threads", "virtual clock"])
+@pytest.mark.parametrize("first", range(0, 50, 10))
+def test_a_damaged_policy_is_refused_or_does_no_harm(bench: Bench, real: bool, first: int) -> None:
+    for seed in range(first, first + 10):
+        name, damaged, end = bench.end(seed, real=real)
+        assert end.well, f"{name}, {damaged.damage} of {damaged.struck}: {end}"
+
+
+REFUSED: list[tuple[str, Kind, str, str]] = [
+    ("cgopipe", "drop", "fetch", "fetch it before the kernel that reads it"),
+    ("cgopipe", "repeat", "fetch", "fetch it once, or evict it first"),
+    ("cgopipe", "repeat", "copy_to_pinned", "fetch it once, or evict it first"),
+    ("cgopipe", "drop", "copy_to_pinned", "bring it there first"),
+    ("cgopipe", "drop", "offload_kv", "its keys and values not saved: offload_kv them"),
+    ("cgopipe", "repeat", "offload_kv", "has no keys and values to save"),
+    ("cgopipe", "exchange", "cpu_attention", "needs mb1 at step 1 L0 qkv on the host"),
+    ("cgopipe", "drop", "load_hidden", "post_attention.* at step 1 L0 attended on the host"),
+    ("flexgen", "drop", "load_kv", "load_kv before, or use cpu_attention"),
+    ("flexgen", "repeat", "load_kv", "load_kv: .* were loaded already"),
+    ("flexgen", "drop", "offload_kv", "its keys and values not saved: offload_kv them"),
+    ("twiddler", "drop", "offload_routed", "is not on the host: call offload_routed before"),
+    ("twiddler", "drop", "load_routed", "on the host: call load_routed first"),
+    ("prefetch_gate", "drop", "fetch", "bring it there first|fetch it before the kernel"),
+    ("resident", "repeat", "pre_attention", "pre_attention.* but it is at step 0 L0 qkv"),
+    ("resident", "drop", "sample", "ended before mb0 was sampled"),
+    ("adversarial", "drop", "run_expert", "was routed to E[0-9]+, which did not run"),
+    ("adversarial", "repeat", "run_expert", "or it has run already"),
+    ("adversarial", "repeat", "evict", "evict: page .* is not in pool adversary"),
+    ("adversarial", "drop", "route", "run_expert|combine"),
+    ("adversarial", "repeat", "combine", "combine"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "verb", "says"), REFUSED, ids=[f"{k} {v} of {n}" for n, k, v, _ in REFUSED]
+)
+def test_the_refusal_says_what_is_wrong(bench: Bench, name: str, kind: Kind, verb: str, says: str) -> None:
+    calls = bench.calls(name, {}, 1, real=False)
+    damaged = Damaged(make_policy(name), Damage(kind, calls.index(verb)))
+    end = bench.run(damaged, 1, real=False)
+    assert end.how in ("raised", "raised at the end")
+    assert damaged.struck == verb
+    assert re.search(says, end.what), end.what

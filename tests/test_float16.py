@@ -24,8 +24,6 @@ from moesched.models.random_model import write_random_model
 from moesched.plugins import make_policy
 from odd_models import PROMPTS, WIDE, stored
 
-MODEL = Path(__file__).parents[1] / "examples" / "tiny-mixtral"
-
 
 class OldGpu(TorchDevice):
     """The torch device, as if it were a GPU of compute capability 7.5."""
@@ -36,6 +34,7 @@ class OldGpu(TorchDevice):
 
 
 OLD_GPU = f"{__name__}:OldGpu"
+NO_FLOAT16 = "device emulated does not compute in float16: give --dtype bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +67,7 @@ def test_the_device_chooses_and_a_prediction_follows_the_rates_of_the_machine() 
     assert dtype_for("bfloat16", None, new, OLD_GPU) == "float16"
     assert dtype_for("bfloat16", None, old, "torch") == "bfloat16"
     assert dtype_for("bfloat16", "float32", old, OLD_GPU) == "float32"
-    with pytest.raises(BadInput, match="device emulated does not compute in float16: give --dtype bfloat16"):
+    with pytest.raises(BadInput, match=NO_FLOAT16):
         dtype_for("bfloat16", "float16", old, "emulated")
 
 
@@ -92,6 +91,15 @@ def test_a_run_on_such_a_gpu_names_float16_in_its_report_and_its_json(command: A
     assert "(float16 instead of bfloat16), measured" in command("run", model, *options).out
     found = command("run", model, *options, "--json").json
     assert (found["dtype"], found["model_dtype"]) == ("float16", "bfloat16")
+    old = with_rates(TWO_MEMORIES, with_float16(assumed_flops((7, 5))))
+    report = moesched.simulate_model(model, machine=old, policy="resident", workload=[[1, 2, 3]], gen=2)
+    assert (report.dtype, report.model_dtype) == ("float16", "bfloat16")
+    refused(
+        command(
+            "run", model, *options[:3], "emulated", *options[4:], "--dtype", "float16", "--machine", "t4"
+        ),
+        NO_FLOAT16,
+    )
 
 
 @pytest.mark.parametrize("policy", ["resident", "cgopipe", "cpu_ffn"])
@@ -129,17 +137,3 @@ def test_an_overflow_ends_the_run_with_the_layer_and_the_remedy(command: Any, tm
     assert "of layer 1: generation stops there; float16 ends at 65,504: use --dtype float32" in said.err
     assert "Traceback" not in said.err
     assert command(*options, "--dtype", "float32").code == 0
-
-
-def test_a_device_that_does_not_know_it_refuses_it(command: Any) -> None:
-    options = ("--policy", "resident", "--prompt", "a", "--dtype", "float16", "--machine", "t4")
-    refused(
-        command("run", MODEL, "--device", "emulated", *options), "device emulated does not compute in float16"
-    )
-
-
-def test_the_report_of_a_prediction_names_it(tmp_path: Path) -> None:
-    old = with_rates(TWO_MEMORIES, with_float16(assumed_flops((7, 5))))
-    model = bfloat16_model(tmp_path)
-    report = moesched.simulate_model(model, machine=old, policy="resident", workload=[[1, 2, 3]], gen=2)
-    assert (report.dtype, report.model_dtype) == ("float16", "bfloat16")

@@ -62,15 +62,6 @@ def test_each_plan_gets_a_copy_of_an_object(model: Path) -> None:
     assert mine.plans == 0
 
 
-def test_an_object_that_cannot_be_copied_is_refused() -> None:
-    policy = CGOPipe()
-    policy.lock = threading.Lock()
-    with pytest.raises(
-        moesched.BadInput, match=r"policy cgopipe cannot be copied .*'_thread.lock'.*: give a new"
-    ):
-        simulated(policy)
-
-
 def test_a_class_that_no_module_has_is_named_by_its_place(model: Path) -> None:
     class Local(Resident):  # type: ignore[misc]  # found by its name
         pass
@@ -90,24 +81,6 @@ def test_a_plan_is_made_for_a_class_and_for_an_object() -> None:
 def test_a_device_may_be_a_class(model: Path) -> None:
     report = moesched.run_model(model, ["abc"], device=plugins.find("devices", "mlx"), max_new_tokens=3)
     assert report.tokens == moesched.run_model(model, ["abc"], device="mlx", max_new_tokens=3).tokens
-
-
-@pytest.mark.parametrize(
-    ("policy", "says"),
-    [
-        (Path, "pathlib:Path is not a policy: it has no plan"),
-        (3, "builtins:int is not a policy: it has no plan"),
-        (None, "builtins:NoneType is not a policy"),
-    ],
-)
-def test_what_is_no_policy_is_refused(policy: Any, says: str) -> None:
-    with pytest.raises(moesched.BadInput, match=says):
-        simulated(policy)
-
-
-def test_settings_of_an_object_are_refused() -> None:
-    with pytest.raises(moesched.BadInput, match="settings are given, and policy cgopipe is an object"):
-        simulated(CGOPipe(), settings={"kv_on_gpu": 1.0})
 
 
 class Unimportable(Resident):  # type: ignore[misc]  # found by its name
@@ -154,17 +127,31 @@ def test_what_was_profiled_is_the_routing_of_a_simulation(model: Path, tmp_path:
         ).step_seconds
 
     assert steps(trace.profile() if counted else trace) == steps(str(file))
+    with pytest.raises(
+        moesched.BadInput, match=r"the routing (trace|profile) is of small, .* but mixtral-8x7b has"
+    ):
+        simulated("resident", routing=trace)
+
+
+def locked() -> Any:
+    """A policy that cannot be copied."""
+    policy = CGOPipe()
+    policy.lock = threading.Lock()
+    return policy
 
 
 @pytest.mark.parametrize(
-    ("routing", "says"), [(3, "routing is 3: give a name"), (RoutingTrace, "routing is <class ")]
+    ("policy", "options", "says"),
+    [
+        (Path, {}, "pathlib:Path is not a policy: it has no plan"),
+        (3, {}, "builtins:int is not a policy: it has no plan"),
+        (None, {}, "builtins:NoneType is not a policy"),
+        (locked(), {}, r"policy cgopipe cannot be copied .*'_thread.lock'.*: give a new"),
+        (CGOPipe(), {"settings": {"kv_on_gpu": 1.0}}, "settings are given, and policy cgopipe is an object"),
+        ("resident", {"routing": 3}, "routing is 3: give a name"),
+        ("resident", {"routing": RoutingTrace}, "routing is <class "),
+    ],
 )
-def test_what_is_no_routing_is_refused(routing: Any, says: str) -> None:
+def test_what_is_no_policy_or_routing_is_refused(policy: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(moesched.BadInput, match=says):
-        simulated("resident", routing=routing)
-
-
-def test_a_trace_of_another_model_is_refused(model: Path) -> None:
-    trace = moesched.profile_routing(model, ["abc"], max_new_tokens=1).trace
-    with pytest.raises(moesched.BadInput, match=r"the routing trace is of small, .* but mixtral-8x7b has"):
-        simulated("resident", routing=trace)
+        simulated(policy, **options)

@@ -28,10 +28,10 @@ OTHERS = "others"
 # ---------------------------------------------------------------- on an imitated GPU
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture
+def small(tmp_path: Path) -> dict[str, Any]:
     """The result of all parts but that of other programs."""
-    folder = tmp_path_factory.mktemp("hour")
+    folder = tmp_path
     out = folder / "hour.json"
     mine = [part for part in PARTS if part != OTHERS]
     models = folder / "models"
@@ -48,30 +48,20 @@ def test_every_row_that_needs_no_gpu_runs_on_an_imitated_one(small: dict[str, An
     choices = small["rows"]["choices of the device"]
     assert choices["attention"]["math"]["typical"] > 0
     assert choices.keys() >= {"launches", "alignment", "reads"}
-
-
-def test_runs_that_stream_have_the_link_s_rate_and_the_reason_why_they_are_not_predicted(
-    small: dict[str, Any],
-) -> None:
     for name in ("layer_streaming", "flexgen, staged", "large, cgopipe"):
-        row = small["rows"][name]
-        assert row["plan"]["streamed_pages"] > 0
-        assert row["link_bytes_per_second"] > 0
-        assert row["expected"] is None and "calibration" in row["no_expectation"]
+        streams = small["rows"][name]
+        assert streams["plan"]["streamed_pages"] > 0
+        assert streams["link_bytes_per_second"] > 0
+        assert streams["expected"] is None and "calibration" in streams["no_expectation"]
     assert small["rows"]["cgopipe, staged"]["peak_bytes"]["pinned"] > 0
-
-
-def test_one_process_runs_many_policies_which_give_the_same_tokens(small: dict[str, Any]) -> None:
     ordered = small["rows"]["ten policies in order"]
     assert [case["policy"] for case in ordered["cases"]] == list(IN_ORDER)
     assert ordered["left_out"] == {}
     assert len({case["tokens"] for case in ordered["cases"]}) == 1
     assert all(case["peak_bytes"]["planned"] <= SMALL.gpu for case in ordered["cases"])
-
-
-def test_figures_of_tiny_models_are_marked_and_have_no_bars(small: dict[str, Any]) -> None:
-    assert small["small"] is True and small["claims"] == []
-    assert small["gpu"]["name"] == "none"
+    assert (small["small"], small["claims"], small["gpu"]["name"]) == (True, [], "none"), (
+        "no bars for tiny models"
+    )
 
 
 # ---------------------------------------------------------------- which rows are measured
@@ -100,20 +90,17 @@ def row(name: str, measure: Callable[[], dict[str, Any]] = dict, **needs: Any) -
     return Row(name, "limits", 1.0, lambda bench, seconds: measure(), **needs)
 
 
-def test_a_row_that_fails_is_named_with_its_line_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_row_that_fails_is_named_with_its_line_and_the_others_go_on_until_ctrl_c(tmp_path: Path) -> None:
     def fails() -> dict[str, Any]:
         raise RowFailed("out of memory")
+
+    def pressed() -> dict[str, Any]:
+        raise KeyboardInterrupt
 
     code, result = measured(tmp_path, row("one", fails), row("other", lambda: {"figure": 3}))
     assert code == 1
     assert result["left_out"] == {"one": "failed: out of memory"}
     assert result["rows"]["other"]["figure"] == 3
-
-
-def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
-    def pressed() -> dict[str, Any]:
-        raise KeyboardInterrupt
-
     code, result = measured(tmp_path, row("one"), row("other", pressed), row("last"))
     assert (code, [*result["rows"]]) == (130, ["one"])
     assert result["interrupted"] is True
@@ -152,9 +139,6 @@ def test_rows_that_need_nothing_are_measured_while_others_wait_and_say_beside_wh
     assert [*result["rows"]] == ["lets it end", "needs it"]
     assert result["rows"]["lets it end"]["beside"] == ["model"]
     assert result["rows"]["needs it"]["beside"] == []
-
-
-def test_rows_whose_preparation_fails_are_left_out_with_its_line(tmp_path: Path) -> None:
     making = {"model": Preparation(int, ("x",))}
     _, result = measured(tmp_path, row("needs it", after=("model",)), making=making)
     assert result["left_out"]["needs it"].startswith("model: ValueError: invalid literal")
@@ -191,9 +175,6 @@ def test_llama_cpp_s_rates_are_read_batch_by_batch(tmp_path: Path) -> None:
     assert found["batches"] == {
         "16": {"prefill_tokens_per_second": 20000.5, "decode_tokens_per_second": 900.25}
     }
-
-
-def test_llama_cpp_that_fails_is_named_with_its_last_line(tmp_path: Path) -> None:
     with pytest.raises(RowFailed, match="llama-batched-bench ended with 1: no such device"):
         llama_cpp(program(tmp_path, "echo no such device >&2; exit 1"), tmp_path, (1,), 512, 32)
 
@@ -279,6 +260,7 @@ def test_policies_count_as_ordered_where_their_times_are_apart() -> None:
     }
     right = [case("one", 1.0, 1.1), case("two", 2.0, 2.0), case("three", 3.0, 3.1)]
     assert all(bar.reached for bar in bars(of_cases(right)))
+    assert [*bars({"small": False, "models": {}, "rows": {}})] == [], "only what was measured has bars"
 
 
 def of_cases(cases: list[dict[str, Any]]) -> dict[str, Any]:
@@ -304,7 +286,3 @@ def test_the_first_gpu_missed_its_bars_and_a_faster_link_would_reach_one() -> No
     result["rows"]["cgopipe"]["link_bytes_per_second"] *= 6.5
     [reached] = [bar for bar in bars(result) if bar.reached]
     assert "`cgopipe`: the link's rate" in reached.words and reached.figure == "0.97"
-
-
-def test_only_what_was_measured_has_bars() -> None:
-    assert [*bars({"small": False, "models": {}, "rows": {}})] == []

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.gpu._policies import begin_peak
-from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, generate
+from benchmarks.shared.small_runs import TWO_MEMORIES, Generated
 from moesched.devices.lagging.device import GPU_DEVICE, LaggingDevice, LaggingGpu
 from moesched.devices.torch.cuda_device import gpu_of
 from moesched.devices.torch.gpu_memory import (
@@ -21,17 +22,12 @@ from moesched.devices.torch.gpu_memory import (
 )
 from moesched.errors import BadInput, OutOfMemory
 from moesched.models.checkpoint import Checkpoint
-from moesched.plugins import make_policy
+from moesched.seams import Observer
 from moesched.tasks import Task
-from odd_models import MIXTRAL, PROMPTS, layout_of
+from odd_models import MIXTRAL, layout_of
 from odd_runs import generated
 
 pytestmark = pytest.mark.usefixtures("small_heap")
-
-
-def streamed(checkpoint: Checkpoint, gpu: LaggingGpu) -> Generated:
-    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=gpu)
-    return generated(device, "cgopipe", weights=0.8)
 
 
 @pytest.mark.parametrize(("rank", "ranks", "gpus", "own"), [(0, 1, 1, 0), (3, 1, 1, 0), (1, 2, 2, 1)])
@@ -59,19 +55,28 @@ def test_a_calibrated_machine_has_no_more_memory_than_is_free_now(free: int, lef
     assert found.memories["host"] == TWO_MEMORIES.memories["host"]
 
 
-def test_a_plan_that_takes_more_than_the_gpu_has_is_refused_with_the_budget_that_fits(
-    checkpoint: Checkpoint,
+def streamed(checkpoint: Checkpoint, gpu: LaggingGpu, *observers: Observer) -> Generated:
+    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=gpu)
+    return generated(device, "cgopipe", weights=0.8, observers=observers)
+
+
+FREE = (WORKSPACE_BYTES + 100_000) * 20 // 19
+
+
+@pytest.mark.parametrize(
+    ("lack", "said"),
+    [
+        ({"reported_free": FREE}, r"takes .* KB of the GPU, .* give --budget gpu=\d+, or end other.*"),
+        ({"capacity": 300_000}, r"out of memory .*the plan takes .*: lower --budget gpu.*"),
+    ],
+)
+def test_a_plan_or_an_allocation_beyond_the_gpu_ends_the_run_in_one_line_with_a_budget(
+    checkpoint: Checkpoint, lack: dict[str, Any], said: str
 ) -> None:
-    free = (WORKSPACE_BYTES + 100_000) * 20 // 19
-    with pytest.raises(OutOfMemory, match=r"takes .* KB of the GPU, .* give --budget gpu=\d+, or end other"):
-        streamed(checkpoint, LaggingGpu(reported_free=free))
-    assert streamed(checkpoint, LaggingGpu(reported_free=free + 10**6)).tokens
-
-
-def test_an_allocation_that_the_gpu_refuses_ends_the_run_in_one_line(checkpoint: Checkpoint) -> None:
-    with pytest.raises(OutOfMemory, match=r"out of memory .*the plan takes .*: lower --budget gpu") as caught:
-        streamed(checkpoint, LaggingGpu(capacity=300_000))
-    assert "\n" not in str(caught.value)
+    with pytest.raises(OutOfMemory) as caught:
+        streamed(checkpoint, LaggingGpu(**lack))
+    assert re.fullmatch(f".*{said}", str(caught.value))
+    assert streamed(checkpoint, LaggingGpu(reported_free=FREE + 10**6)).tokens
 
 
 @dataclass
@@ -90,30 +95,14 @@ class FillsUp:
             self.gpu.memory.capacity = 1
 
 
-def filled_up(checkpoint: Checkpoint, after: str) -> Generated:
-    """The result of a run during which other programs fill the GPU."""
-    gpu = LaggingGpu(seed=1)
-    device = LaggingDevice(checkpoint, layout_of(MIXTRAL, "float32"), keep_logits=True, gpu=gpu)
-    policy, observers = make_policy("cgopipe"), [FillsUp(gpu, after)]
-    return generate(
-        device,
-        policy,
-        TWO_MEMORIES,
-        PROMPTS,
-        new_tokens=4,
-        micro_batch_size=2,
-        weights=0.8,
-        observers=observers,
-    )
-
-
 @pytest.mark.parametrize("after", ["load", "sample"])
 def test_a_gpu_that_other_programs_fill_during_a_run_ends_it_in_one_line(
     checkpoint: Checkpoint, after: str
 ) -> None:
     said = r"out of memory \(cuda out of memory\): the plan takes .* of gpu: lower --budget gpu=.*nvidia-smi lists"
+    gpu = LaggingGpu(seed=1)
     with pytest.raises(OutOfMemory) as caught:
-        filled_up(checkpoint, after)
+        streamed(checkpoint, gpu, FillsUp(gpu, after))
     assert re.fullmatch(said, str(caught.value))
 
 

@@ -93,22 +93,17 @@ def test_run_and_simulate_show_the_bottleneck_and_what_would_help(
     page = tmp_path / "page.html"
     job = (*EXPLAINED, "--policy", "cgopipe", "--batch-size", 2, "--gen", 4)
     predicted = command(*job, "--report", page)
-    measured = command("run", no_text, "--policy", "resident", "--prompt-ids", "1,2", "--max-new-tokens", 4)
+    run = ("run", no_text, "--policy", "resident", "--prompt-ids", "1,2", "--max-new-tokens", 4)
+    measured = command(*run)
     for said in (predicted.out, measured.out):
         assert "\nbottleneck: " in said
         assert "\nWhat would help\n" in said
         assert "would save" in said
+    only_figures = (command(*job, "--no-helps", "--json"), command(*run, "--no-helps", "--json"))
+    for said in only_figures:
+        assert (said.json["bottleneck"], said.json["helps"]) == (None, [])
     sentence = predicted.out.partition("What would help\n")[2].partition(":\n")[0]
     assert sentence in page.read_text(encoding="utf-8")
-
-
-def test_run_and_simulate_say_neither_where_only_the_figures_are_wanted(command: Any, no_text: Path) -> None:
-    predicted = command(
-        *EXPLAINED, "--policy", "cgopipe", "--batch-size", 2, "--gen", 4, "--no-helps", "--json"
-    )
-    measured = command("run", no_text, "--policy", "resident", "--prompt-ids", "1", "--no-helps", "--json")
-    for said in (predicted, measured):
-        assert (said.json["bottleneck"], said.json["helps"]) == (None, [])
 
 
 @pytest.mark.parametrize("option", ["--no-band", "--no-helps"])

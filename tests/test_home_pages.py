@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +135,9 @@ def bytes_in(held: HeldPage | None, nbytes: int) -> bytes:
 def test_each_way_gives_the_bits_of_the_cpu_and_no_copy_blocks(
     wide: Path, expected: Generated, gpu: LaggingGpu, way: str, policy: str
 ) -> None:
+    told: list[tuple[float, float]] = []
     device = device_on(gpu, open_checkpoint(wide), map_files=way == MAPPED)
+    device.tell = lambda what, done, total: told.append((done, total)) if what == "loading weights" else None
     machine, read = TWO_MEMORIES if way == ORDINARY else PAGE_LOCKED, set()
     for _ in range(2):
         found = streamed(device, policy, machine, allocations := Allocations(gpu))
@@ -144,6 +148,8 @@ def test_each_way_gives_the_bits_of_the_cpu_and_no_copy_blocks(
         assert device.weights_home.way == way
     device.close()
     gc.collect()
+    done, totals = zip(*told, strict=True)
+    assert list(done) == sorted(done) and {done[-1]} == set(totals), "loading tells its progress"
     assert len(read) == 1, "the second batch finds its weights"
     assert gpu.operations.blocked == 0
     assert gpu.pinned.faults == []
@@ -164,42 +170,48 @@ def test_weights_that_the_host_computes_with_are_read_into_locked_memory_and_map
     device.close()
 
 
-@pytest.mark.parametrize(("error", "most"), [(801, None), (0, 300_000)])
-def test_a_way_that_cuda_refuses_gives_way_to_the_next_by_name(
-    wide: Path,
+def refuse(gpu: LaggingGpu, file: Path, refusal: str) -> AbstractContextManager[object]:
+    """Half way through the weights, or by another program."""
+    if refusal == "of files":
+        gpu.pinned.refuses_files = 801
+    elif refusal == "of more than some memory":
+        gpu.pinned.most_registered = 300_000
+    else:
+        return file.open("r+b")
+    return nullcontext()
+
+
+@pytest.mark.parametrize(
+    ("refusal", "way", "reason"),
+    [
+        ("of files", REGISTERED, r"\(error 801\): put the model on a local disk"),
+        ("of more than some memory", ORDINARY, r"\(error 2\): put the model on a local disk.*CUDA locks no"),
+        ("of a lease", REGISTERED, "the system gives no lease on"),
+    ],
+)
+def test_a_way_that_is_refused_gives_way_to_the_next_by_name(
+    checkpoint: Checkpoint,
     expected: Generated,
     gpu: LaggingGpu,
     capsys: pytest.CaptureFixture[str],
-    error: int,
-    most: int | None,
+    refusal: str,
+    way: str,
+    reason: str,
 ) -> None:
-    """Files are refused, or more than some memory: half way through the weights."""
-    gpu.pinned.refuses_files, gpu.pinned.most_registered = error, most
-    device = device_on(gpu, open_checkpoint(wide))
-    assert streamed(device, "layer_streaming").logits_RSV.equal(expected.logits_RSV)
-    home = device.weights_home
-    assert home is not None
-    assert home.way == (REGISTERED if most is None else ORDINARY)
-    assert f"(error {error or 2}): put the model on a local disk" in home.reason
-    assert ("CUDA locks no" in home.reason) == (most is not None)
-    assert capsys.readouterr().err.count("weights cannot be at home in mapped files") == 1
-    streamed(device, "layer_streaming")
-    assert capsys.readouterr().err == "", "it is not tried again"
+    device = device_on(gpu, checkpoint)
+    with refuse(gpu, weights_of(checkpoint), refusal):
+        assert streamed(device, "layer_streaming").logits_RSV.equal(expected.logits_RSV)
+        home = device.weights_home
+        assert home is not None
+        assert home.way == way
+        assert re.search(reason, home.reason)
+        assert ("CUDA locks no" in home.reason) == (way == ORDINARY)
+        assert capsys.readouterr().err.count("weights cannot be at home in mapped files") == 1
+        streamed(device, "layer_streaming")
+        assert capsys.readouterr().err == "", "it is not tried again"
     device.close()
     gc.collect()
     assert not gpu.pinned.registered
-
-
-def test_files_that_someone_writes_to_are_not_mapped(
-    checkpoint: Checkpoint, expected: Generated, gpu: LaggingGpu
-) -> None:
-    device = device_on(gpu, checkpoint)
-    with weights_of(checkpoint).open("r+b"):
-        assert streamed(device, "layer_streaming").logits_RSV.equal(expected.logits_RSV)
-    assert device.weights_home is not None
-    assert device.weights_home.way == REGISTERED
-    assert "the system gives no lease on" in device.weights_home.reason
-    device.close()
 
 
 def one_batch(device: LaggingDevice, machine: Machine, *observers: Observer) -> Report:
@@ -253,17 +265,6 @@ def test_ctrl_c_while_weights_load_leaves_nothing_locked(wide: Path, gpu: Laggin
     assert not gpu.pinned.registered
 
 
-def test_loading_tells_its_progress(wide: Path, gpu: LaggingGpu) -> None:
-    told: list[tuple[float, float]] = []
-    device = device_on(gpu, open_checkpoint(wide), map_files=False)
-    device.tell = lambda what, done, total: told.append((done, total)) if what == "loading weights" else None
-    streamed(device, "layer_streaming")
-    device.close()
-    done, totals = zip(*told, strict=True)
-    assert list(done) == sorted(done)
-    assert {done[-1]} == set(totals)
-
-
 def test_mapped_pages_have_the_bytes_that_reads_give_even_if_their_tensors_lie_apart(
     tmp_path: Path, gpu: LaggingGpu
 ) -> None:
@@ -284,10 +285,16 @@ def test_mapped_pages_have_the_bytes_that_reads_give_even_if_their_tensors_lie_a
     assert not gpu.pinned.registered
 
 
-def test_what_is_registered_was_read_before(checkpoint: Checkpoint, home: MappedHome) -> None:
+def test_what_is_registered_was_read_before_and_a_page_asks_for_the_lease_on_its_file(
+    checkpoint: Checkpoint, home: MappedHome
+) -> None:
     pages = layout(checkpoint).pages
     home.hold(pages, ignore_progress)
     assert mapped_bytes(checkpoint.directory) >= sum(page.nbytes for page in pages)
+    with pytest.raises(BlockingIOError):
+        os.open(weights_of(checkpoint), os.O_WRONLY | os.O_NONBLOCK)
+    with pytest.raises(MoeschedError, match="another process writes to"):
+        home.get(pages[0])
 
 
 def test_pages_in_locked_memory_do_not_go_through_the_ring(
@@ -346,15 +353,6 @@ def test_a_file_that_was_cut_short_is_told_before_it_is_registered(
     with pytest.raises(MoeschedError, match=r"ends at byte \d+, .* cut short since it was opened"):
         home.hold(layout(checkpoint).pages, ignore_progress)
     assert not gpu.pinned.registered
-
-
-def test_a_page_asks_for_the_lease_on_its_file(checkpoint: Checkpoint, home: MappedHome) -> None:
-    pages = layout(checkpoint).pages
-    home.hold(pages, ignore_progress)
-    with pytest.raises(BlockingIOError):
-        os.open(weights_of(checkpoint), os.O_WRONLY | os.O_NONBLOCK)
-    with pytest.raises(MoeschedError, match="another process writes to"):
-        home.get(pages[0])
 
 
 def test_neighbouring_ranges_of_a_file_are_one_span() -> None:

@@ -61,43 +61,30 @@ L4 = hierarchy_of(load_machine("l4"), "bfloat16")
 # -- by hand
 
 
-def test_the_ridge_is_where_computing_begins_to_bind() -> None:
+def test_computing_begins_to_bind_at_the_ridge_and_fetching_is_bound_by_the_lowest_of_three_roofs() -> None:
     assert ridge(SMALL.upper) == 10
     assert in_place(SMALL.upper, 9) == Bound(900, "gpu memory")
     assert in_place(SMALL.upper, 11) == Bound(1000, "gpu compute")
-
-
-@pytest.mark.parametrize(
-    ("upper", "lower", "bound"),
-    [
-        (4, 10, Bound(50, "host->gpu")),
-        (4, 79, Bound(395, "host->gpu")),
-        (4, 81, Bound(400, "gpu memory")),
-        (20, 300, Bound(1000, "gpu compute")),
-    ],
-)
-def test_fetching_is_bound_by_the_lowest_of_three_roofs(upper: float, lower: float, bound: Bound) -> None:
-    assert fetched(SMALL, Intensity(upper, lower)) == bound
+    assert fetched(SMALL, Intensity(4, 79)) == Bound(395, "host->gpu")
+    assert fetched(SMALL, Intensity(4, 81)) == Bound(400, "gpu memory")
+    assert fetched(SMALL, Intensity(20, 300)) == Bound(1000, "gpu compute")
 
 
 def test_the_points_of_a_small_hierarchy() -> None:
     assert first_turning_point(SMALL) == 10
     assert second_turning_point(SMALL, 4) == balance_point(SMALL, 4) == 80
-    assert second_turning_point(SMALL, 20) == 200
+    assert second_turning_point(SMALL, 20) == balance_point(SMALL, 10) == 200
+    assert balance_point(SMALL, 10.1) is None, "the processor binds first"
+    assert first_turning_point(Hierarchy(SMALL.upper, SMALL.lower, link=20.0)) == 0, (
+        "a link as fast as the host"
+    )
 
 
-def test_there_is_no_balance_where_the_processor_binds_first() -> None:
-    assert balance_point(SMALL, 10) == 200
-    assert balance_point(SMALL, 10.1) is None
-
-
-def test_where_nothing_computes_fetching_always_pays() -> None:
+def test_where_nothing_computes_fetching_always_pays_and_no_layer_is_computed() -> None:
     assert first_turning_point(DISK) == 0
     assert pays_to_fetch(DISK, Intensity(0.1, 0.1))
-
-
-def test_a_link_as_fast_as_the_lower_memory_makes_fetching_pay_from_the_start() -> None:
-    assert first_turning_point(Hierarchy(SMALL.upper, SMALL.lower, link=20.0)) == 0
+    with pytest.raises(BadInput, match="nothing computes on disk"):
+        layer_time(DISK, TINY, Split(batch_size=2, micro_batch_size=1), 10, "bfloat16")
 
 
 def test_attention_reads_the_cache_below_and_queries_and_outputs_too_above() -> None:
@@ -112,20 +99,19 @@ def test_an_ffn_reads_touched_experts_once_for_a_batch_below_and_for_a_micro_bat
     assert touched_expert_bytes(TINY, 1) == 2 * 192
     assert touched_expert_bytes(TINY, 2) == 3 * 192
     assert ffn_intensity(TINY, 2, 1) == Intensity(flops / (2 * 192 + activations), 2 * flops / (3 * 192))
-
-
-def test_a_micro_batch_is_never_larger_than_the_batch() -> None:
-    assert ffn_intensity(TINY, 2, 128) == ffn_intensity(TINY, 2, 2)
+    assert ffn_intensity(TINY, 2, 128) == ffn_intensity(TINY, 2, 2), "no micro-batch is larger than its batch"
 
 
 def test_a_layer_keeps_link_host_and_accelerator_busy() -> None:
     split = Split(batch_size=2, micro_batch_size=1)
     cache, qkv_and_output, experts = 2 * 10 * 16, 2 * 48, 2 * 192 + 128
-    assert layer_time(SMALL, TINY, split, 10, "bfloat16") == LayerTime(
+    found = layer_time(SMALL, TINY, split, 10, "bfloat16")
+    assert found == LayerTime(
         link=(3 * 192 + 2 * 16) / 5,  # three experts down, attention's outputs too
         lower=max((cache + qkv_and_output) / 20, 2 * 320 / 50),
         upper=2 * max(experts / 100, 384 / 1000),
     )
+    assert found.seconds == max(found.link, found.lower, found.upper), "as long as what is busy longest"
 
 
 def test_what_stays_in_the_upper_memory_is_not_fetched() -> None:
@@ -145,26 +131,14 @@ def test_the_last_micro_batch_may_be_smaller() -> None:
     assert odd.upper - whole.upper == pytest.approx(compute_seconds(SMALL.upper, TINY.experts(1)))
 
 
-def test_a_layer_takes_as_long_as_what_is_busy_longest() -> None:
-    assert LayerTime(link=3.0, lower=1.0, upper=2.0).seconds == 3.0
-
-
-def test_a_level_without_a_processor_computes_nothing() -> None:
-    with pytest.raises(BadInput, match="nothing computes on disk"):
-        layer_time(DISK, TINY, Split(batch_size=2, micro_batch_size=1), 10, "bfloat16")
-
-
 # -- of machines
 
 
-def test_a_gpu_stands_above_its_host() -> None:
-    hierarchy = hierarchy_of(load_machine("l4"), "bfloat16")
-    assert hierarchy == Hierarchy(Level("gpu", 121e12, 300e9), Level("host", 1.6e12, 100e9), link=24e9)
-
-
-def test_unified_memory_stands_above_the_disk_where_nothing_computes() -> None:
-    hierarchy = hierarchy_of(load_machine("m2-ultra"), "bfloat16")
-    assert hierarchy == Hierarchy(Level("unified", 54e12, 800e9), Level("disk", 0.0, 7.4e9), link=7.4e9)
+def test_a_gpu_stands_above_its_host_and_unified_memory_above_the_disk_where_nothing_computes() -> None:
+    l4 = hierarchy_of(load_machine("l4"), "bfloat16")
+    assert l4 == Hierarchy(Level("gpu", 121e12, 300e9), Level("host", 1.6e12, 100e9), link=24e9)
+    unified = hierarchy_of(load_machine("m2-ultra"), "bfloat16")
+    assert unified == Hierarchy(Level("unified", 54e12, 800e9), Level("disk", 0.0, 7.4e9), link=7.4e9)
 
 
 def test_four_gpus_have_four_times_the_rates_until_staging_is_too_slow() -> None:
@@ -263,21 +237,24 @@ def test_the_batch_that_reaches_an_intensity_is_the_smallest(intensity: float) -
     assert batch is not None
     assert ffn_intensity(MIXTRAL, batch, 1).lower >= intensity
     assert batch == 1 or ffn_intensity(MIXTRAL, batch - 1, 1).lower < intensity
-
-
-def test_no_batch_reaches_what_none_can() -> None:
     assert batch_reaching(MIXTRAL, 1e30) is None
 
 
 # -- what the paper states
 
 
-@pytest.mark.parametrize("kv_dtype", KV_BYTES)
-def test_attention_on_the_l4_is_left_of_p1_in_every_dtype_of_the_cache(kv_dtype: str) -> None:
-    """Fig. 4, for float16 and int4: better on the CPU."""
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [*(("l4", each) for each in KV_BYTES), *((each, "float16") for each in ("t4", "t4x2", "t4x4"))],
+)
+def test_attention_is_left_of_p1_on_the_machines_of_table_2_in_every_dtype_of_the_cache(
+    name: str, kv_dtype: str
+) -> None:
+    """Fig. 4, for float16 and int4 on the L4, and Section 4.2: better on the CPU."""
+    hierarchy = hierarchy_of(load_machine(name), "bfloat16")
     intensity = attention_intensity(MIXTRAL, 512, kv_dtype)
-    assert intensity.lower < first_turning_point(L4)
-    assert not pays_to_fetch(L4, intensity)
+    assert intensity.lower < first_turning_point(hierarchy)
+    assert not pays_to_fetch(hierarchy, intensity)
 
 
 def test_grouped_query_attention_reads_each_key_for_four_queries() -> None:
@@ -298,25 +275,16 @@ def test_cpu_attention_is_three_to_four_times_as_fast_as_moving_the_cache(contex
     assert 3 <= ratio <= 4.2
 
 
-@pytest.mark.parametrize("prompts", [1, 2])
-def test_one_or_two_prompts_are_left_of_p1(prompts: int) -> None:
-    """Section 3.3: computing where the weights lie is better than swapping them."""
-    assert not pays_to_fetch(L4, ffn_intensity(MIXTRAL, prompts, prompts))
-
-
 def test_with_micro_batches_of_128_the_ffn_has_both_turning_points_and_a_balance_point() -> None:
-    """Fig. 5."""
+    """Fig. 5, and Section 3.3: one or two prompts are computed where the weights lie."""
     upper = ffn_intensity(MIXTRAL, 128, 128).upper
     assert first_turning_point(L4) < second_turning_point(L4, upper) == balance_point(L4, upper)
     link_bound = ffn_intensity(MIXTRAL, 512, 128)
     assert fetched(L4, link_bound).by == "host->gpu" and pays_to_fetch(L4, link_bound)
     assert fetched(L4, ffn_intensity(MIXTRAL, 4096, 128)).by == "gpu memory"
-
-
-def test_smaller_micro_batches_balance_lower() -> None:
-    """Section 3.3: weights that stay leave room for smaller micro-batches only."""
+    assert not any(pays_to_fetch(L4, ffn_intensity(MIXTRAL, prompts, prompts)) for prompts in (1, 2))
     points = [balance_point(L4, ffn_intensity(MIXTRAL, 4096, size).upper) or 0.0 for size in (32, 64, 128)]
-    assert points == sorted(points)
+    assert points == sorted(points), "weights that stay leave room for smaller micro-batches only"
 
 
 def test_the_ffn_s_latency_hardly_changes_with_the_micro_batch() -> None:
@@ -330,10 +298,3 @@ def test_cpu_attention_becomes_the_bottleneck_as_the_context_grows(context: int)
     """Section 6.2, for a micro-batch of 256."""
     attention = layer_time(L4, MIXTRAL, Split(batch_size=256, micro_batch_size=256), context, "float16")
     assert (attention.lower > attention.upper) == (context > 512)
-
-
-@pytest.mark.parametrize("name", ["t4", "l4", "t4x2", "t4x4"])
-def test_cpu_attention_is_better_on_all_machines_of_table_2(name: str) -> None:
-    """Section 4.2."""
-    hierarchy = hierarchy_of(load_machine(name), "bfloat16")
-    assert not pays_to_fetch(hierarchy, attention_intensity(MIXTRAL, 512, "float16"))

@@ -79,15 +79,14 @@ def test_a_text_may_begin_with_the_mark_of_its_encoding(benches: dict[str, Bench
     assert benches[name].accepts(b"\xef\xbb\xbf" + benches[name].example)
 
 
-def test_a_file_beyond_its_limit_is_refused_unread(tmp_path: Path) -> None:
+def test_a_file_beyond_its_limit_a_device_a_folder_and_a_name_that_no_file_has_are_refused_unread(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "large"
     file.write_bytes(b"12345")
     assert read_input(file, "machine", 5) == b"12345"
     with pytest.raises(BadInput, match=r"machine .*large has more than 4 bytes.*; name another file"):
         read_input(file, "machine", 4)
-
-
-def test_a_device_a_folder_and_a_name_that_no_file_has_are_refused(tmp_path: Path) -> None:
     for path in (Path("/dev/zero"), tmp_path, Path("a\0b"), Path("x" * 5000)):
         with pytest.raises(BadInput, match=r"cannot read machine "):
             read_input(path, "machine", 100)

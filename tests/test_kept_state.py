@@ -44,17 +44,11 @@ def test_an_object_serves_all_batches_of_a_run_if_its_class_declares_it() -> Non
     made = diaries(Keeping, lambda policy: simulated(policy, requests=6))
     assert [diary.planned for diary in made if diary.planned[1:]] == [[0, 2, 4]]
     assert 3 * 11 in [diary.steps for diary in made]
-
-
-def test_otherwise_each_batch_has_an_object_of_its_own() -> None:
     made = diaries(Diary, lambda policy: simulated(policy, requests=6))
     assert sorted(diary.planned for diary in made if diary.steps == 11) == [[0], [2], [4]]
-
-
-def test_each_rank_keeps_an_object_of_its_own() -> None:
     policies = BatchPolicies(Keeping)
     first, second = policies.next_of(0), policies.next_of(1)
-    assert first is not second
+    assert first is not second, "each rank keeps its own"
     assert [policies.next_of(0), policies.next_of(1)] == [first, second]
 
 
@@ -188,7 +182,4 @@ def test_a_policy_outside_the_tree_learns_from_batch_to_batch_and_changes_no_tok
     assert learns.batches == 3
     assert learns.pools[0].hits > forgets.pools[0].hits
     assert learns.forecasts[0].accuracy > forgets.forecasts[0].accuracy
-
-
-def test_it_conforms() -> None:
     check_policy(find("policies", LEARNS))

@@ -84,15 +84,9 @@ def test_views_follow_the_order_of_the_step_whatever_the_lengths() -> None:
     assert found == [4, 0, 2, 1, 3]
     assert step.past == (2, 3, 7, 7, 2)
     assert step.positions == [2, 3, 7, 7, 2]
-
-
-def test_the_last_token_of_each_sequence_is_known() -> None:
-    cache = small_cache()
-    cache.table.open(0)
-    cache.table.open(1)
     step = cache.extend([1, 0], [3, 2])
-    assert step.last == [2, 4]
-    assert step.positions == [0, 1, 2, 0, 1]
+    assert step.last == [2, 4], "the last token of each sequence"
+    assert step.positions == [8, 9, 10, 4, 5]
 
 
 def test_when_blocks_run_out_the_error_says_so_and_nothing_changes() -> None:
@@ -105,14 +99,8 @@ def test_when_blocks_run_out_the_error_says_so_and_nothing_changes() -> None:
     assert (cache.table[0].length, cache.table[1].length, cache.table.free_blocks) == (4, 4, 2)
     fill(cache, [0, 1], [4, 4])
     assert contents(cache, 0) == marks(0, 8)
-
-
-def test_running_out_of_blocks_is_a_budget_that_is_passed() -> None:
     with pytest.raises(OverBudget):
         small_cache(blocks=1).table.open(0, 5)
-
-
-def test_a_cache_that_holds_nothing_is_refused() -> None:
     with pytest.raises(BadInput, match="0 blocks of 4 tokens"):
         small_cache(blocks=0)
 
@@ -147,14 +135,18 @@ def test_no_sequence_ever_sees_or_harms_another(seed: int) -> None:
 
 
 def test_heirs_share_full_blocks_and_copy_a_partly_filled_one() -> None:
-    cache = small_cache(blocks=8)
+    cache = small_cache(blocks=12)
     cache.table.open(0)
     fill(cache, [0], [10])
     cache.reorder([0], [0, 0, 0], [0, 1, 2])
-    assert cache.table.free_blocks == 8 - 3 - 2
+    assert cache.table.free_blocks == 12 - 3 - 2
+    fill(cache, [0, 1, 2], [3, 3, 3])
+    views = cache.views(0, cache.extend([1, 2], [0, 0]))
+    assert [view.keys_SLKd.shape for view in views] == [(2, 13, 3, 4)], "scattered, and of one length"
+    assert views[0].keys_SLKd[1, 10:, 0, 0].tolist() == [2010.0, 2011.0, 2012.0]
     for heir in (0, 1, 2):
         cache.table.close(heir)
-    assert cache.table.free_blocks == 8
+    assert cache.table.free_blocks == 12
 
 
 def test_blocks_that_nobody_goes_on_with_are_free_before_copies_are_made() -> None:
@@ -166,25 +158,11 @@ def test_blocks_that_nobody_goes_on_with_are_free_before_copies_are_made() -> No
     cache.reorder([0, 1], [1, 1], [0, 1])
     assert cache.table.free_blocks == 1
     assert contents(cache, 0) == contents(cache, 1) == marks(1, 6)
-
-
-def test_a_copy_without_a_free_block_is_refused() -> None:
-    cache = small_cache(blocks=2)
-    cache.table.open(0)
-    fill(cache, [0], [6])
+    full = small_cache(blocks=2)
+    full.table.open(0)
+    fill(full, [0], [6])
     with pytest.raises(OutOfBlocks, match="0 free blocks of 2, 1 are needed"):
-        cache.reorder([0], [0, 0], [0, 1])
-
-
-def test_scattered_sequences_of_one_length_are_one_view() -> None:
-    cache = small_cache(blocks=12)
-    cache.table.open(0)
-    fill(cache, [0], [6])
-    cache.reorder([0], [0, 0, 0], [0, 1, 2])
-    fill(cache, [0, 1, 2], [3, 3, 3])
-    views = cache.views(0, cache.extend([1, 2], [0, 0]))
-    assert [view.keys_SLKd.shape for view in views] == [(2, 9, 3, 4)]
-    assert views[0].keys_SLKd[1, 6:, 0, 0].tolist() == [2006.0, 2007.0, 2008.0]
+        full.reorder([0], [0, 0], [0, 1])
 
 
 def test_random_reorders_keep_what_each_sequence_has() -> None:

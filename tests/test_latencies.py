@@ -85,11 +85,10 @@ def test_a_calibration_of_another_machine_is_refused_for_a_run_unless_one_insist
     assert find_machine(str(file), "torch", foreign=True).name == "desk"
     assert find_machine(str(file)).name == "desk", "a simulation is of that machine"
     assert cost_model(find_machine(str(file)), "bfloat16")
-
-
-def test_a_calibration_of_another_machine_is_imitated() -> None:
     elsewhere = msgspec.structs.replace(load_machine("t4"), measured_on="Abacus 1, 3 cores, T4")
-    assert find_machine(elsewhere, "emulated") == elsewhere
+    assert find_machine(elsewhere, "emulated") == elsewhere, "it is imitated"
+    kept = msgspec.structs.replace(at_peak(load_machine("rtx6000")), measured_on="here")
+    assert parse_machine(machine_toml(kept).encode(), "again") == kept, "and what experts read"
 
 
 def test_this_machines_own_calibration_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -99,11 +98,3 @@ def test_this_machines_own_calibration_is_taken(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "machine.toml").write_text(machine_toml(measured_on("Abacus 1, 3 cores")))
     with pytest.raises(BadInput, match="moesched calibrate"):
         find_machine("auto", "torch")
-
-
-def test_a_machine_file_keeps_where_it_was_measured_and_what_experts_read() -> None:
-    machine = at_peak(load_machine("rtx6000"))
-    again = parse_machine(
-        machine_toml(msgspec.structs.replace(machine, measured_on="here")).encode(), "again"
-    )
-    assert again == msgspec.structs.replace(machine, measured_on="here")

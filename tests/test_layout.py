@@ -78,7 +78,11 @@ def test_extents_are_aligned_do_not_overlap_and_fit_in_their_page(layout: Weight
             assert extent.offset % 64 == 0
             assert extent.offset >= end
             end = extent.offset + extent.nbytes
+            if extent.tensor.endswith("norm"):
+                assert extent.rows == (0, *shapes[extent.tensor]), "vectors are never cut"
         assert page.nbytes == end <= layout.page_bytes
+        parts = sum(extent.rows != (0, shapes[extent.tensor][0]) for extent in page.extents)
+        assert parts <= 1, "no page holds parts of two matrices, or two parts of one"
 
 
 @given(layout=layouts())
@@ -102,15 +106,7 @@ def test_pages_are_numbered_by_layer_the_dense_part_first_and_never_mix_experts(
         )
     assert tuple(in_order) == layout.pages
     assert [page.id for page in layout.pages] == list(range(len(layout.pages)))
-
-
-@given(layout=layouts())
-def test_vectors_are_never_cut(layout: WeightLayout) -> None:
-    shapes = _paged_shapes(layout.config)
-    for page in layout.pages:
-        for extent in page.extents:
-            if extent.tensor.endswith("norm"):
-                assert extent.rows == (0, *shapes[extent.tensor])
+    assert weight_layout(config, layout.dtype, layout.page_bytes) == layout, "the same for everybody"
 
 
 @given(layout=layouts())
@@ -129,13 +125,6 @@ def test_a_matrix_is_cut_only_where_no_page_holds_it_and_into_the_fewest_equal_p
         assert len(others) + 1 == -(-shapes[name][0] // (most // multiple * multiple))
         assert {*others[:-1]} <= {first}
         assert others[-1] <= first
-
-
-@given(layout=layouts())
-def test_no_page_holds_parts_of_two_matrices_or_two_parts_of_one(layout: WeightLayout) -> None:
-    shapes = _paged_shapes(layout.config)
-    for page in layout.pages:
-        assert sum(extent.rows != (0, shapes[extent.tensor][0]) for extent in page.extents) <= 1
 
 
 def _rows_of_parts(layout: WeightLayout) -> dict[str, list[int]]:
@@ -158,30 +147,19 @@ def test_by_default_slots_for_an_expert_are_full_and_layers_take_few_more_pages_
         assert len(pages) <= 1.5 * sum(page.nbytes for page in pages) / layout.page_bytes + 1
 
 
-@given(layout=layouts())
-def test_the_same_arguments_give_the_same_cut(layout: WeightLayout) -> None:
-    assert weight_layout(layout.config, layout.dtype, layout.page_bytes) == layout
-
-
-def test_by_default_an_expert_is_one_page() -> None:
+def test_by_default_an_expert_is_one_page_or_cut_into_equal_ones_of_at_most_64_mib() -> None:
     layout = weight_layout(MIXTRAL)
     assert len(layout.expert(3, 7)) == 1
     assert len(layout.dense(3)) == 1
     assert layout.page_bytes == 3 * 1024 * 3584 * 2
-
-
-def test_by_default_a_large_expert_is_cut_into_equal_pages_of_at_most_64_mib() -> None:
     sizes = [page.nbytes for page in weight_layout(SHAPES["mixtral-8x7b"]).expert(0, 0)]
     assert sizes == 6 * [7168 * 4096 * 2]
-
-
-def test_the_dtype_in_memory_may_differ_from_the_checkpoint() -> None:
-    assert weight_layout(MIXTRAL, "float32").globals_bytes == 2 * weight_layout(MIXTRAL).globals_bytes
 
 
 def test_what_lies_outside_the_pages_is_counted() -> None:
     layout = weight_layout(MIXTRAL)
     assert layout.globals_bytes == (2 * 32000 * 1024 + 1024) * 2
+    assert weight_layout(MIXTRAL, "float32").globals_bytes == 2 * layout.globals_bytes
     tied = weight_layout(msgspec.structs.replace(MIXTRAL, tied_embeddings=True))
     assert tied.globals_bytes == (32000 * 1024 + 1024) * 2
 
@@ -202,12 +180,9 @@ def test_the_named_shapes_have_the_parameters_that_they_are_known_for() -> None:
     }
 
 
-def test_pages_too_small_for_a_row_are_refused_with_the_size_that_would_do() -> None:
+def test_pages_too_small_for_a_row_and_unknown_dtypes_are_refused() -> None:
     with pytest.raises(BadInput, match=r"a page of 1,000 bytes .* give at least 2,048"):
         weight_layout(MIXTRAL, page_bytes=1000)
-
-
-def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(BadInput, match=r"'int3' is unknown; choose one of float32, bfloat16"):
         weight_layout(MIXTRAL, "int3")
 

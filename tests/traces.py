@@ -16,9 +16,12 @@ from moesched.engine import Engine
 from moesched.errors import TaskFailed
 from moesched.seams import Demand
 from moesched.tasks import Block, Collective, Kernel, Lane, Work
-from moesched.trace import LastSteps, Recorder, Recording
+from moesched.trace import About, LaneName, LastSteps, Recorder, Recording, Slice, TaskInfo
 
 Event = dict[str, Any]
+
+PREDICTED = About(driver="virtual", policy="P", machine="t4", model="m")
+MEASURED = About(driver="realtime", policy="P", machine="t4", model="m")
 
 
 class _Free:
@@ -96,6 +99,11 @@ def tasks_of(recording: Recording) -> list[tuple[Any, ...]]:
         )
         for each in recording.slices
     )
+
+
+def slice_of(number: int, lane: LaneName, verb: str, start: int, end: int, step: int = 1) -> Slice:
+    """A slice of a recording by hand."""
+    return Slice(number, lane, TaskInfo(verb, verb, "Kernel", verb, ""), step, start, end)
 
 
 def timetable(recording: Recording) -> list[tuple[int, str, str, int, int, int]]:
