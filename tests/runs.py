@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.engine import Engine
+from moesched.inputs.options import Objective
 from moesched.machines import Machine, load_machine
+from moesched.machines.cost import cost_model
 from moesched.machines.staging import staged
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plugins import make_policy
+from moesched.planner import Setting, splits_kv
+from moesched.plugins import find, make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.assembly import assemble, observers_of
 from moesched.runs.decisions import simulated_decisions
@@ -28,6 +31,16 @@ from moesched.trace import About, LastSteps, Recorder, Recording
 FORTY_PERCENT = {"gpu": 700_000_000}
 
 """A budget that `mixtral-0.8b` in bfloat16 (1.6 GB) does not fit."""
+
+
+class Ended:
+    """Observer that keeps the tasks that ended."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def ended(self, task: Task) -> None:
+        self.tasks.append(task)
 
 
 class Run(NamedTuple):
@@ -90,6 +103,35 @@ def make_plan(
     policy.plan(plan)
     plan.check()
     return plan
+
+
+def setting(
+    policy: str,
+    *,
+    shape: str = "mixtral-8x7b",
+    machine: Machine | None = None,
+    lengths: Sequence[int] = (100,) * 512,
+    new_tokens: int = 16,
+    objective: Objective = "throughput",
+    **budgets: int,
+) -> Setting:
+    """What a policy is planned for; by default Mixtral 8x7B on a T4."""
+    where, layout, make = (
+        machine or load_machine("t4"),
+        weight_layout(SHAPES[shape]),
+        find("policies", policy),
+    )
+    return Setting(
+        make=make,
+        machine=where,
+        layout=layout,
+        lengths=tuple(lengths),
+        new_tokens=new_tokens,
+        cost=cost_model(where, layout.dtype),
+        budgets=budgets,
+        splits_kv=splits_kv(make, where),
+        objective=objective,
+    )
 
 
 def cached_on_host(plan: Plan) -> int:

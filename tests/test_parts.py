@@ -22,6 +22,7 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
+from tables import table
 
 
 def built(**parts: str) -> Machine:
@@ -53,14 +54,7 @@ def test_the_figures_of_a_gpu_are_plausible(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("series", "times"),
-    [
-        ("GeForce RTX 30", 2),
-        ("GeForce RTX 40", 2),
-        ("GeForce RTX 50", 2),
-        ("RTX Ada", 4),
-        ("RTX A", 4),
-        ("Quadro RTX", 8),
-    ],
+    table("published.md", "Series of GPUs"),
 )
 def test_the_matrix_units_of_a_series_have_one_ratio_to_its_cores(series: str, times: float) -> None:
     gpus = [gpu for gpu in library().gpus.values() if gpu.series == series]
@@ -95,39 +89,15 @@ def test_profiles_that_ship_and_the_library_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spelt", "meant"),
-    [
-        ("RTX 3090", ("RTX 3090", 1)),
-        ("rtx3090", ("RTX 3090", 1)),
-        ("3090", ("RTX 3090", 1)),
-        ("NVIDIA GeForce RTX 3090 Ti", ("RTX 3090 Ti", 1)),
-        ("3090ti", ("RTX 3090 Ti", 1)),
-        ("RTX 3060 12GB", ("RTX 3060", 1)),
-        ("4090", ("RTX 4090", 1)),
-        ("4090 laptop", ("RTX 4090 Laptop", 1)),
-        ("2x RTX 3090", ("RTX 3090", 2)),
-        ("4xA6000", ("RTX A6000", 4)),
-        ("Tesla T4", ("T4", 1)),
-        ("7900 xtx", ("RX 7900 XTX", 1)),
-        ("H100 PCIe", ("H100 PCIe", 1)),
-    ],
-)
-def test_a_gpu_is_found_however_it_is_spelt(spelt: str, meant: tuple[str, int]) -> None:
-    gpu, count = find_gpu(spelt)
-    assert (gpu.name, count) == meant
+    ("spelt", "name", "count"), table("published.md", "GPUs"))
+def test_a_gpu_is_found_however_it_is_spelt(spelt: str, name: str, count: int) -> None:
+    gpu, found = find_gpu(spelt)
+    assert (gpu.name, found) == (name, count)
 
 
 @pytest.mark.parametrize(
     ("spelt", "meant"),
-    [
-        ("Ryzen 7950X", "Ryzen 9 7950X"),
-        ("AMD Ryzen 9 7950X3D", "Ryzen 9 7950X3D"),
-        ("i9-13900K", "Core i9-13900K"),
-        ("Intel Core i9 13900k", "Core i9-13900K"),
-        ("e5 2680v4", "Xeon E5-2680 v4"),
-        ("Xeon 8480+", "Xeon Platinum 8480+"),
-        ("2x EPYC 7763", "EPYC 7763"),
-    ],
+    table("published.md", "CPUs"),
 )
 def test_a_cpu_is_found_however_it_is_spelt(spelt: str, meant: str) -> None:
     assert find_cpu(spelt)[0].name == meant

@@ -14,17 +14,17 @@ from moesched.cli.main import main
 from moesched.errors import BadInput
 from moesched.inputs.options import Objective
 from moesched.machines import load_machine
-from moesched.machines.cost import cost_model
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import Proposal, Setting, plan_best, plan_model, plannable, splits_kv
+from moesched.planner import Proposal, Setting, plan_best, plan_model, plannable
 from moesched.planner.candidate import Candidate
 from moesched.planner.few_layers import few_layers
 from moesched.planner.missing import missing_bytes
 from moesched.planner.ranking import Ranked, in_order
 from moesched.planner.trial_run import MOST_STEPS
 from moesched.seams import is_expert_parallel
+from runs import setting
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
@@ -33,19 +33,8 @@ LAYOUT = weight_layout(SHAPES["mixtral-8x7b"])
 FEW_GPU_BYTES: dict[str, int | str] = {"gpu": "900MB", "host": "4GB"}
 
 
-def asking(policy: str, *, objective: Objective = "throughput", **budgets: int) -> Setting:
-    lengths = (100,) * 64 if objective == "throughput" else (100,)
-    return Setting(
-        make=plugins.find("policies", policy),
-        machine=T4,
-        layout=LAYOUT,
-        lengths=lengths,
-        new_tokens=32,
-        cost=cost_model(T4, LAYOUT.dtype),
-        budgets=budgets,
-        splits_kv=splits_kv(plugins.find("policies", policy), T4),
-        objective=objective,
-    )
+def asking(policy: str, **budgets: int) -> Setting:
+    return setting(policy, lengths=(100,) * 64, new_tokens=32, **budgets)
 
 
 @pytest.fixture(scope="module")

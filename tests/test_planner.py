@@ -27,29 +27,15 @@ from moesched.planner.search import best
 from moesched.planner.setting import Setting
 from moesched.planner.traits import Lesson, Shape, Share, TraitProbe, Traits
 from moesched.planner.trial_run import trial_run
-from moesched.plugins import make_policy
 from moesched.policies.cgopipe import CGOPipe
 from moesched.runs.simulation import simulate
 from moesched.steps.plan import Plan
+from runs import setting
 
 T4 = load_machine("t4")
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
 LAYOUT = weight_layout(SHAPES["mixtral-8x7b"])
-
-
-def setting(
-    policy: str, *, new_tokens: int = 16, lengths: tuple[int, ...] = (100,) * 512, **budgets: int
-) -> Setting:
-    return Setting(
-        make=lambda: make_policy(policy),
-        machine=T4,
-        layout=LAYOUT,
-        lengths=lengths,
-        new_tokens=new_tokens,
-        cost=cost_model(T4, "bfloat16"),
-        budgets=budgets,
-    )
 
 
 # -- the search -------------------------------------------------------------------------------------------------------

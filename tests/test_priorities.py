@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,10 +15,10 @@ from moesched.policies.resident import Resident
 from moesched.runs.simulation import simulate
 from moesched.steps.step import Step
 from moesched.steps.verbs.base import CLASSES, Priority
-from moesched.tasks import DEMAND, IDLE, PREFETCH, URGENT, Task, class_of
+from moesched.tasks import DEMAND, IDLE, PREFETCH, URGENT, class_of
 from moesched.testing import check_policy
 from moesched.trace import Recorder, Slice
-from runs import FORTY_PERCENT, make_plan, virtual_run
+from runs import FORTY_PERCENT, Ended, make_plan, virtual_run
 
 
 @given(st.lists(st.sampled_from([URGENT, DEMAND, PREFETCH, IDLE]), min_size=1, max_size=12))
@@ -73,15 +75,12 @@ def test_a_lane_runs_the_kernels_of_an_urgent_block_first() -> None:
 
 
 def test_a_priority_holds_for_the_kernels_of_its_block_and_for_no_transfer() -> None:
-    classes: dict[str, set[int]] = {}
-
-    class Watch:
-        def ended(self, task: Task) -> None:
-            if task.step > 0:
-                classes.setdefault(task.verb, set()).add(class_of(task))
-
-    policy = Urged()
-    simulate(make_plan(policy, budgets=FORTY_PERCENT), policy, observers=[Watch()])
+    policy, seen = Urged(), Ended()
+    simulate(make_plan(policy, budgets=FORTY_PERCENT), policy, observers=[seen])
+    classes: dict[str, set[int]] = defaultdict(set)
+    for task in seen.tasks:
+        if task.step > 0:
+            classes[task.verb].add(class_of(task))
     assert classes["pre_attention"] == classes["cpu_attention"] == {URGENT}
     assert classes["post_attention"] == classes["offload_qkv"] == classes["sample"] == {DEMAND}
 

@@ -17,6 +17,7 @@ from moesched.inputs.prompts import encode_prompts, parse_prompt_ids, read_promp
 from moesched.inputs.tokenizer import TextStream, Tokenizer, find_tokenizer
 from moesched.models.shapes import SHAPES
 from small_models import byte_tokenizer
+from tables import table
 
 CONFIG = msgspec.structs.replace(SHAPES["mixtral-0.8b"], vocabulary=260, max_positions=50)
 
@@ -48,15 +49,7 @@ def test_a_file_holds_one_prompt_a_line_as_text_or_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "no JSON",
-        "[1]",
-        '{"text": "a"}',
-        '{"prompt": 3}',
-        '{"prompt": "a", "prompt_ids": [1]}',
-        '"a"',
-        '{"prompt": ""}',
-    ],
+    [row for (row,) in table("broken_files.md", "Prompts")],
 )
 def test_a_line_that_is_no_prompt_is_told_with_file_and_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "prompts.jsonl"

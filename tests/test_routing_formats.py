@@ -30,6 +30,7 @@ from routing_traces import (
     write_records,
     write_rows,
 )
+from tables import table
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "routing.md"
@@ -340,41 +341,7 @@ ROWS = "layer,token,experts\n0,0,0 1\n1,0,2 3\n0,1,0 2\n1,1,1 3\n"
 
 @pytest.mark.parametrize(
     ("old", "new", "told"),
-    [
-        ("0 2", "0 4", ":4: there is no expert 4, as small has experts 0 to 3: give a trace of that model"),
-        ("0 2", "2 2", ":4: expert 2 is chosen twice: give 2 different experts"),
-        (
-            "0 2",
-            "0 -2",
-            ":4: '0,1,0 -2' is not a row: write whole numbers for layer,token,experts, and spaces between",
-        ),
-        ("0 2", "0;2", ":4: '0,1,0;2' is not a row"),
-        ("0 2", "0 2 3", ":4: a token has 3 experts, but small has top 2: give a trace of that model"),
-        ("0 2", "0 9999999999", ":4: '0,1,0 9999999999' is not a row"),
-        ("1,0,2", "2,0,2", ":3: there is no layer 2, as small has layers 0 to 1: give a trace of that model"),
-        ("1,0,2", "0,0,2", ":3: layer 0 of token 0 of request 0 comes a second time: remove one of the rows"),
-        (
-            "1,0,2 3\n",
-            "",
-            " has no row for layer 1 of token 0 of request 0: it was cut off, or lost rows; write one for",
-        ),
-        ("1,1,1 3\n", "", " has no row for layer 1 of token 1 of request 0: it was cut off"),
-        ("0,0,0 1\n1,0,2 3\n", "", " has no row for layer 0 of token 0 of request 0"),
-        ("0,1,0 2\n", "0,999999999,0 2\n", " has no row for layer 0 of token 1 of request 0"),
-        ("1,1,1 3\n", "1,1,1 3\n0,3,1 2\n1,3,1 2\n", " has no row for layer 0 of token 2 of request 0"),
-        ("1,1,1 3", "1,1", ":5: '1,1' is not a row"),
-        ("\n0,0,0 1\n1,0,2 3\n0,1,0 2\n1,1,1 3", "", " has no rows: write one for each token and layer"),
-        (
-            "\n1,0,2 3\n0,1,0 2\n1,1,1 3",
-            "\n0,1,0 2",
-            ": its number of layers is 1, but small has 2: give a trace of that model",
-        ),
-        (
-            "layer,token",
-            "token,layer",
-            " is not a profile or trace of routing, as it begins with 'token,layer,experts'",
-        ),
-    ],
+    table("broken_files.md", "Routing traces"),
 )
 def test_a_bad_row_is_refused_by_its_line_or_place(tmp_path: Path, old: str, new: str, told: str) -> None:
     assert ROWS.count(old) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,14 +13,11 @@ import moesched
 from moesched.errors import BadInput
 from moesched.inputs.options import SizeOptions
 from moesched.machines import Machine, load_machine
-from moesched.machines.cost import cost_model
 from moesched.machines.local import unified_machine
-from moesched.models.layout import weight_layout
-from moesched.models.shapes import SHAPES
 from moesched.planner import Setting
 from moesched.planner.sizing import choose_sizes
-from moesched.plugins import find
 from moesched.requests.batching import BatchSizes, batches_of
+from runs import setting
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
@@ -31,7 +30,6 @@ LAPTOP = unified_machine(
     memory_bandwidth=1e10,
     disk_bandwidth=1e9,
 )
-LAYOUT = weight_layout(SHAPES["mixtral-0.8b"])
 CACHE = 8192
 """Bytes of the KV cache for a token."""
 
@@ -39,15 +37,8 @@ CACHE = 8192
 def asking(
     policy: str, lengths: list[int], machine: Machine = LAPTOP, new_tokens: int = 4, **budgets: int
 ) -> Setting:
-    return Setting(
-        make=find("policies", policy),
-        machine=machine,
-        layout=LAYOUT,
-        lengths=tuple(lengths),
-        new_tokens=new_tokens,
-        cost=cost_model(machine, LAYOUT.dtype),
-        budgets=budgets,
-    )
+    small: dict[str, Any] = {"shape": "mixtral-0.8b", "machine": machine, "new_tokens": new_tokens}
+    return setting(policy, lengths=lengths, **small, **budgets)
 
 
 def test_all_prompts_run_together_where_they_fit() -> None:

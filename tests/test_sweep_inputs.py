@@ -18,6 +18,7 @@ from moesched.sweeps.line import Line, Sizes
 from moesched.sweeps.plots import Picture, default_x, draw_sweep
 from moesched.sweeps.store import Store
 from sweeping import FAULTY, SHORT, prepared
+from tables import table
 
 GUIDE = Path(__file__).parents[1] / "docs" / "sweeps.md"
 FIGURES = Figures({"t4": "gpu", "l4": "gpu"}, {"t4": 0.36})
@@ -272,15 +273,7 @@ def test_a_picture_of_many_series_names_the_best(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        ("batchsize = 1", r"s\.toml: unknown key 'batchsize': did you mean batch_size\?"),
-        ('colour = "red"', r"unknown key 'colour': use one of model, format, machine, "),
-        ("batch_size = []", r"s\.toml: batch_size is empty: give at least one value, or omit it"),
-        ('batch_size = ["two"]', r"s\.toml: batch_size: 'two' is not a whole number: write it so"),
-        ("settings = 3", r"s\.toml: settings is 3: give a table"),
-        ("[price]\nt4 = -1", r"s\.toml: price\.t4: -1 is not a number of dollars"),
-        ("batch_size = [1", r"s\.toml: not a sweep: "),
-    ],
+    table("broken_files.md", "Sweeps"),
 )
 def test_a_file_that_is_no_sweep_is_refused_in_one_line(
     command: Any, tmp_path: Path, text: str, said: str

@@ -17,6 +17,7 @@ from moesched.requests.workloads import (
     spread,
     workload_names,
 )
+from tables import table
 
 
 @pytest.mark.parametrize(
@@ -82,21 +83,7 @@ def test_a_workload_is_read_from_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        ("name = ", "not a workload"),
-        ('name = "x"\nnew_tokens = [1]\nrequests = 3\nprompt_tokens = [1]', "unknown field `requests`"),
-        ('name = "x"\nnew_tokens = [1]', r"give either \[prompts\] or a list prompt_tokens"),
-        ('name = "x"\nnew_tokens = []\nprompt_tokens = [1]', r"new_tokens is \[\]; give numbers above 0"),
-        ('name = "x"\nnew_tokens = [1]\nprompt_tokens = [0]', "a prompt of 0 tokens; give 1 or more"),
-        (
-            'name = "x"\nnew_tokens = [1]\nprompts = {average = 9, largest = 5}',
-            "give 1 <= average <= largest, and distinct from 1 to 10,000",
-        ),
-        (
-            'name = "x"\nnew_tokens = [1]\nprompts = {average = 9, largest = 99, distinct = 3}',
-            "3 prompts cannot be that; give more distinct ones",
-        ),
-    ],
+    table("broken_files.md", "Workloads"),
 )
 def test_a_file_that_is_no_workload_is_told_with_its_name(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "mine.toml"
