@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.engine import Engine
-from moesched.inputs.options import Objective
 from moesched.machines import Machine, load_machine
 from moesched.machines.cost import cost_model
 from moesched.machines.staging import staged
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import Setting, splits_kv
+from moesched.planner import Setting
 from moesched.plugins import find, make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.assembly import assemble, observers_of
@@ -107,30 +106,23 @@ def make_plan(
 
 def setting(
     policy: str,
+    budgets: Mapping[str, int] | None = None,
     *,
     shape: str = "mixtral-8x7b",
     machine: Machine | None = None,
     lengths: Sequence[int] = (100,) * 512,
     new_tokens: int = 16,
-    objective: Objective = "throughput",
-    **budgets: int,
 ) -> Setting:
     """What a policy is planned for; by default Mixtral 8x7B on a T4."""
-    where, layout, make = (
-        machine or load_machine("t4"),
-        weight_layout(SHAPES[shape]),
-        find("policies", policy),
-    )
+    where, layout = machine or load_machine("t4"), weight_layout(SHAPES[shape])
     return Setting(
-        make=make,
+        make=find("policies", policy),
         machine=where,
         layout=layout,
         lengths=tuple(lengths),
         new_tokens=new_tokens,
         cost=cost_model(where, layout.dtype),
-        budgets=budgets,
-        splits_kv=splits_kv(make, where),
-        objective=objective,
+        budgets=dict(budgets or {}),
     )
 
 

@@ -234,22 +234,27 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(native: NativeKernels, co
     assert counts == {expert: rows for expert, rows in enumerate(grouping.counts) if rows}
 
 
-@pytest.mark.parametrize("tokens", [129, 513, 1100])
-def test_many_tokens_have_the_bits_that_each_has_alone(native: NativeKernels, tokens: int) -> None:
-    kernels, weights = kernels_of(PLAIN, native), weights_of(PLAIN)
-    hidden_TD = random(tokens, PLAIN.hidden, seed=64)
-    attended_TX = random(tokens, PLAIN.attention.query_width, seed=65)
-    angles = functions.rotary(torch.arange(tokens), PLAIN.attention.head_dim, PLAIN.attention.rope_theta)
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [*((name, MOST_TOKENS) for name in MODELS), *(("Mixtral", n) for n in (129, 513, 1100))],
+)
+def test_a_token_has_the_same_bits_alone_and_beside_few_or_many_others(
+    native: NativeKernels, name: str, tokens: int
+) -> None:
+    config = MODELS[name]
+    kernels, weights = kernels_of(config, native), weights_of(config)
+    hidden_TD = random(tokens, config.hidden, seed=64)
+    attended_TX = random(tokens, config.attention.query_width, seed=65)
+    angles = functions.rotary(torch.arange(tokens), config.attention.head_dim, config.attention.rope_theta)
     together = inputs(kernels, hidden_TD, weights, angles)
     out_TD, _, counts = after_attention(kernels, hidden_TD, attended_TX, weights)
-    assert sum(counts.values()) == tokens * PLAIN.routed.top_k
-    for token in (0, 127, 128, 511, 512, tokens - 1):
-        row = slice(min(token, tokens - 1), min(token, tokens - 1) + 1)
-        own_angles = angles[0][row], angles[1][row]
-        assert torch.equal(together[row], inputs(kernels, hidden_TD[row], weights, own_angles))
-        assert torch.equal(
-            out_TD[row], after_attention(kernels, hidden_TD[row], attended_TX[row], weights)[0]
-        )
+    assert sum(counts.values()) == tokens * config.routed.top_k
+    for start, stop in ((0, 1), (3, 8), (127, 129), (511, 513), (tokens - 1, tokens)):
+        rows = slice(min(start, tokens - 1), min(stop, tokens))
+        own_angles = angles[0][rows], angles[1][rows]
+        assert torch.equal(together[rows], inputs(kernels, hidden_TD[rows], weights, own_angles))
+        own, *_ = after_attention(kernels, hidden_TD[rows], attended_TX[rows], weights)
+        assert torch.equal(out_TD[rows], own)
 
 
 def test_the_memory_of_prompts_is_not_kept() -> None:
@@ -269,26 +274,6 @@ def test_experts_are_weighted_and_added_to_the_residual_with_one_rounding(native
     ours = kernels_of(config, native).combine(Memory(2))(y_nD, rows_Tk, weights_Tk, residual_TD)
     exact = residual_TD.double() + (y_nD[rows_Tk].double() * weights_Tk[..., None].double()).sum(dim=1)
     assert ((ours.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
-
-
-def test_a_token_has_the_same_bits_whatever_the_other_tokens(
-    native: NativeKernels, config: ModelConfig
-) -> None:
-    kernels, weights = kernels_of(config, native), weights_of(config)
-    hidden_TD = random(MOST_TOKENS, config.hidden, seed=56)
-    attended_TX = random(MOST_TOKENS, config.attention.query_width, seed=57)
-    angles = functions.rotary(
-        torch.arange(MOST_TOKENS), config.attention.head_dim, config.attention.rope_theta
-    )
-    together = inputs(kernels, hidden_TD, weights, angles)
-    out_TD, *_ = after_attention(kernels, hidden_TD, attended_TX, weights)
-    for start, stop in ((0, 1), (3, 8), (15, 16)):
-        rows = slice(start, stop)
-        own_angles = angles[0][rows], angles[1][rows]
-        assert torch.equal(together[rows], inputs(kernels, hidden_TD[rows], weights, own_angles))
-        assert torch.equal(
-            out_TD[rows], after_attention(kernels, hidden_TD[rows], attended_TX[rows], weights)[0]
-        )
 
 
 @pytest.mark.skipif(not instruction_sets(), reason=availability())

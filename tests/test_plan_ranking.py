@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from moesched import plugins
 from moesched.cli.main import main
@@ -17,7 +18,7 @@ from moesched.machines import load_machine
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import Proposal, Setting, plan_best, plan_model, plannable
+from moesched.planner import Proposal, Setting, plan_best, plan_model, plannable, splits_kv
 from moesched.planner.candidate import Candidate
 from moesched.planner.few_layers import few_layers
 from moesched.planner.missing import missing_bytes
@@ -34,7 +35,8 @@ FEW_GPU_BYTES: dict[str, int | str] = {"gpu": "900MB", "host": "4GB"}
 
 
 def asking(policy: str, **budgets: int) -> Setting:
-    return setting(policy, lengths=(100,) * 64, new_tokens=32, **budgets)
+    where = setting(policy, budgets, lengths=(100,) * 64, new_tokens=32)
+    return replace(where, splits_kv=splits_kv(plugins.find("policies", policy), T4))
 
 
 @pytest.fixture(scope="module")

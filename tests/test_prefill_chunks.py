@@ -316,21 +316,10 @@ def test_of_several_requests_some_have_their_first_token_before_the_others(model
 
 
 def test_the_table_tells_of_the_first_token(command: Any, model: Path) -> None:
-    said = command("run", model, "--policy", "resident", "--prompt-ids", "1,2,3", "--max-new-tokens", 3)
-    assert "first token, on average" in said.out
-    said = command(
-        "run",
-        model,
-        "--policy",
-        "resident",
-        "--prompt-ids",
-        "1,2,3",
-        "--prefill-chunk",
-        2,
-        "--max-new-tokens",
-        3,
-    )
-    assert "prompts in chunks of 2 tokens" in said.out
+    asked = ("--policy", "resident", "--prompt-ids", "1,2,3", "--max-new-tokens", 3, "--prefill-chunk", 2)
+    said = command("run", model, *asked).out
+    assert "first token, on average" in said
+    assert "prompts in chunks of 2 tokens" in said
 
 
 def test_a_width_that_fits_in_chunks_is_told_and_fits() -> None:

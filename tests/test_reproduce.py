@@ -298,17 +298,8 @@ def test_the_results_meet_the_bar_and_the_fitted_cells() -> None:
 
 def test_the_command_prints_writes_and_draws_a_section(command: Any, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    said = command(
-        "reproduce",
-        "moe-lightning",
-        "--only",
-        "cpu-attention",
-        "--report",
-        report,
-        "--out",
-        tmp_path,
-        "--json",
-    )
+    options = ("--only", "cpu-attention", "--report", report, "--out", tmp_path, "--json")
+    said = command("reproduce", "moe-lightning", *options)
     assert said.code == 0
     found = json.loads(said.out)
     assert json.loads(report.read_text()) == found

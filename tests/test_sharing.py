@@ -21,31 +21,27 @@ def wants(**shares: float) -> Demand:
     return Demand(1.0, tuple(shares.items()))
 
 
-def test_tasks_that_leave_enough_for_each_other_run_at_full_speed() -> None:
-    assert fair_rates([wants(memory=0.5), wants(memory=0.5), wants(link=1.0)]) == (1, 1, 1)
-
-
-def test_two_that_want_all_get_half_each() -> None:
-    assert fair_rates([wants(memory=1.0), wants(memory=1.0)]) == pytest.approx((0.5, 0.5))
-
-
-def test_one_that_wants_little_is_slowed_no_more_than_one_that_wants_much() -> None:
-    slow, fast = fair_rates([wants(memory=1.0), wants(memory=0.25)])
-    assert slow == fast == pytest.approx(0.8)
-
-
-def test_what_a_task_that_is_held_elsewhere_leaves_goes_to_the_others() -> None:
-    held, other, free = fair_rates([wants(link=1.0, memory=0.5), wants(link=1.0), wants(memory=1.0)])
-    assert (held, other) == pytest.approx((0.5, 0.5))
-    assert free == pytest.approx(0.75)
-
-
-def test_a_task_that_wants_nothing_is_never_slowed() -> None:
-    assert fair_rates([wants(memory=1.0), wants(memory=1.0), wants()]) == pytest.approx((0.5, 0.5, 1.0))
-
-
-def test_a_share_that_rounds_to_nothing_holds_nobody_up() -> None:
-    assert fair_rates([wants(memory=0.0), wants(memory=0.0)]) == (1, 1)
+@pytest.mark.parametrize(
+    ("shares", "rates"),
+    [
+        ([{"memory": 0.5}, {"memory": 0.5}, {"link": 1.0}], (1, 1, 1)),
+        ([{"memory": 1.0}, {"memory": 1.0}], (0.5, 0.5)),
+        ([{"memory": 1.0}, {"memory": 0.25}], (0.8, 0.8)),
+        ([{"link": 1.0, "memory": 0.5}, {"link": 1.0}, {"memory": 1.0}], (0.5, 0.5, 0.75)),
+        ([{"memory": 1.0}, {"memory": 1.0}, {}], (0.5, 0.5, 1)),
+        ([{"memory": 0.0}, {"memory": 0.0}], (1, 1)),
+    ],
+    ids=[
+        "tasks that leave enough for each other run at full speed",
+        "two that want all get half each",
+        "one that wants little is slowed no more than one that wants much",
+        "what a task that is held elsewhere leaves goes to the others",
+        "a task that wants nothing is never slowed",
+        "a share that rounds to nothing holds nobody up",
+    ],
+)
+def test_rates_are_fair(shares: list[dict[str, float]], rates: tuple[float, ...]) -> None:
+    assert fair_rates([wants(**each) for each in shares]) == pytest.approx(rates)
 
 
 demands = st.lists(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,8 +35,9 @@ CACHE = 8192
 def asking(
     policy: str, lengths: list[int], machine: Machine = LAPTOP, new_tokens: int = 4, **budgets: int
 ) -> Setting:
-    small: dict[str, Any] = {"shape": "mixtral-0.8b", "machine": machine, "new_tokens": new_tokens}
-    return setting(policy, lengths=lengths, **small, **budgets)
+    return setting(
+        policy, budgets, shape="mixtral-0.8b", lengths=lengths, machine=machine, new_tokens=new_tokens
+    )
 
 
 def test_all_prompts_run_together_where_they_fit() -> None:
