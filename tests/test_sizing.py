@@ -1,6 +1,8 @@
-"""Default sizes come from the planner, for the named policy; given sizes stay."""
+"""Default sizes come from the planner; given sizes stay; policies run with the smallest budget that fits."""
 
 from __future__ import annotations
+
+from bisect import bisect_left
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +14,18 @@ from moesched.errors import BadInput
 from moesched.inputs.options import SizeOptions
 from moesched.machines import Machine, load_machine
 from moesched.machines.local import unified_machine
-from moesched.planner import Setting
+from moesched.models.config import ModelConfig
+from moesched.models.layout import weight_layout
+from moesched.models.shapes import SHAPES
+from moesched.planner import Setting, plannable
 from moesched.planner.sizing import choose_sizes
+from moesched.plugins import find
+from moesched.requests.batch import split_batch
 from moesched.requests.batching import BatchSizes, batches_of
+from moesched.runs.planning import plan_run
+from moesched.runs.simulation import simulate
+from moesched.seams import Policy
+from moesched.steps.plan import Plan
 from runs import setting
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
@@ -117,3 +128,36 @@ def test_a_simulation_without_sizes_runs_the_plan_and_reaches_what_it_predicts()
     assert report.peak_bytes == proposal.predicted.peak_bytes
     predicted = proposal.predicted.throughput_tokens_per_second
     assert report.throughput_tokens_per_second == pytest.approx(predicted, rel=0.02)
+
+
+# -- the smallest budget that fits -----------------------------------------------------------------
+
+DENSE = SHAPES["mixtral-0.8b"].varied(name="dense", form="llama", experts=1, top_k=1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    policy=st.sampled_from(plannable()),
+    model=st.sampled_from([SHAPES["mixtral-0.8b"], DENSE, DENSE.varied(window=64)]),
+    more=st.sampled_from([0, 1, 10**6, 10**8]),
+    size=st.integers(1, 3),
+)
+def test_policies_run_over_the_edge_of_the_smallest_budget_that_fits(
+    policy: str, model: ModelConfig, more: int, size: int
+) -> None:
+    machine, layout = load_machine("t4"), weight_layout(model)
+    batch = split_batch([7, 3, 5, 2], 3, size)
+
+    def planned(budget: int) -> tuple[Plan, Policy]:
+        made = find("policies", policy)()
+        return plan_run(machine, layout, batch, made, {"gpu": budget}), made
+
+    def fits(budget: int) -> bool:
+        try:
+            planned(budget)
+        except BadInput:
+            return False
+        return True
+
+    least = bisect_left(range(4 * 10**9), True, key=fits)
+    assert simulate(*planned(least + more)).peak_bytes["gpu"] <= least + more
