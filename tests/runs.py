@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.engine import Engine
+from moesched.jobs.report import JobReport
+from moesched.jobs.simulate_model import simulate_model
 from moesched.machines import Machine, load_machine
 from moesched.machines.cost import cost_model
 from moesched.machines.staging import staged
@@ -102,6 +104,13 @@ def make_plan(
     policy.plan(plan)
     plan.check()
     return plan
+
+
+def predicted(policy: str, model: str = "mixtral-0.8b", **options: Any) -> JobReport:
+    """A simulation without a band; by default of mtbench on a T4."""
+    return simulate_model(
+        model, policy=policy, **{"machine": "t4", "workload": "mtbench", "band": False} | options
+    )
 
 
 def setting(

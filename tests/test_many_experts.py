@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -167,6 +166,7 @@ def test_heads_are_normalised_as_many_together_as_the_weight_is_long(together: i
 
 
 # ---------------------------------------------------------------- configurations
+
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from moesched.inputs.lookup import find_shape
 from moesched.models.checkpoint import open_checkpoint
-from moesched.models.shapes import SHAPES
 from moesched.models.headers import header_copy
 from moesched.models.layers import FeedForward, GroupedAttention
 from moesched.models.reading import read_config
+from moesched.models.shapes import SHAPES
 from stored_checkpoints import (
     published,
     refusal,

@@ -88,8 +88,7 @@ def test_profiles_that_ship_and_the_library_agree() -> None:
         assert load_machine(profile).memories["gpu"].bandwidth == part.bandwidth
 
 
-@pytest.mark.parametrize(
-    ("spelt", "name", "count"), table("published.md", "GPUs"))
+@pytest.mark.parametrize(("spelt", "name", "count"), table("published.md", "GPUs"))
 def test_a_gpu_is_found_however_it_is_spelt(spelt: str, name: str, count: int) -> None:
     gpu, found = find_gpu(spelt)
     assert (gpu.name, found) == (name, count)

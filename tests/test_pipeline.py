@@ -188,23 +188,6 @@ def test_on_one_accelerator_it_is_flexgen() -> None:
     assert submitted[0] == submitted[1]
 
 
-def test_a_replayed_pipeline_is_the_one_that_was_built() -> None:
-    reports = []
-    for replay in (False, True):
-        policy = make_policy("flexgen_pipeline")
-        plan = plan_run(TWO, SMALL, split_batch([32] * 8, 6, 2), policy, {"gpu": 500_000_000})
-        watch = Ended()
-        report = simulate(plan, policy, sharing=False, replay=replay, observers=[watch])
-        assert any(task.work.resource == "gpu 1" for task in watch.tasks if task.verb == "attention")
-        tasks = sorted(
-            (task.start, task.label, task.lane.name, task.work.resource)
-            for task in watch.tasks
-            if task.step >= 0 and task.verb != "join"
-        )
-        reports.append((report.simulated_seconds, report.lanes, report.tasks, tasks))
-    assert reports[0] == reports[1]
-
-
 # -- why it does not scale -------------------------------------------------------------------------
 
 LAYOUT = weight_layout(SHAPES["mixtral-8x22b"], page_bytes=1 << 30)

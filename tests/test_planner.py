@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from statistics import fmean
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from moesched.cli.main import main
 from moesched.errors import BadInput
 from moesched.inputs.options import Objective
-from moesched.jobs.simulate_model import simulate_model
 from moesched.machines import Machine, load_machine
 from moesched.machines.cost import cost_model
 from moesched.machines.sustained import at_peak
@@ -30,7 +29,7 @@ from moesched.planner.trial_run import trial_run
 from moesched.policies.cgopipe import CGOPipe
 from moesched.runs.simulation import simulate
 from moesched.steps.plan import Plan
-from runs import setting
+from runs import predicted, setting
 
 T4 = load_machine("t4")
 pytestmark = pytest.mark.usefixtures("as_users_run")
@@ -343,27 +342,10 @@ def test_a_few_layers_have_room_for_the_copies_that_all_layers_have_room_for() -
 @pytest.mark.parametrize("policy", ["cgopipe", "expert_cache", "layer_split"])
 @pytest.mark.parametrize("objective", ["throughput", "interactive"])
 def test_a_row_has_the_figures_that_a_simulation_of_its_sizes_has(policy: str, objective: Objective) -> None:
-    budgets: dict[str, int | str] = {"gpu": "900MB", "host": "1700MB"}
-    [row] = plan_model(
-        "mixtral-0.8b",
-        machine="t4",
-        policy=policy,
-        workload="uniform",
-        gen=24,
-        objective=objective,
-        budgets=budgets,
-    ).ranking
+    wanted: dict[str, Any] = {"workload": "uniform", "gen": 24, "budgets": {"gpu": "900MB", "host": "1700MB"}}
+    [row] = plan_model("mixtral-0.8b", machine="t4", policy=policy, objective=objective, **wanted).ranking
     assert not row.estimate
-    report = simulate_model(
-        "mixtral-0.8b",
-        machine="t4",
-        policy=policy,
-        workload="uniform",
-        gen=24,
-        budgets=budgets,
-        batch_size=row.batch_size,
-        micro_batch_size=row.micro_batch_size,
-    )
+    report = predicted(policy, batch_size=row.batch_size, micro_batch_size=row.micro_batch_size, **wanted)
     assert report.throughput_tokens_per_second == pytest.approx(row.throughput_tokens_per_second, rel=0.03)
     assert fmean(report.step_seconds[1:]) == pytest.approx(row.decode_step_seconds, rel=0.03)
     assert report.first_token_seconds == pytest.approx(row.first_token_seconds, rel=0.03)

@@ -164,17 +164,6 @@ def test_counts_of_a_trace_never_fall_though_tasks_start_in_another_order() -> N
     assert samples == [(5, 1), (9, 2), (10, 2)]
 
 
-@pytest.mark.parametrize("steps", [2, 3, 9])
-def test_a_replayed_run_counts_as_one_that_is_built(steps: int) -> None:
-    counted = []
-    for replay in (False, True):
-        policy, recorder = make_policy("cgopipe"), Recorder()
-        plan = make_plan(policy, budgets=FORTY_PERCENT, new_tokens=steps)
-        report = simulate(plan, policy, replay=replay, sharing=False, recorder=recorder)
-        counted.append((report.pools, recorder.recording().pools))
-    assert counted[0] == counted[1]
-
-
 # -- reports ---------------------------------------------------------------------------------------
 
 

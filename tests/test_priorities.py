@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,10 +13,9 @@ from moesched.policies.cgopipe import CGOPipe
 from moesched.policies.resident import Resident
 from moesched.runs.simulation import simulate
 from moesched.steps.step import Step
-from moesched.steps.verbs.base import CLASSES, Priority
+from moesched.steps.verbs.base import Priority
 from moesched.tasks import DEMAND, IDLE, PREFETCH, URGENT, class_of
 from moesched.testing import check_policy
-from moesched.trace import Recorder, Slice
 from runs import FORTY_PERCENT, Ended, make_plan, virtual_run
 
 
@@ -88,19 +86,6 @@ def test_a_priority_holds_for_the_kernels_of_its_block_and_for_no_transfer() -> 
 def test_a_trace_names_the_class() -> None:
     slices = virtual_run(Urged(), budgets=FORTY_PERCENT).recording.slices
     assert {each.task.priority_class for each in slices if each.task.verb == "cpu_attention"} == {URGENT}
-
-
-@pytest.mark.parametrize("priority", CLASSES)
-def test_a_replay_has_the_times_of_the_run(priority: Priority) -> None:
-    def slices(*, replay: bool) -> list[Slice]:
-        policy, recorder = Urged(priority), Recorder()
-        plan = make_plan(policy, budgets=FORTY_PERCENT, new_tokens=7)
-        simulate(plan, policy, sharing=False, replay=replay, recorder=recorder)
-        return sorted(recorder.recording().slices, key=lambda each: each.id)
-
-    assert [(each.start, each.end) for each in slices(replay=True)] == [
-        (each.start, each.end) for each in slices(replay=False)
-    ]
 
 
 def test_priorities_change_no_token() -> None:

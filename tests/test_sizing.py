@@ -26,7 +26,7 @@ from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
-from runs import setting
+from runs import predicted, setting
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
@@ -120,14 +120,12 @@ def test_a_simulation_without_sizes_runs_the_plan_and_reaches_what_it_predicts()
     proposal = moesched.plan_model(
         "mixtral-0.8b", machine="t4", policy="cgopipe", gen=8, budgets=budgets, band=False
     )
-    report = moesched.simulate_model(
-        "mixtral-0.8b", machine="t4", policy="cgopipe", workload="mtbench", gen=8, budgets=budgets, band=False
-    )
+    report = predicted("cgopipe", gen=8, budgets=budgets)
     assert report.plan.batch_size == proposal.plan.batch_size
     assert report.plan.micro_batch_size == proposal.plan.micro_batch_size
     assert report.peak_bytes == proposal.predicted.peak_bytes
-    predicted = proposal.predicted.throughput_tokens_per_second
-    assert report.throughput_tokens_per_second == pytest.approx(predicted, rel=0.02)
+    planned = proposal.predicted.throughput_tokens_per_second
+    assert report.throughput_tokens_per_second == pytest.approx(planned, rel=0.02)
 
 
 # -- the smallest budget that fits -----------------------------------------------------------------
