@@ -15,6 +15,7 @@ from benchmarks.shared.random_models import (
     dbrx,
     hugging_face_logits,
     load_model,
+    mixtral,
     olmoe,
     prompts_of,
     qwen,
@@ -83,8 +84,9 @@ def test_tokens_of_a_random_model_cut_into_small_pages_equal_those_of_hugging_fa
         partial(qwen, hidden_size=128, num_hidden_layers=3),
         partial(olmoe, hidden_size=128, num_hidden_layers=3),
         partial(dbrx, d_model=128, ffn={"ffn_hidden_size": 256}, n_layers=4),
+        partial(mixtral, hidden_size=128, intermediate_size=256, num_hidden_layers=4),
     ],
-    ids=["qwen", "olmoe", "dbrx"],
+    ids=["qwen", "olmoe", "dbrx", "mixtral"],
 )
 def test_bfloat16_is_about_as_close_to_float32_as_hugging_face_is(tmp_path: Path, make: Any) -> None:
     ours, theirs = [], []

@@ -71,7 +71,14 @@ ODD = {
         partial(mixtral, num_local_experts=1, num_experts_per_tok=1), router_of_one_expert
     ),
     "all experts": Odd(partial(mixtral, num_local_experts=3, num_experts_per_tok=3)),
+    "one expert of three": Odd(partial(mixtral, num_local_experts=3, num_experts_per_tok=1)),
+    "four experts of 16": Odd(partial(mixtral, num_local_experts=16, num_experts_per_tok=4)),
+    "three experts of five": Odd(partial(mixtral, num_local_experts=5, num_experts_per_tok=3)),
+    "three heads of ten": Odd(partial(mixtral, num_attention_heads=3, num_key_value_heads=3, head_dim=10)),
+    "one key-value head": Odd(partial(mixtral, num_attention_heads=6, num_key_value_heads=1, head_dim=8)),
+    "a window longer than the prompts": Odd(partial(mixtral, sliding_window=100)),
     "a window of one token": Odd(partial(mixtral, sliding_window=1)),
+    "heads narrower than the hidden state": Odd(partial(mixtral, hidden_size=44, head_dim=6)),
     "heads wider than the hidden state": Odd(partial(mixtral, head_dim=24)),
     "other epsilon": Odd(partial(mixtral, rms_norm_eps=0.1)),
     "fast rotation": Odd(partial(mixtral, rope_parameters={"rope_type": "default", "rope_theta": 2.0})),
@@ -80,6 +87,7 @@ ODD = {
     "tied embeddings and another head": Odd(mixtral, config_says(tie_word_embeddings=True)),
     "no dtype": Odd(mixtral, config_says(dtype=None, torch_dtype=None)),
     "llama": Odd(partial(dense, LlamaForCausalLM, LlamaConfig)),
+    "mistral": Odd(partial(dense, MistralForCausalLM, MistralConfig, sliding_window=None)),
     "mistral, window": Odd(partial(dense, MistralForCausalLM, MistralConfig, sliding_window=5)),
     "ministral, a window in every second layer": Odd(
         partial(

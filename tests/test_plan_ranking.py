@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 from msgspec.structs import replace
 
 from moesched import plugins
-from moesched.cli.main import main
 from moesched.errors import BadInput
 from moesched.inputs.options import Objective
 from moesched.machines import load_machine
@@ -211,42 +209,35 @@ def test_a_policy_that_does_not_fit_is_last_with_what_it_lacks() -> None:
     assert last.lacks == "78.1 GB more gpu would"
 
 
-def test_where_nothing_fits_the_ranking_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--model", "dbrx", "--machine", "t4", "--for", "latency", "--json"]
-    assert main(arguments) == 2
-    told = capsys.readouterr()
-    printed = json.loads(told.out)
-    assert printed["plan"] is None
-    assert all(not row["fits"] and row["missing_bytes"] > 60e9 for row in printed["ranking"])
-    assert {row["policy"] for row in printed["ranking"]} == set(plannable())
-    assert told.err.count("\n") == 1
-    assert re.search(r"would fit with [0-9.]+ GB more host$", told.err)
-    assert "--batch-size" not in told.err, "the planner chose the sizes"
+def test_where_nothing_fits_the_ranking_says_what_is_missing(command: Any) -> None:
+    said = command(*["plan", "--model", "dbrx", "--machine", "t4", "--for", "latency", "--json"])
+    assert (said.code, said.json["plan"]) == (2, None)
+    assert all(not row["fits"] and row["missing_bytes"] > 60e9 for row in said.json["ranking"])
+    assert {row["policy"] for row in said.json["ranking"]} == set(plannable())
+    assert said.err.count("\n") == 1
+    assert re.search(r"would fit with [0-9.]+ GB more host$", said.err)
+    assert "--batch-size" not in said.err, "the planner chose the sizes"
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_the_ranking_that_others_rely_on(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--model", "mixtral-0.8b", "--machine", "t4", "--gen", "8", "--for", "interactive"]
-    arguments += ["--budget", "gpu=900MB"]
-    assert main([*arguments, "--json"]) == 0
-    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
-    for row in printed["ranking"]:
-        assert row.keys() >= {
-            "policy",
-            "throughput_tokens_per_second",
-            "decode_step_seconds",
-            "first_token_seconds",
-            "bound_by",
-            "fits",
-            "missing_bytes",
-        }
-    assert main(arguments) == 0
-    told = capsys.readouterr().out
+def test_the_command_prints_the_plan_and_the_ranking_that_others_rely_on(command: Any) -> None:
+    line = "plan --model mixtral-0.8b --machine t4 --gen 8 --for interactive --budget gpu=900MB --no-band"
+    printed = command(*line.split(), "--json").json
+    plan = "batch_size micro_batch_size attention_on_gpu ffn_on_gpu weights_on_gpu kv_on_gpu"
+    predicted = "throughput_tokens_per_second decode_step_seconds bound_by peak_bytes"
+    row = "policy throughput_tokens_per_second decode_step_seconds first_token_seconds bound_by fits missing_bytes"
+    assert printed["plan"].keys() >= {*plan.split()}
+    assert printed["predicted"].keys() >= {*predicted.split()}
+    assert all(each.keys() >= {*row.split()} for each in printed["ranking"])
+    told = command(*line.split()).out
     assert "best plan for interactive" in told
+    assert f"batch, micro-batches of  {printed['plan']['batch_size']}" in told
+    assert f"{printed['predicted']['bound_by']} is the bottleneck" in told
     assert "policies for interactive" in told
     assert "resident does not fit: " in told and "more gpu would" in told
+    assert printed["band"] is None and "least certain rate" not in told
 
 
 def test_an_objective_that_there_is_not_is_told_from_python_too() -> None:

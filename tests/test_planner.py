@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from statistics import fmean
 from typing import Any, get_args
 
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from moesched.cli.main import main
 from moesched.errors import BadInput
 from moesched.inputs.options import Objective
 from moesched.machines import Machine, load_machine
@@ -264,33 +262,6 @@ def test_a_model_that_does_not_fit_is_refused_by_how_many_bytes_of_what() -> Non
 def test_a_plan_cannot_be_for_no_tokens() -> None:
     with pytest.raises(BadInput, match="--gen is 0"):
         plan_model("mixtral-8x7b", machine="t4", gen=0)
-
-
-def test_the_command_prints_what_others_rely_on(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--model", "mixtral-0.8b", "--machine", "t4", "--policy", "cgopipe", "--gen", "8"]
-    arguments += ["--budget", "gpu=2GB", "--budget", "host=4GB"]
-    main([*arguments, "--json"])
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["plan"].keys() >= {
-        "batch_size",
-        "micro_batch_size",
-        "attention_on_gpu",
-        "ffn_on_gpu",
-        "weights_on_gpu",
-        "kv_on_gpu",
-    }
-    assert printed["predicted"].keys() >= {
-        "throughput_tokens_per_second",
-        "decode_step_seconds",
-        "bound_by",
-        "peak_bytes",
-    }
-    main([*arguments, "--no-band"])
-    told = capsys.readouterr().out
-    assert printed["band"] is not None
-    assert "least certain rate" not in told
-    assert f"batch, micro-batches of  {printed['plan']['batch_size']}" in told
-    assert f"{printed['predicted']['bound_by']} is the bottleneck" in told
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed, TransportError
 from moesched.seams import Demand, Exchange
 from moesched.tasks import Block, Collective, Discipline, Kernel, Lane, Task, Work
-from moesched.testing import check_transport
 from moesched.transports.inproc import InprocTransport
 
 ONE = np.ones(1, np.float32)
@@ -258,10 +257,6 @@ def test_a_policy_error_on_one_rank_ends_the_others_with_it() -> None:
 
 
 # -- the transport ---------------------------------------------------------------------------------
-
-
-def test_the_in_process_transport_keeps_what_transports_promise() -> None:
-    check_transport(lambda ranks: [InprocTransport(ranks)] * ranks)
 
 
 def test_a_rank_that_gives_up_is_named_to_the_others() -> None:

@@ -30,7 +30,6 @@ from moesched.requests.workloads import given_lengths, load_workload
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
 PAPER = moe_lightning()
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def all_cells() -> list[tuple[Column, Row]]:
@@ -296,18 +295,35 @@ def test_the_results_meet_the_bar_and_the_fitted_cells() -> None:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_writes_and_draws_a_section(command: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("paper", "sections", "says", "drawn"),
+    [
+        ("moe-lightning", {"cpu-attention": (16, [False, True, False])}, "", "cpu-attention"),
+        (
+            "mac-cluster", {"table-6": (30, []), "packing": (13, [True] * 3)},
+            "idle time after which an array is unwired", "packing",
+        ),
+        (
+            "twiddler", {"microbenchmarks": (16, [False, True])},
+            "an expert's weights, read by the GPU", "microbenchmarks",
+        ),
+    ],
+)  # fmt: skip
+def test_the_command_prints_writes_and_draws_sections(
+    command: Any, tmp_path: Path, paper: str, sections: dict[str, Any], says: str, drawn: str
+) -> None:
     report = tmp_path / "report.json"
-    options = ("--only", "cpu-attention", "--report", report, "--out", tmp_path, "--json")
-    said = command("reproduce", "moe-lightning", *options)
+    said = command("reproduce", paper, "--only", *sections, "--report", report, "--out", tmp_path)
     assert said.code == 0
-    found = json.loads(said.out)
-    assert json.loads(report.read_text()) == found
+    assert says in said.out
+    found = json.loads(report.read_text())
     assert {"paper", "title", "calibration", "accuracy", "sections", "wall_seconds"} <= found.keys()
-    assert [row["rate"] for row in found["calibration"]] == ["flexgen_attention", "link", "kernels"]
-    (section,) = found["sections"]
-    assert section["name"] == "cpu-attention"
-    assert len(section["rows"]) == 16
-    assert {"where", "what", "paper", "ours", "agrees", "because"} == section["claims"][0].keys()
-    assert (tmp_path / "moe-lightning-cpu-attention.png").read_bytes().startswith(PNG)
-    assert (tmp_path / "moe-lightning-cpu-attention.svg").read_bytes().startswith(b"<?xml")
+    assert found["paper"] == paper
+    assert {
+        each["name"]: (len(each["rows"]), [claim["agrees"] for claim in each["claims"]])
+        for each in found["sections"]
+    } == sections
+    claims = [claim for each in found["sections"] for claim in each["claims"]]
+    assert all({"where", "what", "paper", "ours", "agrees", "because"} == each.keys() for each in claims)
+    assert (tmp_path / f"{paper}-{drawn}.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert (tmp_path / f"{paper}-{drawn}.svg").read_bytes().startswith(b"<?xml")

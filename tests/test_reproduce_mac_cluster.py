@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.usefixtures("as_users_run")
 
 PAPER = mac_paper()
 NAIVE, BUSY, AIDED, *_ = PAPER.systems
-PNG = b"\x89PNG\r\n\x1a\n"
 TOKENS = 6
 
 
@@ -182,23 +180,6 @@ def test_balanced_experts_are_never_slower_and_a_tenth_faster_on_four_nodes() ->
     assert ratios.keys() == set(range(2, 9))
     assert min(ratios.values()) >= 1
     assert ratios[4] >= 1.1
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
-def test_the_command_prints_writes_and_draws_a_section(command: Any, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    said = command(
-        "reproduce", "mac-cluster", "--only", "packing", "table-6", "--report", report, "--out", tmp_path
-    )
-    assert said.code == 0
-    assert "idle time after which an array is unwired" in said.out
-    found = json.loads(report.read_text())
-    table, packing = found["sections"]
-    assert (table["name"], len(table["rows"])) == ("table-6", 30)
-    assert all(claim["agrees"] for claim in packing["claims"])
-    assert (tmp_path / "mac-cluster-packing.png").read_bytes().startswith(PNG)
 
 
 def _section(name: str) -> dict[str, Any]:

@@ -96,13 +96,6 @@ def test_what_is_no_text_is_told(tmp_path: Path) -> None:
         read_routing_profile(tmp_path / "routing.csv")
 
 
-def test_a_profile_of_another_model_is_refused_with_both_shapes(tmp_path: Path) -> None:
-    write_profile(PROFILE, tmp_path / "routing.csv")
-    told = "is of small, 4 layers of 4 experts, top 2, but dbrx has 40 layers of 16 experts, top 4"
-    with pytest.raises(BadInput, match=told):
-        find_choices(str(tmp_path / "routing.csv"), DBRX)
-
-
 def test_a_counted_profile_is_what_choices_are_drawn_by(tmp_path: Path) -> None:
     write_profile(PROFILE, tmp_path / "routing.csv")
     choices = find_choices(str(tmp_path / "routing.csv"), SMALL, {"locality": 0.2})

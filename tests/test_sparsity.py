@@ -77,12 +77,3 @@ def test_without_prompts_tokens_are_drawn_by_lot_and_the_seed_says_which(command
     assert first["random_prompts"] is True
     assert first["tokens"] == 16 * 64
     assert first["below"] != other["below"]
-
-
-def test_a_file_of_prompts_without_prompts_is_told_in_one_line(
-    command: Any, model: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "prompts.jsonl").write_text("\n")
-    said = command("sparsity", model, "--prompts", tmp_path / "prompts.jsonl")
-    assert (said.code, said.out) == (2, "")
-    assert "holds no prompts" in said.err
