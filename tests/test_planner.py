@@ -205,7 +205,7 @@ def test_a_micro_batch_takes_the_bytes_of_all_layers_wherever_its_cache_is() -> 
 @pytest.mark.parametrize("policy", ["cgopipe", "resident", "layer_streaming", "cpu_ffn", "expert_cache"])
 def test_a_workload_whose_first_prompts_are_its_longest_is_planned_too(policy: str) -> None:
     small = weight_layout(SHAPES["mixtral-0.8b"])
-    lengths = [2000] * 64 + [20] * 3936
+    lengths = [2000] * 64 + [20] * 960
     found = plan_best(T4, small, lengths, 8, policies=[policy], budgets={"gpu": 2 * 10**9})
     assert found.seen.batch_size >= 4
 
@@ -229,7 +229,7 @@ def test_a_look_at_a_schedule_tells_what_all_of_it_comes_to(policy: str) -> None
 
 @pytest.fixture(scope="module")
 def proposal() -> Proposal:
-    return plan_model("mixtral-8x7b", machine=at_peak(T4), gen=32)
+    return plan_model("mixtral-8x7b", machine=at_peak(T4), gen=32, band=False)
 
 
 def test_the_plan_for_mixtral_on_a_t4_streams_weights_and_attends_on_the_host(proposal: Proposal) -> None:
@@ -243,7 +243,7 @@ def test_the_plan_for_mixtral_on_a_t4_streams_weights_and_attends_on_the_host(pr
 
 
 def test_where_everything_fits_weights_stay() -> None:
-    proposal = plan_model("mixtral-0.8b", machine="h200", gen=8, policy="cgopipe", band=False)
+    proposal = plan_model("mixtral-0.8b", machine="h200", gen=4, policy="cgopipe", band=False)
     assert proposal.plan.weights_on_gpu == 1
 
 
@@ -310,8 +310,10 @@ def test_a_few_layers_have_room_for_the_copies_that_all_layers_have_room_for() -
 # -- the table and a simulation ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["cgopipe", "expert_cache", "layer_split"])
-@pytest.mark.parametrize("objective", ["throughput", "interactive"])
+@pytest.mark.parametrize(
+    ("policy", "objective"),
+    [("cgopipe", "interactive"), ("expert_cache", "throughput"), ("layer_split", "interactive")],
+)
 def test_a_row_has_the_figures_that_a_simulation_of_its_sizes_has(policy: str, objective: Objective) -> None:
     wanted: dict[str, Any] = {"workload": "uniform", "gen": 24, "budgets": {"gpu": "900MB", "host": "1700MB"}}
     [row] = plan_model("mixtral-0.8b", machine="t4", policy=policy, objective=objective, **wanted).ranking
