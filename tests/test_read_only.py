@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -30,75 +30,60 @@ from moesched.testing.policy_checks import Clock
 from moesched.testing.symbolic import SymbolicDevice
 
 
-def set_layers(step: Step, plan: Plan) -> None:
-    step.layers = step.layers[:2]
-
-
-def set_micro_batches(step: Step, plan: Plan) -> None:
-    step.micro_batches = step.micro_batches[:1]
-
-
-def say_it_is_the_last(step: Step, plan: Plan) -> None:
-    step.last = True
-
-
-def forget_the_layers(step: Step, plan: Plan) -> None:
-    del step.layers
-
-
-def replace_a_verb(step: Step, plan: Plan) -> None:
-    step.attention = step.cpu_attention  # type: ignore[method-assign]  # as a policy without types would
-
-
-def set_layers_of_the_plan(step: Step, plan: Plan) -> None:
-    plan.layers = plan.layers[:2]
+def write_attribute(called: str, name: str, value: Any) -> Mistake:
+    """A policy that assigns to an attribute of the step or of the plan."""
+    return lambda step, plan: setattr({"step": step, "plan": plan}[called], name, value)
 
 
 def raise_a_budget(step: Step, plan: Plan) -> None:
     plan.memory("accelerator").capacity *= 2
 
 
-def forget_a_memory(step: Step, plan: Plan) -> None:
-    plan.memories.clear()  # type: ignore[attr-defined]
-
-
 def make_a_kernel_free(step: Step, plan: Plan) -> None:
     plan.machine.processors["gpu"].flops["bfloat16"] = 1e30
 
 
-def change_the_order_of_lanes(step: Step, plan: Plan) -> None:
-    plan.discipline = "in_order"
+MISTAKES: dict[str, tuple[Mistake, str]] = {
+    "layers": (
+        write_attribute("step", "layers", range(2)),
+        "layers of a Step cannot be changed: loop over a part",
+    ),
+    "micro-batches": (
+        write_attribute("step", "micro_batches", [0]),
+        "micro_batches of a Step cannot be changed",
+    ),
+    "the last step": (write_attribute("step", "last", True), "last of a Step cannot be changed"),
+    "no layers": (lambda step, plan: delattr(step, "layers"), "layers of a Step cannot be changed"),
+    "a verb": (write_attribute("step", "attention", print), "attention of a Step cannot be changed"),
+    "layers of the plan": (
+        write_attribute("plan", "layers", range(2)),
+        "layers of a Plan cannot be changed: declare with the plan's methods",
+    ),
+    "a budget": (raise_a_budget, "capacity of a Memory cannot be changed"),
+    "no memories": (
+        lambda step, plan: plan.memories.clear(),  # type: ignore[attr-defined]  # as a policy without types would
+        r"read-only: copy it first, with dict\(\.\.\.\): .* no attribute 'clear'",
+    ),
+    "a free kernel": (make_a_kernel_free, "read-only: copy it first"),
+    "the order of lanes": (write_attribute("plan", "discipline", "in_order"), "discipline: the plan is made"),
+    "more that is kept": (
+        lambda step, plan: plan.keep(plan.layout.pages[:1]),
+        "keep: the plan is made and its memory reserved",
+    ),
+    "the end of the step": (
+        lambda step, plan: step.close(),
+        "close: a step is closed once prefill or decode has ended: return instead",
+    ),
+}
 
 
-def keep_more(step: Step, plan: Plan) -> None:
-    plan.keep(plan.layout.pages[:1])
-
-
-def close_the_step(step: Step, plan: Plan) -> None:
-    step.close()
-
-
-MISTAKES: list[tuple[Mistake, str]] = [
-    (set_layers, "layers of a Step cannot be changed: loop over a part of it"),
-    (set_micro_batches, "micro_batches of a Step cannot be changed"),
-    (say_it_is_the_last, "last of a Step cannot be changed"),
-    (forget_the_layers, "layers of a Step cannot be changed"),
-    (replace_a_verb, "attention of a Step cannot be changed"),
-    (set_layers_of_the_plan, "layers of a Plan cannot be changed: declare with the plan's methods"),
-    (raise_a_budget, "capacity of a Memory cannot be changed"),
-    (forget_a_memory, r"read-only: copy it first, with dict\(\.\.\.\): .* no attribute 'clear'"),
-    (make_a_kernel_free, "read-only: copy it first"),
-    (change_the_order_of_lanes, "discipline: the plan is made"),
-    (keep_more, "keep: the plan is made and its memory reserved"),
-    (close_the_step, "close: a step is closed once prefill or decode has ended: return instead"),
-]
-
-
-@pytest.mark.parametrize(("mistake", "says"), MISTAKES, ids=[each.__name__ for each, _ in MISTAKES])
-def test_a_policy_that_changes_what_it_sees_is_refused_at_its_own_line(mistake: Mistake, says: str) -> None:
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_policy_that_changes_what_it_sees_is_refused_at_its_own_line(name: str) -> None:
+    mistake, says = MISTAKES[name]
     error = refused(Meddling(mistake))
     assert re.search(says, str(error))
-    assert policy_line(error) == f"{__file__}:{mistake.__code__.co_firstlineno + 1}"
+    first = mistake.__code__.co_firstlineno
+    assert policy_line(error) in [f"{__file__}:{number}" for number in (first, first + 1)]
 
 
 def test_a_plan_whose_layers_are_cut_while_it_is_made_is_refused() -> None:
@@ -271,7 +256,7 @@ class Remembers(Everything):
     pools: ClassVar[list[Pool]] = []
     pages: ClassVar[list[Page]] = []
 
-    def __init__(self, use: Callable[[Remembers, Step], Awaitable[object]]) -> None:
+    def __init__(self, use: Callable[[Remembers, Step], object]) -> None:
         self.use = use
 
     async def prefill(self, step: Step) -> None:
@@ -282,7 +267,7 @@ class Remembers(Everything):
         await super().prefill(step)
 
     async def decode(self, step: Step) -> None:
-        await self.use(self, step)
+        self.use(self, step)
         await super().decode(step)
 
 
@@ -296,34 +281,20 @@ def remembered() -> Iterator[None]:
         each.clear()
 
 
-async def old_embed(policy: Remembers, step: Step) -> None:
-    policy.kept[0].embed(0)
-
-
-async def old_evict(policy: Remembers, step: Step) -> None:
-    policy.kept[0].evict(step.pages(2)[-1:], policy.pool)
-
-
-async def old_promote(policy: Remembers, step: Step) -> None:
-    policy.kept[0].promote(step.pages(2)[-1:], policy.pool)
-
-
-async def old_cancel(policy: Remembers, step: Step) -> None:
-    policy.kept[0].cancel(step.pages(2)[-1:], policy.pool)
-
-
-async def old_fetch(policy: Remembers, step: Step) -> None:
-    policy.kept[0].fetch(step.pages(2)[-1:], policy.pool)
-
-
-async def old_offload(policy: Remembers, step: Step) -> None:
-    policy.kept[0].offload_kv(0, 0)
+USES: dict[str, Callable[[Remembers, Step], object]] = {
+    "embed": lambda policy, step: policy.kept[0].embed(0),
+    "evict": lambda policy, step: policy.kept[0].evict(step.pages(2)[-1:], policy.pool),
+    "promote": lambda policy, step: policy.kept[0].promote(step.pages(2)[-1:], policy.pool),
+    "cancel": lambda policy, step: policy.kept[0].cancel(step.pages(2)[-1:], policy.pool),
+    "fetch": lambda policy, step: policy.kept[0].fetch(step.pages(2)[-1:], policy.pool),
+    "offload_kv": lambda policy, step: policy.kept[0].offload_kv(0, 0),
+}
 
 
 @pytest.mark.usefixtures("remembered")
-@pytest.mark.parametrize("use", [old_embed, old_evict, old_promote, old_cancel, old_fetch, old_offload])
-def test_a_verb_of_a_step_that_is_over_is_refused(use: Any) -> None:
-    assert "prefill step 0 is over: use the step that this" in str(refused(Remembers(use)))
+@pytest.mark.parametrize("verb", USES)
+def test_a_verb_of_a_step_that_is_over_is_refused(verb: str) -> None:
+    assert "prefill step 0 is over: use the step that this" in str(refused(Remembers(USES[verb])))
 
 
 @pytest.mark.usefixtures("remembered")
@@ -352,31 +323,23 @@ def test_a_step_of_another_run_is_refused_while_its_policy_waits() -> None:
         run_on_symbols(policy, plan, peers=[peer])
 
 
-async def foreign_pool(policy: Remembers, step: Step) -> None:
-    step.fetch(step.pages(2)[-1:], policy.pools[0])
-
-
-async def foreign_page(policy: Remembers, step: Step) -> None:
-    step.fetch(policy.pages, policy.pool)
-
-
 @pytest.mark.usefixtures("remembered")
 @pytest.mark.parametrize(
     ("use", "says"),
     [
-        (foreign_pool, "fetch: pool last belongs to another run: use a pool that this run's plan made"),
         (
-            foreign_page,
+            lambda policy, step: step.fetch(step.pages(2)[-1:], policy.pools[0]),
+            "fetch: pool last belongs to another run: use a pool that this run's plan made",
+        ),
+        (
+            lambda policy, step: step.fetch(policy.pages, policy.pool),
             "fetch: page L0 dense #0 belongs to another model or layout: take pages from plan.layout",
         ),
     ],
 )
 def test_what_belongs_to_another_run_is_refused(use: Any, says: str) -> None:
-    async def nothing(policy: Remembers, step: Step) -> None:
-        """The first run is as it should be."""
-
     other = Case(name="other", machine=CASE.machine, layers=3, weights=1.2, experts=8)
-    run_on_symbols(policy := Remembers(nothing), other.plan(policy))
+    run_on_symbols(policy := Remembers(lambda policy, step: None), other.plan(policy))
     assert says in str(refused(Remembers(use)))
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from engine_script import WORK, Script, meet
 from moesched.drivers.realtime import RealtimeDriver
+from moesched.drivers.rendezvous import Rendezvous
 from moesched.drivers.validation import CheckedEngine, CheckedSharedEngine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed, TransportError
@@ -21,12 +22,17 @@ from moesched.transports.inproc import InprocTransport
 
 ONE = np.ones(1, np.float32)
 
+
+def two_ranks() -> tuple[Script, Script, Rendezvous]:
+    first, second = Script(net="ready_first"), Script(net="ready_first")
+    return first, second, meet(first, second)
+
+
 # -- the rendezvous --------------------------------------------------------------------------------
 
 
 def test_a_collective_starts_on_all_ranks_once_the_last_one_has_arrived() -> None:
-    first, second = Script(net="ready_first"), Script(net="ready_first")
-    ranks = meet(first, second)
+    first, second, ranks = two_ranks()
     first.collective("sum", "net")
     ranks.collect()
     assert first.started() == []
@@ -65,8 +71,7 @@ def test_a_collective_that_waits_for_other_ranks_does_not_slip_into_a_free_lane(
 
 
 def test_other_tasks_use_the_lane_while_a_collective_waits_for_other_ranks() -> None:
-    first, second = Script(net="ready_first"), Script(net="ready_first")
-    ranks = meet(first, second)
+    first, _, ranks = two_ranks()
     first.collective("sum", "net")
     ranks.collect()
     first.submit("send", "net")
@@ -91,8 +96,7 @@ def test_admitted_collectives_take_ready_first_lanes_in_the_same_order_on_all_ra
 
 
 def test_ranks_that_say_different_things_are_told_what_each_said() -> None:
-    first, second = Script(net="ready_first"), Script(net="ready_first")
-    ranks = meet(first, second)
+    first, second, ranks = two_ranks()
     task = first.collective("sum", "net", says="sum of 3 floats")
     second.collective("sum", "net", says="sum of 4 floats")
     ranks.collect()
@@ -135,8 +139,7 @@ def test_a_cancelled_collective_is_cancelled_on_the_ranks_that_are_there_and_on_
 
 
 def test_an_admitted_collective_counts_as_started_since_the_other_ranks_rely_on_it() -> None:
-    first, second = Script(net="ready_first"), Script(net="ready_first")
-    ranks = meet(first, second)
+    first, second, ranks = two_ranks()
     first.submit("send", "net")
     first.collective("sum", "net")
     second.collective("sum", "net")
@@ -160,8 +163,7 @@ def test_a_rank_whose_input_failed_takes_the_others_with_it() -> None:
 
 
 def test_a_rank_that_ended_early_is_named_to_those_who_wait_for_it() -> None:
-    first, second = Script(net="ready_first"), Script(net="ready_first")
-    ranks = meet(first, second)
+    first, _, ranks = two_ranks()
     task = first.collective("sum", "net")
     ranks.collect()
     ranks.leave(1, None)
@@ -173,8 +175,7 @@ def test_a_rank_that_ended_early_is_named_to_those_who_wait_for_it() -> None:
 
 
 def test_a_rank_that_ended_well_still_takes_part_in_what_it_submitted() -> None:
-    first, second = Script(net="ready_first"), Script(net="ready_first")
-    ranks = meet(first, second)
+    first, second, ranks = two_ranks()
     second.collective("sum", "net")
     ranks.collect()
     ranks.leave(1, None)

@@ -73,7 +73,7 @@ def check(report: JobReport, requests: int) -> None:
 
 @pytest.mark.parametrize("policy", ["flexgen", "expert_cache"], ids=["repeated steps", "all steps"])
 def test_a_prediction_has_them(policy: str) -> None:
-    sizes = {"gen": 9, "requests": 6, "batch_size": 4, "micro_batch_size": 2}
+    sizes: dict[str, Any] = {"gen": 9, "requests": 6, "batch_size": 4, "micro_batch_size": 2}
     report = predicted(policy, **sizes)
     check(report, 6)
     assert report.request_times is not None

@@ -310,29 +310,23 @@ def test_rates_of_a_kind_are_those_while_it_ran(streamed_run: Run) -> None:
 # -- files that cannot be written --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def run() -> Run:
-    """CGOPipe under 40 % of the weights: every kind of lane, transfers in two hops, views of many pages."""
-    return virtual_run("cgopipe", budgets=FORTY_PERCENT)
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full; this system has none")
-def test_a_full_disk_is_said_in_one_line(run: Run) -> None:
+def test_a_full_disk_is_said_in_one_line(streamed_run: Run) -> None:
     with pytest.raises(
         BadInput, match=r"^cannot write trace /dev/full: No space left on device: free some space"
     ):
-        write_trace("/dev/full", run.recording, run.about)
+        write_trace("/dev/full", streamed_run.recording, streamed_run.about)
     assert Path("/dev/full").is_char_device()
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_a_disk_that_fills_while_writing_leaves_what_was_there_before(
-    name: str, run: Run, tmp_path: Path
+    name: str, streamed_run: Run, tmp_path: Path
 ) -> None:
     path = tmp_path / name
     path.write_bytes(b"before")
     with largest_file(4096), pytest.raises(BadInput, match="File too large: raise the limit"):
-        write_trace(path, run.recording, run.about)
+        write_trace(path, streamed_run.recording, streamed_run.about)
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -346,18 +340,18 @@ def test_a_disk_that_fills_while_writing_leaves_what_was_there_before(
     ],
 )
 def test_a_place_that_cannot_be_written_to_is_named(
-    place: str, complaint: str, run: Run, tmp_path: Path
+    place: str, complaint: str, streamed_run: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "folder").mkdir()
     with pytest.raises(BadInput, match=re.escape(f"cannot write trace {tmp_path / place}: {complaint}")):
-        write_trace(tmp_path / place, run.recording, run.about)
+        write_trace(tmp_path / place, streamed_run.recording, streamed_run.about)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder"]
 
 
-def test_a_link_to_a_trace_stays_a_link(run: Run, tmp_path: Path) -> None:
+def test_a_link_to_a_trace_stays_a_link(streamed_run: Run, tmp_path: Path) -> None:
     (tmp_path / "link.json").symlink_to(tmp_path / "trace.json")
-    write_trace(tmp_path / "link.json", run.recording, run.about)
+    write_trace(tmp_path / "link.json", streamed_run.recording, streamed_run.about)
     assert (tmp_path / "link.json").is_symlink()
     assert check_trace(tmp_path / "trace.json") == []
 
@@ -410,29 +404,23 @@ def test_a_kind_of_tasks_may_last_nothing(command: Any, streamed_trace: Path, ot
 # -- recorders ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_bounded_recorder_keeps_the_last_steps_as_the_whole_one_shows_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_a_bounded_recorder_keeps_the_last_steps_as_the_whole_one_shows_them(
+    steps: int, tmp_path: Path
+) -> None:
     whole = virtual_run("cgopipe", budgets=FORTY_PERCENT, new_tokens=6).recording
-    last = virtual_run("cgopipe", LastSteps(2), budgets=FORTY_PERCENT, new_tokens=6)
+    last = virtual_run("cgopipe", LastSteps(steps), budgets=FORTY_PERCENT, new_tokens=6)
     kept = last.recording
-    assert kept.trimmed
-    assert kept.slices == [each for each in whole.slices if each.step >= 4]
+    assert kept.trimmed == (steps < 7)
+    assert kept.slices == [each for each in whole.slices if each.step >= 6 - steps]
     ids = {each.id for each in kept.slices}
     assert edges_by_id(kept) == {edge for edge in edges_by_id(whole) if set(edge) <= ids}
-    assert kept.joins < whole.joins
+    filled = {each.memory: each.pages for each in whole.memory}
+    assert {each.memory: each.pages for each in kept.memory} == filled, "slots that were filled before count"
+    assert kept == whole if steps == 7 else kept.joins < whole.joins
     write_trace(tmp_path / "trace.json", kept, last.about)
     assert check_trace(tmp_path / "trace.json") == []
     assert read_trace(tmp_path / "trace.json").recording == kept
-
-
-def test_a_bounded_recorder_remembers_which_slots_were_filled_before(run: Run) -> None:
-    kept = virtual_run("cgopipe", LastSteps(1), budgets=FORTY_PERCENT).recording
-    assert {(sample.memory, sample.pages) for sample in kept.memory} == {
-        (sample.memory, sample.pages) for sample in run.recording.memory if sample.time == run.recording.end
-    }
-
-
-def test_a_bounded_recorder_that_has_room_for_all_steps_keeps_all(run: Run) -> None:
-    assert virtual_run("cgopipe", LastSteps(4), budgets=FORTY_PERCENT).recording == run.recording
 
 
 def test_a_task_that_ends_after_its_step_was_dropped_does_not_come_back() -> None:
