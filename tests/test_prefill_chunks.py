@@ -1,9 +1,10 @@
-"""Long prompts in chunks: the same tokens under every policy, within the memory of a chunk."""
+"""Long prompts in chunks: the same tokens on one machine and on several, within the memory of a chunk."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import moesched
+from benchmarks.shared.forked_nodes import ForkServer
 from benchmarks.shared.random_models import mixtral
+from moesched.cluster.cluster_jobs import run_local
+from moesched.cluster.node_jobs import LONG_PROMPTS, Ask, NodeJob, NodeRun
 from moesched.errors import BadInput, OutOfOrder
+from moesched.inputs.options import SizeOptions
 from moesched.machines import load_machine
+from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
@@ -30,7 +36,7 @@ from moesched.steps.roles import Role
 from moesched.steps.step import Step
 from moesched.testing.symbolic import SymbolicDevice, expected_tokens
 from runs import predicted
-from small_models import small_model
+from small_models import SMALL, small_model
 
 POLICIES = (
     "resident",
@@ -310,3 +316,55 @@ def test_chunks_that_would_take_minutes_are_refused_with_a_sensible_size() -> No
     says = "--prefill-chunk is 1, and the batch has up to .* prompt tokens: give 64 or more, or omit it"
     with pytest.raises(BadInput, match=says):
         predicted("cgopipe", "mixtral-8x7b", batch_size=1024, prefill_chunk=1)
+
+
+# -- chunks on several nodes -----------------------------------------------------------------------
+
+LONG = [1 + number % 50 for number in range(LONG_PROMPTS + 1)]
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = SMALL.varied(layers=2, max_positions=2048)
+    return small_model(tmp_path_factory.mktemp("long") / "model", config=config)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sizes", "chunk"),
+    [
+        ([LONG], SizeOptions(), LONG_PROMPTS // 2 + 1),
+        ([LONG[: LONG_PROMPTS // 2]] * 2, SizeOptions(), LONG_PROMPTS // 2),
+        ([LONG[1:-1]], SizeOptions(), None),
+        ([LONG], SizeOptions(prefill_chunk=100), 100),
+        ([LONG, LONG], SizeOptions(batch_size=2, micro_batch_size=1), None),
+    ],
+    ids=["long", "long together", "short", "as asked", "two micro-batches already"],
+)
+def test_two_chunks_are_in_flight(
+    long_model: Path, prompts: list[list[int]], sizes: SizeOptions, chunk: int | None
+) -> None:
+    ask = Ask(nodes=2, node=0, prompts=prompts, new_tokens=2, sizes=sizes)
+    with closing(NodeJob(open_checkpoint(long_model), NodeRun(policy="ep_naive"))) as job:
+        found, _ = job.prepare(ask)
+    assert found.prefill_chunk == chunk
+
+
+@pytest.mark.parametrize("device", ["torch", "mlx"])
+@pytest.mark.parametrize("decentralised", [True, False])
+def test_the_tokens_are_those_of_one_process(
+    long_model: Path, server: ForkServer, device: str, decentralised: bool
+) -> None:
+    if device == "mlx":
+        pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
+    ours = run_local(
+        long_model,
+        [LONG],
+        nodes=2,
+        policy="ep_naive",
+        settings={"decentralised": decentralised},
+        device=device,
+        max_new_tokens=4,
+        start=server,
+    )
+    assert ours.plan.prefill_chunk == LONG_PROMPTS // 2 + 1
+    assert ours.tokens == moesched.run_model(long_model, [LONG], policy="resident", max_new_tokens=4).tokens
