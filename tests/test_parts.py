@@ -298,7 +298,7 @@ MACHINES = [
 
 
 @pytest.mark.parametrize("parts", MACHINES, ids=lambda parts: build_machine(parts).machine.name)
-def test_a_file_is_read_back_with_a_source_before_each_table(parts: Parts) -> None:
+def test_a_file_is_read_back_with_a_source_before_each_table_and_can_be_simulated(parts: Parts) -> None:
     machine = build_machine(parts)
     text = commented_toml(machine.machine, machine.comments)
     assert parse_machine(text.encode(), "text") == machine.machine
@@ -308,15 +308,6 @@ def test_a_file_is_read_back_with_a_source_before_each_table(parts: Parts) -> No
         if block.startswith("# "):
             seen |= figures
         assert figures <= seen, block
-
-
-@pytest.mark.parametrize("parts", MACHINES, ids=lambda parts: build_machine(parts).machine.name)
-def test_policies_can_be_simulated_on_a_machine_of_parts(parts: Parts) -> None:
-    policy = make_policy("cgopipe")
-    plan = plan_run(
-        build_machine(parts).machine,
-        weight_layout(SHAPES["mixtral-0.8b"]),
-        split_batch([5] * 4, 3, 2),
-        policy,
-    )
+    policy, layout = make_policy("cgopipe"), weight_layout(SHAPES["mixtral-0.8b"])
+    plan = plan_run(machine.machine, layout, split_batch([5] * 4, 3, 2), policy)
     assert simulate(plan, policy).prefill_seconds > 0

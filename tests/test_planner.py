@@ -37,6 +37,9 @@ LAYOUT = weight_layout(SHAPES["mixtral-8x7b"])
 
 # -- the search -------------------------------------------------------------------------------------------------------
 
+LIKE_CGOPIPE = Traits(
+    attention_on_gpu=False, ffn_on_gpu=True, kv_on_gpu=False, keeps=1.0, streams=True, buffer=2.0, fetch=0.1
+)
 seconds = st.floats(1e-5, 1e-2)
 
 
@@ -70,15 +73,7 @@ def shapes(draw: st.DrawFn) -> list[Shape]:
 def test_the_search_finds_what_trying_everything_finds(
     shapes: list[Shape], buffer: float, fetch: float
 ) -> None:
-    traits = Traits(
-        attention_on_gpu=False,
-        ffn_on_gpu=True,
-        kv_on_gpu=False,
-        keeps=1.0,
-        streams=True,
-        buffer=buffer,
-        fetch=fetch,
-    )
+    traits = replace(LIKE_CGOPIPE, buffer=buffer, fetch=fetch)
     where = setting("cgopipe")
     tried = [
         one
@@ -96,17 +91,8 @@ def test_the_search_finds_what_trying_everything_finds(
 @settings(max_examples=15, deadline=None)
 @given(shapes=shapes(), share=st.floats(0, 1))
 def test_the_search_keeps_to_a_share_of_the_kv_cache_that_is_given(shapes: list[Shape], share: float) -> None:
-    traits = Traits(
-        attention_on_gpu=False,
-        ffn_on_gpu=True,
-        kv_on_gpu=False,
-        keeps=1.0,
-        streams=True,
-        buffer=2.0,
-        fetch=0.1,
-    )
     split = [shape for shape in shapes if shape.resident]
-    found = best(replace(setting("cgopipe"), kv_on_gpu=share), traits, split) if split else None
+    found = best(replace(setting("cgopipe"), kv_on_gpu=share), LIKE_CGOPIPE, split) if split else None
     if found is not None:
         assert abs(found.resident - share * found.micro_batches) <= 0.5 + 1e-6
 

@@ -40,11 +40,11 @@ from moesched.tasks import (
     Task,
     Work,
 )
-from moesched.trace import Recorder, Recording, read_trace, write_trace
+from moesched.trace import Recorder, Recording
 from runs import FORTY_PERCENT, make_plan, realtime_run, virtual_run
 from test_pipeline import TWO
 from test_priorities import Urged
-from traces import run_graph, run_ranks
+from traces import kept, run_graph, run_ranks
 
 POLICIES = (
     "resident", "layer_streaming", "cgopipe", "expert_streaming", "flexgen", "flexgen_cpu", "fastdecode", "three_tiers",
@@ -56,9 +56,8 @@ POLICIES = (
 def test_a_predicted_run_takes_the_same_time_to_the_nanosecond(policy: str, tmp_path: Path) -> None:
     budgets = None if policy == "resident" else FORTY_PERCENT
     run = virtual_run(policy, budgets=budgets, new_tokens=5)
-    write_trace(tmp_path / "trace.json", run.recording, run.about)
-    read = read_trace(tmp_path / "trace.json").recording
-    assert replay_recording(read).slices == run.recording.slices
+    kept(run.recording, run.about, tmp_path)
+    assert replay_recording(run.recording).slices == run.recording.slices
 
 
 @pytest.mark.parametrize("policy", ["resident", "layer_streaming", "cgopipe"])
@@ -335,10 +334,8 @@ def test_a_prediction_has_no_handovers() -> None:
 @pytest.mark.parametrize("policy", ["cgopipe", "expert_streaming"])
 def test_a_trace_keeps_the_handovers(policy: str, tmp_path: Path) -> None:
     run = realtime_run(policy, budgets=FORTY_PERCENT)
-    write_trace(tmp_path / "trace.json", run.recording, run.about)
-    read = read_trace(tmp_path / "trace.json").recording
-    assert any(each.dispatch and each.submit_delay > 0 for each in read.slices)
-    assert mean_handovers(read) == mean_handovers(run.recording)
+    kept(run.recording, run.about, tmp_path)
+    assert any(each.dispatch and each.submit_delay > 0 for each in run.recording.slices)
 
 
 def chain(lanes: list[str]) -> Recording:

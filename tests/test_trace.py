@@ -36,6 +36,7 @@ from traces import (
     edges_by_id,
     edges_of,
     events_of,
+    kept,
     largest_file,
     ranks_that_meet,
     rewritten,
@@ -149,8 +150,7 @@ def test_two_runs_of_the_same_seed_give_the_same_bytes(
 def test_a_run_without_tasks_has_a_good_trace(tmp_path: Path) -> None:
     recorder = Recorder()
     recorder.watch(Engine([Lane("gpu")]))
-    write_trace(tmp_path / "trace.json", recorder.recording(), ABOUT)
-    assert check_trace(tmp_path / "trace.json") == []
+    kept(recorder.recording(), ABOUT, tmp_path)
     assert summarize(recorder.recording()).seconds == 0.0
 
 
@@ -226,19 +226,13 @@ def test_the_critical_path_crosses_ranks_where_a_collective_waited_for_another_r
     recording = ranks_that_meet(10, 90)
     hops = [(hop.slice.task.verb, hop.slice.lane.rank, hop.wait.why) for hop in critical_path(recording)]
     assert hops == [("compute", 1, "start"), ("all_reduce", 0, "rank"), ("after", 0, "data")]
-    write_trace(tmp_path / "trace.json", recording, ABOUT)
-    assert check_trace(tmp_path / "trace.json") == []
-    processes = [
-        event["args"]["name"]
-        for event in events_of(tmp_path / "trace.json")
-        if event["name"] == "process_name"
-    ]
+    events = kept(recording, ABOUT, tmp_path)
+    processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert processes == [
         "critical path, predicted",
         "rank 0: by hand, predicted",
         "rank 1: by hand, predicted",
     ]
-    assert read_trace(tmp_path / "trace.json").recording == recording
 
 
 def test_a_failed_task_is_shown_as_failed_and_a_cancelled_one_is_not_shown(tmp_path: Path) -> None:
@@ -258,17 +252,13 @@ def test_a_failed_task_is_shown_as_failed_and_a_cancelled_one_is_not_shown(tmp_p
         ("good", "done"),
         ("bad", "failed"),
     ]
-    write_trace(tmp_path / "trace.json", recording, ABOUT)
-    assert check_trace(tmp_path / "trace.json") == []
-    assert summarize(read_trace(tmp_path / "trace.json").recording).failed == 1
+    kept(recording, ABOUT, tmp_path)
+    assert summarize(recording).failed == 1
 
 
 def test_labels_and_paths_of_any_characters_survive(tmp_path: Path) -> None:
     verb = 'say "hé\\llo"\n\u2028, 世界'
-    recording = run_graph(lambda engine: engine.submit(task(engine.lanes[0], verb)), ['la"ne'])
-    write_trace(tmp_path / "trace.json", recording, ABOUT)
-    assert check_trace(tmp_path / "trace.json") == []
-    assert read_trace(tmp_path / "trace.json").recording == recording
+    kept(run_graph(lambda engine: engine.submit(task(engine.lanes[0], verb)), ['la"ne']), ABOUT, tmp_path)
 
 
 # -- figures ---------------------------------------------------------------------------------------------
@@ -410,17 +400,15 @@ def test_a_bounded_recorder_keeps_the_last_steps_as_the_whole_one_shows_them(
 ) -> None:
     whole = virtual_run("cgopipe", budgets=FORTY_PERCENT, new_tokens=6).recording
     last = virtual_run("cgopipe", LastSteps(steps), budgets=FORTY_PERCENT, new_tokens=6)
-    kept = last.recording
-    assert kept.trimmed == (steps < 7)
-    assert kept.slices == [each for each in whole.slices if each.step >= 6 - steps]
-    ids = {each.id for each in kept.slices}
-    assert edges_by_id(kept) == {edge for edge in edges_by_id(whole) if set(edge) <= ids}
+    found = last.recording
+    assert found.trimmed == (steps < 7)
+    assert found.slices == [each for each in whole.slices if each.step >= 6 - steps]
+    ids = {each.id for each in found.slices}
+    assert edges_by_id(found) == {edge for edge in edges_by_id(whole) if set(edge) <= ids}
     filled = {each.memory: each.pages for each in whole.memory}
-    assert {each.memory: each.pages for each in kept.memory} == filled, "slots that were filled before count"
-    assert kept == whole if steps == 7 else kept.joins < whole.joins
-    write_trace(tmp_path / "trace.json", kept, last.about)
-    assert check_trace(tmp_path / "trace.json") == []
-    assert read_trace(tmp_path / "trace.json").recording == kept
+    assert {each.memory: each.pages for each in found.memory} == filled, "slots that were filled before count"
+    assert found == whole if steps == 7 else found.joins < whole.joins
+    kept(found, last.about, tmp_path)
 
 
 def test_a_task_that_ends_after_its_step_was_dropped_does_not_come_back() -> None:
