@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,7 @@ SMALL = {"qwen3_moe": small("qwen3-30b-a3b", head_dim=10), "olmoe": small("olmoe
 # ---------------------------------------------------------------- Hugging Face
 
 
-@pytest.mark.parametrize("make", [random_qwen, random_olmoe, random_dbrx])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("seed", "make"), [*zip(range(9), cycle([random_qwen, random_olmoe, random_dbrx]))])
 def test_tokens_of_a_random_model_cut_into_small_pages_equal_those_of_hugging_face(
     tmp_path: Path, make: Any, seed: int
 ) -> None:

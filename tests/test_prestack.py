@@ -68,9 +68,14 @@ def test_every_weight_is_where_it_was_but_in_few_arrays(model: Path, by: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("device", "policy"), [("torch", "expert_streaming"), ("mlx", "resident"), ("mlx", "expert_streaming")]
+    ("by", "device", "policy"),
+    [
+        ("expert", "torch", "expert_streaming"),
+        ("layer", "torch", "resident"),
+        ("layer", "mlx", "expert_streaming"),
+        ("expert", "mlx", "resident"),
+    ],
 )
-@pytest.mark.parametrize("by", BY)
 def test_it_runs_to_the_same_tokens(model: Path, by: Any, device: str, policy: str) -> None:
     if device == "mlx":
         pytest.importorskip("mlx.core", reason="there is no MLX for this platform")

@@ -35,7 +35,6 @@ from moesched.requests.batch import split_batch
 from moesched.steps.plan import Plan
 from moesched.tasks import PageTransfer
 from moesched.testing import Case, run_on_symbols
-from policies_for_two_memories import POLICIES, STREAM_MOST
 from runs import FORTY_PERCENT, predicted, virtual_run
 
 T4, NVME = load_machine("t4"), load_machine("t4-nvme")
@@ -149,19 +148,6 @@ def test_a_limit_that_makes_no_sense_is_refused(machine: Machine, limit: int | s
 
 
 # -- policies ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "settings"), POLICIES)
-@pytest.mark.parametrize("machine", [T4, NVME], ids=["weights on the host", "weights on the disk"])
-def test_every_policy_runs_on_a_page_locked_host_without_pinned_memory(
-    name: str, settings: dict[str, int], machine: Machine
-) -> None:
-    policy = make_policy(name, settings)
-    weights = 0.7 if name in STREAM_MOST else 1.2
-    case = Case(name="locked", machine=machine, layers=4, weights=weights)
-    ended = run_on_symbols(policy, case.plan(policy))
-    assert ended.tokens == ended.expected
-    assert not any("pinned" in task.lane.name for task in ended.tasks)
 
 
 def test_cgopipe_stages_its_pages_only_where_page_locked_memory_is_limited() -> None:

@@ -73,14 +73,6 @@ def test_fused_and_sharded_checkpoints_give_the_same_bits(tmp_path: Path) -> Non
 # ---------------------------------------------------------------- however the work is cut and ordered
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(5)
-    path = tmp_path_factory.mktemp("mixtral")
-    mixtral(hidden_size=64, num_attention_heads=8, num_local_experts=6).save_pretrained(path)
-    return path
-
-
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("chunks", [[20], [1] * 20, [7, 7, 6], [3, 1, 16], [19, 1]])
 def test_a_prompt_in_chunks_is_the_prompt(window: int | None, chunks: list[int]) -> None:
@@ -126,14 +118,6 @@ def test_decoding_together_has_the_bits_of_decoding_alone(dtype: torch.dtype) ->
         functions.attention(q[i : i + 1], [KVView(keys[i : i + 1], values[i : i + 1], 1)]) for i in range(5)
     ]
     assert torch.equal(together, torch.cat(alone))
-
-
-def test_row_blocks_give_the_result_of_the_whole_matrix(directory: Path) -> None:
-    results = [
-        generate(Reference(directory, cut=cut), prompts_of(97), STEPS) for cut in (whole, cut_in_three)
-    ]
-    assert results[0][0] == results[1][0]
-    assert torch.allclose(results[0][1], results[1][1], atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -89,16 +89,6 @@ def test_a_part_that_came_before_its_exchange_is_in_its_sum(tmp_path: Path) -> N
             assert found == [3.0 * ticket for ticket in range(100)]
 
 
-def test_results_are_the_caller_s_own(tmp_path: Path) -> None:
-    with closing(mesh_of(sockets_in(tmp_path, 2))) as (first, second):
-        part = np.ones(3)
-        for found in at_once(
-            lambda: first.broadcast(0, FIRST, part, 0), lambda: second.broadcast(1, FIRST, None, 0)
-        ):
-            found += 1
-        assert part.tolist() == [1, 1, 1]
-
-
 def test_a_rank_may_run_ahead_of_one_that_does_not_listen(tmp_path: Path) -> None:
     with closing(mesh_of(sockets_in(tmp_path, 3), timeout_seconds=PATIENCE_SECONDS)) as ranks:
         exchanges = [Exchange(ticket) for ticket in range(200)]
