@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import MISSING
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +29,6 @@ from moesched.jobs.options import (
 from moesched.options import Described, Option, Options, described, flags_given, part_of, split
 from moesched.requests.sampling import Sampling
 
-ROOT = Path(__file__).parents[1]
 FUNCTIONS: list[tuple[Callable[..., Any], type[Options]]] = [
     (moesched.Session.__init__, SessionOptions),
     (moesched.Session.run, CallOptions),
@@ -48,70 +44,11 @@ FUNCTIONS: list[tuple[Callable[..., Any], type[Options]]] = [
     (Sampling, Sampling),
 ]
 
-LAST_OPTION = "    ] = PREVIEW_ACCURACY\n"
-"""The end of an option of simulations, in `moesched/jobs/options.py`."""
-
-NEW_OPTION = """\
-    hurry: Annotated[
-        float, Option("Haste of the requests. A higher one is worse.", "H", ge=0, le=1)
-    ] = 0.25
-"""
-
-USES = """\
-import contextlib, inspect, io
-import moesched
-from moesched.cli.main import main
-from moesched.jobs.options import SimulationOptions
-from moesched.sweeps.axes import sweep_of_options
-from moesched.tasks import Task
-
-for command in ("simulate", "sweep"):
-    with contextlib.redirect_stdout(io.StringIO()) as help:
-        main([command, "--help"])
-    print(command, "--hurry" in help.getvalue() and "Haste of the requests." in help.getvalue())
-print(sweep_of_options({"hurry": ("0.5, 1",)}).axes)
-print(inspect.signature(moesched.simulate_model).parameters["hurry"])
-print("    hurry: Haste of the requests." in inspect.getdoc(moesched.simulate_model))
-print(SimulationOptions("m", machine="t4", policy="p", workload="w", hurry=0.5).hurry)
-try:
-    moesched.simulate_model("m", machine="t4", policy="p", workload="w", hurry=2)
-except moesched.BadInput as error:
-    print(error)
-"""
-
 
 def bounded() -> list[tuple[type[Options], Described]]:
     """The options with bounds."""
     kinds: list[type[Options]] = [CheckArguments, *(kind for _, kind in FUNCTIONS)]
     return [(kind, each) for kind in kinds for each in described(kind).values() if each.option.bounds]
-
-
-def test_an_option_is_one_field_in_one_file(tmp_path: Path) -> None:
-    package = tmp_path / "moesched"
-    for source in (ROOT / "moesched").iterdir():
-        if source.name != "jobs":
-            package.mkdir(exist_ok=True)
-            (package / source.name).symlink_to(source)
-    (package / "jobs").mkdir()
-    for source in (ROOT / "moesched" / "jobs").iterdir():
-        (package / "jobs" / source.name).symlink_to(source)
-    changed = package / "jobs" / "options.py"
-    text = changed.read_text()
-    assert text.count(LAST_OPTION) == 1
-    changed.unlink()
-    changed.write_text(text.replace(LAST_OPTION, LAST_OPTION + NEW_OPTION))
-    done = subprocess.run(
-        [sys.executable, "-c", USES], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines() == [
-        "simulate True",
-        "sweep True",
-        "{'hurry': [0.5, 1.0]}",
-        "hurry: 'float' = 0.25",
-        "True",
-        "0.5",
-        "--hurry is 2: give 0 to 1",
-    ]
 
 
 @pytest.mark.parametrize(("function", "options"), FUNCTIONS)

@@ -34,22 +34,7 @@ from moesched.trace import Recorder
 from small_models import SMALL, small_model
 from test_nodes import MIXTRAL, NEW_TOKENS, PROMPTS, expected
 
-MACHINE = """
-name = "two slow accelerators"
-accelerator_group = { count = 2, interconnect = { bandwidth = 1e7, latency = 1e-4 } }
-memories.gpu = { capacity = "1GB", bandwidth = 1e9 }
-memories.host = { capacity = "1GB", bandwidth = 1e9 }
-memories.pinned = { capacity = "1GB", bandwidth = 1e9 }
-processors.gpu = { memory = "gpu", launch_seconds = 2e-4, flops = { float32 = 1e12 } }
-processors.cpu = { memory = "host", launch_seconds = 2e-4, flops = { float32 = 1e11 } }
-links = [
-    { source = "pinned", destination = "gpu", bandwidth = 2.5e7, latency = 1e-4, path = "host->gpu" },
-    { source = "host", destination = "gpu", bandwidth = 2.5e7, latency = 1e-4 },
-    { source = "gpu", destination = "host", bandwidth = 2.5e7, latency = 1e-4 },
-    { source = "host", destination = "pinned", bandwidth = 1e8, latency = 1e-4 },
-]
-roles = { accelerator = "gpu", host = "cpu", weights = "host", pinned = "pinned" }
-"""
+MACHINE = (Path(__file__).parent / "machines" / "two-slow.toml").read_text()
 
 DBRX = SMALL.varied(
     layers=3,
