@@ -208,23 +208,6 @@ def test_a_gpu_on_a_board_with_its_cpu_has_no_slot() -> None:
     assert machine == built(gpu="GH200", cpu="Grace")
 
 
-@pytest.mark.parametrize(
-    ("parts", "complaint"),
-    [
-        (Parts(gpu="GH200", cpu="EPYC 9654"), "GH200 is on one board with another CPU: write --cpu 'Grace'"),
-        (Parts(gpu="GH200", pcie="5x16"), "GH200 has NVLink-C2C to its CPU: leave out --pcie"),
-        (Parts(gpu="GB200", cpu="Grace"), "no GPU 'GB200' in the library"),
-        (Parts(gpu="MI300A", cpu="EPYC 9654"), "'MI300A' is not a GPU: use --chip 'MI300A'"),
-        (Parts(gpu="2x GH200"), "several GH200 have a host memory each"),
-        (Parts(gpu="GH200", cpu="2x Grace"), "several GH200 have a host memory each"),
-        (Parts(gpu="2x RTX 3090", cpu="Ryzen 7950X", pcie="4x16"), "has 16 for GPUs: write --pcie 4x8"),
-    ],
-)
-def test_parts_that_exclude_each_other_are_refused(parts: Parts, complaint: str) -> None:
-    with pytest.raises(BadInput, match=complaint):
-        build_machine(parts)
-
-
 def test_the_cpus_of_boards_are_in_the_library() -> None:
     assert {gpu.board.cpu for gpu in library().gpus.values() if gpu.board} <= library().cpus.keys()
 

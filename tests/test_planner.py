@@ -245,11 +245,6 @@ def test_a_model_that_does_not_fit_is_refused_by_how_many_bytes_of_what() -> Non
     assert str(refused.value).count("all weights") == 1, "the same reason is given once"
 
 
-def test_a_plan_cannot_be_for_no_tokens() -> None:
-    with pytest.raises(BadInput, match="--gen is 0"):
-        plan_model("mixtral-8x7b", machine="t4", gen=0)
-
-
 # -- bounds ------------------------------------------------------------------------------------------------------------
 
 

@@ -145,10 +145,6 @@ def test_a_truncated_file_leaves_nothing(model: Path) -> None:
     assert [path.name for path in model.parent.iterdir()] == ["model"]
 
 
-def test_a_folder_in_use_is_refused(command: Any, model: Path) -> None:
-    refused(command("prestack", model, model), "exists already; remove it or choose another directory")
-
-
 def test_a_dense_model_is_refused(command: Any, tmp_path: Path) -> None:
     dense = small_model(tmp_path / "dense", experts=1, top_k=1, form="llama")
     refused(command("prestack", dense, tmp_path / "out"), "has no experts to stack")

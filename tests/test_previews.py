@@ -16,7 +16,7 @@ import moesched
 from benchmarks.fidelity._previewing import Kept, Previewing
 from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, generate
 from moesched.devices.torch.device import TorchDevice
-from moesched.errors import BadInput, NotResident, OutOfOrder, PolicyError, TaskFailed, report_of
+from moesched.errors import NotResident, OutOfOrder, PolicyError, TaskFailed, report_of
 from moesched.jobs.report import merge_reports
 from moesched.machines import Machine, load_machine
 from moesched.models.checkpoint import open_checkpoint
@@ -80,12 +80,6 @@ def test_the_same_seed_foretells_the_same() -> None:
 def test_where_every_expert_is_chosen_a_mistake_leaves_one_out() -> None:
     foretold = RouterForecast(SeededRouting(4, 4), 4, 0.0).choose(0, 0, 0, 9)
     assert foretold == {}
-
-
-@pytest.mark.parametrize("accuracy", [-0.1, 1.5])
-def test_an_accuracy_that_is_no_probability_is_refused(accuracy: float) -> None:
-    with pytest.raises(BadInput, match=f"--preview-accuracy is {accuracy:g}: give 0 to 1"):
-        RouterForecast(SeededRouting(8, 2), 8, accuracy)
 
 
 def test_the_commands_accuracy_decides_how_much_is_fetched_in_vain(command: Any) -> None:
