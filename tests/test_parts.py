@@ -116,19 +116,7 @@ def test_every_part_is_found_by_its_own_name() -> None:
     assert all(find_chip(name).name == name for name in library().chips)
 
 
-@pytest.mark.parametrize(
-    ("text", "ram"),
-    [
-        ("2xDDR5-5600", Ram(None, 2, "DDR5-5600", None)),
-        ("2 x ddr5 5600", Ram(None, 2, "DDR5-5600", None)),
-        ("2xDDR5-5600 64GB", Ram(None, 2, "DDR5-5600", 64 * 2**30)),
-        ("2x32GB DDR5-5600", Ram(2, None, "DDR5-5600", 64 * 2**30)),
-        ("64GB DDR4-3200", Ram(None, None, "DDR4-3200", 64 * 2**30)),
-        ("8x16 GB", Ram(8, None, None, 128 * 2**30)),
-        ("192GB", Ram(None, None, None, 192 * 2**30)),
-        ("64GiB", Ram(None, None, None, 64 * 2**30)),
-    ],
-)
+@pytest.mark.parametrize(("text", "ram"), [(text, Ram(*ram)) for text, *ram in table("published.md", "RAM")])
 def test_ram_is_read_as_channels_or_as_modules(text: str, ram: Ram) -> None:
     assert parse_ram(text) == ram
 
