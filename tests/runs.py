@@ -108,9 +108,8 @@ def make_plan(
 
 def predicted(policy: str, model: str = "mixtral-0.8b", **options: Any) -> JobReport:
     """A simulation without a band; by default of mtbench on a T4."""
-    return simulate_model(
-        model, policy=policy, **{"machine": "t4", "workload": "mtbench", "band": False} | options
-    )
+    defaults: dict[str, Any] = {"machine": "t4", "workload": "mtbench", "band": False}
+    return simulate_model(model, policy=policy, **defaults | options)
 
 
 def setting(
