@@ -324,3 +324,12 @@ def test_the_command_prints_writes_and_draws_sections(
     assert all({"where", "what", "paper", "ours", "agrees", "because"} == each.keys() for each in claims)
     assert (tmp_path / f"{paper}-{drawn}.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert (tmp_path / f"{paper}-{drawn}.svg").read_bytes().startswith(b"<?xml")
+
+
+def test_the_command_prints_the_report_as_json_with_what_was_calibrated(command: Any, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    found = command(
+        "reproduce", "moe-lightning", "--only", "cpu-attention", "--report", report, "--json"
+    ).json
+    assert json.loads(report.read_text()) == found
+    assert [row["rate"] for row in found["calibration"]] == ["flexgen_attention", "link", "kernels"]
