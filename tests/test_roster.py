@@ -20,7 +20,7 @@ from clusters import LAUNCHER, NODES, cluster, host
 from moesched.cluster.control import Control
 from moesched.cluster.control_link import ControlLink
 from moesched.cluster.handshake import Expected
-from moesched.cluster.launcher import Events, Launch
+from moesched.cluster.launcher import Launch
 from moesched.cluster.messages import PROTOCOL, Begin, Failed, JoinRequest, Order, Stop, Welcome
 from moesched.cluster.node_jobs import NodeRun
 from moesched.cluster.node_reports import NodeReports
@@ -231,5 +231,5 @@ def test_whoever_is_lost_however_far_the_others_are_no_token_is_counted_twice_or
 ) -> None:
     roster: Any = LosingRoster(draw, lost, at, together)
     log = TokenLog(PROMPTS, NEW_TOKENS, [])
-    Launch(roster, log, SizeOptions(), Events()).run()
+    Launch(roster, log, SizeOptions()).run()
     assert log.tokens == [whole(prompt) for prompt in PROMPTS]
