@@ -15,6 +15,7 @@ from benchmarks.fidelity._validation_summary import bars, counted, judged, order
 from benchmarks.fidelity._validation_tables import rows_table
 from benchmarks.fidelity.validation import machine_of, predicted_by
 from benchmarks.record.results import RESULTS, stored
+from benchmarks.shared import in_turn
 from moesched.analysis.published import PREFILL_ERROR, PREFILL_SPREAD
 from moesched.machines import parts
 
@@ -176,10 +177,21 @@ def test_settings_on_the_disk_are_judged_apart_from_emulated_ones() -> None:
         order = ranking({"a": Times([1.0], 1.0), "b": Times([measured], predicted)})
         return {"policies": [{"replay_error_percent": 0.0}], "ranking": {"decode": order, "total": order}}
 
-    bars = fidelity.summary({"disk-one": setting(2.0, 0.5), "emulated-one": setting(2.0, 2.0)})
-    assert (
-        bars["disk_concordant_percent_decode"]["value"],
-        bars["disk_concordant_percent_decode"]["of"],
-    ) == (0, 1)
-    assert bars["emulated_concordant_percent_decode"]["value"] == 100
-    assert not bars["disk_worst_regret_percent_total"]["reached"]
+    _, disk, lost, emulated, regret = fidelity.claims(
+        {"settings": {"disk-one": setting(2.0, 0.5), "emulated-one": setting(2.0, 2.0)}}
+    )
+    assert (disk.figure, lost.reached) == ("0.0 % of 1 pairs", False)
+    assert (emulated.figure, regret.reached) == ("100.0 % of 1 pairs", True)
+
+
+def test_a_run_is_near_its_prediction_or_only_inside_the_band() -> None:
+    def policy(predicted: float, lane: float) -> dict[str, Any]:
+        figures = {"decode": 1.0, "total": 2.0, "recorded": 2.0, "replayed": 2.0, "replayed bare": 2.0}
+        ran = [in_turn.Run(0.0, figures | {"lane host": 1.0})]
+        said = {"decode": predicted, "total": 2.0, "lane host": lane, "low": 0.7, "high": 1.3}
+        return fidelity.policy_result("p", ran, said)
+
+    policies = [policy(1.05, 1.1), policy(1.2, 1.1), policy(1.05, 1.2)]
+    settings = {"disk-one": {"policies": policies, "ranking": fidelity.rankings(policies)}}
+    _, near, inside, lanes, *_ = fidelity.claims({"settings": settings})
+    assert [each.figure for each in (near, inside, lanes)] == ["2 of 3", "3 of 3", "2 of 3"]
