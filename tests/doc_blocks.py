@@ -15,7 +15,7 @@ from textwrap import dedent
 from typing import NamedTuple
 
 NOT_RUN = re.compile(r"\(((?:needs|takes) [^;]+); the tests do not run it\)")
-FILE = re.compile(r"`([\w-]+\.\w+)`:$")
+FILE = re.compile(r"`([\w.-]+\.\w+)`:$")
 FENCE = re.compile(r"( *)(```+|~~~+)(.*)")
 
 

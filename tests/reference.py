@@ -124,6 +124,14 @@ class Reference:
         return expert_ffn(x_nD, gate, up, down)
 
 
+def decisive_tokens(directory: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
+    """The tokens of a reference, which must be far from any other ones to be compared."""
+    tokens, logits = generate(Reference(directory), prompts, new_tokens)
+    first, second = logits.topk(2).values.unbind(-1)
+    assert (first - second).min() > 1e-4
+    return tokens
+
+
 def generate(
     model: Reference, prompts: Sequence[Sequence[int]], steps: int
 ) -> tuple[list[list[int]], Tensor]:

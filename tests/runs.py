@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moesched.drivers.realtime import RealtimeDriver, SharedEngine
 from moesched.engine import Engine
+from moesched.jobs.report import JobReport
+from moesched.jobs.simulate_model import simulate_model
 from moesched.machines import Machine, load_machine
+from moesched.machines.cost import cost_model
 from moesched.machines.staging import staged
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.plugins import make_policy
+from moesched.planner import Setting
+from moesched.plugins import find, make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.assembly import assemble, observers_of
 from moesched.runs.decisions import simulated_decisions
@@ -28,6 +32,16 @@ from moesched.trace import About, LastSteps, Recorder, Recording
 FORTY_PERCENT = {"gpu": 700_000_000}
 
 """A budget that `mixtral-0.8b` in bfloat16 (1.6 GB) does not fit."""
+
+
+class Ended:
+    """Observer that keeps the tasks that ended."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def ended(self, task: Task) -> None:
+        self.tasks.append(task)
 
 
 class Run(NamedTuple):
@@ -90,6 +104,34 @@ def make_plan(
     policy.plan(plan)
     plan.check()
     return plan
+
+
+def predicted(policy: str, model: str = "mixtral-0.8b", **options: Any) -> JobReport:
+    """A simulation without a band; by default of mtbench on a T4."""
+    defaults: dict[str, Any] = {"machine": "t4", "workload": "mtbench", "band": False}
+    return simulate_model(model, policy=policy, **defaults | options)
+
+
+def setting(
+    policy: str,
+    budgets: Mapping[str, int] | None = None,
+    *,
+    shape: str = "mixtral-8x7b",
+    machine: Machine | None = None,
+    lengths: Sequence[int] = (100,) * 512,
+    new_tokens: int = 16,
+) -> Setting:
+    """What a policy is planned for; by default Mixtral 8x7B on a T4."""
+    where, layout = machine or load_machine("t4"), weight_layout(SHAPES[shape])
+    return Setting(
+        make=find("policies", policy),
+        machine=where,
+        layout=layout,
+        lengths=tuple(lengths),
+        new_tokens=new_tokens,
+        cost=cost_model(where, layout.dtype),
+        budgets=dict(budgets or {}),
+    )
 
 
 def cached_on_host(plan: Plan) -> int:

@@ -6,14 +6,18 @@ import json
 import re
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from commands import SIMULATE
 from moesched.cli.main import main
 from moesched.errors import BadInput
 from moesched.machines import load_machine, machine_names, parse_machine
+from moesched.machines.changes import changed
 from moesched.machines.networks import NETWORK, Network, load_network, network_names
+from moesched.machines.profiles import COST_FORMAT
 from moesched.machines.roofline import Roofline
 from moesched.machines.sustained import at_peak
 from moesched.machines.toml_text import machine_toml
@@ -24,6 +28,7 @@ from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
 from moesched.tasks import Work
+from tables import table
 
 PROMISED = {
     "t4", "t4x2", "t4x4", "l4", "l4x2", "l4x4", "a100-80g", "a100-80gx2", "rtx6000", "rtx6000-ada", "h100", "h200",
@@ -100,11 +105,6 @@ def test_the_gpus_of_a_group_are_those_of_the_single_machine() -> None:
         assert many.link("host", "gpu") == one.link("host", "gpu")
 
 
-def test_a_group_is_written_and_read_back() -> None:
-    machine = load_machine("a100-80gx2")
-    assert parse_machine(machine_toml(machine).encode(), "text") == machine
-
-
 def test_a_rate_that_a_processor_has_not_is_named() -> None:
     machine = parse_machine(profile("t4").replace("bfloat16 = 65e12\n", "").encode(), "text")
     with pytest.raises(
@@ -113,51 +113,7 @@ def test_a_rate_that_a_processor_has_not_is_named() -> None:
         Roofline(machine, "bfloat16").work(Work("expert", "gpu", flops=1.0))
 
 
-LAST_LINK = '[[links]]\nsource = "gpu"\ndestination = "host"\n'
-SAME_LINK = '[[links]]\nsource = "host"\ndestination = "gpu"\n'
-
-BROKEN = [
-    ("bandwidth = 320e9\n", "", r"memories\.gpu: .*`bandwidth`"),
-    ("bandwidth = 320e9", "bandwidth = -1", r"memories\.gpu\.bandwidth: .*>= 1"),
-    ("bandwidth = 320e9", "bandwidth = 0", r"memories\.gpu\.bandwidth: .*>= 1"),
-    ("bandwidth = 320e9", "bandwidth = nan", r"memories\.gpu\.bandwidth: "),
-    ("bandwidth = 320e9", "bandwidth = inf", r"memories\.gpu\.bandwidth: "),
-    ("bandwidth = 320e9", 'bandwidth = "fast"', r"memories\.gpu\.bandwidth: .*`float`"),
-    ('capacity = "15360MiB"', 'capacity = "16 apples"', r"memories\.gpu\.capacity: '16 apples' is not a size"),
-    ('capacity = "15360MiB"', "capacity = -16", r"memories\.gpu\.capacity is -16, of which .*: give a capacity"),
-    ("float32 = 8.1e12", "float32 = -8.1e12", r"processors\.gpu\.flops\.float32 is -.*: give a rate from 1 on"),
-    ('memory = "gpu"', 'memory = "vram"', r"processors\.gpu\.memory: 'vram' is not described.* gpu, host"),
-    ("launch_seconds = 5e-6", "launch_seconds = -1", r"processors\.gpu\.launch_seconds: .*>= 0"),
-    ('source = "host"', 'source = "hots"', r"links\[0\]\.source: 'hots' is not described.* gpu, host"),
-    ('destination = "gpu"', 'destination = "tpu"', r"links\[0\]\.destination: 'tpu' is not described"),
-    ("latency = 10e-6", "latency = -1", r"links\[0\]\.latency: .*>= 0"),
-    (LAST_LINK, SAME_LINK, r"links\[1\]: a second link from 'host' to 'gpu'"),
-    (LAST_LINK, LAST_LINK.replace("gpu", "host"), r"links\[1\]: it joins 'host' to itself"),
-    ("[staging]", "[staging]\nsize = 3", r"staging: .*`size`"),
-    ("bandwidth = 20e9", "bandwidth = 0", r"staging\.bandwidth: .*>= 1"),
-    ("low = 0.45", "low = 0.7", r"staging\.sustained\.expected is 0.65: give a figure from low, 0.7"),
-    ("[roles]", '[roles]\npinned = "host"', r"staging: the role pinned names a memory .*: omit one of both"),
-    ("[staging]", "[memories.pinned]\ncapacity = 1\nbandwidth = 1\n[staging]", r"memories\.pinned: .*: rename it"),
-    ('host = "cpu"', 'host = "cpus"', r"roles\.host: 'cpus' is not described: use one of gpu, cpu"),
-    ('weights = "host"', 'weights = "tape"', r"roles\.weights: 'tape' is not described"),
-    ('weights = "host"', "", r"roles: .*`weights`"),
-    ("[memories.gpu]", "[memories.gpu]\nspeed = 3", r"memories\.gpu: .*`speed`"),
-    ("[roles]", "[accelerator_group]\ncount = 0\n[roles]", r"accelerator_group\.count: .*>= 1"),
-    (
-        "[roles]", "[accelerator_group]\ncount = 2\ninterconnect = { bandwidth = -1 }\n[roles]",
-        r"accelerator_group\.interconnect\.bandwidth: .*>= 1",
-    ),
-    (
-        "[roles]",
-        '[accelerator_group]\ninterconnect = { bandwidth = 1, paths = ["gpu->host", "wire"] }\n[roles]',
-        r"accelerator_group\.interconnect\.paths\[1\]: 'wire' is not described: use one of host->gpu, ",
-    ),
-    (
-        "[roles]", '[[contention]]\nwork = "attention"\nbeside = "idling"\nrate = 1\n[roles]',
-        r"contention\[0\]: 'idling' is not a kind of work: measure again with `moesched calibrate`",
-    ),
-    ('name = "t4"', "name = t4", "not a machine"),
-]  # fmt: skip
+BROKEN = table("broken_files.md", "Machines")  # fmt: skip
 
 
 @pytest.mark.parametrize(("good", "bad", "said"), BROKEN)
@@ -223,24 +179,13 @@ def test_a_network_is_read_from_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [
-        ("", "missing required field `name`"),
-        ('name = "x"\nlatency_seconds = 0\nbandwidth = 0\n', "bandwidth: Expected `float` >= 1"),
-        ('name = "x"\nlatency_seconds = -1\nbandwidth = 1\n', "latency_seconds: Expected `float` >= 0"),
-        ('name = "x"\nlatency_seconds = 0\nbandwidth = 1\nduplex = 1\n', "unknown field `duplex`"),
-        ("name =", "not a network"),
-    ],
+    table("broken_files.md", "Networks"),
 )
 def test_a_broken_network_is_refused_with_its_file_and_key(tmp_path: Path, text: str, why: str) -> None:
     file = tmp_path / "broken.toml"
     file.write_text(text)
     with pytest.raises(BadInput, match=f"broken.toml: .*{re.escape(why)}"):
         load_network(str(file))
-
-
-def test_an_unknown_network_is_told_with_those_there_are() -> None:
-    with pytest.raises(BadInput, match="no network 'ethernet': name a TOML file or one of 10gbe, "):
-        load_network("ethernet")
 
 
 def test_an_exchange_costs_latency_and_its_bytes() -> None:
@@ -259,3 +204,46 @@ def test_a_machine_is_written_with_its_network_and_its_price() -> None:
     machine = msgspec.structs.replace(at_peak(load_machine("m2-ultra")), network=load_network("rocev2"))
     assert parse_machine(machine_toml(machine).encode(), "written") == machine
     assert machine.price_usd == 6599
+
+
+# -- changes of a machine --------------------------------------------------------------------------
+
+T4 = load_machine("t4")
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        ("link.gpu->host.latency=20us", lambda machine: machine.link("gpu", "host").latency == 20e-6),
+        ("link.host->gpu=24GB/s", lambda machine: [link.bandwidth for link in machine.links] == [24e9, 12e9]),
+        ("link.gpu->host=x0.5", lambda machine: machine.link("gpu", "host").bandwidth == 6e9),
+        ("memory.gpu=24GB", lambda machine: machine.memories["gpu"].capacity == 24e9),
+        ("memory.gpu.capacity=x2", lambda machine: machine.memories["gpu"].capacity == 30720 * 2**20),
+        ("memory.host.bandwidth=0.2TB/s", lambda machine: machine.memories["host"].bandwidth == 200e9),
+        ("processor.gpu.flops=130TFLOP/s", lambda machine: machine.peak("gpu", "float32") == 130e12),
+        ("processor.gpu=x2", lambda machine: machine.peak("gpu", "float32") == 16.2e12),
+        ("processor.cpu.launch_seconds=1ms", lambda machine: machine.host.launch_seconds == 1e-3),
+        ("processor.gpu.handover_seconds=1ms", lambda machine: machine.accelerator.handover_seconds == 1e-3),
+        ("link.host->pinned=40GB/s", lambda machine: machine.staging.bandwidth == 40e9),
+        ("processor.cpu.expert_bandwidth=50GB/s", lambda machine: machine.host.expert_bandwidth == 50e9),
+    ],
+)
+def test_each_property_can_be_changed_by_value_or_by_factor(change: str, value: Any) -> None:
+    assert value(changed(T4, [change]))
+
+
+def test_measured_costs_do_not_follow_from_rates() -> None:
+    point = {"operation": "copy", "size": 1, "seconds": 1}
+    costs = {"cost_format": COST_FORMAT, "cost_table": [point]}
+    measured = msgspec.convert({**msgspec.to_builtins(T4), **costs}, type(T4))
+    with pytest.raises(BadInput, match="the costs of machine t4 were measured"):
+        changed(measured, ["link.host->gpu=x2"])
+    assert changed(measured, ["memory.gpu=24GB"]).memories["gpu"].capacity == 24e9
+
+
+def test_a_policy_decides_anew_on_the_changed_machine(command: Any) -> None:
+    sizes = ("--policy", "layer_streaming", "--batch-size", 2, "--gen", 3, "--budget", "gpu=700MB", "--json")
+    before = command(*SIMULATE, *sizes).json
+    after = command(*SIMULATE, *sizes, "--machine-set", "link.host->gpu=x2").json
+    assert after["machine"] == "t4 with link.host->gpu=x2"
+    assert after["decode_tokens_per_second"] > 1.5 * before["decode_tokens_per_second"]

@@ -10,7 +10,7 @@ from engine_script import Script
 from moesched.drivers.validation import BrokenRule
 from moesched.errors import NotResident, OverBudget, PolicyError, TaskFailed
 from moesched.steps.ledger import ledger_problems
-from moesched.steps.memory import Fixed, Memory, slots_of
+from moesched.steps.memory import Fixed, Memory, Replacement, slots_of
 from moesched.steps.views import Views
 from moesched.tasks import Block
 from page_bench import PAGES, Bench
@@ -123,23 +123,16 @@ def test_whatever_is_taken_and_given_back_the_books_agree(moves: list[tuple[bool
 # -- pools -----------------------------------------------------------------------------------------
 
 
-def test_a_ring_replaces_the_page_that_came_longest_ago() -> None:
-    bench = Bench(slots=2, replacement="ring")
+@pytest.mark.parametrize(("replacement", "held"), [("ring", [1, 2]), ("lru", [0, 2])])
+def test_a_ring_replaces_the_page_that_came_first_and_lru_the_one_that_was_used_longest_ago(
+    replacement: Replacement, held: list[int]
+) -> None:
+    bench = Bench(slots=2, replacement=replacement)
     bench.fetch(0)
     bench.fetch(1)
     bench.read(0)
     bench.fetch(2)
-    assert bench.held() == [1, 2]
-    bench.check()
-
-
-def test_lru_replaces_the_page_that_was_used_longest_ago() -> None:
-    bench = Bench(slots=2, replacement="lru")
-    bench.fetch(0)
-    bench.fetch(1)
-    bench.read(0)
-    bench.fetch(2)
-    assert bench.held() == [0, 2]
+    assert bench.held() == held
     bench.check()
 
 

@@ -8,6 +8,7 @@ import importlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from odd_models import DBRX, MIXTRAL, OLMOE, PROMPTS, layout_of, stored
 from small_models import small_model
 from test_bad_numbers import damage, stopped
 from test_nodes import MODELS as NODE_MODELS
+from test_nodes import POLICIES as NODE_POLICIES
 from test_nodes import expected as one_machines_tokens
 from test_nodes import run_nodes
 
@@ -95,14 +97,7 @@ def test_tokens_equal_those_of_mlx_lm_and_of_hugging_face(tmp_path: Path, make: 
 
 @pytest.mark.parametrize(
     ("make", "seed"),
-    [
-        (random_mixtral, 0),
-        (random_dbrx, 1),
-        (random_olmoe, 2),
-        (random_olmoe, 3),
-        (random_qwen, 4),
-        (random_qwen, 5),
-    ],
+    [(random_mixtral, 0), (random_dbrx, 1), (random_olmoe, 2), (random_qwen, 4), (random_qwen, 5)],
 )
 def test_tokens_of_a_random_model_equal_those_of_hugging_face(tmp_path: Path, make: Any, seed: int) -> None:
     model = make(seed)
@@ -246,8 +241,7 @@ def shared_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return small_model(tmp_path_factory.mktemp("nodes") / request.param, config=NODE_MODELS[request.param])
 
 
-@pytest.mark.parametrize("decentralised", [True, False], ids=["decentralised", "centralised"])
-@pytest.mark.parametrize("policy", ["ep_naive", "ep_busy_full", "ep_router_aided", "ep_balanced"])
+@pytest.mark.parametrize(("policy", "decentralised"), [*zip(NODE_POLICIES, cycle([True, False]))], ids=str)
 def test_two_nodes_give_the_tokens_of_one_machine(
     shared_model: Path, policy: str, decentralised: bool
 ) -> None:
@@ -296,6 +290,9 @@ def test_a_limit_of_the_process_is_what_was_asked_for_and_then_what_it_was_befor
 # ---------------------------------------------------------------- who watches, what is refused
 
 
+RUN = ("run", "--policy", "resident")
+
+
 class Choices:
     """Remembers what routers chose."""
 
@@ -323,36 +320,26 @@ def test_who_watches_the_routers_is_told_what_torch_tells(tmp_path: Path, policy
 
 
 def test_the_command_runs_it(command: Any, model: Path) -> None:
-    asked = (
-        "run",
-        model,
-        "--policy",
-        "resident",
-        "--prompt-ids",
-        "1,2,3;4,5",
-        "--max-new-tokens",
-        4,
-        "--json",
-    )
-    ours, torchs = (command(*asked, "--device", device) for device in ("mlx", "torch"))
+    asked = ("--prompt-ids", "1,2,3;4,5", "--max-new-tokens", 4, "--json")
+    ours, torchs = (command(*RUN, model, *asked, "--device", device) for device in ("mlx", "torch"))
     assert ours.code == 0, ours.err
     assert ours.json["tokens"] == torchs.json["tokens"]
 
 
 def test_it_is_listed(command: Any) -> None:
-    entry = next(
-        each for each in command("list", "devices", "--json").json["devices"] if each["name"] == "mlx"
-    )
-    assert entry["problem"] is None
+    assert listed(command)["problem"] is None
 
 
 def test_without_mlx_it_is_listed_with_the_remedy(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(importlib.import_module("sys").modules, "mlx.core", None)
     monkeypatch.delitem(importlib.import_module("sys").modules, "moesched.devices.mlx.device")
-    entry = next(
-        each for each in command("list", "devices", "--json").json["devices"] if each["name"] == "mlx"
-    )
-    assert "pip install 'moesched[mlx]'" in entry["problem"]
+    assert "pip install 'moesched[mlx]'" in listed(command)["problem"]
+
+
+def listed(command: Any) -> Any:
+    """The entry of the device in the list of all."""
+    devices = command("list", "devices", "--json").json["devices"]
+    return next(each for each in devices if each["name"] == "mlx")
 
 
 @pytest.mark.parametrize(
@@ -367,36 +354,12 @@ def test_without_mlx_it_is_listed_with_the_remedy(command: Any, monkeypatch: pyt
 def test_what_it_cannot_do_is_refused(
     command: Any, model: Path, options: tuple[object, ...], complaint: str
 ) -> None:
-    said = command(
-        "run",
-        model,
-        "--policy",
-        "resident",
-        "--device",
-        "mlx",
-        "--prompt-ids",
-        "1,2",
-        "--max-new-tokens",
-        2,
-        *options,
-    )
+    said = command(*RUN, model, "--device", "mlx", "--prompt-ids", "1,2", "--max-new-tokens", 2, *options)
     refused(said, complaint)
 
 
 def test_a_damaged_weight_is_named(command: Any, tmp_path: Path) -> None:
     model = small_model(tmp_path / "model")
     damage(model, "layers.2.attention_norm")
-    said = command(
-        "run",
-        model,
-        "--policy",
-        "resident",
-        "--device",
-        "mlx",
-        "--prompt-ids",
-        "1,2,3",
-        "--max-new-tokens",
-        3,
-        "--json",
-    )
+    said = command(*RUN, model, "--device", "mlx", "--prompt-ids", "1,2,3", "--max-new-tokens", 3, "--json")
     assert "the first bad tensor is weight layers.2.attention_norm:" in stopped(said)

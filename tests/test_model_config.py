@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from moesched.inputs.lookup import find_shape
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.headers import header_copy
 from moesched.models.layers import FeedForward, GroupedAttention
 from moesched.models.reading import read_config
+from moesched.models.shapes import SHAPES
 from stored_checkpoints import (
     published,
     refusal,
@@ -18,6 +21,10 @@ from stored_checkpoints import (
     write_config,
     write_sharded,
 )
+from tables import files, table
+
+PUBLISHED = files("published.md")
+"""Texts of config.json."""
 
 
 def config_of(directory: Path, **changes: Any) -> Any:
@@ -74,6 +81,12 @@ def test_a_null_means_the_default_of_hugging_face(tmp_path: Path) -> None:
     assert (attention.window, config.stop_tokens) == (None, ())  # null switches these off
 
 
+@pytest.mark.parametrize("file", PUBLISHED)
+def test_the_published_configuration_is_the_named_shape(tmp_path: Path, file: str) -> None:
+    (tmp_path / "config.json").write_text(PUBLISHED[file])
+    assert find_shape(tmp_path) == replace(SHAPES[file.removesuffix(".json")], name=tmp_path.name)
+
+
 def test_stop_tokens_of_generation_go_before_those_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert config_of(tmp_path, eos_token_id=2).stop_tokens == (7, 8)
@@ -97,28 +110,7 @@ def test_a_config_in_no_known_encoding_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
-    [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2'"),
-        ({"model_type": None}, "model_type is None"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type is 'llama3'"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"attention_bias": True}, "attention_bias is True"),
-        ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"quantization_config": {"quant_method": "exl2"}}, "quant_method is 'exl2'"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is ['full_attention'"),
-        ({"model_type": "ministral", "layer_types": ["full_attention"]}, "layer_types has 1 entries"),
-        ({"model_type": "ministral", "layer_types": ["chunked"] * 2}, "layer_types is 'chunked'"),
-        ({"torch_dtype": "float8"}, "dtype is 'float8'"),
-        ({"num_hidden_layers": 0}, "layers is 0"),
-        ({"vocab_size": -5}, "vocabulary is -5"),
-        ({"num_attention_heads": 0}, "heads is 0"),
-        ({"sliding_window": 0}, "sliding_window is 0"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "3 attention heads and 2 key-value heads"),
-        ({"head_dim": 3}, "head_dim is 3"),
-        ({"num_experts_per_tok": 4}, "num_experts_per_tok is 4"),
-    ],
+    table("broken_files.md", "Configurations"),
 )
 def test_a_model_that_the_kernels_do_not_compute_is_refused_with_its_value(
     tmp_path: Path, changes: dict[str, Any], complaint: str

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sysconfig
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,17 +15,30 @@ from msgspec.structs import replace
 from kernel_tables import kernels_of
 from moesched.devices.kernels import functions
 from moesched.devices.kernels.binder import Binder
+from moesched.devices.kernels.check import check_kernel
 from moesched.devices.kernels.layer_weights import Weights
 from moesched.devices.kernels.memory import Memory, Shapes
-from moesched.devices.native.compiled import availability, instruction_sets
+from moesched.devices.kernels.native_rows import NATIVE
+from moesched.devices.kernels.samples import MAKERS
+from moesched.devices.kernels.seam import Kernel
+from moesched.devices.kernels.torch_kernels import rows_for_native
+from moesched.devices.kernels.torch_rows import TORCH as TORCH_KERNELS
+from moesched.devices.native.compiled import (
+    TORCH,
+    VERSION,
+    availability,
+    check_choice,
+    instruction_sets,
+    load,
+)
 from moesched.devices.native.kernels import NativeKernels
-from moesched.devices.products.linear import expert_ffn
+from moesched.devices.products.crossover import Shape
+from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
 from small_models import SMALL
 
 Tensor = torch.Tensor
 
-MOST_TOKENS = 16
 PLAIN = SMALL.varied(
     hidden=96, intermediate=72, heads=4, kv_heads=2, head_dim=24, experts=6, top_k=2, vocabulary=101
 )
@@ -34,8 +50,6 @@ MODELS = {
     "weights of all experts": PLAIN.varied(weights_sum_to_one=False, top_k=4),
     "one expert": PLAIN.varied(experts=1, top_k=1),
 }
-
-Blocks = dict[str, list[Tensor]]
 
 
 def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -82,33 +96,6 @@ def _blocks(tensor: Tensor) -> list[Tensor]:
     )
 
 
-def doubled(weights: Blocks) -> Blocks:
-    return {name: [block.double() for block in blocks] for name, blocks in weights.items()}
-
-
-def torch_inputs(config: ModelConfig, weights: Blocks, x_TD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    parts = functions.project_qkv(x_TD, weights, angles, config, config.attention)
-    return torch.cat([part.flatten(1) for part in parts], dim=1).double()
-
-
-def torch_layer(config: ModelConfig, weights: Blocks, hidden_TD: Tensor, attended_TX: Tensor) -> Tensor:
-    """All after attention, by torch, in the dtype of the weights."""
-    hidden_TD = functions.output_projection(attended_TX, weights["o"], hidden_TD)
-    x_TD = functions.norm(hidden_TD, weights["ffn_norm"][0], config.norm_eps, config.norm)
-    logits_TE = torch.cat([x_TD @ block.T for block in weights["router"]], dim=1).double()
-    experts_Tk, weights_Tk = functions.choose_experts(
-        logits_TE, config.routed.top_k, config.routed.weights_sum_to_one
-    )
-    rows = []
-    for x_D, experts_k, weights_k, residual_D in zip(x_TD, experts_Tk, weights_Tk, hidden_TD, strict=True):
-        total_D = residual_D.double()
-        for expert, weight in zip(experts_k.tolist(), weights_k.tolist(), strict=True):
-            matrices = [weights[f"experts.{expert}.{part}"] for part in ("gate", "up", "down")]
-            total_D = total_D + weight * expert_ffn(x_D[None], *matrices)[0].double()
-        rows.append(total_D.to(hidden_TD.dtype).double())
-    return torch.stack(rows)
-
-
 def inputs(kernels: Binder, hidden_TD: Tensor, weights: Weights, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Queries, keys and values, side by side."""
     qkv = kernels.bound("attention_inputs", weights, Memory(len(hidden_TD)))(hidden_TD, angles)
@@ -135,10 +122,6 @@ def greedy(
     return result
 
 
-def squared_error(values: Tensor, exact: Tensor) -> float:
-    return (values.double() - exact).square().mean().item()
-
-
 @pytest.fixture
 def native(variant: str) -> Iterator[NativeKernels]:
     with closing(NativeKernels(2000, variant, threads=2)) as native:
@@ -163,27 +146,13 @@ def test_embeddings_are_copied_and_angles_are_those_of_torch(native: NativeKerne
         assert torch.allclose(ours, theirs, atol=1e-6)
 
 
-def test_queries_keys_and_values_are_as_close_to_exact_as_those_of_torch(
-    native: NativeKernels, config: ModelConfig
-) -> None:
-    weights, x_TD = weights_of(config), random(5, config.hidden, seed=50)
-    angles = functions.rotary(torch.arange(5) * 7, config.attention.head_dim, config.attention.rope_theta)
-    exact_angles = angles[0].double(), angles[1].double()
-    exact = torch_inputs(config, doubled(weights), x_TD.double(), exact_angles)
-    ours = inputs(kernels_of(config, native), x_TD, weights, angles)
-    theirs = torch_inputs(config, weights, x_TD, angles)
-    assert squared_error(ours, exact) <= 1.1 * squared_error(theirs, exact)
-
-
-def test_what_follows_attention_is_as_close_to_exact_as_torch(
-    native: NativeKernels, config: ModelConfig
-) -> None:
-    weights, hidden_TD = weights_of(config), random(9, config.hidden, seed=51)
-    attended_TX = random(9, config.attention.query_width, seed=52)
-    exact = torch_layer(config, doubled(weights), hidden_TD.double(), attended_TX.double())
-    ours, _, _ = after_attention(kernels_of(config, native), hidden_TD, attended_TX, weights)
-    theirs = torch_layer(config, weights, hidden_TD, attended_TX)
-    assert squared_error(ours, exact) <= 1.2 * squared_error(theirs, exact)
+@pytest.mark.parametrize(
+    "kind",
+    [kind for kind in (*NATIVE, *TORCH_KERNELS) if kind.operation in MAKERS],
+    ids=lambda kind: kind.__name__,
+)
+def test_kernels_keep_their_promises_with_each_instruction_set(kind: type[Kernel], variant: str) -> None:
+    assert check_kernel(kind, instruction_set=variant) > 0
 
 
 def test_logits_are_those_of_the_chosen_rows_and_the_largest_is_named(
@@ -234,22 +203,27 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(native: NativeKernels, co
     assert counts == {expert: rows for expert, rows in enumerate(grouping.counts) if rows}
 
 
-@pytest.mark.parametrize("tokens", [129, 513, 1100])
-def test_many_tokens_have_the_bits_that_each_has_alone(native: NativeKernels, tokens: int) -> None:
-    kernels, weights = kernels_of(PLAIN, native), weights_of(PLAIN)
-    hidden_TD = random(tokens, PLAIN.hidden, seed=64)
-    attended_TX = random(tokens, PLAIN.attention.query_width, seed=65)
-    angles = functions.rotary(torch.arange(tokens), PLAIN.attention.head_dim, PLAIN.attention.rope_theta)
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [*((name, 16) for name in MODELS), *(("Mixtral", n) for n in (129, 513, 1100))],
+)
+def test_a_token_has_the_same_bits_alone_and_beside_few_or_many_others(
+    native: NativeKernels, name: str, tokens: int
+) -> None:
+    config = MODELS[name]
+    kernels, weights = kernels_of(config, native), weights_of(config)
+    hidden_TD = random(tokens, config.hidden, seed=64)
+    attended_TX = random(tokens, config.attention.query_width, seed=65)
+    angles = functions.rotary(torch.arange(tokens), config.attention.head_dim, config.attention.rope_theta)
     together = inputs(kernels, hidden_TD, weights, angles)
     out_TD, _, counts = after_attention(kernels, hidden_TD, attended_TX, weights)
-    assert sum(counts.values()) == tokens * PLAIN.routed.top_k
-    for token in (0, 127, 128, 511, 512, tokens - 1):
-        row = slice(min(token, tokens - 1), min(token, tokens - 1) + 1)
-        own_angles = angles[0][row], angles[1][row]
-        assert torch.equal(together[row], inputs(kernels, hidden_TD[row], weights, own_angles))
-        assert torch.equal(
-            out_TD[row], after_attention(kernels, hidden_TD[row], attended_TX[row], weights)[0]
-        )
+    assert sum(counts.values()) == tokens * config.routed.top_k
+    for start, stop in ((0, 1), (3, 8), (127, 129), (511, 513), (tokens - 1, tokens)):
+        rows = slice(min(start, tokens - 1), min(stop, tokens))
+        own_angles = angles[0][rows], angles[1][rows]
+        assert torch.equal(together[rows], inputs(kernels, hidden_TD[rows], weights, own_angles))
+        own, *_ = after_attention(kernels, hidden_TD[rows], attended_TX[rows], weights)
+        assert torch.equal(out_TD[rows], own)
 
 
 def test_the_memory_of_prompts_is_not_kept() -> None:
@@ -257,38 +231,6 @@ def test_the_memory_of_prompts_is_not_kept() -> None:
     few, many = shapes.of(5), shapes.of(1000)
     assert few.kept and shapes.of(5) is few
     assert not many.kept and shapes.of(1000) is not many
-
-
-def test_experts_are_weighted_and_added_to_the_residual_with_one_rounding(native: NativeKernels) -> None:
-    y_nD, residual_TD = random(6, 700, seed=62), random(2, 700, seed=63)
-    rows_Tk, weights_Tk = (
-        torch.tensor([[4, 0, 2], [1, 5, 3]]),
-        torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]]),
-    )
-    config = replace(PLAIN, hidden=700)
-    ours = kernels_of(config, native).combine(Memory(2))(y_nD, rows_Tk, weights_Tk, residual_TD)
-    exact = residual_TD.double() + (y_nD[rows_Tk].double() * weights_Tk[..., None].double()).sum(dim=1)
-    assert ((ours.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
-
-
-def test_a_token_has_the_same_bits_whatever_the_other_tokens(
-    native: NativeKernels, config: ModelConfig
-) -> None:
-    kernels, weights = kernels_of(config, native), weights_of(config)
-    hidden_TD = random(MOST_TOKENS, config.hidden, seed=56)
-    attended_TX = random(MOST_TOKENS, config.attention.query_width, seed=57)
-    angles = functions.rotary(
-        torch.arange(MOST_TOKENS), config.attention.head_dim, config.attention.rope_theta
-    )
-    together = inputs(kernels, hidden_TD, weights, angles)
-    out_TD, *_ = after_attention(kernels, hidden_TD, attended_TX, weights)
-    for start, stop in ((0, 1), (3, 8), (15, 16)):
-        rows = slice(start, stop)
-        own_angles = angles[0][rows], angles[1][rows]
-        assert torch.equal(together[rows], inputs(kernels, hidden_TD[rows], weights, own_angles))
-        assert torch.equal(
-            out_TD[rows], after_attention(kernels, hidden_TD[rows], attended_TX[rows], weights)[0]
-        )
 
 
 @pytest.mark.skipif(not instruction_sets(), reason=availability())
@@ -346,3 +288,54 @@ def test_rows_beyond_the_limit_and_columns_are_left_to_torch() -> None:
         assert kernels.fused("moe_layer", weights, Memory(4))
         assert not kernels.fused("moe_layer", weights, Memory(5))
         assert not kernels.fused("moe_layer", columns, Memory(4))
+
+
+# -- a library that cannot be used -----------------------------------------------------------------
+
+COMPILER = sysconfig.get_config_var("CC").split()[0]
+
+
+def compiled(folder: Path, source: str) -> Path:
+    library = folder / "_kernels.so"
+    command = [COMPILER, "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    try:
+        subprocess.run(command, input=source.encode(), check=True)
+    except FileNotFoundError:
+        pytest.skip(f"there is no {COMPILER}")
+    return library
+
+
+def test_a_damaged_library_does_not_load(tmp_path: Path) -> None:
+    damaged = tmp_path / "_kernels.so"
+    damaged.write_bytes(b"not a library")
+    reason = load([damaged])
+    assert isinstance(reason, str)
+    assert reason.startswith("_kernels.so does not load (")
+
+
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
+def test_a_library_of_another_version_is_not_used(tmp_path: Path, version: int) -> None:
+    library = compiled(tmp_path, f"int moesched_version(void) {{ return {version}; }}")
+    assert load([library]) == f"_kernels.so has version {version} instead of {VERSION}"
+
+
+def test_a_library_from_before_versions_is_not_used(tmp_path: Path) -> None:
+    library = compiled(tmp_path, "int moesched_most_batch(void) { return 32; }")
+    assert load([library]) == f"_kernels.so has version 1 instead of {VERSION}"
+
+
+def test_without_a_library_the_reason_and_the_remedy_are_told() -> None:
+    assert load([]) == "it was not compiled when moesched was installed"
+    assert availability().startswith(
+        "CPU kernels: " if instruction_sets() else "no CPU kernels, torch does without: "
+    )
+
+
+def test_an_instruction_set_that_the_processor_lacks_is_refused_with_those_it_has() -> None:
+    with pytest.raises(
+        BadInput,
+        match=rf"kernel is 'avx9': give one of auto, torch{''.join(f', {each}' for each in instruction_sets())}",
+    ):
+        check_choice("avx9")
+    check_choice(TORCH)
+    assert rows_for_native(TORCH, "bfloat16", Shape(512, 512), packed=False) == 0

@@ -139,16 +139,6 @@ async def run_another_node_s(step: Step, routed: Mapping[int, int]) -> None:
     step.run_expert(0, next(expert for expert, node in owners.items() if node != step.node), 0)
 
 
-async def run_own(step: Step, routed: Mapping[int, int]) -> None:
-    """Assign each routed expert to its owner, and run this node's own."""
-    owners = owners_of(routed)
-    step.assign(0, 0, owners)
-    for expert, node in owners.items():
-        if node == step.node:
-            step.run_expert(0, expert, 0)
-    await step.combine(0, 0)
-
-
 async def leave_out_its_own(step: Step, routed: Mapping[int, int]) -> None:
     step.assign(0, 0, owners_of(routed))
     step.combine(0, 0)
@@ -194,50 +184,58 @@ def test_an_expert_that_nothing_was_routed_to_cannot_be_assigned() -> None:
         run_case([Scripted(assign_what_was_not_routed) for _ in range(2)], case)
 
 
-class Impatient(Scripted):
-    """Assigns experts without waiting for the router."""
+class Unrouted(Scripted):
+    """Does in its first layer what a test says, before the router has chosen; and does not look who attends."""
 
     async def prefill(self, step: Step) -> None:
         step.embed(0)
         step.pre_attention(0, 0)
         step.attention(0, 0)
-        step.route(0, 0)
-        step.assign(0, 0, {0: 0})
+        await self.script(step, {})
 
 
-def test_the_router_must_be_awaited_before_experts_are_assigned() -> None:
-    with pytest.raises(OutOfOrder, match=r"assign: await route\(0, 0\) before"):
-        run_case([Impatient(leave_out_its_own) for _ in range(2)])
+async def assign_at_once(step: Step, routed: Mapping[int, int]) -> None:
+    step.route(0, 0)
+    step.assign(0, 0, {0: 0})
 
 
-class AttendsAnyway(Scripted):
-    """Embeds on a node that does not attend."""
-
-    async def prefill(self, step: Step) -> None:
-        step.embed(0)
-        step.pre_attention(0, 0)
-        step.attention(0, 0)
-        await self.script(step, await step.route(0, 0))
+async def run_the_layer_as_one_kernel(step: Step, routed: Mapping[int, int]) -> None:
+    step.post_attention(0, 0)
 
 
-def test_only_the_first_node_attends_in_a_centralised_plan() -> None:
-    with pytest.raises(OutOfOrder, match="embed: node 1 does not attend, as the plan is centralised"):
-        run_case([AttendsAnyway(run_own, centralised=True) for _ in range(2)])
+async def run_own(step: Step, routed: Mapping[int, int]) -> None:
+    owners = owners_of(await step.route(0, 0))
+    step.assign(0, 0, owners)
+    for expert, node in owners.items():
+        if node == step.node:
+            step.run_expert(0, expert, 0)
+    await step.combine(0, 0)
 
 
-class WholeLayer(Scripted):
-    """Runs a layer as one kernel."""
-
-    async def prefill(self, step: Step) -> None:
-        step.embed(0)
-        step.pre_attention(0, 0)
-        step.attention(0, 0)
-        step.post_attention(0, 0)
-
-
-def test_a_layer_of_several_nodes_is_no_single_kernel() -> None:
-    with pytest.raises(PolicyError, match="post_attention: other nodes run experts of this layer"):
-        run_case([WholeLayer(leave_out_its_own) for _ in range(2)])
+@pytest.mark.parametrize(
+    ("script", "error", "said", "centralised"),
+    [
+        (assign_at_once, OutOfOrder, r"assign: await route\(0, 0\) before", False),
+        (
+            run_own,
+            OutOfOrder,
+            "embed: node 1 does not attend, as the plan is centralised",
+            True,
+        ),
+        (
+            run_the_layer_as_one_kernel,
+            PolicyError,
+            "post_attention: other nodes run experts of this layer",
+            False,
+        ),
+    ],
+    ids=["the router must be awaited", "the first node attends", "a layer is no single kernel"],
+)
+def test_an_order_that_nodes_may_not_have_is_refused(
+    script: Script, error: type[Exception], said: str, centralised: bool
+) -> None:
+    with pytest.raises(error, match=said):
+        run_case([Unrouted(script, centralised=centralised) for _ in range(2)])
 
 
 async def to_node(step: Step, routed: Mapping[int, int], node: int) -> None:

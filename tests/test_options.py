@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import MISSING
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +12,6 @@ from cyclopts.exceptions import RepeatArgumentError
 
 import moesched
 from command_options import app, commands, options_of
-from commands import refused
 from moesched.analysis.latency_table import latencies_of
 from moesched.analysis.options import LatencyOptions, RooflineOptions
 from moesched.cli.check import CheckArguments
@@ -32,7 +28,6 @@ from moesched.jobs.options import (
 from moesched.options import Described, Option, Options, described, flags_given, part_of, split
 from moesched.requests.sampling import Sampling
 
-ROOT = Path(__file__).parents[1]
 FUNCTIONS: list[tuple[Callable[..., Any], type[Options]]] = [
     (moesched.Session.__init__, SessionOptions),
     (moesched.Session.run, CallOptions),
@@ -48,70 +43,11 @@ FUNCTIONS: list[tuple[Callable[..., Any], type[Options]]] = [
     (Sampling, Sampling),
 ]
 
-LAST_OPTION = "    ] = PREVIEW_ACCURACY\n"
-"""The end of an option of simulations, in `moesched/jobs/options.py`."""
-
-NEW_OPTION = """\
-    hurry: Annotated[
-        float, Option("Haste of the requests. A higher one is worse.", "H", ge=0, le=1)
-    ] = 0.25
-"""
-
-USES = """\
-import contextlib, inspect, io
-import moesched
-from moesched.cli.main import main
-from moesched.jobs.options import SimulationOptions
-from moesched.sweeps.axes import sweep_of_options
-from moesched.tasks import Task
-
-for command in ("simulate", "sweep"):
-    with contextlib.redirect_stdout(io.StringIO()) as help:
-        main([command, "--help"])
-    print(command, "--hurry" in help.getvalue() and "Haste of the requests." in help.getvalue())
-print(sweep_of_options({"hurry": ("0.5, 1",)}).axes)
-print(inspect.signature(moesched.simulate_model).parameters["hurry"])
-print("    hurry: Haste of the requests." in inspect.getdoc(moesched.simulate_model))
-print(SimulationOptions("m", machine="t4", policy="p", workload="w", hurry=0.5).hurry)
-try:
-    moesched.simulate_model("m", machine="t4", policy="p", workload="w", hurry=2)
-except moesched.BadInput as error:
-    print(error)
-"""
-
 
 def bounded() -> list[tuple[type[Options], Described]]:
     """The options with bounds."""
     kinds: list[type[Options]] = [CheckArguments, *(kind for _, kind in FUNCTIONS)]
     return [(kind, each) for kind in kinds for each in described(kind).values() if each.option.bounds]
-
-
-def test_an_option_is_one_field_in_one_file(tmp_path: Path) -> None:
-    package = tmp_path / "moesched"
-    for source in (ROOT / "moesched").iterdir():
-        if source.name != "jobs":
-            package.mkdir(exist_ok=True)
-            (package / source.name).symlink_to(source)
-    (package / "jobs").mkdir()
-    for source in (ROOT / "moesched" / "jobs").iterdir():
-        (package / "jobs" / source.name).symlink_to(source)
-    changed = package / "jobs" / "options.py"
-    text = changed.read_text()
-    assert text.count(LAST_OPTION) == 1
-    changed.unlink()
-    changed.write_text(text.replace(LAST_OPTION, LAST_OPTION + NEW_OPTION))
-    done = subprocess.run(
-        [sys.executable, "-c", USES], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines() == [
-        "simulate True",
-        "sweep True",
-        "{'hurry': [0.5, 1.0]}",
-        "hurry: 'float' = 0.25",
-        "True",
-        "0.5",
-        "--hurry is 2: give 0 to 1",
-    ]
 
 
 @pytest.mark.parametrize(("function", "options"), FUNCTIONS)
@@ -174,8 +110,7 @@ def test_bounds_admit_finite_numbers_only(number: float) -> None:
     assert not Option("Any number.", ge=0).admits(number)
 
 
-def test_an_option_given_twice_is_refused_by_name(command: Any) -> None:
-    refused(command("simulate", "--gen", "1", "--gen", "2"), "--gen is given twice: give it once")
+def test_an_option_given_twice_is_refused_by_name() -> None:
     for name in commands():
         function = app()[name].default_command
         assert function is not None
@@ -186,43 +121,3 @@ def test_an_option_given_twice_is_refused_by_name(command: Any) -> None:
                 given = [flag] if kind is bool else [flag, "1"]
                 with pytest.raises(RepeatArgumentError, match=flag):
                     app().parse_args([name, *given, *given], exit_on_error=False, print_error=False)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--set ahead=1 --set ahead=2", "--set gives ahead twice"),
-        ("--budget host=1GB --budget host=2GB", "--budget gives host twice"),
-        ("--machine-set link.a=x2 --machine-set link.a=x3", "--machine-set gives link.a twice"),
-        ("--routing-set exponent=1 --routing-set exponent=2", "--routing-set gives exponent twice"),
-    ],
-)
-def test_a_key_given_twice_is_refused_by_name(command: Any, arguments: str, said: str) -> None:
-    given = [
-        "simulate",
-        "--model",
-        "mixtral-0.8b",
-        "--machine",
-        "t4",
-        "--policy",
-        "cgopipe",
-        "--workload",
-        "mtbench",
-    ]
-    refused(command(*given, *arguments.split()), said)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("gen = 1\npolicy = 'a'\npolicy = 'b'\n", "line 3 gives 'policy' again: give it once"),
-        ("gen = 1\ngen = 2", "line 2 gives 'gen' again: give it once"),
-        ("[settings]\nahead = 1\n[settings]\nahead = 2\n", "line 3 gives 'settings' again: give it once"),
-        ("settings.ahead = 1\n[settings]\nahead = 2\n", "line 2 gives 'settings' again: give it once"),
-    ],
-)
-def test_a_key_given_twice_in_a_file_is_refused_by_name(
-    command: Any, tmp_path: Path, text: str, said: str
-) -> None:
-    (tmp_path / "s.toml").write_text(text)
-    refused(command("sweep", tmp_path / "s.toml"), said)

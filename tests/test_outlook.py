@@ -165,26 +165,6 @@ def test_kept_pages_are_there_from_the_first_step_on() -> None:
     assert not any(answers[1])
 
 
-def of_other_model(step: Step, _: Plan) -> object:
-    return step.arrived(OTHER)
-
-
-def no_page(step: Step, _: Plan) -> object:
-    return step.arrived(3)  # type: ignore[arg-type]  # the mistake
-
-
-def no_handle(step: Step, _: Plan) -> object:
-    return step.seconds_until(3)  # type: ignore[arg-type]  # the mistake
-
-
-def no_place(step: Step, _: Plan) -> object:
-    return step.seconds_until_idle("gpu")  # type: ignore[arg-type]  # the mistake
-
-
-def no_layer(step: Step, _: Plan) -> object:
-    return step.seconds_until_idle("host", 99)
-
-
 def waits_by_asking(step: Step, plan: Plan) -> object:
     pool, [page] = plan.weights.pools[0], plan.weights.pools[0].pages()
     step.evict([page], pool)
@@ -197,14 +177,20 @@ def waits_by_asking(step: Step, plan: Plan) -> object:
 @pytest.mark.parametrize(
     ("mistake", "told"),
     [
-        (of_other_model, "arrived: page L0 dense #0 belongs to another model"),
-        (no_page, "arrived: 3 is no page"),
-        (no_handle, "seconds_until: 3 is no handle: give what a verb returned"),
+        (lambda step, plan: step.arrived(OTHER), "arrived: page L0 dense #0 belongs to another model"),
+        (lambda step, plan: step.arrived(3), "arrived: 3 is no page"),
         (
-            no_place,
+            lambda step, plan: step.seconds_until(3),
+            "seconds_until: 3 is no handle: give what a verb returned",
+        ),
+        (
+            lambda step, plan: step.seconds_until_idle("gpu"),
             "seconds_until_idle: there is no place 'gpu': give one of 'accelerator', 'host', 'to host'",
         ),
-        (no_layer, "seconds_until_idle: the model has no layer 99"),
+        (
+            lambda step, plan: step.seconds_until_idle("host", 99),
+            "seconds_until_idle: the model has no layer 99",
+        ),
         (waits_by_asking, "times in one step: time passes only while the policy awaits a handle"),
     ],
 )

@@ -391,27 +391,22 @@ def places(location: PageLocation) -> list[int]:
     return [placement.offset for placement in location.placements]
 
 
-def test_tensors_whose_blocks_touch_are_one_read() -> None:
-    assert reads(located(0, 2 * BLOCK)) == [(0, 4, 0)]
-
-
-def test_tensors_that_share_a_block_are_one_read() -> None:
-    location = located(64, 2 * BLOCK + 64)
-    assert reads(location) == [(0, 5, 0)]
-    assert places(location) == [64, 2 * BLOCK + 64]
-
-
-def test_tensors_with_a_block_between_them_are_two_reads_one_behind_the_other_in_the_slot() -> None:
-    location = located(64, 4 * BLOCK + 32)
-    assert reads(location) == [(0, 3, 0), (4, 3, 3)]
-    assert places(location) == [64, 3 * BLOCK + 32]
-    assert location.nbytes == location.bytes_to_read == 6 * BLOCK
-
-
-def test_reads_go_up_the_file_whatever_the_order_of_the_page() -> None:
-    location = located(8 * BLOCK, 0)
-    assert reads(location) == [(0, 2, 0), (8, 2, 2)]
-    assert places(location) == [2 * BLOCK, 0]
+@pytest.mark.parametrize(
+    ("offsets", "runs", "placed"),
+    [
+        ((0, 2 * BLOCK), [(0, 4, 0)], [0, 2 * BLOCK]),
+        ((64, 2 * BLOCK + 64), [(0, 5, 0)], [64, 2 * BLOCK + 64]),
+        ((64, 4 * BLOCK + 32), [(0, 3, 0), (4, 3, 3)], [64, 3 * BLOCK + 32]),
+        ((8 * BLOCK, 0), [(0, 2, 0), (8, 2, 2)], [2 * BLOCK, 0]),
+    ],
+    ids=["their blocks touch", "they share a block", "a block lies between", "not in the order of the page"],
+)
+def test_neighbours_are_one_read_and_reads_go_up_the_file_one_behind_the_other_in_the_slot(
+    offsets: tuple[int, ...], runs: list[tuple[int, int, int]], placed: list[int]
+) -> None:
+    location = located(*offsets)
+    assert (reads(location), places(location)) == (runs, placed)
+    assert location.nbytes == location.bytes_to_read == BLOCK * sum(blocks for _, blocks, _ in runs)
 
 
 @pytest.mark.parametrize(("offset", "dtype"), [(1, "bfloat16"), (0, "float32")])

@@ -34,9 +34,10 @@ from moesched.steps.plan import Plan
 from moesched.steps.run_state import RunState
 from moesched.steps.step import Step
 from moesched.system.own_loop import run_on_own_loop
-from moesched.tasks import Collective, Decision, HostKernel, Kernel, PageTransfer, Preview, Task
+from moesched.tasks import Collective, Decision, HostKernel, Kernel, PageTransfer, Preview
 from moesched.testing import Case, run_on_symbols
 from moesched.testing.symbolic import SymbolicDevice, expected_tokens
+from runs import Ended
 from small_models import SMALL, small_model
 
 T4 = load_machine("t4")
@@ -253,27 +254,20 @@ def test_a_verb_for_a_micro_batch_that_has_ended_is_refused_with_a_remedy() -> N
 BATCHES = ((0, 1, 2), (3,))
 
 
-class Rows:
-    """Observer of the tokens of each micro-batch's decode steps."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, list[int]] = defaultdict(list)
-
-    def ended(self, task: Task) -> None:
-        if task.verb == "pre_attention" and task.layer == 0 and task.phase == "decode":
-            self.seen[task.micro_batch].append(task.work.tokens)
-
-
 def run_until(
     checkpoint: Checkpoint, policy: str, stops: Collection[int], dtype: str
 ) -> tuple[list[list[int]], dict[int, list[torch.Tensor]], dict[int, list[int]]]:
     """Tokens and logits by request, and rows by micro-batch, of real kernels with these stop tokens."""
-    scheduler, layout, rows = make_policy(policy), weight_layout(checkpoint.config, dtype), Rows()
+    scheduler, layout, seen = make_policy(policy), weight_layout(checkpoint.config, dtype), Ended()
     device = TorchDevice(checkpoint, layout, keep_logits=True)
     plan = plan_run(T4, layout, Batch(LENGTHS, 8, BATCHES), scheduler, slot_bytes=device.slot_bytes)
-    report = run(plan, scheduler, device, PROMPTS, tokens=TokenHandling(stops), observers=[rows])
+    report = run(plan, scheduler, device, PROMPTS, tokens=TokenHandling(stops), observers=[seen])
     assert report.tokens is not None
-    return report.tokens, logits_by_request(device), rows.seen
+    rows = defaultdict(list)
+    for task in seen.tasks:
+        if (task.verb, task.layer, task.phase) == ("pre_attention", 0, "decode"):
+            rows[task.micro_batch].append(task.work.tokens)
+    return report.tokens, logits_by_request(device), rows
 
 
 @pytest.mark.parametrize("policy", SHIPPED)

@@ -27,6 +27,7 @@ from moesched.steps.step import Step
 from moesched.tasks import Task, Work
 from moesched.testing import CLOCKS, Case, Clock, run_on_symbols
 from moesched.testing.symbolic import SymbolicDevice
+from runs import Ended
 
 WIRES = Interconnect(bandwidth=12e9, latency=20e-6)
 ONE = load_machine("t4")
@@ -187,33 +188,9 @@ def test_on_one_accelerator_it_is_flexgen() -> None:
     assert submitted[0] == submitted[1]
 
 
-def test_a_replayed_pipeline_is_the_one_that_was_built() -> None:
-    reports = []
-    for replay in (False, True):
-        policy = make_policy("flexgen_pipeline")
-        plan = plan_run(TWO, SMALL, split_batch([32] * 8, 6, 2), policy, {"gpu": 500_000_000})
-        watch = Watch()
-        report = simulate(plan, policy, sharing=False, replay=replay, observers=[watch])
-        assert any(task.work.resource == "gpu 1" for task in watch.tasks if task.verb == "attention")
-        tasks = sorted((task.start, task.label, task.lane.name, task.work.resource) for task in watch.tasks)
-        reports.append((report.simulated_seconds, report.lanes, report.tasks, tasks))
-    assert reports[0] == reports[1]
-
-
 # -- why it does not scale -------------------------------------------------------------------------
 
 LAYOUT = weight_layout(SHAPES["mixtral-8x22b"], page_bytes=1 << 30)
-
-
-class Watch:
-    """Remembers the tasks of the steps."""
-
-    def __init__(self) -> None:
-        self.tasks: list[Task] = []
-
-    def ended(self, task: Task) -> None:
-        if task.step >= 0 and task.verb != "join":
-            self.tasks.append(task)
 
 
 class Scaled:
@@ -221,10 +198,10 @@ class Scaled:
 
     def __init__(self, machine: Machine) -> None:
         policy = make_policy("flexgen_pipeline")
-        watch = Watch()
+        watch = Ended()
         self.plan = plan_run(machine, LAYOUT, split_batch([77] * 256, 4, 64), policy)
         self.report: Report = simulate(self.plan, policy, observers=[watch])
-        self.tasks = watch.tasks
+        self.tasks = [task for task in watch.tasks if task.step >= 0 and task.verb != "join"]
         kept = {page.id for fixed in self.plan.weights.resident for page in fixed.pages()}
         self.streamed = [
             sum(page.nbytes for page in LAYOUT.layer(i) if page.id not in kept) for i in self.plan.layers

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from moesched import plugins
-from moesched.cli.main import main
 from moesched.errors import BadInput
 from moesched.inputs.options import Objective
 from moesched.machines import load_machine
-from moesched.machines.cost import cost_model
 from moesched.machines.sustained import at_peak
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
@@ -25,6 +23,7 @@ from moesched.planner.missing import missing_bytes
 from moesched.planner.ranking import Ranked, in_order
 from moesched.planner.trial_run import MOST_STEPS
 from moesched.seams import is_expert_parallel
+from runs import setting
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
@@ -33,19 +32,9 @@ LAYOUT = weight_layout(SHAPES["mixtral-8x7b"])
 FEW_GPU_BYTES: dict[str, int | str] = {"gpu": "900MB", "host": "4GB"}
 
 
-def asking(policy: str, *, objective: Objective = "throughput", **budgets: int) -> Setting:
-    lengths = (100,) * 64 if objective == "throughput" else (100,)
-    return Setting(
-        make=plugins.find("policies", policy),
-        machine=T4,
-        layout=LAYOUT,
-        lengths=lengths,
-        new_tokens=32,
-        cost=cost_model(T4, LAYOUT.dtype),
-        budgets=budgets,
-        splits_kv=splits_kv(plugins.find("policies", policy), T4),
-        objective=objective,
-    )
+def asking(policy: str, **budgets: int) -> Setting:
+    where = setting(policy, budgets, lengths=(100,) * 64, new_tokens=32)
+    return replace(where, splits_kv=splits_kv(plugins.find("policies", policy), T4))
 
 
 @pytest.fixture(scope="module")
@@ -220,42 +209,41 @@ def test_a_policy_that_does_not_fit_is_last_with_what_it_lacks() -> None:
     assert last.lacks == "78.1 GB more gpu would"
 
 
-def test_where_nothing_fits_the_ranking_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--model", "dbrx", "--machine", "t4", "--for", "latency", "--json"]
-    assert main(arguments) == 2
-    told = capsys.readouterr()
-    printed = json.loads(told.out)
-    assert printed["plan"] is None
-    assert all(not row["fits"] and row["missing_bytes"] > 60e9 for row in printed["ranking"])
-    assert {row["policy"] for row in printed["ranking"]} == set(plannable())
-    assert told.err.count("\n") == 1
-    assert re.search(r"would fit with [0-9.]+ GB more host$", told.err)
-    assert "--batch-size" not in told.err, "the planner chose the sizes"
+def test_where_nothing_fits_the_ranking_says_what_is_missing(command: Any) -> None:
+    said = command(*["plan", "--model", "dbrx", "--machine", "t4", "--for", "latency", "--json"])
+    assert (said.code, said.json["plan"]) == (2, None)
+    assert all(not row["fits"] and row["missing_bytes"] > 60e9 for row in said.json["ranking"])
+    assert {row["policy"] for row in said.json["ranking"]} == set(plannable())
+    assert said.err.count("\n") == 1
+    assert re.search(r"would fit with [0-9.]+ GB more host$", said.err)
+    assert "--batch-size" not in said.err, "the planner chose the sizes"
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_the_ranking_that_others_rely_on(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--model", "mixtral-0.8b", "--machine", "t4", "--gen", "8", "--for", "interactive"]
-    arguments += ["--budget", "gpu=900MB"]
-    assert main([*arguments, "--json"]) == 0
-    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
-    for row in printed["ranking"]:
-        assert row.keys() >= {
-            "policy",
-            "throughput_tokens_per_second",
-            "decode_step_seconds",
-            "first_token_seconds",
-            "bound_by",
-            "fits",
-            "missing_bytes",
-        }
-    assert main(arguments) == 0
-    told = capsys.readouterr().out
+def test_the_command_prints_the_plan_and_the_ranking_that_others_rely_on(command: Any) -> None:
+    line = "plan --model mixtral-0.8b --machine t4 --gen 8 --for interactive --budget gpu=900MB --no-band"
+    printed = command(*line.split(), "--json").json
+    plan = "batch_size micro_batch_size attention_on_gpu ffn_on_gpu weights_on_gpu kv_on_gpu"
+    predicted = "throughput_tokens_per_second decode_step_seconds bound_by peak_bytes"
+    row = "policy throughput_tokens_per_second decode_step_seconds first_token_seconds bound_by fits missing_bytes"
+    assert printed["plan"].keys() >= {*plan.split()}
+    assert printed["predicted"].keys() >= {*predicted.split()}
+    assert all(each.keys() >= {*row.split()} for each in printed["ranking"])
+    told = command(*line.split()).out
     assert "best plan for interactive" in told
+    assert f"batch, micro-batches of  {printed['plan']['batch_size']}" in told
+    assert f"{printed['predicted']['bound_by']} is the bottleneck" in told
     assert "policies for interactive" in told
     assert "resident does not fit: " in told and "more gpu would" in told
+    assert printed["band"] is None and "least certain rate" not in told
+
+
+def test_the_command_says_in_what_chunks_prompts_are_computed(command: Any) -> None:
+    line = "plan --model mixtral-0.8b --machine t4 --gen 8 --policy layer_streaming --no-band"
+    told = command(*line.split(), "--budget", "gpu=2GB", "--budget", "host=4GB").out
+    assert "prefill in chunks of     4096 tokens" in told
 
 
 def test_an_objective_that_there_is_not_is_told_from_python_too() -> None:

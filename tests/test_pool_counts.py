@@ -25,10 +25,10 @@ from moesched.steps.step import Step
 from moesched.tasks import DONE, Task
 from moesched.testing import Case, policy_cases, run_on_symbols
 from moesched.testing.policy_checks import Clock
-from moesched.trace import LastSteps, Recorder, check_trace, read_trace, write_trace
+from moesched.trace import LastSteps, Recorder
 from page_bench import PAGES, Bench
 from runs import FORTY_PERCENT, Run, make_plan, virtual_run
-from traces import events_of
+from traces import kept
 
 MODEL = Path(__file__).parent.parent / "examples" / "tiny-mixtral"
 TIGHT = next(case for case in policy_cases() if case.name == "tight GPU")
@@ -136,11 +136,9 @@ def test_a_trace_has_the_counts_at_the_end_of_each_step(run: Run, tmp_path: Path
     for before, after in pairwise(samples):
         assert before.time < after.time
         assert before.counted.misses < after.counted.misses
-    write_trace(tmp_path / "trace.json", run.recording, run.about)
-    counters = [each for each in events_of(tmp_path / "trace.json") if each["name"] == "pool weights in gpu"]
+    events = kept(run.recording, run.about, tmp_path)
+    counters = [each for each in events if each["name"] == "pool weights in gpu"]
     assert counters[-1]["args"] == samples[-1].counted._asdict()
-    assert check_trace(tmp_path / "trace.json") == []
-    assert read_trace(tmp_path / "trace.json").recording == run.recording
 
 
 def test_a_trace_of_the_last_steps_has_the_counts_from_before_the_first_one_on(run: Run) -> None:
@@ -162,17 +160,6 @@ def test_counts_of_a_trace_never_fall_though_tasks_start_in_another_order() -> N
         log.append((number, Counted(number, 0, 0, 0, 0)))
     samples = [(each.time, each.counted.fetched) for each in recorder.recording().pools]
     assert samples == [(5, 1), (9, 2), (10, 2)]
-
-
-@pytest.mark.parametrize("steps", [2, 3, 9])
-def test_a_replayed_run_counts_as_one_that_is_built(steps: int) -> None:
-    counted = []
-    for replay in (False, True):
-        policy, recorder = make_policy("cgopipe"), Recorder()
-        plan = make_plan(policy, budgets=FORTY_PERCENT, new_tokens=steps)
-        report = simulate(plan, policy, replay=replay, sharing=False, recorder=recorder)
-        counted.append((report.pools, recorder.recording().pools))
-    assert counted[0] == counted[1]
 
 
 # -- reports ---------------------------------------------------------------------------------------

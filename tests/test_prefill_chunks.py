@@ -1,9 +1,10 @@
-"""Long prompts in chunks: the same tokens under every policy, within the memory of a chunk."""
+"""Long prompts in chunks: the same tokens on one machine and on several, within the memory of a chunk."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import moesched
+from benchmarks.shared.forked_nodes import ForkServer
 from benchmarks.shared.random_models import mixtral
-from moesched.errors import BadInput, OutOfOrder, PolicyError
-from moesched.jobs.simulate_model import simulate_model
+from moesched.cluster.cluster_jobs import run_local
+from moesched.cluster.node_jobs import LONG_PROMPTS, Ask, NodeJob, NodeRun
+from moesched.errors import BadInput, OutOfOrder
+from moesched.inputs.options import SizeOptions
 from moesched.machines import load_machine
+from moesched.models.checkpoint import open_checkpoint
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.plugins import make_policy
@@ -25,12 +30,13 @@ from moesched.requests.batch import Batch
 from moesched.requests.chunks import chunks_of
 from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
-from moesched.runs.simulation import simulate
 from moesched.runs.virtual_run import VirtualRun
 from moesched.steps.plan import Plan
+from moesched.steps.roles import Role
 from moesched.steps.step import Step
 from moesched.testing.symbolic import SymbolicDevice, expected_tokens
-from small_models import small_model
+from runs import predicted
+from small_models import SMALL, small_model
 
 POLICIES = (
     "resident",
@@ -99,8 +105,7 @@ def test_every_policy_generates_the_same_tokens_in_chunks_with_one_memory_or_two
     assert tokens_of(model, 16, policy=policy, **machine) == expected
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 32])
-@pytest.mark.parametrize("window", [None, 5, 24])
+@pytest.mark.parametrize(("chunk", "window"), [(1, 5), (7, None), (7, 24), (32, 5), (32, None)])
 def test_tokens_are_those_of_hugging_face(tmp_path: Path, chunk: int, window: int | None) -> None:
     torch.manual_seed(3)
     model = mixtral(initializer_range=0.15, sliding_window=window)
@@ -169,15 +174,16 @@ def test_every_task_reads_what_it_was_meant_to(policy: str, seed: int) -> None:
 
 
 def simulated(chunk: int | None, **wanted: Any) -> moesched.JobReport:
-    wanted = {"policy": "cgopipe", "workload": moesched.given_lengths([2048], 4), "requests": 2, **wanted}
-    return moesched.simulate_model("mixtral-0.8b", machine="t4", prefill_chunk=chunk, band=False, **wanted)
+    whole: dict[str, Any] = {
+        "policy": "cgopipe",
+        "workload": moesched.given_lengths([2048], 4),
+        "requests": 2,
+    }
+    return predicted(prefill_chunk=chunk, **whole | wanted)
 
 
 def test_a_chunk_bounds_the_memory_of_prefill_and_weights_are_fetched_once() -> None:
-    whole, cut = (
-        simulated(None, batch_size=2, micro_batch_size=2),
-        simulated(256, batch_size=2, micro_batch_size=2),
-    )
+    whole, cut = (simulated(chunk, batch_size=2, micro_batch_size=2) for chunk in (None, 256))
     assert whole.plan.prefill_chunk is None
     assert cut.plan.prefill_chunk == 256
     policy = make_policy("layer_streaming")
@@ -196,15 +202,6 @@ def test_experts_of_a_prompt_in_chunks_are_moved_no_more_often_than_those_of_a_w
     assert 0 < moved[1] <= moved[0]
 
 
-def test_a_replayed_simulation_is_that_of_the_engine() -> None:
-    policy = {name: make_policy("cgopipe") for name in ("engine", "replay")}
-    times = [
-        simulate(chunked_plan(each), each, sharing=False, replay=name == "replay").step_seconds
-        for name, each in policy.items()
-    ]
-    assert times[0] == times[1]
-
-
 def test_the_router_of_a_simulation_sees_each_token_once() -> None:
     wanted: dict[str, Any] = {"policy": "twiddler", "routing": "popularity", "batch_size": 1, "requests": 1}
     cut, whole = simulated(100, **wanted), simulated(None, **wanted)
@@ -217,18 +214,8 @@ def test_the_router_of_a_simulation_sees_each_token_once() -> None:
 
 def test_prompts_are_cut_only_where_memory_asks_for_it() -> None:
     prompts = moesched.given_lengths([4096], 2)
-    roomy = moesched.simulate_model(
-        "mixtral-0.8b", machine="t4", policy="layer_streaming", workload=prompts, band=False
-    )
-    assert roomy.plan.prefill_chunk is None
-    tight = moesched.simulate_model(
-        "mixtral-0.8b",
-        machine="t4",
-        policy="layer_streaming",
-        workload=prompts,
-        band=False,
-        budgets={"gpu": "650MB"},
-    )
+    assert predicted("layer_streaming", workload=prompts).plan.prefill_chunk is None
+    tight = predicted("layer_streaming", workload=prompts, budgets={"gpu": "650MB"})
     assert tight.plan.prefill_chunk == 512
     assert tight.peak_bytes["gpu"] <= 650_000_000
 
@@ -236,8 +223,10 @@ def test_prompts_are_cut_only_where_memory_asks_for_it() -> None:
 class OutOfTurn:
     """Attends to the last chunk first."""
 
+    kv: Role = "accelerator"
+
     def plan(self, plan: Plan) -> None:
-        plan.place_kv("accelerator")
+        plan.place_kv(self.kv)
         self.pool = plan.pool("accelerator", "layer", 2 * len(plan.layout.layer(0)), plan.layout.pages)
 
     async def prefill(self, step: Step) -> None:
@@ -254,9 +243,7 @@ class OutOfTurn:
 class OneByOne(OutOfTurn):
     """Takes a chunk through two layers before the next one, with the KV cache on the host."""
 
-    def plan(self, plan: Plan) -> None:
-        plan.place_kv("host")
-        self.pool = plan.pool("accelerator", "layer", 2 * len(plan.layout.layer(0)), plan.layout.pages)
+    kv: Role = "host"
 
     async def prefill(self, step: Step) -> None:
         for j in step.micro_batches:
@@ -270,18 +257,12 @@ class OneByOne(OutOfTurn):
 
 
 @pytest.mark.parametrize(
-    ("policy", "error", "message"),
-    [
-        (OutOfTurn, OutOfOrder, "continues mb"),
-        (OneByOne, OutOfOrder, "take all of them layer by layer"),
-    ],
+    ("policy", "message"), [(OutOfTurn, "continues mb"), (OneByOne, "take all of them layer by layer")]
 )
-def test_an_order_that_would_miss_keys_and_values_is_refused(
-    policy: Any, error: type[PolicyError], message: str
-) -> None:
+def test_an_order_that_would_miss_keys_and_values_is_refused(policy: Any, message: str) -> None:
     scheduler = policy()
     plan = chunked_plan(scheduler)
-    with pytest.raises(error, match=message):
+    with pytest.raises(OutOfOrder, match=message):
         VirtualRun([Rank(plan, scheduler)]).run()
 
 
@@ -298,7 +279,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("policy", ["cgopipe", "twiddler"])
 @pytest.mark.parametrize("wanted", SCENARIOS.values(), ids=SCENARIOS)
 def test_of_one_request_the_first_token_is_there_when_prefill_is_over(policy: str, wanted: Any) -> None:
-    report = moesched.simulate_model("mixtral-0.8b", machine="t4", policy=policy, band=False, **wanted)
+    report = predicted(policy, **wanted)
     assert report.first_token_seconds == pytest.approx(report.prefill_seconds)
     assert report.as_dict()["first_token_seconds"] > 0
     assert report.decode_tokens_per_second > 0
@@ -308,59 +289,81 @@ def test_of_one_request_the_first_token_is_there_when_prefill_is_over(policy: st
 def test_of_several_requests_some_have_their_first_token_before_the_others(model: Path, policy: str) -> None:
     wanted: dict[str, Any] = {"policy": policy, "batch_size": 3, "micro_batch_size": 1}
     workload = moesched.given_lengths([900, 300, 600], 4)
-    predicted = moesched.simulate_model("mixtral-0.8b", machine="t4", workload=workload, band=False, **wanted)
     measured = moesched.run_model(model, prompts_of([90, 30, 60]), max_new_tokens=3, **wanted)
-    for report in (predicted, measured):
+    for report in (predicted(workload=workload, **wanted), measured):
         assert report.first_token_seconds is not None
         assert 0 < report.first_token_seconds < report.prefill_seconds
 
 
 def test_the_table_tells_of_the_first_token(command: Any, model: Path) -> None:
-    said = command("run", model, "--policy", "resident", "--prompt-ids", "1,2,3", "--max-new-tokens", 3)
-    assert "first token, on average" in said.out
-    said = command(
-        "run",
-        model,
-        "--policy",
-        "resident",
-        "--prompt-ids",
-        "1,2,3",
-        "--prefill-chunk",
-        2,
-        "--max-new-tokens",
-        3,
-    )
-    assert "prompts in chunks of 2 tokens" in said.out
+    asked = ("--policy", "resident", "--prompt-ids", "1,2,3", "--max-new-tokens", 3, "--prefill-chunk", 2)
+    said = command("run", model, *asked).out
+    assert "first token, on average" in said
+    assert "prompts in chunks of 2 tokens" in said
 
 
 def test_a_width_that_fits_in_chunks_is_told_and_fits() -> None:
-    wanted: dict[str, Any] = {
-        "machine": "t4",
-        "policy": "layer_streaming",
-        "workload": moesched.given_lengths([4096], 300),
-        "batch_size": 1,
-        "budgets": {"gpu": "640MB"},
-    }
-    with pytest.raises(
-        moesched.BadInput, match=r"needs [\d,]+ bytes of gpu.* use --beams \d+, which fits"
-    ) as refusal:
-        moesched.simulate_model("mixtral-0.8b", beams=64, **wanted)
+    wanted: dict[str, Any] = {"workload": moesched.given_lengths([4096], 300), "budgets": {"gpu": "640MB"}}
+    with pytest.raises(BadInput, match=r"needs [\d,]+ bytes of gpu.* use --beams \d+, which fits") as refusal:
+        predicted("layer_streaming", beams=64, batch_size=1, **wanted)
     width = int(str(refusal.value).rpartition("--beams ")[2].split(",")[0])
     assert width > 1
-    assert (
-        moesched.simulate_model("mixtral-0.8b", beams=width, band=False, **wanted).plan.prefill_chunk
-        is not None
-    )
+    assert predicted("layer_streaming", beams=width, batch_size=1, **wanted).plan.prefill_chunk is not None
 
 
 def test_chunks_that_would_take_minutes_are_refused_with_a_sensible_size() -> None:
     says = "--prefill-chunk is 1, and the batch has up to .* prompt tokens: give 64 or more, or omit it"
     with pytest.raises(BadInput, match=says):
-        simulate_model(
-            "mixtral-8x7b",
-            machine="t4",
-            policy="cgopipe",
-            workload="mtbench",
-            batch_size=1024,
-            prefill_chunk=1,
-        )
+        predicted("cgopipe", "mixtral-8x7b", batch_size=1024, prefill_chunk=1)
+
+
+# -- chunks on several nodes -----------------------------------------------------------------------
+
+LONG = [1 + number % 50 for number in range(LONG_PROMPTS + 1)]
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = SMALL.varied(layers=2, max_positions=2048)
+    return small_model(tmp_path_factory.mktemp("long") / "model", config=config)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sizes", "chunk"),
+    [
+        ([LONG], SizeOptions(), LONG_PROMPTS // 2 + 1),
+        ([LONG[: LONG_PROMPTS // 2]] * 2, SizeOptions(), LONG_PROMPTS // 2),
+        ([LONG[1:-1]], SizeOptions(), None),
+        ([LONG], SizeOptions(prefill_chunk=100), 100),
+        ([LONG, LONG], SizeOptions(batch_size=2, micro_batch_size=1), None),
+    ],
+    ids=["long", "long together", "short", "as asked", "two micro-batches already"],
+)
+def test_two_chunks_are_in_flight(
+    long_model: Path, prompts: list[list[int]], sizes: SizeOptions, chunk: int | None
+) -> None:
+    ask = Ask(nodes=2, node=0, prompts=prompts, new_tokens=2, sizes=sizes)
+    with closing(NodeJob(open_checkpoint(long_model), NodeRun(policy="ep_naive"))) as job:
+        found, _ = job.prepare(ask)
+    assert found.prefill_chunk == chunk
+
+
+@pytest.mark.parametrize("device", ["torch", "mlx"])
+@pytest.mark.parametrize("decentralised", [True, False])
+def test_the_tokens_are_those_of_one_process(
+    long_model: Path, server: ForkServer, device: str, decentralised: bool
+) -> None:
+    if device == "mlx":
+        pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
+    ours = run_local(
+        long_model,
+        [LONG],
+        nodes=2,
+        policy="ep_naive",
+        settings={"decentralised": decentralised},
+        device=device,
+        max_new_tokens=4,
+        start=server,
+    )
+    assert ours.plan.prefill_chunk == LONG_PROMPTS // 2 + 1
+    assert ours.tokens == moesched.run_model(long_model, [LONG], policy="resident", max_new_tokens=4).tokens

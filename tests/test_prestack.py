@@ -1,19 +1,26 @@
-"""Prestacked checkpoints: few large arrays, the same weights and tokens, streamed, and whole or not there at all."""
+"""Prestacked checkpoints: few large arrays, the same weights and tokens, and nodes with the files of their experts."""
 
 from __future__ import annotations
 
+import shutil
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import moesched
+from benchmarks.shared.forked_nodes import ForkServer
 from benchmarks.shared.random_models import dbrx, mixtral
+from cluster_fixtures import NEW_TOKENS, PROMPTS, run_seated
 from commands import refused
+from moesched.cluster.cluster_file import Cluster, cluster_toml
+from moesched.cluster.fingerprint import fingerprint
+from moesched.dispatch.node_placement import mirrored
 from moesched.errors import BadInput
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.prestack import COPIED_BYTES, prestack_model
@@ -61,9 +68,14 @@ def test_every_weight_is_where_it_was_but_in_few_arrays(model: Path, by: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("device", "policy"), [("torch", "expert_streaming"), ("mlx", "resident"), ("mlx", "expert_streaming")]
+    ("by", "device", "policy"),
+    [
+        ("expert", "torch", "expert_streaming"),
+        ("layer", "torch", "resident"),
+        ("layer", "mlx", "expert_streaming"),
+        ("expert", "mlx", "resident"),
+    ],
 )
-@pytest.mark.parametrize("by", BY)
 def test_it_runs_to_the_same_tokens(model: Path, by: Any, device: str, policy: str) -> None:
     if device == "mlx":
         pytest.importorskip("mlx.core", reason="there is no MLX for this platform")
@@ -133,10 +145,6 @@ def test_a_truncated_file_leaves_nothing(model: Path) -> None:
     assert [path.name for path in model.parent.iterdir()] == ["model"]
 
 
-def test_a_folder_in_use_is_refused(command: Any, model: Path) -> None:
-    refused(command("prestack", model, model), "exists already; remove it or choose another directory")
-
-
 def test_a_dense_model_is_refused(command: Any, tmp_path: Path) -> None:
     dense = small_model(tmp_path / "dense", experts=1, top_k=1, form="llama")
     refused(command("prestack", dense, tmp_path / "out"), "has no experts to stack")
@@ -173,3 +181,68 @@ def test_the_command_says_what_it_made(command: Any, model: Path, by: str) -> No
     written = sum(path.stat().st_size for path in (model.parent / "two").glob("*.safetensors"))
     arrays = figures["arrays"] * figures["largest_array_bytes"] + figures["other_bytes"]
     assert arrays <= written < arrays + 100_000
+
+
+# -- nodes that have files of their own experts ----------------------------------------------------
+
+EXPERTS = 4
+
+
+@pytest.fixture
+def parts(models: Path, tmp_path: Path) -> list[Path]:
+    """The folders of two nodes, each with the files of its experts."""
+    whole = prestack_model(models / "mixtral", tmp_path / "whole").directory
+    folders = []
+    for node, held in enumerate(mirrored(EXPERTS, 2)):
+        folder = shutil.copytree(whole, tmp_path / f"part-{node}")
+        for expert in set(range(EXPERTS)) - held:
+            (folder / f"experts-{expert:05d}.safetensors").unlink()
+        folders.append(folder)
+    return folders
+
+
+def seated_with(seated: tuple[Path, Cluster], folders: list[Path]) -> Path:
+    """The cluster file, with a folder of the model for each node."""
+    file, described = seated
+    hosts = [
+        msgspec.structs.replace(each, model=str(folder))
+        for each, folder in zip(described.hosts, folders, strict=True)
+    ]
+    file.write_text(cluster_toml(msgspec.structs.replace(described, hosts=hosts)))
+    return file
+
+
+def test_nodes_with_their_own_experts_files_give_the_tokens_of_the_whole_model(
+    seated: tuple[Path, Cluster],
+    server: ForkServer,
+    parts: list[Path],
+    expected: dict[str, list[list[int]]],
+) -> None:
+    report = run_seated(seated_with(seated, parts), server, parts[0], policy="ep_naive")
+    assert report.tokens == expected["mixtral"]
+    assert len(report.tokens) == len(PROMPTS)
+    assert len(report.tokens[0]) == NEW_TOKENS
+
+
+def test_a_file_that_a_node_needs_is_named_before_anything_is_loaded(
+    seated: tuple[Path, Cluster], server: ForkServer, parts: list[Path]
+) -> None:
+    with pytest.raises(
+        BadInput, match=r"experts-0000\d.safetensors is not here, and layers.0.* is in it: copy"
+    ):
+        run_seated(seated_with(seated, parts[::-1]), server, parts[0], policy="ep_naive")
+
+
+def test_parts_of_a_checkpoint_have_its_fingerprint_and_only_nodes_open_them(parts: list[Path]) -> None:
+    whole = fingerprint(open_checkpoint(parts[0].parent / "whole"))
+    assert [fingerprint(open_checkpoint(part, partial=True)) for part in parts] == [whole, whole]
+    with pytest.raises(BadInput, match="No such file"):
+        open_checkpoint(parts[0])
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data + b"x", lambda data: b""])
+def test_a_damaged_header_is_refused(parts: list[Path], damage: Any) -> None:
+    gone = next(path for path in parts[0].glob("experts-*.header") if not path.with_suffix("").exists())
+    gone.write_bytes(damage(gone.read_bytes()))
+    with pytest.raises(BadInput, match="copy the file again"):
+        open_checkpoint(parts[0], partial=True)

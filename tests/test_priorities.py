@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
+from collections import defaultdict
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,11 +13,10 @@ from moesched.policies.cgopipe import CGOPipe
 from moesched.policies.resident import Resident
 from moesched.runs.simulation import simulate
 from moesched.steps.step import Step
-from moesched.steps.verbs.base import CLASSES, Priority
-from moesched.tasks import DEMAND, IDLE, PREFETCH, URGENT, Task, class_of
+from moesched.steps.verbs.base import Priority
+from moesched.tasks import DEMAND, IDLE, PREFETCH, URGENT, class_of
 from moesched.testing import check_policy
-from moesched.trace import Recorder, Slice
-from runs import FORTY_PERCENT, make_plan, virtual_run
+from runs import FORTY_PERCENT, Ended, make_plan, virtual_run
 
 
 @given(st.lists(st.sampled_from([URGENT, DEMAND, PREFETCH, IDLE]), min_size=1, max_size=12))
@@ -73,15 +73,12 @@ def test_a_lane_runs_the_kernels_of_an_urgent_block_first() -> None:
 
 
 def test_a_priority_holds_for_the_kernels_of_its_block_and_for_no_transfer() -> None:
-    classes: dict[str, set[int]] = {}
-
-    class Watch:
-        def ended(self, task: Task) -> None:
-            if task.step > 0:
-                classes.setdefault(task.verb, set()).add(class_of(task))
-
-    policy = Urged()
-    simulate(make_plan(policy, budgets=FORTY_PERCENT), policy, observers=[Watch()])
+    policy, seen = Urged(), Ended()
+    simulate(make_plan(policy, budgets=FORTY_PERCENT), policy, observers=[seen])
+    classes: dict[str, set[int]] = defaultdict(set)
+    for task in seen.tasks:
+        if task.step > 0:
+            classes[task.verb].add(class_of(task))
     assert classes["pre_attention"] == classes["cpu_attention"] == {URGENT}
     assert classes["post_attention"] == classes["offload_qkv"] == classes["sample"] == {DEMAND}
 
@@ -89,19 +86,6 @@ def test_a_priority_holds_for_the_kernels_of_its_block_and_for_no_transfer() -> 
 def test_a_trace_names_the_class() -> None:
     slices = virtual_run(Urged(), budgets=FORTY_PERCENT).recording.slices
     assert {each.task.priority_class for each in slices if each.task.verb == "cpu_attention"} == {URGENT}
-
-
-@pytest.mark.parametrize("priority", CLASSES)
-def test_a_replay_has_the_times_of_the_run(priority: Priority) -> None:
-    def slices(*, replay: bool) -> list[Slice]:
-        policy, recorder = Urged(priority), Recorder()
-        plan = make_plan(policy, budgets=FORTY_PERCENT, new_tokens=7)
-        simulate(plan, policy, sharing=False, replay=replay, recorder=recorder)
-        return sorted(recorder.recording().slices, key=lambda each: each.id)
-
-    assert [(each.start, each.end) for each in slices(replay=True)] == [
-        (each.start, each.end) for each in slices(replay=False)
-    ]
 
 
 def test_priorities_change_no_token() -> None:

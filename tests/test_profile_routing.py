@@ -1,4 +1,4 @@
-"""`moesched profile-routing` and `moesched simulate --routing`: a run's choices, counted, drawn and replayed."""
+"""What routers choose and what SiLU lets through: recorded, counted, drawn and replayed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.nn.functional as F
 
 import moesched
+from commands import refused
 from moesched.analysis.heat_map import draw_heat_map
 from moesched.devices.kernels import functions
+from moesched.devices.products.linear import linear
 from moesched.jobs.profiling import profile_routing
+from moesched.jobs.sparsity import THRESHOLDS, SparsityCounter, sparsity_of
 from moesched.routing.files import read_routing_file
 from moesched.routing.profile import RoutingProfile, read_routing_profile
 from moesched.routing.trace import RoutingTrace, write_routing_trace
@@ -223,30 +227,27 @@ def test_broken_lines_of_prompts_are_told_and_the_others_are_profiled(
 def test_a_dense_model_has_nothing_to_profile(command: Any, tmp_path: Path, prompts: Path) -> None:
     dense = small_model(tmp_path / "dense", experts=1, top_k=1)
     said = command("profile-routing", dense, "--prompts", prompts)
-    assert (said.code, said.out) == (2, "")
-    assert "has one expert in a layer and no router" in said.err
+    refused(said, "has one expert in a layer and no router")
 
 
 def test_a_device_that_cannot_be_watched_is_told(command: Any, model: Path, prompts: Path) -> None:
     said = command("profile-routing", model, "--prompts", prompts, "--device", "emulated", "--machine", "t4")
-    assert (said.code, said.out) == (2, "")
-    assert "device EmulatedDevice does not report its routing: use --device torch" in said.err
+    refused(said, "device EmulatedDevice does not report its routing: use --device torch")
 
 
-@pytest.mark.parametrize("option", ["simulate", "profile-routing"])
-def test_a_profile_of_another_model_is_refused_in_one_line(command: Any, option: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        "simulate --model mixtral-8x7b --machine t4 --policy cgopipe --workload mtbench --gen 2",
+        "profile-routing mixtral-8x7b",
+    ],
+)
+def test_a_profile_of_another_model_is_refused_in_one_line(command: Any, line: str, tmp_path: Path) -> None:
     file = tmp_path / "dbrx.csv"
     command("profile-routing", "dbrx", "--routing", "popularity", "--out", file)
-    simulated = ("--machine", "t4", "--policy", "cgopipe", "--workload", "mtbench", "--gen", 2)
-    model = (
-        ("simulate", "--model", "mixtral-8x7b", *simulated)
-        if option == "simulate"
-        else (option, "mixtral-8x7b")
-    )
-    said = command(*model, "--routing", file)
-    assert (said.code, said.out) == (2, "")
+    said = command(*line.split(), "--routing", file)
     shapes = "dbrx, 40 layers of 16 experts, top 4, but mixtral-8x7b has 32 layers of 8 experts, top 2"
-    assert re.fullmatch(rf"moesched: .*dbrx\.csv is of {shapes}[^\n]*\n", said.err)
+    refused(said, rf"dbrx\.csv is of {shapes}")
 
 
 # -- pictures
@@ -270,3 +271,68 @@ def test_the_heat_map_names_what_it_shows_and_is_the_same_again(tmp_path: Path) 
     for text in ("small, 1,200 tokens", ">expert<", ">layer<", ">popularity<"):
         assert text in drawn
     assert drawn == (tmp_path / "b.svg").read_text()
+
+
+# -- values after SiLU -----------------------------------------------------------------------------
+
+SHORT = [[1, 2, 3, 4, 5], [9, 8], [7, 7, 7, 20, 30, 40, 50, 60]]
+
+
+class SiluReference(Reference):
+    """Remembers what each layer's SiLU let through."""
+
+    def expert(self, layer: int, expert: int, x_nD: Any) -> Any:
+        gate = self.blocks[f"layers.{layer}.experts.{expert}.gate"]
+        self.seen[layer].append(F.silu(linear(x_nD, gate)).flatten().numpy())
+        return super().expert(layer, expert, x_nD)
+
+    def values(self, prompts: list[list[int]]) -> list[Any]:
+        self.seen: list[list[Any]] = [[] for _ in range(self.config.layers)]
+        cache = self.cache()
+        for sequence in range(len(prompts)):
+            cache.table.open(sequence)
+        self.logits(cache, list(range(len(prompts))), prompts)
+        return [np.concatenate(parts) for parts in self.seen]
+
+
+@pytest.mark.parametrize("policy", ["expert_streaming", "resident"])
+def test_the_shares_are_those_of_a_plain_forward_pass(model: Path, policy: str) -> None:
+    report = sparsity_of(model, SHORT, policy=policy)
+    expected = SiluReference(model).values(SHORT)
+    assert report.values == tuple(len(values) for values in expected)
+    assert report.values[0] == 15 * SMALL.routed.top_k * SMALL.routed.intermediate
+    for below, values in zip(report.below, expected, strict=True):
+        shares = [np.mean(np.abs(values) < threshold) for threshold in THRESHOLDS]
+        assert below == pytest.approx(shares, abs=2 / len(values))
+
+
+def test_values_are_counted_below_each_threshold() -> None:
+    counter = SparsityCounter(2)
+    counter.activated(1, np.array([[0.0005, -0.005], [0.05, -0.5]], np.float32))
+    counter.activated(1, np.array([[2.0, -0.0009]], np.float32))
+    assert counter.values == [0, 6]
+    for layer, sixths in enumerate([(0, 0, 0, 0), (2, 3, 4, 5)]):
+        assert counter.shares()[layer] == pytest.approx([n / 6 for n in sixths])
+
+
+def test_the_command_prints_a_row_for_each_layer(command: Any, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt_ids": prompt}) + "\n" for prompt in SHORT))
+    said = command("sparsity", model, "--prompts", file)
+    assert said.code == 0
+    assert "small (float32): values after SiLU, 15 tokens of the prompts" in said.out
+    rows = re.findall(r"^(\d)((?: +\d+\.\d\d%){4})$", said.out, flags=re.MULTILINE)
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    found = json.loads(command("sparsity", model, "--prompts", file, "--json").out)
+    assert [f"{share:.2%}" for share in found["below"][2]] == rows[2][1].split()
+    assert found["thresholds"] == [0.001, 0.01, 0.1, 1.0]
+
+
+def test_without_prompts_tokens_are_drawn_by_lot_and_the_seed_says_which(command: Any, model: Path) -> None:
+    first, same, other = (
+        json.loads(command("sparsity", model, "--seed", seed, "--json").out) for seed in (0, 0, 1)
+    )
+    assert first == same
+    assert first["random_prompts"] is True
+    assert first["tokens"] == 16 * 64
+    assert first["below"] != other["below"]

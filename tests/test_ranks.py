@@ -31,27 +31,11 @@ from moesched.runs.ranks import Rank, open_devices
 from moesched.steps.plan import Plan
 from moesched.tasks import Task, Work
 from moesched.trace import Recorder
-from reference import Reference, generate
 from small_models import SMALL, small_model
+from test_nodes import MIXTRAL, NEW_TOKENS, PROMPTS, expected
 
-MACHINE = """
-name = "two slow accelerators"
-accelerator_group = { count = 2, interconnect = { bandwidth = 1e7, latency = 1e-4 } }
-memories.gpu = { capacity = "1GB", bandwidth = 1e9 }
-memories.host = { capacity = "1GB", bandwidth = 1e9 }
-memories.pinned = { capacity = "1GB", bandwidth = 1e9 }
-processors.gpu = { memory = "gpu", launch_seconds = 2e-4, flops = { float32 = 1e12 } }
-processors.cpu = { memory = "host", launch_seconds = 2e-4, flops = { float32 = 1e11 } }
-links = [
-    { source = "pinned", destination = "gpu", bandwidth = 2.5e7, latency = 1e-4, path = "host->gpu" },
-    { source = "host", destination = "gpu", bandwidth = 2.5e7, latency = 1e-4 },
-    { source = "gpu", destination = "host", bandwidth = 2.5e7, latency = 1e-4 },
-    { source = "host", destination = "pinned", bandwidth = 1e8, latency = 1e-4 },
-]
-roles = { accelerator = "gpu", host = "cpu", weights = "host", pinned = "pinned" }
-"""
+MACHINE = (Path(__file__).parent / "machines" / "two-slow.toml").read_text()
 
-MIXTRAL = SMALL.varied(layers=3, name="mixtral")
 DBRX = SMALL.varied(
     layers=3,
     name="dbrx",
@@ -64,8 +48,6 @@ DBRX = SMALL.varied(
 QWEN = SMALL.varied(layers=3, name="qwen", form="qwen3_moe", qk_norm="head")
 TIED = SMALL.varied(layers=2, name="tied", tied_embeddings=True)
 MODELS = {config.name: config for config in (MIXTRAL, DBRX, QWEN, TIED)}
-PROMPTS = [[5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [90], [11, 12]]
-NEW_TOKENS = 4
 PER_GPU = {"gpu": 320_000}
 
 
@@ -81,14 +63,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def machine() -> Machine:
     return parse_machine(MACHINE.encode(), "the test's machine")
-
-
-def expected(directory: Path) -> list[list[int]]:
-    """The reference's tokens, which must be far from any other ones to be compared."""
-    tokens, logits = generate(Reference(directory), PROMPTS, NEW_TOKENS)
-    first, second = logits.topk(2).values.unbind(-1)
-    assert (first - second).min() > 1e-4
-    return tokens
 
 
 def run_two(folder: Path, model: str, **changes: Any) -> moesched.JobReport:

@@ -174,37 +174,6 @@ def test_a_lane_whose_thread_has_a_guest_goes_on_beside_it() -> None:
     assert sorted(machine.done) == ["compute", "exchange", "read", "sum"]
 
 
-def test_one_task_at_a_time_runs_on_a_lane() -> None:
-    running: list[int] = []
-    most: list[int] = []
-
-    def body(task: Task) -> None:
-        running.append(task.id)
-        most.append(len(running))
-        running.remove(task.id)
-
-    machine = Machine("gpu", bodies={"task": body})
-
-    async def policy() -> None:
-        for _ in range(200):
-            machine.submit("gpu", "task")
-
-    machine.run(policy())
-    assert set(most) == {1}
-
-
-def test_tasks_know_when_they_ran() -> None:
-    machine = Machine("gpu", "cpu")
-    block = Block("x")
-
-    async def policy() -> tuple[Task, Task]:
-        return machine.submit("gpu", "one", (), (block,)), machine.submit("cpu", "two", (block,))
-
-    one, two = machine.run(policy())
-    assert 0 <= one.start <= one.end <= two.start <= two.end <= machine.driver.now
-    assert machine.lanes["gpu"].busy == one.end - one.start
-
-
 def test_times_are_those_of_the_clock_that_is_given() -> None:
     ticks = iter(range(1000, 2000, 7))
     lane = Lane("gpu")

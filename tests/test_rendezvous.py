@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,22 +10,27 @@ import pytest
 
 from engine_script import WORK, Script, meet
 from moesched.drivers.realtime import RealtimeDriver
+from moesched.drivers.rendezvous import Rendezvous
 from moesched.drivers.validation import CheckedEngine, CheckedSharedEngine
 from moesched.drivers.virtual import VirtualDriver
 from moesched.errors import PolicyError, TaskCancelled, TaskFailed, TransportError
 from moesched.seams import Demand, Exchange
 from moesched.tasks import Block, Collective, Discipline, Kernel, Lane, Task, Work
-from moesched.testing import check_transport
 from moesched.transports.inproc import InprocTransport
 
 ONE = np.ones(1, np.float32)
+
+
+def two_ranks() -> tuple[Script, Script, Rendezvous]:
+    first, second = Script(net="ready_first"), Script(net="ready_first")
+    return first, second, meet(first, second)
+
 
 # -- the rendezvous --------------------------------------------------------------------------------
 
 
 def test_a_collective_starts_on_all_ranks_once_the_last_one_has_arrived() -> None:
-    first, second = Script(net="ready_first"), Script(net="ready_first")
-    ranks = meet(first, second)
+    first, second, ranks = two_ranks()
     first.collective("sum", "net")
     ranks.collect()
     assert first.started() == []
@@ -66,8 +69,7 @@ def test_a_collective_that_waits_for_other_ranks_does_not_slip_into_a_free_lane(
 
 
 def test_other_tasks_use_the_lane_while_a_collective_waits_for_other_ranks() -> None:
-    first, second = Script(net="ready_first"), Script(net="ready_first")
-    ranks = meet(first, second)
+    first, _, ranks = two_ranks()
     first.collective("sum", "net")
     ranks.collect()
     first.submit("send", "net")
@@ -92,8 +94,7 @@ def test_admitted_collectives_take_ready_first_lanes_in_the_same_order_on_all_ra
 
 
 def test_ranks_that_say_different_things_are_told_what_each_said() -> None:
-    first, second = Script(net="ready_first"), Script(net="ready_first")
-    ranks = meet(first, second)
+    first, second, ranks = two_ranks()
     task = first.collective("sum", "net", says="sum of 3 floats")
     second.collective("sum", "net", says="sum of 4 floats")
     ranks.collect()
@@ -136,8 +137,7 @@ def test_a_cancelled_collective_is_cancelled_on_the_ranks_that_are_there_and_on_
 
 
 def test_an_admitted_collective_counts_as_started_since_the_other_ranks_rely_on_it() -> None:
-    first, second = Script(net="ready_first"), Script(net="ready_first")
-    ranks = meet(first, second)
+    first, second, ranks = two_ranks()
     first.submit("send", "net")
     first.collective("sum", "net")
     second.collective("sum", "net")
@@ -161,8 +161,7 @@ def test_a_rank_whose_input_failed_takes_the_others_with_it() -> None:
 
 
 def test_a_rank_that_ended_early_is_named_to_those_who_wait_for_it() -> None:
-    first, second = Script(net="ready_first"), Script(net="ready_first")
-    ranks = meet(first, second)
+    first, _, ranks = two_ranks()
     task = first.collective("sum", "net")
     ranks.collect()
     ranks.leave(1, None)
@@ -174,8 +173,7 @@ def test_a_rank_that_ended_early_is_named_to_those_who_wait_for_it() -> None:
 
 
 def test_a_rank_that_ended_well_still_takes_part_in_what_it_submitted() -> None:
-    first, second = Script(net="ready_first"), Script(net="ready_first")
-    ranks = meet(first, second)
+    first, second, ranks = two_ranks()
     second.collective("sum", "net")
     ranks.collect()
     ranks.leave(1, None)
@@ -260,17 +258,6 @@ def test_a_policy_error_on_one_rank_ends_the_others_with_it() -> None:
 # -- the transport ---------------------------------------------------------------------------------
 
 
-def test_the_in_process_transport_keeps_what_transports_promise() -> None:
-    check_transport(lambda ranks: [InprocTransport(ranks)] * ranks)
-
-
-def test_a_rank_that_gives_up_is_named_to_the_others() -> None:
-    transport = InprocTransport(2)
-    transport.abandon(1, Exchange(0), "out of memory")
-    with pytest.raises(TransportError, match="all-reduce #0: rank 1 gave up: out of memory"):
-        transport.all_reduce(0, Exchange(0), ONE)
-
-
 def test_a_rank_that_does_not_come_in_time_is_named() -> None:
     transport = InprocTransport(3, timeout_seconds=0.01)
     with pytest.raises(TransportError, match=r"rank 0, 2 did not come in 0\.01 s"):
@@ -282,28 +269,3 @@ def test_a_rank_that_comes_twice_is_refused() -> None:
     transport.abandon(1, Exchange(7), "no")
     with pytest.raises(TransportError, match="rank 1 of 2 came twice"):
         transport.all_reduce(1, Exchange(7), ONE)
-
-
-def test_each_rank_gets_a_sum_of_its_own() -> None:
-    transport = InprocTransport(2)
-    with ThreadPoolExecutor(2) as threads:
-        sums = list(threads.map(lambda rank: transport.all_reduce(rank, Exchange(0), np.ones(3)), range(2)))
-    sums[0] += 1
-    assert sums[1].tolist() == [2, 2, 2]
-
-
-def test_closing_leaves_no_rank_waiting() -> None:
-    transport = InprocTransport(2)
-    errors: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            transport.all_reduce(0, Exchange(0), ONE)
-        except TransportError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    asyncio.run(transport.aclose())
-    thread.join(30)
-    assert len(errors) == 1

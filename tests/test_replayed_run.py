@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
 from moesched.models.tensor_parallel import cut_config
 from moesched.plugins import make_policy
+from moesched.policies.resident import Resident
 from moesched.requests.batch import split_batch
-from moesched.runs.outcome import Report
+from moesched.runs.planning import plan_run
 from moesched.runs.simulation import simulate
 from moesched.seams import Policy
 from moesched.steps.plan import Plan
+from moesched.steps.verbs.base import CLASSES
 from moesched.tasks import (
     IDLE,
     PREFETCH,
@@ -37,9 +40,11 @@ from moesched.tasks import (
     Task,
     Work,
 )
-from moesched.trace import Recorder, Recording, Slice, read_trace, write_trace
+from moesched.trace import Recorder, Recording
 from runs import FORTY_PERCENT, make_plan, realtime_run, virtual_run
-from traces import run_graph, run_ranks
+from test_pipeline import TWO
+from test_priorities import Urged
+from traces import kept, run_graph, run_ranks
 
 POLICIES = (
     "resident", "layer_streaming", "cgopipe", "expert_streaming", "flexgen", "flexgen_cpu", "fastdecode", "three_tiers",
@@ -51,9 +56,8 @@ POLICIES = (
 def test_a_predicted_run_takes_the_same_time_to_the_nanosecond(policy: str, tmp_path: Path) -> None:
     budgets = None if policy == "resident" else FORTY_PERCENT
     run = virtual_run(policy, budgets=budgets, new_tokens=5)
-    write_trace(tmp_path / "trace.json", run.recording, run.about)
-    read = read_trace(tmp_path / "trace.json").recording
-    assert replay_recording(read).slices == run.recording.slices
+    kept(run.recording, run.about, tmp_path)
+    assert replay_recording(run.recording).slices == run.recording.slices
 
 
 @pytest.mark.parametrize("policy", ["resident", "layer_streaming", "cgopipe"])
@@ -330,10 +334,8 @@ def test_a_prediction_has_no_handovers() -> None:
 @pytest.mark.parametrize("policy", ["cgopipe", "expert_streaming"])
 def test_a_trace_keeps_the_handovers(policy: str, tmp_path: Path) -> None:
     run = realtime_run(policy, budgets=FORTY_PERCENT)
-    write_trace(tmp_path / "trace.json", run.recording, run.about)
-    read = read_trace(tmp_path / "trace.json").recording
-    assert any(each.dispatch and each.submit_delay > 0 for each in read.slices)
-    assert mean_handovers(read) == mean_handovers(run.recording)
+    kept(run.recording, run.about, tmp_path)
+    assert any(each.dispatch and each.submit_delay > 0 for each in run.recording.slices)
 
 
 def chain(lanes: list[str]) -> Recording:
@@ -361,11 +363,11 @@ def seconds(recording: Recording) -> int:
     return recording.end - min(each.start for each in recording.slices)
 
 
-# -- lanes in order ----------------------------------------------------------------------------------------------------
+# -- simulations whose steps are captured and played -------------------------------------------------------------------
 
 
-IN_ORDER = ("resident", "layer_streaming", "cgopipe", "flexgen", "flexgen_cpu", "fastdecode")
-BUDGETS = {"gpu": 700_000_000}
+FIXED = ("resident", "layer_streaming", "cgopipe", "flexgen", "flexgen_cpu", "fastdecode")
+Made = tuple[Plan, Policy]
 
 
 class InOrder:
@@ -380,28 +382,55 @@ class InOrder:
         self._policy.plan(plan)
 
 
-def simulated(name: str, ranks: int, *, replay: bool) -> tuple[Report, list[Slice]]:
-    """A report without the real time, and the slices of a run of one rank, with its fast memory too small."""
-    policy, recorder = InOrder(make_policy(name)), Recorder()
-    config = cut_config(SHAPES["mixtral-0.8b"], ranks) if ranks > 1 else SHAPES["mixtral-0.8b"]
+def planned(
+    make: Callable[[], Policy],
+    *,
+    in_order: bool = False,
+    ranks: int = 1,
+    new_tokens: int = 9,
+    chunk: int | None = None,
+) -> Made:
+    """A plan whose fast memory is too small for the weights that stream."""
+    policy = make()
+    budgets = None if isinstance(policy, Resident) else FORTY_PERCENT
+    policy = InOrder(policy) if in_order else policy
     machine = load_machine("t4" if ranks == 1 else f"t4x{ranks}")
-    budgets = None if name == "resident" else BUDGETS
-    plan = Plan(machine, weight_layout(config), split_batch([8, 5, 9, 7], 9, 2), budgets)
-    policy.plan(plan)
-    report = simulate(plan, policy, sharing=False, replay=replay, recorder=recorder)
-    slices = sorted(recorder.recording().slices, key=lambda each: each.id)
-    assert report.simulated_steps is not None
-    assert (report.simulated_steps < 9) is replay
-    return msgspec.structs.replace(report, wall_seconds=0.0, simulated_steps=None), slices
+    layout = weight_layout(cut_config(SHAPES["mixtral-0.8b"], ranks))
+    batch = msgspec.structs.replace(split_batch([8, 5, 9, 7], new_tokens, 2), prefill_chunk=chunk)
+    return plan_run(machine, layout, batch, policy, budgets), policy
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", IN_ORDER)
-def test_a_replay_in_order_has_the_times_of_the_run(name: str, ranks: int) -> None:
-    built, replayed = (simulated(name, ranks, replay=replay) for replay in (False, True))
-    assert times(replayed[1]) == times(built[1])
-    assert replayed[0] == built[0]
+def pipeline() -> Made:
+    policy = make_policy("flexgen_pipeline")
+    layout = weight_layout(SHAPES["mixtral-0.8b"])
+    return plan_run(TWO, layout, split_batch([32] * 8, 9, 2), policy, {"gpu": 500_000_000}), policy
 
 
-def times(slices: list[Slice]) -> list[tuple[int, str, str, int, int]]:
-    return [(each.id, each.task.label, each.lane.name, each.start, each.end) for each in slices]
+CGOPIPE = partial(make_policy, "cgopipe")
+REPLAYED: dict[str, Callable[[], Made]] = {
+    **{f"{name}, in order": partial(planned, partial(make_policy, name), in_order=True) for name in FIXED},
+    **{f"{name} on two ranks": partial(planned, partial(make_policy, name), ranks=2) for name in FIXED},
+    **{f"{each} kernels": partial(planned, partial(Urged, each)) for each in CLASSES},
+    **{f"{steps} steps": partial(planned, CGOPIPE, new_tokens=steps) for steps in (2, 3)},
+    "chunks of prompts": partial(planned, CGOPIPE, chunk=4),
+    "a pipeline": pipeline,
+}
+
+
+@pytest.mark.parametrize("case", REPLAYED)
+def test_a_replay_has_the_report_the_tasks_the_edges_and_the_pools_of_the_run(case: str) -> None:
+    seen = []
+    for replay in (False, True):
+        plan, policy = REPLAYED[case]()
+        recorder = Recorder()
+        report = simulate(plan, policy, sharing=False, replay=replay, recorder=recorder)
+        assert report.simulated_steps is not None
+        assert plan.batch.new_tokens < 9 or (report.simulated_steps < 9) is replay
+        recording = recorder.recording()
+        times = sorted(
+            (each.id, each.task.label, each.lane.name, each.task.resource, each.start, each.end)
+            for each in recording.slices
+        )
+        same = msgspec.structs.replace(report, wall_seconds=0.0, simulated_steps=None)
+        seen.append((same, times, edges(recording), recording.pools))
+    assert seen[0] == seen[1]

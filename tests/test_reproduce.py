@@ -10,7 +10,6 @@ import pytest
 from msgspec.structs import replace
 
 import moesched
-from benchmarks.record.results import RESULTS, stored
 from moesched.errors import BadInput
 from moesched.machines.sustained import at_peak, rates_of
 from moesched.planner.setting import UNLIMITED
@@ -26,11 +25,11 @@ from moesched.reproduce.moe_lightning.systems import SYSTEMS, Predicted, predict
 from moesched.reproduce.moe_lightning.tables import Cell, accuracy
 from moesched.reproduce.report import agrees
 from moesched.requests.workloads import given_lengths, load_workload
+from stored_results import StoredResults
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
 PAPER = moe_lightning()
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def all_cells() -> list[tuple[Column, Row]]:
@@ -207,13 +206,8 @@ def test_the_policy_map_offloads_weights_for_a_fast_link_and_attends_on_a_fast_c
 # -- what was found ----------------------------------------------------------------------------------------------------
 
 
-RESULT = stored(RESULTS / "reproduce-moe-lightning.json")
-RATES = Rates(**{row["rate"]: row["share"] for row in RESULT["calibration"]})
-
-
-def rows_of(section: str, **where: object) -> list[dict[str, Any]]:
-    (rows,) = (each["rows"] for each in RESULT["sections"] if each["name"] == section)
-    return [row for row in rows if where.items() <= row.items()]
+RESULTS = StoredResults("moe-lightning")
+RATES = Rates(**{row["rate"]: row["share"] for row in RESULTS.found["calibration"]})
 
 
 @pytest.mark.parametrize(
@@ -233,13 +227,13 @@ def test_cells_of_the_tables_are_computed_as_the_results_have_them(
         if (each.table, each.workload, each.setting) == (table, workload, setting)
     )
     (row,) = (each for each in column.rows if each.name == name)
-    (found,) = rows_of(table.lower().replace(" ", "-"), workload=workload, setting=setting, system=name)
+    (found,) = RESULTS.rows(table.lower().replace(" ", "-"), workload=workload, setting=setting, system=name)
     computed = predict_cell(PAPER, column, row, RATES).tokens_per_second
     assert computed == pytest.approx(found["ours"], rel=2e-3)
 
 
 def test_a_speedups_cell_is_computed_as_the_results_have_it() -> None:
-    (found,) = rows_of(
+    (found,) = RESULTS.rows(
         "speedups", setting="S1", new_tokens=32, system="MoE-Lightning(p)", sizes_by="its own search"
     )
     setting = setting_of(SYSTEMS["MoE-Lightning(p)"], PAPER.settings["S1"], "mtbench", 32, RATES)
@@ -249,7 +243,7 @@ def test_a_speedups_cell_is_computed_as_the_results_have_it() -> None:
 
 
 def test_a_cell_of_host_memory_is_computed_as_the_results_have_it() -> None:
-    (found,) = rows_of("cpu-memory", system="MoE-Lightning(p)", share=0.8)
+    (found,) = RESULTS.rows("cpu-memory", system="MoE-Lightning(p)", share=0.8)
     requests = found["batch_size"]
     setting = setting_of(
         SYSTEMS["MoE-Lightning(p)"], PAPER.settings["S1"], "mtbench", 128, RATES, requests=requests
@@ -261,7 +255,7 @@ def test_a_cell_of_host_memory_is_computed_as_the_results_have_it() -> None:
 
 
 def test_a_cell_on_two_gpus_is_computed_as_the_results_have_it() -> None:
-    (found,) = rows_of("scaling", setting="S6", new_tokens=32, system="MoE-Lightning(p)")
+    (found,) = RESULTS.rows("scaling", setting="S6", new_tokens=32, system="MoE-Lightning(p)")
     where = PAPER.settings["S6"]
     computed = moesched.simulate_model(
         where.model,
@@ -276,19 +270,21 @@ def test_a_cell_on_two_gpus_is_computed_as_the_results_have_it() -> None:
 
 
 def test_cpu_attention_is_computed_as_the_results_have_it() -> None:
-    for computed, found in zip(attention_section(PAPER, RATES).rows, rows_of("cpu-attention"), strict=True):
+    for computed, found in zip(
+        attention_section(PAPER, RATES).rows, RESULTS.rows("cpu-attention"), strict=True
+    ):
         assert computed == pytest.approx(found, rel=2e-3)
 
 
 def test_the_policy_map_is_computed_as_the_results_have_it(policies: Section) -> None:
-    assert policies.rows == rows_of("policy-map")
+    assert policies.rows == RESULTS.rows("policy-map")
 
 
 def test_the_results_meet_the_bar_and_the_fitted_cells() -> None:
-    assert RESULT["accuracy"]["cells"] == 17
-    assert RESULT["accuracy"]["median_error"] <= 0.2
-    assert RESULT["accuracy"]["wrong"] == []
-    fitted = [row for each in RESULT["sections"] for row in each["rows"] if row.get("fitted")]
+    assert RESULTS.found["accuracy"]["cells"] == 17
+    assert RESULTS.found["accuracy"]["median_error"] <= 0.2
+    assert RESULTS.found["accuracy"]["wrong"] == []
+    fitted = [row for each in RESULTS.found["sections"] for row in each["rows"] if row.get("fitted")]
     assert len(fitted) == 3
     assert all(abs(row["error"]) < 0.001 for row in fitted)
 
@@ -296,27 +292,44 @@ def test_the_results_meet_the_bar_and_the_fitted_cells() -> None:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_writes_and_draws_a_section(command: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("paper", "sections", "says", "drawn"),
+    [
+        ("moe-lightning", {"cpu-attention": (16, [False, True, False])}, "", "cpu-attention"),
+        (
+            "mac-cluster", {"table-6": (30, []), "packing": (13, [True] * 3)},
+            "idle time after which an array is unwired", "packing",
+        ),
+        (
+            "twiddler", {"microbenchmarks": (16, [False, True])},
+            "an expert's weights, read by the GPU", "microbenchmarks",
+        ),
+    ],
+)  # fmt: skip
+def test_the_command_prints_writes_and_draws_sections(
+    command: Any, tmp_path: Path, paper: str, sections: dict[str, Any], says: str, drawn: str
+) -> None:
     report = tmp_path / "report.json"
-    said = command(
-        "reproduce",
-        "moe-lightning",
-        "--only",
-        "cpu-attention",
-        "--report",
-        report,
-        "--out",
-        tmp_path,
-        "--json",
-    )
+    said = command("reproduce", paper, "--only", *sections, "--report", report, "--out", tmp_path)
     assert said.code == 0
-    found = json.loads(said.out)
-    assert json.loads(report.read_text()) == found
+    assert says in said.out
+    found = json.loads(report.read_text())
     assert {"paper", "title", "calibration", "accuracy", "sections", "wall_seconds"} <= found.keys()
+    assert found["paper"] == paper
+    assert {
+        each["name"]: (len(each["rows"]), [claim["agrees"] for claim in each["claims"]])
+        for each in found["sections"]
+    } == sections
+    claims = [claim for each in found["sections"] for claim in each["claims"]]
+    assert all({"where", "what", "paper", "ours", "agrees", "because"} == each.keys() for each in claims)
+    assert (tmp_path / f"{paper}-{drawn}.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert (tmp_path / f"{paper}-{drawn}.svg").read_bytes().startswith(b"<?xml")
+
+
+def test_the_command_prints_the_report_as_json_with_what_was_calibrated(command: Any, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    found = command(
+        "reproduce", "moe-lightning", "--only", "cpu-attention", "--report", report, "--json"
+    ).json
+    assert json.loads(report.read_text()) == found
     assert [row["rate"] for row in found["calibration"]] == ["flexgen_attention", "link", "kernels"]
-    (section,) = found["sections"]
-    assert section["name"] == "cpu-attention"
-    assert len(section["rows"]) == 16
-    assert {"where", "what", "paper", "ours", "agrees", "because"} == section["claims"][0].keys()
-    assert (tmp_path / "moe-lightning-cpu-attention.png").read_bytes().startswith(PNG)
-    assert (tmp_path / "moe-lightning-cpu-attention.svg").read_bytes().startswith(b"<?xml")

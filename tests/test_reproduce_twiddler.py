@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 
-from benchmarks.record.results import RESULTS, stored
+from benchmarks.record.results import ROOT
 from moesched.machines import load_machine
 from moesched.machines.cost import cost_model
 from moesched.models.operations import Operations
 from moesched.models.shapes import SHAPES
-from moesched.reproduce.report import Section
 from moesched.reproduce.twiddler import llama_cpp
 from moesched.reproduce.twiddler.dispatch import goals
 from moesched.reproduce.twiddler.environments import Bench, as_measured, benches, copies_over_compute
 from moesched.reproduce.twiddler.microbenchmarks import microbenchmarks
 from moesched.reproduce.twiddler.paper import twiddler_paper
 from moesched.tasks import Work
+from stored_results import StoredResults
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
 PAPER = twiddler_paper()
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +97,7 @@ def test_time_between_simulated_passes_is_interpolated() -> None:
 # -- what was found ----------------------------------------------------------------------------------------------------
 
 
-RESULT = stored(RESULTS / "reproduce-twiddler.json")
+RESULTS = StoredResults("twiddler")
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +105,6 @@ def second() -> Any:
     """Environment 2, with as many steps as the results have."""
     with benches(PAPER) as both:
         yield both[1]
-
-
-def _cell(section: str, key: str, **where: object) -> float:
-    (row,) = (row for row in _section(section)["rows"] if where.items() <= row.items())
-    return float(row[key])
 
 
 def test_a_cell_of_each_figure_is_computed_as_the_results_have_it(second: Bench) -> None:
@@ -123,22 +115,23 @@ def test_a_cell_of_each_figure_is_computed_as_the_results_have_it(second: Bench)
         PAPER.grid.beam_output
     )
     assert generated == pytest.approx(
-        _cell("generation", "tokens_per_second", **ours, input=32, output=64), rel=1e-3
+        RESULTS.cell("generation", "tokens_per_second", **ours, input=32, output=64), rel=1e-3
     )
-    assert first == pytest.approx(_cell("prefill", "seconds", **ours, input=1024), rel=1e-3)
-    assert searched == pytest.approx(_cell("beams", "tokens_per_second", **ours, width=4), rel=1e-3)
+    assert first == pytest.approx(RESULTS.cell("prefill", "seconds", **ours, input=1024), rel=1e-3)
+    assert searched == pytest.approx(RESULTS.cell("beams", "tokens_per_second", **ours, width=4), rel=1e-3)
 
 
 def test_times_of_single_experts_are_computed_as_the_results_have_them(second: Bench) -> None:
-    computed = microbenchmarks([second], PAPER).rows
-    found = [row for row in _section("microbenchmarks")["rows"] if row["environment"] == "2"]
-    assert computed == found
+    computed = microbenchmarks([second], PAPER)
+    found = RESULTS.rows("microbenchmarks", environment="2")
+    assert computed.rows == found
+    assert computed.claims[0].because.startswith("by construction")
 
 
 def test_a_time_beside_the_authors_is_computed_as_the_results_have_it(second: Bench) -> None:
     where = {"environment": "2", "policy": "lru_offload", "what": "first token of 512"}
     assert second.first_token("lru_offload", 512) == pytest.approx(
-        _cell("measured", "ours", **where), rel=1e-3
+        RESULTS.cell("measured", "ours", **where), rel=1e-3
     )
 
 
@@ -146,26 +139,26 @@ def test_another_assumption_is_computed_as_the_results_have_it() -> None:
     with benches(PAPER, lambda machine: copies_over_compute(2.0)(as_measured(PAPER)(machine))) as both:
         ratio = both[1].first_token("layer_streaming", 1024) / both[1].first_token("twiddler", 1024)
     where = {"assumed": "a copy takes 2 times the GPU's compute", "environment": "2"}
-    assert ratio == pytest.approx(_cell("variants", "prefill_over_layer_streaming", **where), rel=1e-3)
+    assert ratio == pytest.approx(RESULTS.cell("variants", "prefill_over_layer_streaming", **where), rel=1e-3)
 
 
 def test_agreement_with_mixtral_offloading_is_marked_as_errors_that_cancel() -> None:
     marked = [
-        claim for claim in _section("prefill")["claims"] if claim["because"].startswith("errors cancel")
+        claim for claim in RESULTS.section("prefill").claims if claim.because.startswith("errors cancel")
     ]
-    assert [claim["agrees"] for claim in marked] == [True, True]
-    assert _cell("measured", "ratio", policy="lru_offload", what="first token of 1024") < 0.6
+    assert [claim.agrees for claim in marked] == [True, True]
+    assert RESULTS.cell("measured", "ratio", policy="lru_offload", what="first token of 1024") < 0.6
 
 
 def test_the_results_have_every_configuration_of_the_paper() -> None:
-    sections = {each["name"]: each["rows"] for each in RESULT["sections"]}
+    sections = {each["name"]: each["rows"] for each in RESULTS.found["sections"]}
     assert len(sections["generation"]) == 2 * 12 * 6
     assert len(sections["prefill"]) == 2 * 4 * 6
     assert len(sections["beams"]) == 2 * 3 * 5
 
 
 def test_goals_follow_from_the_rows_and_only_long_prefill_reaches_the_bar_against_the_best_rival() -> None:
-    found = {name: Section(**_section(name)) for name in ("generation", "prefill", "beams", "goals")}
+    found = {name: RESULTS.section(name) for name in ("generation", "prefill", "beams", "goals")}
     assert goals(PAPER, found["generation"], found["prefill"], found["beams"]).rows == found["goals"].rows
     met = {row["goal"]: (row["bar"], row["met"]) for row in found["goals"].rows}
     for ours in ("twiddler", "twiddler_makespan"):
@@ -177,51 +170,21 @@ def test_goals_follow_from_the_rows_and_only_long_prefill_reaches_the_bar_agains
 
 
 def test_the_page_shows_goals_that_are_missed_as_missed() -> None:
-    page = (RESULTS.parents[1] / "docs" / "reproduce-twiddler.md").read_text()
+    page = (ROOT / "docs" / "reproduce-twiddler.md").read_text()
     shown = dict(re.findall(r"^\| (.+?) \| >= .+ \| (yes|\*\*no\*\*) \|$", page, re.MULTILINE))
-    assert shown == {row["goal"]: "yes" if row["met"] else "**no**" for row in _section("goals")["rows"]}
+    assert shown == {row["goal"]: "yes" if row["met"] else "**no**" for row in RESULTS.rows("goals")}
 
 
 def test_times_that_the_authors_published_are_met_where_nothing_was_said_to_differ() -> None:
-    for row in _section("measured")["rows"]:
+    for row in RESULTS.rows("measured"):
         if row["policy"] != "lru_offload":
             assert 0.8 < row["ratio"] < 1.25, row
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
-def test_the_command_prints_writes_and_draws_a_section(command: Any, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    said = command(
-        "reproduce", "twiddler", "--only", "microbenchmarks", "--report", report, "--out", tmp_path
-    )
-    assert said.code == 0
-    assert "an expert's weights, read by the GPU" in said.out
-    found = json.loads(report.read_text())
-    (section,) = found["sections"]
-    assert (found["paper"], section["name"], len(section["rows"])) == ("twiddler", "microbenchmarks", 16)
-    copies, activations = section["claims"]
-    assert (copies["agrees"], activations["agrees"]) == (False, True)
-    assert copies["because"].startswith("by construction")
-    assert (tmp_path / "twiddler-microbenchmarks.png").read_bytes().startswith(PNG)
-
-
-def test_a_section_of_another_paper_is_refused(command: Any) -> None:
-    said = command("reproduce", "twiddler", "--only", "table-4")
-    assert (said.code, said.out) == (2, "")
-    assert "no section 'table-4': name one of microbenchmarks, generation" in said.err
-
-
-def _section(name: str) -> dict[str, Any]:
-    sections: list[dict[str, Any]] = RESULT["sections"]
-    return next(each for each in sections if each["name"] == name)
 
 
 def _over_the_best_rival(section: str, ours: str) -> list[float]:
     """Ratios of our tokens per second to those of the fastest rival, by configuration."""
     rates: dict[tuple[Any, ...], dict[str, float]] = {}
-    for row in _section(section)["rows"]:
+    for row in RESULTS.rows(section):
         where = (row["environment"], row["input"], row.get("output"))
         rates.setdefault(where, {})[row["policy"]] = row["tokens_per_second"]
     ratios = []

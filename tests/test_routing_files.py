@@ -33,6 +33,7 @@ from routing_traces import (
 )
 from small_models import SMALL
 from small_shapes import small
+from tables import table
 
 PROFILE = RoutingProfile(
     model="small",
@@ -82,21 +83,7 @@ def test_rows_may_come_in_any_order_with_spaces_blank_lines_and_comments(tmp_pat
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [
-        (HEAD + "0,0,1\n0,1\n", r":8: '0,1' has 2 fields: write layer,expert,count"),
-        (HEAD + "0,0,1\n0,1,-3\n", r":8: count is '-3': give a whole number from 0 on"),
-        (HEAD + "0,0,1.5\n0,1,3\n", r":7: count is '1\.5'"),
-        (HEAD + "0,0,many\n0,1,3\n", r":7: count is 'many'"),
-        (HEAD + "0,0,1\n1,1,3\n", r":8: layer is 1: give a whole number from 0 to 0"),
-        (HEAD + "0,0,1\n0,2,3\n", r":8: expert is 2: give a whole number from 0 to 1"),
-        (HEAD + "0,0,1\n0,0,3\n", r":8: expert 0 of layer 0 is repeated"),
-        (HEAD + "0,0,1\n", r"has no row for expert 1 of layer 0: it was cut short"),
-        ("layer,expert,count\n0,0,1\n", r":1: the header comes before '# layers: \.\.\.'"),
-        ("# layers: none\n", r":1: layers is 'none': give a whole number from 1 on"),
-        ("# layers: 0\n", r":1: layers is 0: give a whole number from 1 on"),
-        ("# model: small\n0,0,1\n", r":2: '0,0,1' is not the header"),
-        ("", r"holds no routing profile: it has no line 'layer,expert,count'"),
-    ],
+    table("broken_files.md", "Routing profiles"),
 )
 def test_a_broken_line_is_named(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(BadInput, match=r"routing\.csv ?" + told):
@@ -107,13 +94,6 @@ def test_what_is_no_text_is_told(tmp_path: Path) -> None:
     (tmp_path / "routing.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(BadInput, match="it is not text: name a CSV file"):
         read_routing_profile(tmp_path / "routing.csv")
-
-
-def test_a_profile_of_another_model_is_refused_with_both_shapes(tmp_path: Path) -> None:
-    write_profile(PROFILE, tmp_path / "routing.csv")
-    told = "is of small, 4 layers of 4 experts, top 2, but dbrx has 40 layers of 16 experts, top 4"
-    with pytest.raises(BadInput, match=told):
-        find_choices(str(tmp_path / "routing.csv"), DBRX)
 
 
 def test_a_counted_profile_is_what_choices_are_drawn_by(tmp_path: Path) -> None:

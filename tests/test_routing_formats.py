@@ -30,6 +30,7 @@ from routing_traces import (
     write_records,
     write_rows,
 )
+from tables import table
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "routing.md"
@@ -221,11 +222,17 @@ def test_more_arrays_than_any_trace_has_are_refused(tmp_path: Path) -> None:
 # -- Megatron
 
 
-def edited(edit: Callable[[list[dict[str, Any]]], object]) -> list[dict[str, Any]]:
-    """The records of TWO (8 passes of 2 layers), changed."""
-    records = records_of(TWO)
-    edit(records)
-    return records
+def edited(lines: list[int], change: dict[str, Any] | str | None) -> list[dict[str, Any]]:
+    """The records of TWO (8 passes of 2 layers), of which some lines are changed, come again, or are gone."""
+    found = []
+    for number, record in enumerate(records_of(TWO), 1):
+        if number not in lines:
+            found.append(record)
+        elif isinstance(change, dict):
+            found.append({key: value for key, value in (record | change).items() if value is not None})
+        else:
+            found += [record] * (2 if change else 0)
+    return found
 
 
 def test_a_pass_is_known_by_its_step_its_rank_and_a_layer_that_comes_again(tmp_path: Path) -> None:
@@ -247,58 +254,11 @@ def test_layers_count_from_the_lowest_and_other_blocks_are_left_out(tmp_path: Pa
     assert refusal(write_records(other, tmp_path)).startswith(" has no record of the block 'decoder'")
 
 
-@pytest.mark.parametrize(
-    ("edit", "told"),
-    [
-        (
-            lambda r: r[2]["top_indices"][0].__setitem__(1, 9),
-            ":3, token 0: there is no expert 9, as small has experts 0",
-        ),
-        (lambda r: r[1]["top_indices"][2].__setitem__(0, -1), ":2, token 2: there is no expert -1"),
-        (
-            lambda r: r[1].update(top_indices=[[0, 1], [2, 2], [0, 1]]),
-            ":2, token 1: expert 2 is chosen twice",
-        ),
-        (
-            lambda r: r[0]["top_indices"][1].append(3),
-            ":1, token 1: a token has 3 experts, but small has top 2",
-        ),
-        (
-            lambda r: r[0]["top_indices"].pop(),
-            ":1: top_indices has 2 tokens, and num_tokens is 3: record the step again",
-        ),
-        (lambda r: r[0].update(top_indices=[], num_tokens=0), ":1: top_indices has 0 tokens"),
-        (
-            lambda r: r[1].update(top_indices=[[0, 1]], num_tokens=1),
-            ":2: layer 1 of step 0 of rank 0 has 1 tokens, but its first layer has 3: record the step again",
-        ),
-        (
-            lambda r: r.pop(3),
-            ":3: step 1 of rank 0, which begins in this line, lacks layer 1, one of the 2 of small: if",
-        ),
-        (lambda r: (r.pop(3), r.pop(3)), ":3: step 1 of rank 0, which begins in this line, lacks layer 1"),
-        (lambda r: r[1].update(rank=1), ":1: step 0 of rank 0, which begins in this line, lacks layer 1"),
-        (lambda r: r.pop(), ":7: step 3 of rank 0, which begins in this line, lacks layer 1"),
-        (lambda r: r.insert(1, r[0]), ":1: step 0 of rank 0, which begins in this line, lacks layer 1"),
-        (
-            lambda r: r[5].update(layer=2),
-            ":6: step 2 of rank 0 has a layer 2, but small has 2 layers, here 0 to 1: give a trace of that model",
-        ),
-        (
-            lambda r: r[4].pop("top_indices"),
-            ":5 is not a record of Megatron's router trace: Object missing required",
-        ),
-        (lambda r: r[4].update(layer="one"), ":5 is not a record of Megatron's router trace: Expected `int`"),
-        (
-            lambda r: r[4]["top_indices"][0].append(1 << 40),
-            ":5 is not a record of Megatron's router trace: Expected",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("lines", "change", "told"), table("broken_files.md", "Megatron's records"))
 def test_a_bad_record_is_refused_by_its_line(
-    tmp_path: Path, edit: Callable[[list[dict[str, Any]]], object], told: str
+    tmp_path: Path, lines: list[int], change: Any, told: str
 ) -> None:
-    assert refusal(write_records(edited(edit), tmp_path)).startswith(told)
+    assert refusal(write_records(edited(lines, change), tmp_path)).startswith(told)
 
 
 def test_a_record_that_was_cut_off_is_refused(tmp_path: Path) -> None:
@@ -340,41 +300,7 @@ ROWS = "layer,token,experts\n0,0,0 1\n1,0,2 3\n0,1,0 2\n1,1,1 3\n"
 
 @pytest.mark.parametrize(
     ("old", "new", "told"),
-    [
-        ("0 2", "0 4", ":4: there is no expert 4, as small has experts 0 to 3: give a trace of that model"),
-        ("0 2", "2 2", ":4: expert 2 is chosen twice: give 2 different experts"),
-        (
-            "0 2",
-            "0 -2",
-            ":4: '0,1,0 -2' is not a row: write whole numbers for layer,token,experts, and spaces between",
-        ),
-        ("0 2", "0;2", ":4: '0,1,0;2' is not a row"),
-        ("0 2", "0 2 3", ":4: a token has 3 experts, but small has top 2: give a trace of that model"),
-        ("0 2", "0 9999999999", ":4: '0,1,0 9999999999' is not a row"),
-        ("1,0,2", "2,0,2", ":3: there is no layer 2, as small has layers 0 to 1: give a trace of that model"),
-        ("1,0,2", "0,0,2", ":3: layer 0 of token 0 of request 0 comes a second time: remove one of the rows"),
-        (
-            "1,0,2 3\n",
-            "",
-            " has no row for layer 1 of token 0 of request 0: it was cut off, or lost rows; write one for",
-        ),
-        ("1,1,1 3\n", "", " has no row for layer 1 of token 1 of request 0: it was cut off"),
-        ("0,0,0 1\n1,0,2 3\n", "", " has no row for layer 0 of token 0 of request 0"),
-        ("0,1,0 2\n", "0,999999999,0 2\n", " has no row for layer 0 of token 1 of request 0"),
-        ("1,1,1 3\n", "1,1,1 3\n0,3,1 2\n1,3,1 2\n", " has no row for layer 0 of token 2 of request 0"),
-        ("1,1,1 3", "1,1", ":5: '1,1' is not a row"),
-        ("\n0,0,0 1\n1,0,2 3\n0,1,0 2\n1,1,1 3", "", " has no rows: write one for each token and layer"),
-        (
-            "\n1,0,2 3\n0,1,0 2\n1,1,1 3",
-            "\n0,1,0 2",
-            ": its number of layers is 1, but small has 2: give a trace of that model",
-        ),
-        (
-            "layer,token",
-            "token,layer",
-            " is not a profile or trace of routing, as it begins with 'token,layer,experts'",
-        ),
-    ],
+    table("broken_files.md", "Routing traces"),
 )
 def test_a_bad_row_is_refused_by_its_line_or_place(tmp_path: Path, old: str, new: str, told: str) -> None:
     assert ROWS.count(old) == 1

@@ -17,8 +17,8 @@ from moesched.machines import Machine
 from moesched.plugins import make_policy
 from moesched.requests.batch import split_batch
 from moesched.runs.planning import plan_run
-from moesched.tasks import Task
 from odd_models import PROMPTS, Reference, name_of
+from runs import Ended
 
 MODELS = SCHEDULES.models
 
@@ -58,7 +58,7 @@ def test_prompts_of_one_length_give_the_same_logits(reference: Reference, policy
 
 
 def test_three_tiers_are_in_use_at_once(reference: Reference) -> None:
-    seen = Origins()
+    seen = Ended()
     got = generate(
         TorchDevice(reference.checkpoint, reference.layout, keep_logits=True),
         make_policy("three_tiers"),
@@ -70,18 +70,8 @@ def test_three_tiers_are_in_use_at_once(reference: Reference) -> None:
         observers=[seen],
     )
     assert same_bits(got.logits_RSV, reference.expected.logits_RSV)
-    assert seen.pins == {"disk->pinned", "host->pinned"}
-
-
-class Origins:
-    """Notes which way pages came to pinned memory."""
-
-    def __init__(self) -> None:
-        self.pins: set[str] = set()
-
-    def ended(self, task: Task) -> None:
-        if task.verb == "copy_to_pinned":
-            self.pins.add(task.work.resource)
+    pins = {task.work.resource for task in seen.tasks if task.verb == "copy_to_pinned"}
+    assert pins == {"disk->pinned", "host->pinned"}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from moesched.models.tensor_parallel import cut_config
 from moesched.models.tensors import count_active_weights, count_weights, file_bytes
 from moesched.requests.workloads import given_lengths
 from small_shapes import FAMILIES, small
+from tables import files, table
 
 GIGA = 1e9
 
@@ -46,29 +46,7 @@ GIGA = 1e9
 
 @pytest.mark.parametrize(
     ("name", "total", "active", "digit"),
-    [  # billions, from the model cards; `digit` is the last one that they print
-        ("mixtral-8x7b", 46.7, 12.9, 0.1),
-        ("mixtral-8x22b", 141, 39, 1),
-        ("dbrx", 132, 36, 1),
-        ("qwen3-30b-a3b", 30.5, 3.3, 0.1),
-        ("olmoe-1b-7b", 6.9, 1.3, 0.1),
-        ("gpt-oss-20b", 20.9, 3.6, 0.1),
-        ("gpt-oss-120b", 116.8, 5.1, 0.1),
-        ("glm-4.5", None, 32, 1),
-        ("glm-4.5-air", None, 12, 1),
-        ("glm-4.7", None, 32, 1),
-        ("deepseek-v2-lite", 15.7, 2.4, 0.1),
-        ("deepseek-v3", 671, 37, 1),
-        ("deepseek-r1", 671, 37, 1),
-        ("kimi-k2", 1026, 32, 1),
-        ("qwen3-next-80b-a3b", 80, 3, 1),
-        ("qwen3.5-35b-a3b", 35, 3, 1),
-        ("qwen3.6-35b-a3b", 35, 3, 1),
-        ("gemma-4-26b-a4b", 25.2, 3.8, 0.1),
-        ("llama-4-scout", 107.8, 17, 1),
-        ("llama-4-maverick", 400, 17, 1),
-        ("minimax-m2", 229, 10, 1),
-    ],
+    table("published.md", "Parameters"),
 )
 def test_parameters_are_the_published_ones(
     name: str, total: float | None, active: float, digit: float
@@ -83,39 +61,7 @@ def test_parameters_are_the_published_ones(
 
 @pytest.mark.parametrize(
     ("name", "stored_as", "published"),
-    [  # bytes of safetensors files: `total_size` of their index, or of all files
-        ("mixtral-8x7b", None, 93_405_585_408),
-        ("mixtral-8x22b", None, 281_241_268_224),
-        ("qwen3-30b-a3b", None, 61_064_245_248),
-        ("olmoe-1b-7b", None, 13_838_323_712),
-        ("gpt-oss-20b", None, 13_761_264_768),
-        ("gpt-oss-120b", None, 65_248_815_744),
-        ("deepseek-v2-lite", None, 31_412_968_448),
-        ("deepseek-v3", None, 688_586_727_753),
-        ("deepseek-r1", None, 688_586_727_753),
-        # 16 bits for each of the weights that Hugging Face counts in the files
-        ("glm-4.5", None, 358e9 * 2),
-        ("glm-4.5-air", None, 110.47e9 * 2),
-        ("glm-4.7", None, 358e9 * 2),
-        ("qwen3-next-80b-a3b", None, 81.3e9 * 2),
-        ("qwen3.5-35b-a3b", None, 36e9 * 2),
-        ("qwen3.6-35b-a3b", None, 36e9 * 2),
-        ("llama-4-scout", None, 108.6e9 * 2),
-        ("llama-4-maverick", None, 401.6e9 * 2),
-        ("minimax-m2", None, 230e9),
-        ("kimi-k2", None, 1_029e9),
-        # GiB of llama.cpp's files, as its benchmark prints them
-        ("qwen3-30b-a3b", "q8_0", 30.25 * 2**30),
-        ("qwen3-30b-a3b", "q6_k", 23.36 * 2**30),
-        ("qwen3-30b-a3b", "q5_k", 20.23 * 2**30),
-        ("qwen3-30b-a3b", "q4_k_m", 17.28 * 2**30),
-        ("qwen3-30b-a3b", "q4_0", 16.18 * 2**30),
-        ("deepseek-v2-lite", "q8_0", 15.55 * 2**30),
-        ("deepseek-v2-lite", "q4_k_m", 9.65 * 2**30),
-        ("glm-4.5-air", "q4_k_m", 67.96 * 2**30),
-        ("gpt-oss-20b", "q8_0", 11.27 * 2**30),
-        ("gpt-oss-120b", "q8_0", 59.02 * 2**30),
-    ],
+    table("published.md", "Bytes of files"),
 )
 def test_bytes_are_those_of_the_published_files(name: str, stored_as: str | None, published: float) -> None:
     assert file_bytes(find_shape(name, stored_as)) == pytest.approx(published, rel=0.01)
@@ -123,13 +69,7 @@ def test_bytes_are_those_of_the_published_files(name: str, stored_as: str | None
 
 @pytest.mark.parametrize(
     ("name", "stored_as", "gibibytes"),
-    [
-        ("deepseek-v3", "q4_k_m", 376.65),
-        ("qwen3.5-35b-a3b", "q4_k_m", 19.70),
-        ("qwen3-next-80b-a3b", "q8_0", 79.57),
-        ("llama-4-scout", "q4_k_m", 60.86),
-        ("kimi-k2", "q4_k_m", 579.28),
-    ],
+    table("published.md", "GiB of text models"),
 )
 def test_files_without_prediction_layers_and_encoders_are_smaller(
     name: str, stored_as: str, gibibytes: float
@@ -269,30 +209,7 @@ def test_activations_and_caches_keep_16_bits() -> None:
 # ---------------------------------------------------------------- configuration files
 
 
-DEEPSEEK_V3 = """{"model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 61,
-    "max_position_embeddings": 163840, "eos_token_id": 1, "intermediate_size": 18432, "moe_intermediate_size": 2048,
-    "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
-    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1,
-    "topk_method": "noaux_tc", "rope_scaling": {"type": "yarn", "factor": 40},
-    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}, "torch_dtype": "bfloat16"}"""
-QWEN3_5 = """{"model_type": "qwen3_5_moe", "text_config": {"vocab_size": 248320, "num_hidden_layers": 40,
-    "num_experts": 256, "num_experts_per_tok": 8, "max_position_embeddings": 262144, "eos_token_id": 151645},
-    "vision_config": {"depth": 27}}"""
-
-
-def compressed(*weights: dict[str, Any], ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
-    """The quantization_config of compressed-tensors, with groups of these weights."""
-    groups = {f"group_{number}": {"weights": each} for number, each in enumerate(weights)}
-    return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": list(ignore)}
-
-
-@pytest.mark.parametrize(
-    ("name", "text"), [("deepseek-v3", DEEPSEEK_V3), ("qwen3.5-35b-a3b", QWEN3_5)], ids=["flat", "nested"]
-)
-def test_the_published_configuration_is_the_named_shape(tmp_path: Path, name: str, text: str) -> None:
-    (tmp_path / "config.json").write_text(text)
-    assert find_shape(tmp_path) == replace(SHAPES[name], name=tmp_path.name)
+DEEPSEEK_V3 = files("published.md")["deepseek-v3.json"]
 
 
 def test_a_folder_without_kernels_for_it_is_simulated_and_not_run(command: Any, tmp_path: Path) -> None:
@@ -305,31 +222,7 @@ def test_a_folder_without_kernels_for_it_is_simulated_and_not_run(command: Any, 
 
 @pytest.mark.parametrize(
     ("quantization", "name"),
-    [
-        ({"quant_method": "fp8"}, "fp8"),
-        ({"quant_method": "gptq", "bits": 8}, "int8"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "int4_g32"),
-        ({"quant_method": "auto-round", "bits": 4, "group_size": -1}, "int4"),
-        ({"quant_method": "awq"}, "int4"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4_g64"),
-        (
-            {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]},
-            "int8",
-        ),
-        ({"quant_method": "awq", "w_bit": 8, "q_group_size": 64}, "int8_g64"),
-        ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["self_attn"]}, "int4_experts"),
-        (
-            {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.self_attn.q_norm", "lm_head"]},
-            "fp8",
-        ),
-        (compressed({"num_bits": 8, "type": "float"}), "fp8"),
-        (compressed({"num_bits": 8, "type": "int"}), "int8"),
-        (compressed({"num_bits": 4, "type": "int", "group_size": 128}), "int4"),
-        (
-            compressed({"num_bits": 4, "type": "int", "group_size": 32}, ignore=["re:.*self_attn.*"]),
-            "int4_g32_experts",
-        ),
-    ],
+    table("published.md", "Formats of quantisation_config"),
 )
 def test_the_format_has_the_bits_that_quantization_config_gives(
     tmp_path: Path, quantization: dict[str, Any], name: str
@@ -341,16 +234,7 @@ def test_the_format_has_the_bits_that_quantization_config_gives(
 
 @pytest.mark.parametrize(
     ("quantization", "complaint"),
-    [
-        ({"quant_method": "gptq"}, "bits is None"),
-        ({"quant_method": "exl2"}, "or simulate it with --format"),
-        ({"quant_method": "gptq", "bits": 3}, "bits is 3"),
-        ({"quant_method": "gptq", "bits": "4"}, "quantization_config: Expected `int"),
-        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
-        (compressed({"num_bits": 4, "type": "float"}), "num_bits is 4"),
-        (compressed({"num_bits": 4}, {"num_bits": 8}), "config_groups is ['4-bit int', '8-bit int']"),
-        ({"quant_method": "compressed-tensors"}, "config_groups is []"),
-    ],
+    table("broken_files.md", "Quantisations"),
 )
 def test_other_bits_are_refused_with_their_number(
     tmp_path: Path, quantization: dict[str, Any], complaint: str

@@ -1,6 +1,8 @@
-"""Default sizes come from the planner, for the named policy; given sizes stay."""
+"""Default sizes come from the planner; given sizes stay; policies run with the smallest budget that fits."""
 
 from __future__ import annotations
+
+from bisect import bisect_left
 
 import pytest
 from hypothesis import given, settings
@@ -11,14 +13,20 @@ import moesched
 from moesched.errors import BadInput
 from moesched.inputs.options import SizeOptions
 from moesched.machines import Machine, load_machine
-from moesched.machines.cost import cost_model
 from moesched.machines.local import unified_machine
+from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
 from moesched.models.shapes import SHAPES
-from moesched.planner import Setting
+from moesched.planner import Setting, plannable
 from moesched.planner.sizing import choose_sizes
 from moesched.plugins import find
+from moesched.requests.batch import split_batch
 from moesched.requests.batching import BatchSizes, batches_of
+from moesched.runs.planning import plan_run
+from moesched.runs.simulation import simulate
+from moesched.seams import Policy
+from moesched.steps.plan import Plan
+from runs import predicted, setting
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
@@ -31,7 +39,6 @@ LAPTOP = unified_machine(
     memory_bandwidth=1e10,
     disk_bandwidth=1e9,
 )
-LAYOUT = weight_layout(SHAPES["mixtral-0.8b"])
 CACHE = 8192
 """Bytes of the KV cache for a token."""
 
@@ -39,14 +46,8 @@ CACHE = 8192
 def asking(
     policy: str, lengths: list[int], machine: Machine = LAPTOP, new_tokens: int = 4, **budgets: int
 ) -> Setting:
-    return Setting(
-        make=find("policies", policy),
-        machine=machine,
-        layout=LAYOUT,
-        lengths=tuple(lengths),
-        new_tokens=new_tokens,
-        cost=cost_model(machine, LAYOUT.dtype),
-        budgets=budgets,
+    return setting(
+        policy, budgets, shape="mixtral-0.8b", lengths=lengths, machine=machine, new_tokens=new_tokens
     )
 
 
@@ -119,11 +120,42 @@ def test_a_simulation_without_sizes_runs_the_plan_and_reaches_what_it_predicts()
     proposal = moesched.plan_model(
         "mixtral-0.8b", machine="t4", policy="cgopipe", gen=8, budgets=budgets, band=False
     )
-    report = moesched.simulate_model(
-        "mixtral-0.8b", machine="t4", policy="cgopipe", workload="mtbench", gen=8, budgets=budgets, band=False
-    )
+    report = predicted("cgopipe", gen=8, budgets=budgets)
     assert report.plan.batch_size == proposal.plan.batch_size
     assert report.plan.micro_batch_size == proposal.plan.micro_batch_size
     assert report.peak_bytes == proposal.predicted.peak_bytes
-    predicted = proposal.predicted.throughput_tokens_per_second
-    assert report.throughput_tokens_per_second == pytest.approx(predicted, rel=0.02)
+    planned = proposal.predicted.throughput_tokens_per_second
+    assert report.throughput_tokens_per_second == pytest.approx(planned, rel=0.02)
+
+
+# -- the smallest budget that fits -----------------------------------------------------------------
+
+DENSE = SHAPES["mixtral-0.8b"].varied(name="dense", form="llama", experts=1, top_k=1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    policy=st.sampled_from(plannable()),
+    model=st.sampled_from([SHAPES["mixtral-0.8b"], DENSE, DENSE.varied(window=64)]),
+    more=st.sampled_from([0, 1, 10**6, 10**8]),
+    size=st.integers(1, 3),
+)
+def test_policies_run_over_the_edge_of_the_smallest_budget_that_fits(
+    policy: str, model: ModelConfig, more: int, size: int
+) -> None:
+    machine, layout = load_machine("t4"), weight_layout(model)
+    batch = split_batch([7, 3, 5, 2], 3, size)
+
+    def planned(budget: int) -> tuple[Plan, Policy]:
+        made = find("policies", policy)()
+        return plan_run(machine, layout, batch, made, {"gpu": budget}), made
+
+    def fits(budget: int) -> bool:
+        try:
+            planned(budget)
+        except BadInput:
+            return False
+        return True
+
+    least = bisect_left(range(4 * 10**9), True, key=fits)
+    assert simulate(*planned(least + more)).peak_bytes["gpu"] <= least + more

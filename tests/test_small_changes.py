@@ -1,4 +1,4 @@
-"""Additions that change few files, shown on a tree of links: a family of models, a storage format, a what-if."""
+"""Additions that change few files, shown on a tree of links: a family, a storage format, a what-if, an option."""
 
 from __future__ import annotations
 
@@ -10,55 +10,13 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.shared.random_models import hugging_face_logits, ready
+from benchmarks.shared.random_models import COMMON, hugging_face_logits, ready
 from coded_checkpoints import decoded_model, q4_0
 from commands import SIMULATE
+from doc_blocks import blocks
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("", "analysis", "models", "models/architectures")
-"""Folders of the package that are copied as folders of links."""
-
-FAMILY = '''"""Qwen3: dense models whose queries and keys are normalised per head."""
-
-from __future__ import annotations
-
-from typing import Any
-
-from moesched.models.architectures import llama, llama_like
-from moesched.models.architectures.architecture import Architecture
-from moesched.models.config import ModelConfig
-from moesched.models.config_file import ConfigFile
-from moesched.models.layers import FeedForward
-
-
-def read(file: ConfigFile) -> ModelConfig:
-    """Convert config.json to a ModelConfig."""
-    keys = file.keys(llama_like.LlamaLikeKeys)
-    network = FeedForward(experts=1, top_k=1, intermediate=keys.intermediate_size)
-    return llama_like.build(file, keys, "qwen3", llama_like.layer(keys, network, qk_norm="head"))
-
-
-def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The keys of config.json that are particular to the architecture."""
-    return llama_like.config_json(config) | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "head_dim": config.attention.head_dim,
-        "intermediate_size": config.routed.intermediate,
-    }
-
-
-QWEN3 = Architecture(
-    model_types=("qwen3",),
-    shapes=(),
-    sources={},
-    read=read,
-    config_json=config_json,
-    tensors=llama.tensors,
-    other_tensors=lambda config: iter(()),
-    extra_tensors=llama_like.extra_tensors,
-)
-'''
+[FAMILY] = [block.text for block in blocks(ROOT / "CONTRIBUTING.md") if "QWEN3 = Architecture(" in block.text]
 IMPORT = "from moesched.models.architectures.qwen3_moe import QWEN3_MOE\n"
 ENTRY = '    "qwen3_moe": QWEN3_MOE,\n'
 
@@ -98,73 +56,108 @@ print("explained")
 assert main(["explain", "trace.json", "--what-if", "layer 3 x0.5", "--json"]) == 0
 """
 
+LAST_OPTION = "    ] = PREVIEW_ACCURACY\n"
+"""The end of an option of simulations, in `moesched/jobs/options.py`."""
 
-def linked_tree(folder: Path) -> Path:
-    """The package as folders of links, whose files can be replaced."""
+NEW_OPTION = """\
+    hurry: Annotated[
+        float, Option("Haste of the requests. A higher one is worse.", "H", ge=0, le=1)
+    ] = 0.25
+"""
+
+USES = """\
+import contextlib, inspect, io
+import moesched
+from moesched.cli.main import main
+from moesched.jobs.options import SimulationOptions
+from moesched.sweeps.axes import sweep_of_options
+from moesched.tasks import Task
+
+for command in ("simulate", "sweep"):
+    with contextlib.redirect_stdout(io.StringIO()) as help:
+        main([command, "--help"])
+    print(command, "--hurry" in help.getvalue() and "Haste of the requests." in help.getvalue())
+print(sweep_of_options({"hurry": ("0.5, 1",)}).axes)
+print(inspect.signature(moesched.simulate_model).parameters["hurry"])
+print("    hurry: Haste of the requests." in inspect.getdoc(moesched.simulate_model))
+print(SimulationOptions("m", machine="t4", policy="p", workload="w", hurry=0.5).hurry)
+try:
+    moesched.simulate_model("m", machine="t4", policy="p", workload="w", hurry=2)
+except moesched.BadInput as error:
+    print(error)
+"""
+
+
+def linked_tree(folder: Path, *copied: str) -> Path:
+    """The package as links; these folders of it are folders of links, whose files can be replaced."""
     package = folder / "moesched"
-    for name in FOLDERS:
+    for name in ("", *copied):
         (package / name).mkdir()
         for source in (ROOT / "moesched" / name).iterdir():
-            if str(Path(name) / source.name) not in FOLDERS:
+            if str(Path(name) / source.name) not in copied:
                 (package / name / source.name).symlink_to(source)
     return package
 
 
-def edit(file: Path, text: str, replacement: str) -> None:
-    """Replace a link by the file that it leads to, with one line changed."""
-    before = file.read_text()
-    assert before.count(text) == 1
+def change(file: Path, *replacements: tuple[str, str]) -> None:
+    """Replace parts of a linked file."""
+    text = file.read_text()
+    for old, new in replacements:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
     file.unlink()
-    file.write_text(before.replace(text, replacement))
+    file.write_text(text)
 
 
-def printed(script: str, *arguments: Path, cwd: Path) -> str:
-    """What a script prints that imports the tree of links in a folder."""
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True)
-    return done.stdout
+def printed(folder: Path, program: str, *arguments: object) -> str:
+    """What a program prints that runs the changed package."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
 def test_a_what_if_that_explain_shows_is_a_row(tmp_path: Path) -> None:
-    edit(linked_tree(tmp_path) / "analysis" / "run_changes.py", LINK, LAYER + LINK)
-    [answer] = json.loads(printed(EXPLAINS, cwd=tmp_path).partition("explained")[2])["what_if"]
+    package = linked_tree(tmp_path, "analysis")
+    change(package / "analysis" / "run_changes.py", (LINK, LAYER + LINK))
+    [answer] = json.loads(printed(tmp_path, EXPLAINS).partition("explained")[2])["what_if"]
     assert answer["change"] == "layer 3 x0.5"
     assert 1 < answer["speedup"] < 1.1
 
 
 def test_a_storage_format_that_runs_is_a_row(tmp_path: Path) -> None:
-    edit(linked_tree(tmp_path) / "models" / "stored_formats.py", Q8_0, Q4_0 + Q8_0)
+    package = linked_tree(tmp_path, "models")
+    change(package / "models" / "stored_formats.py", (Q8_0, Q4_0 + Q8_0))
     coded = tmp_path / "coded"
-    tokens = json.loads(printed(WRITES + RUNS, coded, cwd=tmp_path))
+    tokens = json.loads(printed(tmp_path, WRITES + RUNS, coded))
     model = decoded_model(coded, tmp_path / "decoded", q4_0, block_bytes=18)
     assert tokens == hugging_face_logits(model, [5, 6, 7, *tokens])[2:-1].argmax(-1).tolist()
 
 
 def test_a_family_that_runs_is_a_file_and_its_entry(tmp_path: Path) -> None:
-    package = linked_tree(tmp_path)
-    architectures = package / "models" / "architectures"
+    architectures = linked_tree(tmp_path, "models", "models/architectures") / "models" / "architectures"
     (architectures / "qwen3.py").write_text(FAMILY)
-    table = architectures / "__init__.py"
-    edit(table, IMPORT, "from moesched.models.architectures.qwen3 import QWEN3\n" + IMPORT)
-    edit(table, ENTRY, '    "qwen3": QWEN3,\n' + ENTRY)
-    torch.manual_seed(1)
-    model = ready(
-        Qwen3ForCausalLM(
-            Qwen3Config(
-                vocab_size=97,
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=8,
-                max_position_embeddings=256,
-                initializer_range=0.3,
-                tie_word_embeddings=False,
-            )
-        )
+    change(
+        architectures / "__init__.py",
+        (IMPORT, "from moesched.models.architectures.qwen3 import QWEN3\n" + IMPORT),
+        (ENTRY, '    "qwen3": QWEN3,\n' + ENTRY),
     )
+    torch.manual_seed(1)
+    sizes = {name: COMMON[name] for name in COMMON if name != "num_experts_per_tok"}
+    model = ready(Qwen3ForCausalLM(Qwen3Config(**sizes, intermediate_size=48, head_dim=8)))
     model.save_pretrained(tmp_path / "model")
-    tokens = json.loads(printed(RUNS, tmp_path / "model", cwd=tmp_path))
+    tokens = json.loads(printed(tmp_path, RUNS, tmp_path / "model"))
     expected = hugging_face_logits(model, [5, 6, 7, *tokens])[2:-1].argmax(-1)
     assert tokens == expected.tolist()
+
+
+def test_an_option_is_one_field_in_one_file(tmp_path: Path) -> None:
+    package = linked_tree(tmp_path, "jobs")
+    change(package / "jobs" / "options.py", (LAST_OPTION, LAST_OPTION + NEW_OPTION))
+    assert printed(tmp_path, USES).splitlines() == [
+        "simulate True",
+        "sweep True",
+        "{'hurry': [0.5, 1.0]}",
+        "hurry: 'float' = 0.25",
+        "True",
+        "0.5",
+        "--hurry is 2: give 0 to 1",
+    ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from commands import SIMULATE, Said
-from moesched import JobReport, simulate_model
+from moesched import JobReport
 from moesched.errors import BadInput
 from moesched.inputs.lookup import find_shape
 from moesched.machines import (
@@ -35,8 +35,7 @@ from moesched.requests.batch import split_batch
 from moesched.steps.plan import Plan
 from moesched.tasks import PageTransfer
 from moesched.testing import Case, run_on_symbols
-from policies_for_two_memories import POLICIES, STREAM_MOST
-from runs import FORTY_PERCENT, virtual_run
+from runs import FORTY_PERCENT, predicted, virtual_run
 
 T4, NVME = load_machine("t4"), load_machine("t4-nvme")
 WITH_GPU = [name for name in machine_names() if load_machine(name).page_locked]
@@ -151,19 +150,6 @@ def test_a_limit_that_makes_no_sense_is_refused(machine: Machine, limit: int | s
 # -- policies ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "settings"), POLICIES)
-@pytest.mark.parametrize("machine", [T4, NVME], ids=["weights on the host", "weights on the disk"])
-def test_every_policy_runs_on_a_page_locked_host_without_pinned_memory(
-    name: str, settings: dict[str, int], machine: Machine
-) -> None:
-    policy = make_policy(name, settings)
-    weights = 0.7 if name in STREAM_MOST else 1.2
-    case = Case(name="locked", machine=machine, layers=4, weights=weights)
-    ended = run_on_symbols(policy, case.plan(policy))
-    assert ended.tokens == ended.expected
-    assert not any("pinned" in task.lane.name for task in ended.tasks)
-
-
 def test_cgopipe_stages_its_pages_only_where_page_locked_memory_is_limited() -> None:
     lanes = {
         machine.name: {
@@ -213,16 +199,7 @@ def test_a_policy_that_asks_for_pinned_memory_is_told_why_there_is_none() -> Non
 
 def report(machine: str | Machine, pinned: str | None = None) -> JobReport:
     budgets = {"gpu": "1GB"} | ({"pinned": pinned} if pinned else {})
-    return simulate_model(
-        "mixtral-0.8b",
-        machine=machine,
-        policy="cgopipe",
-        workload="uniform",
-        gen=2,
-        batch_size=4,
-        band=False,
-        budgets=budgets,
-    )
+    return predicted("cgopipe", machine=machine, workload="uniform", gen=2, batch_size=4, budgets=budgets)
 
 
 def test_a_budget_of_pinned_memory_says_that_locking_is_limited() -> None:

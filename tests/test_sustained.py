@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections import Counter
-from importlib import resources
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from moesched.drivers.sharing import fair_rates
-from moesched.errors import BadInput
 from moesched.inputs.lookup import find_shape
-from moesched.machines import Machine, load_machine, machine_names, parse_machine
+from moesched.machines import Machine, load_machine, machine_names
 from moesched.machines.estimates import Estimate
 from moesched.machines.roofline import Roofline
 from moesched.machines.staging import staged
@@ -32,7 +29,8 @@ from moesched.plugins import make_policy
 from moesched.requests.batch import Batch, split_batch
 from moesched.runs.planning import plan_run
 from moesched.steps.contention import lanes_contend
-from moesched.tasks import Task, Work, WorkPart
+from moesched.tasks import Work, WorkPart
+from runs import Ended
 
 T4 = load_machine("t4")
 STAGED_T4 = staged(T4, "16GB")
@@ -49,11 +47,6 @@ def product(rows: float, kind: str = "post_attention") -> Work:
     weights = GB
     parts = (WorkPart("route", weights, rows),)
     return Work(kind, "gpu", flops=weights * rows, nbytes=weights, parts=parts)
-
-
-def profile(addition: str, machine: str = "t4") -> bytes:
-    text = resources.files("moesched.machines").joinpath(f"{machine}.toml").read_text()
-    return text.replace("[processors.gpu.flops]", f"{addition}\n[processors.gpu.flops]").encode()
 
 
 # -- classes ---------------------------------------------------------------------------------------
@@ -269,50 +262,21 @@ def test_a_host_that_computes_contends_with_copies(machine: Machine, policy: str
 # -- prefill in chunks -----------------------------------------------------------------------------
 
 
-class Calls:
-    """Observer of the experts of each layer of the decode steps, and of those that start a call."""
-
-    def __init__(self) -> None:
-        self.experts: Counter[tuple[int, int]] = Counter()
-        self.starts: Counter[tuple[int, int]] = Counter()
-
-    def ended(self, task: Task) -> None:
-        if task.verb == "run_expert" and task.step > 0:
-            self.experts[task.step, task.layer] += 1
-            self.starts[task.step, task.layer] += not task.work.joins
-
-
-def calls_of(policy: str, **settings: Any) -> Calls:
-    """The calls of one request's decode steps on a T4, with two experts per token."""
-    layout, observer, chosen = (
-        weight_layout(find_shape("mixtral-8x7b")),
-        Calls(),
-        make_policy(policy, settings),
-    )
-    trial_run(plan_run(T4, layout, Batch((8,), 4, ((0,),)), chosen), chosen, observers=[observer])
-    assert set(observer.experts.values()) == {2}
-    return observer
+def starts_of(policy: str, **settings: Any) -> set[int]:
+    """Experts of a layer that start a call, in one request's decode steps on a T4 with two experts per token."""
+    layout, seen, chosen = weight_layout(find_shape("mixtral-8x7b")), Ended(), make_policy(policy, settings)
+    trial_run(plan_run(T4, layout, Batch((8,), 4, ((0,),)), chosen), chosen, observers=[seen])
+    ran = [task for task in seen.tasks if task.verb == "run_expert" and task.step > 0]
+    assert set(Counter((task.step, task.layer) for task in ran).values()) == {2}
+    return set(Counter((task.step, task.layer) for task in ran if not task.work.joins).values())
 
 
 def test_the_experts_of_a_layer_start_in_one_call_where_their_weights_stay() -> None:
-    assert set(calls_of("layer_split", gpu_layers=0).starts.values()) == {1}
+    assert starts_of("layer_split", gpu_layers=0) == {1}
 
 
 def test_fetched_experts_start_one_by_one() -> None:
-    assert set(calls_of("lru_offload").starts.values()) == {2}
-
-
-class Projections:
-    """Observer of the rows and the seconds of the projections before attention."""
-
-    def __init__(self) -> None:
-        self.rows: list[float] = []
-        self.seconds: list[float] = []
-
-    def ended(self, task: Task) -> None:
-        if task.verb == "pre_attention":
-            self.rows.append(task.work.parts[0].rows)
-            self.seconds.append((task.end - task.start) / 1e9)
+    assert starts_of("lru_offload") == {2}
 
 
 def test_a_prefill_in_chunks_takes_the_time_of_its_chunks() -> None:
@@ -320,74 +284,15 @@ def test_a_prefill_in_chunks_takes_the_time_of_its_chunks() -> None:
     machine, layout = load_machine("l4"), weight_layout(find_shape("mixtral-0.8b"))
     rates, seen = rates_of(machine.accelerator), []
     for chunk in (None, 128):
-        policy, observer = make_policy("resident", {}), Projections()
+        policy, observer = make_policy("resident", {}), Ended()
         plan = plan_run(machine, layout, Batch((512,), 1, ((0,),), prefill_chunk=chunk), policy)
         trial_run(plan, policy, observers=[observer])
-        seen.append(observer)
+        seen.append([task for task in observer.tasks if task.verb == "pre_attention"])
     whole, cut = seen
     layers = layout.config.layers
-    assert whole.rows == [512] * layers
-    assert cut.rows == [128] * 4 * layers
+    assert [task.work.parts[0].rows for task in whole] == [512] * layers
+    assert [task.work.parts[0].rows for task in cut] == [128] * 4 * layers
     again = plan.operations.before_attention.nbytes / (300 * GB * rates["weights"].expected)
     again += 3 * rates["launch_seconds"].expected
-    assert sum(cut.seconds) - sum(whole.seconds) == pytest.approx(layers * 3 * again, rel=1e-3)
-
-
-# -- bad input -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("addition", "message"),
-    [
-        (
-            "rates = {weights = {low = 0.9, expected = 0.8, high = 0.7}}",
-            "processors.gpu.rates.weights: low is 0.9 and high is 0.7: exchange them",
-        ),
-        (
-            "rates = {weights = {low = 0.5, expected = 0.8, high = 0.7}}",
-            "processors.gpu.rates.weights.expected is 0.8: give a figure from low, 0.5, to high, 0.7",
-        ),
-        ("rates = {weights = {low = 0, expected = 0.8, high = 0.9}}", "processors.gpu.rates.weights.low"),
-        (
-            "rates = {wieghts = {low = 0.5, expected = 0.8, high = 0.9}}",
-            "'wieghts' is not a rate of this class",
-        ),
-    ],
-)
-def test_an_estimate_that_cannot_be_is_refused_with_its_key(addition: str, message: str) -> None:
-    with pytest.raises(BadInput) as refused:
-        parse_machine(profile(addition), "mine.toml")
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
-def test_an_unknown_class_is_refused_with_those_that_there_are() -> None:
-    text = profile("").replace(b'"turing-gpu"', b'"toaster"')
-    with pytest.raises(
-        BadInput, match=r"mine\.toml: processors\.gpu\.device_class: 'toaster' is not known: use one"
-    ):
-        parse_machine(text, "mine.toml")
-
-
-@pytest.mark.parametrize("rate", ["flops", "bandwidth"])
-def test_a_rate_of_zero_is_one_clear_line_and_exit_code_2(rate: str, command: Any, tmp_path: Any) -> None:
-    old, new = {
-        "flops": ("bfloat16 = 65e12", "bfloat16 = 0"),
-        "bandwidth": ("bandwidth = 320e9", "bandwidth = 0"),
-    }[rate]
-    file = tmp_path / "mine.toml"
-    file.write_text(profile("").decode().replace(old, new))
-    assert tomllib.loads(file.read_text())
-    said = command(
-        "simulate",
-        "--model",
-        "mixtral-8x7b",
-        "--machine",
-        file,
-        "--policy",
-        "cgopipe",
-        "--workload",
-        "mtbench",
-    )
-    assert said.code == 2
-    assert said.err.count("\n") == 1 and rate in said.err
+    longer = sum(task.end - task.start for task in cut) - sum(task.end - task.start for task in whole)
+    assert longer / 1e9 == pytest.approx(layers * 3 * again, rel=1e-3)

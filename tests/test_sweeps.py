@@ -1,4 +1,4 @@
-"""Sweeps run all points, keep them as they come, go on after any end, and lose none."""
+"""Sweeps: axes, points and keys; all points run and are kept, whatever ends; figures and pictures."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from commands import RUN_KEYS, in_one_line, refused
+from moesched.errors import BadInput
+from moesched.jobs.report import JobReport
+from moesched.jobs.simulate_model import simulate_model, simulate_scenario
+from moesched.sweeps.axes import Axes, merged, read_sweep, sweep_of_options
+from moesched.sweeps.figures import METRICS, Figures, best_by_case, pareto_front
+from moesched.sweeps.found import Finder, options_of
+from moesched.sweeps.line import Line, Sizes
+from moesched.sweeps.plots import Picture, default_x, draw_sweep
 from moesched.sweeps.store import Store
 from moesched.sweeps.sweep import TRIED_FIRST, missing_points, run_sweep
 from moesched.sweeps.workers import KILLED, Workers
 from patience import PATIENCE_SECONDS, wait_until
 from sweeping import FAULTY, SHORT, lines_in, prepared
+from tables import table
 from traces import largest_file
 
 
@@ -130,3 +141,282 @@ def test_an_unwritable_picture_is_refused_before_the_first_point(command: Any, t
     assert said.code == 2
     in_one_line(said, "cannot write picture .*: make its folder first")
     assert not (tmp_path / "x.jsonl").exists()
+
+
+# -- axes, points, keys, files and figures ---------------------------------------------------------
+
+GUIDE = Path(__file__).parents[1] / "docs" / "sweeps.md"
+FIGURES = Figures({"t4": "gpu", "l4": "gpu"}, {"t4": 0.36})
+
+
+POINT: dict[str, Any] = {
+    "model": "mixtral-0.8b",
+    "machine": "t4",
+    "policy": "cgopipe",
+    "workload": "mtbench",
+    "gen": 2,
+    "batch_size": 2,
+}
+ON_DEMAND = {"policy": "expert_cache", "gen": 4, "budgets": {"gpu": "700MB"}}
+EXPERT_PARALLEL = {"machine": "m2-ultra", "policy": "ep_naive", "nodes": 2, "network": "10gbe"}
+
+
+def with_value(point: dict[str, Any], axis: str, value: Any) -> dict[str, Any]:
+    """The point with another value of an axis."""
+    table, dot, key = axis.partition(".")
+    return point | {table: {**point.get(table, {}), key: value} if dot else value}
+
+
+def figures_of(report: JobReport) -> tuple[Any, ...]:
+    """All that an option may change."""
+    return report.step_seconds, report.plan, report.peak_bytes, report.throughput_tokens_per_second
+
+
+def line(batch_size: int, policy: str, throughput: float, **more: Any) -> Line:
+    """A point that a batch took on a T4, or on the machine that is given."""
+    inputs = {"machine": more.pop("machine", "t4"), "batch_size": batch_size, "policy": policy}
+    return Line(
+        key=f"{inputs}",
+        inputs=inputs,
+        plan=Sizes(batch_size, 8),
+        throughput_tokens_per_second=throughput,
+        decode_tokens_per_second=throughput,
+        peak_bytes={"gpu": 2_000_000_000},
+        **more,
+    )
+
+
+def test_an_option_replaces_the_axis_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text(
+        'policy = "cgopipe"\nmachine = ["t4", "l4"]\nbatch_size = [1, 2]\n[settings]\nahead = [1, 2]\n'
+        "[price]\nt4 = 0.5\n"
+    )
+    sweep = merged(read_sweep(file), sweep_of_options({"batch_size": ["4, 8"], "price": ["l4=1"]}))
+    assert sweep.axes == {
+        "model": ["mixtral-8x7b"],
+        "machine": ["t4", "l4"],
+        "workload": ["mtbench"],
+        "batch_size": [4, 8],
+        "policy": ["cgopipe"],
+        "settings.ahead": [1, 2],
+    }
+    assert sweep.prices == {"t4": 0.5, "l4": 1.0}
+
+
+def test_the_guide_names_every_figure() -> None:
+    text = GUIDE.read_text()
+    for name in METRICS:
+        assert f"`{name}`" in text, name
+
+
+CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
+    "model": ({}, "mixtral-8x7b"),
+    "format": ({}, "q4_k_m"),
+    "machine": ({}, "l4"),
+    "machine_set.link.host->gpu": ({}, "x0.1"),
+    "nodes": (EXPERT_PARALLEL, 3),
+    "network": (EXPERT_PARALLEL, "rocev2"),
+    "tensor_parallel": ({"machine": "t4x2"}, 1),
+    "workload": ({}, "summarization"),
+    "gen": ({}, 3),
+    "beams": ({}, 2),
+    "routing": (ON_DEMAND, "zipf"),
+    "routing_settings.exponent": (ON_DEMAND | {"routing": "zipf"}, 3.0),
+    "preview_accuracy": (ON_DEMAND | {"policy": "prefetch_gate"}, 0.0),
+    "budgets.gpu": ({}, "700MB"),
+    "policy": ({"budgets": {"gpu": "700MB"}}, "layer_streaming"),
+    "settings.kv_on_gpu": ({}, 0.0),
+}
+"""By axis, the other inputs of a point, and a value that changes its figures."""
+
+
+@pytest.mark.parametrize("axis", CHANGES)
+def test_an_option_of_a_simulation_reaches_it_and_its_key(axis: str) -> None:
+    others, value = CHANGES[axis]
+    points = [POINT | others, with_value(POINT | others, axis, value)]
+    finder = Finder(each["policy"] for each in points)
+    keys = [finder.key(each) for each in points]
+    before, after = (
+        simulate_scenario(finder.found.scenario(each, options_of(each)), options_of(each)) for each in points
+    )
+    assert keys[0] != keys[1]
+    assert figures_of(before) != figures_of(after)
+    assert figures_of(after) == figures_of(simulate_model(**points[1]))
+
+
+def test_a_setting_goes_to_the_policies_that_take_it() -> None:
+    sweep = prepared(policy="cgopipe,resident", batch_size="1,2", settings=("ahead=1,2",))
+    assert [(inputs["policy"], inputs.get("settings")) for _, inputs in sweep.points] == 2 * [
+        ("cgopipe", {"ahead": 1}),
+        ("cgopipe", {"ahead": 2}),
+        ("resident", None),
+    ]
+
+
+def test_all_stands_for_the_policies_that_ship() -> None:
+    policies = {inputs["policy"] for _, inputs in prepared(policy="all").points}
+    assert {"cgopipe", "ep_naive", "twiddler"} < policies
+    assert "adversarial" not in policies
+
+
+def test_contents_count_and_not_only_names(tmp_path: Path) -> None:
+    policy, machine, workload = (tmp_path / name for name in ("p.py", "m.toml", "w.toml"))
+    (tmp_path / "helper.py").write_text("AHEAD = 1\n")
+    policy.write_text(
+        "import helper\nfrom moesched.policies.cgopipe import CGOPipe\nclass Mine(CGOPipe): pass\n"
+    )
+    machine.write_text((Path(__file__).parents[1] / "moesched/machines/t4.toml").read_text())
+    workload.write_text('name = "short"\nnew_tokens = [2]\nprompt_tokens = [3, 9]\n')
+
+    def key() -> str:
+        [(found, _)] = prepared(machine=str(machine), workload=str(workload), policy=f"{policy}:Mine").points
+        return found
+
+    keys = [key(), key()]
+    machine.write_text("# a comment is no content\n" + machine.read_text())
+    keys.append(key())
+    assert len(set(keys)) == 1
+    for file, before, after in (
+        (machine, "65e12", "60e12"),
+        (workload, "9", "8"),
+        (policy, "pass", "x = 1"),
+        (tmp_path / "helper.py", "1", "2"),
+    ):
+        assert before in file.read_text()
+        file.write_text(file.read_text().replace(before, after))
+        assert key() not in keys, file
+        keys.append(key())
+
+
+def test_the_newest_line_of_the_same_inputs_stays(tmp_path: Path) -> None:
+    out = tmp_path / "x.jsonl"
+    with Store(out) as store:
+        for key in ("one", "two", "other"):
+            store.append(f'{{"key":"{key}","inputs":{{"seed":{int(key == "other")}}}}}\n'.encode())
+        assert list(store.lines) == ["two", "other"]
+    assert [text[:12] for text in out.read_text().splitlines()] == ['{"key":"two"', '{"key":"othe']
+
+
+def test_a_key_of_several_inputs_does_no_harm(tmp_path: Path) -> None:
+    out = tmp_path / "x.jsonl"
+    pairs = [("a", 1), ("a", 2), ("b", 1), ("c", 2)]
+    out.write_text("".join(f'{{"key":"{key}","inputs":{{"seed":{seed}}}}}\n' for key, seed in pairs))
+    with Store(out) as store:
+        assert list(store.lines) == ["b", "c"]
+    assert len(out.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("text", ["a note", '{"seed": 1}\n', '{"key":"a","inputs":{}}\n7\n'])
+def test_a_file_of_something_else_stays_as_it_is(tmp_path: Path, text: str) -> None:
+    out = tmp_path / "x.jsonl"
+    out.write_text(text)
+    with pytest.raises(
+        BadInput, match=r"x\.jsonl:\d: not a result of a sweep: .*; name another file with --out"
+    ):
+        Store(out)
+    assert out.read_text() == text
+
+
+@pytest.mark.parametrize("torn", [b"{", b'{"key":"b","inp'])
+def test_a_torn_last_line_is_cut_off(tmp_path: Path, torn: bytes) -> None:
+    out = tmp_path / "x.jsonl"
+    whole = b'{"key":"a","inputs":{}}\n'
+    out.write_bytes(whole + torn)
+    with Store(out) as store:
+        assert list(store.lines) == ["a"]
+    assert out.read_bytes() == whole
+
+
+def test_the_best_policy_of_each_case_is_told_with_the_next() -> None:
+    lines = [line(1, "a", 5.0), line(1, "b", 8.0), line(2, "a", 3.0), line(2, "b", 9.0, failure="oh")]
+    best = best_by_case(lines, {"batch_size": [1, 2], "policy": ["a", "b"]}, FIGURES)
+    assert [(each.case, each.policy, each.next_best) for each in best] == [
+        ({"batch_size": 1}, "b", ("a", 5.0)),
+        ({"batch_size": 2}, "a", None),
+    ]
+    assert best[0].beside["latency"] == 1 / 8
+    assert best[0].beside["memory"] == 2.0
+    assert best[0].beside["dollars"] == pytest.approx(0.36 / 3600 / 8 * 1e6)
+
+
+def test_the_pareto_front_has_the_points_that_no_other_beats() -> None:
+    lines = [line(1, "a", 4.0), line(8, "a", 16.0), line(8, "b", 20.0), line(2, "b", 4.0), line(1, "c", 3.0)]
+    front = pareto_front(lines, "latency", "throughput", FIGURES)
+    assert [(each.inputs["batch_size"], each.inputs["policy"]) for each in front] == [(1, "a"), (8, "b")]
+
+
+@pytest.mark.parametrize(
+    "picture", [Picture("batch_size", "throughput"), Picture("latency", "dollars", True)]
+)
+def test_pictures_name_policies_and_machines(tmp_path: Path, picture: Picture) -> None:
+    axes: Axes = {"machine": ["t4", "l4"], "batch_size": [1, 64], "policy": ["a", "b"]}
+    lines = [
+        line(size, policy, size * 2.0, machine=machine)
+        for size in (1, 64) for policy in ("a", "b") for machine in ("t4", "l4")
+    ]  # fmt: skip
+    draw_sweep(tmp_path / "x.svg", picture, lines, axes, FIGURES)
+    drawn = (tmp_path / "x.svg").read_text()
+    shown = ["Pareto front", "t4, a", "others"] if picture.pareto else ["a", "b", "t4", "l4"]
+    assert all(f">{text}<" in drawn for text in shown)
+    assert default_x(axes) == "batch_size"
+    with pytest.raises(
+        BadInput, match="no point has figures for batch_size and dollars; dollars need --price"
+    ):
+        draw_sweep(
+            tmp_path / "y.svg", Picture("batch_size", "dollars"), lines, axes, FIGURES._replace(prices={})
+        )
+
+
+@pytest.mark.parametrize(("x", "joined"), [("machine", False), ("batch_size", True), ("policy", False)])
+def test_curves_join_numbers_only_and_a_title_names_what_all_points_share(
+    tmp_path: Path, x: str, joined: bool
+) -> None:
+    axes: Axes = {"machine": ["t4", "l4"], "batch_size": [1, 64], "policy": ["a", "b"]}
+    lines = [
+        line(size, policy, size * 2.0, machine=machine)
+        for size in (1, 64) for policy in ("a", "b") for machine in ("t4", "l4")
+    ]  # fmt: skip
+    for each in lines:
+        each.inputs.update(model="m", workload="w")
+    draw_sweep(tmp_path / "x.svg", Picture(x, "throughput"), lines, axes, FIGURES)
+    drawn = (tmp_path / "x.svg").read_text()
+    assert ("stroke-width: 1.2; stroke-linecap: square" in drawn) == joined
+    assert drawn.count(">m, w<") == 1
+    assert drawn.count(">t4<") == 1, "as a tick or as the title of its panel"
+
+
+def test_a_picture_of_many_series_names_the_best(tmp_path: Path) -> None:
+    policies = [f"policy-{number}" for number in range(24)]
+    lines = [line(1, policy, 1.0 + number) for number, policy in enumerate(policies)]
+    axes: Axes = {"machine": ["t4"], "policy": policies}
+    draw_sweep(tmp_path / "x.svg", Picture("batch_size", "throughput"), lines, axes, FIGURES)
+    drawn = (tmp_path / "x.svg").read_text()
+    assert [f">{policy}<" in drawn for policy in policies] == 4 * [False] + 20 * [True]
+    assert ">the best 20 of 24<" in drawn
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    table("broken_files.md", "Sweeps"),
+)
+def test_a_file_that_is_no_sweep_is_refused_in_one_line(
+    command: Any, tmp_path: Path, text: str, said: str
+) -> None:
+    (tmp_path / "s.toml").write_text(text)
+    refused(command("sweep", tmp_path / "s.toml", "--policy", "resident", "--machine", "t4"), said)
+
+
+def test_results_never_replace_an_input(command: Any, tmp_path: Path) -> None:
+    policy = tmp_path / "p.py"
+    policy.write_text(FAULTY.read_text())
+    given = (*SHORT, "--policy", f"{policy}:RaisesAtFour", "--out", policy)
+    refused(command(*given), "which this command reads: name another file")
+
+
+def test_a_dry_run_only_counts(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = (*SHORT[:-1], "1,2", "--policy", "all", "--dry-run")
+    assert command(*given, "--json").json["points"] == 2 * 26
+    assert "52 points" in command(*given).out
+    assert list(tmp_path.iterdir()) == []

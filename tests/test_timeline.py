@@ -19,6 +19,7 @@ from moesched.trace import LaneName, Recording, Slice, write_side_by_side
 from moesched.trace.chrome_writer import TitledRun
 from moesched.trace.recording import Cancelled, TaskInfo
 from runs import Run
+from tables import table
 
 GPU, LINK = LaneName(0, "gpu"), LaneName(0, "link")
 FETCH = TaskInfo("fetch L0 E1", "fetch", "PageTransfer", "copy", "link", layer=0, expert=1, pages=1)
@@ -81,20 +82,7 @@ def test_a_window_can_be_chosen_by_steps_layers_or_times(given: dict[str, str], 
 
 @pytest.mark.parametrize(
     ("given", "told"),
-    [
-        ({"steps": "9"}, "--steps '9': there is no 9; the trace has steps 0 to 2"),
-        ({"steps": "2:1"}, "--steps '2:1' ends before it starts"),
-        ({"steps": "one"}, "--steps 'one': write a number such as 3, or FIRST:LAST such as 2:4"),
-        ({"steps": "1:"}, "--steps '1:': write a number"),
-        ({"layers": "0:7"}, "--layers '0:7': there is no 7; the trace has layers 0 to 1"),
-        ({"window": "1s"}, "--window '1s': write START:END, such as 1.2s:1.5s"),
-        ({"window": "1:2"}, "'1' is not a time: write a number and a unit"),
-        ({"window": "2ms:1ms"}, "--window '2ms:1ms' ends before it starts"),
-        ({"window": "1s:1e400s"}, "--window '1s:1e400s': nothing runs then"),
-        ({"window": "5s:6s"}, "--window '5s:6s': nothing runs then; the run lasts from 0 ns to 62 ms"),
-        ({"window": "1ms:2ms", "steps": "1"}, "--window and --steps are both given: give one of them"),
-        ({"window": "1ms:2ms", "layers": "1"}, "--window and --layers are both given"),
-    ],
+    table("broken_files.md", "Windows"),
 )
 def test_a_window_that_cannot_be_is_refused(given: dict[str, str], told: str) -> None:
     with pytest.raises(BadInput, match=told):

@@ -6,12 +6,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import pytest
 
 import moesched
 from moesched.jobs.report import JobReport
 from moesched.requests.batch import Batch
 from moesched.runs.token_times import RequestTimes, merged, micro_batch_times, request_times
+from runs import predicted
 
 BATCH = Batch((3, 3, 3), 4, ((2,), (0, 1)), first_request=6)
 SECOND = 10**9
@@ -53,11 +55,8 @@ def check(report: JobReport, requests: int) -> None:
     """The times agree with each other and with the report's other figures."""
     found = report.request_times
     assert found is not None
-    first, between, longest = (
-        found.first_token_seconds,
-        found.between_tokens_seconds,
-        found.longest_between_tokens_seconds,
-    )
+    first, between = found.first_token_seconds, found.between_tokens_seconds
+    longest = found.longest_between_tokens_seconds
     assert len(first) == len(between) == len(longest) == requests
     assert report.first_token_seconds == pytest.approx(fmean(each for each in first if each is not None))
     assert all(0 < mean <= most for mean, most in zip(between, longest, strict=True) if mean and most)
@@ -74,44 +73,19 @@ def check(report: JobReport, requests: int) -> None:
 
 @pytest.mark.parametrize("policy", ["flexgen", "expert_cache"], ids=["repeated steps", "all steps"])
 def test_a_prediction_has_them(policy: str) -> None:
-    report = moesched.simulate_model(
-        "mixtral-0.8b",
-        machine="t4",
-        policy=policy,
-        workload="mtbench",
-        gen=9,
-        requests=6,
-        batch_size=4,
-        micro_batch_size=2,
-        band=False,
-    )
+    sizes: dict[str, Any] = {"gen": 9, "requests": 6, "batch_size": 4, "micro_batch_size": 2}
+    report = predicted(policy, **sizes)
     check(report, 6)
     assert report.request_times is not None
-    run = sum(report.step_seconds[:9])
-    ends = (
-        first + 8 * between
-        for first, between in zip(
-            report.request_times.first_token_seconds[:4],
-            report.request_times.between_tokens_seconds[:4],
-            strict=True,
-        )
-        if first and between
-    )
-    assert max(ends) == pytest.approx(run), "the last token ends the batch"
+    times = zip(*msgspec.structs.astuple(report.request_times)[:2], strict=True)
+    ends = [first + 8 * between for first, between in list(times)[:4]]
+    assert max(ends) == pytest.approx(sum(report.step_seconds[:9])), "the last token ends the batch"
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_a_run_has_them_beside_its_text(no_text: Path, chunk: int | None) -> None:
-    report = moesched.run_model(
-        no_text,
-        [[1, 2, 3], [4], [5, 6]],
-        policy="resident",
-        max_new_tokens=4,
-        batch_size=2,
-        micro_batch_size=1,
-        prefill_chunk=chunk,
-    )
-    check(report, 3)
+    sizes: dict[str, Any] = {"batch_size": 2, "micro_batch_size": 1, "prefill_chunk": chunk}
+    check(moesched.run_model(no_text, [[1, 2, 3], [4], [5, 6]], max_new_tokens=4, **sizes), 3)
 
 
 def test_the_command_and_the_page_tell_them(command: Any, tmp_path: Path) -> None:

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from benchmarks.shared.random_models import (
     DECISIVE,
     hugging_face_logits,
-    load_model,
     mixtral,
     prompts_of,
     random_mixtral,
@@ -49,55 +47,9 @@ def assert_same_tokens(model: Any, directory: Path, **options: Any) -> None:
 # ---------------------------------------------------------------- Hugging Face, float32
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param(
-            {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 10}, id="odd head count"
-        ),
-        pytest.param({"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 8}, id="one kv head"),
-        pytest.param({"hidden_size": 44, "head_dim": 6}, id="head_dim is not hidden / heads"),
-        pytest.param({"num_local_experts": 3, "num_experts_per_tok": 1}, id="top-1 of 3"),
-        pytest.param({"num_local_experts": 16, "num_experts_per_tok": 4}, id="top-4 of 16"),
-        pytest.param({"num_local_experts": 5, "num_experts_per_tok": 3}, id="top-3 of 5"),
-        pytest.param({"sliding_window": 4}, id="window shorter than the prompts"),
-        pytest.param({"sliding_window": 100}, id="window longer than the prompts"),
-        pytest.param({"tie_word_embeddings": True}, id="tied embeddings"),
-    ],
-)
-def test_tokens_equal_those_of_mixtral(tmp_path: Path, changes: dict[str, Any]) -> None:
-    torch.manual_seed(1)
-    assert_same_tokens(mixtral(**changes), tmp_path)
-
-
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_tokens_equal_those_of_a_random_mixtral(tmp_path: Path, seed: int) -> None:
     assert_same_tokens(random_mixtral(seed), tmp_path, cut=whole if seed % 2 else cut_in_three)
-
-
-DENSE = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 56,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-}
-
-
-def test_tokens_equal_those_of_a_dense_llama(tmp_path: Path) -> None:
-    torch.manual_seed(2)
-    assert_same_tokens(LlamaForCausalLM(LlamaConfig(**DENSE)).eval(), tmp_path)
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_tokens_equal_those_of_a_dense_mistral(tmp_path: Path, window: int | None) -> None:
-    torch.manual_seed(3)
-    model = MistralForCausalLM(MistralConfig(**DENSE, sliding_window=window)).eval()
-    assert_same_tokens(model, tmp_path)
 
 
 def test_fused_and_sharded_checkpoints_give_the_same_bits(tmp_path: Path) -> None:
@@ -118,38 +70,7 @@ def test_fused_and_sharded_checkpoints_give_the_same_bits(tmp_path: Path) -> Non
 # ---------------------------------------------------------------- Hugging Face, bfloat16
 
 
-def test_bfloat16_is_about_as_close_to_float32_as_hugging_face_is(tmp_path: Path) -> None:
-    ours, theirs = [], []
-    for seed in range(4):  # a token that takes another expert weighs much, so one model would say little
-        torch.manual_seed(seed)
-        model = mixtral(hidden_size=128, intermediate_size=256, num_hidden_layers=4, initializer_range=0.06)
-        model.to(torch.bfloat16).save_pretrained(tmp_path)
-        prompt = prompts_of(97, [60])[0]
-        rounded, exact = (
-            hugging_face_logits(load_model(tmp_path, dtype), prompt)
-            for dtype in (torch.bfloat16, torch.float32)
-        )
-        theirs.append((rounded - exact).abs())
-        ours.append((token_by_token(Reference(tmp_path, torch.bfloat16), prompt) - exact).abs())
-    assert 0 < torch.cat(ours).mean() <= 2 * torch.cat(theirs).mean()
-
-
-def token_by_token(model: Reference, tokens: list[int]) -> Tensor:
-    """Logits after each token: (T, V)."""
-    cache = model.cache()
-    cache.table.open(0)
-    return torch.cat([model.logits(cache, [0], [[token]]) for token in tokens])
-
-
 # ---------------------------------------------------------------- however the work is cut and ordered
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(5)
-    path = tmp_path_factory.mktemp("mixtral")
-    mixtral(hidden_size=64, num_attention_heads=8, num_local_experts=6).save_pretrained(path)
-    return path
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -197,14 +118,6 @@ def test_decoding_together_has_the_bits_of_decoding_alone(dtype: torch.dtype) ->
         functions.attention(q[i : i + 1], [KVView(keys[i : i + 1], values[i : i + 1], 1)]) for i in range(5)
     ]
     assert torch.equal(together, torch.cat(alone))
-
-
-def test_row_blocks_give_the_result_of_the_whole_matrix(directory: Path) -> None:
-    results = [
-        generate(Reference(directory, cut=cut), prompts_of(97), STEPS) for cut in (whole, cut_in_three)
-    ]
-    assert results[0][0] == results[1][0]
-    assert torch.allclose(results[0][1], results[1][1], atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

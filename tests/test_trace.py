@@ -36,6 +36,7 @@ from traces import (
     edges_by_id,
     edges_of,
     events_of,
+    kept,
     largest_file,
     ranks_that_meet,
     rewritten,
@@ -149,8 +150,7 @@ def test_two_runs_of_the_same_seed_give_the_same_bytes(
 def test_a_run_without_tasks_has_a_good_trace(tmp_path: Path) -> None:
     recorder = Recorder()
     recorder.watch(Engine([Lane("gpu")]))
-    write_trace(tmp_path / "trace.json", recorder.recording(), ABOUT)
-    assert check_trace(tmp_path / "trace.json") == []
+    kept(recorder.recording(), ABOUT, tmp_path)
     assert summarize(recorder.recording()).seconds == 0.0
 
 
@@ -226,19 +226,13 @@ def test_the_critical_path_crosses_ranks_where_a_collective_waited_for_another_r
     recording = ranks_that_meet(10, 90)
     hops = [(hop.slice.task.verb, hop.slice.lane.rank, hop.wait.why) for hop in critical_path(recording)]
     assert hops == [("compute", 1, "start"), ("all_reduce", 0, "rank"), ("after", 0, "data")]
-    write_trace(tmp_path / "trace.json", recording, ABOUT)
-    assert check_trace(tmp_path / "trace.json") == []
-    processes = [
-        event["args"]["name"]
-        for event in events_of(tmp_path / "trace.json")
-        if event["name"] == "process_name"
-    ]
+    events = kept(recording, ABOUT, tmp_path)
+    processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert processes == [
         "critical path, predicted",
         "rank 0: by hand, predicted",
         "rank 1: by hand, predicted",
     ]
-    assert read_trace(tmp_path / "trace.json").recording == recording
 
 
 def test_a_failed_task_is_shown_as_failed_and_a_cancelled_one_is_not_shown(tmp_path: Path) -> None:
@@ -258,17 +252,13 @@ def test_a_failed_task_is_shown_as_failed_and_a_cancelled_one_is_not_shown(tmp_p
         ("good", "done"),
         ("bad", "failed"),
     ]
-    write_trace(tmp_path / "trace.json", recording, ABOUT)
-    assert check_trace(tmp_path / "trace.json") == []
-    assert summarize(read_trace(tmp_path / "trace.json").recording).failed == 1
+    kept(recording, ABOUT, tmp_path)
+    assert summarize(recording).failed == 1
 
 
 def test_labels_and_paths_of_any_characters_survive(tmp_path: Path) -> None:
     verb = 'say "hé\\llo"\n\u2028, 世界'
-    recording = run_graph(lambda engine: engine.submit(task(engine.lanes[0], verb)), ['la"ne'])
-    write_trace(tmp_path / "trace.json", recording, ABOUT)
-    assert check_trace(tmp_path / "trace.json") == []
-    assert read_trace(tmp_path / "trace.json").recording == recording
+    kept(run_graph(lambda engine: engine.submit(task(engine.lanes[0], verb)), ['la"ne']), ABOUT, tmp_path)
 
 
 # -- figures ---------------------------------------------------------------------------------------------
@@ -310,29 +300,23 @@ def test_rates_of_a_kind_are_those_while_it_ran(streamed_run: Run) -> None:
 # -- files that cannot be written --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def run() -> Run:
-    """CGOPipe under 40 % of the weights: every kind of lane, transfers in two hops, views of many pages."""
-    return virtual_run("cgopipe", budgets=FORTY_PERCENT)
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full; this system has none")
-def test_a_full_disk_is_said_in_one_line(run: Run) -> None:
+def test_a_full_disk_is_said_in_one_line(streamed_run: Run) -> None:
     with pytest.raises(
         BadInput, match=r"^cannot write trace /dev/full: No space left on device: free some space"
     ):
-        write_trace("/dev/full", run.recording, run.about)
+        write_trace("/dev/full", streamed_run.recording, streamed_run.about)
     assert Path("/dev/full").is_char_device()
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_a_disk_that_fills_while_writing_leaves_what_was_there_before(
-    name: str, run: Run, tmp_path: Path
+    name: str, streamed_run: Run, tmp_path: Path
 ) -> None:
     path = tmp_path / name
     path.write_bytes(b"before")
     with largest_file(4096), pytest.raises(BadInput, match="File too large: raise the limit"):
-        write_trace(path, run.recording, run.about)
+        write_trace(path, streamed_run.recording, streamed_run.about)
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -346,18 +330,18 @@ def test_a_disk_that_fills_while_writing_leaves_what_was_there_before(
     ],
 )
 def test_a_place_that_cannot_be_written_to_is_named(
-    place: str, complaint: str, run: Run, tmp_path: Path
+    place: str, complaint: str, streamed_run: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "folder").mkdir()
     with pytest.raises(BadInput, match=re.escape(f"cannot write trace {tmp_path / place}: {complaint}")):
-        write_trace(tmp_path / place, run.recording, run.about)
+        write_trace(tmp_path / place, streamed_run.recording, streamed_run.about)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder"]
 
 
-def test_a_link_to_a_trace_stays_a_link(run: Run, tmp_path: Path) -> None:
+def test_a_link_to_a_trace_stays_a_link(streamed_run: Run, tmp_path: Path) -> None:
     (tmp_path / "link.json").symlink_to(tmp_path / "trace.json")
-    write_trace(tmp_path / "link.json", run.recording, run.about)
+    write_trace(tmp_path / "link.json", streamed_run.recording, streamed_run.about)
     assert (tmp_path / "link.json").is_symlink()
     assert check_trace(tmp_path / "trace.json") == []
 
@@ -410,29 +394,21 @@ def test_a_kind_of_tasks_may_last_nothing(command: Any, streamed_trace: Path, ot
 # -- recorders ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_bounded_recorder_keeps_the_last_steps_as_the_whole_one_shows_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_a_bounded_recorder_keeps_the_last_steps_as_the_whole_one_shows_them(
+    steps: int, tmp_path: Path
+) -> None:
     whole = virtual_run("cgopipe", budgets=FORTY_PERCENT, new_tokens=6).recording
-    last = virtual_run("cgopipe", LastSteps(2), budgets=FORTY_PERCENT, new_tokens=6)
-    kept = last.recording
-    assert kept.trimmed
-    assert kept.slices == [each for each in whole.slices if each.step >= 4]
-    ids = {each.id for each in kept.slices}
-    assert edges_by_id(kept) == {edge for edge in edges_by_id(whole) if set(edge) <= ids}
-    assert kept.joins < whole.joins
-    write_trace(tmp_path / "trace.json", kept, last.about)
-    assert check_trace(tmp_path / "trace.json") == []
-    assert read_trace(tmp_path / "trace.json").recording == kept
-
-
-def test_a_bounded_recorder_remembers_which_slots_were_filled_before(run: Run) -> None:
-    kept = virtual_run("cgopipe", LastSteps(1), budgets=FORTY_PERCENT).recording
-    assert {(sample.memory, sample.pages) for sample in kept.memory} == {
-        (sample.memory, sample.pages) for sample in run.recording.memory if sample.time == run.recording.end
-    }
-
-
-def test_a_bounded_recorder_that_has_room_for_all_steps_keeps_all(run: Run) -> None:
-    assert virtual_run("cgopipe", LastSteps(4), budgets=FORTY_PERCENT).recording == run.recording
+    last = virtual_run("cgopipe", LastSteps(steps), budgets=FORTY_PERCENT, new_tokens=6)
+    found = last.recording
+    assert found.trimmed == (steps < 7)
+    assert found.slices == [each for each in whole.slices if each.step >= 6 - steps]
+    ids = {each.id for each in found.slices}
+    assert edges_by_id(found) == {edge for edge in edges_by_id(whole) if set(edge) <= ids}
+    filled = {each.memory: each.pages for each in whole.memory}
+    assert {each.memory: each.pages for each in found.memory} == filled, "slots that were filled before count"
+    assert found == whole if steps == 7 else found.joins < whole.joins
+    kept(found, last.about, tmp_path)
 
 
 def test_a_task_that_ends_after_its_step_was_dropped_does_not_come_back() -> None:
@@ -453,13 +429,10 @@ def test_a_bounded_recorder_of_no_steps_is_refused() -> None:
         LastSteps(0)
 
 
-@pytest.mark.parametrize("policy", ["resident", "layer_streaming", "cgopipe"])
-@pytest.mark.parametrize("steps", [None, 2])
-def test_a_replayed_run_has_the_trace_of_one_that_was_not(policy: str, steps: int | None) -> None:
+def test_a_bounded_recorder_keeps_the_same_steps_of_a_replayed_run() -> None:
     recordings = []
     for replay in (False, True):
-        recorder = Recorder() if steps is None else LastSteps(steps)
-        chosen = make_policy(policy)
+        chosen, recorder = make_policy("cgopipe"), LastSteps(2)
         simulate(make_plan(chosen, new_tokens=7), chosen, sharing=False, replay=replay, recorder=recorder)
         recordings.append(recorder.recording())
     built, replayed = recordings

@@ -22,12 +22,11 @@ from moesched.trace import (
     Recording,
     check_trace,
     merge_recordings,
-    read_trace,
     summarize,
     write_trace,
 )
 from runs import FORTY_PERCENT, Run, make_plan, realtime_run, virtual_run
-from traces import events_of, rewritten, run_graph, run_ranks, task
+from traces import events_of, kept, rewritten, run_graph, run_ranks, task
 
 ABOUT = About(driver="virtual", policy="by hand")
 CHOSEN_PER_TOKEN = 2
@@ -47,13 +46,12 @@ def test_a_router_s_slice_names_the_chosen_experts_with_their_rows(routed: Run, 
     for each in routers:
         assert each.experts is not None
         assert sum(each.experts.values()) == CHOSEN_PER_TOKEN * each.task.rows
-    write_trace(tmp_path / "trace.json", routed.recording, routed.about)
-    shown = [event["args"] for event in events_of(tmp_path / "trace.json") if event.get("cat") == "route"]
+    events = kept(routed.recording, routed.about, tmp_path)
+    shown = [event["args"] for event in events if event.get("cat") == "route"]
     told = [
         {int(expert): rows for expert, rows in args["experts"].items()} for args in shown if "type" in args
     ]
     assert told == [each.experts for each in routers]
-    assert read_trace(tmp_path / "trace.json").recording == routed.recording
 
 
 def test_an_expert_s_slice_has_the_rows_that_its_router_chose_it_for(routed: Run) -> None:
@@ -131,11 +129,8 @@ def test_a_cancelled_transfer_is_an_instant_on_its_lane_at_the_time_of_its_end(t
     told = [(each.task.verb, each.lane.name, each.step, each.time) for each in recording.cancelled]
     assert told == [("unwanted", "link", 0, 5), ("unwanted", "link", 1, 30)]
     assert summarize(recording).cancelled == 2
-    path = tmp_path / "trace.json"
-    write_trace(path, recording, ABOUT)
-    assert check_trace(path) == []
-    assert read_trace(path).recording == recording
-    instants = [(event["name"], event["ts"]) for event in events_of(path) if event["ph"] == "i"]
+    events = kept(recording, ABOUT, tmp_path)
+    instants = [(event["name"], event["ts"]) for event in events if event["ph"] == "i"]
     assert instants == [("cancelled unwanted", 0.005), ("cancelled unwanted", 0.030)]
 
 

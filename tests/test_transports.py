@@ -23,6 +23,7 @@ from moesched.errors import BadInput, TransportError
 from moesched.plugins import find
 from moesched.seams import Exchange, Transport
 from moesched.testing import check_transport
+from moesched.transports.inproc import InprocTransport
 from moesched.transports.torch_distributed import TorchDistributedTransport
 from patience import PATIENCE_SECONDS
 
@@ -115,6 +116,7 @@ def mx_over_a_fake(folder: Path) -> Make:
 
 
 MAKERS: dict[str, Callable[[Path], Make]] = {
+    "inproc": lambda folder: lambda ranks: [InprocTransport(ranks)] * ranks,
     "zeromq over ipc": zeromq_over_ipc,
     "zeromq over ipc, with keys": zeromq_with_keys,
     "zeromq over tcp, with keys": zeromq_over_tcp,

@@ -154,20 +154,9 @@ def test_predictions_have_their_band_in_json(predict: Callable[[], Any]) -> None
 
 
 def test_simulate_prints_the_band_and_the_rate_that_widens_it(command: Any) -> None:
-    line = (
-        "--model",
-        "mixtral-8x7b",
-        "--machine",
-        "t4",
-        "--workload",
-        "mtbench",
-        "--batch-size",
-        16,
-        "--gen",
-        4,
-    )
-    said = command("simulate", *line, "--policy", "cgopipe")
-    report = command("simulate", *line, "--policy", "cgopipe", "--json").json
+    line = "simulate --model mixtral-0.8b --machine t4 --workload mtbench --batch-size 8 --gen 3 --policy cgopipe"
+    said = command(*line.split())
+    report = command(*line.split(), "--json").json
     low, expected, high = report["band"][THROUGHPUT]
     assert f"{expected:.1f} tokens/s ({low:.4g} to {high:.4g})" in said.out
     assert f"least certain rate: {report['widest_rate']}" in said.out

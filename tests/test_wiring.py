@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from moesched.drivers.wired_memory import WiredPages
-from moesched.errors import BadInput
 from moesched.machines import Machine, WiredMemory, load_machine, parse_machine
 from moesched.machines.networks import load_network
 from moesched.machines.toml_text import machine_toml
@@ -25,7 +24,7 @@ from moesched.runs.planning import plan_run
 from moesched.runs.ranks import Rank
 from moesched.runs.simulation import simulate
 from moesched.seams import Observer
-from moesched.tasks import Task
+from runs import Ended
 
 MS = 1_000_000
 WIRING = WiredMemory(idle_seconds=0.5, first_bandwidth=1e9, again_bandwidth=2e9)
@@ -55,21 +54,12 @@ def step_seconds(
     return simulate(first.plan, first.policy, observers=observers, peers=peers).step_seconds
 
 
-class Ran:
-    """Observer that keeps when each task of the first node ran."""
-
-    def __init__(self) -> None:
-        self.tasks: list[tuple[object, ...]] = []
-
-    def ended(self, task: Task) -> None:
-        self.tasks.append((task.verb, task.step, task.layer, task.expert, task.start, task.end))
-
-
 SEVERAL_NODES = """
-from test_wiring import Ran, machine, step_seconds
-ran = Ran()
+from runs import Ended
+from test_wiring import machine, step_seconds
+ran = Ended()
 step_seconds(machine(), "ep_router_aided", nodes=5, new_tokens=3, observers=[ran])
-print(ran.tasks)
+print([(task.verb, task.step, task.layer, task.expert, task.start, task.end) for task in ran.tasks])
 """
 
 
@@ -137,14 +127,9 @@ def test_balanced_experts_touch_idle_ones_only_where_wiring_decays() -> None:
         made = [make_policy("ep_balanced", {"experts": 3}) for _ in range(4)]
         plans = [plan_run(mac, layout, batch, each, nodes=4, node=node) for node, each in enumerate(made)]
         first, *peers = (Rank(plan, each) for plan, each in zip(plans, made, strict=True))
-        verbs: set[str] = set()
-
-        class Verbs:
-            def ended(self, task: Task) -> None:
-                verbs.add(task.verb)  # noqa: B023  # used within the loop only
-
-        simulate(first.plan, first.policy, peers=peers, observers=[Verbs()])
-        assert ("warm_expert" in verbs) == warmed
+        seen = Ended()
+        simulate(first.plan, first.policy, peers=peers, observers=[seen])
+        assert ("warm_expert" in {task.verb for task in seen.tasks}) == warmed
 
 
 @pytest.mark.parametrize(
@@ -162,10 +147,3 @@ def test_the_papers_findings_come_out_of_one_idle_time(wait_ms: int, prestacked:
 def test_a_machine_is_written_with_its_wiring() -> None:
     mac = load_machine("m2-ultra-macos14")
     assert parse_machine(machine_toml(mac).encode(), "written") == mac
-
-
-def test_wiring_is_for_memory_that_accelerator_and_host_share() -> None:
-    with pytest.raises(BadInput, match="wired_memory: accelerator and host have separate memories"):
-        parse_machine(
-            machine_toml(msgspec.structs.replace(load_machine("t4"), wired_memory=WIRING)).encode(), "text"
-        )

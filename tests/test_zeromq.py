@@ -89,16 +89,6 @@ def test_a_part_that_came_before_its_exchange_is_in_its_sum(tmp_path: Path) -> N
             assert found == [3.0 * ticket for ticket in range(100)]
 
 
-def test_results_are_the_caller_s_own(tmp_path: Path) -> None:
-    with closing(mesh_of(sockets_in(tmp_path, 2))) as (first, second):
-        part = np.ones(3)
-        for found in at_once(
-            lambda: first.broadcast(0, FIRST, part, 0), lambda: second.broadcast(1, FIRST, None, 0)
-        ):
-            found += 1
-        assert part.tolist() == [1, 1, 1]
-
-
 def test_a_rank_may_run_ahead_of_one_that_does_not_listen(tmp_path: Path) -> None:
     with closing(mesh_of(sockets_in(tmp_path, 3), timeout_seconds=PATIENCE_SECONDS)) as ranks:
         exchanges = [Exchange(ticket) for ticket in range(200)]
@@ -307,14 +297,16 @@ sys.stdin.read()
 """
 
 
+def with_a_process() -> tuple[list[str], list[Keys], subprocess.Popen[bytes]]:
+    """Addresses and keys of two ranks, and a process that is the second of them."""
+    addresses, keys = ports(2), keys_of(2)
+    command = [sys.executable, "-c", RANK, "1", keys[1].secret, *addresses, *keys[1].public]
+    return addresses, keys, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
 @pytest.mark.slow
 def test_a_killed_process_is_missed_long_before_the_time_out() -> None:
-    addresses, keys = ports(2), keys_of(2)
-    other = subprocess.Popen(
-        [sys.executable, "-c", RANK, "1", keys[1].secret, *addresses, *keys[1].public],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
+    addresses, keys, other = with_a_process()
     with closing([ZeroMqTransport(addresses, 0, keys=keys[0], timeout_seconds=3600.0)]) as (transport,):
         transport.all_reduce(0, FIRST, ONE)
         assert other.stdout is not None and other.stdout.readline() == b"here\n"
@@ -329,12 +321,7 @@ def test_a_killed_process_is_missed_long_before_the_time_out() -> None:
 
 @pytest.mark.slow
 def test_a_process_that_hangs_is_missed_by_its_heartbeat() -> None:
-    addresses, keys = ports(2), keys_of(2)
-    other = subprocess.Popen(
-        [sys.executable, "-c", RANK, "1", keys[1].secret, *addresses, *keys[1].public],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
+    addresses, keys, other = with_a_process()
     try:
         with closing([ZeroMqTransport(addresses, 0, keys=keys[0], lost_after_seconds=1.0)]) as (transport,):
             transport.all_reduce(0, FIRST, ONE)

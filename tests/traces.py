@@ -16,7 +16,18 @@ from moesched.engine import Engine
 from moesched.errors import TaskFailed
 from moesched.seams import Demand
 from moesched.tasks import Block, Collective, Kernel, Lane, Work
-from moesched.trace import About, LaneName, LastSteps, Recorder, Recording, Slice, TaskInfo
+from moesched.trace import (
+    About,
+    LaneName,
+    LastSteps,
+    Recorder,
+    Recording,
+    Slice,
+    TaskInfo,
+    check_trace,
+    read_trace,
+    write_trace,
+)
 
 Event = dict[str, Any]
 
@@ -142,6 +153,15 @@ def arrows_of(recording: Recording) -> set[tuple[int, int]]:
         for lane in recording.lanes
         if any(recording.slices[each].lane == lane for each in producers)
     }
+
+
+def kept(recording: Recording, about: About, folder: Path) -> list[Event]:
+    """The events of a recording's trace, which is right and is read back as that recording."""
+    path = folder / "kept.json"
+    write_trace(path, recording, about)
+    assert check_trace(path) == []
+    assert read_trace(path).recording == recording
+    return events_of(path)
 
 
 def events_of(path: Path) -> list[Event]:

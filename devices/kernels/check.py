@@ -40,12 +40,13 @@ LEAST_ERROR = 1e-12
 """Squared error that counts as none."""
 
 
-def check_kernel(row: str | type, numbers: Sequence[int] = ROWS) -> int:
+def check_kernel(row: str | type, numbers: Sequence[int] = ROWS, instruction_set: str | None = None) -> int:
     """Check the promises of a kernel on small made-up data; returns the number of cases that it took.
 
     Args:
         row: the kernel's class, or its name as for `moesched.plugins.find`.
         numbers: the numbers of rows that are tried.
+        instruction_set: that of the native kernels; by default the widest of this processor.
 
     Raises:
         KernelFailed: the kernel raised, a result has another shape or dtype, or its operation is not checked alone.
@@ -57,7 +58,7 @@ def check_kernel(row: str | type, numbers: Sequence[int] = ROWS) -> int:
     taken = 0
     for config in _configs():
         for dtype in ("bfloat16", "float32"):
-            with _resources(config, dtype) as resources, torch.inference_mode():
+            with _resources(config, dtype, instruction_set) as resources, torch.inference_mode():
                 kernel = guarded(kind, resources)
                 if kernel.operation not in samples.MAKERS:
                     raise KernelFailed(
@@ -72,7 +73,7 @@ def check_kernel(row: str | type, numbers: Sequence[int] = ROWS) -> int:
 
 
 def _configs() -> Iterator[ModelConfig]:
-    """Two small models; the second has expert weights that do not sum to one, head norms, and clipped projections."""
+    """Small models: a plain one; norms of heads, clipping and weights that do not sum to one; one expert."""
     attention = GroupedAttention(heads=4, kv_heads=2, head_dim=24)
     network = FeedForward(experts=6, top_k=2, intermediate=72)
     plain = ModelConfig(
@@ -88,6 +89,7 @@ def _configs() -> Iterator[ModelConfig]:
     )
     yield plain
     yield plain.varied(qk_norm="head", clip=0.5, weights_sum_to_one=False, norm="layer")
+    yield plain.varied(qk_norm="projection", experts=1, top_k=1)
 
 
 def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernels | None) -> Resources:
@@ -110,12 +112,12 @@ def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernel
 
 
 @contextmanager
-def _resources(config: ModelConfig, dtype: str) -> Iterator[Resources]:
+def _resources(config: ModelConfig, dtype: str, instruction_set: str | None) -> Iterator[Resources]:
     """Resources on the CPU, with the native kernels where they are installed."""
     if not instruction_sets():
         yield cpu_resources(config, DTYPES[dtype], None)
         return
-    with closing(NativeKernels(max(ROWS), threads=1)) as threads:
+    with closing(NativeKernels(max(ROWS), instruction_set, threads=1)) as threads:
         yield cpu_resources(config, DTYPES[dtype], threads)
 
 
