@@ -36,7 +36,7 @@ class CodedProduct(CodedKernel):
     independent = True
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the call (x_TD) -> y_TN."""
+        """Bind the product with a matrix: (x_TD) -> y_TN."""
         return partial(_product, weights["matrix"])
 
 
@@ -54,7 +54,7 @@ class CodedExpert(CodedKernel):
     made_of = ("product",)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the call (x_nD, y_nD) -> None."""
+        """Bind one expert: (x_nD, y_nD) -> None."""
         gate, up, down = (self._product(case, weights.matrix(name)) for name in ("gate", "up", "down"))
         return partial(_apply_expert, gate, up, down)
 
@@ -69,7 +69,7 @@ class CodedEmbed(CodedKernel, TorchEmbed):
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the call (ids, positions) -> hidden_TD, angles."""
+        """Bind the lookup of embeddings: (ids, positions) -> hidden_TD, angles."""
         return self._bound(partial(_embed, weights["embedding"][0], self._resources.dtype))
 
 

@@ -44,7 +44,7 @@ class MlxEmbed(MlxKernel):
     operation = "embed"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the call (ids, positions) -> hidden_TD, angles."""
+        """Bind the lookup of embeddings: (ids, positions) -> hidden_TD, angles."""
         return partial(self._embed, weights["embedding"][0])
 
     def _embed(
@@ -61,7 +61,7 @@ class MlxAttentionInputs(MlxKernel):
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the call (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
+        """Bind norm, projection and rotation: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
         assert case.layer is not None, "it is in a layer"
         names = ("attention_norm", "qkv", "q_norm", "k_norm")
         arrays = {name: weights[name] for name in names if name in weights}
@@ -76,7 +76,7 @@ class MlxAttention(MlxKernel):
     operation = "attention"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """Return the call (qkv, cached, step) -> attended_TX."""
+        """Bind attention over the KV cache: (qkv, cached, step) -> attended_TX."""
         assert case.layer is not None, "it is in a layer"
         return partial(_attend, case.layer.grouped.window)
 
@@ -93,7 +93,7 @@ class MlxOutputProjection(MlxKernel):
     operation = "output_projection"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the call (attended_TX, residual_TD) -> hidden_TD."""
+        """Bind the output projection with the residual: (attended_TX, residual_TD) -> hidden_TD."""
         return partial(_project_output, weights["o"])
 
 
@@ -107,7 +107,7 @@ class MlxRoute(MlxKernel):
     operation = "route"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the call (hidden_TD) -> Routed."""
+        """Bind norm, router and the choice of experts: (hidden_TD) -> Routed."""
         assert case.layer is not None, "it is in a layer"
         network, config = case.layer.feed_forward, self._config
         norm = partial(functions.norm, weight_D=weights["ffn_norm"][0], eps=config.norm_eps, kind=config.norm)
@@ -143,7 +143,7 @@ class GatheredExperts(MlxKernel):
         return _not_gathered(case)
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the call (x_nD, rows) -> y_nD."""
+        """Bind the experts of a stack: (x_nD, rows) -> y_nD."""
         return partial(functions.gathered_experts, _stack(weights))
 
 
@@ -159,7 +159,7 @@ class ExpertsOneByOne(MlxKernel):
     name = "mlx one by one"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the call (x_nD, rows) -> y_nD."""
+        """Bind the experts of a stack: (x_nD, rows) -> y_nD."""
         return partial(functions.experts_one_by_one, _stack(weights))
 
 
@@ -175,7 +175,7 @@ class MlxCombine(MlxKernel):
     operation = "combine"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """Return the call (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD."""
+        """Bind the weighted sum of the experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD."""
         return functions.combine
 
 
@@ -190,7 +190,7 @@ class MlxMoELayer(MlxKernel):
         return _not_gathered(case) if STACK in case.formats else "it takes experts in one stack"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the call (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None."""
+        """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None."""
         assert weights.stack is not None, "the case has the format STACK"
         project, route = (
             self._table.bind(self._part(case, name, weights), weights)
@@ -219,7 +219,7 @@ class MlxLogits(MlxKernel):
     operation = "logits"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
-        """Return the call (hidden_TD, rows) -> logits_SV."""
+        """Bind last norm and LM head: (hidden_TD, rows) -> logits_SV."""
         return partial(self._logits, weights["final_norm"][0], weights["lm_head"])
 
     def _logits(self, norm_D: Array, head: Sequence[Array], hidden_TD: Array, rows: list[int]) -> Array:

@@ -57,7 +57,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
         return "" if case.decodes else "it takes one new token for each sequence"
 
     def bind(self, case: Case, weights: object, memory: Memory) -> Bound:
-        """Return the call (qkv, cached, step) -> attended_TX."""
+        """Bind attention over the KV cache: (qkv, cached, step) -> attended_TX."""
         assert case.layer is not None, "it is in a layer"
         width = case.layer.attention.attended_width
         attended_TX = memory.tensor("attended", memory.rows, width, dtype=self._dtype)
@@ -107,7 +107,7 @@ class NativePromptAttention(NativeAttentionKernel):
         return refuses_prompts(self._instruction_set, attention.heads, attention.kv_heads, attention.head_dim)
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """Return the call (q_THd, views) -> attended_TX."""
+        """Bind attention of prompts: (q_THd, views) -> attended_TX."""
         assert case.layer is not None, "it is in a layer"
         return partial(self._attention.attend_prompts, window=case.layer.grouped.window)
 

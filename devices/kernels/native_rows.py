@@ -78,7 +78,7 @@ class NativeEmbed(NativeMemoryKernel):
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Return the call (ids, positions) -> hidden_TD, angles."""
+        """Bind the lookup of embeddings: (ids, positions) -> hidden_TD, angles."""
         head_dim = self._config.attention.head_dim
         hidden_TD = hidden_states(memory, self._config)
         cosines, sines = (
@@ -124,7 +124,7 @@ class NativeAttentionInputs(NativeMemoryKernel):
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Return the call (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
+        """Bind norm, projection and rotation: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         queries, keys, values = (
@@ -169,7 +169,7 @@ class NativeRoute(NativeMemoryKernel):
     operation = "route"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Return the call (hidden_TD) -> Routed."""
+        """Bind norm, router and the choice of experts: (hidden_TD) -> Routed."""
         choices = choices_in(memory, self._config)
         layer = weights.arguments(Layer, self._prepare.layer)
         layer.tokens, layer.output_weights = memory.rows, None
@@ -189,7 +189,7 @@ class NativeExpert(NativeKernel):
     operation = "expert"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the call (x_nD, y_nD) -> None."""
+        """Bind one expert: (x_nD, y_nD) -> None."""
         return self._threads.prepared_expert(weights["gate"], weights["up"], weights["down"])
 
 
@@ -199,7 +199,10 @@ class NativeCombine(NativeMemoryKernel):
     operation = "combine"
 
     def bind(self, case: Case, weights: object, memory: Memory) -> Bound:
-        """Return the call (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD, which may be the residual."""
+        """Bind the weighted sum of the experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD.
+
+        The result may be in the memory of the residual.
+        """
         return partial(_combine, hidden_states(memory, self._config))
 
 
@@ -218,7 +221,7 @@ class NativeMoELayer(NativeMemoryKernel):
     operation = "moe_layer"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Return the call (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts."""
+        """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts."""
         hidden_TD, choices = hidden_states(memory, self._config), choices_in(memory, self._config)
         projected_TD = memory.tensor("projected", *hidden_TD.shape, dtype=BFLOAT16)
         counts = numbers(self._config.routed.experts)
@@ -276,7 +279,7 @@ class NativeLogits(NativeKernel):
     operation = "logits"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the call (hidden_TD, rows) -> logits_SV."""
+        """Bind last norm and LM head: (hidden_TD, rows) -> logits_SV."""
         return partial(_logits, self._threads, weights.arguments(Head, self._prepare.head))
 
 
@@ -292,7 +295,7 @@ class NativeGreedy(NativeMemoryKernel):
     operation = "greedy"
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
-        """Return the call (hidden_TD, rows) -> logits_SV, tokens."""
+        """Bind logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens."""
         return _Greedy(self._threads, weights.arguments(Head, self._prepare.head))
 
 
@@ -348,7 +351,7 @@ class NativeProduct(NativeKernel):
     operation = "product"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the call (x_TD) -> y_TN."""
+        """Bind the product with a matrix: (x_TD) -> y_TN."""
         return partial(self._threads.linear, blocks=weights["matrix"])
 
 

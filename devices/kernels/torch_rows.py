@@ -72,7 +72,7 @@ class TorchEmbed(PlainKernel):
     operation = "embed"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the call (ids, positions) -> hidden_TD, angles."""
+        """Bind the lookup of embeddings: (ids, positions) -> hidden_TD, angles."""
         return self._bound(partial(functions.embed, embedding_VD=weights["embedding"][0]))
 
     def _bound(self, look_up: Callable[[Tensor], Tensor]) -> Bound:
@@ -94,7 +94,7 @@ class TorchAttentionInputs(TorchKernel):
     operation = "attention_inputs"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the call (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
+        """Bind norm, projection and rotation: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
         names = ("attention_norm", "qkv", "q_norm", "k_norm")
         tensors = {name: weights[name] for name in names if name in weights}
         product = self._product(case, weights.matrix("qkv"))
@@ -121,7 +121,7 @@ class TorchAttention(TorchKernel):
     operation = "attention"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """Return the call (qkv, cached, step) -> attended_TX."""
+        """Bind attention over the KV cache: (qkv, cached, step) -> attended_TX."""
         attend = self._resources.table.bind(case._replace(operation="prompt_attention"))
         return Inferring(partial(_attend_cached, attend))
 
@@ -139,7 +139,7 @@ class TorchPromptAttention(TorchKernel):
     operation = "prompt_attention"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """Return the call (q_THd, views) -> attended_TX."""
+        """Bind attention of prompts: (q_THd, views) -> attended_TX."""
         assert case.layer is not None, "it is in a layer"
         return partial(self._attend, case.layer.grouped)
 
@@ -157,7 +157,7 @@ class TorchOutputProjection(TorchKernel):
     made_of = ("product",)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the call (attended_TX, residual_TD) -> hidden_TD."""
+        """Bind the output projection with the residual: (attended_TX, residual_TD) -> hidden_TD."""
         assert case.layer is not None, "it is in a layer"
         size = self._config.hidden * case.layer.attention.attended_width
         return partial(self._project, size, self._product(case, weights.matrix("o")))
@@ -174,7 +174,7 @@ class TorchRoute(TorchKernel):
     operation = "route"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the call (hidden_TD) -> Routed."""
+        """Bind norm, router and the choice of experts: (hidden_TD) -> Routed."""
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
         norm = partial(
@@ -208,7 +208,7 @@ class TorchExpert(PlainKernel):
     operation = "expert"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the call (x_nD, y_nD) -> None."""
+        """Bind one expert: (x_nD, y_nD) -> None."""
         return partial(_apply_expert, weights["gate"], weights["up"], weights["down"])
 
 
@@ -222,7 +222,7 @@ class TorchCombine(TorchKernel):
     operation = "combine"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """Return the call (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD."""
+        """Bind the weighted sum of the experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD."""
         return _combine
 
 
@@ -237,7 +237,7 @@ class TorchLogits(TorchKernel):
     operation = "logits"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the call (hidden_TD, rows) -> logits_SV."""
+        """Bind last norm and LM head: (hidden_TD, rows) -> logits_SV."""
         head = weights.matrix("lm_head")
         inner = case._replace(operation="product", formats=head.formats(OPERATIONS["product"]))
         shares = self._resources.team is not None and not self._resources.table.require(inner).has_threads
@@ -284,7 +284,7 @@ class TorchGreedy(TorchKernel):
         return "it is for logits that are not on the host" if case.device == "cpu" else ""
 
     def bind(self, case: Case, weights: Weights, memory: Any) -> Bound:
-        """Return the call (hidden_TD, rows) -> logits_SV, tokens."""
+        """Bind logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens."""
         inner = case._replace(operation="logits")
         return Inferring(partial(_likeliest, self._resources.table.bind(inner, weights, memory)))
 
@@ -300,7 +300,7 @@ class TorchProduct(PlainKernel):
     operation = "product"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """Return the call (x_TD) -> y_TN."""
+        """Bind the product with a matrix: (x_TD) -> y_TN."""
         return partial(linear, blocks=weights["matrix"])
 
 

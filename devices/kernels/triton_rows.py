@@ -74,7 +74,7 @@ class TritonAttentionInputs(TritonKernel):
         return super().refusal(case) or ("it norms heads one by one" if whole else "")
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """(hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
+        """Bind norm, projection and rotation: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
         return partial(
@@ -102,7 +102,7 @@ class TritonAttention(TritonKernel):
         return super().refusal(case) or ("" if case.decodes else "it takes one new token for each sequence")
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """(qkv, cached, step) -> attended_TX."""
+        """Bind attention over the KV cache: (qkv, cached, step) -> attended_TX."""
         return partial(_attend, self._indices)
 
 
@@ -121,7 +121,7 @@ class TritonOutputProjection(TritonKernel):
     operation = "output_projection"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """(attended_TX, residual_TD) -> hidden_TD."""
+        """Bind the output projection with the residual: (attended_TX, residual_TD) -> hidden_TD."""
         return partial(functions.output_projection, matrix=self._matrix(weights, "o"))
 
 
@@ -136,7 +136,7 @@ class TritonRoute(TritonKernel):
         return super().refusal(case) or ("" if case.layer.feed_forward.experts > 1 else "it takes a router")
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """(hidden_TD) -> Routed."""
+        """Bind norm, router and the choice of experts: (hidden_TD) -> Routed."""
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
         return partial(
@@ -157,7 +157,7 @@ class TritonExpert(TritonKernel):
     operation = "expert"
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """(x_nD, y_nD) -> None."""
+        """Bind one expert: (x_nD, y_nD) -> None."""
         assert case.layer is not None, "it is in a layer"
         run = partial(
             functions.run_experts,
@@ -179,7 +179,7 @@ class TritonCombine(TritonKernel):
     operation = "combine"
 
     def bind(self, case: Case, weights: object, memory: object) -> Bound:
-        """(y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD."""
+        """Bind the weighted sum of the experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD."""
         return functions.combine
 
 
@@ -194,7 +194,7 @@ class TritonMoELayer(TritonKernel):
         return super().refusal(case) or ("" if case.layer.feed_forward.experts > 1 else "it takes a router")
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
-        """(attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None."""
+        """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None."""
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
         names = {

@@ -105,7 +105,7 @@ class MicroBatchState:
 def wholes_of(
     micro_batches: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], beams: int
 ) -> list[MicroBatchState]:
-    """Make the micro-batches of decode steps, with their prompts."""
+    """Make the micro-batches of decode steps, given each one's requests; their first step has the prompts."""
     return [
         MicroBatchState(requests, [prompts[request] for request in requests], beams)
         for requests in micro_batches

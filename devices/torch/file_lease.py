@@ -35,7 +35,7 @@ class FileLease:
             raise
 
     def require(self) -> None:
-        """Raise MoeschedError if another process waits to write to the file, or no longer has to wait."""
+        """Raise MoeschedError if another process has opened the file to write since the lease was taken."""
         if fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
             raise MoeschedError(
                 f"another process writes to {self._path}, which this run uses in the page cache: change it after the "

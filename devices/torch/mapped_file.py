@@ -47,7 +47,7 @@ class MappedFile:
         return _mapped(self.path)
 
     def require(self) -> None:
-        """Raise MoeschedError if another process waits to write to the file, or no longer has to wait."""
+        """Raise MoeschedError if another process has opened the file to write since the lease was taken."""
         self._lease.require()
 
     def advise(self, offset: int, nbytes: int, advice: int) -> None:

@@ -90,7 +90,7 @@ class Verb:
         object.__setattr__(self, "moves", self.leaves != self.needs)  # read for every task, so not a property
 
     def progress_name(self, progress: int) -> str:
-        """The name of the progress that the verb needs or leaves."""
+        """The name of a progress, one that the verb needs or leaves, for messages: such as "routed"."""
         return PROGRESS[progress] if self.in_layer else OUTSIDE_LAYERS[progress]
 
     @property
