@@ -182,6 +182,11 @@ def ran(policy: str, requests: Requests, bench: Bench, seconds: float, **budgets
     return bench.run(seconds, MODEL, policy, requests, **budgets)
 
 
+def in_triton(requests: Requests, bench: Bench, seconds: float) -> Figures:
+    """All weights stay, and kernels in Triton run where they take a case."""
+    return bench.run(seconds, MODEL, "resident", requests, "--device-set", "triton=true")
+
+
 def traced(policy: str, bench: Bench, seconds: float) -> Figures:
     """A policy whose weights stream, while a trace is written."""
     trace = "--trace", str(bench.places.work / "run.json")
@@ -268,6 +273,7 @@ PARTS = (
     "choices",
     "calibration",
     "resident",
+    "triton",
     "streaming",
     "staging",
     "prompts",
@@ -289,6 +295,9 @@ def rows(sizes: Sizes) -> Iterator[Row]:
     yield Row("calibration", "calibration", 40, calibration, on_gpus=True, **with_model)
     yield Row("resident, batch 64", "resident", 12, partial(ran, "resident", sizes.resident), **stays)
     yield Row("resident, batch 1", "resident", 12, partial(ran, "resident", sizes.single), **stays)
+    for batch, requests in ((64, sizes.resident), (1, sizes.single)):
+        name = f"resident in Triton, batch {batch}"
+        yield Row(name, "triton", 30, partial(in_triton, requests), on_gpus=True, **stays)
     for policy in STREAMED:
         yield Row(policy, "streaming", 20, partial(ran, policy, sizes.streamed, gpu=sizes.gpu), **streams)
     yield Row("cgopipe, traced", "streaming", 20, partial(traced, "cgopipe"), **streams)

@@ -9,6 +9,7 @@ limits       The link, memories and products, on the spot. They belong to each r
 choices      The ways that the device takes, beside those that it does not.
 calibration  `moesched calibrate --device cuda` into a temporary folder, so that all later runs are predicted.
 resident     All weights on the GPU: 64 requests at a time, and one.
+triton       The same, by kernels in Triton.
 streaming    512 requests, the GPU limited to 8 GB, under three policies.
 staging      The same, page-locked memory limited to 2 GB.
 prompts      All weights on the GPU, batches of 1, 16 and 64.
