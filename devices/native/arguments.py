@@ -8,13 +8,13 @@ _NUMBER, _POINTER, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
 class Norm(ctypes.Structure):
-    """The C struct `Norm` of norm.h."""
+    """A norm of rows: its kind, weight and epsilon (`Norm` of norm.h)."""
 
     _fields_ = (("weight", _POINTER), ("epsilon", _REAL), ("subtracts_mean", _NUMBER))
 
 
 class Tokens(ctypes.Structure):
-    """The C struct `Tokens` of embedding.c."""
+    """Tokens to look up, and where their embeddings and angles go (`Tokens` of embedding.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "head_dim")),
@@ -26,7 +26,7 @@ class Tokens(ctypes.Structure):
 
 
 class Inputs(ctypes.Structure):
-    """The C struct `Inputs` of attention_inputs.c."""
+    """Norm, projection and rotation of some rows (`Inputs` of attention_inputs.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "heads", "kv_heads", "head_dim")),
@@ -40,7 +40,7 @@ class Inputs(ctypes.Structure):
 
 
 class Attend(ctypes.Structure):
-    """The C struct `Attend` of attention.h."""
+    """Attention of one new token for each sequence over a KV cache in blocks (`Attend` of attention.h)."""
 
     _fields_ = (
         *(
@@ -55,7 +55,7 @@ class Attend(ctypes.Structure):
 
 
 class NewRows(ctypes.Structure):
-    """The C struct `NewRows` of kv_rows.c."""
+    """Keys and values of new tokens, and their slots in a KV cache to copy them to (`NewRows` of kv_rows.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "row_bytes")),
@@ -64,7 +64,7 @@ class NewRows(ctypes.Structure):
 
 
 class Prompts(ctypes.Structure):
-    """The C struct `Prompts` of prompt_attention.c."""
+    """Attention of all new tokens of prompts of one length (`Prompts` of prompt_attention.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("sequences", "queries", "length", "heads", "kv_heads", "head_dim")),
@@ -75,7 +75,7 @@ class Prompts(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """The C struct `Layer` of moe_layer.c."""
+    """All that follows attention in a layer (`Layer` of moe_layer.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("tokens", "hidden", "attended_width", "experts", "top_k", "width")),
@@ -88,7 +88,7 @@ class Layer(ctypes.Structure):
 
 
 class Head(ctypes.Structure):
-    """The C struct `Head` of logits.c."""
+    """Last norm, LM head and the choice of the likeliest tokens (`Head` of logits.c)."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("rows", "hidden", "vocabulary")),

@@ -58,7 +58,8 @@ class NodeExchanges:
             node: this node's index among the members.
             port: the port to listen on.
             lost_after: seconds of silence after which a member counts as lost.
-            on_loaded: called before the first exchange, which then waits until `begin` is called.
+            on_loaded: called before the first exchange, when this node has its weights; the exchange then waits for the
+                launcher to let all nodes begin (`NodeExchanges.begin`).
 
         Raises:
             BadInput: the transport cannot be opened here.

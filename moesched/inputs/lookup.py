@@ -80,7 +80,7 @@ def changed_machine(machine: Machine | str, changes: Mapping[str, str] | None) -
 
 
 def _processors_of(kind: type[Device]) -> Callable[[], str]:
-    """Return a function that names the processors of a class of device, which may be other than this machine's."""
+    """Return the function that names the processors that a device computes on: its own, or else this machine's CPU."""
     return kind.processors if issubclass(kind, IsCalibrated) else this_processor
 
 
