@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks.robustness._lagging_rows import SECONDS, errors
+from benchmarks.robustness._lagging_rows import SECONDS, errors, ledger
 from benchmarks.robustness._lagging_runs import (
     CASES,
     LOCKED,
@@ -128,6 +128,11 @@ def test_an_error_of_the_gpu_ends_a_run_with_its_story_and_leaves_nothing(case: 
     answer = errors(case, 0, 1)
     assert answer.problems == []
     assert answer.most["seconds"] < SECONDS
+
+
+@pytest.mark.parametrize("policy", ["resident", "layer_split"])
+def test_a_gpu_suffices_whose_free_memory_gives_just_the_plan(policy: str) -> None:
+    assert ledger(NAMED[f"{policy}, whole prompts"], 0, 1).problems == []
 
 
 @pytest.mark.parametrize(("dtype", "policy"), [("bfloat16", "cgopipe"), ("float16", "expert_streaming")])
