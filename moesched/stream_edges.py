@@ -1,13 +1,24 @@
 """Edges between tasks on streams of one device, which the device enforces itself.
 
-A task is enqueued on its stream before the tasks that it waits for on other streams of the device have ended.
-`Task.after` lists those: the device runs the task after them. `Task.released` lists the tasks that no longer wait on
-the host for the end of this one; a failure is still passed on to them.
+A task is enqueued on its stream before the tasks that it waits for on other streams of the device have ended. A failure
+is still passed on to the tasks behind it, which no longer wait for it on the host.
 """
 
 from __future__ import annotations
 
-from moesched.tasks import DONE, ISSUED, Task
+from collections.abc import Sequence
+
+from moesched.tasks import DONE, ISSUED, DeviceEdges, Task
+
+
+def before_on_device(task: Task) -> Sequence[Task]:
+    """The tasks on other streams of the same device that the device runs before this one."""
+    return () if task.device_edges is None else task.device_edges.before
+
+
+def behind_on_device(task: Task) -> Sequence[Task]:
+    """The tasks that the device, not the host, has wait for the end of this one."""
+    return () if task.device_edges is None else task.device_edges.behind
 
 
 def kept_on_device(task: Task, other: Task, *, data: bool = False) -> bool:
@@ -20,7 +31,7 @@ def kept_on_device(task: Task, other: Task, *, data: bool = False) -> bool:
         return False
     _wait_there(task, other)
     if data:
-        other.released = [*(other.released or ()), task]
+        _edges(other).behind.append(task)
     return True
 
 
@@ -29,22 +40,28 @@ def leave_to_device(task: Task) -> list[Task]:
     domain, followers = task.lane.domain, task.followers or ()
     released = [other for other in followers if other.lane.domain == domain]
     task.followers = [other for other in followers if other.lane.domain != domain]
-    task.released = released
+    _edges(task).behind = [*released]
     for other in released:
         _wait_there(other, task)
     return released
 
 
+def _edges(task: Task) -> DeviceEdges:
+    if task.device_edges is None:
+        task.device_edges = DeviceEdges()
+    return task.device_edges
+
+
 def _wait_there(task: Task, other: Task) -> None:
     """Have a task wait for another one on their device, listed once even if several blocks link the two."""
-    before = task.after or ()
+    before = _edges(task).before
     if other not in before:
-        task.after = [*before, other]
+        before.append(other)
 
 
 def wait_on_host(task: Task) -> bool:
     """Have a task settle only after those that it waits for on its device; returns whether any is unsettled."""
-    unsettled = [other for other in task.after or () if other.state < DONE]
+    unsettled = [other for other in before_on_device(task) if other.state < DONE]
     for other in unsettled:
         assert other.followers is not None
         other.followers.append(task)

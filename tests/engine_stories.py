@@ -6,6 +6,7 @@ from typing import Any
 
 from engine_script import Script
 from moesched.errors import TaskCancelled
+from moesched.stream_edges import before_on_device
 from moesched.tasks import DEMAND, IDLE, PREFETCH
 
 URGENCIES = {"demand": DEMAND, "prefetch": PREFETCH, "idle": IDLE}
@@ -61,7 +62,7 @@ def _follow(script: Script, words: list[str]) -> None:
         case [name, "is", state]:
             assert script.state(name) == state
         case [name, "waits", "for", *others]:
-            assert script.tasks[name].after == [script.tasks[each] for each in others]
+            assert [*before_on_device(script.tasks[name])] == [script.tasks[each] for each in others]
         case _:
             raise ValueError(" ".join(words))
 

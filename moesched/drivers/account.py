@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
+from moesched.stream_edges import before_on_device
 from moesched.tasks import (
     CANCELLED,
     DONE,
@@ -116,7 +117,7 @@ class Account:
 
     def await_device(self, task: Task) -> None:
         """Record that a task, run or cancelled, settles only after the tasks that it waits for on its device."""
-        waits = [other.id for other in task.after or () if other.id in self.open]
+        waits = [other.id for other in before_on_device(task) if other.id in self.open]
         self._left[task.id] = len(waits)
         for earlier in waits:
             self._later[earlier].append(task.id)
@@ -154,7 +155,9 @@ class Account:
             return
         self._known[task.id] = after
         moves = JOIN_MOVES if isinstance(task, Join) else MOVES
-        withdrawn = (before, after) == (READY, WAITING) and task.cause is not None and task.after is not None
+        withdrawn = (
+            (before, after) == (READY, WAITING) and task.cause is not None and bool(before_on_device(task))
+        )
         if after not in moves.get(before, ()) and not withdrawn:
             self.broken.append(f"{task!r} was {STATE_NAMES[before]}")
         if after in (READY, RUNNING, DONE):
@@ -181,7 +184,7 @@ class Account:
         )  # what it needed failed meanwhile
         if task.state == ISSUED or cancelled_once_it_ran:
             return
-        if task.cause is not None and task.after is not None and not self._left[task.id]:
+        if task.cause is not None and before_on_device(task) and not self._left[task.id]:
             self.await_device(task)
         left = self._left[task.id]
         if task.waits != left:

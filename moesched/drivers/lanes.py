@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from moesched.seams import Issued, Streams
+from moesched.stream_edges import before_on_device
 from moesched.tasks import Lane, Task
 
 Execute = Callable[[Task], Any]
@@ -265,7 +266,7 @@ class StreamRunner:
         while following is not None:
             task = following
             try:
-                issued = self._streams.issue(task, task.after or [])
+                issued = self._streams.issue(task, [*before_on_device(task)])
             except BaseException as raised:
                 task.start = task.end = self._driver.clock() - self._driver.origin
                 with self._driver.lock:

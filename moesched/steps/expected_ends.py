@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 from itertools import chain
 from typing import NamedTuple
 
+from moesched.stream_edges import behind_on_device
 from moesched.tasks import DONE, RUNNING, Join, Lane, Task, Work
 
 Price = Callable[[Work], int]
@@ -54,7 +55,7 @@ def _unsettled(lanes: Iterable[Lane], asked: Iterable[Task]) -> dict[int, Task]:
 
 def _waiting_for(task: Task) -> list[Task]:
     """The tasks that wait for a task, on the host or on their device."""
-    return [*(task.followers or ()), *(task.released or ())]
+    return [*(task.followers or ()), *behind_on_device(task)]
 
 
 class _Lookahead:
