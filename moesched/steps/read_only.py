@@ -21,6 +21,11 @@ class ReadOnly:
     def _seal(self) -> None:
         self._sealed = True
 
+    def _set(self, **attributes: object) -> None:
+        """Set attributes without the check, which takes most of the time of an assignment."""
+        for name, value in attributes.items():
+            object.__setattr__(self, name, value)
+
     def __setattr__(self, name: str, value: object) -> None:
         if self._sealed and not name.startswith("_") and name not in self._assignable:
             raise self._is_read_only(name)

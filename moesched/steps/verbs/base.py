@@ -71,8 +71,7 @@ class Verbs(StepFacts):
         phases = {batch.phase for batch in present}
         kind = phases.pop() if len(phases) == 1 else "mixed"
         needed, left = _progress(run_state.stride, nodes.attends)
-        # At once: there is a step for each token, and an assignment would go through the check of `ReadOnly`.
-        vars(self).update(
+        self._set(
             kind=kind,
             layers=plan.layers,
             micro_batches=tuple(batches),
