@@ -61,7 +61,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
         assert case.layer is not None, "it is in a layer"
         width = case.layer.attention.attended_width
         attended_TX = memory.tensor("attended", memory.rows, width, dtype=self._dtype)
-        return _Attention(self._attention, attended_TX)
+        return _Attention(self._attention, attended_TX).attend
 
 
 class _Attention:
@@ -76,7 +76,7 @@ class _Attention:
         self._cached: object = None
         self._call: AttentionCall
 
-    def __call__(self, qkv: QKV, cached: Any, step: Any) -> Tensor:
+    def attend(self, qkv: QKV, cached: Any, step: Any) -> Tensor:
         if qkv is not self._qkv or cached is not self._cached:
             self._qkv, self._cached = qkv, cached
             self._call = self._attention.prepared(*qkv, cached.addresses, self._attended_TX)

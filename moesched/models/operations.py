@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from operator import ne
 from types import MappingProxyType
 from typing import NamedTuple
@@ -21,6 +21,14 @@ from moesched.models.formats import role_of
 from moesched.models.layers import GroupedAttention, Layer, LinearAttention, Shape, elements
 from moesched.models.tensor_sizes import TensorSizes
 from moesched.tasks import WorkPart
+
+_ATTENTION = WorkPart("attention", 0)
+
+
+@cache
+def _calls(count: int) -> WorkPart:
+    """Calls of a kernel for attention."""
+    return WorkPart("attention call", 0, times=count)
 
 
 class Amount(NamedTuple):
@@ -130,11 +138,7 @@ class AttentionOperations(Products):
         calls = 1 + sum(map(ne, totals, totals[1:]))
         cache = seen * self.kv_bytes
         moved = len(totals) * (self.qkv_bytes + self.attention_bytes)
-        parts = (
-            WorkPart("attention", 0),
-            WorkPart("attention call", 0, times=calls),
-            self._attention_steps(seen, len(totals)),
-        )
+        parts = (_ATTENTION, _calls(calls), self._attention_steps(seen, len(totals)))
         return Amount(pairs * attention.step_flops, cache + moved, parts)
 
     def _linear_attention(self, attention: LinearAttention, tokens: int, sequences: int) -> Amount:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from moesched.requests.chunks import Chunk
 from moesched.steps.pipeline_stages import PipelineStage
-from moesched.steps.verbs.table import START, VERBS
+from moesched.steps.verbs.table import START, VERBS, Verb
 from moesched.tasks import Block, Lane, Phase, Task, Work, phase_after
+
+BoundVerb: TypeAlias = "tuple[Lane | None, Work | None, tuple[Block, ...], tuple[Block, ...]]"
+"""A verb's lane and work, and the blocks that its task reads and writes."""
 
 _NAMES = [verb.name for verb in VERBS]
 
@@ -138,6 +141,7 @@ class MicroBatch:
     """
 
     __slots__ = (
+        "_bound_at",
         "before",
         "blocks",
         "bound",
@@ -179,7 +183,8 @@ class MicroBatch:
         self.sized_for: tuple[Phase, tuple[int, ...]] | None = None
         self.works: dict[str, Work] = {}
         self.works_at: list[list[dict[str, Work]]] = []
-        self.bound: list[tuple[Lane | None, Work | None, tuple[Block, ...], tuple[Block, ...]]] = []
+        self.bound: list[BoundVerb] = []
+        self._bound_at: list[list[list[BoundVerb]]] = []
 
     @property
     def whole(self) -> MicroBatch:
@@ -199,8 +204,26 @@ class MicroBatch:
         """Move to a pipeline stage and a kind of layer: later verbs have its lanes and works."""
         self.stage = stage
         self.works = self.works_at[stage.number][kind]
-        works = map(self.works.get, _NAMES)
-        self.bound = list(zip(stage.lanes, works, self.blocks.reads, self.blocks.writes, strict=True))
+        self.bound = self._bound_at[stage.number][kind]
+
+    def bind(self, stages: Sequence[PipelineStage], works_at: list[list[dict[str, Work]]]) -> None:
+        """Give its verbs their works, by pipeline stage, kind of layer and name."""
+        self.works_at = works_at
+        blocks = self.blocks
+        self._bound_at = [
+            [
+                [*zip(stage.lanes, map(works.get, _NAMES), blocks.reads, blocks.writes, strict=True)]
+                for works in of_kinds
+            ]
+            for stage, of_kinds in zip(stages, works_at, strict=True)
+        ]
+
+    def rebind(self, verb: Verb, stage: PipelineStage, kind: int, work: Work) -> None:
+        """Give one of its verbs another work."""
+        self.works_at[stage.number][kind][verb.name] = work
+        bound = self._bound_at[stage.number][kind]
+        lane, _, reads, writes = bound[verb.number]
+        bound[verb.number] = lane, work, reads, writes
 
 
 def whole_micro_batch(

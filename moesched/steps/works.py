@@ -14,7 +14,7 @@ from moesched.requests.batch import KV_BLOCK_TOKENS
 from moesched.steps.micro_batch import MicroBatch
 from moesched.steps.pipeline_stages import PipelineStage
 from moesched.steps.plan import Plan
-from moesched.steps.verbs.table import VERBS
+from moesched.steps.verbs.table import ATTENTION, CPU_ATTENTION, LOAD_KV, VERBS
 from moesched.tasks import Lane, Work, WorkPart
 
 GROWING = tuple(verb.name for verb in VERBS if verb.grows)
@@ -97,9 +97,10 @@ class Works:
         needed = batch.phase, batch.requests
         if batch.sized_for != needed:
             numbers = range(len(self.kinds))
-            batch.works_at = [
-                [self._of_kind(batch, stage, number) for number in numbers] for stage in self._stages
-            ]
+            batch.bind(
+                self._stages,
+                [[self._of_kind(batch, stage, number) for number in numbers] for stage in self._stages],
+            )
             batch.sized_for = needed
         self._size_attention(batch)
         batch.enter(self._stages[0], self.kind_of[0])
@@ -166,15 +167,14 @@ class Works:
             flops, nbytes, parts, _ = amount
             there_and_back = (*parts, _TO_THE_HOST_AND_BACK)
             on_host = Work("cpu_attention", plan.machine.roles.host, flops, nbytes, tokens, there_and_back)
-            for stage, of_kinds in zip(self._stages, batch.works_at, strict=True):
-                works, accelerator = of_kinds[number], stage.processors["accelerator"]
-                works["attention"] = Work("attention", accelerator, flops, nbytes, tokens, parts)
-                works["cpu_attention"] = on_host
+            for stage in self._stages:
+                here = Work("attention", stage.processors["accelerator"], flops, nbytes, tokens, parts)
+                batch.rebind(ATTENTION, stage, number, here)
+                batch.rebind(CPU_ATTENTION, stage, number, on_host)
                 if loads:
                     cached = operations.held_bytes(length - 1 for length in lengths)
-                    works["load_kv"] = self.move(
-                        plan.memory("host").name, stage.memory, cached, kind="load_kv"
-                    )[1]
+                    _, load = self.move(plan.memory("host").name, stage.memory, cached, kind="load_kv")
+                    batch.rebind(LOAD_KV, stage, number, load)
 
 
 def _resident(plan: Plan) -> ResidentShare:
