@@ -97,7 +97,7 @@ class WhatIf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Cases(msgspec.Struct, frozen=True):
-    """What is asked: causes by name, what-ifs by policy."""
+    """The questions: causes by name, what-ifs by policy."""
 
     causes: dict[str, Cause]
     fixed: dict[str, WhatIf]

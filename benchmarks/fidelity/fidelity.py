@@ -1,4 +1,4 @@
-"""How far the simulator can be trusted: replays of real runs, predictions of them, and the order of policies.
+"""Trust in the simulator: replays of real runs, predictions of them, and the order of policies.
 
 A setting is a model of random weights, a machine, a budget and a batch. In each, every policy that fits runs several
 times, in turn with the others, and is simulated. Runs during which other processes took more than a tenth of a core are

@@ -90,7 +90,7 @@ class Unit(NamedTuple):
     number: int
 
     def answer(self, until: float) -> Answer | None:
-        """What the process finds; None where it is too late to begin."""
+        """The answer of the process; None where it is too late to begin."""
         if time.monotonic() > until:
             return None
         asked = self.question, self.case.name, self.first, self.number
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def row_of(units: Sequence[Unit], answers: Sequence[Answer | None]) -> dict[str, Any]:
-    """What was planned and done, the problems, and the most of each figure."""
+    """The cases planned and done, the problems, and the most of each figure."""
     known = [(unit, found) for unit, found in zip(units, answers, strict=True) if found is not None]
     problems = [f"{unit.case.name}, {unit.first}: {each}" for unit, found in known for each in found.problems]
     names = {name for _, found in known for name in found.most}

@@ -1,4 +1,4 @@
-"""What a run of ours decodes: its model, and the pages and experts that each of its steps used."""
+"""Decoding by a run of ours: its model, and the pages and experts that each of its steps used."""
 
 from __future__ import annotations
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from moesched.models.layers import FeedForward
+
 from . import triton_functions as functions
+from .kernel_weights import EXPERT_PARTS
 from .layer_weights import Tensor, Weights
 from .resources import Resources
 from .seam import ROWS, Bound, Case, Kernel, Routed
@@ -60,6 +63,20 @@ class TritonKernel(Kernel):
 
     def _matrix(self, weights: Weights, *names: str) -> Matrix:
         return functions.table_of([weights[name] for name in names], self._indices)
+
+    def _experts(self, network: FeedForward, weights: Weights, prefixes: Sequence[str], top_k: int) -> Bound:
+        """Bind experts, whose matrices have these prefixes before gate, up and down: (x_TD, order, y_nD) -> None."""
+        gates, ups, downs = (
+            self._matrix(weights, *[prefix + part for prefix in prefixes]) for part in EXPERT_PARTS
+        )
+        return partial(
+            functions.run_experts,
+            gates=gates,
+            ups=ups,
+            downs=downs,
+            intermediate=network.intermediate,
+            top_k=top_k,
+        )
 
 
 class TritonAttentionInputs(TritonKernel):
@@ -159,13 +176,7 @@ class TritonExpert(TritonKernel):
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind one expert: (x_nD, y_nD) -> None."""
         assert case.layer is not None, "it is in a layer"
-        run = partial(
-            functions.run_experts,
-            gates=self._matrix(weights, "gate"),
-            ups=self._matrix(weights, "up"),
-            downs=self._matrix(weights, "down"),
-            intermediate=case.layer.feed_forward.intermediate,
-        )
+        run = self._experts(case.layer.feed_forward, weights, [""], top_k=1)
         return partial(_run_alone, run, self._indices)
 
 
@@ -183,43 +194,19 @@ class TritonCombine(TritonKernel):
         return functions.combine
 
 
-class TritonMoELayer(TritonKernel):
+class TritonMoELayer(TritonRoute):
     """All that follows attention, in six launches; the host need not know the routing before its end."""
 
     operation = "moe_layer"
-
-    def refusal(self, case: Case) -> str:
-        """Refuses a network without a router as well."""
-        assert case.layer is not None, "it is in a layer"
-        return super().refusal(case) or ("" if case.layer.feed_forward.experts > 1 else "it takes a router")
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None."""
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
-        names = {
-            part: [f"experts.{n}.{part}" for n in range(network.experts)] for part in ("gate", "up", "down")
-        }
-        experts = partial(
-            functions.run_experts,
-            gates=self._matrix(weights, *names["gate"]),
-            ups=self._matrix(weights, *names["up"]),
-            downs=self._matrix(weights, *names["down"]),
-            intermediate=network.intermediate,
-            top_k=network.top_k,
-        )
+        prefixes = [f"experts.{expert}." for expert in range(network.experts)]
+        experts = self._experts(network, weights, prefixes, network.top_k)
         project = partial(functions.output_projection, matrix=self._matrix(weights, "o"))
-        router = partial(
-            functions.route,
-            norm_D=weights["ffn_norm"][0],
-            matrix=self._matrix(weights, "router"),
-            experts=network.experts,
-            top_k=network.top_k,
-            eps=self._config.norm_eps,
-            layer_norm=self._config.norm == "layer",
-            sum_to_one=network.weights_sum_to_one,
-        )
-        return partial(_moe_layer, project, router, experts, network.experts)
+        return partial(_moe_layer, project, super().bind(case, weights, memory), experts, network.experts)
 
 
 def _moe_layer(

@@ -1,4 +1,4 @@
-"""What a calibration measures: a quick extent for bfloat16, and a thorough one for both dtypes."""
+"""The extent of a calibration: a quick extent for bfloat16, and a thorough one for both dtypes."""
 
 from __future__ import annotations
 

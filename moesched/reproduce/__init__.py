@@ -24,7 +24,7 @@ PRINTED: dict[str, PrintedPaper] = {
     "twiddler": twiddler_paper(),
     "mac-cluster": mac_paper(),
 }
-"""What papers print, and the words of their sections."""
+"""Figures that papers print, and the words of their sections."""
 _MAKE = {"moe-lightning": moe_lightning_made, "twiddler": twiddler_made, "mac-cluster": mac_cluster_made}
 SECTIONS = {name: tuple(paper.sections) for name, paper in PRINTED.items()}
 """By paper."""
