@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from clusters import LAUNCHER, NODES, cluster, host
+from moesched.cluster.cluster_file import Cluster
 from moesched.cluster.control import Control
 from moesched.cluster.control_link import ControlLink
 from moesched.cluster.handshake import Expected
@@ -58,6 +59,11 @@ class FakeProcess:
         return "moesched: too little memory"
 
 
+def link_to(seated: Cluster) -> ControlLink:
+    """A node's link to the launcher."""
+    return ControlLink(seated.launcher, NODES[0], on_epoch=lambda _: None, on_gone=lambda: None)
+
+
 class Rig:
     """A launcher's roster of one node, which has joined and is a member of the epoch."""
 
@@ -66,12 +72,8 @@ class Rig:
         seated = cluster(host(0), port=control.port)
         welcome = Welcome(run=NodeRun(policy="ep_naive"), lost_after=PATIENCE_SECONDS, transport="zeromq")
         self.roster = Roster(seated, control, [self.process], Expected(version="1.0", model="abc"), welcome)
-        self.link = ControlLink(
-            seated.launcher,
-            NODES[0],
-            on_epoch=lambda _: None,
-            on_gone=lambda: None,
-        )
+        self.seated = seated
+        self.link = link_to(seated)
         self.heard: list[Any] = []
         with ThreadPoolExecutor(1) as thread:
             joining = thread.submit(self.link.join, JOIN, PATIENCE_SECONDS)
@@ -122,6 +124,21 @@ def test_a_node_is_lost_once_process_and_connection_ended(rig: Rig) -> None:
     with pytest.raises(Lost):
         rig.look_until(lambda: False)
     assert rig.heard == [FAILED]
+
+
+def test_a_node_that_comes_back_with_the_end_of_its_connection_is_no_second_one(rig: Rig) -> None:
+    rig.process.code = -9
+    rig.link.close()
+    back = link_to(rig.seated)
+    with closing(back), ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(back.join, JOIN, PATIENCE_SECONDS)
+        assert [*rig.roster.hear(PATIENCE_SECONDS)] == []
+        with pytest.raises(Lost):
+            rig.roster.look_after()
+        rig.roster.members = []
+        rig.look_until(joining.done)
+        joining.result()
+    assert rig.node.lost is None
 
 
 def test_a_node_that_was_silent_for_too_long_and_goes_on_is_not_heard_any_more(rig: Rig) -> None:

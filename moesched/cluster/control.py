@@ -89,6 +89,10 @@ class Control:
             if heard is not None:
                 yield heard
 
+    def has_ended(self, peer: Peer | None) -> bool:
+        """Test whether a connection ended and `gone` has yet to return it."""
+        return peer in self._gone
+
     def gone(self) -> list[Peer]:
         """Return the connections that ended since the last call; all their messages have been received by then."""
         gone, self._gone = self._gone, []

@@ -236,7 +236,8 @@ class Roster:
     def _let_in(self, heard: Heard, join: JoinRequest) -> None:
         reason = refusal(join, heard.key, self._cluster, self._expected) or self._build_refusal(join)
         node = self.nodes[join.rank] if reason is None else None
-        if node is not None and node.hung_up and (node.lost is None or node in self.members):
+        ended = node is not None and (node.hung_up or self._control.has_ended(node.peer))
+        if node is not None and ended and (node.lost is None or node in self.members):
             self._early.append((heard, join))
             return
         if node is not None and node.peer is not None:
