@@ -121,7 +121,7 @@ def setting(
     lengths: Sequence[int] = (100,) * 512,
     new_tokens: int = 16,
 ) -> Setting:
-    """What a policy is planned for; by default Mixtral 8x7B on a T4."""
+    """The model, machine and batch that a policy is planned for; by default Mixtral 8x7B on a T4."""
     where, layout = machine or load_machine("t4"), weight_layout(SHAPES[shape])
     return Setting(
         make=find("policies", policy),

@@ -11,7 +11,7 @@ from moesched.reproduce import Section
 
 
 class StoredResults:
-    """What `moesched reproduce` found for a paper.
+    """The results of `moesched reproduce` for a paper.
 
     Attributes:
         found: all of it.

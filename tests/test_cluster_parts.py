@@ -231,7 +231,7 @@ def test_what_is_packed_is_read_and_what_the_other_side_says_is_not() -> None:
 
 
 WIRE = {"type": "Join", "version": "1.0", "rank": 1, "model": "abc", "process": 7, "epoch": -1}
-"""What every protocol's join has."""
+"""The fields that the join of every protocol has."""
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def alive(kind: type) -> int:
 
 @contextmanager
 def nothing_left(kind: type) -> Iterator[None]:
-    """What is in the block leaves no more such objects, although no garbage is collected."""
+    """Check that the block leaves no more such objects, although no garbage is collected."""
     gc.collect()
     before = alive(kind)
     gc.disable()

@@ -1,4 +1,4 @@
-"""What routers choose and what SiLU lets through: recorded, counted, drawn and replayed."""
+"""Choices of routers, and values that SiLU lets through: recorded, counted, drawn and replayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What policies may not do: change what they see, call verbs outside of their turn, end the process."""
+"""Things that policies may not do: change what they see, call verbs outside of their turn, end the process."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def change(file: Path, *replacements: tuple[str, str]) -> None:
 
 
 def printed(folder: Path, program: str, *arguments: object) -> str:
-    """What a program prints that runs the changed package."""
+    """Run a program with the changed package; returns the text that it prints."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
 
