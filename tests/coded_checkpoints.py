@@ -3,42 +3,46 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.shared.random_models import load_model
-
-Decoder = Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.float32]]
-"""The weights of blocks (N, bytes of a block)."""
-
-
-def q8_0(blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """A scale in float16, and 32 signed bytes."""
-    return blocks[:, 2:].view(np.int8).astype(np.float32) * blocks[:, :2].view(np.float16)
+from moesched.models.published import published_tensors
+from moesched.models.reading import read_config
 
 
-def q4_0(blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """A scale in float16, and 16 bytes: their lower halves are the first 16 codes."""
-    codes = np.concatenate([blocks[:, 2:] % 16, blocks[:, 2:] // 16], axis=1).astype(np.float32)
-    return (codes - 8) * blocks[:, :2].view(np.float16)
+def decoded(raw: npt.NDArray[np.uint8], name: str) -> npt.NDArray[np.float32]:
+    """The weights of rows of bytes in a format, as llama.cpp's own package unpacks them."""
+    weights: npt.NDArray[np.float32] = gguf.dequantize(raw, gguf.GGMLQuantizationType[name.upper()])
+    return weights
 
 
-def decoded_model(coded: Path, folder: Path, decode: Decoder, block_bytes: int) -> Any:
-    """The model of a folder in float32, with its coded weights decoded, by Hugging Face."""
+def decoded_model(coded: Path, folder: Path, name: str | None = None) -> Any:
+    """The model of a folder in float32, with its coded weights decoded, by Hugging Face.
+
+    name: the format of all coded tensors; None to look up each one's.
+    """
     folder.mkdir()
     config = json.loads((coded / "config.json").read_text())
+    formats = {} if name else _formats(coded)
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: each for file in coded.glob("*.safetensors") for name, each in load_file(file).items()}
-    for name, raw in tensors.items():
+    for tensor, raw in tensors.items():
         if raw.dtype == torch.uint8:
-            weights = decode(raw.numpy().reshape(-1, block_bytes)).reshape(len(raw), -1)
-            tensors[name] = torch.from_numpy(weights)
+            tensors[tensor] = torch.from_numpy(decoded(raw.numpy(), name or formats[tensor]))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return load_model(folder, torch.float32)
+
+
+def _formats(folder: Path) -> dict[str, str]:
+    """The formats of coded tensors in a folder, by their names in files."""
+    config = read_config(folder)
+    each = {name: config.coded(stored.parts[0][0]) for name, stored in published_tensors(config).items()}
+    return {name: stored.name for name, stored in each.items() if stored is not None}

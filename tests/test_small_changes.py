@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.shared.random_models import COMMON, hugging_face_logits, ready
-from coded_checkpoints import decoded_model, q4_0
+from coded_checkpoints import decoded_model
 from commands import SIMULATE
 from doc_blocks import blocks
 
@@ -28,14 +28,14 @@ print(json.dumps(report.tokens[0]))
 """
 
 Q8_0 = '    StoredFormat("q8_0", 32, 34,'
-Q4_0 = '    StoredFormat("q4_0", 32, 18, Codes(bits=4, offset=2, zero=8, largest=-8)),\n'
+Q4_1 = '    StoredFormat("q4_1", 32, 20, Codes(Bits(4, 4, 16), zero=0, largest=15), minimum=2),\n'
 
 WRITES = """
 import sys
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 small = SHAPES["mixtral-0.8b"].varied(layers=2, hidden=64, intermediate=96, vocabulary=97)
-write_random_model(small, sys.argv[1], dtype="float32", stored_as="q4_0")
+write_random_model(small, sys.argv[1], dtype="float32", stored_as="q4_1")
 """
 
 LINK = '    "link": Kind('
@@ -125,10 +125,10 @@ def test_a_what_if_that_explain_shows_is_a_row(tmp_path: Path) -> None:
 
 def test_a_storage_format_that_runs_is_a_row(tmp_path: Path) -> None:
     package = linked_tree(tmp_path, "models")
-    change(package / "models" / "stored_formats.py", (Q8_0, Q4_0 + Q8_0))
+    change(package / "models" / "stored_formats.py", (Q8_0, Q4_1 + Q8_0))
     coded = tmp_path / "coded"
     tokens = json.loads(printed(tmp_path, WRITES + RUNS, coded))
-    model = decoded_model(coded, tmp_path / "decoded", q4_0, block_bytes=18)
+    model = decoded_model(coded, tmp_path / "decoded", "q4_1")
     assert tokens == hugging_face_logits(model, [5, 6, 7, *tokens])[2:-1].argmax(-1).tolist()
 
 

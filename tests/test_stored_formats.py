@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +19,7 @@ from hypothesis.extra.numpy import arrays
 import moesched
 from benchmarks.shared.random_models import hugging_face_logits
 from benchmarks.shared.small_runs import ONE_MEMORY, generate, same_bits
-from coded_checkpoints import decoded_model, q8_0
+from coded_checkpoints import decoded, decoded_model
 from moesched.devices.kernels.check import check_kernel
 from moesched.devices.kernels.coded_rows import CodedExpert, CodedProduct
 from moesched.devices.kernels.samples import coded_block
@@ -34,7 +36,7 @@ from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.operations import Operations
 from moesched.models.random_model import write_random_model
 from moesched.models.reading import read_config
-from moesched.models.stored_formats import CODED, STORED_FORMATS, Codes, StoredFormat
+from moesched.models.stored_formats import CODED, STORED_FORMATS, StoredFormat
 from moesched.models.tensor_parallel import cut_checkpoint
 from moesched.models.tensors import file_bytes
 from moesched.plugins import make_policy
@@ -42,7 +44,6 @@ from odd_models import CODED as MODEL
 from odd_models import PROMPTS
 
 Q8_0 = STORED_FORMATS["q8_0"]
-WITH_MINIMUM = StoredFormat("q4_1", 32, 20, Codes(bits=4, offset=4, zero=0, largest=15), minimum=2)
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +53,55 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(arrays(np.float32, 96, elements=st.floats(-1e4, 1e4, width=32)))
 def test_a_weight_is_off_by_half_a_step_at_most(weights: np.ndarray[Any, Any]) -> None:
-    back = q8_0(encoded(weights, Q8_0).reshape(-1, 34))
+    back = decoded(encoded(weights, Q8_0), "q8_0").reshape(-1, 32)
     groups = weights.reshape(-1, 32)
     steps = np.abs(groups).max(axis=1, keepdims=True) / 127
     # The scale is rounded to 11 bits, and has a least unit.
     assert (np.abs(back - groups) <= steps * (0.5 + 127 / 2048) + 127 * 2.0**-25).all()
 
 
+def random_blocks(stored: StoredFormat, rows: int, blocks: int) -> npt.NDArray[np.uint8]:
+    """Rows of any bytes, but for scales and minimums, by which weights are finite."""
+    random = np.random.default_rng(7)
+    raw = random.integers(0, 256, (rows, blocks, stored.block_bytes), dtype=np.uint8)
+    if stored.number == "exponent":
+        raw[..., stored.scale] %= 250
+    else:
+        for offset in [stored.scale] if stored.minimum is None else [stored.scale, stored.minimum]:
+            numbers = random.normal(size=(rows, blocks, 1)).astype(np.float16)
+            raw[..., offset : offset + 2] = numbers.view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_blocks_are_unpacked_to_the_bits_of_ggml(name: str) -> None:
+    raw = random_blocks(STORED_FORMATS[name], 40, 9)
+    ours = Coded(torch.from_numpy(raw), STORED_FORMATS[name]).plain(torch.float32)
+    assert same_bits(ours, torch.from_numpy(decoded(raw, name)))
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q5_0", "q5_1", "mxfp4"])
+def test_blocks_are_written_as_ggml_writes_them(name: str) -> None:
+    weights = np.random.default_rng(8).normal(size=320, scale=0.02).astype(np.float32)
+    weights[:32] = 0
+    theirs = gguf.quantize(weights, gguf.GGMLQuantizationType[name.upper()])
+    assert (encoded(weights, STORED_FORMATS[name]) == theirs).all()
+
+
+@pytest.mark.parametrize(("name", "most"), [("q4_k", 0.09), ("q5_k", 0.04), ("q6_k", 0.02)])
+def test_blocks_with_factors_are_written_near_the_weights(name: str, most: float) -> None:
+    weights = np.random.default_rng(9).normal(size=(8, 256)).astype(np.float32)
+    back = decoded(encoded(weights.reshape(-1), STORED_FORMATS[name]), name).reshape(weights.shape)
+    assert np.sqrt(np.square(back - weights).mean()) < most
+
+
 @pytest.mark.parametrize("name", CODED)
 def test_sums_of_a_group_are_whole_numbers_that_float32_holds(name: str) -> None:
     stored = STORED_FORMATS[name]
-    assert stored.codes is not None
-    assert 2 ** (stored.codes.bits - 1) * stored.group <= 2**12
+    raw = torch.from_numpy(random_blocks(stored, 40, 9))
+    codes_NGg = Coded(raw, stored).groups().codes_NGg
+    assert torch.equal(codes_NGg, codes_NGg.round())
+    assert codes_NGg.abs().max() * stored.group <= 2**12
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 70), st.integers(1, 5), st.integers(1, 90))
@@ -80,22 +118,19 @@ def test_a_product_has_the_same_bits_in_any_order_and_beside_any_rows(
     assert torch.equal(coded_linear(x_TD[-1:].flatten(1), block.chunk(3)[0])[0], y_TN[-1][: -(-outputs // 3)])
 
 
-def test_a_minimum_is_added_to_each_weight_of_its_group() -> None:
-    generator = torch.Generator().manual_seed(1)
-    raw_NGb = torch.randint(0, 256, (7, 3, 20), generator=generator, dtype=torch.uint8)
-    raw_NGb[..., :4] = torch.randn(7, 3, 2, generator=generator).half().view(torch.uint8)
-    halves = raw_NGb[..., 4:]
-    codes = torch.cat([halves % 16, halves // 16], dim=-1).double()
-    scale, minimum = raw_NGb[..., :4].contiguous().view(torch.float16).double().split(1, dim=-1)
-    x_TD = torch.randn(5, 96, generator=generator)
-    exact_TN = x_TD.double() @ (codes * scale + minimum).flatten(1).T
-    y_TN = coded_linear(x_TD, Coded(raw_NGb.flatten(1), WITH_MINIMUM))
-    assert (y_TN - exact_TN).abs().max() < 1e-6 * exact_TN.abs().max()
+@pytest.mark.parametrize("name", CODED)
+def test_a_product_is_that_of_the_unpacked_weights(name: str) -> None:
+    stored = STORED_FORMATS[name]
+    raw = encoded(np.random.default_rng(1).normal(size=7 * 512).astype(np.float32), stored)
+    block = Coded(torch.from_numpy(raw).view(7, -1), stored)
+    x_TD = torch.randn(5, 512, generator=torch.Generator().manual_seed(1))
+    exact_TN = x_TD.double() @ block.plain(torch.float32).double().T
+    assert (coded_linear(x_TD, block) - exact_TN).abs().max() < 1e-6 * exact_TN.abs().max()
 
 
 @pytest.mark.parametrize("kernel", [CodedProduct, CodedExpert])
 def test_kernels_of_coded_matrices_keep_their_promises(kernel: type) -> None:
-    assert check_kernel(kernel) > 0
+    assert check_kernel(kernel, numbers=(1, 5, 33)) > 0
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
@@ -105,7 +140,7 @@ def test_logits_are_those_of_hugging_face_with_the_decoded_weights(tied: bool, t
     checkpoint = open_checkpoint(folder)
     device = TorchDevice(checkpoint, weight_layout(checkpoint.config, "float32"), keep_logits=True)
     ours = generate(device, make_policy("resident"), ONE_MEMORY, PROMPTS, new_tokens=4, micro_batch_size=2)
-    model = decoded_model(folder, tmp_path / "decoded", q8_0, Q8_0.block_bytes)
+    model = decoded_model(folder, tmp_path / "decoded")
     for prompt, tokens, logits_SV in zip(PROMPTS, ours.tokens, ours.logits_RSV, strict=True):
         theirs_SV = hugging_face_logits(model, [*prompt, *tokens])[-5:-1]
         assert (logits_SV - theirs_SV).abs().max() <= 1e-5 * theirs_SV.abs().max()
@@ -205,7 +240,7 @@ def test_ranks_share_coded_rows_in_whole_groups(tmp_path: Path) -> None:
         )
         for inner in (96, 128)
     )
-    with pytest.raises(BadInput, match=r"down has rows of 96 weights in q8_0, .* whole groups of 32: use"):
+    with pytest.raises(BadInput, match=r"down has rows of 96 weights in q8_0, .* whole blocks of 32: use"):
         cut_checkpoint(narrow, 0, 2)
     whole, share = (
         down(checkpoint, weight_layout(checkpoint.config, "float32"))

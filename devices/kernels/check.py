@@ -65,15 +65,16 @@ def check_kernel(row: str | type, numbers: Sequence[int] = ROWS, instruction_set
                         f"kernel {kernel.name}: {kernel.operation} is not checked alone: use check_device with "
                         "the device that has the kernel"
                     )
+                formats = [each for each in FORMATS if each is None or each.fits((1, config.hidden))]
                 taken += sum(
-                    _check_rows(kernel, resources, rows, coded) for coded in FORMATS for rows in numbers
+                    _check_rows(kernel, resources, rows, coded) for coded in formats for rows in numbers
                 )
     assert taken, f"kernel {kind.__name__} took none of {', '.join(map(str, numbers))} rows on a CPU"
     return taken
 
 
 def _configs() -> Iterator[ModelConfig]:
-    """Small models: a plain one; norms of heads, clipping and weights that do not sum to one; one expert."""
+    """Small models: a plain one; norms of heads, clipping and weights that do not sum to one; one expert; wide rows."""
     attention = GroupedAttention(heads=4, kv_heads=2, head_dim=24)
     network = FeedForward(experts=6, top_k=2, intermediate=72)
     plain = ModelConfig(
@@ -90,6 +91,7 @@ def _configs() -> Iterator[ModelConfig]:
     yield plain
     yield plain.varied(qk_norm="head", clip=0.5, weights_sum_to_one=False, norm="layer")
     yield plain.varied(qk_norm="projection", experts=1, top_k=1)
+    yield plain.varied(hidden=256, intermediate=256, head_dim=64)
 
 
 def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernels | None) -> Resources:

@@ -33,6 +33,7 @@ class Pieces:
 
     Attributes:
         pieces_GRg: the upper 12 bits of all rows, then the lower ones; float32.
+        sums_GT1: the sums of each group's inputs.
     """
 
     def __init__(self, x_TD: Tensor, group: int) -> None:
@@ -45,6 +46,8 @@ class Pieces:
         upper_GTg = (multiples_GTg / PIECE).round_().mul_(PIECE)
         self.pieces_GRg = torch.cat([upper_GTg, multiples_GTg.sub_(upper_GTg)], dim=1)
         self.pieces_GRg *= units_GT1.repeat(1, 2, 1)
+        upper_GT1, lower_GT1 = self.pieces_GRg.sum(dim=-1, keepdim=True).chunk(2, dim=1)
+        self.sums_GT1 = upper_GT1 + lower_GT1
 
     def times(self, codes_GgN: Tensor) -> Tensor:
         """The sums of codes times inputs of each group, (G, T, N)."""
@@ -69,8 +72,7 @@ def _products(pieces: Pieces, groups: Groups) -> Tensor:
     codes_NGg, scales_NG, minimums_NG = groups
     sums_GTN = pieces.times(codes_NGg.permute(1, 2, 0)).mul_(scales_NG.T[:, None])
     if minimums_NG is not None:
-        ones_Gg1 = codes_NGg.new_ones(*codes_NGg.shape[1:], 1)
-        sums_GTN += pieces.times(ones_Gg1) * minimums_NG.T[:, None]
+        sums_GTN += pieces.sums_GT1 * minimums_NG.T[:, None]
     return _added(sums_GTN)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
-from moesched.models.stored_formats import StoredFormat
+from moesched.models.stored_formats import Bits, Codes, StoredFormat
 
 Tensor = torch.Tensor
 
@@ -63,21 +63,21 @@ class Coded:
         """Read codes, scales and minimums."""
         stored = self.format
         assert stored.codes is not None, "the format is coded"
-        blocks_NGb = self.raw_NB.view(len(self), -1, stored.block_bytes)
-        offset, bits = stored.codes.offset, stored.codes.bits
-        bytes_NGb = blocks_NGb[..., offset : offset + stored.group * bits // 8]
-        if bits == 8:
-            codes_NGg = bytes_NGb.view(torch.int8).float()
-        else:
-            codes_NGg = torch.cat([bytes_NGb & 15, bytes_NGb >> 4], dim=-1).float()
-        if stored.codes.zero:
-            codes_NGg -= stored.codes.zero
-        minimum = stored.minimum
-        return Groups(
-            codes_NGg,
-            _numbers(blocks_NGb, stored.scale),
-            None if minimum is None else _numbers(blocks_NGb, minimum),
-        )
+        blocks_NBb = self.raw_NB.view(len(self), -1, stored.block_bytes)
+        codes_NGg = _codes(blocks_NBb, stored.codes, stored.block).view(len(self), -1, stored.group)
+        scales_NB1 = _numbers(blocks_NBb, stored.scale, stored)
+        minimums_NB1 = None if stored.minimum is None else _numbers(blocks_NBb, stored.minimum, stored)
+        if stored.factors is None:
+            return Groups(
+                codes_NGg, scales_NB1[..., 0], None if minimums_NB1 is None else minimums_NB1[..., 0]
+            )
+        if stored.factors.packing == "bytes":
+            factors_NBf = _bytes_at(blocks_NBb, stored.factors.offset, stored.groups).view(torch.int8)
+            return Groups(codes_NGg, (scales_NB1 * factors_NBf).flatten(1), None)
+        assert minimums_NB1 is not None, "the packing has factors of minimums"
+        of_scales_NBf, of_minimums_NBf = _six_bits(_bytes_at(blocks_NBb, stored.factors.offset, 12))
+        minimums_NBf = (minimums_NB1 * of_minimums_NBf).neg_()
+        return Groups(codes_NGg, (scales_NB1 * of_scales_NBf).flatten(1), minimums_NBf.flatten(1))
 
     def plain(self, dtype: torch.dtype) -> Tensor:
         """The weights (N, D), rounded to a dtype."""
@@ -105,6 +105,53 @@ def require_plain(config: ModelConfig, device: str) -> None:
         )
 
 
-def _numbers(blocks_NGb: Tensor, offset: int) -> Tensor:
-    """A float16 number of each block."""
-    return blocks_NGb[..., offset : offset + 2].contiguous().view(torch.float16)[..., 0].float()
+def _codes(blocks_NBb: Tensor, codes: Codes, count: int) -> Tensor:
+    """The codes of each block, float32: (N, B, count)."""
+    stored_NBc = _pieces(blocks_NBb, codes.low, count)
+    if codes.low.bits == 8:
+        return stored_NBc.view(torch.int8).float()
+    if codes.high is not None:
+        stored_NBc |= _pieces(blocks_NBb, codes.high, count) << codes.low.bits
+    if codes.values:
+        values = torch.tensor(codes.values, dtype=torch.float32, device=stored_NBc.device)
+        return values[stored_NBc.int()]
+    codes_NBc = stored_NBc.float()
+    return codes_NBc.sub_(codes.zero) if codes.zero else codes_NBc
+
+
+def _pieces(blocks_NBb: Tensor, packed: Bits, count: int) -> Tensor:
+    """The bits of each weight: (N, B, count), uint8."""
+    raw_NBb = _bytes_at(blocks_NBb, packed.offset, count * packed.bits // 8)
+    if packed.bits == 8:
+        return raw_NBb
+    runs_NBrs = raw_NBb.unflatten(-1, (-1, packed.span))
+    mask = (1 << packed.bits) - 1
+    shifted = [runs_NBrs >> shift & mask for shift in range(0, 8, packed.bits)]
+    return torch.stack(shifted, dim=-2).flatten(-3)
+
+
+def _six_bits(raw_NBb: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors of scales and those of minimums, (N, B, 8) each.
+
+    Of the first four groups, scales are in four bytes and minimums in the next four. The last four bytes have the
+    lower halves of the other scales, and above them of the other minimums, whose last two bits are the highest ones of
+    the first eight bytes.
+    """
+    scales, minimums, lower = raw_NBb.split(4, dim=-1)
+    others = (lower & 15 | scales >> 6 << 4, lower >> 4 | minimums >> 6 << 4)
+    of_scales, of_minimums = (
+        torch.cat([first & 63, rest], dim=-1) for first, rest in zip((scales, minimums), others, strict=True)
+    )
+    return of_scales, of_minimums
+
+
+def _numbers(blocks_NBb: Tensor, offset: int, stored: StoredFormat) -> Tensor:
+    """The number at an offset of each block, float32: (N, B, 1)."""
+    if stored.number == "exponent":
+        exponents_NB1 = _bytes_at(blocks_NBb, offset, 1).int() - 128
+        return torch.ldexp(torch.ones_like(exponents_NB1, dtype=torch.float32), exponents_NB1)
+    return _bytes_at(blocks_NBb, offset, 2).contiguous().view(torch.float16).float()
+
+
+def _bytes_at(blocks_NBb: Tensor, offset: int, count: int) -> Tensor:
+    return blocks_NBb[..., offset : offset + count]

@@ -1,46 +1,145 @@
-"""Encodes weights in a coded storage format, each group by the format's rule of rounding to the nearest code."""
+"""Encodes weights in a coded storage format, each group by the format's rule of rounding to the nearest code.
+
+The tools of llama.cpp search for better scales in formats with factors; here a group's extremes decide.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from moesched.models.stored_formats import StoredFormat
+from moesched.models.stored_formats import Bits, Codes, StoredFormat
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+MOST_FACTOR = {"bytes": 127, "six bits": 63}
 
 
-def encoded(weights: npt.NDArray[np.float32], stored: StoredFormat) -> npt.NDArray[np.uint8]:
+def encoded(weights: Floats, stored: StoredFormat) -> Bytes:
     """The blocks of weights, one after the other, as bytes.
 
     Args:
-        weights: 1-D, whole groups.
-        stored: coded, without a minimum.
+        weights: 1-D, whole blocks.
+        stored: a coded format.
     """
     codes = stored.codes
-    assert codes is not None and stored.minimum is None, "it is a format that models are written in"
+    assert codes is not None, "it is a coded format"
     groups = weights.reshape(-1, stored.group)
-    scales = _furthest(groups, signed=codes.largest < 0) / np.float32(codes.largest)
+    lowest = _lowest(groups, stored)
+    furthest = _furthest(groups - lowest[:, None], signed=codes.largest < 0)
+    blocks = np.zeros((weights.size // stored.block, stored.block_bytes), np.uint8)
+    if stored.number == "exponent":
+        scales = _write_exponents(blocks, stored.scale, furthest, codes.largest)
+    else:
+        scales, lowest = _write_scales(blocks, stored, furthest / np.float32(codes.largest), lowest)
     steps = scales[:, None]
-    rounded = np.floor(
-        np.divide(groups, steps, out=np.zeros_like(groups), where=steps != 0) + np.float32(0.5)
-    )
-    most = 2 ** (codes.bits - 1) - 1
-    numbers = (np.clip(rounded, -most - 1, most) + codes.zero).astype(np.int8).view(np.uint8)
-    blocks = np.zeros((len(groups), stored.block_bytes), np.uint8)
-    blocks[:, stored.scale : stored.scale + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
-    packed = numbers if codes.bits == 8 else _halves(numbers)
-    blocks[:, codes.offset : codes.offset + packed.shape[1]] = packed
+    multiples = np.divide(groups - lowest[:, None], steps, out=np.zeros_like(groups), where=steps != 0)
+    _write_codes(blocks, codes, _nearest(codes, multiples).reshape(len(blocks), -1))
     return blocks.reshape(-1)
 
 
-def _furthest(groups: npt.NDArray[np.float32], *, signed: bool) -> npt.NDArray[np.float32]:
+def _lowest(groups: Floats, stored: StoredFormat) -> Floats:
+    """The least weight of each group in a format with minimums, otherwise 0; factors cannot express one above 0."""
+    if stored.minimum is None:
+        return np.zeros(len(groups), np.float32)
+    lowest: Floats = groups.min(axis=1)
+    return lowest if stored.factors is None else np.minimum(lowest, np.float32(0))
+
+
+def _furthest(groups: Floats, *, signed: bool) -> Floats:
     """The weight of each group that is furthest from 0, or its magnitude."""
     where = np.abs(groups).argmax(axis=1, keepdims=True)
     furthest = np.take_along_axis(groups, where, axis=1)[:, 0]
     return furthest if signed else np.abs(furthest)
 
 
-def _halves(numbers: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Numbers below 16, two in a byte: the first half of them in the lower bits."""
-    middle = numbers.shape[1] // 2
-    halves: npt.NDArray[np.uint8] = numbers[:, :middle] | (numbers[:, middle:] << np.uint8(4))
-    return halves
+# ---------------------------------------------------------------- scales
+
+
+def _write_scales(
+    blocks: Bytes, stored: StoredFormat, scales: Floats, lowest: Floats
+) -> tuple[Floats, Floats]:
+    """Write scales and minimums; returns those that codes are chosen by."""
+    if stored.factors is None:
+        _write_float16(blocks, stored.scale, scales)
+        if stored.minimum is not None:
+            _write_float16(blocks, stored.minimum, lowest)
+        return scales, lowest
+    scales, of_scales = _factored(blocks, stored, stored.scale, scales)
+    at = stored.factors.offset
+    if stored.minimum is None:
+        blocks[:, at : at + stored.groups] = of_scales.astype(np.int8).view(np.uint8)
+        return scales, lowest
+    minimums, of_minimums = _factored(blocks, stored, stored.minimum, -lowest)
+    blocks[:, at : at + 12] = _six_bits(of_scales.astype(np.uint8), of_minimums.astype(np.uint8))
+    return scales, -minimums
+
+
+def _write_exponents(blocks: Bytes, offset: int, furthest: Floats, largest: int) -> Floats:
+    """Write the powers of two by which the largest code has the exponent of the furthest weight; returns them."""
+    exponents = np.frexp(furthest)[1] - np.frexp(np.float32(largest))[1]
+    numbers = np.where(furthest == 0, 0, np.clip(exponents + 128, 0, 255))
+    blocks[:, offset] = numbers
+    scales: Floats = np.ldexp(np.float32(1), numbers - 128)
+    return scales
+
+
+def _write_float16(blocks: Bytes, offset: int, numbers: Floats) -> Floats:
+    """Write a number of each block; returns what was written."""
+    halves = numbers.astype(np.float16)
+    blocks[:, offset : offset + 2] = halves.view(np.uint8).reshape(-1, 2)
+    return halves.astype(np.float32)
+
+
+def _factored(
+    blocks: Bytes, stored: StoredFormat, offset: int, numbers: Floats
+) -> tuple[Floats, npt.NDArray[Any]]:
+    """Write the unit of each block; returns the groups' multiples of it nearest to `numbers`, and the factors."""
+    assert stored.factors is not None, "it is a format with factors"
+    most = MOST_FACTOR[stored.factors.packing]
+    of_block = numbers.reshape(len(blocks), -1)
+    units = _write_float16(blocks, offset, np.abs(of_block).max(axis=1) / np.float32(most))[:, None]
+    factors = np.divide(of_block, units, out=np.zeros_like(of_block), where=units != 0)
+    factors = np.clip(np.rint(factors), -most, most)
+    return (factors * units).reshape(-1), factors
+
+
+def _six_bits(scales: Bytes, minimums: Bytes) -> Bytes:
+    """Factors of eight scales and of eight minimums, as `Factors` has them."""
+    first = [each[:, :4] | each[:, 4:] >> 4 << 6 for each in (scales, minimums)]
+    packed: Bytes = np.concatenate([*first, scales[:, 4:] & 15 | minimums[:, 4:] << 4], axis=1)
+    return packed
+
+
+# ---------------------------------------------------------------- codes
+
+
+def _nearest(codes: Codes, multiples: Floats) -> Bytes:
+    """Stored numbers of weights that are these multiples of their scale above the minimum."""
+    stored: Bytes
+    if codes.values:
+        values, first = np.unique(codes.values, return_index=True)
+        stored = first.astype(np.uint8)[np.searchsorted((values[1:] + values[:-1]) / 2, multiples)]
+        return stored
+    least = -128 if codes.bits == 8 else -codes.zero
+    rounded = np.clip(np.floor(multiples + np.float32(0.5)), least, least + 2**codes.bits - 1)
+    stored = (rounded + codes.zero).astype(np.int16).astype(np.uint8)
+    return stored
+
+
+def _write_codes(blocks: Bytes, codes: Codes, numbers: Bytes) -> None:
+    _write_bits(blocks, codes.low, numbers)
+    if codes.high is not None:
+        _write_bits(blocks, codes.high, numbers >> np.uint8(codes.low.bits))
+
+
+def _write_bits(blocks: Bytes, packed: Bits, numbers: Bytes) -> None:
+    """Write the lowest bits of each number, as `Bits` has them."""
+    pieces = 8 // packed.bits
+    runs = (numbers & (1 << packed.bits) - 1).reshape(len(blocks), -1, pieces, packed.span)
+    raw = np.bitwise_or.reduce([runs[:, :, piece] << piece * packed.bits for piece in range(pieces)])
+    count = numbers.shape[1] // pieces
+    blocks[:, packed.offset : packed.offset + count] = raw.reshape(len(blocks), count)

@@ -1,7 +1,7 @@
 """Storage formats of single tensors: how a row lies in its file, in memory, and where a kernel reads it.
 
-A plain format is a dtype. In a coded one, groups of weights are blocks of bytes: a weight is its code, a small whole
-number, times the scale of its group, plus the group's minimum where the format has one.
+A plain format is a dtype. In a coded one, a block of bytes has one or several groups of weights: a weight is its
+code, a small whole number, times the scale of its group, plus the group's minimum where the format has one.
 """
 
 from __future__ import annotations
@@ -13,31 +13,69 @@ from typing import Literal, NamedTuple
 from moesched.models.layers import Shape
 
 
+class Bits(NamedTuple):
+    """The codes of a block, or some bits of each, packed in bytes.
+
+    A run of `span` bytes has the bits of the next span * 8 / bits weights: the lowest bits of all its bytes in order,
+    then the next higher ones.
+
+    Attributes:
+        offset: of the first byte in the block.
+    """
+
+    bits: Literal[1, 2, 4, 8]
+    offset: int
+    span: int
+
+
 class Codes(NamedTuple):
     """The codes of a block.
 
     Attributes:
-        bits: 8 are a signed byte each; 4 are halves of bytes, the lower halves of all bytes before the upper ones.
-        offset: of the first in the block, in bytes.
+        low: the lower bits of the codes; 8 of them are a signed number.
         zero: is subtracted from what is stored.
         largest: the code of the weight furthest from 0, by which a writer chooses the scale; below 0, weights of that
             sign have one code more, and the scale has the sign that gives the weight this code.
+        high: the bits above these, in a format that has them apart.
+        values: the numbers that stand for what is stored; empty where the codes are these numbers.
     """
 
-    bits: Literal[4, 8]
-    offset: int
+    low: Bits
     zero: int
     largest: int
+    high: Bits | None = None
+    values: tuple[int, ...] = ()
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return self.low.bits + (0 if self.high is None else self.high.bits)
+
+
+class Factors(NamedTuple):
+    """Whole numbers by which the scale and the minimum of a block are multiplied for each of its groups.
+
+    Attributes:
+        packing: "bytes" are signed, and of scales alone; "six bits" are those of eight scales and of eight minimums,
+            which are subtracted, in 12 bytes.
+        offset: of the first byte in the block.
+    """
+
+    packing: Literal["bytes", "six bits"]
+    offset: int
 
 
 class StoredFormat(NamedTuple):
     """A storage format of a tensor.
 
     Attributes:
-        group: weights of a block; rows are whole blocks.
-        block_bytes: bytes of a block.
+        group: weights that share a scale.
+        block_bytes: bytes of a block; rows are whole blocks.
         codes: None in a plain format, which has a dtype's number for each weight.
-        scale, minimum: offsets of these float16 numbers in a block, in bytes; a format without a minimum has None.
+        scale, minimum: offsets of these numbers in a block, in bytes; a format without a minimum has None.
+        number: how they are stored: as float16, or as a byte e that stands for 2 ** (e - 128).
+        groups: number of groups of a block.
+        factors: of a block's groups; None where a block is a group.
         in_files: the dtype of its rows in safetensors: those of a coded format are bytes.
     """
 
@@ -47,31 +85,73 @@ class StoredFormat(NamedTuple):
     codes: Codes | None = None
     scale: int = 0
     minimum: int | None = None
+    number: Literal["float16", "exponent"] = "float16"
+    groups: int = 1
+    factors: Factors | None = None
     in_files: str = "U8"
+
+    @property
+    def block(self) -> int:
+        """Weights of a block."""
+        return self.group * self.groups
 
     @property
     def bytes_per_weight(self) -> float:
         """Bytes of a block over its weights."""
-        return self.block_bytes / self.group
+        return self.block_bytes / self.block
 
     def fits(self, shape: Shape) -> bool:
         """Test whether rows of a tensor are whole blocks; a vector stays plain."""
-        return len(shape) > 1 and shape[-1] % self.group == 0
+        return len(shape) > 1 and shape[-1] % self.block == 0
 
     def row_bytes(self, weights: int) -> int:
         """Bytes of a row of that many weights."""
-        return weights // self.group * self.block_bytes
+        return weights // self.block * self.block_bytes
 
     def shape_in_files(self, shape: Shape) -> Shape:
         """The shape of a tensor in safetensors."""
         return shape if self.codes is None else (*shape[:-1], self.row_bytes(shape[-1]))
 
 
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the numbers of the 4-bit format of MXFP4 (e2m1)."""
+
 _FORMATS = (
     StoredFormat("float32", 1, 4, in_files="F32"),
     StoredFormat("bfloat16", 1, 2, in_files="BF16"),
     StoredFormat("float16", 1, 2, in_files="F16"),
-    StoredFormat("q8_0", 32, 34, Codes(bits=8, offset=2, zero=0, largest=127)),
+    StoredFormat("q8_0", 32, 34, Codes(Bits(8, 2, 32), zero=0, largest=127)),
+    StoredFormat("q4_0", 32, 18, Codes(Bits(4, 2, 16), zero=8, largest=-8)),
+    StoredFormat("q5_0", 32, 22, Codes(Bits(4, 6, 16), zero=16, largest=-16, high=Bits(1, 2, 1))),
+    StoredFormat("q5_1", 32, 24, Codes(Bits(4, 8, 16), zero=0, largest=31, high=Bits(1, 4, 1)), minimum=2),
+    StoredFormat(
+        "q4_k",
+        32,
+        144,
+        Codes(Bits(4, 16, 32), zero=0, largest=15),
+        minimum=2,
+        groups=8,
+        factors=Factors("six bits", 4),
+    ),
+    StoredFormat(
+        "q5_k",
+        32,
+        176,
+        Codes(Bits(4, 48, 32), zero=0, largest=31, high=Bits(1, 16, 32)),
+        minimum=2,
+        groups=8,
+        factors=Factors("six bits", 4),
+    ),
+    StoredFormat(
+        "q6_k",
+        16,
+        210,
+        Codes(Bits(4, 0, 64), zero=32, largest=-32, high=Bits(2, 128, 32)),
+        scale=208,
+        groups=16,
+        factors=Factors("bytes", 192),
+    ),
+    StoredFormat("mxfp4", 32, 17, Codes(Bits(4, 1, 16), zero=0, largest=12, values=_FP4), number="exponent"),
 )
 
 STORED_FORMATS: Mapping[str, StoredFormat] = MappingProxyType({each.name: each for each in _FORMATS})

@@ -86,10 +86,10 @@ def _rows(stored: StoredTensor, rank: int, ranks: int) -> StoredTensor:
 def _columns(name: str, stored: StoredTensor, rank: int, ranks: int) -> StoredTensor:
     rows, columns = stored.shape
     share = columns // ranks
-    if share % stored.format.group:
+    if share % stored.format.block:
         raise BadInput(
             f"{name} has rows of {columns} weights in {stored.format.name}, which cannot be divided among {ranks} "
-            f"accelerators in whole groups of {stored.format.group}: use --tensor-parallel 1"
+            f"accelerators in whole blocks of {stored.format.block}: use --tensor-parallel 1"
         )
     return replace(
         stored, shape=(rows, share), nbytes=stored.nbytes // ranks, columns=Columns(rank * share, columns)
