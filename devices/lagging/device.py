@@ -21,6 +21,7 @@ from moesched.tasks import Task
 from ..shared.verbs import Verb
 from ..torch.cuda_device import CudaDevice
 from ..torch.device import TorchDevice
+from .graphs import GraphPool, LaggingGraph
 from .memory import GpuMemory
 from .streams import Gpu, LaggingEvent
 from .tensors import DEVICE_TYPE, OnGpu, Operations, operate
@@ -160,6 +161,8 @@ def _install(operations: Operations, free: int) -> None:
         manual_seed_all=lambda _: None,  # nothing here draws numbers
         Stream=lambda device=None: gpu.new_stream(number(device)),
         Event=partial(LaggingEvent, gpu),
+        CUDAGraph=partial(LaggingGraph, gpu),
+        graph_pool_handle=GraphPool,
         stream=gpu.on,
         current_stream=lambda device=None: gpu.current_of(number(device)),
         synchronize=lambda device=None: gpu.synchronize(number(device)),

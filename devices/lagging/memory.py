@@ -16,11 +16,13 @@ class Block:
     Attributes:
         raw: the bytes.
         stream: the stream that allocated it; the next allocation of that stream may reuse it.
+        pool: the memory of graphs that it was taken from; None if it was allocated by a call that ran.
     """
 
     def __init__(self, memory: GpuMemory, piece: Piece, nbytes: int, stream: LaggingStream) -> None:
         self.raw = piece.bytes()
         self.stream = stream
+        self.pool = stream.capture and stream.capture.pool
         self._piece = piece
         self._nbytes = nbytes
         self._memory = memory
@@ -58,10 +60,14 @@ class GpuMemory:
 
         Raises:
             torch.OutOfMemoryError: there is not enough memory.
+            RuntimeError: it takes memory from the system for this stream while another one captures.
         """
         with self._gpu.lock:
             self._take_back()
-            piece = self._segments.take(nbytes, stream, self.capacity)
+            owner = stream.capture.pool if stream.capture else stream
+            if not (stream.capture or self._segments.fits(nbytes, owner)):
+                self._gpu.refuse_unsafe()
+            piece = self._segments.take(nbytes, owner, self.capacity, releases=not stream.capture)
             if piece is None:
                 held = f"{self._segments.reserved} are reserved, {self.taken} in use"
                 raise torch.OutOfMemoryError(f"CUDA out of memory: {nbytes} bytes of {self.capacity}: {held}")

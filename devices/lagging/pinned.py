@@ -93,7 +93,7 @@ class PinnedMemory:
     def at_its_time(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """A function that returns a locked tensor of the host when its copy runs; fails if it is unlocked by then.
 
-        It is called once, and keeps no reference to the tensor until then.
+        It keeps no reference to the tensor until then.
         """
         if tensor.untyped_storage().data_ptr() in self._cached:
             return lambda: tensor  # torch keeps it until its copies ran
@@ -104,7 +104,7 @@ class PinnedMemory:
         self._queued[number] = start, end
 
         def found() -> torch.Tensor:
-            del self._queued[number]
+            self._queued.pop(number, None)  # a captured copy runs often
             if not any(first <= start and end <= last for first, last in self._registrations()):
                 raise RuntimeError(f"an illegal memory access: {start:#x} is locked no longer")
             memory = torch.frombuffer((ctypes.c_uint8 * (end - start)).from_address(start), dtype=of[0])

@@ -21,7 +21,7 @@ class Piece:
     """A part of a segment, free or in use.
 
     Attributes:
-        pool: the segment's stream, and whether its blocks are small.
+        pool: the stream or graphs that the segment belongs to, and whether its blocks are small.
         before, behind: the pieces next to it in the segment.
     """
 
@@ -70,10 +70,18 @@ class Segments:
         self.reserved = 0
         self._free: dict[tuple[Any, bool], list[Piece]] = {}
 
-    def take(self, nbytes: int, stream: Any, capacity: int | None) -> Piece | None:
-        """Allocate a block for a stream; None if segments would exceed `capacity` bytes even without unused ones."""
-        nbytes = max(1, -(-nbytes // ROUNDING)) * ROUNDING
-        pool = (stream, nbytes <= SMALL)
+    def fits(self, nbytes: int, owner: Any) -> bool:
+        """True if a block can be cut from the segments of an owner."""
+        nbytes = _rounded(nbytes)
+        return any(piece.nbytes >= nbytes for piece in self._free.get((owner, nbytes <= SMALL), ()))
+
+    def take(self, nbytes: int, owner: Any, capacity: int | None, *, releases: bool = True) -> Piece | None:
+        """Allocate a block for a stream or for graphs; None if segments would exceed `capacity` bytes.
+
+        releases: whether unused segments may be freed for that.
+        """
+        nbytes = _rounded(nbytes)
+        pool = (owner, nbytes <= SMALL)
         unused = self._free.setdefault(pool, [])
         fitting = [piece for piece in unused if piece.nbytes >= nbytes]
         if fitting:
@@ -83,7 +91,8 @@ class Segments:
         else:
             size = _segment_bytes(nbytes)
             if capacity is not None and self.reserved + size > capacity:
-                self._release_unused()
+                if releases:
+                    self._release_unused()
                 if self.reserved + size > capacity:
                     return None
             self.reserved += size
@@ -109,11 +118,17 @@ class Segments:
         self._free[piece.pool].append(piece)
 
     def _release_unused(self) -> None:
-        """Free the segments without a block in use; torch waits for all streams before."""
+        """Free the segments without a block in use; torch waits for all streams before, and keeps those of graphs."""
         for pool, pieces in self._free.items():
+            if getattr(pool[0], "is_live", False):
+                continue
             whole = [piece for piece in pieces if piece.before is None and piece.behind is None]
             self.reserved -= sum(piece.nbytes for piece in whole)
             self._free[pool] = [piece for piece in pieces if piece not in whole]
+
+
+def _rounded(nbytes: int) -> int:
+    return max(1, -(-nbytes // ROUNDING)) * ROUNDING
 
 
 def _segment_bytes(nbytes: int) -> int:

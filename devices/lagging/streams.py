@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 from time import perf_counter_ns
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from ..products.team import use_cores
+
+if TYPE_CHECKING:
+    from .graphs import Capture
 
 EAGERNESS = (0.0, 0.0, 0.1, 1.0)
 """Chances, one drawn for each stream, that a stream runs what it can when something is enqueued anywhere."""
@@ -42,28 +45,45 @@ class LaggingStream:
     Attributes:
         number: number of its GPU.
         eagerness: probability that it runs its ready work whenever something is enqueued on any stream.
+        capture: the capture that records its work instead of running it; None most of the time.
     """
 
     def __init__(self, gpu: Gpu, number: int) -> None:
         self.queue: deque[Item] = deque()
         self.number = number
         self.eagerness = gpu.random.choice(EAGERNESS)
+        self.capture: Capture | None = None
         self._gpu = gpu
 
     def enqueue(self, work: Callable[[], object]) -> None:
         """Run `work` after everything that is in the queue."""
-        self._put(Item(work=work))
+        if self.capture is not None:
+            self.capture.works.append(work)
+        else:
+            self._put(Item(work=work))
 
     def record(self, event: LaggingEvent) -> None:
         """Let an event happen after everything that is in the queue."""
-        self._put(Item(event=event, version=event.recorded))
+        event.capture = self.capture
+        if self.capture is None:
+            self._put(Item(event=event, version=event.recorded))
 
     def wait_event(self, event: LaggingEvent) -> None:
-        """Delay all later work until the event has happened, as it was last recorded."""
-        self._put(Item(event=event, version=event.recorded, waits=True))
+        """Delay all later work until the event has happened, as it was last recorded.
+
+        Raises:
+            RuntimeError: the stream captures and the event is none of its own, or the event was captured elsewhere.
+        """
+        broken = event.capture or self.capture
+        if broken is not None and event.capture is not self.capture:
+            raise broken.refused(": an edge to a stream that does not capture")
+        if self.capture is None:
+            self._put(Item(event=event, version=event.recorded, waits=True))
 
     def synchronize(self) -> None:
         """Wait until everything that is in the queue has run."""
+        if self.capture is not None:
+            raise self.capture.refused()
         self._gpu.run_until(lambda: not self.queue)
 
     def is_ready(self) -> bool:
@@ -94,11 +114,13 @@ class LaggingEvent:
     Attributes:
         recorded, happened: numbers of the last recording that was enqueued, and of the last one that ran.
         blocking: whether a thread that waits for it leaves its core to others.
+        capture: the capture that has its last recording; None if a stream's queue has it.
     """
 
     def __init__(self, gpu: Gpu, *, enable_timing: bool = False, blocking: bool = False) -> None:
         self.recorded = self.happened = 0
         self.blocking = blocking
+        self.capture: Capture | None = None
         self._timed = enable_timing
         self._nanoseconds = 0
         self._number: int | None = None
@@ -122,12 +144,15 @@ class LaggingEvent:
 
     def synchronize(self) -> None:
         """Wait until the event has happened."""
+        if self.capture is not None:
+            raise self.capture.refused()
         version = self.recorded
         self._gpu.run_until(lambda: self.happened >= version)
 
     def query(self) -> bool:
         """True if the work before the event's last `record` has run."""
         with self._gpu.lock:
+            self._gpu.refuse_unsafe()
             self._gpu.raise_error()
             return self.happened >= self.recorded
 
@@ -165,12 +190,14 @@ class Gpu:
         events: the events that are still referred to.
         events_made: number of all events that were made.
         waits: number of times that the host has waited for a GPU.
+        replays: number of graphs that were replayed.
     """
 
     def __init__(self, seed: int = 0, fails_at: int = 0, clock: Callable[[], int] = perf_counter_ns) -> None:
         self._clock = clock
         self.lock = threading.RLock()
         self.waits = 0
+        self.replays = 0
         self.random = Random(seed)
         self._fails_at = fails_at
         self.ran = 0
@@ -230,9 +257,53 @@ class Gpu:
             self._streams.append(LaggingStream(self, number))
             return self._streams[-1]
 
+    def is_default(self, stream: LaggingStream) -> bool:
+        """True for a stream that calls are on whose thread chose none."""
+        return stream in self._defaults.values()
+
     def synchronize(self, number: int) -> None:
         """Return when all queues of a GPU are empty."""
+        for stream in self._streams:
+            if stream.capture is not None and stream.number == number:
+                raise stream.capture.refused()
         self.run_until(lambda: not any(each.queue for each in self._streams if each.number == number))
+
+    def begin_capture(self, stream: LaggingStream, capture: Capture) -> None:
+        """Let a stream record its work.
+
+        Raises:
+            RuntimeError: it does already.
+        """
+        with self.lock:
+            self.raise_error()
+            if stream.capture is not None:
+                raise stream.capture.refused()
+            stream.capture = capture
+
+    def end_capture(self, stream: LaggingStream) -> None:
+        """Let a stream run its work again."""
+        with self.lock:
+            stream.capture = None
+
+    def replay(self, works: Sequence[Callable[[], object]]) -> None:
+        """Queue captured work on the current stream."""
+        stream = self.current
+        if stream.capture is not None:
+            raise stream.capture.refused(": graphs within graphs are not imitated")
+        with self.lock:
+            self.replays += 1
+            for work in works:
+                stream.enqueue(work)
+
+    def refuse_unsafe(self) -> None:
+        """Refuse a call that CUDA counts as unsafe for captures.
+
+        Raises:
+            RuntimeError: a stream captures, and forbids such calls to the calling thread.
+        """
+        for stream in self._streams:
+            if stream.capture is not None and stream.capture.forbids():
+                raise stream.capture.refused()
 
     @property
     def queued(self) -> int:
@@ -256,9 +327,12 @@ class Gpu:
 
         Raises:
             DeviceLost: some work failed, now or before.
-            RuntimeError: no item is ready: the streams wait for events that never happen.
+            RuntimeError: no item is ready, as the streams wait for events that never happen, or the thread captures.
         """
         with self.lock:
+            for stream in self._streams:
+                if stream.capture is not None and stream.capture.is_of_this_thread():
+                    raise stream.capture.refused()
             self.waits += 1
             self.raise_error()
             while not done():

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from .memory import Block, GpuMemory
 from .pinned import PinnedMemory
 from .shapes import Shapes
-from .streams import Gpu
+from .streams import Gpu, LaggingStream
 
 Call = Callable[..., Any]
 
@@ -150,7 +150,8 @@ class Operations:
         self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int
     ) -> Any:
         """Queue a call on the GPU's current stream; the results' shapes come from tensors without values."""
-        self.calls[name] += 1
+        stream = self.gpu.current_of(number)
+        self.calls[name] += stream.capture is None
         if name == "linear" and isinstance(args[1], LaggingTensor):
             self.misaligned += args[1].values_now.data_ptr() % 16 > 0
         blocks = {
@@ -182,7 +183,8 @@ class Operations:
                     for target, value in zip(fresh, given, strict=True):
                         target.copy_(value)
 
-            self.gpu.current_of(number).enqueue(work)
+            _note_use(stream, *_tensors((args, kwargs)))
+            stream.enqueue(work)
         return args[0] if changes and name != "__setitem__" else results
 
     def _move(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -224,11 +226,13 @@ class Operations:
             self.staged += 1
         if not from_gpu and not self.pinned.holds(source):
             self.blocked += not at_once
+            at_once |= stream.capture is not None  # CUDA captures no such copy
             source = source.clone()  # ordinary memory is read before the call returns
         elif not to_gpu and not self.pinned.holds(target):
             self.blocked += not at_once
             at_once = True
         into, what = self._at_its_time(target), self._at_its_time(source)
+        _note_use(stream, target, source)
         stream.enqueue(lambda: into().copy_(what()))
         if at_once and to_gpu != from_gpu:
             stream.synchronize()
@@ -257,6 +261,14 @@ def _shown(twin: torch.Tensor, block: Block) -> LaggingTensor:
     shown = real.as_subclass(LaggingTensor)
     shown.block, shown.values_now, shown.twin = block, real, twin
     return shown
+
+
+def _note_use(stream: LaggingStream, *tensors: torch.Tensor) -> None:
+    """Note the blocks that captured work uses."""
+    if stream.capture is not None:
+        for each in tensors:
+            if isinstance(each, LaggingTensor):
+                stream.capture.uses(each.block)
 
 
 def is_gpu(device: Any) -> bool:

@@ -1,0 +1,152 @@
+"""Imitated CUDA graphs: a stream records its work instead of running it, and replays queue it again and again.
+
+A graph knows addresses, not tensors: replays read and write the memory that the captured calls had, whatever is there.
+What CUDA refuses while a stream captures breaks the capture here, too: waits of the host, memory that another stream
+would have to get from the system, edges to streams that do not capture.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from .memory import Block
+from .streams import Gpu, LaggingStream
+
+MODES = ("global", "thread_local")
+
+
+class GraphPool:
+    """Memory of graphs alone, from which calls allocate while they are captured.
+
+    Attributes:
+        is_live: whether some graph still has it.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: weakref.WeakSet[LaggingGraph] = weakref.WeakSet()
+
+    def add(self, graph: LaggingGraph) -> None:
+        """Let a graph have the memory."""
+        self._graphs.add(graph)
+
+    def discard(self, graph: LaggingGraph) -> None:
+        """End a graph's use of the memory."""
+        self._graphs.discard(graph)
+
+    @property
+    def is_live(self) -> bool:
+        """True while a graph has the memory."""
+        return len(self._graphs) > 0
+
+
+class Capture:
+    """The work that a stream records from the begin of a capture to its end.
+
+    Attributes:
+        pool: the memory that captured calls allocate from.
+        works: the pieces of work, in order.
+        broken: whether a call in between was refused.
+    """
+
+    def __init__(self, pool: GraphPool, mode: str) -> None:
+        self.pool = pool
+        self.works: list[Callable[[], object]] = []
+        self.broken = False
+        self._mode = mode
+        self._thread = threading.get_ident()
+        self._blocks: list[weakref.ref[Block]] = []
+
+    def uses(self, block: Block) -> None:
+        """Note that captured work reads or writes a block."""
+        if block.pool is not self.pool:
+            self._blocks.append(weakref.ref(block))
+
+    def is_of_this_thread(self) -> bool:
+        """True on the thread that began the capture."""
+        return threading.get_ident() == self._thread
+
+    def forbids(self) -> bool:
+        """True if the calling thread may not make calls that CUDA counts as unsafe."""
+        return self._mode == "global" or self.is_of_this_thread()
+
+    def refused(self, why: str = "") -> RuntimeError:
+        """Break the capture; returns the error to raise."""
+        self.broken = True
+        return RuntimeError(f"CUDA error: operation not permitted when stream is capturing{why}")
+
+    def freed(self) -> bool:
+        """True if a block outside of the pool is gone."""
+        return any(block() is None for block in self._blocks)
+
+
+class LaggingGraph:
+    """As `torch.cuda.CUDAGraph`: captures the work of the current stream, and replays it.
+
+    Args:
+        gpu: the GPU whose streams it captures and replays on.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._capture: Capture | None = None
+        self._stream: LaggingStream | None = None
+
+    def capture_begin(self, pool: GraphPool | None = None, capture_error_mode: str = "global") -> None:
+        """Let the current stream record its work, until `capture_end`.
+
+        Args:
+            pool: memory for what captured calls allocate; by default the graph's own.
+            capture_error_mode: the threads that may make no unsafe calls meanwhile: all of them, or the calling one.
+
+        Raises:
+            RuntimeError: the stream is the default one, or captures already.
+        """
+        stream = self._gpu.current
+        if self._gpu.is_default(stream):
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream")
+        if capture_error_mode not in MODES:
+            raise RuntimeError(f"the mode {capture_error_mode} is not imitated: give one of {MODES}")
+        self._capture = Capture(pool or GraphPool(), capture_error_mode)
+        self._capture.pool.add(self)
+        self._gpu.begin_capture(stream, self._capture)
+        self._stream = stream
+
+    def capture_end(self) -> None:
+        """End the capture.
+
+        Raises:
+            RuntimeError: a call since `capture_begin` was refused.
+        """
+        assert self._stream is not None and self._capture is not None, "a capture has begun"
+        self._gpu.end_capture(self._stream)
+        self._stream = None
+        if self._capture.broken:
+            self.reset()
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def replay(self) -> None:
+        """Queue the captured work on the current stream.
+
+        Raises:
+            RuntimeError: nothing is captured, or memory of the captured calls was freed.
+        """
+        capture = self._capture
+        if capture is None or self._stream is not None:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        if capture.freed():
+            raise RuntimeError("CUDA error: an illegal memory access: a graph uses memory that was freed")
+        self._gpu.replay(capture.works)
+
+    def reset(self) -> None:
+        """Forget the captured work, and give its memory back."""
+        if self._capture is not None:
+            self._capture.pool.discard(self)
+            self._capture = None
+
+    def pool(self) -> Any:
+        """The graph's memory, for other graphs that are to share it."""
+        assert self._capture is not None, "it is captured"
+        return self._capture.pool
