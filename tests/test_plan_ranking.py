@@ -143,7 +143,7 @@ def test_installed_plug_ins_are_ranked_and_broken_ones_are_told(
 @pytest.mark.parametrize("policy", ["cgopipe", "flexgen", "expert_streaming", "expert_cache"])
 def test_a_few_layers_tell_what_all_of_them_come_to(policy: str) -> None:
     candidate = Candidate(policy, asking(policy))
-    every = candidate.schedules.deepened(candidate.first())
+    every = candidate.schedules.deepened(candidate.first_trial())
     assert every.few is not None
     few = every.few.trial(MOST_STEPS)
     assert few.layers < every.trial_run.layers == 32

@@ -210,7 +210,7 @@ def beside_grid(case: Case, best: Best) -> dict[str, Any]:
     for name in SIZED if case.objective == "throughput" else ():
         if name in of_policies:
             candidate, seen = of_policies[name]
-            own = candidate.schedules.deepened(candidate.look())
+            own = candidate.schedules.deepened(candidate.search())
             sizes[name] = regret(deepened([(candidate, each) for each in seen])[1], own)
     return {
         "chosen": figures(best.policy, best.seen),

@@ -266,13 +266,7 @@ class Stop(Numbered, frozen=True, kw_only=True):
 
 
 class Quit(Numbered, frozen=True, kw_only=True):
-    """The run is over.
-
-    Attributes:
-        interrupted: whether Ctrl-C ended it early.
-    """
-
-    interrupted: bool = False
+    """The run is over."""
 
 
 NodeSays = JoinRequest | Pong | Prepared | Loading | Loaded | Tokens | Piece | Done | Failed

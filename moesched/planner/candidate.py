@@ -78,11 +78,11 @@ class Candidate:
             shapes = self._shapes(self.setting, near)
             self.choice = self._best_of(self.setting, shapes) or self.choice
 
-    def first(self) -> Seen:
+    def first_trial(self) -> Seen:
         """Simulate the sizes with the highest bound, and large micro-batches, as bounds may err; the better one."""
         return self._tried([point_of(self.choice), *self._large([FEW])])[0]
 
-    def look(self) -> Seen:
+    def search(self) -> Seen:
         """Find the best schedule: climb from several promising starts, then simulate all layers of the best few."""
         self.refine()
         starts = self._tried([point_of(self.choice), *self._large([1, FEW]), *self._edges()])

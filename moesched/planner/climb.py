@@ -82,7 +82,7 @@ class Climb:
 
     def _see(self, point: Point) -> Seen:
         seen = self._schedules.see(point)
-        bound = self._filled(seen.point)
+        bound = self._bound(seen.point)
         if (
             bound is None
             or bound.micro_batches < seen.point.micro_batches
@@ -109,8 +109,8 @@ class Climb:
 
     def _ahead(self, found: Seen, points: Sequence[Point]) -> list[Point]:
         """Those of the points whose bounds allow a better schedule than `found`, the highest bound first."""
-        bounds = {point: self._filled(point) for point in points}
-        here = self._filled(found.point)
+        bounds = {point: self._bound(point) for point in points}
+        here = self._bound(found.point)
         bound = found.throughput if here is None else here.throughput
 
         def promise(point: Point) -> float:
@@ -177,7 +177,7 @@ class Climb:
     def _share(self, seen: Seen) -> float:
         return seen.point.resident / seen.point.micro_batches
 
-    def _filled(self, point: Point) -> PolicyChoice | None:
+    def _bound(self, point: Point) -> PolicyChoice | None:
         """The bound of a point, with the most resident weights that fit; of fewer micro-batches if some do not fit."""
         shape = self._shape_of(point.size, point.chunk)
 

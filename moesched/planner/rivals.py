@@ -18,7 +18,7 @@ from moesched.planner.setting import Setting, splits_kv
 
 MUCH = 1.25
 """Factor from which on another policy is much faster."""
-MOST_LOOKS = 3
+MOST_TRIALS = 3
 """Policies whose schedules are simulated: those with the highest bounds."""
 SIZES = (64, 256)
 """Sizes of micro-batches of the first looks."""
@@ -43,11 +43,11 @@ def faster_policy(setting: Setting, policy: str, rate: float) -> Rival | None:
     with no_garbage_collection():
         promising = [each for each in _candidates(setting, policy) if each.choice.throughput > MUCH * rate]
         promising.sort(key=lambda each: -each.choice.throughput)
-        looks = []
-        for candidate in promising[:MOST_LOOKS]:
+        trials = []
+        for candidate in promising[:MOST_TRIALS]:
             with suppress(BadInput):
-                looks.append((candidate, candidate.first()))
-        for candidate, few in sorted(looks, key=lambda look: -look[1].throughput):
+                trials.append((candidate, candidate.first_trial()))
+        for candidate, few in sorted(trials, key=lambda trial: -trial[1].throughput):
             if few.throughput > MUCH * rate and few.tasks_of_all_layers <= MOST_TASKS:
                 with suppress(BadInput):
                     seen = candidate.schedules.deepened(few)

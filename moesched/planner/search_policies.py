@@ -130,7 +130,7 @@ def plan_best(
         try:
             with no_garbage_collection():
                 candidate = Candidate(name, setting)
-                seen[candidate] = candidate.look() if len(asked) == 1 else candidate.first()
+                seen[candidate] = candidate.search() if len(asked) == 1 else candidate.first_trial()
         except Exception as error:  # an installed plug-in may raise anything
             if not isinstance(error, BadInput) and (policies or name in plugins.shipped("policies")):
                 raise
@@ -193,7 +193,7 @@ def _search_sizes(seen: dict[Candidate, Seen], on_progress: Callable[[str], obje
         if twin is candidate:
             on_progress(f"schedules of {candidate.name}")
             with no_garbage_collection():
-                seen[candidate] = candidate.look()
+                seen[candidate] = candidate.search()
         else:  # the same schedule by another name
             seen[candidate] = replace(seen[twin], few=seen[candidate].few)
             candidate.choice = twin.choice

@@ -110,7 +110,7 @@ def _search(setting: Setting, given: int | None, successive: bool) -> BatchSizes
     if successive:  # the first batches tell about the others
         setting = replace(setting, lengths=tuple(Random(0).sample(setting.lengths, len(setting.lengths))))
     candidate = Candidate("that was asked for", setting, [given] if given else None)
-    seen = candidate.look()
+    seen = candidate.search()
     if successive and seen.batch_size < len(setting.lengths) <= MOST_AT_ONCE * seen.batch_size:
         seen = _rather_all(setting, candidate, seen)
     share = seen.kv_on_gpu if setting.splits_kv else None

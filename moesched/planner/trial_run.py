@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -17,7 +19,7 @@ from moesched.runs.ranks import Rank
 from moesched.runs.virtual_run import VirtualRun
 from moesched.seams import Observer, Policy
 from moesched.steps.plan import Plan
-from moesched.tasks import Task
+from moesched.tasks import Lane, Task
 from moesched.trace import Recorder
 
 MOST_STEPS = 5
@@ -48,7 +50,7 @@ class TrialRun(msgspec.Struct, frozen=True):
     layers: int
     tasks: int
 
-    def times(self, factor: float) -> TrialRun:
+    def scaled(self, factor: float) -> TrialRun:
         """The figures of a model with `factor` times as many layers; the rest, such as utilization, stays the same."""
         return replace(
             self,
@@ -114,8 +116,10 @@ def trial_run(
         prefill_seconds=(ends[0] - generation.loaded) / 1e9,
         first_token_seconds=(fmean(generation.first_tokens.values()) - generation.loaded) / 1e9,
         step_seconds=(window[-1] - window[0]) / 1e9 / count,
-        utilization={name: spans.share(name, window[0], window[-1]) for name in run.lanes},
-        prefill_utilization={name: spans.share(name, generation.loaded, ends[0]) for name in run.lanes},
+        utilization={name: spans.share(lane, window[0], window[-1]) for name, lane in run.lanes.items()},
+        prefill_utilization={
+            name: spans.share(lane, generation.loaded, ends[0]) for name, lane in run.lanes.items()
+        },
         prefill=(generation.loaded, ends[0]),
         decode=(window[0], window[-1]),
         steps=count,
@@ -139,18 +143,24 @@ class _Spans:
     """Observer that keeps the times at which each lane was busy."""
 
     def __init__(self) -> None:
-        self._spans: dict[str, list[tuple[int, int]]] = {}
+        self._times: defaultdict[Lane, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        """The starts of each lane's tasks, and their ends, in order."""
 
     def ended(self, task: Task) -> None:
-        self._spans.setdefault(task.lane.name, []).append((task.start, task.end))
+        starts, ends = self._times[task.lane]
+        starts.append(task.start)
+        ends.append(task.end)
 
     @property
     def count(self) -> int:
         """Number of tasks that ran."""
-        return sum(map(len, self._spans.values()))
+        return sum(len(ends) for _, ends in self._times.values())
 
-    def share(self, lane: str, start: int, end: int) -> float:
+    def share(self, lane: Lane, start: int, end: int) -> float:
         """The share of an interval in which the lane was busy."""
-        spans = self._spans.get(lane, [])
-        busy = sum(max(0, min(last, end) - max(first, start)) for first, last in spans)
-        return busy / (end - start) if end > start else 0.0
+        starts, ends = self._times[lane]
+        first, last = bisect_right(ends, start), bisect_left(starts, end)
+        if first >= last:
+            return 0.0
+        outside = max(0, start - starts[first]) + max(0, ends[last - 1] - end)
+        return (sum(ends[first:last]) - sum(starts[first:last]) - outside) / (end - start)

@@ -61,11 +61,10 @@ class Batch(msgspec.Struct, frozen=True):
             ]
         return [cached_tokens_of_beams(prompts[request], new_tokens, beams) for request in requests]
 
-    def longest_at_end(self, requests: Iterable[int]) -> int:
-        """Tokens of these requests in the KV cache at the end of the generation, if beams shared no blocks."""
-        return self.beams * sum(
-            cached_tokens(self.prompts[request] + self.new_tokens) for request in requests
-        )
+    def longest_at_end(self, requests: Iterable[int]) -> list[int]:
+        """Tokens of each of these requests in the KV cache at the end, if beams shared no blocks."""
+        beams, new_tokens = self.beams, self.new_tokens
+        return [beams * cached_tokens(self.prompts[request] + new_tokens) for request in requests]
 
     def sequences(self, requests: Sequence[int]) -> int:
         """Number of sequences of these requests in decode."""

@@ -208,7 +208,7 @@ class Reservations(ReadOnly):
     def _layer_caches(self) -> tuple[int, ...]:
         """For each micro-batch, the bytes of the largest KV cache of any layer at the end of the generation."""
         batch, kinds = self._batch, self._operations.kinds.values()
-        longest = [[batch.longest_at_end((each,)) for each in requests] for requests in batch.micro_batches]
+        longest = map(batch.longest_at_end, batch.micro_batches)
         return tuple(max(kind.held_bytes(each, batch.beams) for kind in kinds) for each in longest)
 
     def cache_bytes(self, micro_batches: Iterable[int], layers: Iterable[int]) -> int:

@@ -107,7 +107,7 @@ def generation_claims(paper: Paper, rows: Rows, setting: str, flexgen_sizes_by: 
 
 def planned(setting: Setting, policy: str) -> Predicted:
     """Predict with the sizes that our planner finds."""
-    seen = Candidate(policy, setting).look()
+    seen = Candidate(policy, setting).search()
     bound_by = max(seen.trial_run.utilization, key=seen.trial_run.utilization.__getitem__)
     return Predicted(
         tokens_per_second=seen.throughput,
