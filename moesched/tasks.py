@@ -232,6 +232,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
     `deps` are the ids of the tasks that it waits for; it needs the results of the first `inputs` of them.
     `followers` are the tasks that wait for it; None once it has settled. `device_edges` are what its device enforces.
     `taken` is when its lane took it, on real hardware: the time until `start` goes into waking a thread.
+    `launched` is when the last of its kernels was launched, on a stream; the host still launched them until then.
     `code` and `instruction` say which line of the policy submitted it; None where no verb did.
     `ranges` are the rows of an expert's task that has a part of a micro-batch's rows, or the rows of several
     micro-batches; the latter has no `micro_batch` of its own.
@@ -262,6 +263,7 @@ class Task(msgspec.Struct, eq=False, gc=False):
     code: CodeType | None = None
     instruction: int = -1
     taken: int = -1
+    launched: int = -1
     ranges: tuple[RowRange, ...] = ()
 
     def __await__(self) -> Generator[Task, Any, Any]:

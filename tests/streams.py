@@ -51,12 +51,14 @@ class FakeStreams:
         self._queues: dict[Lane, queue.SimpleQueue[Operation | None]] = {}
         self._operations: dict[Task, Operation] = {}
         self.issued: list[str] = []
+        self.after_issue: Callable[[], object] = lambda: None
 
     def issue(self, task: Task, after: list[Task]) -> Operation:
         self.issued.append(task.label)
         operation = self._operation(lambda: self._execute(task), [self._operations[other] for other in after])
         self._operations[task] = operation
         self._stream(task.lane).put(operation)
+        self.after_issue()
         return operation
 
     def close(self) -> None:

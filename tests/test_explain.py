@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from commands import SIMULATE, refused
 from moesched.analysis.explanation import Explanation, explain
-from moesched.analysis.explanation_tables import bottleneck_in_words
+from moesched.analysis.explanation_tables import bottleneck_in_words, tables_of
 from moesched.engine import Engine
 from moesched.errors import BadInput
 from moesched.models.layout import Page
 from moesched.tasks import Block, Lane, PageTransfer, Work
-from moesched.trace import About, Recorder, Recording
+from moesched.trace import About, Recorder, Recording, read_trace, write_trace
 from runs import FORTY_PERCENT, realtime_run, virtual_run
 from traces import ranks_that_meet, run_graph, run_ranks, task
 
@@ -123,6 +123,25 @@ def test_overlap_and_time_alone_are_those_of_the_lanes() -> None:
     told = explained("link: fetch 30; gpu: kernel 100")
     assert told.overlap == pytest.approx(1.3)
     assert [lane.alone_seconds for lane in told.lanes.values()] == pytest.approx([0.0, 70e-9])
+
+
+def test_a_stream_that_waits_for_launches_is_told_from_one_that_computes(tmp_path: Path) -> None:
+    def submit(engine: Engine) -> None:
+        for verb in ("attention", "experts"):
+            engine.submit(task(engine.lanes[0], verb, 50))
+
+    recording = run_graph(submit, ["gpu"])
+    recording.slices[1].launching = 45
+    write_trace(tmp_path / "trace.json", recording, ABOUT)
+    told = explain(read_trace(tmp_path / "trace.json").recording, ABOUT)
+    assert told.lanes["gpu"].launching_seconds == pytest.approx(45e-9)
+    assert tables_of(told)["Lanes"].columns[3:] == ["busy", "launching", "idle"]
+    assert told.bottleneck is not None
+    assert "launched kernels" not in bottleneck_in_words(told, told.bottleneck)
+    recording.slices[0].launching = 30
+    told = explain(recording, ABOUT)
+    assert told.bottleneck is not None
+    assert "In 75% of that the host still launched kernels" in bottleneck_in_words(told, told.bottleneck)
 
 
 @given(

@@ -95,6 +95,29 @@ def test_a_task_is_issued_behind_one_that_still_runs_on_another_stream(rigs: Cal
     assert [verb for verb in rig.ran if verb in ("fetch", "kernel")] == ["fetch", "kernel"]
 
 
+def test_a_task_that_runs_while_its_kernels_are_launched_says_until_when(rigs: Callable[..., Rig]) -> None:
+    began, launched = threading.Event(), threading.Event()
+
+    def execute(task: Task) -> None:
+        if task.verb == "kernel":
+            began.set()
+            launched.wait()
+
+    rig = rigs(execute)
+    rig.streams.after_issue = began.wait
+
+    async def main() -> Task:
+        kernel = rig.kernel("kernel", [], [])
+        while kernel.launched < 0:
+            await rig.on_host("look", [], [])
+        launched.set()
+        await kernel
+        return kernel
+
+    kernel = rig.run(main())
+    assert kernel.start < kernel.launched < kernel.end
+
+
 def test_the_value_of_a_stream_task_can_be_awaited(rigs: Callable[..., Rig]) -> None:
     rig = rigs(lambda task: task.verb.upper())
 

@@ -14,6 +14,9 @@ SHOWN_PARTS = 8
 
 SHOWN_SPANS = 5
 
+MOSTLY = 0.5
+"""Share of a lane's busy time above which it is said to be bound by the host, which launches its kernels."""
+
 OF_THE_POLICY = ("policy", "router")
 """Causes of a bottleneck that are shown with the policy's line."""
 
@@ -72,7 +75,8 @@ def bottleneck_in_words(explanation: Explanation, bottleneck: Bottleneck) -> str
     elif (spent := format_seconds(bottleneck.kind_seconds)) != format_seconds(bottleneck.seconds):
         what = bottleneck.lane if bottleneck.cause in OF_A_LANE else f"{what} and others"
         others = f", {spent} of it {bottleneck.kind}"
-    busy = explanation.lanes[bottleneck.lane].busy_seconds / explanation.seconds
+    lane = explanation.lanes[bottleneck.lane]
+    busy = lane.busy_seconds / explanation.seconds
     took = f"{format_seconds(bottleneck.seconds)} of the critical path ({bottleneck.share:.0%})"
     line = ""
     if bottleneck.line and bottleneck.cause in OF_THE_POLICY:
@@ -80,12 +84,17 @@ def bottleneck_in_words(explanation: Explanation, bottleneck: Bottleneck) -> str
     relief = ""
     if bottleneck.cause in RELIEFS:
         relief = f" {RELIEFS[bottleneck.cause]} would save {bottleneck.saved:.0%} of the time."
-    return f"{what}, {took}{others}.{relief} The lane is busy {busy:.0%} of the time.{line}"
+    launching = ""
+    if bottleneck.cause in OF_A_LANE and lane.launching_seconds > MOSTLY * lane.busy_seconds:
+        share = lane.launching_seconds / lane.busy_seconds
+        launching = f" In {share:.0%} of that the host still launched kernels: fewer launches would help."
+    return f"{what}, {took}{others}.{relief} The lane is busy {busy:.0%} of the time.{launching}{line}"
 
 
 def _lanes(explanation: Explanation) -> Table:
-    """Return the table of lanes: busy time, and causes of idle time."""
+    """Return the table of lanes: busy time, the part of it in which the host launched, and causes of idle time."""
     rows = []
+    launched = any(lane.launching_seconds for lane in explanation.lanes.values())
     for name, lane in explanation.lanes.items():
         waits: dict[str, float] = {}
         for each in lane.causes:
@@ -98,10 +107,12 @@ def _lanes(explanation: Explanation) -> Table:
                 ", ".join(shares),
                 _first(lane),
                 f"{lane.busy_seconds / explanation.seconds:.1%}",
+                *([f"{lane.launching_seconds / explanation.seconds:.1%}"] if launched else []),
                 format_seconds(lane.idle_seconds),
             ]
         )
-    return Table(["lane", "waits for", "most for", "busy", "idle"], rows, 2)
+    columns = ["lane", "waits for", "most for", "busy", *(["launching"] if launched else []), "idle"]
+    return Table(columns, rows, 3 if launched else 2)
 
 
 def _first(lane: LaneTime) -> str:

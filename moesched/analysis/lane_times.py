@@ -51,6 +51,7 @@ class LaneTime(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         alone_seconds: time in which this lane was busy and no other was.
+        launching_seconds: busy time in which the host still launched the task's kernels; 0 if the lane is no stream.
         causes: idle time by cause, largest first; the causes add up to all idle time.
         longest: the longest idle spans, longest first, without the one after the lane's last task.
     """
@@ -59,6 +60,7 @@ class LaneTime(msgspec.Struct, frozen=True, kw_only=True):
     busy_seconds: float
     idle_seconds: float
     alone_seconds: float
+    launching_seconds: float
     causes: list[CauseTime]
     longest: list[Span]
 
@@ -110,9 +112,11 @@ def lane_times(
     """Return the busy and idle time of each lane, by title; `alone`: nanoseconds of each as the only busy lane."""
     spans = idle_spans(recording, waits)
     busy = dict.fromkeys(recording.lanes, 0)
+    launching = dict.fromkeys(recording.lanes, 0)
     tasks = dict.fromkeys(recording.lanes, 0)
     for each in recording.slices:
         busy[each.lane] += each.end - each.start
+        launching[each.lane] += each.launching
         tasks[each.lane] += 1
     return {
         title: LaneTime(
@@ -120,6 +124,7 @@ def lane_times(
             busy_seconds=busy[lane] / 1e9,
             idle_seconds=sum(span.end - span.start for span in spans[lane]) / 1e9,
             alone_seconds=alone[lane] / 1e9,
+            launching_seconds=launching[lane] / 1e9,
             causes=_causes(recording, spans[lane]),
             longest=_longest(recording, spans[lane]),
         )

@@ -272,6 +272,7 @@ class StreamRunner:
                 with self._driver.lock:
                     following = self._driver.complete(task, None, raised, self)
                 continue
+            task.launched = self._driver.clock() - self._driver.origin
             with self._driver.lock:
                 self._running.append((task, issued))
                 following = self._driver.issued(task, self)

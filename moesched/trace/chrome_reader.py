@@ -64,7 +64,7 @@ class SliceArgs(
     frozen=True,
     gc=False,
     kw_only=True,
-    rename={"dispatch": "dispatch_ns", "submit_delay": "submit_delay_ns"},
+    rename={"dispatch": "dispatch_ns", "launching": "launching_ns", "submit_delay": "submit_delay_ns"},
 ):
     """All args of a slice: of its task without label and verb, the tasks that it depends on, then those of `Slice`."""
 
@@ -76,6 +76,7 @@ class SliceArgs(
     line: str = ""
     awaited_at: int = -1
     dispatch: int = 0
+    launching: int = 0
     submit_delay: int = -1
     experts: dict[int, int] | None = None
 

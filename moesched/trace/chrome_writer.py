@@ -229,6 +229,8 @@ def _slices(run: _Shown) -> Iterator[str]:
             rates += f',"awaited_at":{each.awaited_at}'
         if each.dispatch:
             rates += f',"dispatch_ns":{each.dispatch}'
+        if each.launching:
+            rates += f',"launching_ns":{each.launching}'
         if each.submit_delay >= 0:
             rates += f',"submit_delay_ns":{each.submit_delay}'
         if each.experts is not None:

@@ -130,6 +130,7 @@ def _slice(task: Task, lane: LaneName, descriptions: Descriptions) -> Slice:
         task.ticket if isinstance(task, Collective) else -1,
         descriptions.line_of(task),
         dispatch=task.start - task.taken if task.taken >= 0 and task.lane.domain is None else 0,
+        launching=max(0, min(task.launched, task.end) - task.start),
         experts=dict(task.value) if isinstance(task, Decision) and isinstance(task.value, Mapping) else None,
     )
 
