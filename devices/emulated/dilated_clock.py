@@ -49,9 +49,9 @@ class DilatedClock:
 
 
 class Pace:
-    """Sets the clock's dilation: that of prefill first, that of decode once all prompts were sampled.
+    """Sets the clock's dilation: first that of prefill, and that of decode once every prompt has its first token.
 
-    prompts: number of prefill chunks at whose end tokens are sampled.
+    prompts: number of prefill chunks that end with the sampling of a token.
     """
 
     def __init__(self, time: DilatedClock, dilations: Dilations, prompts: int) -> None:

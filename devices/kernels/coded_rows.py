@@ -23,7 +23,7 @@ class CodedKernel(TorchKernel):
     takes = f"weights in {', '.join(sorted(CODED))} on the CPU"
 
     def refusal(self, case: Case) -> str:
-        """Refuse other devices, and matrices without a coded block."""
+        """A reason to refuse other devices, and matrices without a coded block; empty for other cases."""
         if case.device != "cpu":
             return "it is for the CPU"
         return "" if case.formats & CODED else "it reads coded matrices"

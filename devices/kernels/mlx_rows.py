@@ -139,7 +139,7 @@ class GatheredExperts(MlxKernel):
     independent = True
 
     def refusal(self, case: Case) -> str:
-        """Refuse bfloat16 on a CPU."""
+        """A reason to refuse bfloat16 on a CPU; empty for other cases."""
         return _not_gathered(case)
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:
@@ -186,7 +186,7 @@ class MlxMoELayer(MlxKernel):
     takes = "experts in one stack, as `mlx gathered` does"
 
     def refusal(self, case: Case) -> str:
-        """Refuse experts in several stacks, and bfloat16 on a CPU."""
+        """A reason to refuse experts in several stacks, and bfloat16 on a CPU; empty for other cases."""
         return _not_gathered(case) if STACK in case.formats else "it takes experts in one stack"
 
     def bind(self, case: Case, weights: Arrays, memory: object) -> Bound:

@@ -62,7 +62,7 @@ class PlainKernel(TorchKernel):
     takes = "plain weights"
 
     def refusal(self, case: Case) -> str:
-        """Refuse coded weights."""
+        """A reason to refuse coded weights; empty for other cases."""
         return "it reads plain weights" if case.formats & CODED else ""
 
 
@@ -280,7 +280,7 @@ class TorchGreedy(TorchKernel):
     takes = "everything on GPUs"
 
     def refusal(self, case: Case) -> str:
-        """Refuse logits on the CPU, where `sample` finds the largest."""
+        """A reason to refuse logits on the CPU, where `sample` finds the largest; empty for other cases."""
         return "it is for logits that are not on the host" if case.device == "cpu" else ""
 
     def bind(self, case: Case, weights: Weights, memory: Any) -> Bound:

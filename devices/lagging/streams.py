@@ -157,7 +157,7 @@ class LaggingEvent:
             return self.happened >= self.recorded
 
     def happen(self, version: int, nanoseconds: int) -> None:
-        """Note that the event's recording `version` happened at this time."""
+        """Note that the stream reached recording number `version` of the event at a time in nanoseconds."""
         self.happened, self._nanoseconds = version, nanoseconds
 
     def elapsed_time(self, end: LaggingEvent) -> float:

@@ -163,8 +163,8 @@ class MlxDevice:
     def stand_by(self) -> int:
         """Touch every array of weights, so that Metal keeps them wired between batches; returns the number of arrays.
 
-        This is the standby calculation between requests of RACS'24, section 4.2, which sums all weights: the driver
-        wires a whole array for one element of it.
+        RACS'24 (section 4.2) does this between requests by a sum over all weights. One element of an array is enough,
+        since the driver wires whole arrays.
         """
         return self._thread.call(self._weights.touch)
 

@@ -83,7 +83,7 @@ class MlxWeights:
         self.globals = {}
 
     def load(self, task: PageTransfer) -> None:
-        """Read resident pages that are not in memory yet."""
+        """Read the task's pages, which stay in memory; those already there are skipped."""
         for page in task.pages:
             key = self._key_of.get(page.id)
             if key is not None:
@@ -183,5 +183,5 @@ def _is_router(name: str) -> bool:
 
 
 def one_item(array: Array) -> Array:
-    """The first item of an array, for arrays with more items than a dimension can have."""
+    """The first item of an array, without flattening it: a dimension cannot have the items of a large one."""
     return array[(0,) * array.ndim]

@@ -16,7 +16,7 @@ class GlobalWeights(NamedTuple):
     """The weights that are in no page, on the accelerator.
 
     Attributes:
-        head: the last norm, and the LM head as row blocks: one for each core that may share them.
+        head: the last norm, and the LM head in row blocks, one for each core that computes logits.
     """
 
     embedding: Weights

@@ -96,7 +96,7 @@ class StreamClock:
         return host
 
     def _following(self, last: Zero) -> Zero:
-        """The next zero; its rate is chosen so that the last zero's error is corrected within a period."""
+        """The reference event after `last`; its rate makes up for the error of `last` within a period."""
         event, read = self._recorded()
         passed = last.event.elapsed_time(event) * 1e6
         host = last.host + passed * last.rate

@@ -72,10 +72,10 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: name of the extent in the machine's description.
-        batches: batches of small and of large micro-batches: a device chooses kernels, and the order of weights in
-            memory, by the largest micro-batch of a batch.
+        batches: batches of small and of large micro-batches, since a device chooses kernels, and the order of weights
+            in memory, by the largest micro-batch of a batch.
         runs: runs of the small models by dtype; costs in dtypes without runs are scaled from bfloat16.
-        repeats: the most measurements that are repeated because other processes were busy.
+        repeats: how many measurements at most are repeated because other processes were busy.
     """
 
     name: str

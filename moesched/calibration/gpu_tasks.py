@@ -98,10 +98,10 @@ class GpuTasks:
     def points(self, running: Callable[[Work], float]) -> list[CostPoint]:
         """Return dispatch times as points of the cost table: medians over the tasks of a run, then over runs.
 
-        Of several groups of tasks for one point, the fastest counts, since the others also waited for something else.
+        Where tasks on several resources measure one point, the fastest count: the others waited for something, too.
 
         Args:
-            running: seconds that a work of the host or of a link takes once it has started.
+            running: returns the seconds that a work of the host or of a link takes once it has started.
         """
         found: dict[Alike, list[tuple[float, float]]] = {}
         for alike in self._runs:

@@ -238,9 +238,9 @@ class Edges:
         self._reach: list[int] = []
 
     def needed(self, tasks: Sequence[Task]) -> list[tuple[int, ...]]:
-        """Return, for each task of the next step, the distances back to the tasks that it must wait for, nearest first.
+        """Return, for each task of the next step, how many tasks before it those are that it must wait for.
 
-        On an in-order lane, each task also has an edge to the task before it on that lane.
+        The nearest comes first. On an in-order lane, each task also waits for the task before it on that lane.
         """
         before = [self._before(task) for task in tasks]
         first = tasks[0].id if tasks else self._first

@@ -19,7 +19,7 @@ def cost_model(machine: Machine, dtype: str, levels: Levels = NO_LEVELS) -> Cost
 
     Args:
         dtype: dtype that the model computes in.
-        levels: by group, rates at the low or high end of their estimates instead of the expected figure.
+        levels: for groups of rates, by name, the low or the high end of their estimates instead of the expected figure.
     """
     if not machine.cost_table:
         return Roofline(machine, dtype, levels)

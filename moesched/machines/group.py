@@ -14,7 +14,7 @@ from moesched.machines import AcceleratorGroup, Link, Machine
 
 
 def numbered(name: str, number: int) -> str:
-    """Return the name that belongs to accelerator `number` for a name of the first: "gpu", "gpu 1", "gpu 2"."""
+    """Return the name for accelerator `number`, counted from 0, of what the first calls `name`: "gpu", "gpu 1", ..."""
     return f"{name} {number}" if number else name
 
 

@@ -184,11 +184,11 @@ class CostPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The time of one operation, alone on the machine.
 
     Attributes:
-        operation: name of the operation, as in `WorkPart.operation`; on a machine with a GPU "product", or "dispatch"
-            and the kind of a task, as in `Work.kind`.
+        operation: as in `WorkPart.operation`; on a machine with a GPU also "product", or "dispatch" followed by a
+            `Work.kind`.
         size: bytes of weights; bytes moved where there are no weights; FLOPs of a prompt's attention; bytes of a KV
             head in a decode step's attention.
-        seconds: time of the operation; of the dispatch of a copy, the time beyond that of its link.
+        seconds: time of the operation; of a copy's dispatch, the time in addition to that of its link.
         dtype: dtype of weights and activations; empty if it does not matter.
         rows: rows that the weights are multiplied with; the number of reads or transfers of that size; the number of
             KV heads of a decode step's attention; the number of calls that a task's dispatch makes.

@@ -32,10 +32,10 @@ class Roofline:
         self._slowed = slowed_beside(machine)
 
     def work(self, work: Work) -> Demand:
-        """Return the time of a work alone, and the share of each resource that it uses.
+        """Return the time that a work takes while nothing else runs, and the share of each resource that it uses.
 
         Raises:
-            BadInput: the machine has no such resource, or no rate for this dtype.
+            BadInput: the machine lacks the work's resource, or a rate of it for this dtype.
         """
         processor = self.machine.processors.get(work.resource)
         if processor is not None:

@@ -28,7 +28,7 @@ def within_lock_limit(machine: Machine, budgets: Mapping[str, int]) -> Machine:
 
 
 def staged(machine: Machine, limit: int | str, *, ring: bool = True) -> Machine:
-    """Return the machine with limited page-locked memory, in the role `pinned`, through which pages pass.
+    """Return the machine with limited page-locked memory: it has the role `pinned`, and pages pass through it.
 
     Args:
         limit: bytes of page-locked memory, as a number or text such as "16GB".
@@ -38,7 +38,7 @@ def staged(machine: Machine, limit: int | str, *, ring: bool = True) -> Machine:
 
     Raises:
         BadInput: accelerator and host share a memory, memory is staged already, the machine does not say how fast its
-            host copies, or the limit is 0 or more than the host's memory.
+            host copies, or the limit is 0, or exceeds the host's memory.
     """
     if not machine.page_locked:
         problem = "one memory for all" if machine.unified else f"{machine.roles.pinned} memory already"

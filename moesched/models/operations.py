@@ -275,7 +275,7 @@ class Operations(AttentionOperations, ExpertOperations):
         return Amount(0, moved, (WorkPart("embed", moved),))
 
     def embed(self, tokens: int) -> Amount:
-        """Look up rows of the embedding."""
+        """Lookup of the embeddings of `tokens` tokens."""
         moved = 2 * tokens * self.hidden_bytes
         return Amount(0, moved, (WorkPart("embed", moved),))
 

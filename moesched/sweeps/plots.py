@@ -69,7 +69,7 @@ def draw_sweep(path: Path, picture: Picture, lines: Sequence[Line], axes: Axes, 
     """Draw a picture of a sweep's points, as a .png or .svg file.
 
     Raises:
-        BadInput: no point has both figures, or the file cannot be written.
+        BadInput: no point has a figure for each axis of the picture, or the file cannot be written.
     """
     shown = [line for line in lines if None not in _position(line, picture, figures)]
     if not shown:

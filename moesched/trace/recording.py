@@ -80,8 +80,8 @@ class Slice(msgspec.Struct, gc=False):
         line: the line of the policy that submitted it, as file:line.
         awaited_at: number of tasks submitted before the policy had to wait for this one; -1 if it never had to.
         dispatch: time from the lane's receipt of the task to its start, in which the thread of the lane wakes up.
-        launching: time from a stream's task's start until the host had launched its last kernel, in which the stream may
-            have waited for the host.
+        launching: time from the start of a stream's task until the host had launched its last kernel, in which the
+            stream may have waited for the host.
         submit_delay: time in which the lane was idle until the policy submitted the task, counted from the end of the
             task that the policy awaited last, or from the previous such submission; -1 if the lane was not idle.
         experts: the experts that a router or a preview chose, with the number of rows of each; None for other tasks.

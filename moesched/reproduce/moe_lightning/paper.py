@@ -79,7 +79,7 @@ class ArtifactRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ArtifactRuns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The runs of one system, by generated tokens."""
+    """Runs of one system in the paper's artifact, one for each number of generated tokens."""
 
     system: str
     setting: str

@@ -60,7 +60,7 @@ def search(bench: Bench, prompt: int, width: int, new_tokens: int) -> float:
 
 
 def _dense_on_host(bench: Bench, tokens: int) -> float:
-    """Extra seconds of projections and routers on the CPU."""
+    """Seconds that projections and routers take longer on the CPU, in all layers that are not on the GPU."""
     operations, machine = Operations(bench.config, bench.layout.dtype), bench.machine
     cost = cost_model(machine, bench.layout.dtype)
 

@@ -47,7 +47,7 @@ class StepFacts(ReadOnly):
 
     @property
     def index(self) -> int:
-        """The number of the step: of one batch, 0 for prefill, then 1, 2, ... for the decode steps."""
+        """The number of the step in its batch: 0 for prefill, then 1, 2, ... for the decode steps."""
         return self._number
 
 

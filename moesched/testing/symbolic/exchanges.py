@@ -65,13 +65,13 @@ class Exchanges:
             data.write(key, self._board.posted(task)[0])
 
     def route_for_all(self, task: Task, data: Access) -> Mapping[int, int]:
-        """Route on the first node, and post the rows."""
+        """Route tokens on the first node, post its rows for the others; returns the rows of each expert."""
         routed = self._experts.route(task, data)
         self._post(task, ROWS, data.writes["normed", task.micro_batch])
         return routed
 
     def sample_for_all(self, task: Task, data: Access) -> list[int]:
-        """Sample on the first node, and post the tokens."""
+        """Sample on the first node, and post the tokens for the others; returns them."""
         tokens = self._experts.sample(task, data)
         self._post(task, TOKENS, tokens)
         return tokens
