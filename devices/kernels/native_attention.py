@@ -49,7 +49,7 @@ class NativeDecodeAttention(NativeAttentionKernel):
     uses_memory = True
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse prompts, other devices than the CPU, and dtypes that the library lacks; empty for other cases."""
+        """A reason to refuse prompts, devices but the CPU, and dtypes that the library lacks; else empty."""
         if case.device != "cpu":
             return "it is for the CPU"
         if self._dtype not in DTYPES:
@@ -97,7 +97,7 @@ class NativePromptAttention(NativeAttentionKernel):
         return super().problem() or (None if best == PROMPT_INSTRUCTIONS else f"this processor has {best}")
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse other devices than the CPU, and dtypes and head sizes that the library lacks; empty for other cases."""
+        """A reason to refuse devices but the CPU, and dtypes and head sizes that the library lacks; else empty."""
         if case.device != "cpu":
             return "it is for the CPU"
         if case.dtype != "bfloat16":

@@ -47,7 +47,7 @@ class NativeKernel(Kernel):
         return why_unusable() or None
 
     def refusal(self, case: Case) -> str:
-        """A reason to refuse what the library lacks, and many rows, for which torch is faster; empty for other cases."""
+        """A reason to refuse what the library lacks, and many rows, for which torch is faster; else empty."""
         if case.device != "cpu":
             return "it is for the CPU"
         if case.dtype != "bfloat16":
