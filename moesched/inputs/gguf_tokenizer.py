@@ -21,29 +21,37 @@ class WordRule(NamedTuple):
     """A rule that cuts text into words, inside which bytes are merged.
 
     Attributes:
-        pattern: matches a word; empty for that of GPT-2.
+        patterns: match words; each one cuts what the ones before it left.
         composes: whether accents are joined with their letters first (Unicode's NFC).
         whole_words: whether a word that is a token is not divided, whatever the merges say.
+        has_first: whether texts begin with the vocabulary's first token of a text, if the metadata do not say.
     """
 
-    pattern: str = ""
+    patterns: tuple[str, ...]
     composes: bool = False
     whole_words: bool = False
+    has_first: bool = False
 
 
+_GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN_2 = _LLAMA_3.replace("{1,3}", "")
+_DIGIT = r"\p{N}"
 
 WORD_RULES: Mapping[str, WordRule] = MappingProxyType(
     {
-        "gpt-2": WordRule(),
-        "olmo": WordRule(),
-        "llama-bpe": WordRule(_LLAMA_3, whole_words=True),
-        "dbrx": WordRule(_LLAMA_3),
-        "qwen2": WordRule(_QWEN_2, composes=True),
+        "gpt-2": WordRule((_GPT_2,)),
+        "mpt": WordRule((_GPT_2,)),
+        "olmo": WordRule((_GPT_2,)),
+        "command-r": WordRule((_DIGIT, _GPT_2)),
+        "refact": WordRule((_DIGIT, _GPT_2)),
+        "starcoder": WordRule((_DIGIT, _GPT_2)),
+        "llama-bpe": WordRule((_LLAMA_3,), whole_words=True, has_first=True),
+        "dbrx": WordRule((_LLAMA_3,)),
+        "qwen2": WordRule((_QWEN_2,), composes=True),
     }
 )
 """Rules by their name in files, `tokenizer.ggml.pre`."""
@@ -94,8 +102,8 @@ def _byte_pairs(path: Path, vocabulary: Vocabulary, ids: dict[str, int]) -> Any:
     made = Tokenizer(models.BPE(ids, merges, ignore_merges=rule.whole_words))
     if rule.composes:
         made.normalizer = normalizers.NFC()
-    words = [pre_tokenizers.Split(Regex(rule.pattern), "isolated")] if rule.pattern else []
-    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rule.pattern)
+    words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([*words, in_bytes])
     made.decoder = decoders.ByteLevel()
     return made
@@ -180,7 +188,7 @@ def _add_ends(made: Any, vocabulary: Vocabulary) -> None:
 
     begins = vocabulary.add_bos_token
     if begins is None:
-        begins = vocabulary.model == SENTENCE_PIECE
+        begins = vocabulary.model == SENTENCE_PIECE or WORD_RULES[vocabulary.pre or ""].has_first
     first = vocabulary.bos_token_id if begins else None
     last = vocabulary.eos_token_id if vocabulary.add_eos_token else None
     ends = {name: token for name, token in (("first", first), ("last", last)) if token is not None}
