@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from benchmarks.shared.gguf_files import quantized, write_gguf
+from benchmarks.shared.gguf_files import TypeOf, q4_k_m, quantized, write_gguf
 from benchmarks.shared.random_models import hugging_face_logits
 from benchmarks.shared.small_runs import ONE_MEMORY, generate, same_bits
 from gguf_models import gguf_model, unpacked_model
@@ -25,28 +25,33 @@ from stored_checkpoints import content
 WHOLE_ROWS = MIXTRAL.varied(
     layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=32, window=None
 )
+K_QUANTS = WHOLE_ROWS.varied(hidden=256, intermediate=256, heads=8)
 MODELS = {
-    "mixtral in Q8_0": (WHOLE_ROWS, Type.Q8_0),
-    "mixtral in F32": (MIXTRAL, Type.F32),
+    "mixtral in Q4_K_M": (K_QUANTS, q4_k_m),
+    "mixtral in Q8_0": (WHOLE_ROWS, quantized(Type.Q8_0)),
+    "mixtral in F32": (MIXTRAL, quantized(Type.F32)),
     "llama in F16": (
         MIXTRAL.varied(name="llama", layers=2, experts=1, top_k=1, window=None, form="llama"),
-        Type.F16,
+        quantized(Type.F16),
     ),
     "qwen3moe in BF16": (
         MIXTRAL.varied(name="qwen", layers=2, qk_norm="head", tied_embeddings=True, form="qwen3_moe"),
-        Type.BF16,
+        quantized(Type.BF16),
     ),
-    "olmoe in Q8_0": (OLMOE.varied(layers=2, hidden=64, heads=4, head_dim=16, intermediate=32), Type.Q8_0),
-    "dbrx in F32": (DBRX.varied(layers=2), Type.F32),
+    "olmoe in Q8_0": (
+        OLMOE.varied(layers=2, hidden=64, heads=4, head_dim=16, intermediate=32),
+        quantized(Type.Q8_0),
+    ),
+    "dbrx in F32": (DBRX.varied(layers=2), quantized(Type.F32)),
 }
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_logits_are_those_of_hugging_face_with_the_unpacked_weights(
-    model: tuple[ModelConfig, Type], tmp_path: Path
+    model: tuple[ModelConfig, TypeOf], tmp_path: Path
 ) -> None:
-    config, kind = model
-    file = gguf_model(config, tmp_path, quantized(kind))
+    config, type_of = model
+    file = gguf_model(config, tmp_path, type_of)
     checkpoint = open_checkpoint(file)
     device = TorchDevice(checkpoint, weight_layout(checkpoint.config, "float32"), keep_logits=True)
     ours = generate(device, make_policy("resident"), ONE_MEMORY, PROMPTS, new_tokens=4, micro_batch_size=2)

@@ -14,7 +14,9 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from moesched.models.architectures.architecture import Stored
 from moesched.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from moesched.models.config import ModelConfig
+from moesched.models.encoding import encoded
 from moesched.models.gguf.families import GGUF_FAMILIES, gguf_tensors
+from moesched.models.gguf.types import TENSOR_TYPES
 from moesched.models.layers import Shape
 
 Values = npt.NDArray[np.float32]
@@ -46,6 +48,14 @@ def quantized(kind: GGMLQuantizationType) -> TypeOf:
     return type_of
 
 
+def q4_k_m(name: str, shape: Shape) -> GGMLQuantizationType:
+    """Types as in files of Q4_K_M: every other layer's value and down matrices, and the LM head, keep more bits."""
+    favoured = name == "output.weight" or (
+        ("attn_v" in name or "ffn_down" in name) and int(name.split(".")[1]) % 2 == 0
+    )
+    return quantized(GGMLQuantizationType.Q6_K if favoured else GGMLQuantizationType.Q4_K)(name, shape)
+
+
 def gguf_of(model: Path) -> Path:
     """The GGUF file of a model, in this environment's folder; written now if there is none."""
     file = Path(sys.prefix) / f"{model.name}.gguf"
@@ -74,7 +84,7 @@ def write_gguf(
     describe(writer)
     for stored, values in tensors(checkpoint):
         kind = type_of(stored.name, values.shape)
-        writer.add_tensor(stored.name, quants.quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(stored.name, _packed(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -112,6 +122,15 @@ def interleaved(matrix: Values, head_dim: int) -> Values:
     heads = matrix.shape[0] // head_dim
     halves = matrix.reshape(heads, 2, head_dim // 2, matrix.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(matrix.shape))
+
+
+def _packed(values: Values, kind: GGMLQuantizationType) -> npt.NDArray[Any]:
+    """Rows in the format of a type; llama.cpp's package unpacks k-quants, but does not write them."""
+    stored = TENSOR_TYPES[kind].stored
+    if stored is None or stored.factors is None:
+        packed: npt.NDArray[Any] = quants.quantize(values, kind)
+        return packed
+    return encoded(values.reshape(-1), stored).reshape(*values.shape[:-1], -1)
 
 
 def _describe(writer: Any, config: ModelConfig) -> None:

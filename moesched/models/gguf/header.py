@@ -250,9 +250,9 @@ def _read_entry(source: _Source, alignment: int) -> Entry:
 
 def _bytes_of(source: _Source, kind: TensorType, lengths: list[int]) -> int:
     row, *others = lengths
-    if row % kind.group:
-        raise source.broken(f"its rows have {row:,} weights, and blocks of {kind.name} have {kind.group}")
-    return row // kind.group * kind.block_bytes * math.prod(others)
+    if row % kind.block:
+        raise source.broken(f"its rows have {row:,} weights, and blocks of {kind.name} have {kind.block}")
+    return row // kind.block * kind.block_bytes * math.prod(others)
 
 
 def _require_apart(source: _Source, entries: Iterable[tuple[str, Entry]], start: int) -> None:

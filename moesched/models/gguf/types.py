@@ -13,12 +13,12 @@ class TensorType(NamedTuple):
     """A type of tensors, as ggml has it; rows are whole blocks.
 
     Attributes:
-        group: weights of a block.
+        block: weights of a block.
         block_bytes: bytes of a block.
     """
 
     name: str
-    group: int
+    block: int
     block_bytes: int
 
     @property
