@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from moesched.models.gguf.types import TENSOR_TYPES
 
 U32, F32, TEXT, ARRAY = 4, 6, 8, 9
 ALIGNMENT = 32
@@ -44,19 +48,34 @@ def reals(values: Sequence[float]) -> bytes:
     return struct.pack(f"<IIQ{len(values)}f", ARRAY, F32, len(values), *values)
 
 
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass
 class Tensor:
-    """A tensor of float32; its offset is where the one before it ends, unless it is given."""
+    """A tensor; its offset is where the one before it ends, unless it is given.
+
+    Attributes:
+        kind: number of its type; 0 is float32.
+    """
 
     name: str
     lengths: list[int]
     kind: int = 0
     offset: int | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Its bytes, as far as a file may have them."""
+        kind = TENSOR_TYPES.get(self.kind, TENSOR_TYPES[0])
+        nbytes = math.prod(self.lengths) // kind.block * kind.block_bytes
+        return nbytes if nbytes < 1 << 40 else 0
+
 
 @dataclass
 class Header:
-    """A header, and how many bytes follow it.
+    """A header; the weights after it are holes of the file.
 
     Attributes:
         keys: the metadata, each value with its type.
@@ -90,12 +109,9 @@ class Header:
             offset = end if each.offset is None else each.offset
             data += text(each.name) + struct.pack(f"<I{len(each.lengths)}Q", len(each.lengths), *each.lengths)
             data += struct.pack("<IQ", each.kind, offset)
-            size = 4
-            for length in each.lengths:
-                size *= length
-            end = -(-(end + size) // ALIGNMENT) * ALIGNMENT if size < 1 << 30 else end
-        data += bytes(-len(data) % ALIGNMENT + end)
-        file.write_bytes(data[: len(data) - self.missing])
+            end += aligned(each.nbytes)
+        file.write_bytes(data)
+        os.truncate(file, aligned(len(data)) + end - self.missing)
         return file
 
 

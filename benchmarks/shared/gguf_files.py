@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFWriter, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
 
 from moesched.models.architectures.architecture import Stored
 from moesched.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
@@ -18,6 +20,7 @@ from moesched.models.encoding import encoded
 from moesched.models.gguf.families import GGUF_FAMILIES, gguf_tensors
 from moesched.models.gguf.types import TENSOR_TYPES
 from moesched.models.layers import Shape
+from moesched.models.published import with_shapes
 
 Values = npt.NDArray[np.float32]
 TypeOf = Callable[[str, Shape], GGMLQuantizationType]
@@ -89,6 +92,30 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_sparse_gguf(
+    config: ModelConfig, file: Path, type_of: TypeOf, describe: Callable[[Any], None]
+) -> Path:
+    """Write a file with holes in place of its weights."""
+    writer = GGUFWriter(file, ARCHITECTURES[config.form])
+    _describe(writer, config)
+    describe(writer)
+    nbytes = 0
+    for name, stored in with_shapes(
+        config, gguf_tensors(GGUF_FAMILIES[ARCHITECTURES[config.form]], config)
+    ).items():
+        kind = type_of(name, stored.shape)
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        size = math.prod(stored.shape) // block * block_bytes
+        writer.add_tensor_info(name, stored.shape, np.dtype(np.float32), size, raw_dtype=kind)
+        nbytes += writer.ggml_pad(size, writer.data_alignment)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(file, writer.ggml_pad(file.stat().st_size, writer.data_alignment) + nbytes)
+    return file
 
 
 def tensors(checkpoint: Checkpoint) -> Iterator[tuple[Stored, Values]]:
