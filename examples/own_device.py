@@ -1,7 +1,7 @@
 """A device in numpy for machines with one memory, in float32. Written from `moesched.seams.Device` alone.
 
     python examples/own_device.py
-    moesched run MODEL_DIR --policy layer_streaming --dtype float32 --device examples/own_device.py:NumpyDevice
+    moesched run MODEL --policy layer_streaming --dtype float32 --device examples/own_device.py:NumpyDevice
 
 The first command checks the device's promises, and compares its tokens with those of the device `torch`.
 

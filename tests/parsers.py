@@ -15,6 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from clusters import cluster
+from gguf_headers import byte_pairs, mixtral
 from moesched.analysis.explanation import explain
 from moesched.analysis.sides import read_side, replayed_side
 from moesched.cluster.cluster_file import cluster_toml, load_cluster
@@ -23,7 +24,7 @@ from moesched.cluster.launch_env import rank_given
 from moesched.cluster.messages import JoinRequest, Refused, Unreadable, pack, read_launcher, read_node
 from moesched.errors import BadInput
 from moesched.inputs.prompts import encode_prompts, read_prompts
-from moesched.inputs.tokenizer import Tokenizer
+from moesched.inputs.tokenizer import Tokenizer, find_tokenizer
 from moesched.jobs.report import JobReport
 from moesched.jobs.simulate_model import simulate_model
 from moesched.machines import load_machine
@@ -147,6 +148,12 @@ def _header_copy(folder: Path) -> Path:
     return copy
 
 
+def _read_gguf(file: Path) -> None:
+    open_checkpoint(file)
+    if (tokenizer := find_tokenizer(file)) is not None:
+        tokenizer.decode(tokenizer.encode("a text, and " + "a" * 40))
+
+
 def _tokenizer(folder: Path) -> Path:
     return byte_tokenizer(folder)
 
@@ -268,6 +275,8 @@ PARSERS: dict[str, Parser] = {
         lambda folder: write(folder, published()) / "model.safetensors",
         lambda file: open_checkpoint(file.parent),
     ),
+    "GGUF, byte pairs": Parser(lambda folder: byte_pairs().write(folder / "m.gguf"), _read_gguf),
+    "GGUF, SentencePiece": Parser(lambda folder: mixtral().write(folder / "m.gguf"), _read_gguf),
     "tokenizer.json": Parser(_tokenizer, _read_tokenizer),
     "prompts": Parser(
         _text("prompts.jsonl", lambda: '{"prompt": "a text"}\n{"prompt_ids": [1, 2, 3]}\n'), _read_prompts

@@ -16,7 +16,7 @@ from benchmarks.gpu._claims import claims as bars
 from benchmarks.gpu._figures import of_run
 from benchmarks.gpu._peers import llama_cpp
 from benchmarks.gpu._policies import Case, in_turn
-from benchmarks.gpu._preparations import Preparation, Preparations, write_gguf, write_model
+from benchmarks.gpu._preparations import Preparation, Preparations, write_model
 from benchmarks.gpu._rows import IN_ORDER, PARTS, Bench, Places, Row, rows
 from benchmarks.gpu._sizes import FULL, SMALL, Sizes
 from benchmarks.record.results import RESULTS, stored
@@ -178,14 +178,6 @@ def test_llama_cpp_s_rates_are_read_batch_by_batch(tmp_path: Path) -> None:
     }
     with pytest.raises(RowFailed, match="llama-batched-bench ended with 1: no such device"):
         llama_cpp(program(tmp_path, "echo no such device >&2; exit 1"), tmp_path, (1,), 512, 32)
-
-
-def test_without_the_module_that_writes_gguf_files_its_row_says_what_to_install(
-    tmp_path: Path,
-) -> None:
-    write_model(SMALL.model, tmp_path / "model")
-    with pytest.raises(RowFailed, match="install gguf, or give --llama-source"):
-        write_gguf(tmp_path / "model", tmp_path, tmp_path / "model.gguf")
 
 
 # ---------------------------------------------------------------- figures and bars

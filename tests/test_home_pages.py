@@ -92,7 +92,7 @@ def layout(checkpoint: Checkpoint) -> WeightLayout:
 
 
 def weights_of(checkpoint: Checkpoint) -> Path:
-    (file,) = checkpoint.directory.glob("*.safetensors")
+    (file,) = checkpoint.path.glob("*.safetensors")
     return file
 
 
@@ -290,7 +290,7 @@ def test_what_is_registered_was_read_before_and_a_page_asks_for_the_lease_on_its
 ) -> None:
     pages = layout(checkpoint).pages
     home.hold(pages, ignore_progress)
-    assert mapped_bytes(checkpoint.directory) >= sum(page.nbytes for page in pages)
+    assert mapped_bytes(checkpoint.path) >= sum(page.nbytes for page in pages)
     with pytest.raises(BlockingIOError):
         os.open(weights_of(checkpoint), os.O_WRONLY | os.O_NONBLOCK)
     with pytest.raises(MoeschedError, match="another process writes to"):

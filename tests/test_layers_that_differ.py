@@ -46,7 +46,7 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 def expected(checkpoint: Checkpoint, config: ModelConfig, dtype: str = "float32") -> torch.Tensor:
     """Logits (requests, steps, V) of plain loops over the layers."""
-    model = Reference(checkpoint.directory, getattr(torch, dtype))
+    model = Reference(checkpoint.path, getattr(torch, dtype))
     model.config = config
     return by_plain_loops(model, PROMPTS, STEPS)[1].transpose(0, 1)
 

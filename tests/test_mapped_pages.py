@@ -128,7 +128,7 @@ def test_advice_that_the_system_has_never_heard_of_is_not_taken() -> None:
 def test_a_slot_shows_the_bytes_of_its_file(checkpoint: Checkpoint) -> None:
     (slot,) = slots(1)
     with shown(checkpoint) as (pages, layout):
-        files = {file: file.read_bytes() for file in checkpoint.directory.glob("*.safetensors")}
+        files = {file: file.read_bytes() for file in checkpoint.path.glob("*.safetensors")}
         for page in layout.pages:
             pages.bring(page, slot)
             for extent in page.extents:
@@ -167,15 +167,15 @@ def test_no_more_is_mapped_than_what_the_slots_hold(tmp_path: Path) -> None:
         most = 0
         for number, page in enumerate(layout.pages):
             pages.bring(page, two[number % 2])
-            most = max(most, mapped_bytes(checkpoint.directory))
+            most = max(most, mapped_bytes(checkpoint.path))
         at_once = 2 * max(page.nbytes for page in layout.pages)
         assert at_once * 0.9 <= most <= at_once + 2 * 2 * HUGE_PAGE < pages.bytes_mapped / 2
-    assert mapped_bytes(checkpoint.directory) == 0
+    assert mapped_bytes(checkpoint.path) == 0
 
 
 @linux
 def test_a_file_that_was_cut_short_is_told_before_it_is_mapped(checkpoint: Checkpoint) -> None:
-    (file,) = checkpoint.directory.glob("*.safetensors")
+    (file,) = checkpoint.path.glob("*.safetensors")
     layout = weight_layout(checkpoint.config, page_bytes=4096)
     with PageReader(checkpoint, layout, direct=False) as reader:
         os.truncate(file, file.stat().st_size // 2)
@@ -188,7 +188,7 @@ def test_a_file_that_was_cut_short_is_told_before_it_is_mapped(checkpoint: Check
 @linux
 def test_whoever_wants_to_write_to_a_mapped_file_waits_and_is_told_of(checkpoint: Checkpoint) -> None:
     first, second = slots(2)
-    (file,) = checkpoint.directory.glob("*.safetensors")
+    (file,) = checkpoint.path.glob("*.safetensors")
     with shown(checkpoint) as (pages, layout):
         pages.bring(layout.pages[0], first)
         with pytest.raises(BlockingIOError):
@@ -203,11 +203,11 @@ def test_whoever_wants_to_write_to_a_mapped_file_waits_and_is_told_of(checkpoint
 
 @linux
 def test_files_that_someone_writes_to_are_copied_and_not_mapped(checkpoint: Checkpoint) -> None:
-    (file,) = checkpoint.directory.glob("*.safetensors")
+    (file,) = checkpoint.path.glob("*.safetensors")
     with file.open("r+b"):
-        copied = generate(checkpoint.directory, "layer_streaming", direct=False)
-    assert copied.bytes_read == generate(checkpoint.directory, "layer_streaming", direct=True).bytes_read
-    assert as_bits(copied) == as_bits(generate(checkpoint.directory, "layer_streaming", direct=False))
+        copied = generate(checkpoint.path, "layer_streaming", direct=False)
+    assert copied.bytes_read == generate(checkpoint.path, "layer_streaming", direct=True).bytes_read
+    assert as_bits(copied) == as_bits(generate(checkpoint.path, "layer_streaming", direct=False))
 
 
 def mapped_bytes(directory: Path) -> int:

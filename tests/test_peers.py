@@ -12,15 +12,11 @@ import pytest
 
 from benchmarks.peers.comparison import equal_tokens, ratios
 from benchmarks.peers.environment import Peer
-from benchmarks.peers.gguf_file import interleaved, tensors
 from benchmarks.peers.memory_cap import VERSION_1, VERSION_2, MemoryCap
 from benchmarks.peers.protocol import Worker
 from benchmarks.peers.rounds import Field, Results, turned
 from benchmarks.record.results import ROOT
 from benchmarks.shared.limits import limit_of, measured_flops, read_limit
-from moesched.models.checkpoint import open_checkpoint
-from moesched.models.random_model import write_random_model
-from small_models import SMALL
 
 DOINGS = ("answer", "raise", "hang", "end")
 FAKE = Peer(
@@ -127,22 +123,3 @@ def test_tokens_count_as_equal_until_the_first_difference() -> None:
         "tokens": 6,
         "equal_until_the_first_difference": 1,
     }
-
-
-def test_pairs_that_rotate_together_become_neighbours() -> None:
-    matrix = np.arange(8).reshape(8, 1)
-    assert interleaved(matrix, 4).ravel().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-
-
-def test_a_gguf_file_has_every_weight_in_llama_cpps_names_and_shapes(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(write_random_model(SMALL, tmp_path / "model"))
-    config = checkpoint.config
-    written = dict(tensors(checkpoint))
-    assert len(written) == 3 + 10 * config.layers
-    assert sum(values.size for values in written.values()) == sum(
-        int(np.prod(tensor.shape)) for tensor in checkpoint.tensors.values()
-    )
-    stacked = written["blk.0.ffn_down_exps.weight"]
-    assert stacked.shape == (config.routed.experts, config.hidden, config.routed.intermediate)
-    assert stacked.dtype == np.uint16
-    assert written["blk.0.ffn_gate_inp.weight"].dtype == np.float32

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.peers import gguf_file
+from benchmarks.shared import gguf_files
 from benchmarks.shared.fresh_process import FreshProcess, RowFailed, last_line
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
@@ -114,21 +113,10 @@ def build_llama(source: Path, folder: Path) -> None:
     _succeed("cmake", "--build", str(folder), "--target", LLAMA, "--parallel", str(jobs))
 
 
-def write_gguf(model: Path, source: Path | None, file: Path) -> None:
-    """Write a model's weights as llama.cpp reads them.
-
-    source: of llama.cpp, which has the module that writes such files; None where that is installed.
-
-    Raises:
-        RowFailed: there is no such module.
-    """
-    if source is not None:
-        sys.path.insert(0, str(source / "gguf-py"))
+def write_gguf(model: Path, file: Path) -> None:
+    """Write a model's weights as llama.cpp reads them."""
     begun = file.with_suffix(".part")
-    try:
-        gguf_file.write_gguf(open_checkpoint(model), begun)
-    except ModuleNotFoundError as error:
-        raise RowFailed(f"{error}: install gguf, or give --llama-source") from None
+    gguf_files.write_gguf(open_checkpoint(model), begun)
     begun.rename(file)
 
 

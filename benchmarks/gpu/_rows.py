@@ -253,7 +253,7 @@ def half_by_llama_cpp(bench: Bench, seconds: float) -> Figures:
 def _llama_cpp(bench: Bench, seconds: float, batches: Sequence[int], *options: str) -> Figures:
     sizes, places = bench.sizes, bench.places
     file = places.work / "model.gguf"
-    left = bench.make(seconds, write_gguf, (places.of(MODEL), places.llama_source), file)
+    left = bench.make(seconds, write_gguf, (places.of(MODEL),), file)
     arguments = places.of(PROGRAM), file, batches, sizes.prompt, sizes.new_tokens
     found: Figures = in_fresh_process(llama_cpp, *arguments, *options, seconds=left)
     return found

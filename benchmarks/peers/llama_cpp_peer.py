@@ -16,8 +16,8 @@ import llama_cpp as api
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.peers.gguf_file import gguf_of
 from benchmarks.peers.protocol import Answer, Message, serve
+from benchmarks.shared.gguf_files import gguf_of
 from moesched.system.cores import usable_cores
 
 BATCH_TOKENS = 2048

@@ -94,6 +94,11 @@ def apply_rotary(x_THd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
     return torch.addcmul(x_THd * cos_T1d, swapped, sin_T1d).to(x_THd.dtype)
 
 
+def in_halves(x_THd: Tensor) -> Tensor:
+    """Heads with entries 2i and 2i + 1 moved to i and i + d/2."""
+    return x_THd.view(*x_THd.shape[:-1], -1, 2).mT.flatten(-2)
+
+
 def project_qkv(
     hidden_TD: Tensor,
     weights: Mapping[str, Blocks],
@@ -127,7 +132,8 @@ def rotated_heads(
     if attention.clip is not None:
         x_TX = x_TX.clamp(-attention.clip, attention.clip)
     x_TXd = x_TX.view(x_TX.shape[0], heads + 2 * kv_heads, -1)
-    turned = apply_rotary(x_TXd[:, : heads + kv_heads], *angles)
+    turning_TXd = x_TXd[:, : heads + kv_heads]
+    turned = apply_rotary(in_halves(turning_TXd) if attention.interleaved else turning_TXd, *angles)
     parts = turned[:, :heads], turned[:, heads:], x_TXd[:, heads + kv_heads :]
     q_THd, k_TKd, v_TKd = (part.contiguous() for part in parts)  # copies, so that the whole can be freed
     return q_THd, k_TKd, v_TKd

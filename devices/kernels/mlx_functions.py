@@ -128,6 +128,8 @@ def project_qkv(
         x_TX = mlx_elements.clipped(x_TX, attention.clip)
     qk_TX, v_TX = mx.split(x_TX, (keys,), axis=-1)
     tokens = len(x_TX)
+    if attention.interleaved:
+        qk_TX = qk_TX.reshape(-1, head_dim // 2, 2).swapaxes(1, 2)  # entries 2i and 2i + 1 to i and i + d/2
     qk_THd = apply_rotary(qk_TX.reshape(tokens, -1, head_dim), *angles)
     q_THd, k_TKd = mx.split(qk_THd, (attention.heads,), axis=1)
     return q_THd, k_TKd, v_TX.reshape(tokens, -1, head_dim)

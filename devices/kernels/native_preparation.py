@@ -26,6 +26,7 @@ class Preparation:
             heads=attention.heads,
             kv_heads=attention.kv_heads,
             head_dim=attention.head_dim,
+            interleaved=attention.interleaved,
             norm=self._norm(weights["attention_norm"][0]),
             weights=_held(weights["qkv"], held),
             clip=attention.clip or 0.0,

@@ -85,9 +85,12 @@ class TritonAttentionInputs(TritonKernel):
     operation = "attention_inputs"
 
     def refusal(self, case: Case) -> str:
-        """Refuses norms of whole projections as well."""
+        """Refuses norms of whole projections, and pairs of neighbours, as well."""
         assert case.layer is not None, "it is in a layer"
-        whole = case.layer.grouped.qk_norm not in (None, "head")
+        attention = case.layer.grouped
+        if attention.interleaved:
+            return super().refusal(case) or "it rotates the halves of a head"
+        whole = attention.qk_norm not in (None, "head")
         return super().refusal(case) or ("it norms heads one by one" if whole else "")
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:

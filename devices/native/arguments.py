@@ -29,7 +29,7 @@ class Inputs(ctypes.Structure):
     """Norm, projection and rotation of some rows (`Inputs` of attention_inputs.c)."""
 
     _fields_ = (
-        *((name, _NUMBER) for name in ("tokens", "hidden", "heads", "kv_heads", "head_dim")),
+        *((name, _NUMBER) for name in ("tokens", "hidden", "heads", "kv_heads", "head_dim", "interleaved")),
         ("x", _POINTER),
         ("norm", Norm),
         *((name, _POINTER) for name in ("weights", "query_norm", "key_norm")),

@@ -7,9 +7,9 @@
 /* Numbers that Python prepares. Hidden states (tokens, hidden), queries (tokens, heads, head_dim), keys and values
  * (tokens, kv_heads, head_dim), all bfloat16; cosines and signed sines (tokens, head_dim), float32.
  * query_norm, key_norm: of `query_normed` and `key_normed` numbers each, one head or all; NULL for none. clip: 0 for
- * none. */
+ * none. interleaved: whether rows 2i and 2i + 1 of a head make a pair, instead of i and i + head_dim / 2. */
 typedef struct {
-    int64_t tokens, hidden, heads, kv_heads, head_dim;
+    int64_t tokens, hidden, heads, kv_heads, head_dim, interleaved;
     const uint16_t *x;
     Norm norm;
     const Rows *weights;
@@ -57,13 +57,14 @@ static void clip(double most, int64_t count, uint16_t *x) {
     }
 }
 
-/* Numbers i and i + head_dim / 2 of a head make a pair. */
+/* Pairs are written as numbers i and i + head_dim / 2 of a head. */
 ANY_WIDTH static void rotate(const Inputs *inputs, int64_t token, int64_t heads, const uint16_t *x, uint16_t *y) {
     const int64_t size = inputs->head_dim, half = size / 2;
+    const int64_t step = inputs->interleaved ? 2 : 1, apart = inputs->interleaved ? 1 : half;
     const float *cosines = inputs->cosines + token * size, *sines = inputs->sines + token * size;
     for (int64_t head = 0; head < heads; head++, x += size, y += size)
         for (int64_t i = 0; i < half; i++) {
-            const float low = widened(x[i]), high = widened(x[i + half]);
+            const float low = widened(x[i * step]), high = widened(x[i * step + apart]);
             y[i] = rounded(low * cosines[i] + high * sines[i]);
             y[i + half] = rounded(high * cosines[i + half] + low * sines[i + half]);
         }

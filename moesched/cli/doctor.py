@@ -35,7 +35,8 @@ def doctor(
         Option("Run a tiny model on this device under every policy. By default nothing runs."),
     ] = None,
     model: Annotated[
-        Path | None, Option("A model's folder, whose files should be readable, and directly.", "DIR")
+        Path | None,
+        Option("A model's folder or GGUF file; its files should be readable, and directly.", "PATH"),
     ] = None,
     hosts: Annotated[
         Path | None, Option("A cluster file; its machines are asked by ssh, and its ports.", "FILE")

@@ -12,7 +12,6 @@ from moesched.cli.failures import FAILED
 from moesched.errors import BadInput
 from moesched.jobs.options import GeneratedOptions
 from moesched.options import Option, Options, part_of
-from moesched.system.input_file import is_file
 from moesched.system.signals import exit_code_of_signal
 
 if TYPE_CHECKING:
@@ -70,11 +69,10 @@ class GenerationArguments(options.ReportArguments, GeneratedOptions, PromptArgum
         """
         from moesched.cli.display import display_of
         from moesched.cli.results import hand_out
-        from moesched.inputs.tokenizer import TOKENIZER_NAME
+        from moesched.inputs.tokenizer import has_tokenizer
 
         prompts, code = self.read_prompts()
-        has_text = is_file(Path(self.model) / TOKENIZER_NAME)
-        display = display_of(prompts, has_text=has_text, json=self.json)
+        display = display_of(prompts, has_text=has_tokenizer(Path(self.model)), json=self.json)
 
         def run() -> JobReport:
             try:

@@ -167,7 +167,7 @@ def _launch(
     way_of(transport)  # before anything is started
     checkpoint = open_checkpoint(Path(given.model), partial=True)
     stop_tokens = checkpoint.config.stop_tokens
-    tokenizer = find_tokenizer(checkpoint.directory)
+    tokenizer = find_tokenizer(checkpoint.path)
     encoded = encode_prompts(given.prompts, tokenizer, checkpoint.config, given.max_new_tokens)
     node_run = _node_run(given)
     expected = Expected(version=version("moesched"), model=fingerprint(checkpoint))

@@ -41,6 +41,7 @@ from moesched.doctor.host_probes import (
     probe_processor,
 )
 from moesched.errors import BadInput
+from moesched.models.gguf.parts import is_gguf
 from moesched.system.cache import cache_folder
 from moesched.system.cuda import CudaFacts
 from moesched.system.input_file import is_folder
@@ -106,15 +107,17 @@ def gather_facts(device: str = "", model: Path | None = None, hosts: Path | None
 
     Args:
         device: "cpu", "cuda", "mlx", or empty for none in particular.
-        model: folder of a model to look at.
+        model: a model to look at: a folder, or a GGUF file.
         hosts: cluster file; its machines are asked by ssh, and their ports tried.
 
     Raises:
-        BadInput: the model is no folder, or the cluster file is broken.
+        BadInput: the model is no folder or GGUF file, or the cluster file is broken.
         OutOfMemory: a limit of the address space is so low that torch would crash.
     """
-    if model is not None and not is_folder(model):
-        raise BadInput(f"{model} is not a folder: give a model's folder, with its config.json")
+    if model is not None and not (is_folder(model) or is_gguf(model)):
+        raise BadInput(
+            f"{model} is not a folder: give a model's folder, with its config.json, or a GGUF file"
+        )
     cluster = None if hosts is None else load_cluster(hosts)
     require_address_space()
     caching_of = _loaded("caching_of")

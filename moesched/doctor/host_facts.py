@@ -15,6 +15,7 @@ from pathlib import Path
 
 from moesched.doctor.facts import Caching, ClockFacts, CoreFacts, FolderFacts, MemoryFacts, ProcessorFacts
 from moesched.machines.local import this_processor
+from moesched.models.gguf.parts import gguf_files, is_gguf
 from moesched.system.control_groups import ROOT
 from moesched.system.cores import affinity, cpu_quota
 from moesched.system.memory import available_memory, total_memory
@@ -106,43 +107,51 @@ def _small_file(folder: Path) -> Iterator[Path]:
         yield Path(file.name)
 
 
-def mapping_of(folder: Path, refusal_of: Callable[[Path], str]) -> str | None:
-    """Return the reason why a GPU cannot copy a folder's files from the page cache; empty if it can, None without file.
+def mapping_of(place: Path, refusal_of: Callable[[Path], str]) -> str | None:
+    """Return the reason why a GPU cannot copy files from the page cache; empty if it can, None if none can be tried.
 
     A file of weights is tried, or else a small new file, which is removed afterwards.
+
+    Args:
+        place: a model's folder or file, or any folder.
     """
-    weights = sorted(folder.glob("*.safetensors"))
+    weights = weight_files(place)
     try:
         if weights:
             return refusal_of(weights[0])
-        with tempfile.TemporaryDirectory(dir=folder, prefix="doctor-") as made:
+        with tempfile.TemporaryDirectory(dir=place, prefix="doctor-") as made:
             (file := Path(made) / "file").write_bytes(bytes(PROBE_BYTES))
             return refusal_of(file)
     except OSError:
         return None
 
 
-def model_facts(folder: Path, caching_of: CachingOf) -> FolderFacts:
-    """Try the files of a model's folder: whether each can be read, and the effect on the page cache."""
+def model_facts(model: Path, caching_of: CachingOf) -> FolderFacts:
+    """Try the files of a model: whether each can be read, and the effect on the page cache."""
+    files = weight_files(model)
     try:
-        files = sorted(folder.glob("*.safetensors"))
-        for file in [folder / "config.json", *files]:
+        for file in files if is_gguf(model) else [model / "config.json", *files]:
             with file.open("rb") as opened:
                 opened.read(1)
         if not files:
-            return FolderFacts(role="model", path=str(folder), problem="it has no safetensors files")
+            return FolderFacts(role="model", path=str(model), problem="it has no safetensors files")
         caching = caching_of(files[0])
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(model).free
     except OSError as error:
         where = f"{Path(error.filename).name}: " if error.filename else ""
         problem = f"{where}{error.strerror or error}"
-        return FolderFacts(role="model", path=str(folder), problem=problem)
-    return FolderFacts(role="model", path=str(folder), free=free, caching=caching)
+        return FolderFacts(role="model", path=str(model), problem=problem)
+    return FolderFacts(role="model", path=str(model), free=free, caching=caching)
 
 
-def bytes_of_model(folder: Path) -> int:
+def bytes_of_model(model: Path) -> int:
     """Return the bytes of the model's files, as far as they can be listed."""
     try:
-        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        return sum(file.stat().st_size for file in weight_files(model))
     except OSError:
         return 0
+
+
+def weight_files(model: Path) -> list[Path]:
+    """Return the files of a model's weights: those in its folder, or the parts of a GGUF file."""
+    return gguf_files(model) if is_gguf(model) else sorted(model.glob("*.safetensors"))

@@ -34,7 +34,7 @@ def try_device(device: str, facts: Facts, progress: Progress) -> list[Finding]:
         return [Finding(about="trial", says=f"nothing ran on {device}: {reason}", remedy="mend that first")]
     name = CPU if device == "cpu" else device
     with scratch_folder() as folder:
-        model = write_decisive_model(TINY, folder / "model").directory
+        model = write_decisive_model(TINY, folder / "model").path
         libraries = GPU_STREAMS * library_bytes() if device == "cuda" else 0
         found = run_policies(model, name, folder, progress)
         expected = _expected(model, found)

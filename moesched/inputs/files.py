@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from moesched.inputs.lookup import machine_file
+from moesched.models.gguf.parts import gguf_files
 from moesched.system.input_file import is_file
 from moesched.system.outputs import Output, require_outputs
 
@@ -23,7 +24,7 @@ def require_apart(written: Sequence[Output], named: Iterable[str]) -> None:
         return
     paths = [path for value in named for path in _paths(value)]
     models: list[Path | None] = [path for path in paths if is_file(path / "config.json")]
-    inputs = [path for path in paths if is_file(path)]
+    inputs = [file for path in paths if is_file(path) for file in gguf_files(path)]
     for model in models or [None]:
         require_outputs(*written, model=model, inputs=inputs)
 

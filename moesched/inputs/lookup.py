@@ -14,6 +14,7 @@ from moesched.machines import Machine, load_machine
 from moesched.machines.changes import changed
 from moesched.machines.local import calibrated_file, local_machine, require_measured_on, this_processor
 from moesched.models.config import ModelConfig
+from moesched.models.gguf.parts import is_gguf
 from moesched.models.reading import in_format, read_config
 from moesched.models.shapes import SHAPES
 from moesched.requests.workloads import Workload, given_lengths, load_workload
@@ -22,22 +23,22 @@ from moesched.system.input_file import is_folder
 from moesched.system.near_names import with_nearest
 
 
-def find_shape(name_or_folder: Path | str, stored_as: str | None = None) -> ModelConfig:
-    """Find a model's shape by its name, or in a folder's config.json.
+def find_shape(model: Path | str, stored_as: str | None = None) -> ModelConfig:
+    """Find a model's shape by its name, or in its files: a folder with a config.json, or a GGUF file.
 
     Args:
         stored_as: storage format of the weights; None for the format in which the model is published.
 
     Raises:
-        BadInput: the name is unknown and no folder, or the model cannot have that format.
+        BadInput: the name is unknown and no model's files, or the model cannot have that format.
     """
-    if str(name_or_folder) in SHAPES:
-        config = SHAPES[str(name_or_folder)]
+    name, path = str(model), Path(model)
+    if name in SHAPES:
+        config = SHAPES[name]
         return config if stored_as is None else in_format(config, stored_as)
-    if is_folder(Path(name_or_folder)):
-        return read_config(Path(name_or_folder), stored_as)
-    name = str(name_or_folder)
-    remedy = f"name a folder with a config.json, or one of {', '.join(SHAPES)}"
+    if is_folder(path) or is_gguf(path):
+        return read_config(path, stored_as)
+    remedy = f"name a folder with a config.json, a GGUF file, or one of {', '.join(SHAPES)}"
     raise BadInput(f"no model {name!r}: {with_nearest(name, SHAPES, remedy)}")
 
 
@@ -110,11 +111,11 @@ def find_workload(workload: str | Sequence[Prompt], model: Path | str, config: M
         if not workload.endswith(".jsonl"):
             return load_workload(workload)
         workload = read_prompts(Path(workload))
-    has_folder = str(model) not in SHAPES
-    if not has_folder and any(isinstance(prompt, str) for prompt in workload):
+    has_files = str(model) not in SHAPES
+    if not has_files and any(isinstance(prompt, str) for prompt in workload):
         raise BadInput(
-            f"prompts are text, and model {model} has no tokenizer: name a model's folder, or give ids"
+            f"prompts are text, and model {model} has no tokenizer: name a model's folder or file, or give ids"
         )
-    tokenizer = find_tokenizer(Path(model)) if has_folder else None
+    tokenizer = find_tokenizer(Path(model)) if has_files else None
     encoded = encode_prompts(workload, tokenizer, config, 0)
     return given_lengths(list(map(len, encoded)), NEW_TOKENS)

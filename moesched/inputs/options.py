@@ -34,7 +34,9 @@ class ModelOptions(Options):
     model: Annotated[
         Path | str,
         Option(
-            "A name of `moesched list models`, or a folder with a config.json.", "NAME|DIR", flag="--model"
+            "A name of `moesched list models`, a folder with a config.json, or a GGUF file.",
+            "NAME|PATH",
+            flag="--model",
         ),
     ] = field(kw_only=False)
 
@@ -45,8 +47,8 @@ class WeightsOptions(Options):
     model: Annotated[
         Path | str,
         Option(
-            "Hugging Face folder with config.json, safetensors files and, for text, tokenizer.json.",
-            flag="MODEL_DIR",
+            "Hugging Face folder with config.json, safetensors files and, for text, tokenizer.json; or a GGUF file.",
+            flag="MODEL",
         ),
     ] = field(kw_only=False)
 

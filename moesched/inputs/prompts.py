@@ -134,8 +134,8 @@ def _encode(number: int, prompt: Prompt, tokenizer: Tokenizer | None, most: int)
         return _ids(number, prompt)
     if tokenizer is None:
         raise BadInput(
-            f"prompt {number} is text, but the model's folder has no {TOKENIZER_NAME}: "
-            'add it, or give ids: --prompt-ids "1,2,3", or {"prompt_ids": [1, 2, 3]} in a file'
+            f"prompt {number} is text, but the model has no tokenizer: add {TOKENIZER_NAME} to its folder, "
+            'or give ids: --prompt-ids "1,2,3", or {"prompt_ids": [1, 2, 3]} in a file'
         )
     try:
         ids = tokenizer.encode(prompt, most)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moesched.errors import BadInput
+from moesched.inputs.gguf_tokenizer import gguf_tokenizer
+from moesched.models.gguf.parts import is_gguf, read_parts
+from moesched.models.gguf.vocabulary import read_vocabulary
 from moesched.system.decoding import require_few_values
 from moesched.system.input_file import is_file, read_input
 from moesched.system.silence import STDERR, silent
@@ -24,17 +28,34 @@ _CONTEXT_TOKENS = 8
 _RESTORE = "copy it again from where the checkpoint came from"
 
 
+def read_json(path: Path) -> Any:
+    """Read a tokenizer.json.
+
+    Raises:
+        BadInput: it cannot be read, or has more values than any real one.
+    """
+    from tokenizers import Tokenizer as Loaded
+
+    data = read_input(path, "tokenizer", MOST_BYTES)
+    require_few_values(data, MOST_VALUES, str(path), _RESTORE)
+    return Loaded.from_buffer(data)
+
+
 class Tokenizer:
-    """A model's own tokenizer, from its `tokenizer.json`."""
+    """A model's own tokenizer.
 
-    def __init__(self, path: Path) -> None:
-        from tokenizers import Tokenizer as Loaded
+    Args:
+        path: the file that has it.
+        load: makes the library's tokenizer of the file.
 
+    Raises:
+        BadInput: the file cannot be read, or is no tokenizer.
+    """
+
+    def __init__(self, path: Path, load: Callable[[Path], Any] = read_json) -> None:
         self._path = path
-        data = read_input(path, "tokenizer", MOST_BYTES)
-        require_few_values(data, MOST_VALUES, str(path), _RESTORE)
         with silent(STDERR):
-            self._tokenizer: Any = self._call(Loaded.from_buffer, data, "is not a tokenizer")
+            self._tokenizer: Any = self._call(load, path, "is not a tokenizer")
             # Files keep those of the training; transformers resets them as well.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
@@ -90,7 +111,7 @@ class Tokenizer:
         """Call the library, and raise BadInput with the problem if it fails; its panics are no `Exception`."""
         try:
             return function(argument)
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        except (BadInput, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:
             raise BadInput(f"{self._path} {problem}: {error}: {_RESTORE}") from error
@@ -130,11 +151,25 @@ class TextStream:
         return fresh
 
 
-def find_tokenizer(directory: Path) -> Tokenizer | None:
-    """Read the tokenizer of a model's folder; None if there is none.
+def find_tokenizer(model: Path) -> Tokenizer | None:
+    """Read the tokenizer of a model's folder, or of its GGUF file; None if there is none.
 
     Raises:
         BadInput: the tokenizer cannot be read.
     """
-    path = directory / TOKENIZER_NAME
+    if is_gguf(model):
+        vocabulary = read_vocabulary(read_parts(model))
+        return Tokenizer(model, partial(gguf_tokenizer, vocabulary=vocabulary)) if vocabulary.tokens else None
+    path = model / TOKENIZER_NAME
     return Tokenizer(path) if is_file(path) else None
+
+
+def has_tokenizer(model: Path) -> bool:
+    """Test whether a model has a tokenizer.
+
+    Raises:
+        BadInput: it is a GGUF file that cannot be read.
+    """
+    return (
+        bool(read_vocabulary(read_parts(model)).tokens) if is_gguf(model) else is_file(model / TOKENIZER_NAME)
+    )

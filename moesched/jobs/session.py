@@ -44,7 +44,7 @@ class Session:
         """
         self._given = given
         self._checkpoint = open_checkpoint(Path(given.model))
-        self._tokenizer = find_tokenizer(self._checkpoint.directory)
+        self._tokenizer = find_tokenizer(self._checkpoint.path)
         self._opened: _Opened | None = None
         self._resources = ExitStack()
         self._release = weakref.finalize(self, self._resources.close)  # also at the program's end
@@ -87,7 +87,7 @@ class Session:
         """
         checkpoint, config = self._checkpoint, self._checkpoint.config
         with self._exclusively():
-            require_outputs_apart(given, checkpoint.directory, self._given)
+            require_outputs_apart(given, checkpoint.path, self._given)
             encoded = encode_prompts(given.prompts, self._tokenizer, config, given.max_new_tokens)
             beams = (given.sampling or Sampling()).beams
             require_continuations(beams, config)

@@ -1,10 +1,10 @@
-"""The location of every weight of a Hugging Face checkpoint, from the headers of its files."""
+"""The location of every weight of a model, from the headers of its files."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -12,14 +12,18 @@ import msgspec
 
 from moesched.errors import BadInput
 from moesched.models.config import ModelConfig
+from moesched.models.config_file import CONFIG_NAME
+from moesched.models.contents import Contents, Names, require_counts, require_shape
 from moesched.models.file_identity import FileIdentity
-from moesched.models.headers import MOST_TENSORS, Found
+from moesched.models.gguf.contents import gguf_contents
+from moesched.models.gguf.parts import is_gguf
+from moesched.models.headers import Found
 from moesched.models.layers import Shape
 from moesched.models.published import Published, extra_names, other_tensors, published_tensors
-from moesched.models.reading import read_config, require_runs, without_prefix
+from moesched.models.reading import read_config, require_runs
 from moesched.models.shards import FLOATS, read_shards
 from moesched.models.stored_formats import StoredFormat
-from moesched.models.tensors import count_tensors, count_weights, tensor_shapes
+from moesched.models.tensors import count_tensors, tensor_shapes
 from moesched.system.logs import Log
 
 _log = Log(__name__)
@@ -84,13 +88,14 @@ class Checkpoint(msgspec.Struct, frozen=True):
     """A model on disk: its configuration, and the location of its tensors by canonical name (see `tensors.py`).
 
     Attributes:
+        path: the model's folder or file.
         skipped: names of tensors in the files that the architecture declares as extra.
         identities: the identity of each file when it was opened.
         absent: sizes in bytes of files that are not here, and whose tensors are known by a copy of their header.
     """
 
     config: ModelConfig
-    directory: Path
+    path: Path
     tensors: dict[str, StoredTensor]
     skipped: tuple[str, ...] = ()
     identities: dict[Path, FileIdentity] = {}
@@ -119,100 +124,54 @@ class Checkpoint(msgspec.Struct, frozen=True):
             raise BadInput(f"{change}; restore it, or wait until it is complete, and run again")
 
 
-def open_checkpoint(directory: Path | str, *, partial: bool = False) -> Checkpoint:
-    """Locate every tensor of the model in `directory`: one safetensors file, or several with an index.
+def open_checkpoint(model: Path | str, *, partial: bool = False) -> Checkpoint:
+    """Locate every tensor of a model: in one safetensors file of a folder, several with an index, or GGUF files.
 
     Files may contain several of the model's tensors as one (the experts of a layer; queries, keys and values); the
     StoredTensor of each is then its range of bytes. Only headers are read.
 
     Args:
-        partial: whether files may be missing that have a copy of their header beside them.
+        model: a folder, or a GGUF file; of a split model any of its files.
+        partial: whether safetensors files may be missing that have a copy of their header beside them.
 
     Raises:
-        BadInput: a file is missing, truncated or not safetensors, or the tensors are not those of config.json: one is
-            missing, stored twice, of another shape, or unknown to the architecture. The message names the file, the
-            value and the remedy.
+        BadInput: a file is missing, truncated or not of its format, or the tensors are not those of the configuration:
+            one is missing, stored twice, of another shape, or unknown to the architecture. The message names the file,
+            the value and the remedy.
     """
-    directory = Path(directory)
-    config = read_config(directory)
-    require_runs(config)
-    shards = read_shards(directory, partial=partial)
-    _require_counts(directory, config, shards.tensors)
-    known = _Known(config)
+    path = Path(model)
+    contents = gguf_contents(path) if is_gguf(path) else _folder_contents(path, partial=partial)
+    config, names, found_tensors = contents.config, contents.names, contents.shards.tensors
     tensors: dict[str, StoredTensor] = {}
     skipped: list[str] = []
-    for found in shards.tensors:
-        stored = known.get(found)
+    for found in found_tensors:
+        stored = names.get(found.name)
         if stored is None:
+            if not names.is_extra(found.name):
+                raise _unknown(found, contents)
             skipped.append(found.name)
             continue
-        for name, part in _parts_of(found, stored, config):
+        for name, part in _parts_of(found, stored, contents.format_of(found, stored)):
             if tensors.setdefault(name, part) is not part:
-                raise _stored_twice(found, name, shards.tensors, known)
+                raise _stored_twice(found, name, found_tensors, names)
     if len(tensors) < count_tensors(config):
-        raise _missing(directory, config, tensors)
+        raise _missing(contents, tensors)
     if skipped:
         _log.info("tensors that the model has no use for are skipped", count=len(skipped), first=skipped[0])
     return Checkpoint(
-        config, directory, tensors, skipped=tuple(skipped), identities=shards.identities, absent=shards.absent
+        config,
+        path,
+        tensors,
+        skipped=tuple(skipped),
+        identities=contents.shards.identities,
+        absent=contents.shards.absent,
     )
 
 
-# ---------------------------------------------------------------- names
-
-
-class _Known:
-    """The tensors of an architecture by their names in files; only for the forms that the files use."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self._config = config
-        self._published = by_stored_name(published_tensors(config))
-        self._extra = extra_names(config)
-
-    @cached_property
-    def _others(self) -> dict[str, Published]:
-        return by_stored_name(other_tensors(self._config))
-
-    def get(self, found: Found) -> Published | None:
-        """The published tensor with a stored tensor's name; None if the architecture declares it as extra.
-
-        Raises:
-            BadInput: the architecture has no such tensor.
-        """
-        name = without_prefix(found.name)
-        stored = self._published.get(name) or self._others.get(name)
-        if stored is None and not self._extra.fullmatch(name):
-            _refuse_bias(found)
-            config = self._config
-            of = f"a model of {config.layers:,} layers with {config.routed.experts:,} experts"
-            raise BadInput(
-                f"{found.file}: {found.name} is no tensor of {of}, as config.json describes it; "
-                "use the config.json and the weights of one checkpoint"
-            )
-        return stored
-
-
-def parts_in(found: Found, known: Mapping[str, Published]) -> list[str]:
-    """Canonical names of the tensors that a stored tensor contains; none if the model does not use it."""
-    stored = known.get(without_prefix(found.name))
-    return [] if stored is None else [name for name, _ in stored.parts]
-
-
-def by_stored_name(tensors: Mapping[str, Published]) -> dict[str, Published]:
-    """The same tensors, keyed by the names that `parts_in` looks up."""
-    return {without_prefix(name): stored for name, stored in tensors.items()}
-
-
-def _parts_of(found: Found, published: Published, config: ModelConfig) -> Iterator[tuple[str, StoredTensor]]:
+def _parts_of(found: Found, published: Published, stored: StoredFormat) -> Iterator[tuple[str, StoredTensor]]:
     """The location of each canonical tensor in a stored tensor, which contains them one after the other."""
-    coded = config.coded(published.parts[0][0])
-    stored = _plain_format(found) if coded is None else coded
     start, end = found.entry.data_offsets
     offset = found.data_start + start
-    if coded is None:
-        _require_shape(found, published.shape)
-    else:
-        _require_rows(found, published.shape, coded)
     if published.parts[0][1] == published.shape:  # it is the only part
         yield published.parts[0][0], StoredTensor(found.file, offset, published.shape, stored, end - start)
         return
@@ -220,6 +179,28 @@ def _parts_of(found: Found, published: Published, config: ModelConfig) -> Iterat
         nbytes = math.prod(part[:-1]) * stored.row_bytes(part[-1])
         yield name, StoredTensor(found.file, offset, part, stored, nbytes)
         offset += nbytes
+
+
+# ---------------------------------------------------------------- folders
+
+
+def _folder_contents(directory: Path, *, partial: bool) -> Contents:
+    config = read_config(directory)
+    require_runs(config)
+    shards = read_shards(directory, partial=partial)
+    require_counts(directory, config, shards.tensors, CONFIG_NAME)
+    names = Names(published_tensors(config), functools.partial(other_tensors, config), extra_names(config))
+    return Contents(directory, config, shards, names, CONFIG_NAME, functools.partial(_format_of, config))
+
+
+def _format_of(config: ModelConfig, found: Found, published: Published) -> StoredFormat:
+    coded = config.coded(published.parts[0][0])
+    if coded is not None:
+        _require_rows(found, published.shape, coded)
+        return coded
+    plain = _plain_format(found)
+    require_shape(found, published.shape, CONFIG_NAME)
+    return plain
 
 
 # ---------------------------------------------------------------- checks
@@ -244,10 +225,22 @@ def _require_rows(found: Found, shape: Shape, coded: StoredFormat) -> None:
         )
 
 
-def _stored_twice(second: Found, tensor: str, all_found: Iterable[Found], known: _Known) -> BadInput:
+def _unknown(found: Found, contents: Contents) -> BadInput:
+    """The error for a tensor that the architecture does not have."""
+    if found.name.endswith(".bias"):
+        return BadInput(f"{found.file}: {found.name} is a bias; use a checkpoint without biases")
+    config = contents.config
+    of = f"a model of {config.layers:,} layers with {config.routed.experts:,} experts"
+    return BadInput(
+        f"{found.file}: {found.name} is no tensor of {of}, as {contents.described_in} describes it; "
+        "use the configuration and the weights of one checkpoint"
+    )
+
+
+def _stored_twice(second: Found, tensor: str, all_found: Iterable[Found], names: Names) -> BadInput:
     """The error for a tensor of the model that two of the files' tensors contain."""
     first = next(
-        found for found in all_found if found.name != second.name and _holds(known.get(found), tensor)
+        found for found in all_found if found.name != second.name and _holds(names.get(found.name), tensor)
     )
     return BadInput(
         f"{second.file}: {second.name} and {first.name} in {first.file.name} are both {tensor} of the model; "
@@ -259,31 +252,10 @@ def _holds(stored: Published | None, tensor: str) -> bool:
     return stored is not None and any(name == tensor for name, _ in stored.parts)
 
 
-def _require_counts(directory: Path, config: ModelConfig, found: Iterable[Found]) -> None:
-    """Check, before tables of its size are made, that a configuration is not far larger than the files' contents."""
-    stored = sum(math.prod(tensor.entry.shape) for tensor in found)
-    described, tensors = count_weights(config), count_tensors(config)
-    if described > 2 * stored or tensors > MOST_TENSORS:
-        raise BadInput(
-            f"{directory}: config.json describes {config.layers:,} layers with {config.routed.experts:,} experts, "
-            f"{described:,} weights in {tensors:,} tensors, and the files hold {stored:,}; "
-            "copy all files of the checkpoint, or correct config.json"
-        )
-
-
-def _refuse_bias(found: Found) -> None:
-    if found.name.endswith(".bias"):
-        raise BadInput(f"{found.file}: {found.name} is a bias; use a checkpoint without biases")
-
-
-def _require_shape(found: Found, shape: Shape) -> None:
-    if found.entry.shape != shape:
-        what = f"{found.name} has shape {list(found.entry.shape)}, config.json says {list(shape)}"
-        raise BadInput(f"{found.file}: {what}; use the config.json and the weights of one checkpoint")
-
-
-def _missing(directory: Path, config: ModelConfig, tensors: dict[str, StoredTensor]) -> BadInput:
+def _missing(contents: Contents, tensors: Mapping[str, StoredTensor]) -> BadInput:
     """The error for tensors of the model that the files lack."""
-    missing = [name for name in tensor_shapes(config) if name not in tensors]
+    missing = [name for name in tensor_shapes(contents.config) if name not in tensors]
     count = f"{len(missing)} of the model's tensors, {missing[0]} the first"
-    return BadInput(f"{directory} lacks {count}; copy all files of the checkpoint, or correct config.json")
+    return BadInput(
+        f"{contents.path} lacks {count}; copy all files of the checkpoint, or correct {contents.described_in}"
+    )

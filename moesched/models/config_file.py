@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from moesched.system.plain_text import shown
 
 T = TypeVar("T")
 
+CONFIG_NAME = "config.json"
 MOST_BYTES = 4_000_000
 MOST = 10**8
 """Limit of any size in a configuration."""
@@ -91,15 +93,44 @@ class _GenerationKeys(msgspec.Struct):
 
 
 class ConfigFile:
-    """The config.json of a directory.
+    """The values of a config.json, or what the metadata of a GGUF file say in its keys.
 
-    Raises:
-        BadInput: it cannot be read, or is not a JSON object.
+    Args:
+        path: the file, for messages.
+        name: the model's name.
+        stored_dtype: returns the dtype of most weights; None without weights.
+        stop_tokens: tokens that end a sequence, whatever the values say; None to leave it to them.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / "config.json"
-        self._values = _read(self.path)
+    def __init__(
+        self,
+        path: Path,
+        values: dict[str, Any],
+        name: str,
+        stored_dtype: Callable[[], str | None],
+        stop_tokens: tuple[int, ...] | None = None,
+    ) -> None:
+        self.path = path
+        self.name = name
+        self._values = values
+        self._stored_dtype = stored_dtype
+        self._stop_tokens = stop_tokens
+
+    @classmethod
+    def in_folder(cls, directory: Path) -> ConfigFile:
+        """Read the config.json of a folder.
+
+        Raises:
+            BadInput: it cannot be read, or is not a JSON object.
+        """
+        path = directory / CONFIG_NAME
+        return cls(
+            path,
+            _read(path),
+            directory.resolve().name,
+            partial(stored_dtype, directory),
+            _generation_stops(directory / "generation_config.json"),
+        )
 
     @property
     def model_type(self) -> str | None:
@@ -138,15 +169,10 @@ class ConfigFile:
         Raises:
             BadInput: it is not supported, or the weights cannot be read.
         """
-        name = (given or stored_dtype(self.path.parent) or otherwise).removeprefix("torch.")
+        name = (given or self._stored_dtype() or otherwise).removeprefix("torch.")
         if name not in _DTYPES:
             raise self.unsupported("dtype", name, "bfloat16, float16 or float32")
         return _DTYPES[name]
-
-    @property
-    def name(self) -> str:
-        """The model's name, which is that of its folder."""
-        return self.path.parent.resolve().name
 
     def checked(self, config: ModelConfig) -> ModelConfig:
         """Check that the values of a configuration are possible; returns it.
@@ -173,7 +199,7 @@ class ConfigFile:
             "pattern": tuple(islice(cycle(kinds), layers)),
             "vocabulary": keys.vocab_size,
             "tied_embeddings": keys.tie_word_embeddings,
-            "stop_tokens": self._stop_tokens(keys),
+            "stop_tokens": self._stops(keys),
             "dtype": self.dtype(keys.dtype or keys.torch_dtype, "float32"),
         }
         return self.checked(ModelConfig(**(settings | particular)))
@@ -206,15 +232,8 @@ class ConfigFile:
         self.require("mlp_bias", keys.mlp_bias, False)
         self.require("per_layer_config", keys.per_layer_config, {})
 
-    def _stop_tokens(self, keys: Keys) -> tuple[int, ...]:
-        tokens = keys.eos_token_id
-        generation = self.path.with_name("generation_config.json")
-        if is_file(generation):
-            own = convert_value(_read(generation), _GenerationKeys, str(generation), RESTORE).eos_token_id
-            tokens = tokens if own is None else own
-        if tokens is None:
-            return ()
-        return (tokens,) if isinstance(tokens, int) else tuple(tokens)
+    def _stops(self, keys: Keys) -> tuple[int, ...]:
+        return _token_ids(keys.eos_token_id) if self._stop_tokens is None else self._stop_tokens
 
     def require_size(self, key: str, value: int, least: int = 1) -> None:
         """Raise BadInput if a size is less than `least`, or larger than that of any model."""
@@ -269,6 +288,20 @@ def rope_theta(keys: Keys) -> float:
     """The base of the rotary embedding's frequencies."""
     nested = [rope.rope_theta for rope in (keys.rope_scaling, keys.rope_parameters) if rope is not None]
     return next((theta for theta in nested if theta is not None), keys.rope_theta)
+
+
+def _generation_stops(path: Path) -> tuple[int, ...] | None:
+    """The stop tokens of generation_config.json; None if there is no such file, or it has none."""
+    if not is_file(path):
+        return None
+    tokens = convert_value(_read(path), _GenerationKeys, str(path), RESTORE).eos_token_id
+    return None if tokens is None else _token_ids(tokens)
+
+
+def _token_ids(tokens: int | list[int] | None) -> tuple[int, ...]:
+    if tokens is None:
+        return ()
+    return (tokens,) if isinstance(tokens, int) else tuple(tokens)
 
 
 def _read(path: Path) -> dict[str, Any]:

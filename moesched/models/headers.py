@@ -51,6 +51,12 @@ class Found(msgspec.Struct, gc=False):
     entry: Entry
     data_start: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        start, end = self.entry.data_offsets
+        return end - start
+
 
 class Header(NamedTuple):
     """The tensors of a file, and the file's identity before they were read."""

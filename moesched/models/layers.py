@@ -29,6 +29,7 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
         window: most tokens that a token attends to; None for all before it.
         rolling: whether the cache drops tokens that have left the window.
         rope_theta: base of the rotary embedding's frequencies; only kernels need it.
+        interleaved: whether rows 2i and 2i + 1 of a head of q and k make a rotary pair, instead of i and i + d/2.
         qk_norm: RMS norm of queries and keys: of each head, or of the whole projection; None for none.
         clip: the largest magnitude of queries, keys and values; None does not clip.
         biases: the projections that have a bias: those of the letters "qkvo" that it contains.
@@ -43,6 +44,7 @@ class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
     window: int | None = None
     rolling: bool = False
     rope_theta: float = 1e4
+    interleaved: bool = False
     qk_norm: HeadNorm | None = None
     clip: float | None = None
     biases: str = ""

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moesched.errors import BadInput
-from moesched.models.checkpoint import Checkpoint, StoredTensor, by_stored_name, open_checkpoint, parts_in
+from moesched.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
+from moesched.models.contents import by_stored_name, without_prefix
+from moesched.models.gguf.parts import is_gguf
 from moesched.models.headers import RESTORE, header_copy
 from moesched.models.layers import Shape
 from moesched.models.published import Published, StackedBy, known_tensors, stacked_tensors
@@ -86,6 +88,8 @@ def prestack_model(
         BadInput: the checkpoint cannot be opened or has no experts, `directory` is in use, or the disk is full.
             No files are left behind.
     """
+    if is_gguf(Path(model)):
+        raise BadInput(f"{model} is a GGUF file, which has its experts stacked: run it as it is")
     checkpoint, target = open_checkpoint(model), Path(directory)
     progress = progress or counted_in_cell("writing weights")
     if checkpoint.config.routed.experts == 1:
@@ -102,7 +106,7 @@ def prestack_model(
         files.setdefault(_file_of(array.name), []).append(array)
     total = sum(array.nbytes for arrays in files.values() for array in arrays)
     with new_folder(target, total, "choose another disk") as folder:
-        _copy_small_files(checkpoint.directory, folder)
+        _copy_small_files(checkpoint.path, folder)
         done = 0
         for name, arrays in files.items():
             header_copy(folder / name).write_bytes(_header(arrays))
@@ -126,7 +130,7 @@ def _stack(checkpoint: Checkpoint, name: str, stored: Published) -> _Array:
     dtypes = sorted({part.format.name for part in parts})
     if len(dtypes) > 1:
         raise BadInput(
-            f"{checkpoint.directory} has experts in {' and '.join(dtypes)}, but an array has a single dtype: "
+            f"{checkpoint.path} has experts in {' and '.join(dtypes)}, but an array has a single dtype: "
             "convert the checkpoint to one of them"
         )
     if max(stored.shape) > LONGEST_AXIS:
@@ -150,11 +154,10 @@ def _piece(stored: StoredTensor) -> _Piece:
 def _others(checkpoint: Checkpoint) -> Iterator[_Array]:
     """Yield the tensors that belong to no expert, as they are stored."""
     known = by_stored_name(known_tensors(checkpoint.config))
-    for found in read_shards(checkpoint.directory).tensors:
-        if parts := parts_in(found, known):
-            if ".experts." in parts[0]:
-                continue
-            first = checkpoint.tensors[parts[0]]
+    for found in read_shards(checkpoint.path).tensors:
+        stored = known.get(without_prefix(found.name))
+        if stored is not None and ".experts." not in stored.parts[0][0]:
+            first = checkpoint.tensors[stored.parts[0][0]]
             nbytes = math.prod(found.entry.shape) * first.format.block_bytes
             pieces = (_Piece(first.file, first.offset, nbytes),)
             yield _Array(found.name, first.format, found.entry.shape, pieces)

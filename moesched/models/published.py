@@ -32,12 +32,12 @@ class Published(msgspec.Struct, frozen=True, gc=False):
 
 def published_tensors(config: ModelConfig) -> dict[str, Published]:
     """The tensors of published checkpoints of a model, by their names in the files."""
-    return _with_shapes(config, ARCHITECTURES[config.form].tensors(config))
+    return with_shapes(config, ARCHITECTURES[config.form].tensors(config))
 
 
 def other_tensors(config: ModelConfig) -> dict[str, Published]:
     """The tensors that replace some published ones in fused and prestacked checkpoints, by their names in files."""
-    others = _with_shapes(config, ARCHITECTURES[config.form].other_tensors(config))
+    others = with_shapes(config, ARCHITECTURES[config.form].other_tensors(config))
     for by in get_args(StackedBy):
         others |= stacked_tensors(config, by)
     return others
@@ -103,7 +103,8 @@ def published_config(config: ModelConfig) -> dict[str, Any]:
     return common | quantization_config(config) | ARCHITECTURES[config.form].config_json(config)
 
 
-def _with_shapes(config: ModelConfig, tensors: Iterable[Stored]) -> dict[str, Published]:
+def with_shapes(config: ModelConfig, tensors: Iterable[Stored]) -> dict[str, Published]:
+    """Tensors of files with the shapes that a configuration gives them, by their names; without those it lacks."""
     shapes = tensor_shapes(config)
     return {
         name: _published([(part, shapes[part]) for part in parts], stacks)

@@ -1,4 +1,4 @@
-"""Reads a model's configuration from a Hugging Face directory."""
+"""Reads a model's configuration from its files."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from pathlib import Path
 from msgspec.structs import asdict, replace
 
 from moesched.errors import BadInput
-from moesched.models.architectures import ARCHITECTURES
+from moesched.models.architectures import ARCHITECTURES, BY_MODEL_TYPE
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
+from moesched.models.contents import without_prefix
+from moesched.models.gguf.config import gguf_config
+from moesched.models.gguf.contents import gguf_contents
+from moesched.models.gguf.parts import is_gguf, read_parts
 from moesched.models.quantization import in_stored_format
 from moesched.models.shards import stored_names
 
@@ -20,29 +24,39 @@ ALIKE = ("heads", "kv_heads", "head_dim", "rope_theta", "experts", "top_k", "int
 """Settings that are the same in all layers of a model that runs."""
 
 
-def read_config(directory: Path | str, stored_as: str | None = None) -> ModelConfig:
-    """Read directory/config.json, of any of the architectures.
+def read_config(model: Path | str, stored_as: str | None = None) -> ModelConfig:
+    """Read the configuration of a model: config.json of a folder, or the header of a GGUF file.
 
-    A missing or null setting has Hugging Face's default.
+    A missing or null setting in config.json has Hugging Face's default.
 
     Args:
-        stored_as: storage format of the weights; None for the one that the file describes.
+        stored_as: storage format of the weights; None for the one that the files describe.
 
     Raises:
-        BadInput: the file cannot be read, or asks for a feature that the kernels do not support; the message names
+        BadInput: a file cannot be read, or asks for a feature that the kernels do not support; the message names
             the file, the value and the remedy.
     """
-    file = ConfigFile(Path(directory))
-    known = {model_type: each for each in ARCHITECTURES.values() for model_type in each.model_types}
-    if file.model_type not in known:
-        raise file.unsupported("model_type", file.model_type, f"one of {', '.join(sorted(known))}")
-    config = known[str(file.model_type)].read(file)
+    path = Path(model)
+    if not is_gguf(path):
+        return _read_folder(path, stored_as)
+    return (
+        gguf_contents(path).config
+        if stored_as is None
+        else in_format(gguf_config(read_parts(path)), stored_as)
+    )
+
+
+def _read_folder(directory: Path, stored_as: str | None) -> ModelConfig:
+    file = ConfigFile.in_folder(directory)
+    if file.model_type not in BY_MODEL_TYPE:
+        raise file.unsupported("model_type", file.model_type, f"one of {', '.join(sorted(BY_MODEL_TYPE))}")
+    config = BY_MODEL_TYPE[str(file.model_type)].read(file)
     quantization = file.quantization
     if stored_as is not None:
         config = in_format(config, stored_as)
     elif quantization is not None:
         config = in_stored_format(config, file, quantization)
-    if config.tied_embeddings and HEAD in map(without_prefix, stored_names(Path(directory))):
+    if config.tied_embeddings and HEAD in map(without_prefix, stored_names(directory)):
         config = replace(config, tied_embeddings=False)
     return config
 
@@ -60,11 +74,6 @@ def in_format(config: ModelConfig, name: str) -> ModelConfig:
             f"{', '.join(formats)}: give one of these"
         )
     return replace(config, format=name)
-
-
-def without_prefix(name: str) -> str:
-    """The name of a tensor without the prefix "model.", as in a checkpoint that was saved without an LM head."""
-    return name.removeprefix("model.")
 
 
 def runs(config: ModelConfig) -> bool:

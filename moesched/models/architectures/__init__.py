@@ -32,3 +32,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "minimax_m2": MINIMAX_M2,
 }
 """Architectures by the `form` of a ModelConfig."""
+
+BY_MODEL_TYPE: dict[str, Architecture] = {
+    model_type: each for each in ARCHITECTURES.values() for model_type in each.model_types
+}
+"""Architectures by `model_type` in config.json."""

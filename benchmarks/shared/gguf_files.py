@@ -1,0 +1,188 @@
+"""GGUF files of checkpoints, written by the package of llama.cpp: its names, order of rows, and types of weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
+
+from moesched.models.architectures.architecture import Stored
+from moesched.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
+from moesched.models.config import ModelConfig
+from moesched.models.encoding import encoded
+from moesched.models.gguf.families import GGUF_FAMILIES, gguf_tensors
+from moesched.models.gguf.types import TENSOR_TYPES
+from moesched.models.layers import Shape
+from moesched.models.published import with_shapes
+
+Values = npt.NDArray[np.float32]
+TypeOf = Callable[[str, Shape], GGMLQuantizationType]
+"""The type of a tensor, by its name in the file and its shape."""
+
+ARCHITECTURES = {
+    "mixtral": "llama",
+    "llama": "llama",
+    "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe",
+    "dbrx": "dbrx",
+}
+ROUTER = "ffn_gate_inp"
+_NUMBERS = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+
+
+def bfloat16(name: str, shape: Shape) -> GGMLQuantizationType:
+    """Norms and routers in float32, as llama.cpp wants them, all other weights in bfloat16."""
+    return quantized(GGMLQuantizationType.BF16)(name, shape)
+
+
+def quantized(kind: GGMLQuantizationType) -> TypeOf:
+    """Norms and routers in float32, as llama.cpp wants them, all other weights of one type."""
+
+    def type_of(name: str, shape: Shape) -> GGMLQuantizationType:
+        return GGMLQuantizationType.F32 if len(shape) == 1 or ROUTER in name else kind
+
+    return type_of
+
+
+def q4_k_m(name: str, shape: Shape) -> GGMLQuantizationType:
+    """Types as in files of Q4_K_M: every other layer's value and down matrices, and the LM head, keep more bits."""
+    favoured = name == "output.weight" or (
+        ("attn_v" in name or "ffn_down" in name) and int(name.split(".")[1]) % 2 == 0
+    )
+    return quantized(GGMLQuantizationType.Q6_K if favoured else GGMLQuantizationType.Q4_K)(name, shape)
+
+
+def gguf_of(model: Path) -> Path:
+    """The GGUF file of a model, in this environment's folder; written now if there is none."""
+    file = Path(sys.prefix) / f"{model.name}.gguf"
+    if not file.exists():
+        begun = file.with_suffix(".part")
+        write_gguf(open_checkpoint(model), begun)
+        begun.rename(file)
+    return file
+
+
+def write_gguf(
+    checkpoint: Checkpoint,
+    file: Path,
+    type_of: TypeOf = bfloat16,
+    describe: Callable[[Any], None] = lambda writer: writer.add_tokenizer_model("no_vocab"),
+    **options: Any,
+) -> None:
+    """Write a checkpoint of plain weights.
+
+    Args:
+        describe: adds keys of the tokenizer, or others, to a GGUFWriter.
+        options: keywords of the GGUFWriter.
+    """
+    writer = GGUFWriter(file, ARCHITECTURES[checkpoint.config.form], **options)
+    _describe(writer, checkpoint.config)
+    describe(writer)
+    for stored, values in tensors(checkpoint):
+        kind = type_of(stored.name, values.shape)
+        writer.add_tensor(stored.name, _packed(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_sparse_gguf(
+    config: ModelConfig, file: Path, type_of: TypeOf, describe: Callable[[Any], None]
+) -> Path:
+    """Write a file with holes in place of its weights."""
+    writer = GGUFWriter(file, ARCHITECTURES[config.form])
+    _describe(writer, config)
+    describe(writer)
+    nbytes = 0
+    for name, stored in with_shapes(
+        config, gguf_tensors(GGUF_FAMILIES[ARCHITECTURES[config.form]], config)
+    ).items():
+        kind = type_of(name, stored.shape)
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        size = math.prod(stored.shape) // block * block_bytes
+        writer.add_tensor_info(name, stored.shape, np.dtype(np.float32), size, raw_dtype=kind)
+        nbytes += writer.ggml_pad(size, writer.data_alignment)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(file, writer.ggml_pad(file.stat().st_size, writer.data_alignment) + nbytes)
+    return file
+
+
+def tensors(checkpoint: Checkpoint) -> Iterator[tuple[Stored, Values]]:
+    """Names of tensors with their values; a layer's experts are one tensor of three dimensions."""
+    config = checkpoint.config
+    family = GGUF_FAMILIES[ARCHITECTURES[config.form]]
+    for stored in gguf_tensors(family, config):
+        if stored.parts[0] not in checkpoint.tensors:
+            continue  # the router of a model with one expert
+        parts = [values_of(checkpoint, name) for name in stored.parts]
+        if family.interleaved and stored.parts[0].endswith((".q", ".k")):
+            parts = [interleaved(parts[0], config.attention.head_dim)]
+        yield stored, np.stack(parts) if stored.stacks else np.concatenate(parts)
+
+
+def values_of(checkpoint: Checkpoint, name: str) -> Values:
+    """A tensor of plain weights, its rows as outputs."""
+    tensor: StoredTensor = checkpoint.tensors[name]
+    assert tensor.format.name in _NUMBERS and tensor.columns is None
+    numbers: npt.NDArray[Any] = np.memmap(
+        tensor.file, dtype=_NUMBERS[tensor.format.name], mode="r", offset=tensor.offset, shape=tensor.shape
+    )
+    if tensor.format.name == "bfloat16":
+        numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
+    transposed = name.endswith(".down") and checkpoint.config.routed.transposed_down
+    return np.ascontiguousarray(numbers.T if transposed else numbers, dtype=np.float32)
+
+
+def interleaved(matrix: Values, head_dim: int) -> Values:
+    """Rows of queries or keys in the order in which llama.cpp rotates pairs: neighbours, not halves of a head."""
+    heads = matrix.shape[0] // head_dim
+    halves = matrix.reshape(heads, 2, head_dim // 2, matrix.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(matrix.shape))
+
+
+def _packed(values: Values, kind: GGMLQuantizationType) -> npt.NDArray[Any]:
+    """Rows in the format of a type; llama.cpp's package unpacks k-quants, but does not write them."""
+    stored = TENSOR_TYPES[kind].stored
+    if stored is None or stored.factors is None:
+        packed: npt.NDArray[Any] = quants.quantize(values, kind)
+        return packed
+    return encoded(values.reshape(-1), stored).reshape(*values.shape[:-1], -1)
+
+
+def _describe(writer: Any, config: ModelConfig) -> None:
+    """Add the model's sizes."""
+    attention, network = config.attention, config.routed
+    writer.add_vocab_size(config.vocabulary)
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.hidden)
+    writer.add_block_count(config.layers)
+    writer.add_feed_forward_length(network.intermediate)
+    writer.add_head_count(attention.heads)
+    writer.add_head_count_kv(attention.kv_heads)
+    writer.add_key_length(attention.head_dim)
+    writer.add_value_length(attention.head_dim)
+    if config.norm == "rms":
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    else:
+        writer.add_layer_norm_eps(config.norm_eps)
+    writer.add_rope_dimension_count(attention.head_dim)
+    writer.add_rope_freq_base(attention.rope_theta)
+    if attention.clip is not None:
+        writer.add_clamp_kqv(attention.clip)
+    if attention.window is not None:
+        writer.add_sliding_window(attention.window)
+    if network.experts > 1:
+        writer.add_expert_count(network.experts)
+        writer.add_expert_used_count(network.top_k)
+        writer.add_expert_feed_forward_length(network.intermediate)

@@ -1,0 +1,202 @@
+"""Tokenizers made of the vocabulary of a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from moesched.errors import BadInput
+from moesched.models.gguf.vocabulary import PREFIX, TokenType, Vocabulary
+from moesched.models.headers import RESTORE
+from moesched.system.near_names import with_nearest
+from moesched.system.plain_text import shown
+
+SPACE = "▁"
+"""Stands for a space in SentencePiece."""
+
+
+class WordRule(NamedTuple):
+    """A rule that cuts text into words, inside which bytes are merged.
+
+    Attributes:
+        patterns: match words; each one cuts what the ones before it left.
+        composes: whether accents are joined with their letters first (Unicode's NFC).
+        whole_words: whether a word that is a token is not divided, whatever the merges say.
+        has_first: whether texts begin with the vocabulary's first token of a text, if the metadata do not say.
+    """
+
+    patterns: tuple[str, ...]
+    composes: bool = False
+    whole_words: bool = False
+    has_first: bool = False
+
+
+_GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN_2 = _LLAMA_3.replace("{1,3}", "")
+_DIGIT = r"\p{N}"
+
+WORD_RULES: Mapping[str, WordRule] = MappingProxyType(
+    {
+        "gpt-2": WordRule((_GPT_2,)),
+        "mpt": WordRule((_GPT_2,)),
+        "olmo": WordRule((_GPT_2,)),
+        "command-r": WordRule((_DIGIT, _GPT_2)),
+        "refact": WordRule((_DIGIT, _GPT_2)),
+        "starcoder": WordRule((_DIGIT, _GPT_2)),
+        "llama-bpe": WordRule((_LLAMA_3,), whole_words=True, has_first=True),
+        "dbrx": WordRule((_LLAMA_3,)),
+        "qwen2": WordRule((_QWEN_2,), composes=True),
+    }
+)
+"""Rules by their name in files, `tokenizer.ggml.pre`."""
+
+BYTE_PAIRS, SENTENCE_PIECE = "gpt2", "llama"
+"""Names of kinds of tokenizers in files, `tokenizer.ggml.model`."""
+
+
+def gguf_tokenizer(path: Path, vocabulary: Vocabulary) -> Any:
+    """Make a tokenizer of the library `tokenizers`.
+
+    Args:
+        path: file of the vocabulary, for messages.
+
+    Raises:
+        BadInput: its kind or its rule for words is unknown, a token is there twice, or a merge is of unknown tokens.
+    """
+    makers = {BYTE_PAIRS: _byte_pairs, SENTENCE_PIECE: _sentence_piece}
+    if vocabulary.model not in makers:
+        raise _unknown(path, "model", vocabulary.model, makers)
+    ids = {token: number for number, token in enumerate(vocabulary.tokens)}
+    if len(ids) < len(vocabulary.tokens):
+        twice = next(token for number, token in enumerate(vocabulary.tokens) if ids[token] != number)
+        raise BadInput(f"{path}: {PREFIX}tokens has {shown(twice)} twice; {RESTORE}")
+    made = makers[vocabulary.model](path, vocabulary, ids)
+    _add_tokens(made, vocabulary)
+    _add_ends(made, vocabulary)
+    return made
+
+
+def _unknown(path: Path, key: str, name: str | None, known: Mapping[str, object]) -> BadInput:
+    remedy = with_nearest(
+        str(name), known, f"give ids, with --prompt-ids, or a file with one of {', '.join(known)}"
+    )
+    return BadInput(f"{path}: {PREFIX}{key} is {shown(name)}, which is not supported: {remedy}")
+
+
+# ---------------------------------------------------------------- kinds
+
+
+def _byte_pairs(path: Path, vocabulary: Vocabulary, ids: dict[str, int]) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    rule = WORD_RULES.get(vocabulary.pre or "")
+    if rule is None:
+        raise _unknown(path, "pre", vocabulary.pre, WORD_RULES)
+    merges = [_pair(path, merge, ids) for merge in vocabulary.merges]
+    made = Tokenizer(models.BPE(ids, merges, ignore_merges=rule.whole_words))
+    if rule.composes:
+        made.normalizer = normalizers.NFC()
+    words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([*words, in_bytes])
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def _pair(path: Path, merge: str, ids: Mapping[str, int]) -> tuple[str, str]:
+    """The two tokens of a merge; the first may begin with a space."""
+    first, _, second = merge[1:].partition(" ")
+    first = merge[:1] + first
+    if not (first in ids and second in ids and first + second in ids):
+        raise BadInput(
+            f"{path}: {PREFIX}merges has {shown(merge)}, which is not of tokens of the vocabulary; {RESTORE}"
+        )
+    return first, second
+
+
+def _sentence_piece(path: Path, vocabulary: Vocabulary, ids: dict[str, int]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    if not vocabulary.scores:
+        raise BadInput(
+            f"{path}: {PREFIX}scores is missing, which the tokenizer {SENTENCE_PIECE} needs; {RESTORE}"
+        )
+    unknown = vocabulary.unknown_token_id
+    made = Tokenizer(
+        models.BPE(
+            ids,
+            list(_scored_pairs(vocabulary, ids)),
+            unk_token=None if unknown is None else vocabulary.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    begins = vocabulary.add_space_prefix
+    made.normalizer = normalizers.Sequence(
+        [*([normalizers.Prepend(SPACE)] if begins else []), normalizers.Replace(" ", SPACE)]
+    )
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace(SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if begins else []),
+        ]
+    )
+    return made
+
+
+def _scored_pairs(vocabulary: Vocabulary, ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of tokens that make a token, those with the highest scores first."""
+    by_score = sorted(range(len(vocabulary.tokens)), key=vocabulary.scores.__getitem__, reverse=True)
+    for number in by_score:
+        token = vocabulary.tokens[number]
+        if vocabulary.has_type(number, TokenType.CONTROL, TokenType.UNKNOWN, TokenType.BYTE):
+            continue
+        for cut in range(1, len(token)):
+            if token[:cut] in ids and token[cut:] in ids:
+                yield token[:cut], token[cut:]
+
+
+# ---------------------------------------------------------------- special tokens
+
+
+def _add_tokens(made: Any, vocabulary: Vocabulary) -> None:
+    """Tell the tokenizer which tokens are found in text as a whole; text leaves out control tokens."""
+    from tokenizers import AddedToken
+
+    def of(*types: TokenType) -> list[str]:
+        return [
+            token for number, token in enumerate(vocabulary.tokens) if vocabulary.has_type(number, *types)
+        ]
+
+    made.add_special_tokens(
+        [AddedToken(each, normalized=False) for each in of(TokenType.CONTROL, TokenType.UNKNOWN)]
+    )
+    made.add_tokens([AddedToken(each, normalized=False) for each in of(TokenType.USER_DEFINED)])
+
+
+def _add_ends(made: Any, vocabulary: Vocabulary) -> None:
+    """Let encoded texts begin and end with the tokens that the model expects there."""
+    from tokenizers import processors
+
+    begins = vocabulary.add_bos_token
+    if begins is None:
+        begins = vocabulary.model == SENTENCE_PIECE or WORD_RULES[vocabulary.pre or ""].has_first
+    first = vocabulary.bos_token_id if begins else None
+    last = vocabulary.eos_token_id if vocabulary.add_eos_token else None
+    ends = {name: token for name, token in (("first", first), ("last", last)) if token is not None}
+    if ends:
+        made.post_processor = processors.TemplateProcessing(
+            single=[*(["first"] if "first" in ends else []), "$A", *(["last"] if "last" in ends else [])],
+            special_tokens=[
+                {"id": name, "ids": [token], "tokens": [vocabulary.tokens[token]]}
+                for name, token in ends.items()
+            ],
+        )

@@ -1,0 +1,1 @@
+"""Models in GGUF files, the files of llama.cpp."""

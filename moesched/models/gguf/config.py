@@ -1,0 +1,106 @@
+"""The configuration of a model that GGUF files describe, by its metadata and its tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from moesched.errors import BadInput
+from moesched.models.architectures import BY_MODEL_TYPE
+from moesched.models.config import ModelConfig
+from moesched.models.config_file import ConfigFile
+from moesched.models.gguf.families import GGUF_FAMILIES, GgufFamily, GgufKeys
+from moesched.models.gguf.parts import GgufParts, gguf_name
+from moesched.models.gguf.types import BY_NAME
+from moesched.models.gguf.vocabulary import read_vocabulary
+from moesched.models.headers import RESTORE, Found
+from moesched.models.stored_formats import PLAIN
+from moesched.system.decoding import convert_value
+from moesched.system.near_names import with_nearest
+from moesched.system.plain_text import shown
+
+EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+MEAN_NORM_EPSILON = 1e-5
+"""Epsilon of norms by mean and variance, in all published models."""
+
+
+def family_of(parts: GgufParts) -> GgufFamily:
+    """The family of a model.
+
+    Raises:
+        BadInput: it has no kernels.
+    """
+    name = parts.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in GGUF_FAMILIES:
+        remedy = with_nearest(str(name), GGUF_FAMILIES, f"use a model of {', '.join(GGUF_FAMILIES)}")
+        raise BadInput(
+            f"{parts.path}: no device has kernels for general.architecture {shown(name)}: {remedy}"
+        )
+    return GGUF_FAMILIES[name]
+
+
+def gguf_config(parts: GgufParts) -> ModelConfig:
+    """Convert metadata to a ModelConfig with plain weights.
+
+    Raises:
+        BadInput: a key is missing, asks for a feature that the kernels do not support, or contradicts the tensors.
+    """
+    family, tensors = family_of(parts), {found.name: found for found in parts.shards.tensors}
+    if EMBEDDING not in tensors:
+        raise BadInput(f"{parts.path} has no {EMBEDDING}: give a file with weights")
+    vocabulary = read_vocabulary(parts)
+    values = family.config_json(_keys(parts, tensors)) | {
+        "vocab_size": _rows_of_embedding(parts, tensors[EMBEDDING], len(vocabulary.tokens)),
+        "tie_word_embeddings": HEAD not in tensors,
+    }
+    file = ConfigFile(
+        parts.path, values, gguf_name(parts.path), lambda: _dtype(tensors.values()), vocabulary.stop_tokens
+    )
+    config = BY_MODEL_TYPE[values["model_type"]].read(file)
+    return config.varied(interleaved=family.interleaved, transposed_down=False)
+
+
+def _keys(parts: GgufParts, tensors: Mapping[str, Found]) -> GgufKeys:
+    """The metadata of the architecture, without features that the kernels do not support."""
+    prefix = f"{parts.metadata['general.architecture']}."
+    values = {
+        key.removeprefix(prefix): value for key, value in parts.metadata.items() if key.startswith(prefix)
+    }
+    keys = convert_value(values, GgufKeys, f"{parts.path}: {prefix[:-1]}", RESTORE)
+
+    def require(key: str, value: object, *accepted: object) -> None:
+        if value not in accepted:
+            raise BadInput(
+                f"{parts.path}: {prefix}{key} is {shown(value)}, which is not supported; use a model with "
+                f"{shown(accepted[0])}"
+            )
+
+    require("rope.scaling.type", keys.rope__scaling__type, "none")
+    require("rope.dimension_count", keys.rope__dimension_count, keys.head_dim, None)
+    require("attention.value_length", keys.attention__value_length, keys.head_dim, None)
+    require("attention.layer_norm_epsilon", keys.attention__layer_norm_epsilon, MEAN_NORM_EPSILON, None)
+    if ROPE_FACTORS in tensors:
+        raise BadInput(
+            f"{parts.path}: {ROPE_FACTORS} scales rotations, which is not supported; use a model without it"
+        )
+    return keys
+
+
+def _rows_of_embedding(parts: GgufParts, embedding: Found, tokens: int) -> int:
+    """The size of the vocabulary, by its embeddings; `tokens` is by the tokenizer, 0 without one."""
+    rows = embedding.entry.shape[0]
+    if tokens not in (0, rows):
+        raise BadInput(
+            f"{parts.path}: tokenizer.ggml.tokens has {tokens:,} tokens, and {EMBEDDING} {rows:,} rows; {RESTORE}"
+        )
+    return rows
+
+
+def _dtype(tensors: Iterable[Found]) -> str:
+    """The dtype of most weights of matrices, if they are plain; models with coded ones are computed in bfloat16."""
+    weights: Counter[str] = Counter()
+    for found in tensors:
+        if len(found.entry.shape) > 1:
+            weights[found.entry.dtype] += found.nbytes
+    stored = BY_NAME[weights.most_common(1)[0][0]].stored
+    return stored.name if stored is not None and stored.name in PLAIN else "bfloat16"

@@ -1,0 +1,185 @@
+"""Families in GGUF files: the name of each, its keys of config.json, and the names of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import msgspec
+
+from moesched.models.architectures.architecture import Stored
+from moesched.models.config import ModelConfig
+from moesched.models.tensors import dense_shapes, expert_shapes, global_shapes
+
+
+class GgufKeys(msgspec.Struct, kw_only=True, rename=lambda name: name.replace("__", ".")):
+    """Keys of the metadata that describe a model, without the name of the architecture before them."""
+
+    block_count: int
+    context_length: int
+    embedding_length: int
+    attention__head_count: int
+    feed_forward_length: int = 0
+    attention__head_count_kv: int | None = None
+    attention__key_length: int | None = None
+    attention__value_length: int | None = None
+    attention__layer_norm_rms_epsilon: float = 0.0
+    attention__layer_norm_epsilon: float | None = None
+    attention__clamp_kqv: float | None = None
+    attention__sliding_window: int | None = None
+    rope__dimension_count: int | None = None
+    rope__freq_base: float = 10_000.0
+    rope__scaling__type: str = "none"
+    expert_count: int = 0
+    expert_used_count: int = 0
+    expert_feed_forward_length: int | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a query or key."""
+        return self.attention__key_length or self.embedding_length // max(self.attention__head_count, 1)
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key-value heads."""
+        given = self.attention__head_count_kv
+        return self.attention__head_count if given is None else given
+
+
+class GgufFamily(NamedTuple):
+    """A family, by its architecture in GGUF files.
+
+    Attributes:
+        config_json: the keys of config.json that say the same as the metadata.
+        names: names of tensors that are not those of `NAMES`.
+        fused: names of tensors that contain several, one after the other.
+        interleaved: whether rows of queries and keys are in the order in which llama.cpp rotates them: neighbours.
+    """
+
+    config_json: Callable[[GgufKeys], dict[str, Any]]
+    names: Mapping[str, str] = MappingProxyType({})
+    fused: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    interleaved: bool = False
+
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "embedding": "token_embd",
+        "final_norm": "output_norm",
+        "lm_head": "output",
+        "attention_norm": "attn_norm",
+        "q": "attn_q",
+        "k": "attn_k",
+        "v": "attn_v",
+        "q_norm": "attn_q_norm",
+        "k_norm": "attn_k_norm",
+        "o": "attn_output",
+        "ffn_norm": "ffn_norm",
+        "router": "ffn_gate_inp",
+        "gate": "ffn_gate",
+        "down": "ffn_down",
+        "up": "ffn_up",
+    }
+)
+"""Names of tensors in GGUF files, without layer and ending, by the last part of their canonical names."""
+
+
+def _llama_like(keys: GgufKeys) -> dict[str, Any]:
+    """The keys common to the descendants of Llama."""
+    return {
+        "hidden_size": keys.embedding_length,
+        "intermediate_size": keys.feed_forward_length,
+        "num_hidden_layers": keys.block_count,
+        "num_attention_heads": keys.attention__head_count,
+        "num_key_value_heads": keys.kv_heads,
+        "head_dim": keys.head_dim,
+        "rms_norm_eps": keys.attention__layer_norm_rms_epsilon,
+        "max_position_embeddings": keys.context_length,
+        "rope_theta": keys.rope__freq_base,
+        "sliding_window": keys.attention__sliding_window,
+        "num_local_experts": keys.expert_count,
+        "num_experts_per_tok": keys.expert_used_count,
+        "clip_qkv": keys.attention__clamp_kqv,
+    }
+
+
+def _llama(keys: GgufKeys) -> dict[str, Any]:
+    return _llama_like(keys) | {"model_type": "mixtral" if keys.expert_count else "mistral"}
+
+
+def _qwen3_moe(keys: GgufKeys) -> dict[str, Any]:
+    return _llama_like(keys) | {
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": keys.expert_feed_forward_length or keys.feed_forward_length,
+        "norm_topk_prob": True,
+        "use_sliding_window": keys.attention__sliding_window is not None,
+    }
+
+
+def _olmoe(keys: GgufKeys) -> dict[str, Any]:
+    return _llama_like(keys) | {"model_type": "olmoe", "norm_topk_prob": False}
+
+
+def _dbrx(keys: GgufKeys) -> dict[str, Any]:
+    return {
+        "model_type": "dbrx",
+        "d_model": keys.embedding_length,
+        "n_heads": keys.attention__head_count,
+        "n_layers": keys.block_count,
+        "max_seq_len": keys.context_length,
+        "attn_config": {
+            "clip_qkv": keys.attention__clamp_kqv,
+            "kv_n_heads": keys.kv_heads,
+            "rope_theta": keys.rope__freq_base,
+        },
+        "ffn_config": {
+            "ffn_hidden_size": keys.feed_forward_length,
+            "moe_num_experts": keys.expert_count,
+            "moe_top_k": keys.expert_used_count,
+        },
+    }
+
+
+GGUF_FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
+    {
+        "llama": GgufFamily(_llama, interleaved=True),
+        "qwen3moe": GgufFamily(_qwen3_moe),
+        "olmoe": GgufFamily(_olmoe),
+        "dbrx": GgufFamily(
+            _dbrx, names={"ffn_norm": "attn_output_norm"}, fused={"attn_qkv": ("q", "k", "v")}
+        ),
+    }
+)
+"""Families that run, by `general.architecture`."""
+
+
+def gguf_tensors(family: GgufFamily, config: ModelConfig) -> Iterator[Stored]:
+    """Yield the tensors of a model's files; those of a layer's experts are stacked."""
+    names = {**NAMES, **family.names}
+    for name in global_shapes(config):
+        yield Stored(f"{names[name]}.weight", [name])
+    for layer in range(config.layers):
+        theirs, ours = f"blk.{layer}.", f"layers.{layer}."
+        parts = [name.removeprefix(ours) for name in dense_shapes(config, layer)]
+        for name, fused in family.fused.items():
+            yield Stored(f"{theirs}{name}.weight", [ours + part for part in fused])
+            parts = [part for part in parts if part not in fused]
+        for part in parts:
+            yield Stored(f"{theirs}{names[part]}.weight", [ours + part])
+        experts = range(config.layer(layer).feed_forward.experts)
+        for part in ("gate", "down", "up"):
+            stacked = [f"{ours}experts.{expert}.{part}" for expert in experts]
+            if len(experts) == 1:
+                yield Stored(f"{theirs}{names[part]}.weight", stacked)
+            else:
+                yield Stored(f"{theirs}{names[part]}_exps.weight", stacked, stacks=len(experts))
+
+
+def single_expert_tensors(config: ModelConfig) -> Iterator[Stored]:
+    """Yield the tensors that files of early 2024 have instead of stacked ones: one for each matrix of each expert."""
+    for layer in range(config.layers):
+        for expert in range(config.layer(layer).feed_forward.experts):
+            for name in expert_shapes(config, layer, expert):
+                part = NAMES[name.rpartition(".")[2]]
+                yield Stored(f"blk.{layer}.{part}.{expert}.weight", [name])

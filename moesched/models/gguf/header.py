@@ -1,0 +1,269 @@
+"""Headers of GGUF files: metadata, and the place of each tensor.
+
+Every count and length is compared with the rest of the file before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Iterable
+from io import FileIO
+from pathlib import Path
+from typing import NamedTuple
+
+from moesched.errors import BadInput
+from moesched.models.file_identity import FileIdentity
+from moesched.models.gguf.types import TENSOR_TYPES, TensorType
+from moesched.models.headers import RESTORE, Entry, Found, require_count
+from moesched.system.input_file import open_input
+from moesched.system.plain_text import shown
+
+Value = int | float | bool | str | tuple[int | float | bool | str, ...]
+"""A value of the metadata; a tuple is an array."""
+
+MOST_HEADER_BYTES = 32 << 20
+"""Most bytes of a header; with the largest published vocabularies it has 12 MB."""
+MOST_KEYS = 1 << 12
+MOST_ITEMS = 1 << 20
+"""Most items of an array; the largest published vocabularies have 440,000 merges."""
+LONGEST_KEY = 1 << 16
+LONGEST_TEXT = 1 << 20
+"""Most bytes of a text; the longest published chat templates have 30 kB."""
+MOST_DIMENSIONS = 4
+VERSIONS = (2, 3)
+
+_MAGIC = int.from_bytes(b"GGUF", "little")
+_PIECE = 1 << 20
+_NUMBER, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
+_FLOAT32, _TEXT, _ARRAY = 6, 8, 9
+_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Letters of `struct` for numbers, by the type of a value."""
+
+
+class GgufHeader(NamedTuple):
+    """The contents of a header.
+
+    Attributes:
+        tensors: the dtype of each is the name of its `TensorType`, its shape counts weights.
+        identity: the file's identity before it was read.
+    """
+
+    path: Path
+    metadata: dict[str, Value]
+    tensors: list[Found]
+    identity: FileIdentity
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Read the header of a GGUF file.
+
+    Raises:
+        BadInput: it cannot be read, is truncated, or is no valid GGUF file of version 2 or 3.
+    """
+    with open_input(path, "weights", remedy=RESTORE) as file:
+        identity = FileIdentity.of(os.fstat(file.fileno()))
+        source = _Source(path, file, identity.size)
+        tensors, entries = _require_version(source), source.length()
+        metadata = _read_metadata(source, entries)
+        found = _read_tensors(source, tensors, _alignment(path, metadata))
+    return GgufHeader(path, metadata, found, identity)
+
+
+class _Source:
+    """The bytes of a header, read from the front as far as they are asked for.
+
+    Attributes:
+        at: bytes that were taken.
+        about: name of what is read, for messages.
+    """
+
+    def __init__(self, path: Path, file: FileIO, size: int) -> None:
+        self.path = path
+        self.size = size
+        self.at = 0
+        self.about = "its beginning"
+        self._file = file
+        self._data = bytearray()
+
+    def number(self) -> int:
+        """Take an unsigned number of 32 bits."""
+        number: int = _NUMBER.unpack_from(self._data, self._taken(4))[0]
+        return number
+
+    def length(self) -> int:
+        """Take an unsigned number of 64 bits."""
+        length: int = _LENGTH.unpack_from(self._data, self._taken(8))[0]
+        return length
+
+    def text(self, longest: int = LONGEST_TEXT) -> str:
+        """Take a text, whose length in bytes stands before it."""
+        length = self.length()
+        if length > longest:
+            raise self.broken(f"it has a text of {length:,} bytes, which no real file has")
+        start = self._taken(length)
+        try:
+            return str(memoryview(self._data)[start : start + length], "utf-8")
+        except UnicodeDecodeError:
+            raise self.broken("it has a text that is not UTF-8") from None
+
+    def numbers(self, code: str, count: int) -> tuple[int | float | bool, ...]:
+        """Take numbers of a type, by its letter of `struct`."""
+        layout = struct.Struct(f"<{count}{code}")
+        return layout.unpack_from(self._data, self._taken(layout.size))
+
+    def broken(self, why: str) -> BadInput:
+        """Make the error for a file that is not valid."""
+        return BadInput(f"{self.path}: {self.about}: {why}; {RESTORE}")
+
+    def _taken(self, nbytes: int) -> int:
+        """Take bytes, and return the place of the first."""
+        start, self.at = self.at, self.at + nbytes
+        if self.at > len(self._data):
+            self._read_to(self.at)
+        return start
+
+    def _read_to(self, end: int) -> None:
+        if end > self.size:
+            raise self.broken(f"the file is truncated: it has {self.size:,} bytes, and needs {end:,}")
+        if end > MOST_HEADER_BYTES:
+            raise self.broken(f"the header has more than {MOST_HEADER_BYTES:,} bytes, which no real file has")
+        while len(self._data) < end:
+            piece = self._file.read(max(_PIECE, end - len(self._data)))
+            if not piece:
+                raise self.broken("the file became shorter while it was read")
+            self._data += piece
+
+
+def _require_version(source: _Source) -> int:
+    """Check the kind and version of a file, and return the number of its tensors."""
+    if source.number() != _MAGIC:
+        raise BadInput(f"{source.path} is not a GGUF file: it does not begin with GGUF; {RESTORE}")
+    version = source.number()
+    if version not in VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+        what = "big-endian" if swapped else f"of GGUF version {version:,}"
+        raise BadInput(f"{source.path} is {what}: convert it to version 3, little-endian")
+    tensors = source.length()
+    require_count(tensors, str(source.path))
+    return tensors
+
+
+# ---------------------------------------------------------------- metadata
+
+
+def _read_metadata(source: _Source, count: int) -> dict[str, Value]:
+    source.about = "its metadata"
+    if count > MOST_KEYS:
+        raise source.broken(f"they have {count:,} keys, and no real file has more than {MOST_KEYS:,}")
+    metadata: dict[str, Value] = {}
+    for number in range(count):
+        source.about = f"key {number + 1:,} of its metadata"
+        key = source.text(LONGEST_KEY)
+        if not key.isprintable():
+            raise source.broken(f"its name {shown(key)} cannot be shown")
+        source.about = shown(key)
+        if key in metadata:
+            raise source.broken("its metadata have this key twice")
+        metadata[key] = _read_value(source)
+    return metadata
+
+
+def _read_value(source: _Source) -> Value:
+    kind = source.number()
+    if kind == _TEXT:
+        return source.text()
+    if kind == _ARRAY:
+        return _read_array(source)
+    [number] = source.numbers(_code(source, kind), 1)
+    return _decimal(number) if kind == _FLOAT32 else number
+
+
+def _decimal(number: float) -> float:
+    """The shortest decimal number that is this one in float32: files have 1e-6 as 9.999999974752427e-07."""
+    stored = struct.pack("<f", number)
+    decimals = (float(f"{number:.{digits}g}") for digits in range(6, 9))
+    return next((each for each in decimals if struct.pack("<f", each) == stored), number)
+
+
+def _read_array(source: _Source) -> Value:
+    kind, count = source.number(), source.length()
+    if count > MOST_ITEMS:
+        raise source.broken(
+            f"it is an array of {count:,} items, and no real file has more than {MOST_ITEMS:,}"
+        )
+    if kind == _TEXT:
+        return tuple(source.text() for _ in range(count))
+    return source.numbers(_code(source, kind), count)
+
+
+def _code(source: _Source, kind: int) -> str:
+    if kind not in _CODES:
+        raise source.broken(f"its value is of type {kind:,}, which is unknown")
+    return _CODES[kind]
+
+
+def _alignment(path: Path, metadata: dict[str, Value]) -> int:
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise BadInput(
+            f"{path}: general.alignment is {shown(alignment)}, and must be a power of two; {RESTORE}"
+        )
+    return alignment
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def _read_tensors(source: _Source, count: int, alignment: int) -> list[Found]:
+    entries: dict[str, Entry] = {}
+    for number in range(count):
+        source.about = f"tensor {number + 1:,}"
+        name = source.text(LONGEST_KEY)
+        if not name.isprintable():
+            raise source.broken(f"its name {shown(name)} cannot be shown")
+        source.about = shown(name)
+        if name in entries:
+            raise source.broken("the file has this tensor twice")
+        entries[name] = _read_entry(source, alignment)
+    start = -(-source.at // alignment) * alignment
+    _require_apart(source, entries.items(), start)
+    return [Found(source.path, name, entry, start) for name, entry in entries.items()]
+
+
+def _read_entry(source: _Source, alignment: int) -> Entry:
+    dimensions = source.number()
+    if not 1 <= dimensions <= MOST_DIMENSIONS:
+        raise source.broken(f"it has {dimensions:,} dimensions, and may have 1 to {MOST_DIMENSIONS}")
+    lengths = [source.length() for _ in range(dimensions)]
+    kind, offset = source.number(), source.length()
+    if kind not in TENSOR_TYPES:
+        raise source.broken(f"it is of type {kind:,}, which is unknown")
+    if min(lengths) < 1:
+        raise source.broken(f"its dimensions are {lengths}, and must be positive")
+    if offset % alignment:
+        raise source.broken(f"it begins at byte {offset:,} of the weights, no multiple of {alignment:,}")
+    nbytes = _bytes_of(source, TENSOR_TYPES[kind], lengths)
+    return Entry(TENSOR_TYPES[kind].name, tuple(reversed(lengths)), (offset, offset + nbytes))
+
+
+def _bytes_of(source: _Source, kind: TensorType, lengths: list[int]) -> int:
+    row, *others = lengths
+    if row % kind.block:
+        raise source.broken(f"its rows have {row:,} weights, and blocks of {kind.name} have {kind.block}")
+    return row // kind.block * kind.block_bytes * math.prod(others)
+
+
+def _require_apart(source: _Source, entries: Iterable[tuple[str, Entry]], start: int) -> None:
+    """Check that no tensor overlaps another one, or ends beyond the file's end."""
+    end, before = 0, ""
+    for name, entry in sorted(entries, key=lambda each: each[1].data_offsets):
+        source.about = shown(name)
+        if entry.data_offsets[0] < end:
+            raise source.broken(f"it overlaps {shown(before)}")
+        end, before = entry.data_offsets[1], name
+    if start + end > source.size and before:
+        raise source.broken(
+            f"the file is truncated: it has {source.size:,} bytes, and the tensor ends at {start + end:,}"
+        )

@@ -1,0 +1,126 @@
+"""Models in GGUF files: tensors, metadata, tokens, and what is said of files that cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from benchmarks.shared.gguf_files import TypeOf, q4_k_m, quantized, write_gguf
+from benchmarks.shared.random_models import hugging_face_logits
+from benchmarks.shared.small_runs import ONE_MEMORY, generate, same_bits
+from gguf_models import gguf_model, unpacked_model
+from moesched.devices.mlx.device import MlxDevice
+from moesched.devices.torch.device import TorchDevice
+from moesched.models.checkpoint import open_checkpoint
+from moesched.models.config import ModelConfig
+from moesched.models.layout import weight_layout
+from moesched.models.random_model import write_random_model
+from moesched.plugins import make_policy
+from odd_models import DBRX, MIXTRAL, OLMOE, PROMPTS
+from stored_checkpoints import content
+
+WHOLE_ROWS = MIXTRAL.varied(
+    layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=32, window=None
+)
+K_QUANTS = WHOLE_ROWS.varied(hidden=256, intermediate=256, heads=8)
+MODELS = {
+    "mixtral in Q4_K_M": (K_QUANTS, q4_k_m),
+    "mixtral in Q8_0": (WHOLE_ROWS, quantized(Type.Q8_0)),
+    "mixtral in F32": (MIXTRAL, quantized(Type.F32)),
+    "llama in F16": (
+        MIXTRAL.varied(name="llama", layers=2, experts=1, top_k=1, window=None, form="llama"),
+        quantized(Type.F16),
+    ),
+    "qwen3moe in BF16": (
+        MIXTRAL.varied(name="qwen", layers=2, qk_norm="head", tied_embeddings=True, form="qwen3_moe"),
+        quantized(Type.BF16),
+    ),
+    "olmoe in Q8_0": (
+        OLMOE.varied(layers=2, hidden=64, heads=4, head_dim=16, intermediate=32),
+        quantized(Type.Q8_0),
+    ),
+    "dbrx in F32": (DBRX.varied(layers=2), quantized(Type.F32)),
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_logits_are_those_of_hugging_face_with_the_unpacked_weights(
+    model: tuple[ModelConfig, TypeOf], tmp_path: Path
+) -> None:
+    config, type_of = model
+    file = gguf_model(config, tmp_path, type_of)
+    checkpoint = open_checkpoint(file)
+    device = TorchDevice(checkpoint, weight_layout(checkpoint.config, "float32"), keep_logits=True)
+    ours = generate(device, make_policy("resident"), ONE_MEMORY, PROMPTS, new_tokens=4, micro_batch_size=2)
+    theirs = unpacked_model(file, config)
+    for prompt, tokens, logits_SV in zip(PROMPTS, ours.tokens, ours.logits_RSV, strict=True):
+        theirs_SV = hugging_face_logits(theirs, [*prompt, *tokens])[-5:-1]
+        assert (logits_SV - theirs_SV).abs().max() <= 1e-5 * theirs_SV.abs().max()
+
+
+@pytest.mark.parametrize("make", [TorchDevice, MlxDevice])
+def test_a_file_gives_the_bits_of_a_folder_with_the_same_weights(
+    make: type[TorchDevice | MlxDevice], tmp_path: Path
+) -> None:
+    config = WHOLE_ROWS.varied(dtype="bfloat16", window=4)
+    folder = write_random_model(config, tmp_path / "folder")
+    file = tmp_path / "model.gguf"
+    write_gguf(open_checkpoint(folder), file)
+    logits = []
+    for model in (folder, file):
+        checkpoint = open_checkpoint(model)
+        device = make(checkpoint, weight_layout(checkpoint.config), keep_logits=True)
+        policy = make_policy("layer_streaming")
+        ran = generate(device, policy, ONE_MEMORY, PROMPTS, new_tokens=3, micro_batch_size=2)
+        logits.append(ran.logits_RSV)
+    assert same_bits(*logits)
+
+
+def test_pages_are_cut_from_stacked_experts_as_they_lie(tmp_path: Path) -> None:
+    file = gguf_model(WHOLE_ROWS, tmp_path, quantized(Type.Q8_0))
+    checkpoint = open_checkpoint(file)
+    logits = []
+    for page_bytes in (None, 3_000):
+        device = TorchDevice(
+            checkpoint, weight_layout(checkpoint.config, "float32", page_bytes), keep_logits=True
+        )
+        policy = make_policy("layer_streaming")
+        ran = generate(device, policy, ONE_MEMORY, PROMPTS, new_tokens=3, micro_batch_size=2)
+        logits.append(ran.logits_RSV)
+    assert same_bits(*logits)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A model in three files."""
+    folder = tmp_path_factory.mktemp("split")
+    gguf_model(WHOLE_ROWS, folder, quantized(Type.Q8_0), split_max_tensors=10)
+    return sorted(folder.glob("*.gguf"))
+
+
+def test_any_part_of_a_split_model_is_the_model(parts: list[Path], tmp_path: Path) -> None:
+    whole = open_checkpoint(gguf_model(WHOLE_ROWS, tmp_path, quantized(Type.Q8_0)))
+    assert len(parts) == 3
+    for part in parts:
+        opened = open_checkpoint(part)
+        assert opened.config == whole.config
+        assert {name: content(each) for name, each in opened.tensors.items()} == {
+            name: content(each) for name, each in whole.tensors.items()
+        }
+
+
+def test_commands_take_a_file_wherever_they_take_a_folder(command: Any, tmp_path: Path) -> None:
+    file = gguf_model(WHOLE_ROWS, tmp_path, quantized(Type.F32))
+    run = ("--policy", "expert_cache", "--prompt-ids", "1,2,3", "--max-new-tokens", "3", "--json")
+    reports = [command("run", model, *run).json for model in (file, tmp_path / "plain")]
+    assert reports[0]["tokens"] == reports[1]["tokens"]
+    predict = ("--model", file, "--machine", "t4", "--policy", "expert_cache", "--no-band")
+    assert command("simulate", *predict, "--workload", "uniform", "--gen", "2").code == 0
+    assert command("plan", *predict).code == 0
+    assert command("sparsity", file).code == 0
+    assert f"{file}, " in command("doctor", "--model", file).out
+    assert "is a GGUF file" in command("prestack", file, tmp_path / "stacked").err
+    assert "which this command reads" in command("run", file, *run, "--trace", file).err

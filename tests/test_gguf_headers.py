@@ -1,0 +1,366 @@
+"""Headers of GGUF files: whatever is wrong with one is said in one line, before memory is taken for it."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from gguf_headers import (
+    Header,
+    Tensor,
+    byte_pairs,
+    mixtral,
+    number,
+    numbers,
+    real,
+    string,
+    text,
+    texts,
+)
+from moesched.errors import BadInput
+from moesched.inputs.tokenizer import find_tokenizer
+from moesched.models.checkpoint import open_checkpoint
+from moesched.models.gguf.families import GGUF_FAMILIES, gguf_tensors
+from moesched.models.gguf.types import TENSOR_TYPES
+from moesched.models.reading import read_config
+from moesched.models.shapes import SHAPES
+from stored_checkpoints import assert_complete
+
+FORMS = {"llama": "mixtral", "qwen3moe": "qwen3_moe", "olmoe": "olmoe", "dbrx": "dbrx"}
+Change = Callable[[Header], None]
+
+HUGE = 1 << 60
+NORM, ROUTER, GATES = "blk.0.attn_norm.weight", "blk.0.ffn_gate_inp.weight", "blk.0.ffn_gate_exps.weight"
+EMBEDDING, TOKENS = "token_embd.weight", "tokenizer.ggml.tokens"
+
+
+def key(name: str, value: bytes | None) -> Change:
+    return lambda header: header.set(name, value)
+
+
+def attribute(**changes: Any) -> Change:
+    def change(header: Header) -> None:
+        for name, value in changes.items():
+            setattr(header, name, value)
+
+    return change
+
+
+def tensor(name: str, **changes: Any) -> Change:
+    def change(header: Header) -> None:
+        for attribute, value in changes.items():
+            setattr(header.tensor(name), attribute, value)
+
+    return change
+
+
+def more(*tensors: Tensor) -> Change:
+    return lambda header: header.tensors.extend(tensors)
+
+
+def without(name: str) -> Change:
+    return lambda header: header.tensors.remove(header.tensor(name))
+
+
+def again(name: str) -> Change:
+    return lambda header: header.keys.append((name, number(1)))
+
+
+def text_of_key(value: bytes) -> Change:
+    def change(header: Header) -> None:
+        header.begin += struct.pack("<QQ", 1, 1) + value
+        header.keys, header.tensors = [], []
+
+    return change
+
+
+REFUSED: dict[str, tuple[Change, str]] = {
+    # the beginning
+    "another file": (attribute(begin=b"PK\3\4\0\0\0\0"), "is not a GGUF file: it does not begin with GGUF"),
+    "version 1": (attribute(begin=b"GGUF\1\0\0\0"), "is of GGUF version 1: convert it to version 3"),
+    "big-endian": (attribute(begin=b"GGUF\0\0\0\3"), "is big-endian: convert it to version 3, little-endian"),
+    "2^60 tensors": (attribute(count=HUGE), "it has 1,152,921,504,606,846,976 tensors, no model has more"),
+    "2^60 keys": (attribute(key_count=HUGE), "its metadata: they have 1,152,921,504,606,846,976 keys"),
+    # metadata
+    "a key of 2^60 bytes": (text_of_key(text("a", HUGE)), "key 1 of its metadata: it has a text of 1,152,9"),
+    "a key beyond the end": (
+        text_of_key(text("a", 9_000)),
+        "key 1 .*: the file is truncated: it has .* needs",
+    ),
+    "a text of 2^60 bytes": (
+        key("general.name", string("a", HUGE)),
+        "'general.name': it has a text of 1,152,9",
+    ),
+    "a text beyond the end": (
+        key("general.name", string("a", 1_000_000)),
+        "'general.name': the file is truncated: it has",
+    ),
+    "a template of 10 MB": (
+        key("tokenizer.chat_template", string("a" * 10_000_000)),
+        "'tokenizer.chat_template': it has a text of 10,000,000 bytes, which no real file has",
+    ),
+    "a text that is not UTF-8": (
+        key("general.name", string(b"\xff")),
+        "'general.name': it has a text that is not UTF-8",
+    ),
+    "a key that acts on the terminal": (key("\x1b[2J", number(1)), r"its name '\\x1b\[2J' cannot be shown"),
+    "a key twice": (again("llama.block_count"), "'llama.block_count': its metadata have this key twice"),
+    "an array of 2^60 texts": (
+        key(TOKENS, texts(["a"], HUGE)),
+        f"'{TOKENS}': it is an array of 1,152,9.* items",
+    ),
+    "an array of 2^60 numbers": (
+        key(TOKENS, numbers([1], HUGE)),
+        f"'{TOKENS}': it is an array of 1,152,9.* items",
+    ),
+    "an array beyond the end": (key(TOKENS, numbers([1], 1_000_000)), f"'{TOKENS}': the file is truncated"),
+    "an array of arrays": (key(TOKENS, struct.pack("<IIQ", 9, 9, 1)), f"'{TOKENS}': its value is of type 9"),
+    "an unknown type of value": (
+        key("a", struct.pack("<I", 77)),
+        "'a': its value is of type 77, which is unknown",
+    ),
+    "alignment 0": (
+        key("general.alignment", number(0)),
+        "general.alignment is 0, and must be a power of two",
+    ),
+    "alignment 24": (
+        key("general.alignment", number(24)),
+        "general.alignment is 24, and must be a power of two",
+    ),
+    # tensors
+    "an unknown type of tensor": (tensor(NORM, kind=77), f"'{NORM}': it is of type 77, which is unknown"),
+    "a type without kernels": (
+        lambda header: header.tensors.__setitem__(2, Tensor("output.weight", [256, 6], kind=10)),
+        "output.weight is of type Q2_K, which no kernel reads: did you mean Q._K",
+    ),
+    "rows that are no whole blocks": (
+        tensor(GATES, kind=8),
+        f"'{GATES}': its rows have 8 weights, and blocks of Q8_0 have 32",
+    ),
+    "no dimensions": (tensor(NORM, lengths=[]), f"'{NORM}': it has 0 dimensions, and may have 1 to 4"),
+    "5 dimensions": (tensor(NORM, lengths=[1] * 5), f"'{NORM}': it has 5 dimensions"),
+    "a dimension of 0": (
+        tensor(NORM, lengths=[0]),
+        rf"'{NORM}': its dimensions are \[0\], and must be positive",
+    ),
+    "a dimension of 2^60": (
+        tensor(NORM, lengths=[HUGE]),
+        f"'{NORM}': the file is truncated: it has|overlaps",
+    ),
+    "a tensor twice": (more(Tensor(NORM, [8])), f"'{NORM}': the file has this tensor twice"),
+    "a tensor over another": (tensor(NORM, offset=0), "it overlaps "),
+    "a tensor at an odd place": (
+        tensor(NORM, offset=33),
+        f"'{NORM}': it begins at byte 33 of the weights, no multiple of 32",
+    ),
+    "a tensor past the end": (
+        attribute(missing=1),
+        "'blk.0.ffn_up_exps.weight': the file is truncated: it has",
+    ),
+    "a name of two lines": (more(Tensor("a\nb", [8])), r"its name 'a\\nb' cannot be shown"),
+    # the model
+    "no architecture": (
+        key("general.architecture", None),
+        "no device has kernels for general.architecture None: use",
+    ),
+    "an unknown architecture": (
+        key("general.architecture", string("qwen3moee")),
+        "general.architecture 'qwen3moee': did you mean qwen3moe?",
+    ),
+    "a size that is text": (
+        key("llama.block_count", string("1")),
+        "llama: Expected `int`, got `str` - at `.*block_count",
+    ),
+    "a missing size": (key("llama.block_count", None), "llama: .*missing required field `block_count`"),
+    "no layers": (key("llama.block_count", number(0)), "layers is 0, but it must be positive"),
+    "4 billion layers": (key("llama.block_count", number(2**32 - 1)), "layers is 4294967295, but it may be"),
+    "100,000 experts": (
+        key("llama.expert_count", number(100_000)),
+        "its header describes 1 layers with 100,000 experts",
+    ),
+    "more layers than tensors": (key("llama.block_count", number(2)), "lacks 16 of the model's tensors"),
+    "another width": (
+        key("llama.embedding_length", number(12)),
+        r"has shape \[6, 8\], its header says \[6, 12\]",
+    ),
+    "an epsilon that is no number": (
+        key("llama.attention.layer_norm_rms_epsilon", real(float("nan"))),
+        "norm_eps is nan, but float32 overflows or loses it",
+    ),
+    "scaled rotations": (
+        key("llama.rope.scaling.type", string("yarn")),
+        "llama.rope.scaling.type is 'yarn', which is not",
+    ),
+    "scaled rotations, in a tensor": (
+        more(Tensor("rope_freqs.weight", [2])),
+        "rope_freqs.weight scales rotations",
+    ),
+    "rotations of a part": (key("llama.rope.dimension_count", number(2)), "llama.rope.dimension_count is 2"),
+    "an unknown tensor": (
+        more(Tensor("blk.0.ffn_gate_shexp.weight", [8, 6])),
+        "ffn_gate_shexp.weight is no tensor of a model",
+    ),
+    "a bias": (
+        more(Tensor("blk.0.attn_q.bias", [8])),
+        "attn_q.bias is a bias; use a checkpoint without biases",
+    ),
+    "a missing tensor": (without(ROUTER), "lacks 1 of the model's tensors, layers.0.router"),
+    "no weights": (attribute(tensors=[]), f"has no {EMBEDDING}: give a file with weights"),
+    "another shape": (
+        tensor(ROUTER, lengths=[8, 4]),
+        rf"{ROUTER} has shape \[4, 8\], its header says \[3, 8\]",
+    ),
+    "scores of other tokens": (
+        key(TOKENS, texts(["a"] * 5)),
+        "scores has 6 entries for 5 tokens",
+    ),
+    "tokens of another size": (
+        tensor(EMBEDDING, lengths=[8, 7]),
+        f"{TOKENS} has 6 tokens, and {EMBEDDING} 7 rows",
+    ),
+    "types of other tokens": (
+        key("tokenizer.ggml.token_type", numbers([1] * 4)),
+        "token_type has 4 entries for 6 tokens",
+    ),
+    "an end that is no token": (
+        key("tokenizer.ggml.eos_token_id", number(6)),
+        "eos_token_id is 6, and there are 6 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", REFUSED.values(), ids=REFUSED)
+def test_a_file_that_cannot_be_used_is_refused_in_one_line(
+    broken: tuple[Change, str], tmp_path: Path
+) -> None:
+    change, said = broken
+    header = mixtral()
+    change(header)
+    file = header.write(tmp_path / "model.gguf")
+    with pytest.raises(BadInput) as error:
+        open_checkpoint(file)
+    assert "\n" not in str(error.value)
+    assert str(file) in str(error.value)
+    assert re.search(said, str(error.value))
+
+
+def test_a_file_of_each_version_is_read(tmp_path: Path) -> None:
+    for version in (2, 3):
+        header = mixtral()
+        header.begin = b"GGUF" + struct.pack("<I", version)
+        checkpoint = open_checkpoint(header.write(tmp_path / "model.gguf"))
+        assert_complete(checkpoint)
+        assert checkpoint.config.norm_eps == 1e-5
+        assert checkpoint.config.stop_tokens == (2,)
+        assert checkpoint.config.name == "model"
+
+
+def test_a_part_of_a_split_model_is_named_that_is_missing_or_of_another_one(tmp_path: Path) -> None:
+    def part(number_of_it: int, of: int, header: Header, name: str) -> Path:
+        for key, value in (("split.no", number_of_it), ("split.count", of), ("split.tensors.count", 13)):
+            header.set(key, number(value))
+        return header.write(tmp_path / name)
+
+    first, second = mixtral(), mixtral()
+    first.tensors, second.tensors, second.keys = first.tensors[:6], second.tensors[6:], []
+    names = [f"model-0000{number}-of-00002.gguf" for number in (1, 2)]
+    file = part(0, 2, first, names[0])
+    with pytest.raises(BadInput, match=rf"cannot read weights .*{names[1]}: No such file"):
+        open_checkpoint(file)
+    part(1, 2, second, names[1])
+    assert_complete(open_checkpoint(file))
+    part(1, 3, second, names[1])
+    with pytest.raises(
+        BadInput, match=r"is part 1 of 3, counted from 0, and by its name part 1 of 2: copy all"
+    ):
+        open_checkpoint(file)
+    second.tensors = mixtral().tensors[5:]
+    part(1, 2, second, names[1])
+    with pytest.raises(BadInput, match=r"both have 'blk.0.attn_k.weight': copy all parts of one model"):
+        open_checkpoint(file)
+    second.tensors = mixtral().tensors[7:]
+    part(1, 2, second, names[1])
+    with pytest.raises(BadInput, match="its 2 parts have 12 tensors, and the model has 13: copy all"):
+        open_checkpoint(file)
+    renamed = part(0, 2, first, "renamed.gguf")
+    with pytest.raises(
+        BadInput, match=r"is part 0 of 2, .* and by its name the first of 1: give the parts the names"
+    ):
+        open_checkpoint(renamed)
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
+def test_control_tokens_that_end_a_text_are_stop_tokens(tmp_path: Path) -> None:
+    header = mixtral()
+    header.set(TOKENS, texts(["<unk>", "<|im_end|>", "</s>", "<|eot_id|>", "a", "b"]))
+    header.set("tokenizer.ggml.eot_token_id", number(4))
+    config = read_config(header.write(tmp_path / "model.gguf"))
+    assert config.stop_tokens == (2, 4, 1)  # "<|eot_id|>" is an ordinary token there
+
+
+@pytest.mark.parametrize("make", [mixtral, byte_pairs])
+def test_text_is_what_its_tokens_say(make: Callable[[], Header], tmp_path: Path) -> None:
+    header = make()
+    header.set("tokenizer.ggml.add_space_prefix", struct.pack("<IB", 7, 0))
+    header.set("tokenizer.ggml.add_bos_token", struct.pack("<IB", 7, 1))
+    header.set("tokenizer.ggml.bos_token_id", number(1))
+    tokenizer = find_tokenizer(header.write(tmp_path / "model.gguf"))
+    assert tokenizer is not None
+    assert tokenizer.encode("abba</s>") == [1, 5, 4, 3, 2]
+    assert tokenizer.decode([1, 5, 4, 3, 2]) == "abba"
+
+
+UNUSABLE: dict[str, tuple[Change, str]] = {
+    "an unknown kind": (
+        key("tokenizer.ggml.model", string("gpt3")),
+        "model is 'gpt3', .*: did you mean gpt2",
+    ),
+    "an unknown rule": (key("tokenizer.ggml.pre", string("qwen")), "pre is 'qwen', .*: did you mean qwen2"),
+    "no rule": (key("tokenizer.ggml.pre", None), "pre is None, which is not supported: give ids"),
+    "a token twice": (key(TOKENS, texts(["a", "b", "a", "d", "e", "f"])), "tokens has 'a' twice"),
+    "a merge of an unknown token": (
+        key("tokenizer.ggml.merges", texts(["a b", "a z"])),
+        "merges has 'a z', which is not of tokens of the vocabulary",
+    ),
+    "a merge to an unknown token": (
+        key("tokenizer.ggml.merges", texts(["b a"])),
+        "merges has 'b a', which is not of",
+    ),
+    "an empty merge": (key("tokenizer.ggml.merges", texts([""])), "merges has '', which is not of"),
+}
+
+
+@pytest.mark.parametrize("broken", UNUSABLE.values(), ids=UNUSABLE)
+def test_a_tokenizer_that_cannot_be_made_is_refused_in_one_line(
+    broken: tuple[Change, str], tmp_path: Path
+) -> None:
+    change, said = broken
+    header = byte_pairs()
+    change(header)
+    with pytest.raises(BadInput, match=said) as error:
+        find_tokenizer(header.write(tmp_path / "model.gguf"))
+    assert "\n" not in str(error.value)
+
+
+def test_types_of_tensors_are_those_of_llama_cpp() -> None:
+    assert {(number, each.block, each.block_bytes) for number, each in TENSOR_TYPES.items()} == {
+        (int(kind), *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()
+    }
+    assert all(each.name == gguf.GGMLQuantizationType(number).name for number, each in TENSOR_TYPES.items())
+
+
+def test_names_of_tensors_are_those_of_llama_cpp() -> None:
+    for name, family in GGUF_FAMILIES.items():
+        architecture = next(each for each, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
+        theirs = {gguf.TENSOR_NAMES[each].replace("{bid}.", "") for each in gguf.MODEL_TENSORS[architecture]}
+        config = next(each for each in SHAPES.values() if each.form == FORMS[name]).cut(1)
+        ours = {re.sub(r"^blk\.0\.|\.weight$", "", each.name) for each in gguf_tensors(family, config)}
+        assert ours <= {each.removeprefix("blk.") for each in theirs}
