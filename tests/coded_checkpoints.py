@@ -44,5 +44,7 @@ def decoded_model(coded: Path, folder: Path, name: str | None = None) -> Any:
 def _formats(folder: Path) -> dict[str, str]:
     """The formats of coded tensors in a folder, by their names in files."""
     config = read_config(folder)
-    each = {name: config.coded(stored.parts[0][0]) for name, stored in published_tensors(config).items()}
+    each = {
+        name: config.kept_format(stored.parts[0][0]) for name, stored in published_tensors(config).items()
+    }
     return {name: stored.name for name, stored in each.items() if stored is not None}
