@@ -9,7 +9,6 @@ from typing import Any, get_args
 import gguf
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import moesched
 from benchmarks.shared.random_models import hugging_face_logits
 from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, generate, same_bits
-from coded_checkpoints import decoded, decoded_model
+from coded_checkpoints import decoded, decoded_model, random_blocks
 from moesched.devices.kernels.check import check_kernel
 from moesched.devices.kernels.coded_rows import CodedExpert, CodedProduct
 from moesched.devices.kernels.functions import norm
@@ -40,7 +39,7 @@ from moesched.models.operations import Operations
 from moesched.models.published import published_tensors
 from moesched.models.random_model import write_random_model
 from moesched.models.reading import read_config
-from moesched.models.stored_formats import CODED, STORED_FORMATS, StoredFormat
+from moesched.models.stored_formats import CODED, STORED_FORMATS
 from moesched.models.tensor_parallel import cut_checkpoint
 from moesched.models.tensors import file_bytes
 from moesched.plugins import make_policy
@@ -62,19 +61,6 @@ def test_a_weight_is_off_by_half_a_step_at_most(weights: np.ndarray[Any, Any]) -
     steps = np.abs(groups).max(axis=1, keepdims=True) / 127
     # The scale is rounded to 11 bits, and has a least unit.
     assert (np.abs(back - groups) <= steps * (0.5 + 127 / 2048) + 127 * 2.0**-25).all()
-
-
-def random_blocks(stored: StoredFormat, rows: int, blocks: int) -> npt.NDArray[np.uint8]:
-    """Rows of any bytes, but for scales and minimums, by which weights are finite."""
-    random = np.random.default_rng(7)
-    raw = random.integers(0, 256, (rows, blocks, stored.block_bytes), dtype=np.uint8)
-    if stored.number == "exponent":
-        raw[..., stored.scale] %= 250
-    else:
-        for offset in [stored.scale] if stored.minimum is None else [stored.scale, stored.minimum]:
-            numbers = random.normal(size=(rows, blocks, 1)).astype(np.float16)
-            raw[..., offset : offset + 2] = numbers.view(np.uint8)
-    return raw.reshape(rows, -1)
 
 
 @pytest.mark.parametrize("name", CODED)
