@@ -15,6 +15,20 @@ from safetensors.torch import load_file, save_file
 from benchmarks.shared.random_models import load_model
 from moesched.models.published import published_tensors
 from moesched.models.reading import read_config
+from moesched.models.stored_formats import StoredFormat
+
+
+def random_blocks(stored: StoredFormat, rows: int, blocks: int) -> npt.NDArray[np.uint8]:
+    """Rows of any bytes, but for scales and minimums, by which weights are finite."""
+    random = np.random.default_rng(7)
+    raw = random.integers(0, 256, (rows, blocks, stored.block_bytes), dtype=np.uint8)
+    if stored.number == "exponent":
+        raw[..., stored.scale] %= 250
+    else:
+        for offset in [stored.scale] if stored.minimum is None else [stored.scale, stored.minimum]:
+            numbers = random.normal(size=(rows, blocks, 1)).astype(np.float16)
+            raw[..., offset : offset + 2] = numbers.view(np.uint8)
+    return raw.reshape(rows, -1)
 
 
 def decoded(raw: npt.NDArray[np.uint8], name: str) -> npt.NDArray[np.float32]:
@@ -44,5 +58,7 @@ def decoded_model(coded: Path, folder: Path, name: str | None = None) -> Any:
 def _formats(folder: Path) -> dict[str, str]:
     """The formats of coded tensors in a folder, by their names in files."""
     config = read_config(folder)
-    each = {name: config.coded(stored.parts[0][0]) for name, stored in published_tensors(config).items()}
+    each = {
+        name: config.kept_format(stored.parts[0][0]) for name, stored in published_tensors(config).items()
+    }
     return {name: stored.name for name, stored in each.items() if stored is not None}

@@ -68,13 +68,18 @@ WIDE = MIXTRAL.varied(
     vocabulary=128,
     window=None,
 )
-# Rows of matrices are whole groups, but for the rows of `o`.
-CODED = coded_as(
-    MIXTRAL.varied(name="coded", layers=5, hidden=128, intermediate=96, window=None),
-    "q8_0",
-)
+
+
+def coded(name: str) -> ModelConfig:
+    """A model in coded formats: rows of `down` are no multiples of 256, those of `o` not of 32."""
+    sizes = MIXTRAL.varied(name=name, layers=5, hidden=256, intermediate=96, window=None)
+    return coded_as(sizes, name)
+
+
+# Layers have four coded formats each, and plain matrices.
+CODED, CODED_IN_FIVE_BITS = coded("q4_k_m"), coded("q5_k_m")
 # Small pages hold a few rows each: matrices come in several blocks, those that lie transposed too.
-PAGE_BYTES = {"mixtral": None, "even": None, "wide": None, "coded": 14_000, "dbrx": 12_000, "olmoe": 12_000}
+PAGE_BYTES = {"mixtral": None, "even": None, "wide": None, "dbrx": 12_000, "olmoe": 12_000}
 PROMPTS = [[5, 6, 7], [90], [1, 2, 3, 4, 5, 6, 7], [8, 9]]
 
 
@@ -84,7 +89,7 @@ def stored(config: ModelConfig, folder: Path) -> Checkpoint:
 
 
 def layout_of(config: ModelConfig, dtype: str) -> WeightLayout:
-    return weight_layout(config, dtype, PAGE_BYTES[config.name])
+    return weight_layout(config, dtype, PAGE_BYTES.get(config.name, 24_000))
 
 
 class Reference(NamedTuple):

@@ -379,7 +379,7 @@ def located(*offsets: int, dtype: str = "bfloat16") -> PageLocation:
     }
     extents = tuple(Extent(name, (0, 4), int(name) * nbytes, nbytes) for name in tensors)
     page = Page(0, 0, 0, 0, extents, len(offsets) * nbytes)
-    return locate(page, dtype, tensors, {FILE: Unread()})
+    return locate(page, lambda name: STORED_FORMATS[dtype], tensors, {FILE: Unread()})
 
 
 def reads(location: PageLocation) -> list[tuple[int, int, int]]:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import gguf
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from safetensors.torch import load_file, save_file
 
 import moesched
 from benchmarks.shared.random_models import hugging_face_logits
-from benchmarks.shared.small_runs import ONE_MEMORY, generate, same_bits
-from coded_checkpoints import decoded, decoded_model
+from benchmarks.shared.small_runs import ONE_MEMORY, TWO_MEMORIES, generate, same_bits
+from coded_checkpoints import decoded, decoded_model, random_blocks
 from moesched.devices.kernels.check import check_kernel
 from moesched.devices.kernels.coded_rows import CodedExpert, CodedProduct
+from moesched.devices.kernels.functions import norm
 from moesched.devices.kernels.samples import coded_block
 from moesched.devices.products.coded_linear import coded_linear
 from moesched.devices.shared.arena import aligned_bytes
@@ -30,18 +31,20 @@ from moesched.devices.shared.page_reader import PageReader
 from moesched.devices.torch.device import TorchDevice
 from moesched.errors import BadInput
 from moesched.models.checkpoint import Checkpoint, open_checkpoint
-from moesched.models.coded_models import coded_as
+from moesched.models.coded_models import MIXES, coded_as
+from moesched.models.config import NormKind
 from moesched.models.encoding import encoded
 from moesched.models.layout import WeightLayout, weight_layout
 from moesched.models.operations import Operations
+from moesched.models.published import published_tensors
 from moesched.models.random_model import write_random_model
 from moesched.models.reading import read_config
-from moesched.models.stored_formats import CODED, STORED_FORMATS, StoredFormat
+from moesched.models.stored_formats import CODED, STORED_FORMATS
 from moesched.models.tensor_parallel import cut_checkpoint
 from moesched.models.tensors import file_bytes
 from moesched.plugins import make_policy
 from odd_models import CODED as MODEL
-from odd_models import PROMPTS
+from odd_models import OLMOE, PROMPTS
 
 Q8_0 = STORED_FORMATS["q8_0"]
 
@@ -58,19 +61,6 @@ def test_a_weight_is_off_by_half_a_step_at_most(weights: np.ndarray[Any, Any]) -
     steps = np.abs(groups).max(axis=1, keepdims=True) / 127
     # The scale is rounded to 11 bits, and has a least unit.
     assert (np.abs(back - groups) <= steps * (0.5 + 127 / 2048) + 127 * 2.0**-25).all()
-
-
-def random_blocks(stored: StoredFormat, rows: int, blocks: int) -> npt.NDArray[np.uint8]:
-    """Rows of any bytes, but for scales and minimums, by which weights are finite."""
-    random = np.random.default_rng(7)
-    raw = random.integers(0, 256, (rows, blocks, stored.block_bytes), dtype=np.uint8)
-    if stored.number == "exponent":
-        raw[..., stored.scale] %= 250
-    else:
-        for offset in [stored.scale] if stored.minimum is None else [stored.scale, stored.minimum]:
-            numbers = random.normal(size=(rows, blocks, 1)).astype(np.float16)
-            raw[..., offset : offset + 2] = numbers.view(np.uint8)
-    return raw.reshape(rows, -1)
 
 
 @pytest.mark.parametrize("name", CODED)
@@ -133,10 +123,12 @@ def test_kernels_of_coded_matrices_keep_their_promises(kernel: type) -> None:
     assert check_kernel(kernel, numbers=(1, 5, 33)) > 0
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
-def test_logits_are_those_of_hugging_face_with_the_decoded_weights(tied: bool, tmp_path: Path) -> None:
-    config = MODEL.varied(tied_embeddings=tied)
-    folder = write_random_model(config, tmp_path / "coded", dtype="float32")
+@pytest.mark.parametrize(("name", "tied"), [*((name, False) for name in MIXES), ("q4_k_m", True)])
+def test_logits_are_those_of_hugging_face_with_the_decoded_weights(
+    name: str, tied: bool, tmp_path: Path
+) -> None:
+    config = MODEL.varied(2, intermediate=256, heads=4, head_dim=64, tied_embeddings=tied)
+    folder = write_random_model(config, tmp_path / "coded", dtype="float32", stored_as=name)
     checkpoint = open_checkpoint(folder)
     device = TorchDevice(checkpoint, weight_layout(checkpoint.config, "float32"), keep_logits=True)
     ours = generate(device, make_policy("resident"), ONE_MEMORY, PROMPTS, new_tokens=4, micro_batch_size=2)
@@ -181,6 +173,77 @@ def header(file: Path) -> dict[str, Any]:
     return found
 
 
+# ---------------------------------------------------------------- norms and routers in float32
+
+
+@pytest.fixture(scope="module")
+def with_float32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in bfloat16 whose norms and routers are numbers in float32."""
+    config = OLMOE.varied(hidden=64, intermediate=32, heads=4, kv_heads=2, head_dim=16)
+    folder = write_random_model(config, tmp_path_factory.mktemp("models") / "mixed")
+    [file] = folder.glob("*.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith(("norm.weight", "mlp.gate.weight")):
+            tensors[name] = tensor.float() + torch.randn(tensor.shape, generator=generator) / 50
+    save_file(tensors, file)
+    return folder
+
+
+def test_norms_and_routers_are_in_pages_as_they_are_stored(with_float32: Path) -> None:
+    checkpoint = open_checkpoint(with_float32)
+    [file] = with_float32.glob("*.safetensors")
+    stored, names = load_file(file), published_tensors(checkpoint.config)
+    layout = weight_layout(checkpoint.config)
+    with PageReader(checkpoint, layout) as reader:
+        assert not reader.converts
+        for page in layout.dense(1):
+            memory = aligned_bytes(reader.bytes_in_slot(page))
+            reader.read(page, memory)
+            for name, [block] in reader.views(memory, page).items():
+                [original] = [stored[each] for each in names if names[each].parts[0][0] == name]
+                assert block.dtype == original.dtype
+                assert torch.equal(block, original)
+        assert reader.read_tensor("final_norm").dtype == torch.float32
+    assert layout.globals_bytes + sum(e.nbytes for p in layout.pages for e in p.extents) == sum(
+        each.nbytes for each in stored.values()
+    )
+
+
+def test_a_norm_in_float32_is_rounded_once() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x_TD, weight_D = (torch.randn(shape, generator=generator) for shape in ((9, 64), (64,)))
+    x_TD = x_TD.bfloat16()
+    for kind in get_args(NormKind):
+        exact_TD = norm(x_TD.double(), weight_D.double(), 1e-5, kind)
+        assert torch.equal(norm(x_TD, weight_D, 1e-5, kind), exact_TD.bfloat16())
+
+
+@pytest.mark.parametrize("policy", ["layer_streaming", "expert_cache"])
+def test_logits_with_norms_in_float32_are_the_same_under_every_policy(
+    policy: str, with_float32: Path
+) -> None:
+    checkpoint = open_checkpoint(with_float32)
+    layout = weight_layout(checkpoint.config)
+    runs = [
+        generate(
+            TorchDevice(checkpoint, layout, keep_logits=True),
+            make_policy(each),
+            machine,
+            PROMPTS,
+            new_tokens=3,
+            micro_batch_size=2,
+            weights=weights,
+        )
+        for each, machine, weights in (("resident", ONE_MEMORY, 1.0), (policy, TWO_MEMORIES, 0.8))
+    ]
+    assert same_bits(*(each.logits_RSV for each in runs))
+
+
+# ---------------------------------------------------------------- layers
+
+
 def test_layers_whose_formats_differ_have_pages_of_their_own() -> None:
     coded, plain = coded_as(MODEL, "q8_0").pattern[0], msgspec.structs.replace(MODEL.pattern[0], formats=())
     config = msgspec.structs.replace(MODEL, pattern=(coded, plain, coded))
@@ -198,7 +261,7 @@ def test_a_folder_is_refused_whose_files_are_not_as_config_json_says(folder: Pat
     plain = write_random_model(config, tmp_path / "plain")
     (plain / "config.json").write_bytes((folder / "config.json").read_bytes())
     with pytest.raises(
-        BadInput, match=r"is BF16 of shape .*, and rows in q8_0, which config.json describes, are U8"
+        BadInput, match=r"is BF16 of shape .*, and rows in q4_k, which config.json describes, are U8"
     ):
         open_checkpoint(plain)
 

@@ -16,7 +16,7 @@ from moesched.devices.torch.device import TorchDevice
 from moesched.machines import Machine
 from moesched.models.config import ModelConfig
 from moesched.plugins import make_policy
-from odd_models import CODED, DBRX, MIXTRAL, OLMOE, PROMPTS, Reference, Streamed, name_of
+from odd_models import CODED, CODED_IN_FIVE_BITS, DBRX, MIXTRAL, OLMOE, PROMPTS, Reference, Streamed, name_of
 
 Model = tuple[ModelConfig, str]
 """A config and the dtype of the run."""
@@ -132,7 +132,7 @@ SCHEDULES = Grid(
     ],
 )
 EXPERTS = Grid(
-    models=[(MIXTRAL, "float32"), (DBRX, "bfloat16"), (CODED, "float32")],
+    models=[(MIXTRAL, "float32"), (DBRX, "bfloat16"), (CODED_IN_FIVE_BITS, "float32")],
     ways=[
         Way("one memory", TorchDevice, ONE_MEMORY, 1.4),
         Way("two memories", TorchDevice, TWO_MEMORIES),

@@ -54,7 +54,7 @@ class Grouping(NamedTuple):
 
 
 def norm(x_TD: Tensor, weight_D: Tensor, eps: float, kind: NormKind = "rms") -> Tensor:
-    """Each token normalised, times the weight: (T, D).
+    """Each token normalised, times the weight: (T, D), rounded once.
 
     kind: "rms" divides by the root mean square, "layer" normalises by mean and variance.
     """
@@ -63,12 +63,12 @@ def norm(x_TD: Tensor, weight_D: Tensor, eps: float, kind: NormKind = "rms") -> 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Each token minus its mean, divided by its standard deviation, times the weight."""
-    return F.layer_norm(x_TD, weight_D.shape, weight_D, None, eps)
+    return F.layer_norm(x_TD.to(weight_D.dtype), weight_D.shape, weight_D, None, eps).to(x_TD.dtype)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Each token divided by its root mean square, times the weight."""
-    return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+    return F.rms_norm(x_TD.to(weight_D.dtype), weight_D.shape, weight_D, eps).to(x_TD.dtype)
 
 
 def embed(tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:

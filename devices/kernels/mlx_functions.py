@@ -75,10 +75,10 @@ def linear(x_TD: Array, blocks: Blocks) -> Array:
 
 
 def norm(x_TD: Array, weight_D: Array, eps: float, kind: NormKind = "rms") -> Array:
-    """Each token normalised, by its root mean square or by mean and variance, times the weight."""
+    """Each token normalised, by its root mean square or by mean and variance, times the weight; rounded once."""
     if kind == "layer":
-        return mx.fast.layer_norm(x_TD, weight_D, None, eps)
-    return mx.fast.rms_norm(x_TD, weight_D, eps)
+        return mx.fast.layer_norm(x_TD, weight_D, None, eps).astype(x_TD.dtype)
+    return mx.fast.rms_norm(x_TD, weight_D, eps).astype(x_TD.dtype)
 
 
 def _joined(parts: list[Array], axis: int) -> Array:
@@ -137,7 +137,7 @@ def project_qkv(
 
 def _normed_heads(x_TX: Array, weight: Array, eps: float) -> Array:
     """Each head normalised; the whole projection if the weight has its width."""
-    return mx.fast.rms_norm(x_TX.reshape(len(x_TX), -1, len(weight)), weight, eps).reshape(len(x_TX), -1)
+    return norm(x_TX.reshape(len(x_TX), -1, len(weight)), weight, eps).reshape(len(x_TX), -1)
 
 
 def attention(q_THd: Array, views: Sequence[KVView], window: int | None = None) -> Array:

@@ -27,12 +27,17 @@ BFLOAT16 = torch.bfloat16
 
 
 class NativeKernel(Kernel):
-    """A kernel of the library. A row's bits depend on no other row, and on the instruction set alone."""
+    """A kernel of the library. A row's bits depend on no other row, and on the instruction set alone.
+
+    Attributes:
+        small: names of the norms and the router that it reads.
+    """
 
     name = "native"
     takes = "few rows by bfloat16 weights on a CPU"
     independent = True
     has_threads = True
+    small: tuple[str, ...] = ()
 
     def __init__(self, resources: Resources) -> None:
         assert resources.threads is not None, "the library is there"
@@ -56,8 +61,9 @@ class NativeKernel(Kernel):
             return f"torch is faster from {self._threads.most_rows + 1} rows on"
         if case.formats - {ROWS}:
             return "it reads matrices in plain rows"
-        if case.layer is not None and case.layer.formats:
-            return "it reads no layers with coded matrices"
+        kept = dict(self._config.formats if case.layer is None else case.layer.formats)
+        if not kept.keys().isdisjoint(self.small):
+            return "it reads norms and routers in bfloat16"
         if case.layer is not None and case.layer.feed_forward.transposed_down:
             return "it reads no matrices that are stored transposed"
         return ""
@@ -122,6 +128,7 @@ class NativeAttentionInputs(NativeMemoryKernel):
     """Norm, projection and rotation."""
 
     operation = "attention_inputs"
+    small = ("attention_norm", "q_norm", "k_norm")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind norm, projection and rotation: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
@@ -167,6 +174,7 @@ class NativeRoute(NativeMemoryKernel):
     """Norm and router."""
 
     operation = "route"
+    small = ("ffn_norm", "router")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind norm, router and the choice of experts: (hidden_TD) -> Routed."""
@@ -219,6 +227,7 @@ class NativeMoELayer(NativeMemoryKernel):
     """The operations of a layer after attention: output projection, norm, router, experts, and their weighted sum."""
 
     operation = "moe_layer"
+    small = ("ffn_norm", "router")
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, counts."""
@@ -277,6 +286,7 @@ class NativeLogits(NativeKernel):
     """Logits of some rows, each time in new memory."""
 
     operation = "logits"
+    small = ("final_norm",)
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind last norm and LM head: (hidden_TD, rows) -> logits_SV."""
@@ -293,6 +303,7 @@ class NativeGreedy(NativeMemoryKernel):
     """Logits and the likeliest tokens, in memory that the next call for the same number of rows overwrites."""
 
     operation = "greedy"
+    small = ("final_norm",)
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens."""

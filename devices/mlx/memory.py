@@ -36,10 +36,12 @@ class Bytes:
         self._skip = -memory.ctypes.data % ALIGNMENT
         self.tensor = torch.from_numpy(memory[self._skip : self._skip + nbytes])
 
-    def show(self, items: torch.Tensor, dtype: str) -> Array:
-        """An MLX array over the same bytes as `items`, a contiguous view of `tensor` of the dtype `dtype`."""
+    def show(self, items: torch.Tensor) -> Array:
+        """An MLX array over the same bytes as `items`, a contiguous view of `tensor`, in the same dtype."""
         start = self._skip + items.data_ptr() - self.tensor.data_ptr()
-        part = self.array[start : start + items.nbytes].view(ARRAY_DTYPES[dtype])
+        part = self.array[start : start + items.nbytes].view(
+            ARRAY_DTYPES[str(items.dtype).removeprefix("torch.")]
+        )
         return part.reshape(tuple(items.shape))
 
 

@@ -25,7 +25,7 @@ from ..kernels.mlx_functions import Array
 from ..kernels.mlx_weights import Arrays, stack_of
 from ..shared.arena import aligned_bytes
 from ..shared.page_reader import PageReader
-from .memory import ARRAY_DTYPES, Bytes, shared
+from .memory import Bytes, shared
 from .stacks import PARTS, Key, Stacked, open_stack, stacks_for, stored_blocks
 
 
@@ -53,11 +53,12 @@ class MlxWeights:
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def slot_bytes(self, page: Page) -> int:
-        """The bytes that a page takes in a slot, with its router in float32."""
+        """The bytes that a page takes in a slot, with a copy of its router in float32 unless it is stored so."""
         copied = 0
-        if self._layout.dtype != "float32":
-            factor = mx.float32.size // ARRAY_DTYPES[self._layout.dtype].size
-            copied = sum(factor * extent.nbytes for extent in page.extents if _is_router(extent.tensor))
+        for extent in page.extents:
+            item = self._reader.format_of(extent.tensor).block_bytes
+            if _is_router(extent.tensor) and item < mx.float32.size:
+                copied += extent.nbytes * mx.float32.size // item
         return self._reader.bytes_in_slot(page) + copied
 
     @property
@@ -129,8 +130,8 @@ class MlxWeights:
         self._stage(self._reader.slot_bytes if self._is_incomplete() else 0)
 
     def _read_global(self, name: str) -> Array:
-        array, tensor = shared(global_shapes(self._layout.config)[name], self._layout.dtype)
-        self._reader.read_tensor_into(name, tensor.view(-1))
+        array, tensor = shared(global_shapes(self._layout.config)[name], self._reader.format_of(name).name)
+        self._reader.read_tensor_into(name, tensor.view(-1).view(torch.uint8))
         return array
 
     def _load_into_stack(self, page: Page, stack: Stacked) -> None:
@@ -155,7 +156,7 @@ class MlxWeights:
             views = self._reader.views(memory.tensor, page)
             if page.expert < 0:
                 for name, blocks in views.items():
-                    arrays = [memory.show(block, self._layout.dtype) for block in blocks]
+                    arrays = [memory.show(block) for block in blocks]
                     if slot.fixed and _is_router(name):
                         # Made when the first step uses it.
                         made = [array.astype(mx.float32) for array in arrays]
@@ -164,7 +165,7 @@ class MlxWeights:
                 continue
             parts = single.setdefault(page.expert, {part: [] for part in PARTS})
             for part, block in stored_blocks(self._layout, views):
-                parts[part].append(memory.show(block, self._layout.dtype)[None])
+                parts[part].append(memory.show(block)[None])
         for expert, parts in single.items():
             experts[expert] = (stack_of(parts, layer), 0)
         if "q" in dense:

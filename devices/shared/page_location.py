@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from moesched.models.checkpoint import Blocks, StoredTensor
-from moesched.models.config import ITEM_BYTES
 from moesched.models.layers import Shape
 from moesched.models.layout import Extent, Page
 from moesched.models.stored_formats import StoredFormat
@@ -23,7 +22,7 @@ class Placement(NamedTuple):
     rows: tuple[int, int]
     shape: Shape
     offset: int  # bytes from the start of the slot
-    coded: StoredFormat | None = None
+    format: StoredFormat  # of the rows in the slot
 
 
 class Run(NamedTuple):
@@ -78,18 +77,25 @@ def pieces_of(page: Page, location: PageLocation) -> tuple[Piece, ...]:
 
 
 def locate(
-    page: Page, dtype: str, tensors: Mapping[str, StoredTensor], files: Mapping[Path, Blocks]
+    page: Page,
+    format_of: Callable[[str], StoredFormat],
+    tensors: Mapping[str, StoredTensor],
+    files: Mapping[Path, Blocks],
 ) -> PageLocation:
-    """Find the location of a page whose kernels need the dtype `dtype`."""
+    """Find the location of a page.
+
+    format_of: returns the format in which kernels need a tensor, by its canonical name.
+    """
     stored = [tensors[extent.tensor] for extent in page.extents]
+    formats = [format_of(extent.tensor) for extent in page.extents]
     ranges = [byte_range(each, extent.rows) for each, extent in zip(stored, page.extents, strict=True)]
-    if any(_must_convert(each, start, dtype) for each, (start, _) in zip(stored, ranges, strict=True)):
+    if any(map(_must_convert, stored, formats, (start for start, _ in ranges))):
         offsets = [extent.offset for extent in page.extents]
         to_read = sum(round_up(end) - round_down(start) for start, end in ranges)
-        return PageLocation(_placed(page.extents, stored, offsets), (), page.nbytes, to_read)
+        return PageLocation(_placed(page.extents, stored, formats, offsets), (), page.nbytes, to_read)
     runs, offsets = _runs([(each.file, *span) for each, span in zip(stored, ranges, strict=True)], files)
     filled = runs[-1].at + runs[-1].nbytes  # runs follow each other
-    return PageLocation(_placed(page.extents, stored, offsets), runs, filled, filled)
+    return PageLocation(_placed(page.extents, stored, formats, offsets), runs, filled, filled)
 
 
 def byte_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
@@ -98,10 +104,10 @@ def byte_range(stored: StoredTensor, rows: tuple[int, int]) -> tuple[int, int]:
     return stored.offset + first * stored.row_bytes, stored.offset + end * stored.row_bytes
 
 
-def _must_convert(stored: StoredTensor, start: int, dtype: str) -> bool:
-    if stored.columns is not None:
+def _must_convert(stored: StoredTensor, needed: StoredFormat, start: int) -> bool:
+    if stored.columns is not None or stored.format != needed:
         return True
-    return stored.format.codes is None and (stored.format.name != dtype or start % ITEM_BYTES[dtype] != 0)
+    return needed.codes is None and start % needed.block_bytes != 0
 
 
 def _runs(
@@ -125,7 +131,10 @@ def _run_to(file: Blocks, offset: int, end: int, at: int) -> Run:
 
 
 def _placed(
-    extents: tuple[Extent, ...], stored: list[StoredTensor], offsets: list[int]
+    extents: tuple[Extent, ...],
+    stored: list[StoredTensor],
+    formats: list[StoredFormat],
+    offsets: list[int],
 ) -> tuple[Placement, ...]:
     return tuple(
         Placement(
@@ -133,7 +142,7 @@ def _placed(
             extent.rows,
             (extent.rows[1] - extent.rows[0], *each.shape[1:]),
             offset,
-            None if each.format.codes is None else each.format,
+            kept,
         )
-        for extent, each, offset in zip(extents, stored, offsets, strict=True)
+        for extent, each, kept, offset in zip(extents, stored, formats, offsets, strict=True)
     )

@@ -13,13 +13,15 @@ import torch
 
 from moesched.errors import MoeschedError
 from moesched.models.checkpoint import Blocks, Checkpoint, StoredTensor
+from moesched.models.layers import Shape
 from moesched.models.layout import Page, WeightLayout
+from moesched.models.stored_formats import STORED_FORMATS, StoredFormat
 from moesched.models.tensors import is_transposed
 from moesched.system.logs import Log
 from moesched.system.memory_ahead import MemoryAhead
 
 from .arena import ALIGNMENT, aligned_bytes, round_down, round_up
-from .coded import Coded
+from .coded import Block, Coded
 from .direct_file import AbsentFile, DirectFile
 from .page_location import PageLocation, Run, byte_range, locate, pieces_of
 
@@ -45,7 +47,7 @@ class PageReader:
     Several threads may read at once, each into its own slot.
 
     Attributes:
-        dtype: the layout's dtype.
+        dtype: the layout's dtype, that of plain tensors but for those that keep float32.
         slot_bytes: bytes of the largest page in a slot.
         converts: whether there are pages whose bytes in the files must be converted.
         buffer_bytes: size of each reading thread's buffer for conversions.
@@ -58,6 +60,7 @@ class PageReader:
 
     def __init__(self, checkpoint: Checkpoint, layout: WeightLayout, direct: bool = True) -> None:
         self.dtype = DTYPES[layout.dtype]
+        self._plain = STORED_FORMATS[layout.dtype]
         self.bytes_read = 0
         self.ahead = MemoryAhead()
         self._counting = threading.Lock()
@@ -76,7 +79,7 @@ class PageReader:
         if direct:
             _warn_of_page_cache(self._files)
         self._locations = {
-            page.id: locate(page, layout.dtype, self._tensors, self._files) for page in layout.pages
+            page.id: locate(page, self.format_of, self._tensors, self._files) for page in layout.pages
         }
         self.slot_bytes = max(map(self.bytes_in_slot, layout.pages))
         self.converts = not all(location.runs for location in self._locations.values())
@@ -94,6 +97,10 @@ class PageReader:
         """Close the files; no read may be running."""
         for file in self._files.values():
             file.close()
+
+    def format_of(self, name: str) -> StoredFormat:
+        """The format in memory of the tensor of a canonical name."""
+        return self._config.kept_format(name) or self._plain
 
     def location(self, page: Page) -> PageLocation:
         """The location of the page in the files and in a slot."""
@@ -128,18 +135,19 @@ class PageReader:
             aligned: whether the bytes are at the layout's offsets instead, as `pieces` gives them.
         """
         items = slot.view(self.dtype)
-        first, size = items.storage_offset(), self.dtype.itemsize
         blocks: dict[str, list[Any]] = {}
-        for extent, (name, _, shape, placed, coded) in zip(
+        for extent, (name, _, shape, placed, stored) in zip(
             page.extents, self._locations[page.id].placements, strict=True
         ):
             offset = extent.offset if aligned else placed
-            if coded is not None:
+            if stored.codes is not None:
                 raw_NB = slot[offset : offset + extent.nbytes].view(shape[0], -1)
-                blocks.setdefault(name, []).append(Coded(raw_NB, coded))
+                blocks.setdefault(name, []).append(Coded(raw_NB, stored))
                 continue
+            numbers = items if stored == self._plain else slot.view(DTYPES[stored.name])
             strides = (shape[1], 1) if len(shape) == 2 else (1,)
-            block = torch.as_strided(items, shape, strides, first + offset // size)
+            first = numbers.storage_offset() + offset // numbers.itemsize
+            block = torch.as_strided(numbers, shape, strides, first)
             blocks.setdefault(name, []).append(block.T if is_transposed(self._config, name) else block)
         return blocks
 
@@ -161,38 +169,30 @@ class PageReader:
         return nbytes
 
     def read_tensor(self, name: str) -> Any:
-        """Read the whole tensor of a canonical name, `Coded` or in the layout's dtype, into new memory."""
-        stored = self._tensors[name]
-        shape = stored.shape
-        if stored.format.codes is not None:
-            raw = self.new_memory(stored.nbytes)
-            self.read_tensor_into(name, raw)
-            return Coded(raw.view(shape[0], -1), stored.format)
-        items = self.new_memory(math.prod(shape) * self.dtype.itemsize).view(self.dtype)
-        self.read_tensor_into(name, items)
-        return items.view(shape)
+        """Read the whole tensor of a canonical name into new memory, in its format there (`format_of`)."""
+        shape, stored = self._tensors[name].shape, self.format_of(name)
+        raw = self.new_memory(math.prod(shape[:-1]) * stored.row_bytes(shape[-1]))
+        self.read_tensor_into(name, raw)
+        return block_of(raw, shape, stored)
 
     def new_memory(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor at a multiple of 4096, for resident weights; made of `ahead` as far as it goes."""
         taken = self.ahead.use(nbytes)
         return aligned_bytes(nbytes) if taken is None else torch.frombuffer(taken, dtype=torch.uint8)[:nbytes]
 
-    def read_tensor_into(self, name: str, items: torch.Tensor) -> None:
-        """Read a whole tensor into `items` (1-D) of the layout's dtype, or bytes of a coded one.
-
-        What the page cache has comes from there.
-        """
+    def read_tensor_into(self, name: str, raw: torch.Tensor) -> None:
+        """Read a whole tensor into its bytes in memory (uint8, 1-D). What the page cache has comes from there."""
         stored = self._tensors[name]
         file, rows = self._files[stored.file], (0, stored.shape[0])
-        self._count(_convert(file, stored, rows, items, aligned_bytes(_BUFFER_BYTES), cached=True))
+        out = raw.view(_dtype_of(self.format_of(name)))
+        self._count(_convert(file, stored, rows, out, aligned_bytes(_BUFFER_BYTES), cached=True))
 
     def _read_converted(self, page: Page, slot: torch.Tensor) -> int:
-        items, size = slot.view(self.dtype), self.dtype.itemsize
         buffer, nbytes = self._own_buffer(), 0
         for extent in page.extents:
             stored = self._tensors[extent.tensor]
-            coded = stored.format.codes is not None
-            out = slot[extent.offset :] if coded else items[extent.offset // size :]
+            raw = slot[extent.offset : extent.offset + extent.nbytes]
+            out = raw.view(_dtype_of(self.format_of(extent.tensor)))
             nbytes += _convert(self._files[stored.file], stored, extent.rows, out, buffer)
         return nbytes
 
@@ -233,10 +233,22 @@ def _convert(
         first, last = round_down(lo), round_up(hi)
         nbytes += file.read(buffer.numpy().data[: last - first], first, hi - first, cached=cached)
         raw = _wanted(buffer[lo - first : hi - first], stored)
-        items = _typed(raw, DTYPES.get(stored.format.name, torch.uint8))
+        items = _typed(raw, _dtype_of(stored.format))
         _copy_here(items, out[done : done + len(items)])
         done += len(items)
     return nbytes
+
+
+def block_of(raw: torch.Tensor, shape: Shape, stored: StoredFormat) -> Block:
+    """A tensor over its bytes (uint8, 1-D)."""
+    if stored.codes is not None:
+        return Coded(raw.view(shape[0], -1), stored)
+    return raw.view(DTYPES[stored.name]).view(shape)
+
+
+def _dtype_of(stored: StoredFormat) -> torch.dtype:
+    """The dtype of a format's numbers; those of a coded one are bytes."""
+    return DTYPES.get(stored.name, torch.uint8)
 
 
 def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from moesched.models.checkpoint import Checkpoint
 from moesched.models.layout import Page, WeightLayout
 from moesched.steps.memory import Slot
 
 from ..products.linear import NamedBlocks
-from ..shared.coded import Coded
-from ..shared.page_reader import DTYPES, PageReader
+from ..shared.page_reader import PageReader, block_of
 from .mapped_file import DONT_NEED, POPULATE_READ, MappedFile, system_takes
 
 REMEDY = "run with --device-set direct=true"
@@ -44,9 +41,7 @@ class MappedPages:
         self._files: dict[Path, MappedFile] = {}
         try:
             self._hold_files(layout)
-            self._views = {
-                page.id: self._view(checkpoint, page, DTYPES[layout.dtype]) for page in layout.pages
-            }
+            self._views = {page.id: self._view(checkpoint, page) for page in layout.pages}
         except BaseException:
             self._release()
             raise
@@ -104,16 +99,14 @@ class MappedPages:
             file.close()
         self._files.clear()
 
-    def _view(self, checkpoint: Checkpoint, page: Page, dtype: torch.dtype) -> NamedBlocks:
+    def _view(self, checkpoint: Checkpoint, page: Page) -> NamedBlocks:
         views: NamedBlocks = {}
         for extent in page.extents:
             stored = checkpoint.tensors[extent.tensor]
             start = stored.offset + extent.rows[0] * stored.row_bytes
             raw = self._files[stored.file].bytes[start : start + extent.nbytes]
             shape = (extent.rows[1] - extent.rows[0], *stored.shape[1:])
-            coded = stored.format.codes is not None
-            block = Coded(raw.view(shape[0], -1), stored.format) if coded else raw.view(dtype).view(shape)
-            views.setdefault(extent.tensor, []).append(block)
+            views.setdefault(extent.tensor, []).append(block_of(raw, shape, stored.format))
         return views
 
     def _advise(self, page: Page, advice: int) -> None:

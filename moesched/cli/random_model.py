@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from moesched.cli import options
 from moesched.cli.command import command
 from moesched.cli.output import Bar, print_json, say
-from moesched.models.stored_formats import CODED
+from moesched.models.coded_models import MIXES
 from moesched.options import Option
 from moesched.units import format_bytes
 
@@ -30,7 +30,8 @@ def random_model(
     stored_as: Annotated[
         str | None,
         Option(
-            f"Format of the matrices: {', '.join(CODED)}. By default that of --dtype, which norms and routers have.",
+            f"Format of the matrices: {', '.join(MIXES)}. Norms and routers are then in float32. "
+            "By default all weights have that of --dtype.",
             "NAME",
             flag="--format",
         ),

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from moesched.errors import BadInput
+from moesched.models.coded_models import with_formats
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import CONFIG_NAME
 from moesched.models.contents import Contents, Names, require_counts, require_shape
@@ -158,6 +159,7 @@ def open_checkpoint(model: Path | str, *, partial: bool = False) -> Checkpoint:
         raise _missing(contents, tensors)
     if skipped:
         _log.info("tensors that the model has no use for are skipped", count=len(skipped), first=skipped[0])
+    config = with_formats(config, {name: stored.format for name, stored in tensors.items()})
     return Checkpoint(
         config,
         path,
@@ -194,10 +196,10 @@ def _folder_contents(directory: Path, *, partial: bool) -> Contents:
 
 
 def _format_of(config: ModelConfig, found: Found, published: Published) -> StoredFormat:
-    coded = config.coded(published.parts[0][0])
-    if coded is not None:
-        _require_rows(found, published.shape, coded)
-        return coded
+    kept = config.kept_format(published.parts[0][0])
+    if kept is not None:
+        _require_rows(found, published.shape, kept)
+        return kept
     plain = _plain_format(found)
     require_shape(found, published.shape, CONFIG_NAME)
     return plain
@@ -214,13 +216,13 @@ def _plain_format(found: Found) -> StoredFormat:
     return FLOATS[dtype]
 
 
-def _require_rows(found: Found, shape: Shape, coded: StoredFormat) -> None:
-    """Require the rows of a coded tensor, as bytes."""
-    rows, entry = coded.shape_in_files(shape), found.entry
-    if (entry.dtype, entry.shape) != (coded.in_files, rows):
+def _require_rows(found: Found, shape: Shape, kept: StoredFormat) -> None:
+    """Require the rows of a tensor in a format that config.json describes, as bytes where it is coded."""
+    rows, entry = kept.shape_in_files(shape), found.entry
+    if (entry.dtype, entry.shape) != (kept.in_files, rows):
         raise BadInput(
-            f"{found.file}: {found.name} is {entry.dtype} of shape {list(entry.shape)}, and rows in {coded.name}, "
-            f"which config.json describes, are {coded.in_files} of shape {list(rows)}; use the config.json and the "
+            f"{found.file}: {found.name} is {entry.dtype} of shape {list(entry.shape)}, and rows in {kept.name}, "
+            f"which config.json describes, are {kept.in_files} of shape {list(rows)}; use the config.json and the "
             "weights of one checkpoint"
         )
 

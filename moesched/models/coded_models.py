@@ -1,8 +1,10 @@
-"""Models whose matrices are stored in a coded format."""
+"""Models whose tensors keep the formats of their files: coded matrices, and norms and routers in float32."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -17,44 +19,122 @@ from moesched.system.near_names import with_nearest
 METHOD = "moesched"
 """The `quant_method` in config.json of such a model."""
 
+FLOAT32 = STORED_FORMATS["float32"]
+
+
+class Mix(NamedTuple):
+    """Formats of matrices that llama.cpp puts into one file.
+
+    Attributes:
+        most: of most matrices.
+        favoured: of the LM head, and of value and down projections in half of the layers.
+    """
+
+    most: str
+    favoured: str
+
+
+MIXES: Mapping[str, Mix] = MappingProxyType(
+    {
+        **{name: Mix(name, name) for name in CODED},
+        "q4_k_m": Mix("q4_k", "q6_k"),
+        "q5_k_m": Mix("q5_k", "q6_k"),
+    }
+)
+"""All mixes, by name: single coded formats, and those of llama.cpp's files."""
+INSTEAD: Mapping[str, str] = MappingProxyType({"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"})
+"""The format of matrices whose rows are no multiple of 256, by the one that the others have."""
+
 
 def coded_as(config: ModelConfig, name: str) -> ModelConfig:
-    """The model with its matrices in a coded format.
+    """The model with its matrices in coded formats, and norms and routers in float32.
 
-    Routers stay plain, and so do matrices that are stored transposed or whose rows are no whole blocks.
+    Matrices stay plain that are stored transposed or whose rows are no whole blocks.
+
+    Args:
+        name: of a format, or of a mix of formats.
 
     Raises:
         BadInput: there is no such format.
     """
-    if name not in CODED:
-        remedy = with_nearest(name, CODED, f"choose one of {', '.join(CODED)}")
+    if name not in MIXES:
+        remedy = with_nearest(name, MIXES, f"choose one of {', '.join(MIXES)}")
         raise BadInput(f"no kernel reads weights in {name!r}: {remedy}")
-    stored = STORED_FORMATS[name]
-    numbers = {layer: number for number, layer in enumerate(config.pattern)}
-    kinds = {
-        layer: replace(
+    mix = MIXES[name]
+    pattern = tuple(
+        replace(
             layer,
-            formats=_formats(config, stored, dense_shapes(config, number) | expert_shapes(config, number, 0)),
+            formats=_formats(
+                config,
+                dense_shapes(config, number) | expert_shapes(config, number, 0),
+                mix if _is_favoured(number, config.layers) else Mix(mix.most, mix.most),
+            ),
         )
-        for layer, number in numbers.items()
-    }
-    return replace(
-        config,
-        pattern=tuple(kinds[layer] for layer in config.pattern),
-        formats=_formats(config, stored, global_shapes(config)),
+        for number, layer in enumerate(config.pattern)
     )
+    return replace(config, pattern=pattern, formats=_formats(config, global_shapes(config), mix))
+
+
+def with_formats(config: ModelConfig, formats: Mapping[str, StoredFormat]) -> ModelConfig:
+    """The model with the formats of its files.
+
+    Coded tensors keep them, and so do norms and routers in float32 beside other matrices.
+
+    formats: by canonical names of tensors.
+    """
+    narrow = any(stored != FLOAT32 and role_of(name) != "small" for name, stored in formats.items())
+    layers: list[dict[str, str]] = [{} for _ in config.pattern]
+    outside: dict[str, str] = {}
+    for name, stored in formats.items():
+        if stored.codes is not None or (stored == FLOAT32 and narrow and role_of(name) == "small"):
+            kept = layers[int(name.split(".", 2)[1])] if name.startswith("layers.") else outside
+            kept[tensor_in_layer(name)] = stored.name
+    pattern = (
+        replace(layer, formats=_sorted(kept)) for layer, kept in zip(config.pattern, layers, strict=True)
+    )
+    return replace(config, pattern=tuple(pattern), formats=_sorted(outside))
 
 
 def quantization_config(config: ModelConfig) -> dict[str, object]:
-    """The keys of config.json that say how weights are coded; none for plain ones."""
-    formats = config.coded_formats
-    assert len(formats) <= 1, "config.json describes one format"
-    return {"quantization_config": {"quant_method": METHOD, "format": formats[0]}} if formats else {}
+    """The keys of config.json that say how weights are coded; none for plain ones.
 
-
-def _formats(config: ModelConfig, stored: StoredFormat, shapes: Mapping[str, Shape]) -> Formats:
-    return tuple(
-        (tensor_in_layer(name), stored.name)
-        for name, shape in shapes.items()
-        if stored.fits(shape) and role_of(name) != "small" and not is_transposed(config, name)
+    Raises:
+        BadInput: config.json has no name for this choice of formats.
+    """
+    if not config.coded_formats:
+        return {}
+    for name in MIXES:
+        if coded_as(config, name) == config:
+            return {"quantization_config": {"quant_method": METHOD, "format": name}}
+    raise BadInput(
+        f"no config.json describes {config.name}, with weights in {', '.join(config.coded_formats)}: "
+        f"use one of {', '.join(MIXES)}"
     )
+
+
+def _formats(config: ModelConfig, shapes: Mapping[str, Shape], mix: Mix) -> Formats:
+    found = {name: _format(config, name, shape, mix) for name, shape in shapes.items()}
+    return _sorted({tensor_in_layer(name): kept.name for name, kept in found.items() if kept is not None})
+
+
+def _format(config: ModelConfig, name: str, shape: Shape, mix: Mix) -> StoredFormat | None:
+    """The format that a tensor keeps; None for none."""
+    role = role_of(name)
+    if role == "small":
+        return FLOAT32
+    if is_transposed(config, name):
+        return None
+    is_head = role == "head" or (role == "embedding" and config.tied_embeddings)
+    chosen = mix.favoured if is_head or role in ("value", "down", "expert_down") else mix.most
+    fitting = [STORED_FORMATS[each] for each in (chosen, INSTEAD.get(chosen, chosen))]
+    return next((each for each in fitting if each.fits(shape)), None)
+
+
+def _is_favoured(layer: int, layers: int) -> bool:
+    """Test whether a layer is among the first and last eighth, or each third one between (`use_more_bits`)."""
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
+def _sorted(kept: Mapping[str, str]) -> Formats:
+    return tuple(sorted(kept.items()))

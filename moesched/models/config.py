@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from moesched.models.formats import EXPERT_ROLES, FORMATS, Format, Role, role_of
 from moesched.models.layers import FeedForward, Formats, GroupedAttention, Layer, Shape, representative
-from moesched.models.stored_formats import PLAIN, STORED_FORMATS, StoredFormat
+from moesched.models.stored_formats import CODED, PLAIN, STORED_FORMATS, StoredFormat
 
 DType = Literal["float32", "bfloat16", "float16"]
 NormKind = Literal["rms", "layer"]
@@ -35,7 +35,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         form: the architecture, by its key in `ARCHITECTURES`; it names the tensors of checkpoints.
         format: the storage format of the weights of a model that is only simulated, a key of `FORMATS`; None for plain
             weights in the dtype of the computation, but for those that `formats` has.
-        formats: the storage formats of coded tensors outside the layers; layers have their own.
+        formats: the storage formats of tensors outside the layers that keep them; layers have their own.
         expert_format: the format that experts keep where the other weights have one of fewer than 16 bits.
         unused_weights: number of weights in the published files that generating text does not need: extra prediction
             layers, and encoders of pictures.
@@ -115,24 +115,27 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     def tensor_bytes(self, name: str, shape: Shape, dtype: str, layer: Layer | None = None) -> float:
         """Bytes per weight of a tensor, by its canonical name, or its name in a layer; `dtype` as in `weight_bytes`."""
-        coded = self.coded(name, layer)
-        return self.weight_bytes(role_of(name), shape[-1], dtype) if coded is None else coded.bytes_per_weight
+        kept = self.kept_format(name, layer)
+        return self.weight_bytes(role_of(name), shape[-1], dtype) if kept is None else kept.bytes_per_weight
 
-    def coded(self, name: str, layer: Layer | None = None) -> StoredFormat | None:
-        """The coded format of a tensor, by its canonical name, or its name in a layer; None if it is not coded."""
+    def kept_format(self, name: str, layer: Layer | None = None) -> StoredFormat | None:
+        """The storage format that a tensor keeps in memory, by its canonical name, or its name in a layer.
+
+        It is None for a tensor that has the dtype of the computation.
+        """
         if name.startswith("layers."):
             layer = self.pattern[int(name.split(".", 2)[1])]
         formats = self.formats if layer is None else layer.formats
         if not formats:
             return None
         tensor = tensor_in_layer(name)
-        return next((STORED_FORMATS[stored] for coded, stored in formats if coded == tensor), None)
+        return next((STORED_FORMATS[stored] for kept, stored in formats if kept == tensor), None)
 
     @property
     def coded_formats(self) -> tuple[str, ...]:
         """The names of the coded formats of all tensors, sorted."""
         pairs = {*self.formats, *(pair for layer in self.kinds for pair in layer.formats)}
-        return tuple(sorted({stored for _, stored in pairs}))
+        return tuple(sorted({stored for _, stored in pairs}.intersection(CODED)))
 
     def kernel_rate(self, role: Role) -> float:
         """The share of a processor's FLOP/s that products with tensors of a role reach (see `Format`)."""

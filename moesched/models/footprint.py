@@ -57,7 +57,7 @@ def workspace_bytes(operations: Operations, tokens: int, sequences: int) -> int:
     combine = hidden * (config.routed.top_k * element + _FLOAT + element)
     by_token = tokens * max(norm, project, rotate, attend, output + norm, combine)
     logits = sequences * config.vocabulary * (2 * _FLOAT + mixed)
-    return max(by_token, expert_workspace_bytes(operations, tokens), logits) + _coded_bytes(operations)
+    return max(by_token, _expert_rows_bytes(operations, tokens), logits) + _coded_bytes(operations)
 
 
 def _coded_bytes(operations: Operations) -> int:
@@ -78,6 +78,10 @@ def mask_bytes(tokens: int, cached: int) -> int:
 
 def expert_workspace_bytes(operations: Operations, tokens: int) -> int:
     """Bytes of the workspace of the experts' kernels, beside their rows and outputs; limited by the tile size."""
+    return _expert_rows_bytes(operations, tokens) + _coded_bytes(operations)
+
+
+def _expert_rows_bytes(operations: Operations, tokens: int) -> int:
     config, element = operations.config, operations.element
     rows = min(tokens * config.routed.top_k, EXPERTS_AT_ONCE * EXPERT_TILE)
     networks = [kind.layer.feed_forward for kind in operations.kinds.values()]

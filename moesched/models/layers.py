@@ -19,7 +19,7 @@ HeadNorm = Literal["head", "projection"]
 FLOAT_BYTES = 4
 
 Formats = tuple[tuple[str, str], ...]
-"""Tensors that are stored in a coded format, each with the format's name; all others are plain."""
+"""Tensors that keep their storage format whatever the dtype of the computation, each with the format's name."""
 
 
 class GroupedAttention(msgspec.Struct, frozen=True, kw_only=True):
@@ -333,7 +333,8 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     Attributes:
         norms: number of norms of the hidden state.
-        formats: the storage formats of tensors that are coded, by `tensor_in_layer`.
+        formats: the storage formats of coded tensors, and of norms and routers that stay in float32, by
+            `tensor_in_layer`; all others have the dtype of the computation.
     """
 
     attention: Attention

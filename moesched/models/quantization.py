@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from moesched.models.coded_models import METHOD, coded_as
+from moesched.models.coded_models import METHOD, MIXES, coded_as
 from moesched.models.config import ModelConfig
 from moesched.models.config_file import RESTORE, ConfigFile
 from moesched.models.formats import EXPERTS_ONLY, GROUPS, integer_format
-from moesched.models.stored_formats import CODED
 from moesched.system.decoding import convert_value
 
 ATTENTION = re.compile(r"attn(?!.*(norm|kv_a_proj))")
@@ -62,8 +61,8 @@ def in_stored_format(config: ModelConfig, file: ConfigFile, quantization: dict[s
     keys = convert_value(quantization, _Keys, f"{file.path}: quantization_config", RESTORE)
     if keys.quant_method != METHOD:
         return replace(config, format=_average_format(file, keys))
-    if keys.format not in CODED:
-        raise file.unsupported("format", keys.format, f"one of {', '.join(CODED)}")
+    if keys.format not in MIXES:
+        raise file.unsupported("format", keys.format, f"one of {', '.join(MIXES)}")
     return coded_as(config, keys.format)
 
 

@@ -81,7 +81,8 @@ def write_random_model(
         layers: overrides the number of layers of the shape.
         shard_bytes: the most bytes of tensors in a file, unless a single tensor is larger.
         progress: called with the bytes written and the total, in the calling thread.
-        stored_as: a coded format for all matrices that can have it; by default all weights are in the dtype.
+        stored_as: a coded format for all matrices that can have it, or a mix of such formats; norms and routers are
+            then in float32. By default all weights are in the dtype.
 
     Raises:
         BadInput: the shape, dtype or format is unknown, config.json of the family cannot describe such layers, the
@@ -127,7 +128,7 @@ def _resolve(shape: ModelConfig | str, layers: int | None, dtype: str) -> ModelC
 def _tensors(config: ModelConfig) -> Iterator[_Tensor]:
     plain = STORED_FORMATS[config.dtype]
     for name, tensor in published_tensors(config).items():
-        yield _Tensor(name, tensor.shape, config.coded(tensor.parts[0][0]) or plain)
+        yield _Tensor(name, tensor.shape, config.kept_format(tensor.parts[0][0]) or plain)
 
 
 def _plan_shards(config: ModelConfig, shard_bytes: int) -> list[_Shard]:

@@ -65,7 +65,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": config.routed.intermediate,
         "sliding_window": max((each for each in windows if each is not None), default=None),
     }
-    if len(config.kinds) == 1:
+    if len(set(windows)) == 1:
         return common | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     return common | {
         "architectures": ["MinistralForCausalLM"],

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from moesched.errors import BadInput
-from moesched.models.config import ModelConfig, tensor_in_layer
+from moesched.models.coded_models import with_formats
+from moesched.models.config import ModelConfig
 from moesched.models.contents import Contents, Names, require_counts, require_shape
 from moesched.models.formats import role_of
 from moesched.models.gguf.config import family_of, gguf_config
@@ -16,9 +15,8 @@ from moesched.models.gguf.families import gguf_tensors, single_expert_tensors
 from moesched.models.gguf.parts import read_parts
 from moesched.models.gguf.types import BY_NAME, READABLE
 from moesched.models.headers import Found
-from moesched.models.layers import Formats
 from moesched.models.published import Published, with_shapes
-from moesched.models.stored_formats import PLAIN, StoredFormat
+from moesched.models.stored_formats import StoredFormat
 from moesched.system.near_names import with_nearest
 
 HEADER = "its header"
@@ -60,15 +58,14 @@ def _format_of(found: Found) -> StoredFormat:
 
 
 def _with_formats(config: ModelConfig, tensors: Iterable[Found], names: Names) -> ModelConfig:
-    """The model with the formats of its coded tensors."""
-    outside: dict[str, str] = {}
-    layers: list[dict[str, str]] = [{} for _ in config.pattern]
+    """The model with the formats that its tensors keep."""
+    formats: dict[str, StoredFormat] = {}
+    of_experts: dict[str, StoredFormat] = {}
     for found in tensors:
         published = names.get(found.name)
         for name, _ in () if published is None else published.parts:
-            formats = layers[int(name.split(".", 2)[1])] if name.startswith("layers.") else outside
-            stored = _format_of(found)
-            if formats.setdefault(tensor_in_layer(name), stored.name) != stored.name:
+            stored = formats[name] = _format_of(found)
+            if of_experts.setdefault(_of_any_expert(name), stored) != stored:
                 raise BadInput(
                     f"{found.file}: {found.name} is of type {found.entry.dtype}, other experts of its layer are of "
                     "another: use a file in which they are alike"
@@ -78,15 +75,10 @@ def _with_formats(config: ModelConfig, tensors: Iterable[Found], names: Names) -
                     f"{found.file}: {found.name} is of type {found.entry.dtype}, and norms and routers have to be "
                     "plain: use a file in which they are F32"
                 )
-    return replace(
-        config,
-        pattern=tuple(
-            replace(layer, formats=_coded(formats))
-            for layer, formats in zip(config.pattern, layers, strict=True)
-        ),
-        formats=_coded(outside),
-    )
+    return with_formats(config, formats)
 
 
-def _coded(formats: dict[str, str]) -> Formats:
-    return tuple(sorted((tensor, name) for tensor, name in formats.items() if name not in PLAIN))
+def _of_any_expert(name: str) -> str:
+    """The canonical name of a tensor without the number of its expert."""
+    prefix, experts, number_and_part = name.partition(".experts.")
+    return prefix + experts + number_and_part.lstrip("0123456789")

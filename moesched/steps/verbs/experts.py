@@ -344,14 +344,16 @@ class ExpertVerbs(Verbs):
         ones join the first. Fetched experts start one by one, as they arrive.
         """
         works, stage, called = self._state.works, batch.stage, batch.routing.called
-        kind, amount = f"expert at {at}", works.operations.fetched_expert
+        number = works.kind_of[layer]
+        operations = works.kinds[number]
+        kind, amount = f"expert at {at}", operations.fetched_expert
         stays = view.slots[0].fixed
         if stays and (at == "accelerator" or self._state.unified):
-            kind, amount = f"resident expert at {at}", works.operations.resident_expert
+            kind, amount = f"resident expert at {at}", operations.resident_expert
         joins = stays and at in called
         if joins:
             kind += ", joined"  # traces tell works apart by their kind, and this one costs less
-        work = works.work(kind, stage.processors[at], tokens, amount, joins=joins)
+        work = works.work(kind, stage.processors[at], tokens, amount, number, joins=joins)
         if stays:
             called.add(at)
         lane, make = (stage.lane, Kernel) if at == "accelerator" else (stage.host, HostKernel)
