@@ -60,18 +60,19 @@ class Data:
 
     def stack(self, name: str, rows: int, width: int, count: int = 1) -> Matrix:
         """A stack of matrices, whose first one is in one block fewer than the others."""
+        most = self._blocks + (name == "up")
         blocks: list[Tensor] = []
         numbers: list[list[int]] = []
         for number in range(count):
             matrix = self.tensor(f"{name} {number}", rows, width) * 0.2
-            cut = max(1, self._blocks - (count > 1 and number == 0))
+            cut = max(1, most - (count > 1 and number == 0))
             own = [block.clone() for block in matrix.split(-(-rows // cut))]
             firsts = [sum(map(len, own[:place])) for place in range(len(own))]
-            repeated = self._blocks - len(own)
+            repeated = most - len(own)
             blocks += own + own[-1:] * repeated
             numbers += [[first, block.data_ptr()] for first, block in zip(firsts, own, strict=True)]
             numbers += [[rows, own[-1].data_ptr()]] * repeated
-        return Matrix(torch.tensor(numbers).view(count, self._blocks, 2), blocks)
+        return Matrix(torch.tensor(numbers).view(count, most, 2), blocks)
 
 
 Case = Callable[[ModuleType, Data, Rows], Tensor]

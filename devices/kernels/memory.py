@@ -53,6 +53,12 @@ class Memory:
             found = self._tensors[name] = allocate(shape, dtype=dtype, device=device)
         return found
 
+    def unbound(self) -> Memory:
+        """The same tensors, for kernels that are not kept."""
+        memory = Memory(self.rows)
+        memory.kept, memory._tensors = False, self._tensors
+        return memory
+
     def keep(self, key: Hashable, bound: Bound) -> None:
         """Keep a bound kernel for the next steps, by a key."""
         if self.kept:

@@ -211,7 +211,8 @@ def gate_and_up(
     choices = len(inner_nI) // len(x_TD)
     x_nD = x_TD if pairs_n is None else x_TD[pairs_n // choices]
     stacks = (
-        _matrices(blocks, table, inner_nI.shape[1]) for blocks, table in ((gates, gate_table), (ups, up_table))
+        _matrices(blocks, table, inner_nI.shape[1])
+        for blocks, table in ((gates, gate_table), (ups, up_table))
     )
     for rows, gate, up in zip(_rows(starts_E), *stacks, strict=True):
         inner_nI[rows] = (F.silu(_product(x_nD[rows], gate)) * _product(x_nD[rows], up)).to(inner_nI.dtype)
@@ -225,9 +226,7 @@ def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor]
 
 
 @_operator("out_TD")
-def combine(
-    y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor, out_TD: Tensor
-) -> None:
+def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor, out_TD: Tensor) -> None:
     """The residual plus the weighted sum of each token's expert outputs."""
     out_TD.copy_(functions.sum_experts(y_nD.double(), rows_Tk, weights_Tk.double()).add_(residual_TD))
 
@@ -243,7 +242,9 @@ def logits(
     logits_SV: Tensor,
 ) -> None:
     """Last norm and LM head, rounded to the hidden states' dtype."""
-    logits_SV.copy_(_product(_normed(hidden_SD, norm_D, eps, layer_norm), torch.cat(blocks)).to(hidden_SD.dtype))
+    logits_SV.copy_(
+        _product(_normed(hidden_SD, norm_D, eps, layer_norm), torch.cat(blocks)).to(hidden_SD.dtype)
+    )
 
 
 @_operator("tokens_S")
@@ -254,8 +255,8 @@ def likeliest(logits_SV: Tensor, tokens_S: Tensor) -> None:
 
 def _normed(x_TD: Tensor, norm_D: Tensor, eps: float, layer_norm: bool) -> Tensor:
     """Each token normalised in float64, rounded to its dtype."""
-    kind = "layer" if layer_norm else "rms"
-    return functions.norm(x_TD.double(), norm_D.double(), eps, kind).to(x_TD.dtype)
+    norm = functions.layer_norm if layer_norm else functions.rms_norm
+    return norm(x_TD.double(), norm_D.double(), eps).to(x_TD.dtype)
 
 
 def _product(x_TD: Tensor, matrix_ND: Tensor) -> Tensor:

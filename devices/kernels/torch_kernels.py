@@ -31,6 +31,9 @@ from .seam import OPERATIONS, ROWS, Case, Kernel
 from .table import KernelTable, listed
 from .torch_rows import TORCH as TORCH_ROWS
 
+Row = Callable[[Resources], Kernel]
+"""The class of a kernel."""
+
 COMPUTED_IN_FLOAT32 = ".router"
 """The end of the name of weights that are converted for each use: packed ones cannot be."""
 
@@ -82,7 +85,7 @@ class TorchKernels(Binder):
         super().__init__(KernelTable(()), layout.config, layout.dtype, device.type)
         self.threads: NativeKernels | None = None
         self.team: Team | None = None
-        self.front: Sequence[type[Kernel]] = ()
+        self.front: Sequence[Row] = ()
         self.fused_attention = True
         self._cores = cores
         self._own = [plugins.find("kernels", each) for each in [*own, *plugins.names("kernels")]]
@@ -121,8 +124,8 @@ class TorchKernels(Binder):
         )
         for row in self._own:
             self.table.add(guarded(row, resources))
-        for row in self.front:
-            self.table.add(row(resources))
+        for front in self.front:
+            self.table.add(front(resources))
         fill(self.table, resources)
 
     def rows_apart(self, rows: int) -> bool:

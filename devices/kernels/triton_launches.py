@@ -267,9 +267,7 @@ def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor]
 
 
 @on_gpu
-def combine(
-    y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor, out_TD: Tensor
-) -> None:
+def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor, out_TD: Tensor) -> None:
     """Launch the weighted sum of the experts' outputs."""
     tokens, width = out_TD.shape
     experts.combine[tokens, triton.cdiv(width, COPIED_AT_ONCE)](

@@ -32,7 +32,6 @@ def host_upload(numbers: Sequence[int], into: Tensor) -> None:
     into.view(-1)[: len(numbers)] = host_indices(numbers)
 
 
-
 MOST_NUMBERS = NUMBER_RING_BYTES // (2 * NUMBER_BYTES)
 """Numbers in a half of the ring."""
 

@@ -19,7 +19,7 @@ from moesched.system.cores import require_threads
 from moesched.system.cuda import FIRST_WITH_BFLOAT16, CudaFacts, trouble_of_driver, trouble_of_gpu
 
 from ..kernels.fused_attention import has_fused_attention, prefer_kernels_without_plans
-from ..kernels.seam import Kernel
+from ..kernels.torch_kernels import Row
 from .device import TorchDevice
 from .gpu_memory import let_segments_grow, usable_bytes, with_usable_memory
 from .inspection import cuda_facts
@@ -204,7 +204,7 @@ def refusal(cuda: CudaFacts) -> str | None:
     return trouble and f"{trouble.says}: {trouble.remedy}; or use --device torch"
 
 
-def kernels_in_triton() -> Sequence[type[Kernel]]:
+def kernels_in_triton() -> Sequence[Row]:
     """The kernels in Triton.
 
     Raises:

@@ -144,7 +144,8 @@ class CudaTask:
 
     def wait(self) -> None:
         """Block until the stream has run the task."""
-        self.end.synchronize()
+        if not self.end.query():
+            self.end.synchronize()
 
     @property
     def value(self) -> Any:

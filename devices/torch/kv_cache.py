@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+
 import torch
 
 from moesched.errors import BadInput

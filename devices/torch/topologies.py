@@ -181,7 +181,13 @@ class Topology:
             store.reader, self._plan.layout, compute.accelerator, fused=compute.kernels.fused_attention
         )
         return NextTokens(
-            weights.head, self._states, compute.kernels, self._library, self._choice, first_bad.name, self._beams
+            weights.head,
+            self._states,
+            compute.kernels,
+            self._library,
+            self._choice,
+            first_bad.name,
+            self._beams,
         )
 
     def _ends(self, tokens: NextTokens) -> Verbs:
