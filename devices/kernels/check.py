@@ -102,7 +102,9 @@ def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernel
     resources = Resources(
         config=config,
         dtype=dtype,
+        device=torch.device("cpu"),
         indices=partial(torch.tensor, dtype=torch.int64),
+        upload=_upload,
         use_cores_for=lambda rows, weights: None,
         team=None,
         threads=threads,
@@ -111,6 +113,10 @@ def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernel
     )
     fill(resources.table, resources)
     return resources
+
+
+def _upload(numbers: Sequence[int], into: Tensor) -> None:
+    into.view(-1)[: len(numbers)] = torch.tensor(numbers)
 
 
 @contextmanager

@@ -81,10 +81,20 @@ def embed(tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
 
 def rotary(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines (T, 1, d), float32, that rotate queries and keys by their positions."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device) / head_dim
-    angles = positions_T[:, None].float() * (1.0 / theta**exponents)
-    cos_T1d, sin_T1d = (half.repeat(1, 2)[:, None] for half in (angles.cos(), angles.sin()))
-    sin_T1d[..., : head_dim // 2].neg_()
+    return angles(positions_T, rotary_frequencies(head_dim, theta, positions_T.device))
+
+
+def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """The angle by which each pair of a head's entries turns from one position to the next: (d / 2), float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    return 1.0 / theta**exponents
+
+
+def angles(positions_T: Tensor, frequencies_h: Tensor) -> tuple[Tensor, Tensor]:
+    """As `rotary`, by the frequencies."""
+    angles_Th = positions_T[:, None].float() * frequencies_h
+    cos_T1d, sin_T1d = (half.repeat(1, 2)[:, None] for half in (angles_Th.cos(), angles_Th.sin()))
+    sin_T1d[..., : len(frequencies_h)].neg_()
     return cos_T1d, sin_T1d
 
 
@@ -283,20 +293,14 @@ def choose_experts(logits_TE: Tensor, top_k: int, sum_to_one: bool = True) -> tu
 
 
 def group_by_expert(experts_Tk: Tensor, experts: int) -> Grouping:
-    """Sort the (token, expert) pairs by expert; waits for the device once, for the counts."""
-    sorted_n, order_n = experts_Tk.view(-1).sort(stable=True)
-    tokens_n, rows_Tk = order_n // experts_Tk.shape[1], order_n.argsort().view_as(experts_Tk)
-    return Grouping(tokens_n, rows_Tk, counts_of_sorted(sorted_n, experts))
-
-
-def counts_of_sorted(sorted_n: Tensor, experts: int) -> list[int]:
-    """The number of times that each expert occurs in a sorted tensor; waits for the device once.
+    """Sort the (token, expert) pairs by expert; waits for the device once, for the counts.
 
     `bincount` would wait for it twice more, to look at its input.
     """
-    numbers_E = torch.arange(experts, device=sorted_n.device)
-    ends: list[int] = torch.searchsorted(sorted_n, numbers_E, right=True).tolist()
-    return [end - start for start, end in pairwise([0, *ends])]
+    sorted_n, order_n = experts_Tk.view(-1).sort(stable=True)
+    tokens_n, rows_Tk = order_n // experts_Tk.shape[1], order_n.argsort().view_as(experts_Tk)
+    ends = torch.searchsorted(sorted_n, torch.arange(experts, device=sorted_n.device), right=True).tolist()
+    return Grouping(tokens_n, rows_Tk, [end - start for start, end in pairwise([0, *ends])])
 
 
 def sum_experts(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
@@ -325,10 +329,9 @@ def lm_head(
     return linear(norm(hidden_TD, norm_D, eps, norm_kind), head).float()
 
 
-def likeliest(logits_SV: Tensor) -> list[int]:
-    """The likeliest token of each row, the first of equal ones; -1 if the largest logit is not finite."""
+def likeliest(logits_SV: Tensor) -> Tensor:
+    """The likeliest token of each row (S), the first of equal ones; -1 if the largest logit is not finite."""
     largest_S1 = logits_SV.amax(dim=-1, keepdim=True)
     numbers_V = torch.arange(logits_SV.shape[1], device=logits_SV.device)
     first_S = numbers_V.where(logits_SV == largest_S1, logits_SV.shape[1]).amin(dim=-1)
-    tokens: list[int] = first_S.where(largest_S1[:, 0].isfinite(), -1).tolist()
-    return tokens
+    return first_S.where(largest_S1[:, 0].isfinite(), -1)

@@ -35,16 +35,29 @@ class Memory:
         self._bound: dict[Hashable, Bound] = {}
         self.bound: Callable[[Hashable], Bound | None] = self._bound.get
 
-    def tensor(self, name: str, *shape: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-        """The host tensor of a name; the first call allocates it.
+    def tensor(
+        self,
+        name: str,
+        *shape: int,
+        dtype: torch.dtype,
+        zero: bool = False,
+        device: torch.device | None = None,
+    ) -> torch.Tensor:
+        """The tensor of a name, by default on the host; allocated by the first call, and by one for another shape.
 
         zero: fill it with zeros when it is allocated.
         """
         found = self._tensors.get(name)
-        if found is None:
+        if found is None or found.shape != shape:
             allocate = torch.zeros if zero else torch.empty
-            found = self._tensors[name] = allocate(shape, dtype=dtype)
+            found = self._tensors[name] = allocate(shape, dtype=dtype, device=device)
         return found
+
+    def unbound(self) -> Memory:
+        """The same tensors, for kernels that are not kept."""
+        memory = Memory(self.rows)
+        memory.kept, memory._tensors = False, self._tensors
+        return memory
 
     def keep(self, key: Hashable, bound: Bound) -> None:
         """Keep a bound kernel for the next steps, by a key."""

@@ -15,6 +15,8 @@ from .table import KernelTable
 
 Indices = Callable[[Sequence[int]], torch.Tensor]
 """Makes an int64 tensor of numbers, on some device."""
+Upload = Callable[[Sequence[int], torch.Tensor], None]
+"""Copies numbers to the first places of an int64 tensor, on some device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,9 @@ class Resources:
     Attributes:
         config: the model.
         dtype: dtype of weights and hidden states.
+        device: device of the accelerator's tensors.
         indices: makes an int64 tensor on the accelerator from numbers.
+        upload: copies numbers to a tensor on the accelerator.
         use_cores_for: sets torch's number of cores for a product, given its numbers of rows and weights.
         team: divides independent products among the cores; None if they run one after the other, each on all cores.
         threads: the native kernels, with their threads; None if these are not installed or not wanted.
@@ -34,7 +38,9 @@ class Resources:
 
     config: ModelConfig
     dtype: torch.dtype
+    device: torch.device
     indices: Indices
+    upload: Upload
     use_cores_for: Callable[[int, int], object]
     team: Team | None
     threads: NativeKernels | None

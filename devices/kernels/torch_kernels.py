@@ -26,10 +26,13 @@ from .coded_rows import CODED_ROWS
 from .guarded import Guarded
 from .native_attention import NATIVE_ATTENTION
 from .native_rows import NATIVE
-from .resources import Indices, Resources
+from .resources import Indices, Resources, Upload
 from .seam import OPERATIONS, ROWS, Case, Kernel
 from .table import KernelTable, listed
 from .torch_rows import TORCH as TORCH_ROWS
+
+Row = Callable[[Resources], Kernel]
+"""The class of a kernel."""
 
 COMPUTED_IN_FLOAT32 = ".router"
 """The end of the name of weights that are converted for each use: packed ones cannot be."""
@@ -56,6 +59,7 @@ class TorchKernels(Binder):
     Attributes:
         table: the kernels; empty until `start`.
         threads: the native kernels, with their threads; None until `start`, and if torch computes everything.
+        front: kernels in front of those that ship for every device.
         team: divides experts and blocks of the LM head among the cores; None if products run one after the other,
             each on all cores.
         fused_attention: whether the accelerator has a kernel for attention that stores no scores.
@@ -81,6 +85,7 @@ class TorchKernels(Binder):
         super().__init__(KernelTable(()), layout.config, layout.dtype, device.type)
         self.threads: NativeKernels | None = None
         self.team: Team | None = None
+        self.front: Sequence[Row] = ()
         self.fused_attention = True
         self._cores = cores
         self._own = [plugins.find("kernels", each) for each in [*own, *plugins.names("kernels")]]
@@ -91,13 +96,13 @@ class TorchKernels(Binder):
         self._packs = on_cpu and layout.dtype == "bfloat16" and packing_pays(transposed, cores)
         self._shares = on_cpu and cores > 1 and cores_keep_bits(DTYPES[layout.dtype], cores, transposed)
 
-    def start(self, rows_an_expert: float, indices: Indices) -> None:
+    def start(self, rows_an_expert: float, device: torch.device, indices: Indices, upload: Upload) -> None:
         """Start the threads and fill the table.
 
         Args:
             rows_an_expert: the mean number of an expert's rows in a decode step, for which resident weights are
                 arranged.
-            indices: makes an int64 tensor on the accelerator from numbers.
+            device, indices, upload: as for `Resources`.
         """
         if self._packs and rows_an_expert <= self._rows(packed=True):
             self._packs = False  # only torch multiplies by packed weights
@@ -108,7 +113,9 @@ class TorchKernels(Binder):
         resources = Resources(
             config=self._config,
             dtype=DTYPES[self.dtype],
+            device=device,
             indices=indices,
+            upload=upload,
             use_cores_for=self._use_cores_for,
             team=self.team,
             threads=self.threads,
@@ -117,6 +124,8 @@ class TorchKernels(Binder):
         )
         for row in self._own:
             self.table.add(guarded(row, resources))
+        for front in self.front:
+            self.table.add(front(resources))
         fill(self.table, resources)
 
     def rows_apart(self, rows: int) -> bool:

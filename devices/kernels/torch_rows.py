@@ -291,7 +291,7 @@ class TorchGreedy(TorchKernel):
 
 def _likeliest(logits: Bound, hidden_TD: Tensor, rows: Sequence[int]) -> tuple[Tensor, list[int]]:
     logits_SV = logits(hidden_TD, rows)
-    return logits_SV, functions.likeliest(logits_SV)
+    return logits_SV, functions.likeliest(logits_SV).tolist()
 
 
 class TorchProduct(PlainKernel):

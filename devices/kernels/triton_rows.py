@@ -1,29 +1,40 @@
-"""The kernels in Triton as rows of the table: for GPUs from compute capability 8.0 on."""
+"""The operators of a decode step as rows of the table: on GPUs by kernels in Triton, whose rows depend on no others.
+
+Results stay in the memory of the micro-batch, which later layers and steps use again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
-from moesched.models.layers import FeedForward
-
-from . import triton_functions as functions
+from . import functions, operators
 from .kernel_weights import EXPERT_PARTS
-from .layer_weights import Tensor, Weights
+from .layer_weights import Blocks, Tensor, Weights
+from .memory import Memory
 from .resources import Resources
 from .seam import ROWS, Bound, Case, Kernel, Routed
-from .triton_code import INTERPRETED
-from .triton_functions import Matrix, Order
 
 ALIGNED_BYTES = 16
 """Rows of matrices begin at multiples of this, so that a GPU reads them in its widest loads."""
-CAPABILITY = (8, 0)
 MOST_ROWS = 512
 """Most rows: each tile of 16 reads the weights again, so that torch's products are faster for a prompt."""
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
+SPLIT = 512
+"""Tokens of a part of a sequence, each of which a program attends over."""
+MOST_TABLES = 1024
+"""Tables of row blocks that are kept on the GPU. Streamed weights come back to the same addresses."""
+
+
+class Matrix(NamedTuple):
+    """A matrix, or a stack of one for each expert, as operators take it: its table and its row blocks."""
+
+    table: Tensor
+    blocks: list[Tensor]
 
 
 class TritonKernel(Kernel):
@@ -32,21 +43,20 @@ class TritonKernel(Kernel):
     name = "triton"
     takes = f"up to {MOST_ROWS} rows by plain weights on GPUs of compute capability 8.0 and above"
     independent = True
+    uses_memory = True
 
     def __init__(self, resources: Resources) -> None:
         self._config = resources.config
+        self._dtype = resources.dtype
+        self._device = resources.device
         self._indices = resources.indices
-
-    @classmethod
-    def problem(cls) -> str | None:
-        """The reason why this machine's GPU does not run it."""
-        if INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() >= CAPABILITY):
-            return None
-        return "there is no GPU of compute capability 8.0 or above"
+        self._upload = resources.upload
+        self._layer_norm = self._config.norm == "layer"
+        self._tables: dict[tuple[int, ...], Tensor] = {}
 
     def refusal(self, case: Case) -> str:
         """Refuses the CPU, other formats than row blocks, and rows that are not aligned."""
-        if case.device == "cpu" and not INTERPRETED:
+        if case.device == "cpu":
             return "it is for GPUs"
         if case.rows > MOST_ROWS:
             return f"it takes up to {MOST_ROWS} rows"
@@ -61,22 +71,57 @@ class TritonKernel(Kernel):
             return f"its rows are multiples of {ALIGNED_BYTES} bytes"
         return ""
 
-    def _matrix(self, weights: Weights, *names: str) -> Matrix:
-        return functions.table_of([weights[name] for name in names], self._indices)
+    def _result(self, memory: Memory, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The memory for a result, by default of the hidden states' dtype."""
+        return memory.tensor(name, *shape, dtype=dtype or self._dtype, device=self._device)
 
-    def _experts(self, network: FeedForward, weights: Weights, prefixes: Sequence[str], top_k: int) -> Bound:
-        """Bind experts, whose matrices have these prefixes before gate, up and down: (x_TD, order, y_nD) -> None."""
-        gates, ups, downs = (
-            self._matrix(weights, *[prefix + part for prefix in prefixes]) for part in EXPERT_PARTS
+    def _matrix(self, *matrices: Blocks) -> Matrix:
+        """Describe a matrix or a stack for the operators."""
+        most = max(map(len, matrices))
+        numbers: list[int] = []
+        for blocks in matrices:
+            first = 0
+            for block in blocks:
+                numbers += first, block.data_ptr()
+                first += len(block)
+            numbers += [first, blocks[-1].data_ptr()] * (most - len(blocks))
+        padded = (chain(blocks, [blocks[-1]] * (most - len(blocks))) for blocks in matrices)
+        return Matrix(self._table(tuple(numbers)).view(-1, most, 2), [*chain.from_iterable(padded)])
+
+    def _table(self, numbers: tuple[int, ...]) -> Tensor:
+        table = self._tables.get(numbers)
+        if table is None:
+            if len(self._tables) == MOST_TABLES:
+                self._tables.clear()
+            table = self._tables[numbers] = self._indices(numbers)
+        return table
+
+
+class TritonEmbed(TritonKernel):
+    """Embeddings and angles."""
+
+    operation = "embed"
+
+    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+        """Bind the lookup of embeddings: (ids, positions) -> hidden_TD, angles."""
+        attention = self._config.attention
+        numbers = self._result(memory, "ids and positions", 2, case.rows, dtype=torch.int64)
+        frequencies_h = functions.rotary_frequencies(attention.head_dim, attention.rope_theta, self._device)
+        hidden_TD = self._result(memory, "hidden", case.rows, self._config.hidden)
+        shape = case.rows, 1, attention.head_dim
+        angles = tuple(
+            self._result(memory, name, *shape, dtype=torch.float32) for name in ("cosines", "sines")
         )
-        return partial(
-            functions.run_experts,
-            gates=gates,
-            ups=ups,
-            downs=downs,
-            intermediate=network.intermediate,
-            top_k=top_k,
+        look_up = partial(
+            operators.embed, *numbers, weights["embedding"][0], frequencies_h, hidden_TD, *angles
         )
+
+        def embed(ids: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
+            self._upload([*ids, *positions], numbers)
+            look_up()
+            return hidden_TD, angles
+
+        return embed
 
 
 class TritonAttentionInputs(TritonKernel):
@@ -93,22 +138,24 @@ class TritonAttentionInputs(TritonKernel):
         whole = attention.qk_norm not in (None, "head")
         return super().refusal(case) or ("it norms heads one by one" if whole else "")
 
-    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind norm, projection and rotation: (hidden_TD, angles) -> q_THd, k_TKd, v_TKd."""
         assert case.layer is not None, "it is in a layer"
         attention = case.layer.grouped
-        return partial(
-            functions.attention_inputs,
-            norm_D=weights["attention_norm"][0],
-            matrix=self._matrix(weights, "qkv"),
-            head_norms=(weights["q_norm"][0], weights["k_norm"][0]) if attention.qk_norm else None,
-            heads=attention.heads,
-            kv_heads=attention.kv_heads,
-            head_dim=attention.head_dim,
-            eps=self._config.norm_eps,
-            clip=attention.clip,
-            layer_norm=self._config.norm == "layer",
+        norm_D, matrix = weights["attention_norm"][0], self._matrix(weights["qkv"])
+        head_norms = [weights[name][0] for name in ("q_norm", "k_norm") if attention.qk_norm]
+        numbers = {"q": attention.heads, "k": attention.kv_heads, "v": attention.kv_heads}
+        qkv = tuple(
+            self._result(memory, name, case.rows, heads, attention.head_dim)
+            for name, heads in numbers.items()
         )
+
+        def project(hidden_TD: Tensor, angles: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            settings = self._config.norm_eps, self._layer_norm, attention.clip
+            operators.attention_inputs(hidden_TD, norm_D, *matrix, head_norms, *angles, *settings, *qkv)
+            return qkv
+
+        return project
 
 
 class TritonAttention(TritonKernel):
@@ -121,18 +168,40 @@ class TritonAttention(TritonKernel):
         """Refuses prompts as well."""
         return super().refusal(case) or ("" if case.decodes else "it takes one new token for each sequence")
 
-    def bind(self, case: Case, weights: object, memory: object) -> Bound:
+    def bind(self, case: Case, weights: object, memory: Memory) -> Bound:
         """Bind attention over the KV cache: (qkv, cached, step) -> attended_TX."""
-        return partial(_attend, self._indices)
+        assert case.layer is not None, "it is in a layer"
+        attention = case.layer.grouped
+        heads, head_dim = attention.heads, attention.head_dim
+        window = attention.window or operators.UNLIMITED
+        upload = partial(self._uploaded, memory)
+        attended_SX = self._result(memory, "attended", case.rows, heads * head_dim)
+
+        def attend(qkv: Sequence[Tensor], cached: Any, step: Any) -> Tensor:
+            parts = _power_of_two(-(-max(step.in_blocks.lengths) // SPLIT))
+            sums, peaks, values = (
+                self._result(memory, name, case.rows, heads, parts, *rest, dtype=torch.float32)
+                for name, rest in (("sums", ()), ("peaks", ()), ("parts", (head_dim,)))
+            )
+            table = step.table(upload)
+            operators.attend(
+                *qkv, table, cached.block_size, window, SPLIT, cached.keys, cached.values, sums, peaks, values
+            )
+            operators.join_parts(sums, peaks, values, table, SPLIT, attended_SX)
+            return attended_SX
+
+        return attend
+
+    def _uploaded(self, memory: Memory, numbers: Sequence[int]) -> Tensor:
+        """The numbers on the accelerator, in memory that lasts while sequences grow."""
+        table = self._result(memory, "blocks", _power_of_two(len(numbers)), dtype=torch.int64)
+        self._upload(numbers, table)
+        return table
 
 
-def _attend(
-    indices: Callable[[Sequence[int]], Tensor], qkv: tuple[Tensor, Tensor, Tensor], cached: Any, step: Any
-) -> Tensor:
-    keys, values, block, window = cached.addresses
-    longest = max(step.in_blocks.lengths)
-    table = step.table(indices)
-    return functions.attend(qkv, keys, values, table, longest=longest, block=block, window=window or longest)
+def _power_of_two(least: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << (least - 1).bit_length()
 
 
 class TritonOutputProjection(TritonKernel):
@@ -140,9 +209,16 @@ class TritonOutputProjection(TritonKernel):
 
     operation = "output_projection"
 
-    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind the output projection with the residual: (attended_TX, residual_TD) -> hidden_TD."""
-        return partial(functions.output_projection, matrix=self._matrix(weights, "o"))
+        matrix = self._matrix(weights["o"])
+        out_TD = self._result(memory, "projected", case.rows, self._config.hidden)
+
+        def project(attended_TX: Tensor, residual_TD: Tensor) -> Tensor:
+            operators.output_projection(attended_TX, *matrix, residual_TD, out_TD)
+            return out_TD
+
+        return project
 
 
 class TritonRoute(TritonKernel):
@@ -155,36 +231,45 @@ class TritonRoute(TritonKernel):
         assert case.layer is not None, "it is in a layer"
         return super().refusal(case) or ("" if case.layer.feed_forward.experts > 1 else "it takes a router")
 
-    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind norm, router and the choice of experts: (hidden_TD) -> Routed."""
         assert case.layer is not None, "it is in a layer"
-        network = case.layer.feed_forward
-        return partial(
-            functions.route,
-            norm_D=weights["ffn_norm"][0],
-            matrix=self._matrix(weights, "router"),
-            experts=network.experts,
-            top_k=network.top_k,
-            eps=self._config.norm_eps,
-            layer_norm=self._config.norm == "layer",
-            sum_to_one=network.weights_sum_to_one,
+        network, rows = case.layer.feed_forward, case.rows
+        norm_D, matrix = weights["ffn_norm"][0], self._matrix(weights["router"])
+        routed = Routed(
+            self._result(memory, "normed", rows, self._config.hidden),
+            self._result(memory, "experts", rows, network.top_k, dtype=torch.int64),
+            self._result(memory, "weights", rows, network.top_k, dtype=torch.float32),
+            self._result(memory, "router logits", rows, network.experts, dtype=torch.float32),
         )
+        settings = self._config.norm_eps, self._layer_norm, network.weights_sum_to_one
+
+        def route(hidden_TD: Tensor) -> Routed:
+            operators.route(hidden_TD, norm_D, *matrix, *settings, *routed)
+            return routed
+
+        return route
 
 
 class TritonExpert(TritonKernel):
     """One expert on its rows."""
 
     operation = "expert"
+    uses_memory = False
 
     def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
         """Bind one expert: (x_nD, y_nD) -> None."""
         assert case.layer is not None, "it is in a layer"
-        run = self._experts(case.layer.feed_forward, weights, [""], top_k=1)
-        return partial(_run_alone, run, self._indices)
+        intermediate = case.layer.feed_forward.intermediate
+        gate, up, down = (self._matrix(weights[part]) for part in EXPERT_PARTS)
 
+        def run(x_nD: Tensor, y_nD: Tensor) -> None:
+            starts = self._indices([0, len(x_nD)])
+            inner_nI = x_nD.new_empty(len(x_nD), intermediate)
+            operators.gate_and_up(x_nD, None, starts, *gate, *up, inner_nI)
+            operators.down(inner_nI, starts, *down, y_nD)
 
-def _run_alone(run: Bound, indices: Callable[[Sequence[int]], Tensor], x_nD: Tensor, y_nD: Tensor) -> None:
-    run(x_nD, Order(None, None, indices([0, len(x_nD)])), y_nD)
+        return run
 
 
 class TritonCombine(TritonKernel):
@@ -192,39 +277,102 @@ class TritonCombine(TritonKernel):
 
     operation = "combine"
 
-    def bind(self, case: Case, weights: object, memory: object) -> Bound:
+    def bind(self, case: Case, weights: object, memory: Memory) -> Bound:
         """Bind the weighted sum of the experts' outputs: (y_nD, rows_Tk, weights_Tk, residual_TD) -> hidden_TD."""
-        return functions.combine
+        out_TD = self._result(memory, "hidden", case.rows, self._config.hidden)
+
+        def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor) -> Tensor:
+            operators.combine(y_nD, rows_Tk, weights_Tk, residual_TD, out_TD)
+            return out_TD
+
+        return combine
 
 
-class TritonMoELayer(TritonRoute):
+class TritonMoELayer(TritonKernel):
     """All that follows attention, in six launches; the host need not know the routing before its end."""
 
     operation = "moe_layer"
 
-    def bind(self, case: Case, weights: Weights, memory: object) -> Bound:
+    def __init__(self, resources: Resources) -> None:
+        super().__init__(resources)
+        self._project = TritonOutputProjection(resources)
+        self._route = TritonRoute(resources)
+        self._combine = TritonCombine(resources)
+
+    def refusal(self, case: Case) -> str:
+        """Refuses what the router's kernel does."""
+        return self._route.refusal(case)
+
+    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind all that follows attention: (attended_TX, hidden_TD) -> hidden_TD, experts_Tk, None."""
         assert case.layer is not None, "it is in a layer"
         network = case.layer.feed_forward
-        prefixes = [f"experts.{expert}." for expert in range(network.experts)]
-        experts = self._experts(network, weights, prefixes, network.top_k)
-        project = partial(functions.output_projection, matrix=self._matrix(weights, "o"))
-        return partial(_moe_layer, project, super().bind(case, weights, memory), experts, network.experts)
+        rows = case.rows * network.top_k
+        project, route, combine = (
+            part.bind(case, weights, memory) for part in (self._project, self._route, self._combine)
+        )
+        gates, ups, downs = (
+            self._matrix(*(weights[f"experts.{expert}.{part}"] for expert in range(network.experts)))
+            for part in EXPERT_PARTS
+        )
+        rows_Tk = self._result(memory, "rows", case.rows, network.top_k, dtype=torch.int64)
+        pairs_n = self._result(memory, "pairs", rows, dtype=torch.int32)
+        starts_E = self._result(memory, "starts", network.experts + 1, dtype=torch.int64)
+        inner_nI = self._result(memory, "inner", rows, network.intermediate)
+        y_nD = self._result(memory, "outputs", rows, self._config.hidden)
+
+        def run(attended_TX: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor, None]:
+            projected_TD = project(attended_TX, hidden_TD)
+            routed = route(projected_TD)
+            operators.sort_rows(routed.experts_Tk, rows_Tk, pairs_n, starts_E)
+            operators.gate_and_up(routed.x_TD, pairs_n, starts_E, *gates, *ups, inner_nI)
+            operators.down(inner_nI, starts_E, *downs, y_nD)
+            out_TD = combine(y_nD, rows_Tk, routed.weights_Tk, projected_TD)
+            return out_TD, routed.experts_Tk, None
+
+        return run
 
 
-def _moe_layer(
-    project: Bound, router: Bound, run: Bound, experts: int, attended_TX: Tensor, hidden_TD: Tensor
-) -> tuple[Tensor, Tensor, None]:
-    hidden_TD = project(attended_TX, hidden_TD)
-    routed: Routed = router(hidden_TD)
-    order = functions.sort_rows(routed.experts_Tk, experts)
-    y_nD = hidden_TD.new_empty(routed.experts_Tk.numel(), hidden_TD.shape[1])
-    run(routed.x_TD, order, y_nD)
-    assert order.rows_Tk is not None, "it is sorted"
-    return functions.combine(y_nD, order.rows_Tk, routed.weights_Tk, hidden_TD), routed.experts_Tk, None
+class TritonLogits(TritonKernel):
+    """Last norm and LM head."""
+
+    operation = "logits"
+
+    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+        """Bind last norm and LM head: (hidden_TD, rows) -> logits_SV."""
+        norm_D, matrix = weights["final_norm"][0], self._matrix(weights["lm_head"])
+        vocabulary = sum(map(len, weights["lm_head"]))
+        logits_SV = self._result(memory, "logits", case.rows, vocabulary, dtype=torch.float32)
+
+        def compute(hidden_TD: Tensor, rows: Sequence[int]) -> Tensor:
+            whole = len(rows) == len(hidden_TD)
+            hidden_SD = hidden_TD if whole else hidden_TD.index_select(0, self._indices(rows))
+            operators.logits(hidden_SD, norm_D, *matrix, self._config.norm_eps, self._layer_norm, logits_SV)
+            return logits_SV
+
+        return compute
+
+
+class TritonGreedy(TritonLogits):
+    """Logits, and the token with the largest one."""
+
+    operation = "greedy"
+
+    def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
+        """Bind logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens."""
+        logits = super().bind(case, weights, memory)
+        tokens_S = self._result(memory, "tokens", case.rows, dtype=torch.int64)
+
+        def choose(hidden_TD: Tensor, rows: Sequence[int]) -> tuple[Tensor, list[int]]:
+            logits_SV = logits(hidden_TD, rows)
+            operators.likeliest(logits_SV, tokens_S)
+            return logits_SV, tokens_S.tolist()
+
+        return choose
 
 
 TRITON = (
+    TritonEmbed,
     TritonAttentionInputs,
     TritonAttention,
     TritonOutputProjection,
@@ -232,4 +380,6 @@ TRITON = (
     TritonExpert,
     TritonCombine,
     TritonMoELayer,
+    TritonLogits,
+    TritonGreedy,
 )

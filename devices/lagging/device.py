@@ -18,6 +18,7 @@ from moesched.seams import Transport
 from moesched.steps.plan import Plan
 from moesched.tasks import Task
 
+from ..kernels.triton_rows import TRITON
 from ..shared.verbs import Verb
 from ..torch.cuda_device import CudaDevice
 from ..torch.device import TorchDevice
@@ -84,6 +85,8 @@ class LaggingDevice(TorchDevice):
     Args:
         gpu: by default one with seed 0; the ranks of a tensor-parallel model share it.
         kernel: the choice of kernels on the host, as for `TorchDevice`.
+        triton: whether the operators that CUDA runs by kernels in Triton stand in front of other kernels; here their
+            references in torch run.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class LaggingDevice(TorchDevice):
         map_files: bool = True,
         gpu: LaggingGpu | None = None,
         kernel: str = "torch",
+        triton: bool = False,
     ) -> None:
         self.gpu = gpu or LaggingGpu()
         super().__init__(
@@ -105,6 +109,8 @@ class LaggingDevice(TorchDevice):
             kernel=kernel,
             map_files=map_files,
         )
+        if triton:
+            self._compute.kernels.front = TRITON
         self._warm_ups.on_thread = _stay_on_gpu
 
     @staticmethod

@@ -43,6 +43,7 @@ class GpuMemory:
         capacity: bytes; None for no limit.
 
     Attributes:
+        allocations: number of blocks that were allocated so far.
         wanted, most_wanted: bytes of tensors that are in use now, and the most so far.
         taken, most_taken: bytes of their blocks, whose sizes are rounded up, now and at most.
         most_reserved: the most bytes of segments, from which blocks are cut.
@@ -50,6 +51,7 @@ class GpuMemory:
 
     def __init__(self, gpu: Gpu, capacity: int | None = None) -> None:
         self.capacity = capacity
+        self.allocations = 0
         self.wanted = self.most_wanted = self.taken = self.most_taken = self.most_reserved = 0
         self._gpu = gpu
         self._segments = Segments()
@@ -63,6 +65,7 @@ class GpuMemory:
             RuntimeError: it takes memory from the system for this stream while another one captures.
         """
         with self._gpu.lock:
+            self.allocations += 1
             self._take_back()
             owner = stream.capture.pool if stream.capture else stream
             if not (stream.capture or self._segments.fits(nbytes, owner)):

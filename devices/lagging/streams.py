@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
@@ -84,6 +84,7 @@ class LaggingStream:
         """Wait until everything that is in the queue has run."""
         if self.capture is not None:
             raise self.capture.refused()
+        self._gpu.drained[threading.current_thread().name] += 1
         self._gpu.run_until(lambda: not self.queue)
 
     def is_ready(self) -> bool:
@@ -191,6 +192,7 @@ class Gpu:
         events_made: number of all events that were made.
         waits: number of times that the host has waited for a GPU.
         replays: number of graphs that were replayed.
+        drained: number of times that each thread has waited for a stream to run empty, by the thread's name.
     """
 
     def __init__(self, seed: int = 0, fails_at: int = 0, clock: Callable[[], int] = perf_counter_ns) -> None:
@@ -198,6 +200,7 @@ class Gpu:
         self.lock = threading.RLock()
         self.waits = 0
         self.replays = 0
+        self.drained: Counter[str] = Counter()
         self.random = Random(seed)
         self._fails_at = fails_at
         self.ran = 0

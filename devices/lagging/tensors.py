@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -111,6 +112,8 @@ class Operations:
             if name == "is_pinned":
                 return False
             number = _one_device(name, tensors, first)
+            if isinstance(func, OpOverload):
+                return self._launch(func, args, number)
             if name == "__iter__":
                 return iter(self._queue(torch.Tensor.unbind, "unbind", (args[0], 0), {}, number))
             if name == "numpy":
@@ -186,6 +189,12 @@ class Operations:
             _note_use(stream, *_tensors((args, kwargs)))
             stream.enqueue(work)
         return args[0] if changes and name != "__setitem__" else results
+
+    def _launch(self, operator: OpOverload[Any, None], args: tuple[Any, ...], number: int) -> None:
+        """Queue an operator that writes to tensors that it is given."""
+        self.calls[operator.overloadpacket.__name__] += 1
+        reals = _reals(args)
+        self.gpu.current_of(number).enqueue(lambda: operator(*reals))
 
     def _move(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "copy_":

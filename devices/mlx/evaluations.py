@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -72,6 +72,13 @@ class Evaluations:
     def on_host(self, array: Array) -> npt.NDArray[Any]:
         """Copy an evaluated array to numpy."""
         return np.array(array)
+
+    def value(
+        self, task: Task, read: Callable[..., Any], *arrays: Array, beside: Sequence[Array] = ()
+    ) -> Any:
+        """The value of a task, which `read` makes of arrays on the host; `beside` are evaluated at the same time."""
+        self.settle(task.micro_batch, *arrays, *beside)
+        return read(*map(self.on_host, arrays))
 
     def close_others(self, micro_batch: int) -> None:
         """Evaluate all deferred results of other micro-batches, which may read a KV cache that is about to be written.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from moesched.models.config import ModelConfig
 from moesched.tasks import Task
 
@@ -16,7 +14,7 @@ from ..kernels.memory import Memory
 from ..kernels.mlx_functions import Array, Rows
 from ..kernels.mlx_weights import Arrays
 from ..kernels.seam import Routed
-from ..runner.library import with_rows
+from ..runner.library import counted, with_rows
 from ..runner.micro_batch import MicroBatchState
 from .evaluations import Evaluations
 from .expert_rows import ExpertRows, Span, rows_of_one, zeros
@@ -50,13 +48,8 @@ class MlxExperts:
         self._states[task.micro_batch].rows = rows
         experts = self._config.layer(task.layer).feed_forward.experts
         self._evaluations.settle(task.micro_batch, *rows.arrays(), routed.experts_Tk, *beside)
-        rows.counts = _counted(routed.experts_Tk, experts)
+        rows.counts = counted(self._evaluations.on_host(routed.experts_Tk), experts)
         return with_rows(rows.counts)
-
-    def counts(self, task: Task, experts: int, experts_Tk: Array, *beside: Array) -> dict[int, int]:
-        """The number of rows of each expert that has any; evaluates the choices and the arrays `beside`."""
-        self._evaluations.settle(task.micro_batch, *beside, experts_Tk)
-        return with_rows(_counted(experts_Tk, experts))
 
     def scores(self, logits_TE: Array) -> Array:
         """Each expert's probability by the router (E), float32, averaged over the tokens."""
@@ -92,8 +85,3 @@ class MlxExperts:
     def _run(self, stack: Arrays, x_nD: Array, rows: Rows) -> Array:
         y_nD: Array = self._kernels.bound("experts", stack, Memory(len(x_nD)))(x_nD, rows)
         return y_nD
-
-
-def _counted(experts_Tk: Array, experts: int) -> list[int]:
-    counts: list[int] = np.bincount(np.array(experts_Tk).ravel(), minlength=experts).tolist()
-    return counts

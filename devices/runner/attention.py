@@ -83,8 +83,12 @@ class Attention:
         state, weights = self._states[task.micro_batch], self._weights(task.operands)
         project = self._kernels.bound("output_projection", weights, state.room)
         state.hidden_TD = project(state.attended_TX, self.residual(state))
+        self.drop_attended(task)
+
+    def drop_attended(self, task: Task) -> None:
+        """Free attention's output after its last use; in decode steps it may stay until the next layer's."""
         if not (self._keeps_attended and task.phase == "decode"):
-            del state.attended_TX
+            del self._states[task.micro_batch].attended_TX
 
     def residual(self, state: MicroBatchState) -> Any:
         """The tensor that is added to a sum of hidden states: these states, or zeros on all ranks but the first."""

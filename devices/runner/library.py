@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from moesched.tasks import Task
@@ -25,6 +26,14 @@ class Library(Protocol):
     def on_host(self, tensor: Any) -> npt.NDArray[Any]:
         """Copy a tensor to the host's memory."""
 
+    def value(self, task: Task, read: Callable[..., Any], *tensors: Any, beside: Sequence[Any] = ()) -> Any:
+        """The value of a task, which `read` makes of tensors on the host.
+
+        It is read now, or, where tasks are issued ahead of their tensors, by what awaits the task's end.
+
+        beside: lazy tensors that are computed at the same time.
+        """
+
 
 class Experts(Protocol):
     """The experts of a layer on rows of micro-batches."""
@@ -34,9 +43,6 @@ class Experts(Protocol):
 
         beside: lazy tensors that are computed at the same time.
         """
-
-    def counts(self, task: Task, experts: int, experts_Tk: Any, *beside: Any) -> dict[int, int]:
-        """The rows of each of `experts` experts that has any; lazy tensors `beside` are computed at the same time."""
 
     def scores(self, logits_TE: Any) -> Any:
         """Each expert's probability by the router (E), float32, averaged over the tokens."""
@@ -54,3 +60,9 @@ class Experts(Protocol):
 def with_rows(counts: Sequence[int]) -> dict[int, int]:
     """The number of rows of each expert that has any, by expert; `counts` has those of all experts."""
     return {expert: count for expert, count in enumerate(counts) if count}
+
+
+def counted(experts_Tk: npt.NDArray[Any], experts: int) -> list[int]:
+    """The number of rows of each of `experts` experts, by the choices of tokens."""
+    counts: list[int] = np.bincount(experts_Tk.ravel(), minlength=experts).tolist()
+    return counts

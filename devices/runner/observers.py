@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,17 @@ class DeviceObservers:
         self.activations: ActivationObserver | None = None
         self.first_request = 0
 
-    def routed(self, layer: int, state: MicroBatchState, experts_Tk: npt.NDArray[Any]) -> None:
-        """Report a router's choices."""
+    def spans(self, state: MicroBatchState) -> list[TokenSpan]:
+        """The tokens of a micro-batch's step, for an observer of routing; empty without one."""
         if self.routing is None:
-            return
+            return []
         step = state.step
-        spans = [
+        return [
             TokenSpan(self.first_request + request, past, new)
             for request, past, new in zip(state.requests, step.past, step.new, strict=True)
         ]
-        self.routing.routed(layer, spans, experts_Tk.astype(np.int64))
+
+    def routed(self, layer: int, spans: Sequence[TokenSpan], experts_Tk: npt.NDArray[Any]) -> None:
+        """Report a router's choices for these tokens."""
+        if self.routing is not None:
+            self.routing.routed(layer, spans, experts_Tk.astype(np.int64))

@@ -1,18 +1,21 @@
-"""Tensors of torch between kernels and the host: computed at once, or in the order of a stream."""
+"""Tensors of torch between kernels and the host: computed at once on the CPU, or in the order of a stream."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy.typing as npt
 import torch
 
+from moesched.tasks import Task
+
 from ..products.linear import Tensor
 
 
 class AtOnce:
-    """The `Library` of torch: tensors are computed when a kernel is called, or enqueued on a stream."""
+    """The `Library` of torch on the CPU: tensors are computed when a kernel is called."""
 
     computing: type[AbstractContextManager[object]] = torch.inference_mode
 
@@ -24,5 +27,45 @@ class AtOnce:
         array: npt.NDArray[Any] = tensor.cpu().numpy()
         return array
 
+    def value(
+        self, task: Task, read: Callable[..., Any], *tensors: Tensor, beside: Sequence[Tensor] = ()
+    ) -> Any:
+        """The value of a task, which `read` makes of tensors on the host."""
+        return read(*map(self.on_host, tensors))
 
-LIBRARY = AtOnce()
+
+class OnStream(AtOnce):
+    """The `Library` of torch on a stream: tensors are computed in its order, and copied to the host behind them."""
+
+    def value(
+        self, task: Task, read: Callable[..., Any], *tensors: Tensor, beside: Sequence[Tensor] = ()
+    ) -> Any:
+        """A `Later`; the copies are asynchronous, to page-locked memory."""
+        return Later(read, [tensor.to("cpu", non_blocking=True) for tensor in tensors])
+
+
+class Later:
+    """A value that is read when the stream has run its task.
+
+    Args:
+        read: makes the value of arrays on the host.
+        tensors: memory of the host that copies of the task fill.
+    """
+
+    def __init__(self, read: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
+        self._read = read
+        self._tensors = tensors
+
+    def get(self) -> Any:
+        """The value; the task's stream must have run the task."""
+        return self._read(*(tensor.numpy() for tensor in self._tensors))
+
+
+def settled(value: Any) -> Any:
+    """The value of a task that has ended."""
+    return value.get() if isinstance(value, Later) else value
+
+
+def library_of(accelerator: torch.device) -> AtOnce:
+    """The library for kernels on this device."""
+    return AtOnce() if accelerator.type == "cpu" else OnStream()

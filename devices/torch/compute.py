@@ -9,12 +9,12 @@ import torch
 from moesched.models.layout import WeightLayout
 from moesched.system.cores import CorePlan, divided_cores, usable_cores
 
-from ..kernels.resources import Indices
+from ..kernels.resources import Indices, Upload
 from ..kernels.torch_kernels import TorchKernels
 from ..products.bfloat16_support import has_bfloat16
 from ..products.row_tiles import CODE_BYTES
 from ..shared.page_reader import DTYPES
-from .copies import NumberRing, host_indices
+from .copies import NumberRing, host_indices, host_upload
 from .cores import Cores
 
 
@@ -81,9 +81,11 @@ class Compute:
         if self._threads_before is not None:
             return
         self._threads_before = torch.get_num_threads()
+        upload: Upload = host_upload
         if not self.on_cpu:
-            self.indices = NumberRing(self.accelerator).indices
-        self.kernels.start(rows_an_expert, self.indices)
+            ring = NumberRing(self.accelerator)
+            self.indices, upload = ring.indices, ring.upload
+        self.kernels.start(rows_an_expert, self.accelerator, self.indices, upload)
 
     def close(self) -> None:
         """End the threads, and restore torch's number of cores."""

@@ -26,6 +26,12 @@ Indices = Callable[[Sequence[int]], Tensor]
 host_indices: Indices = partial(torch.tensor, dtype=torch.int64)
 """On the host."""
 
+
+def host_upload(numbers: Sequence[int], into: Tensor) -> None:
+    """Copy numbers to the first places of a tensor on the host."""
+    into.view(-1)[: len(numbers)] = host_indices(numbers)
+
+
 MOST_NUMBERS = NUMBER_RING_BYTES // (2 * NUMBER_BYTES)
 """Numbers in a half of the ring."""
 
@@ -53,10 +59,15 @@ class NumberRing:
     def indices(self, numbers: Sequence[int]) -> Tensor:
         """The numbers as an int64 tensor on the accelerator, by asynchronous copies on the current stream."""
         there = torch.empty(len(numbers), dtype=torch.int64, device=self._device)
+        self.upload(numbers, there)
+        return there
+
+    def upload(self, numbers: Sequence[int], into: Tensor) -> None:
+        """Copy the numbers to the first places of a tensor there, as `indices` does."""
+        flat = into.view(-1)
         for start in range(0, len(numbers), self._most):
             piece = numbers[start : start + self._most]
-            there[start : start + len(piece)].copy_(self._held(piece), non_blocking=True)
-        return there
+            flat[start : start + len(piece)].copy_(self._held(piece), non_blocking=True)
 
     def _held(self, numbers: Sequence[int]) -> Tensor:
         """Copy the numbers into page-locked memory."""
@@ -73,7 +84,7 @@ class NumberRing:
 
     def _turn(self) -> None:
         """Change to the other half, once the copies from it have ended."""
-        if self._other_copied is not None:
+        if self._other_copied is not None and not self._other_copied.query():
             self._other_copied.synchronize()
         self._other_copied = self._module.Event(blocking=True)
         self._other_copied.record()

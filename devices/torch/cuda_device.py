@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,9 +19,13 @@ from moesched.system.cores import require_threads
 from moesched.system.cuda import FIRST_WITH_BFLOAT16, CudaFacts, trouble_of_driver, trouble_of_gpu
 
 from ..kernels.fused_attention import has_fused_attention, prefer_kernels_without_plans
-from .device import TorchDevice, listed
+from ..kernels.torch_kernels import Row
+from .device import TorchDevice
 from .gpu_memory import let_segments_grow, usable_bytes, with_usable_memory
 from .inspection import cuda_facts
+
+FIRST_WITH_TRITON = (8, 0)
+"""The compute capability from which on the kernels in Triton compile."""
 
 ASSUMED_FLOPS = {"float32": 1e13, "bfloat16": 1e14, "float16": 1e14}
 
@@ -64,8 +69,10 @@ class CudaDevice(TorchDevice):
             direct=direct,
             map_files=map_files,
             threads=threads,
-            own_kernels=[*listed(own_kernels), *(kernels_in_triton() if triton else ())],
+            own_kernels=own_kernels,
         )
+        if triton:
+            self._compute.kernels.front = kernels_in_triton()
         self._compute.kernels.fused_attention = has_fused_attention(
             self._compute.dtype, layout.config.attention.head_dim, torch.cuda.get_device_capability(0)
         )
@@ -197,14 +204,22 @@ def refusal(cuda: CudaFacts) -> str | None:
     return trouble and f"{trouble.says}: {trouble.remedy}; or use --device torch"
 
 
-def kernels_in_triton() -> Sequence[type]:
+def kernels_in_triton() -> Sequence[Row]:
     """The kernels in Triton.
 
     Raises:
-        BadInput: Triton is not installed.
+        BadInput: Triton is not installed, or the GPU is too old for it.
     """
     if find_spec("triton") is None:
         raise BadInput("triton is not installed: pip install triton, or leave out --device-set triton=true")
-    from ..kernels.triton_rows import TRITON  # Triton takes half a second to import
+    capability = torch.cuda.get_device_capability(0)
+    if capability < FIRST_WITH_TRITON:
+        first, own = (".".join(map(str, each)) for each in (FIRST_WITH_TRITON, capability))
+        raise BadInput(
+            f"kernels in Triton are for GPUs of compute capability {first} and above, this one has {own}: leave out "
+            "--device-set triton=true"
+        )
+    import_module("moesched.devices.kernels.triton_launches")  # Triton takes half a second to import
+    from ..kernels.triton_rows import TRITON
 
     return TRITON

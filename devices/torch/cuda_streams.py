@@ -17,6 +17,7 @@ import torch
 
 from moesched.tasks import Task
 
+from .at_once import settled
 from .stream_clock import StreamClock, Zero
 
 
@@ -66,7 +67,7 @@ class CudaStreams:
         with self._module.stream(stream):
             value = work()
             stream.synchronize()
-        return value
+        return settled(value)
 
     def issue(self, task: Task, after: list[Task]) -> CudaTask:
         """Enqueue a task on its lane's stream, after the tasks `after` on other streams."""
@@ -81,7 +82,7 @@ class CudaStreams:
             issued.start.record(stream)
             self._issued[task.id] = issued
         with self._module.stream(stream):
-            issued.value = self._execute(task)
+            issued.result = self._execute(task)
             issued.end.record()
         return issued
 
@@ -122,7 +123,7 @@ class CudaTask:
         start, end: events around the task.
         zero: the event from which their times are measured.
         issued_at: time at which it was issued, on the host's clock.
-        value: the task's result.
+        result: the task's value, or a `Later` of it.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class CudaTask:
         end: torch.cuda.Event,
         zero: Zero,
     ) -> None:
-        self.value: Any = None
+        self.result: Any = None
         self.number = number
         self.start = start
         self.end = end
@@ -143,7 +144,13 @@ class CudaTask:
 
     def wait(self) -> None:
         """Block until the stream has run the task."""
-        self.end.synchronize()
+        if not self.end.query():
+            self.end.synchronize()
+
+    @property
+    def value(self) -> Any:
+        """The task's value; asked for once, after `wait`."""
+        return settled(self.result)
 
     def span(self) -> tuple[int, int]:
         """Start and end on the host's clock; may be called once, after `wait`."""

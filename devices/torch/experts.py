@@ -56,10 +56,6 @@ class TorchExperts:
         self._states[task.micro_batch].rows = ExpertRows(routed.x_TD, grouping, routed.weights_Tk)
         return with_rows(grouping.counts)
 
-    def counts(self, task: Task, experts: int, experts_Tk: Tensor, *beside: Tensor) -> dict[int, int]:
-        """The number of rows of each expert that has any, of `experts` experts."""
-        return with_rows(functions.counts_of_sorted(experts_Tk.view(-1).sort().values, experts))
-
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Each expert's probability by the router (E), float32, averaged over the tokens."""
         return functions.scores(logits_TE)

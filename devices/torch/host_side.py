@@ -13,7 +13,6 @@ from moesched.steps.plan import Plan
 from moesched.tasks import PageTransfer, Task
 
 from ..kernels.functions import KVView
-from ..kernels.memory import Memory
 from ..products.linear import Tensor
 from ..runner.attention import Attention
 from ..runner.micro_batch import MicroBatchState
@@ -98,7 +97,7 @@ class HostSide:
     def _attend_to_loaded(self, task: Task) -> None:
         """Run attention over loaded keys and values, and over the new tokens' own."""
         state = self._states[task.micro_batch]
-        attend = self._kernels.attention(task.layer, Memory(len(state.hidden_TD)), decodes=state.decodes)
+        attend = self._kernels.attention(task.layer, state.room.unbound(), decodes=state.decodes)
         loaded = self._loaded[task.operands]
         state.attended_TX = attend(state.qkv, loaded, loaded.step)
 
@@ -144,7 +143,10 @@ class HostSide:
     def load_hidden(self, task: Task) -> None:
         attended_TX = self._rows.pop(task.micro_batch).attended_TX
         state = self._states[task.micro_batch]
-        state.attended_TX = attended_TX.to(self._accelerator, non_blocking=True, copy=True)
+        state.attended_TX = state.room.tensor(
+            "attended", *attended_TX.shape, dtype=attended_TX.dtype, device=self._accelerator
+        )
+        state.attended_TX.copy_(attended_TX, non_blocking=True)
 
     def offload_kv(self, task: Task) -> None:
         state = self._states[task.micro_batch]

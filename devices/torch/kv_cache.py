@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -151,11 +150,19 @@ class BlockedKV:
         return KVView(keys, values, part.queries)
 
 
-class CachedLayer(NamedTuple):
-    """One layer of a KV cache, as attention kernels take it."""
+class CachedLayer:
+    """One layer of a KV cache, as attention kernels take it.
 
-    cache: BlockedKV
-    layer: int
+    Attributes:
+        keys, values: all slots (slots, K, d).
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, cache: BlockedKV, layer: int) -> None:
+        self.cache = cache
+        self.layer = layer
+        self.keys, self.values = cache.slots[cache.places[layer]]
+        self.block_size = cache.block_size
 
     @property
     def addresses(self) -> LayerAddresses:

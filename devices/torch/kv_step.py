@@ -65,7 +65,7 @@ class KVStep:
         self._block_size = block_size
         self._indices = indices
         self._blocks = blocks
-        self._tables: dict[Indices, Tensor] = {}
+        self._table: Tensor | None = None
 
     @cached_property
     def in_blocks(self) -> SequencesInBlocks:
@@ -75,16 +75,16 @@ class KVStep:
             blocks.extend(each)
         return SequencesInBlocks(array("q", map(sum, zip(self.past, self.new, strict=True))), blocks)
 
-    def table(self, indices: Indices) -> Tensor:
+    def table(self, upload: Indices) -> Tensor:
         """The lengths of the sequences, the places of their first blocks in the list of blocks, and that list.
 
-        indices: makes the tensor, on any device; the table is made once for each.
+        upload: makes the tensor on the accelerator; called once.
         """
-        if indices not in self._tables:
+        if self._table is None:
             lengths, blocks = self.in_blocks
             places = accumulate(map(len, self._blocks[:-1]), initial=0)
-            self._tables[indices] = indices([*lengths, *places, *blocks])
-        return self._tables[indices]
+            self._table = upload([*lengths, *places, *blocks])
+        return self._table
 
     @property
     def positions(self) -> list[int]:

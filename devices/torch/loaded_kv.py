@@ -22,17 +22,28 @@ class LoadedKV:
 
     Attributes:
         step: the new tokens, with their places in these copies.
+        block_size: tokens of a block.
     """
 
     def __init__(self, cached: CachedLayer, step: KVStep, slot: Tensor) -> None:
         self.step = step.one_after_the_other()
         self._cached = cached
         self._slot = slot
-        cache = cached.cache
-        halves = zip(slot.chunk(2), cache.slots[cache.places[cached.layer]], strict=True)
+        self.block_size = cached.block_size
+        halves = zip(slot.chunk(2), (cached.keys, cached.values), strict=True)
         keys, values = ([*_loaded(memory, there, step)] for memory, there in halves)
         queries = (part.queries for part in step.parts)
         self._views = list(map(KVView, keys, values, queries))
+
+    @property
+    def keys(self) -> Tensor:
+        """The copied keys (slots, K, d)."""
+        return self._slot.chunk(2)[0].view(-1, *self._cached.keys.shape[1:])
+
+    @property
+    def values(self) -> Tensor:
+        """The copied values (slots, K, d)."""
+        return self._slot.chunk(2)[1].view(-1, *self._cached.keys.shape[1:])
 
     @property
     def addresses(self) -> LayerAddresses:

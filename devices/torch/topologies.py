@@ -22,7 +22,7 @@ from ..runner.next_tokens import Choice, NextTokens
 from ..runner.observers import DeviceObservers
 from ..shared.node_exchanges import NodeVerbs
 from ..shared.verbs import Verb, after
-from .at_once import LIBRARY
+from .at_once import library_of
 from .beams import BeamSearches
 from .compute import Compute
 from .exchange_rows import ExchangeRows
@@ -62,6 +62,7 @@ class Topology:
         self._states = states
         self._choice = choice
         self._compute = compute
+        self._library = library_of(compute.accelerator)
         self._store = store
         self._observers = observers
         self._experts = TorchExperts(plan.layout.config, states, store.weights, compute, observers)
@@ -119,7 +120,7 @@ class Topology:
             attention,
             kernels,
             self._experts,
-            LIBRARY,
+            self._library,
             self._observers,
             scores=self._plan.declared.scores,
         )
@@ -180,7 +181,13 @@ class Topology:
             store.reader, self._plan.layout, compute.accelerator, fused=compute.kernels.fused_attention
         )
         return NextTokens(
-            weights.head, self._states, compute.kernels, LIBRARY, self._choice, first_bad.name, self._beams
+            weights.head,
+            self._states,
+            compute.kernels,
+            self._library,
+            self._choice,
+            first_bad.name,
+            self._beams,
         )
 
     def _ends(self, tokens: NextTokens) -> Verbs:

@@ -29,7 +29,7 @@ from ..runner.micro_batch import MicroBatchState
 from ..runner.moe_layer import MoELayer
 from ..runner.next_tokens import Choice, NextTokens
 from ..runner.observers import DeviceObservers
-from .at_once import LIBRARY
+from .at_once import library_of
 from .compute import Compute
 from .copies import HOST, host_indices
 from .experts import TorchExperts
@@ -137,6 +137,7 @@ class WarmUp(ExpertWarmUp):
         states: list[MicroBatchState] = []
         kernels, observers = compute.kernels, DeviceObservers()
         experts = TorchExperts(config, states, self._shown, compute, observers)
+        library = library_of(compute.accelerator)
         choice = Choice(Sampling(), first_request=0, keep=None)
         self._states = states
         self._attention = Attention(
@@ -147,8 +148,8 @@ class WarmUp(ExpertWarmUp):
             residual_of=torch.zeros_like if rank else itself,
             keeps_attended=True,
         )
-        self._moe = MoELayer(states, self._shown, self._attention, kernels, experts, LIBRARY, observers)
-        self._tokens = NextTokens(global_weights.head, states, kernels, LIBRARY, choice, lambda _: "")
+        self._moe = MoELayer(states, self._shown, self._attention, kernels, experts, library, observers)
+        self._tokens = NextTokens(global_weights.head, states, kernels, library, choice, lambda _: "")
 
     def _layer(self, shapes: Shapes) -> None:
         """Run the kernels of a layer besides experts, as in prefill and as in decode."""

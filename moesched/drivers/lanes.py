@@ -283,20 +283,23 @@ class StreamRunner:
             batch = self._next_batch()
         if not batch:
             return
-        ended = [(task, *self._end_of(task, issued)) for task, issued in reversed(batch)]
+        errors = [self._end_of(task, issued) for task, issued in reversed(batch)]
+        ended = [
+            (task, *_value_of(issued, error))
+            for (task, issued), error in zip(batch, reversed(errors), strict=True)
+        ]
         with self._driver.lock:
-            for task, value, error in reversed(ended):
+            for task, value, error in ended:
                 following = self._driver.complete(task, value, error, self)
                 if following is not None:
                     self._issuing.put(following)
 
-    def _end_of(self, task: Task, issued: Issued) -> tuple[Any, BaseException | None]:
-        """Wait until a task has ended, and set the times at which it ran; return (value, first error or None)."""
+    def _end_of(self, task: Task, issued: Issued) -> BaseException | None:
+        """Wait until a task has ended, and set the times at which it ran; return its first error."""
         driver = self._driver
-        value = error = None
+        error = None
         try:
             issued.wait()
-            value = issued.value
         except BaseException as raised:
             error = raised
         try:
@@ -306,7 +309,7 @@ class StreamRunner:
             if error is None:
                 error = raised
         task.start, task.end = start - driver.origin, end - driver.origin
-        return value, error
+        return error
 
     def _next_batch(self) -> list[tuple[Task, Issued]]:
         """Return the oldest running tasks, up to the first whose end the host needs."""
@@ -317,6 +320,16 @@ class StreamRunner:
             if task.waiter is not None or task.followers:
                 break
         return batch
+
+
+def _value_of(issued: Issued, error: BaseException | None) -> tuple[Any, BaseException | None]:
+    """The value of a task that has ended, and its error or that of reading the value."""
+    if error is not None:
+        return None, error
+    try:
+        return issued.value, None
+    except BaseException as raised:
+        return None, raised
 
 
 class ThreadQueue:

@@ -1,0 +1,189 @@
+"""The first half of a layer in Triton: projections with norm and rotation, attention over the KV cache."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_tiles import dot, normed, rounded, rows_of, statistics
+
+
+@triton.jit
+def attention_inputs(
+    hidden_TD,
+    norm_D,
+    table,
+    cosines_Td,
+    sines_Td,
+    q_norm_d,
+    k_norm_d,
+    q_THd,
+    k_TKd,
+    v_TKd,
+    tokens,
+    width,
+    eps,
+    clip,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LAYER: tl.constexpr,
+    HEAD_NORM: tl.constexpr,
+    CLIPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Norm, projection and rotation of some pairs (i, i + d/2) of one head."""
+    dtype: tl.constexpr = hidden_TD.dtype.element_ty
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
+    i = tl.program_id(2) * PAIRS + tl.arange(0, PAIRS)
+    there = i < HALF
+    first = rows_of(table, head * 2 * HALF + i, width, BLOCKS, dtype)
+    second = rows_of(table, head * 2 * HALF + HALF + i, width, BLOCKS, dtype)
+    mean, scale = statistics(hidden_TD, t, tokens, width, eps, LAYER, ROWS, COLUMNS)
+    low = tl.zeros((ROWS, PAIRS), dtype=tl.float32)
+    high = tl.zeros((ROWS, PAIRS), dtype=tl.float32)
+    for start in range(0, width, COLUMNS):
+        d = start + tl.arange(0, COLUMNS)
+        inside = (t[:, None] < tokens) & (d[None, :] < width)
+        x = normed(hidden_TD, norm_D, t, d, inside, width, mean, scale)
+        weights = there[:, None] & (d[None, :] < width)
+        low = dot(x, tl.trans(tl.load(first[:, None] + d[None, :], weights, 0.0)), low)
+        high = dot(x, tl.trans(tl.load(second[:, None] + d[None, :], weights, 0.0)), high)
+    turns = head < HEADS + KV_HEADS
+    if HEAD_NORM and turns:
+        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+        scale = 1.0 / tl.sqrt(squares / (2 * HALF) + eps)
+        weight_d = q_norm_d if head < HEADS else k_norm_d
+        low = low * scale[:, None] * tl.load(weight_d + i, there, 0.0).to(tl.float32)[None, :]
+        high = high * scale[:, None] * tl.load(weight_d + HALF + i, there, 0.0).to(tl.float32)[None, :]
+    if CLIPS:
+        low, high = tl.clamp(low, -clip, clip), tl.clamp(high, -clip, clip)
+    inside = (t[:, None] < tokens) & there[None, :]
+    if turns:
+        angle = t[:, None] * 2 * HALF + i[None, :]
+        turned = low * tl.load(cosines_Td + angle, inside, 0.0) + high * tl.load(
+            sines_Td + angle, inside, 0.0
+        )
+        angle += HALF
+        high = high * tl.load(cosines_Td + angle, inside, 0.0) + low * tl.load(sines_Td + angle, inside, 0.0)
+        low = turned
+    if head < HEADS:
+        out = q_THd + (t * HEADS + head) * 2 * HALF
+    elif turns:
+        out = k_TKd + (t * KV_HEADS + head - HEADS) * 2 * HALF
+    else:
+        out = v_TKd + (t * KV_HEADS + head - HEADS - KV_HEADS) * 2 * HALF
+    tl.store(out[:, None] + i[None, :], rounded(low, dtype), inside)
+    tl.store(out[:, None] + HALF + i[None, :], rounded(high, dtype), inside)
+
+
+@triton.jit
+def attend(
+    q_SHd,
+    k_SKd,
+    v_SKd,
+    table,
+    keys_NKd,
+    values_NKd,
+    sums_SHP,
+    peaks_SHP,
+    parts_SHPd,
+    sequences,
+    scale,
+    window,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Attention of one new token over a part of its sequence, for the heads that share a key; stores key and value.
+
+    Parts begin at multiples of SPLIT, so that their bits depend on the sequence alone.
+    """
+    dtype: tl.constexpr = q_SHd.dtype.element_ty
+    group: tl.constexpr = HEADS // KV_HEADS
+    sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(table + sequence)
+    blocks = table + 2 * sequences + tl.load(table + sequences + sequence)
+    i = tl.arange(0, HEAD_TILE)
+    g = tl.arange(0, GROUP_TILE)
+    own = (sequence * KV_HEADS + head) * HEAD + i
+    new_key = tl.load(k_SKd + own, i < HEAD, 0.0)
+    new_value = tl.load(v_SKd + own, i < HEAD, 0.0)
+    grouped = (g[:, None] < group) & (i[None, :] < HEAD)
+    queries = tl.load(
+        q_SHd + (sequence * HEADS + head * group + g[:, None]) * HEAD + i[None, :], grouped, 0.0
+    )
+    first = part * SPLIT
+    stop = tl.minimum(length, first + SPLIT)
+    if (stop == length) & (first < length):
+        slot = tl.load(blocks + (length - 1) // BLOCK) * BLOCK + (length - 1) % BLOCK
+        there = (slot * KV_HEADS + head) * HEAD + i
+        tl.store(keys_NKd + there, new_key, i < HEAD)
+        tl.store(values_NKd + there, new_value, i < HEAD)
+    peak = tl.full((GROUP_TILE,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((GROUP_TILE,), dtype=tl.float32)
+    attended = tl.zeros((GROUP_TILE, HEAD_TILE), dtype=tl.float32)
+    for start in range(first, stop, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        cached = token < tl.minimum(stop, length - 1)
+        slot = tl.load(blocks + token // BLOCK, cached, 0) * BLOCK + token % BLOCK
+        at = (slot[:, None] * KV_HEADS + head) * HEAD + i[None, :]
+        inside = cached[:, None] & (i[None, :] < HEAD)
+        newest = (token == length - 1)[:, None]
+        key = tl.where(newest, new_key[None, :], tl.load(keys_NKd + at, inside, 0.0))
+        value = tl.where(newest, new_value[None, :], tl.load(values_NKd + at, inside, 0.0))
+        scores = dot(queries, tl.trans(key), tl.zeros((GROUP_TILE, TOKENS), dtype=tl.float32)) * scale
+        seen = (token < stop) & (token >= length - window)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        powers = tl.exp(scores - base[:, None])
+        shrink = tl.exp(peak - base)
+        total = total * shrink + tl.sum(powers, 1)
+        attended = dot(rounded(powers, dtype), value, attended * shrink[:, None])
+        peak = higher
+    place = (sequence * HEADS + head * group + g) * tl.num_programs(2) + part
+    tl.store(sums_SHP + place, total, g < group)
+    tl.store(peaks_SHP + place, peak, g < group)
+    tl.store(parts_SHPd + place[:, None] * HEAD + i[None, :], attended, grouped)
+
+
+@triton.jit
+def join_parts(
+    sums_SHP,
+    peaks_SHP,
+    parts_SHPd,
+    table,
+    out_SX,
+    most_parts,
+    HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """The attention of one head over all parts of a sequence, added in their order."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    i = tl.arange(0, HEAD_TILE)
+    first = (sequence * HEADS + head) * most_parts
+    total, peak = 0.0, float("-inf")
+    attended = tl.zeros((HEAD_TILE,), dtype=tl.float32)
+    for part in range(tl.cdiv(tl.load(table + sequence), SPLIT)):
+        place = first + part
+        own = tl.load(peaks_SHP + place)
+        higher = tl.maximum(peak, own)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        kept, added = tl.exp(peak - base), tl.exp(own - base)
+        total = total * kept + tl.load(sums_SHP + place) * added
+        attended = attended * kept + tl.load(parts_SHPd + place * HEAD + i, i < HEAD, 0.0) * added
+        peak = higher
+    at = out_SX + (sequence * HEADS + head) * HEAD + i
+    tl.store(at, rounded(attended / total, out_SX.dtype.element_ty), i < HEAD)

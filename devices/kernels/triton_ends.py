@@ -1,0 +1,91 @@
+"""The ends of a step in Triton: embeddings and angles before the layers, logits and the likeliest tokens after them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_tiles import dot, normed, rounded, rows_of, statistics
+
+
+@triton.jit
+def embed(
+    ids_T,
+    positions_T,
+    embedding_VD,
+    frequencies_h,
+    hidden_TD,
+    cosines_Td,
+    sines_Td,
+    width,
+    HALF: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Some columns of one token's embedding, and the angles of its position."""
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.load(embedding_VD + tl.load(ids_T + t) * width + d, d < width)
+    tl.store(hidden_TD + t * width + d, row, d < width)
+    if tl.program_id(1) == 0:
+        i = tl.arange(0, HALF_TILE)
+        angle = tl.load(positions_T + t).to(tl.float32) * tl.load(frequencies_h + i, i < HALF, 0.0)
+        cosine, sine = tl.cos(angle), tl.sin(angle)
+        at = t * 2 * HALF + i
+        tl.store(cosines_Td + at, cosine, i < HALF)
+        tl.store(cosines_Td + at + HALF, cosine, i < HALF)
+        tl.store(sines_Td + at, -sine, i < HALF)
+        tl.store(sines_Td + at + HALF, sine, i < HALF)
+
+
+@triton.jit
+def logits(
+    hidden_SD,
+    norm_D,
+    table,
+    logits_SV,
+    sequences,
+    width,
+    vocabulary,
+    eps,
+    BLOCKS: tl.constexpr,
+    LAYER: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Norm and some columns of the LM head, rounded to the hidden states' type."""
+    dtype: tl.constexpr = hidden_SD.dtype.element_ty
+    s = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    v = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = rows_of(table, v, width, BLOCKS, dtype)
+    mean, scale = statistics(hidden_SD, s, sequences, width, eps, LAYER, ROWS, COLUMNS)
+    total = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
+    for start in range(0, width, COLUMNS):
+        d = start + tl.arange(0, COLUMNS)
+        inside = (s[:, None] < sequences) & (d[None, :] < width)
+        x = normed(hidden_SD, norm_D, s, d, inside, width, mean, scale)
+        weights = tl.load(rows[:, None] + d[None, :], (v[:, None] < vocabulary) & (d[None, :] < width), 0.0)
+        total = dot(x, tl.trans(weights), total)
+    at = s.to(tl.int64)[:, None] * vocabulary + v[None, :]
+    inside = (s[:, None] < sequences) & (v[None, :] < vocabulary)
+    tl.store(logits_SV + at, rounded(total, dtype).to(tl.float32), inside)
+
+
+@triton.jit
+def likeliest(logits_SV, tokens_S, vocabulary, COLUMNS: tl.constexpr):
+    """The first of the largest logits of one row; -1 if one is NaN or the largest is not finite."""
+    s = tl.program_id(0).to(tl.int64)
+    largest = tl.full((COLUMNS,), float("-inf"), dtype=tl.float32)
+    first = tl.full((COLUMNS,), 0, dtype=tl.int32)
+    bad = tl.zeros((COLUMNS,), dtype=tl.int32)
+    for start in range(0, vocabulary, COLUMNS):
+        v = start + tl.arange(0, COLUMNS)
+        logit = tl.load(logits_SV + s * vocabulary + v, v < vocabulary, float("-inf"))
+        bad += (logit != logit).to(tl.int32)
+        first = tl.where(logit > largest, v, first)
+        largest = tl.where(logit > largest, logit, largest)
+    highest = tl.max(largest, 0)
+    token = tl.min(tl.where(largest == highest, first, vocabulary), 0)
+    finite = (tl.sum(bad, 0) == 0) & (highest > float("-inf")) & (highest < float("inf"))
+    tl.store(tokens_S + s, tl.where(finite, token, -1).to(tl.int64))

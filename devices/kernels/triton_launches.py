@@ -1,0 +1,322 @@
+"""The operators of a decode step on a GPU: each launches its kernel in Triton, and waits for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from . import triton_attention as attention
+from . import triton_ends as ends
+from . import triton_experts as experts
+from .operators import on_gpu
+
+Tensor = torch.Tensor
+
+ROWS = 16
+"""Rows of a tile: the fewest that tensor cores take."""
+COLUMNS = 128
+"""Inputs that a program reads at once."""
+OUTPUTS = 32
+"""Outputs of a program. More programs than this keep more of a GPU's processors busy with one row."""
+PAIRS = 16
+"""Pairs of a head's entries that a program computes."""
+TOKENS = 64
+"""Tokens of the cache that a program reads at once."""
+SORTED_AT_ONCE = 128
+COPIED_AT_ONCE = 1024
+"""Entries of a row that a program adds or copies, or reads at once."""
+
+_PRODUCT = {"ROWS": ROWS, "OUTPUTS": OUTPUTS, "COLUMNS": COLUMNS}
+
+
+@on_gpu
+def embed(
+    ids_T: Tensor,
+    positions_T: Tensor,
+    embedding_VD: Tensor,
+    frequencies_h: Tensor,
+    hidden_TD: Tensor,
+    cosines_T1d: Tensor,
+    sines_T1d: Tensor,
+) -> None:
+    """Launch embeddings and angles."""
+    tokens, width = hidden_TD.shape
+    half = len(frequencies_h)
+    ends.embed[tokens, triton.cdiv(width, COPIED_AT_ONCE)](
+        ids_T,
+        positions_T,
+        embedding_VD,
+        frequencies_h,
+        hidden_TD,
+        cosines_T1d,
+        sines_T1d,
+        width,
+        HALF=half,
+        HALF_TILE=triton.next_power_of_2(half),
+        COLUMNS=COPIED_AT_ONCE,
+    )
+
+
+@on_gpu
+def attention_inputs(
+    hidden_TD: Tensor,
+    norm_D: Tensor,
+    table: Tensor,
+    blocks: list[Tensor],
+    head_norms: list[Tensor],
+    cosines_T1d: Tensor,
+    sines_T1d: Tensor,
+    eps: float,
+    layer_norm: bool,
+    clip: float | None,
+    q_THd: Tensor,
+    k_TKd: Tensor,
+    v_TKd: Tensor,
+) -> None:
+    """Launch norm, projection and rotation."""
+    tokens, width = hidden_TD.shape
+    heads, kv_heads, half = q_THd.shape[1], k_TKd.shape[1], q_THd.shape[2] // 2
+    pairs = triton.next_power_of_2(max(half, PAIRS)) if head_norms else PAIRS
+    grid = triton.cdiv(tokens, ROWS), heads + 2 * kv_heads, triton.cdiv(half, pairs)
+    attention.attention_inputs[grid](
+        hidden_TD,
+        norm_D,
+        table,
+        cosines_T1d,
+        sines_T1d,
+        *(head_norms or (norm_D, norm_D)),
+        q_THd,
+        k_TKd,
+        v_TKd,
+        tokens,
+        width,
+        eps,
+        clip or 0.0,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HALF=half,
+        PAIRS=pairs,
+        BLOCKS=table.shape[1],
+        LAYER=layer_norm,
+        HEAD_NORM=bool(head_norms),
+        CLIPS=clip is not None,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+    )
+
+
+@on_gpu
+def attend(
+    q_SHd: Tensor,
+    k_SKd: Tensor,
+    v_SKd: Tensor,
+    table: Tensor,
+    block: int,
+    window: int,
+    split: int,
+    keys_NKd: Tensor,
+    values_NKd: Tensor,
+    sums_SHP: Tensor,
+    peaks_SHP: Tensor,
+    parts_SHPd: Tensor,
+) -> None:
+    """Launch attention over parts of sequences."""
+    (sequences, heads, head_dim), kv_heads = q_SHd.shape, k_SKd.shape[1]
+    attention.attend[sequences, kv_heads, sums_SHP.shape[2]](
+        q_SHd,
+        k_SKd,
+        v_SKd,
+        table,
+        keys_NKd,
+        values_NKd,
+        sums_SHP,
+        peaks_SHP,
+        parts_SHPd,
+        sequences,
+        head_dim**-0.5,
+        window,
+        KV_HEADS=kv_heads,
+        GROUP_TILE=triton.next_power_of_2(max(heads // kv_heads, ROWS)),
+        BLOCK=block,
+        TOKENS=TOKENS,
+        **_heads(heads, head_dim, split),
+    )
+
+
+@on_gpu
+def join_parts(
+    sums_SHP: Tensor, peaks_SHP: Tensor, parts_SHPd: Tensor, table: Tensor, split: int, out_SX: Tensor
+) -> None:
+    """Launch the sum over the parts of each sequence."""
+    sequences, heads, most_parts, head_dim = parts_SHPd.shape
+    attention.join_parts[sequences, heads](
+        sums_SHP, peaks_SHP, parts_SHPd, table, out_SX, most_parts, **_heads(heads, head_dim, split)
+    )
+
+
+@on_gpu
+def output_projection(
+    x_TX: Tensor, table: Tensor, blocks: list[Tensor], residual_TD: Tensor, out_TD: Tensor
+) -> None:
+    """Launch the output projection with the residual."""
+    tokens, width = out_TD.shape
+    experts.output_projection[triton.cdiv(tokens, ROWS), triton.cdiv(width, OUTPUTS)](
+        x_TX,
+        table,
+        residual_TD,
+        out_TD,
+        tokens,
+        x_TX.shape[1],
+        width,
+        BLOCKS=table.shape[1],
+        **_PRODUCT,
+    )
+
+
+@on_gpu
+def route(
+    hidden_TD: Tensor,
+    norm_D: Tensor,
+    table: Tensor,
+    blocks: list[Tensor],
+    eps: float,
+    layer_norm: bool,
+    sum_to_one: bool,
+    x_TD: Tensor,
+    experts_Tk: Tensor,
+    weights_Tk: Tensor,
+    logits_TE: Tensor,
+) -> None:
+    """Launch norm, router, and the choice of experts."""
+    tokens, width = hidden_TD.shape
+    count = logits_TE.shape[1]
+    experts.route[(triton.cdiv(tokens, ROWS),)](
+        hidden_TD,
+        norm_D,
+        table,
+        x_TD,
+        experts_Tk,
+        weights_Tk,
+        logits_TE,
+        tokens,
+        width,
+        eps,
+        EXPERTS=count,
+        TOP_K=experts_Tk.shape[1],
+        BLOCKS=table.shape[1],
+        LAYER=layer_norm,
+        SUM_TO_ONE=sum_to_one,
+        **_PRODUCT | {"OUTPUTS": triton.next_power_of_2(max(count, 16))},
+    )
+
+
+@on_gpu
+def sort_rows(experts_Tk: Tensor, rows_Tk: Tensor, pairs_n: Tensor, starts_E: Tensor) -> None:
+    """Launch the sort of the experts' rows; the host does not look at them."""
+    experts.sort_rows[(1,)](
+        experts_Tk,
+        rows_Tk,
+        pairs_n,
+        starts_E,
+        len(pairs_n),
+        len(starts_E) - 1,
+        PAIRS=SORTED_AT_ONCE,
+        EXPERTS=triton.next_power_of_2(len(starts_E)),
+    )
+
+
+@on_gpu
+def gate_and_up(
+    x_TD: Tensor,
+    pairs_n: Tensor | None,
+    starts_E: Tensor,
+    gate_table: Tensor,
+    gates: list[Tensor],
+    up_table: Tensor,
+    ups: list[Tensor],
+    inner_nI: Tensor,
+) -> None:
+    """Launch gate and up of all experts."""
+    rows, intermediate = inner_nI.shape
+    experts.gate_and_up[len(starts_E) - 1, triton.cdiv(intermediate, OUTPUTS)](
+        x_TD,
+        starts_E if pairs_n is None else pairs_n,
+        starts_E,
+        gate_table,
+        up_table,
+        inner_nI,
+        x_TD.shape[1],
+        intermediate,
+        TOP_K=rows // len(x_TD),
+        GATHERS=pairs_n is not None,
+        GATE_BLOCKS=gate_table.shape[1],
+        UP_BLOCKS=up_table.shape[1],
+        **_PRODUCT,
+    )
+
+
+@on_gpu
+def down(inner_nI: Tensor, starts_E: Tensor, table: Tensor, blocks: list[Tensor], y_nD: Tensor) -> None:
+    """Launch down of all experts."""
+    width = y_nD.shape[1]
+    experts.down[len(starts_E) - 1, triton.cdiv(width, OUTPUTS)](
+        inner_nI, starts_E, table, y_nD, inner_nI.shape[1], width, BLOCKS=table.shape[1], **_PRODUCT
+    )
+
+
+@on_gpu
+def combine(y_nD: Tensor, rows_Tk: Tensor, weights_Tk: Tensor, residual_TD: Tensor, out_TD: Tensor) -> None:
+    """Launch the weighted sum of the experts' outputs."""
+    tokens, width = out_TD.shape
+    experts.combine[tokens, triton.cdiv(width, COPIED_AT_ONCE)](
+        y_nD,
+        rows_Tk,
+        weights_Tk,
+        residual_TD,
+        out_TD,
+        width,
+        TOP_K=rows_Tk.shape[1],
+        COLUMNS=COPIED_AT_ONCE,
+    )
+
+
+@on_gpu
+def logits(
+    hidden_SD: Tensor,
+    norm_D: Tensor,
+    table: Tensor,
+    blocks: list[Tensor],
+    eps: float,
+    layer_norm: bool,
+    logits_SV: Tensor,
+) -> None:
+    """Launch last norm and LM head."""
+    sequences, vocabulary = logits_SV.shape
+    ends.logits[triton.cdiv(sequences, ROWS), triton.cdiv(vocabulary, OUTPUTS)](
+        hidden_SD,
+        norm_D,
+        table,
+        logits_SV,
+        sequences,
+        hidden_SD.shape[1],
+        vocabulary,
+        eps,
+        BLOCKS=table.shape[1],
+        LAYER=layer_norm,
+        **_PRODUCT,
+    )
+
+
+@on_gpu
+def likeliest(logits_SV: Tensor, tokens_S: Tensor) -> None:
+    """Launch the choice of the likeliest tokens."""
+    sequences, vocabulary = logits_SV.shape
+    ends.likeliest[(sequences,)](logits_SV, tokens_S, vocabulary, COLUMNS=COPIED_AT_ONCE)
+
+
+def _heads(heads: int, head_dim: int, split: int) -> dict[str, Any]:
+    """The sizes of a launch of attention."""
+    tile = triton.next_power_of_2(max(head_dim, 16))
+    return {"HEADS": heads, "HEAD": head_dim, "HEAD_TILE": tile, "SPLIT": split}

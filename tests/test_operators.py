@@ -1,0 +1,161 @@
+"""The operators of a decode step: by their references they keep the table's promises, and give the CPU's tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+import pytest
+
+from benchmarks.shared.small_runs import TWO_MEMORIES, Generated, generate, same_bits
+from moesched.devices.kernels.check import check_kernel
+from moesched.devices.kernels.seam import Case
+from moesched.devices.kernels.triton_rows import (
+    TritonAttentionInputs,
+    TritonCombine,
+    TritonExpert,
+    TritonKernel,
+    TritonLogits,
+    TritonOutputProjection,
+    TritonRoute,
+)
+from moesched.devices.lagging.device import LaggingDevice, LaggingGpu
+from moesched.devices.torch.device import TorchDevice
+from moesched.models.checkpoint import Checkpoint
+from moesched.models.layout import weight_layout
+from moesched.plugins import make_policy
+from moesched.requests.batch import split_batch
+from moesched.runs.hardware import run
+from moesched.runs.planning import plan_run
+from odd_models import PROMPTS, WIDE, stored
+
+pytestmark = pytest.mark.usefixtures("small_heap")
+
+MODEL = WIDE.varied(name="aligned", layers=4, heads=4, kv_heads=2, head_dim=24, experts=5, window=4)
+PAGE_BYTES = 14_000
+"""Matrices come in several row blocks."""
+OFTEN = {"attention_inputs", "attend", "join_parts", "output_projection", "route", "sort_rows"} | {
+    "gate_and_up",
+    "down",
+    "combine",
+}
+"""The launches of a layer."""
+ONCE = {"embed", "logits", "likeliest"}
+"""Those of a step."""
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        TritonAttentionInputs,
+        TritonOutputProjection,
+        TritonRoute,
+        TritonExpert,
+        TritonCombine,
+        TritonLogits,
+    ],
+)
+def test_a_row_keeps_the_promises_of_the_table(row: type[TritonKernel]) -> None:
+    class OnHost(row):  # type: ignore[misc, valid-type]  # a class of the parameters
+        def refusal(self, case: Case) -> str:
+            refusal: str = super().refusal(case._replace(device="cuda"))
+            return refusal
+
+    assert check_kernel(OnHost, (1, 17)) > 0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return stored(MODEL, tmp_path_factory.mktemp("models"))
+
+
+def result(device: TorchDevice, policy: str, size: int = 2, weights: float = 2.0) -> Generated:
+    return generate(
+        device,
+        make_policy(policy),
+        TWO_MEMORIES,
+        PROMPTS,
+        new_tokens=4,
+        micro_batch_size=size,
+        weights=weights,
+    )
+
+
+def on_gpu(checkpoint: Checkpoint, seed: int = 0) -> LaggingDevice:
+    layout = weight_layout(MODEL, "float32", PAGE_BYTES)
+    return LaggingDevice(checkpoint, layout, keep_logits=True, gpu=LaggingGpu(seed=seed), triton=True)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Checkpoint) -> Generated:
+    device = TorchDevice(
+        checkpoint, weight_layout(MODEL, "float32", PAGE_BYTES), keep_logits=True, kernel="torch"
+    )
+    return result(device, "resident")
+
+
+@pytest.fixture(scope="module")
+def resident(checkpoint: Checkpoint) -> Generated:
+    return result(on_gpu(checkpoint), "resident")
+
+
+def test_operators_give_the_tokens_of_the_cpu(resident: Generated, expected: Generated) -> None:
+    assert resident.tokens == expected.tokens
+    assert resident.logits_RSV.allclose(expected.logits_RSV, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["flexgen", "expert_streaming"])
+def test_bits_depend_on_no_policy_and_no_number_of_rows(
+    checkpoint: Checkpoint, resident: Generated, policy: str
+) -> None:
+    found = result(on_gpu(checkpoint, seed=1), policy, size=1, weights=0.8)
+    assert found.tokens == resident.tokens
+    assert same_bits(found.logits_RSV, resident.logits_RSV)
+
+
+@pytest.mark.parametrize("policy", ["cgopipe", "expert_cache", "moe_gen"])
+def test_operators_run_beside_attention_or_experts_on_the_host(
+    checkpoint: Checkpoint, expected: Generated, policy: str
+) -> None:
+    device = on_gpu(checkpoint, seed=2)
+    assert result(device, policy, weights=0.8).tokens == expected.tokens
+    assert device.gpu.operations.calls["attention_inputs"] >= 4 * MODEL.layers
+
+
+class Counts(NamedTuple):
+    """What a run did on the imitated GPU.
+
+    Attributes:
+        calls: operations that were queued, by name.
+        drained: times that a thread waited for a stream to run empty, by the name of the thread.
+        allocations: blocks of GPU memory that were allocated.
+    """
+
+    calls: Counter[str]
+    drained: Counter[str]
+    allocations: int
+
+
+def counts(checkpoint: Checkpoint, policy: str, new_tokens: int) -> Counts:
+    gpu = LaggingGpu()
+    device = LaggingDevice(checkpoint, weight_layout(MODEL, "float32", PAGE_BYTES), gpu=gpu, triton=True)
+    batch = split_batch([len(prompt) for prompt in PROMPTS], new_tokens, len(PROMPTS))
+    chosen = make_policy(policy)
+    plan = plan_run(TWO_MEMORIES, device.layout, batch, chosen, None, device.slot_bytes)
+    run(plan, chosen, device, PROMPTS)
+    return Counts(gpu.operations.calls, gpu.streams.drained, gpu.memory.allocations)
+
+
+@pytest.mark.parametrize("policy", ["resident", "cgopipe", "fastdecode", "flexgen", "layer_split"])
+def test_a_later_decode_step_allocates_nothing_and_waits_once(checkpoint: Checkpoint, policy: str) -> None:
+    shorter, longer = (counts(checkpoint, policy, new_tokens) for new_tokens in (4, 5))
+    assert longer.allocations == shorter.allocations
+    assert longer.drained["lane accelerator"] == shorter.drained["lane accelerator"] + 1
+
+
+def test_a_resident_decode_step_is_nothing_but_its_launches(checkpoint: Checkpoint) -> None:
+    shorter, longer = (counts(checkpoint, "resident", new_tokens) for new_tokens in (4, 5))
+    launches = dict.fromkeys(OFTEN, MODEL.layers) | dict.fromkeys(ONCE, 1)
+    views = {"view": 2, "__getitem__": 2}
+    """Of the memory that numbers are copied to."""
+    assert longer.calls - shorter.calls == launches | views
