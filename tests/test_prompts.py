@@ -127,7 +127,9 @@ def test_a_prompt_that_cannot_run_is_told_with_its_number(
 
 def test_text_needs_a_tokenizer_in_the_models_folder(tmp_path: Path) -> None:
     assert find_tokenizer(tmp_path) is None
-    with pytest.raises(BadInput, match=r"prompt 0 is text, but the model has no tokenizer: add tokenizer\.json"):
+    with pytest.raises(
+        BadInput, match=r"prompt 0 is text, but the model has no tokenizer: add tokenizer\.json"
+    ):
         encode_prompts(["a"], None, CONFIG, 1)
 
 
