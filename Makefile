@@ -22,7 +22,7 @@ BENCHMARKS = $(subst /,.,$(basename $(SCRIPTS)))
 # A call of every command, and tests of what leans on libraries: HiGHS, safetensors, tokenizers, ZeroMQ, pyarrow.
 SMOKE = $(addprefix tests/test_,standard_output.py cli.py plan.py checkpoints.py prompts.py zeromq.py sweeps.py)
 
-.PHONY: help run test test-newest lint types sizes format bench bench-peers docs docs-serve fuzz pages clean distclean
+.PHONY: help run test test-newest test-triton lint types sizes format bench bench-peers docs docs-serve fuzz pages clean distclean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r command does; do printf '  %-16s %s\n' "$$command" "$$does"; done
@@ -39,6 +39,10 @@ test-newest: ## run a few tests with the newest version of every dependency that
 	grep '^torch==' constraints.txt > $(NEWEST)/torch.txt
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --no-input -c $(NEWEST)/torch.txt -e '.[dev]'
 	$(NEWEST)/bin/pytest -n auto --dist loadfile $(SMOKE)
+
+test-triton: $(TOOLS) ## install Triton (250 MB) and run its kernels by its interpreter, on the CPU
+	$(PIP_INSTALL) 'triton>=3.6'
+	$(BIN)/pytest tests/test_triton.py
 
 lint: $(TOOLS) ## check style, format, and the order of packages
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ from moesched.devices.kernels import operators
 from moesched.devices.kernels.operators import UNLIMITED
 from moesched.devices.kernels.triton_rows import Matrix
 
-pytest.importorskip("triton", reason="needs triton, which is not installed: pip install triton")
+pytest.importorskip("triton", reason="needs triton, which is not installed: make test-triton")
 from moesched.devices.kernels import triton_launches
 from moesched.devices.kernels.triton_tiles import INTERPRETED
 
