@@ -147,7 +147,8 @@ def test_memory_that_is_unregistered_before_its_copy_is_a_fault_and_an_error_of_
 
 
 @pytest.mark.parametrize(
-    "write", [lambda x: x.add_(1), lambda x: x.copy_(torch.ones(3, device=GPU_DEVICE)), lambda x: x[:2].zero_()]
+    "write",
+    [lambda x: x.add_(1), lambda x: x.copy_(torch.ones(3, device=GPU_DEVICE)), lambda x: x[:2].zero_()],
 )
 def test_memory_of_inference_mode_is_written_to_in_that_mode_alone(
     write: Callable[[torch.Tensor], object],
