@@ -68,11 +68,16 @@ def test_each_graph_that_was_in_vain_takes_twice_as_many_equal_calls_to_the_next
 
 
 def test_memory_of_a_captured_call_lasts_as_long_as_its_graph(gpu: LaggingGpu) -> None:
-    """A replay must not write to memory that others got."""
-    scale = Graphs(GPU_DEVICE).captured(lambda x: x.add_(1))
-    x = torch.zeros(3, device=GPU_DEVICE)
+    """A replay must not read or write memory that others got."""
+    total = torch.zeros(3, device=GPU_DEVICE)
+
+    def add(x: torch.Tensor) -> None:
+        total.add_(x)
+
+    captured = Graphs(GPU_DEVICE).captured(add)
+    x = torch.ones(3, device=GPU_DEVICE)
     for _ in range(WARM_CALLS + 1):
-        scale(x)
+        captured(x)
     place = x.data_ptr()
     del x
     gc.collect()

@@ -36,8 +36,6 @@ class Graphs:
         self._pool: Any = None
         self._stream: Any = None
         """Of captures alone: other threads, too, use the streams that calls run on."""
-        self._failed: Any = None
-        """The graph whose capture failed: torch's allocator refers to it."""
         self.count = 0
         self.refusal = ""
 
@@ -62,7 +60,6 @@ class Graphs:
         """
         if self.refusal:
             return None
-        graph = None
         try:
             if self._stream is None:
                 self._stream, self._pool = self._module.Stream(), self._module.graph_pool_handle()
@@ -74,16 +71,13 @@ class Graphs:
                     result = run()
                 finally:
                     graph.capture_end()
-        except (
-            Exception
-        ) as error:  # libraries raise anything; the call itself, which follows, raises what is its own
-            self._refuse(graph, error)
+        except Exception as error:  # of any library; the call that follows raises its own again
+            self._refuse(error)
             return None
         self.count += 1
         return graph, result
 
-    def _refuse(self, graph: Any, error: Exception) -> None:
-        self._failed = graph
+    def _refuse(self, error: Exception) -> None:
         self.refusal = str(error).partition("\n")[0]
         _log.warning("kernels are launched one by one from now on, as a capture failed", reason=self.refusal)
 
