@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -144,3 +144,21 @@ def test_memory_that_is_unregistered_before_its_copy_is_a_fault_and_an_error_of_
         assert len(gpu.pinned.faults) == 1
         with pytest.raises(RuntimeError, match="is locked no longer"):
             target.cpu()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda x: x.add_(1), lambda x: x.copy_(torch.ones(3, device=GPU_DEVICE)), lambda x: x[:2].zero_()],
+)
+def test_memory_of_inference_mode_is_written_to_in_that_mode_alone(
+    write: Callable[[torch.Tensor], object],
+) -> None:
+    with LaggingGpu():
+        ordinary = torch.zeros(3, device=GPU_DEVICE)
+        with torch.inference_mode():
+            inferred = torch.zeros(3, device=GPU_DEVICE)
+            write(inferred)
+            write(ordinary)
+        write(ordinary)
+        with pytest.raises(RuntimeError, match="outside InferenceMode"):
+            write(inferred)

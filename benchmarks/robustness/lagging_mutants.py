@@ -22,6 +22,8 @@ from benchmarks.record.claims import Claim, Result, all_of
 from benchmarks.record.results import ROOT
 
 TESTS = [
+    "tests/test_captured.py",
+    "tests/test_operators.py",
     "tests/test_staging_ring.py",
     "tests/test_home_pages.py",
     "tests/test_locked_memory.py",

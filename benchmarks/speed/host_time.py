@@ -6,7 +6,8 @@ the end of its own last one. What is outside of native calls is the host's own t
 waits for the interpreter while the policy submits. Medians of the steps count, in the rounds with the least other load.
 
 A layer's weights push Python's own code and data out of the caches. So one row is of a model of the same layers that
-is small enough to leave them there.
+is small enough to leave them there. Another part issues the tasks of that model to the streams of a GPU that does
+nothing (`_idle_gpu.py`): its steps are all host's time.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from benchmarks.record.benchmark import Benchmark, track
 from benchmarks.record.claims import Claim, Result, at_most
 from benchmarks.record.tables import table_of
 from benchmarks.shared.compiled import compiled
+from benchmarks.speed import _idle_gpu
 from moesched.calibration.other_load import OtherLoad
 from moesched.devices.native.compiled import library
 from moesched.jobs.run_model import run_model
@@ -33,6 +35,8 @@ from moesched.models.config import ModelConfig
 from moesched.models.random_model import write_random_model
 from moesched.models.shapes import SHAPES
 from moesched.system.cache import cache_folder
+
+T = TypeVar("T")
 
 MODEL = "mixtral-0.8b"
 SMALL = "small model, batch 1"
@@ -50,6 +54,10 @@ TOLERATED_CORES = 0.1
 """Cores that others may keep busy in a round beyond those in the quietest one."""
 BAR_MICROSECONDS, BAR_SHARE = 15.0, 0.1
 """Of the host's time for a task, and of its share of a step, at batch 1."""
+ISSUING = "issuing to a GPU that does nothing"
+ISSUED_TOKENS = 200
+BAR_ISSUING = 25.0
+"""Microseconds for a task."""
 
 
 class Call(NamedTuple):
@@ -83,6 +91,8 @@ def claims(result: Result) -> Iterator[Claim]:
     words = "a decode step of `mixtral-0.8b`, batch 1, resident: the host's own time"
     yield at_most(f"{words} for each task", row["microseconds_per_task"], BAR_MICROSECONDS, "{:.1f} µs")
     yield at_most(f"{words}, share", 100 * row["share"], 100 * BAR_SHARE, "{:.1f} %")
+    words = "a decode step on a GPU that does nothing, batch 1, resident: the host's time for each task"
+    yield at_most(words, result["issuing"]["microseconds_per_task"], BAR_ISSUING, "{:.1f} µs")
 
 
 HOST_TIME = {
@@ -105,7 +115,7 @@ BENCHMARK = Benchmark(
     __doc__,
     claims=claims,
     tables=tables,
-    parts=BATCHES,
+    parts=[*BATCHES, ISSUING],
     rounds=5,
     rounds_help="runs of each batch",
 )
@@ -120,10 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = {}
     with TemporaryDirectory() as folder:
         small = write_random_model(small_shape(), Path(folder) / "model")
-        for name in options.only:
+        for name in [each for each in options.only if each in BATCHES]:
             model = small if name == SMALL else options.model
             found[name] = measured(model, BATCHES[name], options.rounds)
-    return BENCHMARK.write({"model": MODEL, "policy": "resident", "rows": found})
+        issuing = issued(small, options.rounds) if ISSUING in options.only else {}
+    return BENCHMARK.write({"model": MODEL, "policy": "resident", "rows": found, "issuing": issuing})
 
 
 def small_shape() -> ModelConfig:
@@ -140,17 +151,11 @@ def small_shape() -> ModelConfig:
 
 
 def measured(model: Path, batch: int, rounds: int) -> dict[str, Any]:
-    """One batch: medians over all steps of the rounds in which other processes kept the fewest cores busy."""
-    found: list[tuple[float, list[Step]]] = []
-    for _ in track(range(rounds), f"batch {batch}", still=True):
-        load = OtherLoad()
-        calls = decode(model, batch)
-        found.append((load.cores(), steps_of(calls)[SKIPPED:]))
-    quiet = min(cores for cores, _ in found) + TOLERATED_CORES
-    steps = [step for cores, of_round in found if cores <= quiet for step in of_round]
+    """One batch: medians over all steps of the quietest rounds."""
+    cores, steps = quietest(f"batch {batch}", rounds, lambda: steps_of(decode(model, batch))[SKIPPED:])
     tasks = len(steps[0].calls)
     return {
-        "other_cores": [round(cores, 2) for cores, _ in found],
+        "other_cores": cores,
         "steps": len(steps),
         "tasks_per_step": tasks,
         "step_ms": round(median(step.whole for step in steps) / 1e6, 3),
@@ -158,6 +163,31 @@ def measured(model: Path, batch: int, rounds: int) -> dict[str, Any]:
         "share": round(median(step.host / step.whole for step in steps), 4),
         "microseconds_between": between(steps),
     }
+
+
+def issued(model: Path, rounds: int) -> dict[str, Any]:
+    """A sequence on a GPU that does nothing: the median over all steps of the quietest rounds."""
+    _idle_gpu.install()
+    cores, steps = quietest(
+        ISSUING, rounds, lambda: _idle_gpu.decode(model, ISSUED_TOKENS)[ISSUED_TOKENS // 10 :]
+    )
+    return {
+        "other_cores": cores,
+        "steps": len(steps),
+        "microseconds_per_task": round(median(steps) * 1e6, 2),
+    }
+
+
+def quietest(name: str, rounds: int, run: Callable[[], list[T]]) -> tuple[list[float], list[T]]:
+    """The cores that other processes kept busy in each round, and all steps of the rounds with the fewest."""
+    found: list[tuple[float, list[T]]] = []
+    for _ in track(range(rounds), name, still=True):
+        load = OtherLoad()
+        steps = run()
+        found.append((load.cores(), steps))
+    quiet = min(cores for cores, _ in found) + TOLERATED_CORES
+    steps = [step for cores, of_round in found if cores <= quiet for step in of_round]
+    return [round(cores, 2) for cores, _ in found], steps
 
 
 def between(steps: Sequence[Step]) -> dict[str, float]:

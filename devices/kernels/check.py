@@ -22,7 +22,7 @@ from . import samples
 from .guarded import Guarded
 from .layer_weights import Tensor, Weights
 from .memory import Memory
-from .resources import Resources
+from .resources import Resources, as_it_is
 from .samples import Cut, Sample
 from .seam import OPERATIONS, Case, Kernel
 from .table import KernelTable
@@ -105,6 +105,7 @@ def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernel
         device=torch.device("cpu"),
         indices=partial(torch.tensor, dtype=torch.int64),
         upload=_upload,
+        captured=as_it_is,
         use_cores_for=lambda rows, weights: None,
         team=None,
         threads=threads,

@@ -24,7 +24,7 @@ class KernelWeights(dict[str, list[T]]):
 
     Attributes:
         layer: the description of the layer that they belong to; None outside the layers.
-        number: unique id.
+        number: id of the places of the tensors, which weights with others do not have.
         bounds: kernels that are bound to these weights alone, by operation and number of rows.
         refused: pairs of operation and number of rows that no kernel takes.
     """

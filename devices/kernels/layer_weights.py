@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -42,6 +42,12 @@ class Weights(KernelWeights[Any]):
             known = frozenset(format_of(block) for name in names for block in self.get(name, ()))
             self._formats[operation.name] = known
         return known
+
+    def places(self) -> Hashable:
+        """The address and shape of each block, by name."""
+        return tuple(
+            (name, block.data_ptr(), block.shape) for name, blocks in self.items() for block in blocks
+        )
 
     def expert(self, number: int) -> Weights:
         """The matrices of one expert: gate, up, down."""

@@ -11,12 +11,20 @@ from moesched.models.config import ModelConfig
 
 from ..native.kernels import NativeKernels
 from ..products.team import Team
+from .seam import Bound
 from .table import KernelTable
 
 Indices = Callable[[Sequence[int]], torch.Tensor]
 """Makes an int64 tensor of numbers, on some device."""
 Upload = Callable[[Sequence[int], torch.Tensor], None]
 """Copies numbers to the first places of an int64 tensor, on some device."""
+Capture = Callable[[Bound], Bound]
+"""Returns a bound kernel that is replayed where its calls repeat: it launches kernels alone, into memory that stays."""
+
+
+def as_it_is(run: Bound) -> Bound:
+    """Return a bound kernel that is called each time."""
+    return run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +37,7 @@ class Resources:
         device: device of the accelerator's tensors.
         indices: makes an int64 tensor on the accelerator from numbers.
         upload: copies numbers to a tensor on the accelerator.
+        captured: has a bound kernel replayed where the accelerator can do that.
         use_cores_for: sets torch's number of cores for a product, given its numbers of rows and weights.
         team: divides independent products among the cores; None if they run one after the other, each on all cores.
         threads: the native kernels, with their threads; None if these are not installed or not wanted.
@@ -41,6 +50,7 @@ class Resources:
     device: torch.device
     indices: Indices
     upload: Upload
+    captured: Capture
     use_cores_for: Callable[[int, int], object]
     team: Team | None
     threads: NativeKernels | None

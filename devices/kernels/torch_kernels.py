@@ -26,7 +26,7 @@ from .coded_rows import CODED_ROWS
 from .guarded import Guarded
 from .native_attention import NATIVE_ATTENTION
 from .native_rows import NATIVE
-from .resources import Indices, Resources, Upload
+from .resources import Capture, Indices, Resources, Upload
 from .seam import OPERATIONS, ROWS, Case, Kernel
 from .table import KernelTable, listed
 from .torch_rows import TORCH as TORCH_ROWS
@@ -96,13 +96,20 @@ class TorchKernels(Binder):
         self._packs = on_cpu and layout.dtype == "bfloat16" and packing_pays(transposed, cores)
         self._shares = on_cpu and cores > 1 and cores_keep_bits(DTYPES[layout.dtype], cores, transposed)
 
-    def start(self, rows_an_expert: float, device: torch.device, indices: Indices, upload: Upload) -> None:
+    def start(
+        self,
+        rows_an_expert: float,
+        device: torch.device,
+        indices: Indices,
+        upload: Upload,
+        captured: Capture,
+    ) -> None:
         """Start the threads and fill the table.
 
         Args:
             rows_an_expert: the mean number of an expert's rows in a decode step, for which resident weights are
                 arranged.
-            device, indices, upload: as for `Resources`.
+            device, indices, upload, captured: as for `Resources`.
         """
         if self._packs and rows_an_expert <= self._rows(packed=True):
             self._packs = False  # only torch multiplies by packed weights
@@ -116,6 +123,7 @@ class TorchKernels(Binder):
             device=device,
             indices=indices,
             upload=upload,
+            captured=captured,
             use_cores_for=self._use_cores_for,
             team=self.team,
             threads=self.threads,

@@ -5,10 +5,11 @@ Results stay in the memory of the micro-batch, which later layers and steps use 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -16,8 +17,10 @@ from . import functions, operators
 from .kernel_weights import EXPERT_PARTS
 from .layer_weights import Blocks, Tensor, Weights
 from .memory import Memory
-from .resources import Resources
+from .resources import Resources, as_it_is
 from .seam import ROWS, Bound, Case, Kernel, Routed
+
+T = TypeVar("T")
 
 ALIGNED_BYTES = 16
 """Rows of matrices begin at multiples of this, so that a GPU reads them in its widest loads."""
@@ -51,6 +54,7 @@ class TritonKernel(Kernel):
         self._device = resources.device
         self._indices = resources.indices
         self._upload = resources.upload
+        self._captured = resources.captured
         self._layer_norm = self._config.norm == "layer"
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
@@ -112,8 +116,8 @@ class TritonEmbed(TritonKernel):
         angles = tuple(
             self._result(memory, name, *shape, dtype=torch.float32) for name in ("cosines", "sines")
         )
-        look_up = partial(
-            operators.embed, *numbers, weights["embedding"][0], frequencies_h, hidden_TD, *angles
+        look_up = self._captured(
+            partial(operators.embed, *numbers, weights["embedding"][0], frequencies_h, hidden_TD, *angles)
         )
 
         def embed(ids: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -155,7 +159,7 @@ class TritonAttentionInputs(TritonKernel):
             operators.attention_inputs(hidden_TD, norm_D, *matrix, head_norms, *angles, *settings, *qkv)
             return qkv
 
-        return project
+        return self._captured(project)
 
 
 class TritonAttention(TritonKernel):
@@ -177,6 +181,13 @@ class TritonAttention(TritonKernel):
         upload = partial(self._uploaded, memory)
         attended_SX = self._result(memory, "attended", case.rows, heads * head_dim)
 
+        def launch(qkv: Blocks, table: Tensor, block: int, cached: Blocks, *parts: Tensor) -> Tensor:
+            operators.attend(*qkv, table, block, window, SPLIT, *cached, *parts)
+            operators.join_parts(*parts, table, SPLIT, attended_SX)
+            return attended_SX
+
+        launch = self._captured(launch)
+
         def attend(qkv: Sequence[Tensor], cached: Any, step: Any) -> Tensor:
             parts = _power_of_two(-(-max(step.in_blocks.lengths) // SPLIT))
             sums, peaks, values = (
@@ -184,11 +195,7 @@ class TritonAttention(TritonKernel):
                 for name, rest in (("sums", ()), ("peaks", ()), ("parts", (head_dim,)))
             )
             table = step.table(upload)
-            operators.attend(
-                *qkv, table, cached.block_size, window, SPLIT, cached.keys, cached.values, sums, peaks, values
-            )
-            operators.join_parts(sums, peaks, values, table, SPLIT, attended_SX)
-            return attended_SX
+            return launch(qkv, table, cached.block_size, (cached.keys, cached.values), sums, peaks, values)
 
         return attend
 
@@ -218,7 +225,7 @@ class TritonOutputProjection(TritonKernel):
             operators.output_projection(attended_TX, *matrix, residual_TD, out_TD)
             return out_TD
 
-        return project
+        return self._captured(project)
 
 
 class TritonRoute(TritonKernel):
@@ -248,7 +255,7 @@ class TritonRoute(TritonKernel):
             operators.route(hidden_TD, norm_D, *matrix, *settings, *routed)
             return routed
 
-        return route
+        return self._captured(route)
 
 
 class TritonExpert(TritonKernel):
@@ -295,9 +302,10 @@ class TritonMoELayer(TritonKernel):
 
     def __init__(self, resources: Resources) -> None:
         super().__init__(resources)
-        self._project = TritonOutputProjection(resources)
-        self._route = TritonRoute(resources)
-        self._combine = TritonCombine(resources)
+        parts = replace(resources, captured=as_it_is)
+        self._project = TritonOutputProjection(parts)
+        self._route = TritonRoute(parts)
+        self._combine = TritonCombine(parts)
 
     def refusal(self, case: Case) -> str:
         """Refuses what the router's kernel does."""
@@ -330,7 +338,7 @@ class TritonMoELayer(TritonKernel):
             out_TD = combine(y_nD, rows_Tk, routed.weights_Tk, projected_TD)
             return out_TD, routed.experts_Tk, None
 
-        return run
+        return self._captured(run)
 
 
 class TritonLogits(TritonKernel):
@@ -340,17 +348,22 @@ class TritonLogits(TritonKernel):
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind last norm and LM head: (hidden_TD, rows) -> logits_SV."""
+        return partial(self._on_rows, self._captured(self._logits(case, weights, memory)))
+
+    def _logits(self, case: Case, weights: Weights, memory: Memory) -> Callable[[Tensor], Tensor]:
         norm_D, matrix = weights["final_norm"][0], self._matrix(weights["lm_head"])
         vocabulary = sum(map(len, weights["lm_head"]))
         logits_SV = self._result(memory, "logits", case.rows, vocabulary, dtype=torch.float32)
 
-        def compute(hidden_TD: Tensor, rows: Sequence[int]) -> Tensor:
-            whole = len(rows) == len(hidden_TD)
-            hidden_SD = hidden_TD if whole else hidden_TD.index_select(0, self._indices(rows))
+        def compute(hidden_SD: Tensor) -> Tensor:
             operators.logits(hidden_SD, norm_D, *matrix, self._config.norm_eps, self._layer_norm, logits_SV)
             return logits_SV
 
         return compute
+
+    def _on_rows(self, run: Callable[[Tensor], T], hidden_TD: Tensor, rows: Sequence[int]) -> T:
+        whole = len(rows) == len(hidden_TD)
+        return run(hidden_TD if whole else hidden_TD.index_select(0, self._indices(rows)))
 
 
 class TritonGreedy(TritonLogits):
@@ -360,12 +373,18 @@ class TritonGreedy(TritonLogits):
 
     def bind(self, case: Case, weights: Weights, memory: Memory) -> Bound:
         """Bind logits and the likeliest tokens: (hidden_TD, rows) -> logits_SV, tokens."""
-        logits = super().bind(case, weights, memory)
+        logits = self._logits(case, weights, memory)
         tokens_S = self._result(memory, "tokens", case.rows, dtype=torch.int64)
 
-        def choose(hidden_TD: Tensor, rows: Sequence[int]) -> tuple[Tensor, list[int]]:
-            logits_SV = logits(hidden_TD, rows)
+        def compute(hidden_SD: Tensor) -> tuple[Tensor, Tensor]:
+            logits_SV = logits(hidden_SD)
             operators.likeliest(logits_SV, tokens_S)
+            return logits_SV, tokens_S
+
+        launch = partial(self._on_rows, self._captured(compute))
+
+        def choose(hidden_TD: Tensor, rows: Sequence[int]) -> tuple[Tensor, list[int]]:
+            logits_SV, tokens_S = launch(hidden_TD, rows)
             return logits_SV, tokens_S.tolist()
 
         return choose

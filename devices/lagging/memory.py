@@ -17,7 +17,10 @@ class Block:
         raw: the bytes.
         stream: the stream that allocated it; the next allocation of that stream may reuse it.
         pool: the memory of graphs that it was taken from; None if it was allocated by a call that ran.
+        inferring: whether the call that allocated it was made in torch's inference mode.
     """
+
+    inferring = False
 
     def __init__(self, memory: GpuMemory, piece: Piece, nbytes: int, stream: LaggingStream) -> None:
         self.raw = piece.bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -79,6 +80,7 @@ class Operations:
             page-locked.
         staged: number of copies between host and GPU for which torch needs temporary memory on the GPU.
         calls: number of operations that were queued, by name.
+        launches, copies: number of kernels and of copies that were queued, except those of graphs.
         misaligned: number of products with weights whose address is no multiple of 16 bytes.
         most_to_host: bytes of the largest tensor that was copied to the host.
     """
@@ -90,11 +92,15 @@ class Operations:
         self.blocked = 0
         self.staged = 0
         self.calls: Counter[str] = Counter()
+        self.launches = self.copies = 0
+        self._caller = threading.local()
+        """Whether the calling thread made its call in inference mode."""
         self.misaligned = 0
         self.most_to_host = 0
 
     def call(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry out one call of torch, with tensors of the host or of GPUs."""
+        self._caller.inferring = torch.is_inference_mode_enabled()
         with torch._C.DisableTorchFunction(), torch.inference_mode():
             name = getattr(func, "__name__", "")
             if name in ("to", "cpu", "copy_"):
@@ -154,7 +160,8 @@ class Operations:
     ) -> Any:
         """Queue a call on the GPU's current stream; the results' shapes come from tensors without values."""
         stream = self.gpu.current_of(number)
-        self.calls[name] += stream.capture is None
+        if stream.capture is None:
+            self.calls[name] += 1
         if name == "linear" and isinstance(args[1], LaggingTensor):
             self.misaligned += args[1].values_now.data_ptr() % 16 > 0
         blocks = {
@@ -176,6 +183,8 @@ class Operations:
 
         results = result(shapes) if isinstance(shapes, torch.Tensor) else tree_map(result, shapes)
         changes = _changes(name, kwargs)
+        if changes:
+            self._require_writable(args[:1])
         if (fresh and not _is_empty(name)) or changes:
             reals, real_kwargs = _reals(args), _on(_reals(kwargs), "cpu")
 
@@ -186,15 +195,33 @@ class Operations:
                     for target, value in zip(fresh, given, strict=True):
                         target.copy_(value)
 
-            _note_use(stream, *_tensors((args, kwargs)))
-            stream.enqueue(work)
+            self._enqueue(stream, work, _tensors((args, kwargs)))
         return args[0] if changes and name != "__setitem__" else results
 
     def _launch(self, operator: OpOverload[Any, None], args: tuple[Any, ...], number: int) -> None:
         """Queue an operator that writes to tensors that it is given."""
-        self.calls[operator.overloadpacket.__name__] += 1
+        stream = self.gpu.current_of(number)
+        if stream.capture is None:
+            self.calls[operator.overloadpacket.__name__] += 1
+        written = [given for given, of in zip(args, operator._schema.arguments, strict=True) if of.is_write]
+        self._require_writable(written)
         reals = _reals(args)
-        self.gpu.current_of(number).enqueue(lambda: operator(*reals))
+        self._enqueue(stream, lambda: operator(*reals), _tensors(args))
+
+    def _require_writable(self, targets: Any) -> None:
+        """Refuse writes to tensors of inference mode outside of it, as torch does."""
+        if not self._caller.inferring and any(
+            isinstance(each, LaggingTensor) and each.block.inferring for each in _tensors(targets)
+        ):
+            raise RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed.")
+
+    def _enqueue(
+        self, stream: LaggingStream, work: Callable[[], object], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Queue a kernel that uses these tensors."""
+        self.launches += stream.capture is None
+        _note_use(stream, *tensors)
+        stream.enqueue(work)
 
     def _move(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "copy_":
@@ -241,6 +268,8 @@ class Operations:
             self.blocked += not at_once
             at_once = True
         into, what = self._at_its_time(target), self._at_its_time(source)
+        self._require_writable(target)
+        self.copies += stream.capture is None
         _note_use(stream, target, source)
         stream.enqueue(lambda: into().copy_(what()))
         if at_once and to_gpu != from_gpu:
@@ -262,7 +291,9 @@ class Operations:
 
     def _new_like(self, twin: torch.Tensor, number: int) -> LaggingTensor:
         stream = self.gpu.current_of(number)
-        return _shown(twin, self.memories[number].allocate(twin.untyped_storage().nbytes(), stream))
+        block = self.memories[number].allocate(twin.untyped_storage().nbytes(), stream)
+        block.inferring = self._caller.inferring
+        return _shown(twin, block)
 
 
 def _shown(twin: torch.Tensor, block: Block) -> LaggingTensor:

@@ -9,11 +9,12 @@ import torch
 from moesched.models.layout import WeightLayout
 from moesched.system.cores import CorePlan, divided_cores, usable_cores
 
-from ..kernels.resources import Indices, Upload
+from ..kernels.resources import Indices, Upload, as_it_is
 from ..kernels.torch_kernels import TorchKernels
 from ..products.bfloat16_support import has_bfloat16
 from ..products.row_tiles import CODE_BYTES
 from ..shared.page_reader import DTYPES
+from .captured import Graphs
 from .copies import NumberRing, host_indices, host_upload
 from .cores import Cores
 
@@ -32,6 +33,7 @@ class Compute:
         use_cores_for: sets the number of cores for a product, given its numbers of rows and weights.
         kernels: the kernels of the operations.
         indices: makes an int64 tensor on the accelerator from numbers.
+        graphs: the accelerator's graphs of kernels; None on the CPU.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Compute:
             left=self.core_plan.issuing,
             use_cores_for=self.use_cores_for,
         )
+        self.graphs = None if self.on_cpu else Graphs(self.accelerator)
         self._threads_before: int | None = None
 
     @property
@@ -82,10 +85,11 @@ class Compute:
             return
         self._threads_before = torch.get_num_threads()
         upload: Upload = host_upload
+        captured = self.graphs.captured if self.graphs else as_it_is
         if not self.on_cpu:
             ring = NumberRing(self.accelerator)
             self.indices, upload = ring.indices, ring.upload
-        self.kernels.start(rows_an_expert, self.accelerator, self.indices, upload)
+        self.kernels.start(rows_an_expert, self.accelerator, self.indices, upload, captured)
 
     def close(self) -> None:
         """End the threads, and restore torch's number of cores."""

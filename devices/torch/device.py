@@ -165,8 +165,9 @@ class TorchDevice(ChoosesDtype):
 
     @property
     def kernels(self) -> Mapping[str, Sequence[str]]:
-        """The names of the kernels that ran in batches so far, by operation."""
-        return self._compute.kernels.table.used
+        """The names of the kernels that ran in batches so far, by operation, and the way in which calls repeat."""
+        graphs = self._compute.graphs
+        return {**self._compute.kernels.table.used, **(graphs.used if graphs else {})}
 
     @property
     def own_bytes(self) -> int:

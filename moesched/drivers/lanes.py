@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from moesched.seams import Issued, Streams
@@ -249,6 +250,8 @@ class StreamRunner:
         self._issuing = ThreadQueue(f"lane {lane.name}", self._issue)
         self._ending = ThreadQueue(f"lane {lane.name} ends", self._wait)
         self._running: deque[tuple[Task, Issued]] = deque()
+        self._waiting = False
+        """Whether the thread that waits has tasks, and looks for more by itself."""
 
     def open(self) -> None:
         self._issuing.open()
@@ -276,13 +279,21 @@ class StreamRunner:
             with self._driver.lock:
                 self._running.append((task, issued))
                 following = self._driver.issued(task, self)
-            self._ending.put(None)
+                wakes, self._waiting = not self._waiting, True
+            if wakes:
+                self._ending.put(None)
 
     def _wait(self, _: None) -> None:
+        while self._report_batch():
+            pass
+
+    def _report_batch(self) -> bool:
+        """Wait for the next batch of tasks and report their ends; False if there is none."""
         with self._driver.lock:
             batch = self._next_batch()
+            self._waiting = bool(batch)
         if not batch:
-            return
+            return False
         errors = [self._end_of(task, issued) for task, issued in reversed(batch)]
         ended = [
             (task, *_value_of(issued, error))
@@ -293,6 +304,7 @@ class StreamRunner:
                 following = self._driver.complete(task, value, error, self)
                 if following is not None:
                     self._issuing.put(following)
+        return True
 
     def _end_of(self, task: Task, issued: Issued) -> BaseException | None:
         """Wait until a task has ended, and set the times at which it ran; return its first error."""
@@ -332,13 +344,16 @@ def _value_of(issued: Issued, error: BaseException | None) -> tuple[Any, BaseExc
         return None, raised
 
 
+_END = object()
+"""The last item of a queue."""
+
+
 class ThreadQueue:
     """A thread that processes items in the order in which they were added."""
 
     def __init__(self, name: str, work: Callable[[Any], None]) -> None:
         self._work = work
-        self._items: deque[Any] = deque()
-        self._count = threading.Semaphore(0)
+        self._items: SimpleQueue[Any] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def open(self) -> None:
@@ -347,17 +362,13 @@ class ThreadQueue:
 
     def put(self, item: Any) -> None:
         """Add an item for the thread to process."""
-        self._items.append(item)
-        self._count.release()
+        self._items.put(item)
 
     def close(self) -> None:
         """End the thread after the items in the queue."""
-        self._count.release()
+        self._items.put(_END)
         self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            self._count.acquire()
-            if not self._items:
-                return
-            self._work(self._items.popleft())
+        for item in iter(self._items.get, _END):
+            self._work(item)

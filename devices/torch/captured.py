@@ -1,0 +1,141 @@
+"""Captured kernels: a bound kernel whose calls repeat is captured as a CUDA graph, and replayed from then on.
+
+A graph has the addresses and numbers that its kernel was called with. So a call is replayed if its own are the same.
+What differs from step to step, such as the lengths of sequences, is in memory of the accelerator, and is copied there
+ahead of the call, on the same stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from moesched.system.logs import Log
+
+from ..kernels.seam import Bound
+
+WARM_CALLS = 2
+"""Calls that run before one is captured: they load kernels, and allocate the memory that later calls use again."""
+
+_log = Log(__name__)
+
+
+class Graphs:
+    """The CUDA graphs of a device, which share memory for what their kernels allocate.
+
+    Attributes:
+        count: number of calls that were captured.
+        refusal: the reason why no more calls are captured; empty while they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = torch.get_device_module(device)
+        self._pool: Any = None
+        self._stream: Any = None
+        """Of captures alone: other threads, too, use the streams that calls run on."""
+        self.count = 0
+        self.refusal = ""
+
+    @property
+    def used(self) -> Mapping[str, Sequence[str]]:
+        """The way in which calls repeat, by the word `replay`; empty if none was captured."""
+        if self.refusal:
+            return {"replay": [f"launches, as a capture failed: {self.refusal}"]}
+        return {"replay": ["CUDA graphs"]} if self.count else {}
+
+    def captured(self, run: Bound) -> Bound:
+        """Return a bound kernel that is replayed where its calls repeat.
+
+        run: launches kernels alone; equal arguments give results in the same memory.
+        """
+        return Captured(run, self)
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Any, Any] | None:
+        """Capture a call, which does not run it; returns the graph and the call's result.
+
+        None if a capture failed, now or before.
+        """
+        if self.refusal:
+            return None
+        try:
+            if self._stream is None:
+                self._stream, self._pool = self._module.Stream(), self._module.graph_pool_handle()
+            graph = self._module.CUDAGraph()
+            with self._module.stream(self._stream):
+                # Threads of other lanes may allocate meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = run()
+                finally:
+                    graph.capture_end()
+        except Exception as error:  # of any library; the call that follows raises its own again
+            self._refuse(error)
+            return None
+        self.count += 1
+        return graph, result
+
+    def _refuse(self, error: Exception) -> None:
+        self.refusal = str(error).partition("\n")[0]
+        _log.warning("kernels are launched one by one from now on, as a capture failed", reason=self.refusal)
+
+
+class Captured:
+    """A bound kernel made of one: runs it, captures it when its calls repeat, and then replays it.
+
+    After a graph that was hardly replayed, the next one takes twice as many equal calls.
+    """
+
+    __slots__ = ("_calls", "_graph", "_graphs", "_held", "_identity", "_result", "_run", "_warm")
+
+    def __init__(self, run: Bound, graphs: Graphs) -> None:
+        self._run = run
+        self._graphs = graphs
+        self._warm = WARM_CALLS
+        self._identity: list[Any] | None = None
+        self._calls = 0
+        self._graph: Any = None
+        self._result: Any = None
+        self._held: tuple[Any, ...] = ()
+
+    def __call__(self, *arguments: Any) -> Any:
+        identity = _identities(arguments)
+        if identity != self._identity:
+            self._begin(identity)
+        self._calls += 1
+        if self._graph is None and (self._calls <= self._warm or not self._capture(arguments)):
+            return self._run(*arguments)
+        self._graph.replay()
+        return self._result
+
+    def _begin(self, identity: list[Any]) -> None:
+        """Begin with other arguments."""
+        if self._graph is not None and self._calls < 4 * self._warm:
+            self._warm *= 2
+        self._identity = identity
+        self._calls = 0
+        self._graph = self._result = None
+        self._held = ()
+
+    def _capture(self, arguments: tuple[Any, ...]) -> bool:
+        captured = self._graphs.capture(partial(self._run, *arguments))
+        if captured is None:
+            return False
+        self._graph, self._result = captured
+        self._held = arguments  # a graph keeps no memory alive
+        return True
+
+
+def _identities(arguments: Iterable[Any]) -> list[Any]:
+    """The addresses of tensors, and all other arguments as they are."""
+    found: list[Any] = []
+    for each in arguments:
+        if isinstance(each, torch.Tensor):
+            found.append(each.data_ptr())
+        elif isinstance(each, tuple | list):
+            found += _identities(each)
+        else:
+            found.append(each)
+    return found
