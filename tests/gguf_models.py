@@ -20,11 +20,17 @@ from moesched.models.published import published_config, published_tensors
 from moesched.models.random_model import write_random_model
 
 
-def gguf_model(config: ModelConfig, folder: Path, type_of: TypeOf, **options: Any) -> Path:
-    """Write a model of random weights to a GGUF file below `folder`."""
-    made = write_random_model(config, folder / "plain", dtype="float32")
+def gguf_model(config: ModelConfig, folder: Path, type_of: TypeOf, seed: int = 0, **options: Any) -> Path:
+    """Write a model of random weights, norms too, to a GGUF file below `folder`."""
+    checkpoint = open_checkpoint(write_random_model(config, folder / "plain", seed, dtype="float32"))
+    random = np.random.default_rng(seed)
+    for stored in checkpoint.tensors.values():
+        if len(stored.shape) == 1:
+            weights = np.memmap(stored.file, np.float32, "r+", stored.offset, stored.shape)
+            weights[:] = 1 + 0.3 * random.standard_normal(stored.shape)
+            weights.flush()
     file = folder / f"{config.name}.gguf"
-    write_gguf(open_checkpoint(made), file, type_of, **options)
+    write_gguf(open_checkpoint(checkpoint.path), file, type_of, **options)
     return file
 
 
