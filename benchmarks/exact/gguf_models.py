@@ -67,7 +67,8 @@ VOCABULARIES = (
 def claims(result: Result) -> Iterator[Claim]:
     """Logits and token ids."""
     worst = max(each["largest_difference"] for each in result["logits"])
-    words = f"difference of float32 logits, GGUF files of {len(FAMILIES)} families in {len(TYPES)} types, over the largest"
+    cases = f"GGUF files of {len(FAMILIES)} families in {len(TYPES)} types"
+    words = f"difference of float32 logits from Hugging Face's, over the largest, {cases}"
     yield at_most(words, worst, MOST_DIFFERENCE, "{:.1e}")
     if tokens := result["tokens"]:
         equal, texts = (sum(each[name] for each in tokens) for name in ("equal", "texts"))
