@@ -139,7 +139,9 @@ class _Source:
 def _require_version(source: _Source) -> int:
     """Check the kind and version of a file, and return the number of its tensors."""
     if source.number() != _MAGIC:
-        raise BadInput(f"{source.path} is not a GGUF file: it does not begin with GGUF; {RESTORE}")
+        raise BadInput(
+            f"{source.path} is not a GGUF file: it does not begin with GGUF; give a model's folder, or {RESTORE}"
+        )
     version = source.number()
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
