@@ -56,8 +56,13 @@ class NumpyDevice:
     streams = None
 
     def __init__(self, checkpoint: Checkpoint, layout: WeightLayout) -> None:
-        if layout.dtype != "float32" or checkpoint.config.dtype != "float32":
+        stored_as = {stored.format.name for stored in checkpoint.tensors.values()}
+        if layout.dtype != "float32" or stored_as != {"float32"}:
             raise BadInput("device NumpyDevice computes in float32: give a float32 model and --dtype float32")
+        if checkpoint.config.attention.interleaved:
+            raise BadInput(
+                "device NumpyDevice rotates halves of heads: give a folder in place of the GGUF file"
+            )
         self.layout = layout
         self.config = checkpoint.config
         self._checkpoint = checkpoint

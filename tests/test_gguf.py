@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType as Type
 
+from benchmarks.record.results import ROOT
 from benchmarks.shared.gguf_files import TypeOf, q4_k_m, quantized, write_gguf
 from benchmarks.shared.random_models import hugging_face_logits
 from benchmarks.shared.small_runs import ONE_MEMORY, generate, same_bits
-from gguf_models import gguf_model, unpacked_model
+from gguf_models import add_vocabulary, gguf_model, unpacked_model
 from moesched.devices.mlx.device import MlxDevice
 from moesched.devices.torch.device import TorchDevice
+from moesched.inputs.tokenizer import TOKENIZER_NAME, find_tokenizer
 from moesched.models.checkpoint import open_checkpoint
 from moesched.models.config import ModelConfig
 from moesched.models.layout import weight_layout
@@ -110,6 +113,23 @@ def test_any_part_of_a_split_model_is_the_model(parts: list[Path], tmp_path: Pat
         assert {name: content(each) for name, each in opened.tensors.items()} == {
             name: content(each) for name, each in whole.tensors.items()
         }
+
+
+@pytest.mark.slow
+def test_a_file_continues_a_text_as_the_folder_that_it_was_made_of(command: Any, tmp_path: Path) -> None:
+    folder, file = ROOT / "examples" / "tiny-mixtral", tmp_path / "tiny.gguf"
+    vocabulary = folder / TOKENIZER_NAME
+    write_gguf(open_checkpoint(folder), file, describe=partial(add_vocabulary, file=vocabulary))
+    ours, theirs = find_tokenizer(file), find_tokenizer(folder)
+    assert ours is not None
+    assert theirs is not None
+    for text in ("Return a new list", "  if x:\n\treturn 1.5\n", "naïve\u0301 ½ 😀</s>", ""):
+        assert ours.encode(text) == theirs.encode(text)
+    said = [
+        command("run", model, "--policy", "resident", "--prompt", "Return a new", "--max-new-tokens", "8")
+        for model in (file, folder)
+    ]
+    assert said[0].out.splitlines()[:1] == said[1].out.splitlines()[:1]
 
 
 def test_commands_take_a_file_wherever_they_take_a_folder(command: Any, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import gguf
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gguf_headers import (
     Header,
@@ -26,10 +28,13 @@ from gguf_headers import (
 from moesched.errors import BadInput
 from moesched.inputs.tokenizer import find_tokenizer
 from moesched.models.checkpoint import open_checkpoint
+from moesched.models.coded_models import with_formats
 from moesched.models.gguf.families import GGUF_FAMILIES, gguf_tensors
+from moesched.models.gguf.header import read_gguf_header
 from moesched.models.gguf.types import TENSOR_TYPES
 from moesched.models.reading import read_config
 from moesched.models.shapes import SHAPES
+from moesched.models.stored_formats import CODED, STORED_FORMATS
 from stored_checkpoints import assert_complete
 
 FORMS = {"llama": "mixtral", "qwen3moe": "qwen3_moe", "olmoe": "olmoe", "dbrx": "dbrx"}
@@ -259,6 +264,61 @@ def test_a_file_of_each_version_is_read(tmp_path: Path) -> None:
         assert checkpoint.config.norm_eps == 1e-5
         assert checkpoint.config.stop_tokens == (2,)
         assert checkpoint.config.name == "model"
+
+
+def test_experts_may_have_tensors_of_their_own(tmp_path: Path) -> None:
+    header = mixtral()
+    stacked = [each for each in header.tensors if "_exps" in each.name]
+    header.tensors = [each for each in header.tensors if each not in stacked] + [
+        Tensor(each.name.replace("_exps", f".{expert}"), each.lengths[:2])
+        for each in stacked
+        for expert in range(3)
+    ]
+    assert_complete(open_checkpoint(header.write(tmp_path / "model.gguf")))
+
+
+def test_experts_of_a_layer_are_alike() -> None:
+    stored = {f"layers.0.experts.{number}.up": STORED_FORMATS[name] for number, name in enumerate(CODED[:2])}
+    with pytest.raises(BadInput, match=f"up is in {CODED[1]}, and that of another expert in {CODED[0]}: use"):
+        with_formats(SHAPES["mixtral-0.8b"], stored)
+
+
+LETTERS = st.text("abc.é😀", min_size=1, max_size=9)
+VALUES = st.one_of(
+    st.tuples(st.just(gguf.GGUFValueType.UINT32), st.integers(0, 2**32 - 1)),
+    st.tuples(st.just(gguf.GGUFValueType.INT64), st.integers(-(2**63), 2**63 - 1)),
+    st.tuples(
+        st.just(gguf.GGUFValueType.FLOAT32), st.floats(allow_nan=False, allow_infinity=False, width=32)
+    ),
+    st.tuples(st.just(gguf.GGUFValueType.FLOAT64), st.floats(allow_nan=False)),
+    st.tuples(st.just(gguf.GGUFValueType.BOOL), st.booleans()),
+    st.tuples(st.just(gguf.GGUFValueType.STRING), LETTERS),
+    st.tuples(st.just(gguf.GGUFValueType.ARRAY), st.lists(LETTERS, min_size=1)),
+    st.tuples(st.just(gguf.GGUFValueType.ARRAY), st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1)),
+)
+
+
+@given(values=st.dictionaries(LETTERS, VALUES))
+def test_metadata_are_read_as_llama_cpps_package_writes_them(
+    values: dict[str, tuple[gguf.GGUFValueType, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    file = tmp_path_factory.mktemp("metadata") / "model.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    for name, (kind, value) in values.items():
+        writer.add_key_value(name, value, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    read = read_gguf_header(file).metadata
+    assert read.pop("general.architecture") == "llama"
+    assert read.keys() == values.keys()
+    for name, (kind, value) in values.items():
+        found = read[name]
+        if kind == gguf.GGUFValueType.FLOAT32:
+            assert struct.pack("<f", found) == struct.pack("<f", value)
+        else:
+            assert found == (tuple(value) if isinstance(value, list) else value)
 
 
 def test_a_part_of_a_split_model_is_named_that_is_missing_or_of_another_one(tmp_path: Path) -> None:

@@ -74,7 +74,10 @@ def check_kernel(row: str | type, numbers: Sequence[int] = ROWS, instruction_set
 
 
 def _configs() -> Iterator[ModelConfig]:
-    """Small models: a plain one; norms of heads, clipping and weights that do not sum to one; one expert; wide rows."""
+    """Small models: a plain one; norms of heads, clipping and weights that do not sum to one; one expert; wide rows.
+
+    The last rotates neighbours.
+    """
     attention = GroupedAttention(heads=4, kv_heads=2, head_dim=24)
     network = FeedForward(experts=6, top_k=2, intermediate=72)
     plain = ModelConfig(
@@ -91,7 +94,7 @@ def _configs() -> Iterator[ModelConfig]:
     yield plain
     yield plain.varied(qk_norm="head", clip=0.5, weights_sum_to_one=False, norm="layer")
     yield plain.varied(qk_norm="projection", experts=1, top_k=1)
-    yield plain.varied(hidden=256, intermediate=256, head_dim=64)
+    yield plain.varied(hidden=256, intermediate=256, head_dim=64, interleaved=True)
 
 
 def cpu_resources(config: ModelConfig, dtype: torch.dtype, threads: NativeKernels | None) -> Resources:

@@ -41,7 +41,7 @@ class CheckArguments(PolicyOptions):
         tuple[str, ...],
         Option(
             "A model of the grid; repeatable. By default mixtral-8x7b, qwen3-30b-a3b and mixtral-0.8b.",
-            "NAME|DIR",
+            "NAME|PATH",
             flag="--model",
         ),
     ] = ()

@@ -59,7 +59,7 @@ def keygen(
 
 @command(8, NODE_EPILOGUE)
 def node(
-    model_dir: Annotated[Path, Option("Folder of the model on this machine.", flag="MODEL_DIR")],
+    model: Annotated[Path, Option("Folder or GGUF file of the model on this machine.", flag="MODEL")],
     *,
     cluster: Annotated[Path, Option("Cluster file: see docs/cluster.md.", "FILE", group=CLUSTER)],
     rank: Annotated[int, Option("Number of this node in the cluster file, from 0.", "R", group=CLUSTER)],
@@ -83,7 +83,7 @@ def node(
         end_with_parent()
     from moesched.cluster.node import run_node
 
-    run_node(cluster, rank, model_dir, key=key, patience=patience)
+    run_node(cluster, rank, model, key=key, patience=patience)
 
 
 @command(8, LAUNCH_EPILOGUE)

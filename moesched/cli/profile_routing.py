@@ -49,7 +49,9 @@ SPARSITY_EPILOGUE = """Examples:
 
 Model = Annotated[
     Path,
-    Option("A model's folder; with --routing also a name of `moesched list models`.", flag="MODEL"),
+    Option(
+        "A model's folder or GGUF file; with --routing also a name of `moesched list models`.", flag="MODEL"
+    ),
 ]
 PromptFile = Annotated[Path | None, Option(PROMPT_FILE, "FILE.jsonl", group=SOURCE)]
 GpuExperts = Annotated[

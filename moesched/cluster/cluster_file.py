@@ -69,7 +69,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         cores: the cores that the node may use; an empty list means all.
         key: the node's public key.
         ssh: the destination for `ssh`, such as "me@mac-0"; by default the address.
-        model: the model's folder on the node's machine, if the path differs from the launcher's.
+        model: the model's folder or file on the node's machine, if the path differs from the launcher's.
         command: the command that starts moesched on that machine.
         secret: the file on that machine with the node's secret key; by default the one that `moesched keygen` writes.
     """

@@ -13,7 +13,7 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         version: version of moesched.
-        model: fingerprint of the model's folder.
+        model: fingerprint of the model's files.
     """
 
     version: str

@@ -80,19 +80,39 @@ def with_formats(config: ModelConfig, formats: Mapping[str, StoredFormat]) -> Mo
 
     Coded tensors keep them, and so do norms and routers in float32 beside other matrices.
 
-    formats: by canonical names of tensors.
+    Args:
+        formats: by canonical names of tensors.
+
+    Raises:
+        BadInput: one expert of a layer has a matrix in a coded format, and another one has it in another.
     """
     narrow = any(stored != FLOAT32 and role_of(name) != "small" for name, stored in formats.items())
-    layers: list[dict[str, str]] = [{} for _ in config.pattern]
-    outside: dict[str, str] = {}
+    coded = any(stored.codes is not None for stored in formats.values())
+    layers: list[dict[str, StoredFormat]] = [{} for _ in config.pattern]
+    outside: dict[str, StoredFormat] = {}
     for name, stored in formats.items():
-        if stored.codes is not None or (stored == FLOAT32 and narrow and role_of(name) == "small"):
+        if coded or stored == FLOAT32:
             kept = layers[int(name.split(".", 2)[1])] if name.startswith("layers.") else outside
-            kept[tensor_in_layer(name)] = stored.name
-    pattern = (
-        replace(layer, formats=_sorted(kept)) for layer, kept in zip(config.pattern, layers, strict=True)
+            first = kept.setdefault(tensor_in_layer(name), stored)
+            if first != stored and (first.codes or stored.codes):
+                raise BadInput(
+                    f"{config.name}: {name} is in {stored.name}, and that of another expert in {first.name}: use files "
+                    "in which a layer's experts are alike"
+                )
+
+    def kept_of(found: Mapping[str, StoredFormat]) -> Formats:
+        return tuple(
+            sorted(
+                (tensor, stored.name)
+                for tensor, stored in found.items()
+                if stored.codes or (stored == FLOAT32 and narrow and role_of(tensor) == "small")
+            )
+        )
+
+    pattern = tuple(
+        replace(layer, formats=kept_of(found)) for layer, found in zip(config.pattern, layers, strict=True)
     )
-    return replace(config, pattern=tuple(pattern), formats=_sorted(outside))
+    return replace(config, pattern=pattern, formats=kept_of(outside))
 
 
 def quantization_config(config: ModelConfig) -> dict[str, object]:

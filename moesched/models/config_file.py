@@ -305,7 +305,7 @@ def _token_ids(tokens: int | list[int] | None) -> tuple[int, ...]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    remedy = "give the directory of a Hugging Face checkpoint"
+    remedy = "give the directory of a Hugging Face checkpoint, or a GGUF file"
     data = read_input(path, "configuration", MOST_BYTES, remedy=remedy)
     values = decode_json(data, dict[str, Any], str(path), RESTORE)
     try:

@@ -12,7 +12,7 @@ from moesched.models.config import ModelConfig
 from moesched.models.config_file import ConfigFile
 from moesched.models.contents import without_prefix
 from moesched.models.gguf.config import gguf_config
-from moesched.models.gguf.contents import gguf_contents
+from moesched.models.gguf.contents import read_gguf_config
 from moesched.models.gguf.parts import is_gguf, read_parts
 from moesched.models.quantization import in_stored_format
 from moesched.models.shards import stored_names
@@ -40,9 +40,7 @@ def read_config(model: Path | str, stored_as: str | None = None) -> ModelConfig:
     if not is_gguf(path):
         return _read_folder(path, stored_as)
     return (
-        gguf_contents(path).config
-        if stored_as is None
-        else in_format(gguf_config(read_parts(path)), stored_as)
+        read_gguf_config(path) if stored_as is None else in_format(gguf_config(read_parts(path)), stored_as)
     )
 
 

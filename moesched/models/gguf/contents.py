@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from moesched.errors import BadInput
@@ -34,51 +33,32 @@ def gguf_contents(path: Path) -> Contents:
     parts = read_parts(path)
     config, tensors = gguf_config(parts), parts.shards.tensors
     require_counts(parts.path, config, tensors, HEADER)
-    family = family_of(parts)
     names = Names(
-        with_shapes(config, gguf_tensors(family, config)),
+        with_shapes(config, gguf_tensors(family_of(parts), config)),
         lambda: with_shapes(config, single_expert_tensors(config)),
     )
-    return Contents(
-        parts.path, _with_formats(config, tensors, names), parts.shards, names, HEADER, _checked_format
-    )
+    return Contents(parts.path, config, parts.shards, names, HEADER, _format_of)
 
 
-def _checked_format(found: Found, published: Published) -> StoredFormat:
-    require_shape(found, published.shape, HEADER)
-    return _format_of(found)
+def read_gguf_config(path: Path) -> ModelConfig:
+    """Read the configuration of a model with the formats of its tensors; raises BadInput as `gguf_contents` does."""
+    contents = gguf_contents(path)
+    formats: dict[str, StoredFormat] = {}
+    for found in contents.shards.tensors:
+        if (published := contents.names.get(found.name)) is not None:
+            formats |= dict.fromkeys((name for name, _ in published.parts), _format_of(found, published))
+    return with_formats(contents.config, formats)
 
 
-def _format_of(found: Found) -> StoredFormat:
+def _format_of(found: Found, published: Published) -> StoredFormat:
     kind = BY_NAME[found.entry.dtype]
     if kind.stored is None:
         remedy = with_nearest(kind.name, READABLE, f"use a file with {', '.join(READABLE)}")
         raise BadInput(f"{found.file}: {found.name} is of type {kind.name}, which no kernel reads: {remedy}")
+    if kind.stored.codes is not None and role_of(published.parts[0][0]) == "small":
+        raise BadInput(
+            f"{found.file}: {found.name} is of type {kind.name}, and norms and routers have to be plain: use a file in "
+            "which they are F32"
+        )
+    require_shape(found, published.shape, HEADER)
     return kind.stored
-
-
-def _with_formats(config: ModelConfig, tensors: Iterable[Found], names: Names) -> ModelConfig:
-    """The model with the formats that its tensors keep."""
-    formats: dict[str, StoredFormat] = {}
-    of_experts: dict[str, StoredFormat] = {}
-    for found in tensors:
-        published = names.get(found.name)
-        for name, _ in () if published is None else published.parts:
-            stored = formats[name] = _format_of(found)
-            if of_experts.setdefault(_of_any_expert(name), stored) != stored:
-                raise BadInput(
-                    f"{found.file}: {found.name} is of type {found.entry.dtype}, other experts of its layer are of "
-                    "another: use a file in which they are alike"
-                )
-            if stored.codes is not None and role_of(name) == "small":
-                raise BadInput(
-                    f"{found.file}: {found.name} is of type {found.entry.dtype}, and norms and routers have to be "
-                    "plain: use a file in which they are F32"
-                )
-    return with_formats(config, formats)
-
-
-def _of_any_expert(name: str) -> str:
-    """The canonical name of a tensor without the number of its expert."""
-    prefix, experts, number_and_part = name.partition(".experts.")
-    return prefix + experts + number_and_part.lstrip("0123456789")
