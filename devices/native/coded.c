@@ -30,8 +30,20 @@ typedef struct {
 
 #define PIECES_BYTES(size) (2 * (size))
 
+/* The weights that are read next. Memory gives them in time if requests for them are spread evenly over what is done
+ * meanwhile: some with every 32 weights that are unpacked or multiplied. */
+typedef struct {
+    const uint8_t *first;
+    int64_t bytes; /* with each; none if 0 */
+} Ahead;
+
+static inline __attribute__((always_inline)) void fetch(Ahead *ahead) {
+    for (int64_t line = 0; line < ahead->bytes; line += LINE) __builtin_prefetch(ahead->first + line, 0, 3);
+    ahead->first += ahead->bytes;
+}
+
 /* Unpacks rows into a tile of the instruction set. */
-typedef void (*Unpack)(const uint8_t *rows, int64_t stride, int64_t weights, void *tile);
+typedef void (*Unpack)(const uint8_t *rows, int64_t stride, int64_t weights, void *tile, Ahead *ahead);
 
 /* The multiplier for a coded format. */
 typedef struct {
@@ -77,6 +89,7 @@ static inline float power_of_two(int exponent) { return from_bits((uint32_t)expo
 #define ISA(name) name##_portable
 #define TARGET
 #define LANES 4
+#define VECTORS 1
 
 static inline void words_portable(const uint8_t *first, int64_t stride, int count, void *words) {
     for (int w = 0; w < count; w++)
@@ -92,15 +105,14 @@ INLINE void put_portable(int size, const int32_t *multiples, char *pieces) {
     }
 }
 
-INLINE Ints sums_portable(int size, const Words *codes, const char *pieces, int32_t offset) {
-    Ints sums = (Ints){0} + offset;
+INLINE void sums_portable(int size, Words codes[][VECTORS], const char *pieces, int32_t offset, Ints *sums) {
+    sums[0] = (Ints){0} + offset;
     for (int w = 0; w < size / 4; w++)
         for (int i = 0; i < 4; i++) {
             int16_t piece;
             memcpy(&piece, pieces + 2 * (4 * w + i), sizeof piece);
-            sums += (Ints)(codes[w] >> 8 * i & 255) * piece;
+            sums[0] += (Ints)(codes[w][0] >> 8 * i & 255) * piece;
         }
-    return sums;
 }
 
 #include "coded_products.h"
@@ -125,6 +137,7 @@ static inline int32_t word_at(const char *pieces) {
 #define ISA(name) name##_avx2
 #define TARGET __attribute__((target("avx2,fma")))
 #define LANES 8
+#define VECTORS 1
 
 __attribute__((always_inline)) TARGET static inline __m256i halves_of_avx2(const uint8_t *row, int64_t below) {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)row)),
@@ -152,62 +165,90 @@ __attribute__((always_inline)) TARGET static inline void words_avx2(const uint8_
 
 #define put_avx2 put_pairs
 
-INLINE Ints sums_avx2(int size, const Words *codes, const char *pieces, int32_t offset) {
+INLINE void sums_avx2(int size, Words codes[][VECTORS], const char *pieces, int32_t offset, Ints *sums) {
     __m256i even = _mm256_set1_epi32(offset), odd = _mm256_setzero_si256();
     for (int w = 0; w < size / 4; w++, pieces += 4) {
-        const __m256i code = (__m256i)codes[w];
+        const __m256i code = (__m256i)codes[w][0];
         even = _mm256_add_epi32(even, _mm256_madd_epi16(_mm256_and_si256(code, _mm256_set1_epi16(255)),
                                                         _mm256_set1_epi32(word_at(pieces))));
         odd = _mm256_add_epi32(odd, _mm256_madd_epi16(_mm256_srli_epi16(code, 8), _mm256_set1_epi32(word_at(pieces + size))));
     }
-    return (Ints)_mm256_add_epi32(even, odd);
+    sums[0] = (Ints)_mm256_add_epi32(even, odd);
 }
 
 #include "coded_products.h"
 
-/* Four rows, `below` bytes apart. */
-__attribute__((target("avx512f,avx512bw,avx512vl"), always_inline)) static inline __m512i quarters_of(const uint8_t *row,
-                                                                                                      int64_t below) {
-    __m512i quarters = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)row));
-    quarters = _mm512_inserti32x4(quarters, _mm_loadu_si128((const __m128i *)(row + below)), 1);
-    quarters = _mm512_inserti32x4(quarters, _mm_loadu_si128((const __m128i *)(row + 2 * below)), 2);
-    return _mm512_inserti32x4(quarters, _mm_loadu_si128((const __m128i *)(row + 3 * below)), 3);
+#define WITH_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl"), always_inline)) static inline
+
+/* Four words of four rows, `below` bytes apart. */
+WITH_AVX512 __m512i four_words_of(const uint8_t *row, int64_t below) {
+    __m512i words = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)row));
+    words = _mm512_inserti32x4(words, _mm_loadu_si128((const __m128i *)(row + below)), 1);
+    words = _mm512_inserti32x4(words, _mm_loadu_si128((const __m128i *)(row + 2 * below)), 2);
+    return _mm512_inserti32x4(words, _mm_loadu_si128((const __m128i *)(row + 3 * below)), 3);
 }
 
-/* A transposition of four words of each row, in all quarters of vectors. */
-__attribute__((target("avx512f,avx512bw,avx512vl"), always_inline)) static inline void words_of_avx512(
-    const uint8_t *first, int64_t stride, int count, void *words) {
-    __m512i *word = words;
-    _Pragma("GCC unroll 4")
-    for (int w = 0; w < count; w += 4, first += 16) {
-        const __m512i a = quarters_of(first, 4 * stride), b = quarters_of(first + stride, 4 * stride);
-        const __m512i c = quarters_of(first + 2 * stride, 4 * stride), d = quarters_of(first + 3 * stride, 4 * stride);
-        const __m512i ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
-        const __m512i above_ab = _mm512_unpackhi_epi32(a, b), above_cd = _mm512_unpackhi_epi32(c, d);
-        word[w] = _mm512_unpacklo_epi64(ab, cd);
-        word[w + 1] = _mm512_unpackhi_epi64(ab, cd);
-        word[w + 2] = _mm512_unpacklo_epi64(above_ab, above_cd);
-        word[w + 3] = _mm512_unpackhi_epi64(above_ab, above_cd);
+/* Eight words of two rows, `below` bytes apart. */
+WITH_AVX512 __m512i eight_words_of(const uint8_t *row, int64_t below) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)row)),
+                              _mm256_loadu_si256((const __m256i *)(row + below)), 1);
+}
+
+/* Transposes the four words of all quarters of four vectors. */
+WITH_AVX512 void transpose_quarters(__m512i a, __m512i b, __m512i c, __m512i d, __m512i *words) {
+    const __m512i ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
+    const __m512i above_ab = _mm512_unpackhi_epi32(a, b), above_cd = _mm512_unpackhi_epi32(c, d);
+    words[0] = _mm512_unpacklo_epi64(ab, cd);
+    words[1] = _mm512_unpackhi_epi64(ab, cd);
+    words[2] = _mm512_unpacklo_epi64(above_ab, above_cd);
+    words[3] = _mm512_unpackhi_epi64(above_ab, above_cd);
+}
+
+WITH_AVX512 void four_words_avx512(const uint8_t *first, int64_t stride, void *words) {
+    transpose_quarters(four_words_of(first, 4 * stride), four_words_of(first + stride, 4 * stride),
+                       four_words_of(first + 2 * stride, 4 * stride), four_words_of(first + 3 * stride, 4 * stride), words);
+}
+
+/* In halves of a vector, first the words of one row, then those of the row four below. */
+WITH_AVX512 void eight_words_avx512(const uint8_t *first, int64_t stride, void *words) {
+    const uint8_t *eighth = first + 8 * stride;
+    __m512i upper[4], lower[4], *word = words;
+    transpose_quarters(eight_words_of(first, 4 * stride), eight_words_of(first + stride, 4 * stride),
+                       eight_words_of(first + 2 * stride, 4 * stride), eight_words_of(first + 3 * stride, 4 * stride), upper);
+    transpose_quarters(eight_words_of(eighth, 4 * stride), eight_words_of(eighth + stride, 4 * stride),
+                       eight_words_of(eighth + 2 * stride, 4 * stride), eight_words_of(eighth + 3 * stride, 4 * stride), lower);
+    for (int w = 0; w < 4; w++) {
+        word[w] = _mm512_shuffle_i32x4(upper[w], lower[w], 0x88);
+        word[w + 4] = _mm512_shuffle_i32x4(upper[w], lower[w], 0xdd);
     }
+}
+
+WITH_AVX512 void words_of_avx512(const uint8_t *first, int64_t stride, int count, void *words) {
+    for (int w = 0; w < count; w += 8)
+        if (count - w == 4)
+            four_words_avx512(first + 4 * w, stride, (__m512i *)words + w);
+        else
+            eight_words_avx512(first + 4 * w, stride, (__m512i *)words + w);
 }
 
 #define ISA(name) name##_avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl")))
 #define LANES 16
+#define VECTORS 1
 #define words_avx512 words_of_avx512
 #include "coded_formats.h"
 
 #define put_avx512 put_pairs
 
-INLINE Ints sums_avx512(int size, const Words *codes, const char *pieces, int32_t offset) {
+INLINE void sums_avx512(int size, Words codes[][VECTORS], const char *pieces, int32_t offset, Ints *sums) {
     __m512i even = _mm512_set1_epi32(offset), odd = _mm512_setzero_si512();
     for (int w = 0; w < size / 4; w++, pieces += 4) {
-        const __m512i code = (__m512i)codes[w];
+        const __m512i code = (__m512i)codes[w][0];
         even = _mm512_add_epi32(even, _mm512_madd_epi16(_mm512_and_si512(code, _mm512_set1_epi16(255)),
                                                         _mm512_set1_epi32(word_at(pieces))));
         odd = _mm512_add_epi32(odd, _mm512_madd_epi16(_mm512_srli_epi16(code, 8), _mm512_set1_epi32(word_at(pieces + size))));
     }
-    return (Ints)_mm512_add_epi32(even, odd);
+    sums[0] = (Ints)_mm512_add_epi32(even, odd);
 }
 
 #include "coded_products.h"
@@ -216,6 +257,7 @@ INLINE Ints sums_avx512(int size, const Words *codes, const char *pieces, int32_
 #define ISA(name) name##_avx512_vnni
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
 #define LANES 16
+#define VECTORS 2
 #define words_avx512_vnni words_of_avx512
 #include "coded_formats.h"
 
@@ -227,13 +269,17 @@ INLINE void put_avx512_vnni(int size, const int32_t *multiples, char *pieces) {
     }
 }
 
-INLINE Ints sums_avx512_vnni(int size, const Words *codes, const char *pieces, int32_t offset) {
-    __m512i lower = _mm512_set1_epi32(offset), upper = _mm512_setzero_si512();
+INLINE void sums_avx512_vnni(int size, Words codes[][VECTORS], const char *pieces, int32_t offset, Ints *sums) {
+    __m512i lower[VECTORS], upper[VECTORS];
+    for (int v = 0; v < VECTORS; v++) lower[v] = _mm512_set1_epi32(offset), upper[v] = _mm512_setzero_si512();
     for (int w = 0; w < size / 4; w++, pieces += 4) {
-        upper = _mm512_dpbusd_epi32(upper, (__m512i)codes[w], _mm512_set1_epi32(word_at(pieces)));
-        lower = _mm512_dpbusd_epi32(lower, (__m512i)codes[w], _mm512_set1_epi32(word_at(pieces + size)));
+        const __m512i upper_pieces = _mm512_set1_epi32(word_at(pieces)), lower_pieces = _mm512_set1_epi32(word_at(pieces + size));
+        for (int v = 0; v < VECTORS; v++) {
+            upper[v] = _mm512_dpbusd_epi32(upper[v], (__m512i)codes[w][v], upper_pieces);
+            lower[v] = _mm512_dpbusd_epi32(lower[v], (__m512i)codes[w][v], lower_pieces);
+        }
     }
-    return (Ints)_mm512_add_epi32(lower, _mm512_slli_epi32(upper, 8));
+    for (int v = 0; v < VECTORS; v++) sums[v] = (Ints)_mm512_add_epi32(lower[v], _mm512_slli_epi32(upper[v], 8));
 }
 
 #include "coded_products.h"

@@ -36,11 +36,12 @@ INLINE Words ISA(halves)(const uint8_t *first, int64_t stride) {
     return halves;
 }
 
-/* float16 to float32. A number's exponent grows by 112, which a product does for subnormal numbers, too. */
+/* float16 to float32. A number's exponent grows by 112, that of infinity and NaN twice; subnormal numbers are multiples. */
 INLINE Floats ISA(widened)(Words halves) {
-    const Words infinite = (Words)((halves & 0x7c00) == 0x7c00) & 0x7f800000;
-    const Floats numbers = (Floats)((halves & 0x7fff) << 13) * 0x1p112f;
-    return (Floats)((Words)numbers | infinite | (halves & 0x8000) << 16);
+    const Words exponent = halves & 0x7c00, infinite = (Words)(exponent == 0x7c00), subnormal = (Words)(exponent == 0);
+    const Words number = ((halves & 0x7fff) << 13) + (0x38000000 + (infinite & 0x38000000));
+    const Floats multiple = __builtin_convertvector((Ints)(halves & 0x03ff), Floats) * 0x1p-24f;
+    return (Floats)((number & ~subnormal) | ((Words)multiple & subnormal) | (halves & 0x8000) << 16);
 }
 
 /* Byte `number` of each word. */
@@ -54,50 +55,55 @@ INLINE Words ISA(fifth_bits)(Words words, int first) {
     return (words >> first & 15) * 0x00204081 << 4 & 0x10101010;
 }
 
-static TARGET void ISA(unpack_q8_0)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile) {
+static TARGET void ISA(unpack_q8_0)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile, Ahead *ahead) {
     for (int64_t group = 0; group < weights / 32; group++, rows += 34) {
-        Words *codes = tile->codes + group * 8;
+        Words codes[8];
         ISA(words)(rows + 2, stride, 8, codes);
-        for (int w = 0; w < 8; w++) codes[w] ^= 0x80808080;
+        for (int w = 0; w < 8; w++) tile->codes[group * 8 + w] = codes[w] ^ 0x80808080;
         tile->scales[group] = ISA(widened)(ISA(halves)(rows, stride));
+        fetch(ahead);
     }
 }
 
 /* Lower halves of bytes have the first codes, upper halves the last ones. */
-INLINE void ISA(unpack_halves)(const uint8_t *first, int64_t stride, int count, Words *lower, Words *upper) {
-    ISA(words)(first, stride, count, lower);
+INLINE void ISA(unpack_halves)(const uint8_t *first, int64_t stride, int count, Words *codes) {
+    Words both[16];
+    ISA(words)(first, stride, count, both);
     for (int w = 0; w < count; w++) {
-        upper[w] = lower[w] >> 4 & 0x0f0f0f0f;
-        lower[w] &= 0x0f0f0f0f;
+        codes[w] = both[w] & 0x0f0f0f0f;
+        codes[count + w] = both[w] >> 4 & 0x0f0f0f0f;
     }
 }
 
-static TARGET void ISA(unpack_q4_0)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile) {
+static TARGET void ISA(unpack_q4_0)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile, Ahead *ahead) {
     for (int64_t group = 0; group < weights / 32; group++, rows += 18) {
         Words *codes = tile->codes + group * 8;
-        ISA(unpack_halves)(rows + 2, stride, 4, codes, codes + 4);
+        ISA(unpack_halves)(rows + 2, stride, 4, codes);
         tile->scales[group] = ISA(widened)(ISA(halves)(rows, stride));
+        fetch(ahead);
     }
 }
 
 /* Codes of five bits, whose highest bits are in the four bytes before the others. */
 INLINE void ISA(unpack_five_bits)(const uint8_t *first, int64_t stride, Words *codes) {
     const Words highest = ISA(halves)(first, stride) | ISA(halves)(first + 2, stride) << 16;
-    ISA(unpack_halves)(first + 4, stride, 4, codes, codes + 4);
+    ISA(unpack_halves)(first + 4, stride, 4, codes);
     for (int w = 0; w < 8; w++) codes[w] |= ISA(fifth_bits)(highest, 4 * w);
 }
 
-static TARGET void ISA(unpack_q5_0)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile) {
+static TARGET void ISA(unpack_q5_0)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile, Ahead *ahead) {
     for (int64_t group = 0; group < weights / 32; group++, rows += 22) {
         ISA(unpack_five_bits)(rows + 2, stride, tile->codes + group * 8);
         tile->scales[group] = ISA(widened)(ISA(halves)(rows, stride));
+        fetch(ahead);
     }
 }
 
-static TARGET void ISA(unpack_q5_1)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile) {
+static TARGET void ISA(unpack_q5_1)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile, Ahead *ahead) {
     for (int64_t group = 0; group < weights / 32; group++, rows += 24) {
         ISA(unpack_five_bits)(rows + 4, stride, tile->codes + group * 8);
         tile->scales[group] = ISA(widened)(ISA(halves)(rows, stride));
+        fetch(ahead);
         tile->minimums[group] = ISA(widened)(ISA(halves)(rows + 2, stride));
     }
 }
@@ -115,23 +121,27 @@ INLINE void ISA(unpack_six_bits)(const uint8_t *first, int64_t stride, Tile *til
     }
 }
 
-static TARGET void ISA(unpack_q4_k)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile) {
+static TARGET void ISA(unpack_q4_k)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile, Ahead *ahead) {
     (void)weights;
     ISA(unpack_six_bits)(rows, stride, tile);
     for (int pair = 0; pair < 4; pair++) {
         Words *codes = tile->codes + pair * 16;
-        ISA(unpack_halves)(rows + 16 + 32 * pair, stride, 8, codes, codes + 8);
+        fetch(ahead);
+        fetch(ahead);
+        ISA(unpack_halves)(rows + 16 + 32 * pair, stride, 8, codes);
     }
 }
 
-static TARGET void ISA(unpack_q5_k)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile) {
+static TARGET void ISA(unpack_q5_k)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile, Ahead *ahead) {
     (void)weights;
     Words highest[8];
     ISA(unpack_six_bits)(rows, stride, tile);
     ISA(words)(rows + 16, stride, 8, highest);
     for (int pair = 0; pair < 4; pair++) {
         Words *codes = tile->codes + pair * 16;
-        ISA(unpack_halves)(rows + 48 + 32 * pair, stride, 8, codes, codes + 8);
+        fetch(ahead);
+        fetch(ahead);
+        ISA(unpack_halves)(rows + 48 + 32 * pair, stride, 8, codes);
         for (int w = 0; w < 8; w++) {
             codes[w] |= (highest[w] >> 2 * pair & 0x01010101) << 4;
             codes[8 + w] |= (highest[w] >> (2 * pair + 1) & 0x01010101) << 4;
@@ -139,7 +149,7 @@ static TARGET void ISA(unpack_q5_k)(const uint8_t *rows, int64_t stride, int64_t
     }
 }
 
-static TARGET void ISA(unpack_q6_k)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile) {
+static TARGET void ISA(unpack_q6_k)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile, Ahead *ahead) {
     (void)weights;
     Words factors[4];
     ISA(words)(rows + 192, stride, 4, factors);
@@ -148,10 +158,10 @@ static TARGET void ISA(unpack_q6_k)(const uint8_t *rows, int64_t stride, int64_t
         tile->scales[group] = scale * ISA(signed_byte)(factors[group / 4], group % 4);
     for (int half = 0; half < 2; half++) {
         Words *codes = tile->codes + half * 32, highest[8];
-        ISA(unpack_halves)(rows + 64 * half, stride, 16, codes, codes + 16);
+        ISA(unpack_halves)(rows + 64 * half, stride, 16, codes);
         ISA(words)(rows + 128 + 32 * half, stride, 8, highest);
-        for (int w = 0; w < 8; w++)
-            for (int part = 0; part < 4; part++)
+        for (int part = 0; part < 4; part++, fetch(ahead))
+            for (int w = 0; w < 8; w++)
                 codes[8 * part + w] |= (highest[w] >> 2 * part & 0x03030303) << 4;
     }
 }
@@ -165,13 +175,14 @@ INLINE Words ISA(of_fp4)(Words codes) {
     return (number & ~negative) + 0x0c0c0c0c - (number & negative);
 }
 
-static TARGET void ISA(unpack_mxfp4)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile) {
+static TARGET void ISA(unpack_mxfp4)(const uint8_t *rows, int64_t stride, int64_t weights, Tile *tile, Ahead *ahead) {
     for (int64_t group = 0; group < weights / 32; group++, rows += 17) {
         Words *codes = tile->codes + group * 8;
-        ISA(unpack_halves)(rows + 1, stride, 4, codes, codes + 4);
+        ISA(unpack_halves)(rows + 1, stride, 4, codes);
         for (int w = 0; w < 8; w++) codes[w] = ISA(of_fp4)(codes[w]);
         const Words exponents = ISA(halves)(rows, stride) & 255;
         const Words subnormal = (Words)(exponents < 2);
+        fetch(ahead);
         tile->scales[group] = (Floats)((subnormal & 0x00200000u << (exponents & 1)) | (~subnormal & (exponents - 1) << 23));
     }
 }

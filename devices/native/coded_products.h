@@ -1,19 +1,28 @@
 /* Products by coded matrices, included once for each instruction set, after coded_formats.h and with its macros.
  *
  * The including file also defines
+ *   VECTORS     vectors of rows of weights that are multiplied at once
  *   ISA(put)    puts the multiples of a group into its pieces: 2 bytes for each
  *   ISA(sums)   adds codes times multiples of a group, for each row of weights
  */
 
-/* The chunk that begins with input `first` of LANES rows of weights from `output` on: where they lie as in a matrix, or
- * copied where they are in several row blocks. Rows beyond the last one repeat it. */
+#define ROWS (VECTORS * LANES)
+
+/* A number for each row of weights. */
+typedef struct {
+    Floats of[VECTORS];
+} ISA(Vectors);
+#define Vectors ISA(Vectors)
+
+/* A chunk of ROWS rows of weights: where they lie, or a copy where they are in several row blocks or fewer. */
 typedef struct {
     const uint8_t *first;
     int64_t stride;
 } ISA(Chunk);
 
+/* Of rows from `output` on; the last row of the matrix stands for those below it. */
 INLINE ISA(Chunk) ISA(copied_chunk)(const Product *product, int64_t output, int64_t offset, int64_t bytes, uint8_t *copy) {
-    for (int64_t row = 0; row < LANES; row++) {
+    for (int64_t row = 0; row < ROWS; row++) {
         const int64_t last = product->outputs - 1, here = output + row < last ? output + row : last;
         memcpy(copy + row * bytes, coded_rows(product, here).first + offset, (size_t)bytes);
     }
@@ -21,62 +30,66 @@ INLINE ISA(Chunk) ISA(copied_chunk)(const Product *product, int64_t output, int6
 }
 
 /* Adds a chunk's codes times x to the totals of each row of x: groups one after the other, each multiplied by its scale. */
-INLINE void ISA(add_groups)(const int size, const int has_minimums, const Tile *tile, int64_t groups, int64_t batch,
-                            const char *pieces, const Group *group, Floats *totals) {
+INLINE void ISA(add_groups)(const int size, const int has_minimums, const Tile *tiles, int64_t groups, int64_t batch,
+                            const char *pieces, const Group *group, Ahead *ahead, Vectors *totals) {
     for (int64_t g = 0; g < groups; g++) {
-        Words codes[8];
-        const Floats scale = tile->scales[g], minimum = tile->minimums[g];
-        for (int w = 0; w < size / 4; w++) codes[w] = tile->codes[g * (size / 4) + w];
+        Words codes[8][VECTORS];
+        if (g * size % 32 == 0) fetch(ahead);
+        for (int w = 0; w < size / 4; w++)
+            for (int v = 0; v < VECTORS; v++) codes[w][v] = tiles[v].codes[g * (size / 4) + w];
         for (int64_t row = 0; row < batch; row++, pieces += PIECES_BYTES(size), group++) {
-            const Ints sums = ISA(sums)(size, codes, pieces, group->offset);
-            Floats part = __builtin_convertvector(sums, Floats) * group->unit * scale;
-            if (has_minimums) part += group->sum * minimum;
-            totals[row] += part;
+            Ints sums[VECTORS];
+            ISA(sums)(size, codes, pieces, group->offset, sums);
+            for (int v = 0; v < VECTORS; v++) {
+                Floats part = __builtin_convertvector(sums[v], Floats) * group->unit * tiles[v].scales[g];
+                if (has_minimums) part += group->sum * tiles[v].minimums[g];
+                totals[row].of[v] += part;
+            }
         }
     }
 }
 
-INLINE void ISA(add_chunk)(const Coding *coding, const Tile *tile, int64_t groups, int64_t batch, const char *pieces,
-                           const Group *group, Floats *totals) {
+INLINE void ISA(add_chunk)(const Coding *coding, const Tile *tiles, int64_t groups, int64_t batch, const char *pieces,
+                           const Group *group, Ahead *ahead, Vectors *totals) {
     if (coding->multiplier.step == 16)
-        ISA(add_groups)(16, 0, tile, groups, batch, pieces, group, totals);
+        ISA(add_groups)(16, 0, tiles, groups, batch, pieces, group, ahead, totals);
     else if (coding->has_minimums)
-        ISA(add_groups)(32, 1, tile, groups, batch, pieces, group, totals);
+        ISA(add_groups)(32, 1, tiles, groups, batch, pieces, group, ahead, totals);
     else
-        ISA(add_groups)(32, 0, tile, groups, batch, pieces, group, totals);
+        ISA(add_groups)(32, 0, tiles, groups, batch, pieces, group, ahead, totals);
 }
 
-/* Chunks [first, last) of the rows of weights from `output` on. ahead: the rows that are multiplied next, or NULL. */
+/* Chunks [first, last) of the rows of weights from `output` on. next: the rows that are multiplied next, or NULL. */
 static TARGET void ISA(add_tile)(const Product *product, int64_t output, int64_t first, int64_t last,
-                                 const uint8_t *ahead, Floats *totals) {
+                                 const uint8_t *next, Vectors *totals) {
     const Coding *coding = coding_of(product);
-    const int64_t size = product->multiplier->step, batch = product->batch;
+    const int64_t size = product->multiplier->step, block = product->multiplier->block;
     const CodedRows rows = coded_rows(product, output);
-    uint8_t copy[LANES * MOST_CHUNK_BYTES];
-    Tile tile;
+    uint8_t copy[ROWS * MOST_CHUNK_BYTES];
+    Tile tiles[VECTORS];
     for (int64_t chunk = first; chunk < last; chunk++) {
         const int64_t left = product->inputs - chunk * CHUNK, weights = left < CHUNK ? left : CHUNK;
-        const int64_t offset = chunk * CHUNK / product->multiplier->block * product->multiplier->block_bytes;
-        const int64_t bytes = weights / product->multiplier->block * product->multiplier->block_bytes;
-        const ISA(Chunk) here = rows.count >= LANES ? (ISA(Chunk)){rows.first + offset, product->row_bytes}
-                                                    : ISA(copied_chunk)(product, output, offset, bytes, copy);
-        if (ahead)
-            for (int64_t line = 0; line < LANES * bytes; line += LINE) __builtin_prefetch(ahead + LANES * offset + line, 0, 3);
-        coding->unpack(here.first, here.stride, weights, &tile);
-        ISA(add_chunk)(coding, &tile, weights / size, batch, pieces_of(product, chunk * CHUNK / size),
-                       groups_of(product, chunk * CHUNK / size), totals);
+        const int64_t offset = chunk * CHUNK / block * product->multiplier->block_bytes;
+        const int64_t bytes = weights / block * product->multiplier->block_bytes;
+        Ahead ahead = {next + (next ? ROWS * offset : 0), next ? ROWS * bytes * 32 / weights / (VECTORS + 1) : 0};
+        const ISA(Chunk) here = rows.count >= ROWS ? (ISA(Chunk)){rows.first + offset, product->row_bytes}
+                                                   : ISA(copied_chunk)(product, output, offset, bytes, copy);
+        for (int v = 0; v < VECTORS; v++)
+            coding->unpack(here.first + v * LANES * here.stride, here.stride, weights, tiles + v, &ahead);
+        ISA(add_chunk)(coding, tiles, weights / size, product->batch, pieces_of(product, chunk * CHUNK / size),
+                       groups_of(product, chunk * CHUNK / size), &ahead, totals);
     }
 }
 
 /* Outputs [first, last) for all rows of one group: totals[tile][row of x]. next: the rows of weights that are read
  * afterwards, or NULL. */
-static TARGET void ISA(add_tiles)(const Product *product, int64_t first, int64_t last, const uint8_t *next, Floats *totals) {
+static TARGET void ISA(add_tiles)(const Product *product, int64_t first, int64_t last, const uint8_t *next, Vectors *totals) {
     const int64_t chunks = (product->inputs + CHUNK - 1) / CHUNK, at_once = chunks_at_once(product);
-    memset(totals, 0, (size_t)((last - first + LANES - 1) / LANES * product->batch) * sizeof *totals);
+    memset(totals, 0, (size_t)((last - first + ROWS - 1) / ROWS * product->batch) * sizeof *totals);
     for (int64_t chunk = 0; chunk < chunks; chunk += at_once) {
-        Floats *tile = totals;
-        for (int64_t output = first; output < last; output += LANES, tile += product->batch) {
-            const uint8_t *below = output + LANES < last ? coded_rows(product, output + LANES).first : next;
+        Vectors *tile = totals;
+        for (int64_t output = first; output < last; output += ROWS, tile += product->batch) {
+            const uint8_t *below = output + ROWS < last ? coded_rows(product, output + ROWS).first : next;
             ISA(add_tile)(product, output, chunk, chunk + at_once < chunks ? chunk + at_once : chunks,
                           at_once < chunks ? NULL : below, tile);
         }
@@ -113,27 +126,28 @@ static TARGET void ISA(place_coded)(const Product *product, int64_t row, int64_t
     }
 }
 
-enum { ISA(MOST_TOTALS) = MOST_OUTPUTS / LANES * MOST_BATCH };
+enum { ISA(MOST_TOTALS) = MOST_OUTPUTS / ROWS * MOST_BATCH };
 
 static TARGET void ISA(multiply_coded)(const Product *product, int64_t first, int64_t last, float *out) {
-    Floats totals[ISA(MOST_TOTALS)];
+    Vectors totals[ISA(MOST_TOTALS)];
     ISA(add_tiles)(product, first, last, NULL, totals);
     for (int64_t n = 0; n < last - first; n++)
         for (int64_t row = 0; row < product->batch; row++)
-            out[n * product->batch + row] = totals[n / LANES * product->batch + row][n % LANES];
+            out[n * product->batch + row] = totals[n / ROWS * product->batch + row].of[n % ROWS / LANES][n % LANES];
 }
 
 /* The totals of a row of x, rounded: `count` numbers. */
-INLINE void ISA(round_row)(const Floats *totals, int64_t batch, int64_t row, int64_t count, uint16_t *y) {
+INLINE void ISA(round_row)(const Vectors *totals, int64_t batch, int64_t row, int64_t count, uint16_t *y) {
     for (int64_t n = 0; n < count; n += LANES) {
+        const Floats total = totals[n / ROWS * batch + row].of[n % ROWS / LANES];
         uint16_t bits[LANES];
-        for (int lane = 0; lane < LANES; lane++) bits[lane] = rounded(totals[n / LANES * batch + row][lane]);
+        for (int lane = 0; lane < LANES; lane++) bits[lane] = rounded(total[lane]);
         memcpy(y + n, bits, (size_t)(count - n < LANES ? count - n : LANES) * sizeof *bits);
     }
 }
 
 static TARGET void ISA(write_coded)(const Product *product, int64_t first, int64_t last, uint16_t *y) {
-    Floats totals[ISA(MOST_TOTALS)];
+    Vectors totals[ISA(MOST_TOTALS)];
     const uint8_t *next = last < product->outputs ? coded_rows(product, last).first : NULL;
     for (int64_t from = 0; from < product->batch; from += MOST_BATCH) {
         const Product rows = group_at(product, from);
@@ -143,17 +157,22 @@ static TARGET void ISA(write_coded)(const Product *product, int64_t first, int64
     }
 }
 
+/* gates = silu(gates) * ups */
+INLINE void ISA(gate)(Vectors *gates, const Vectors *ups, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        for (int v = 0; v < VECTORS; v++)
+            for (int lane = 0; lane < LANES; lane++) gates[i].of[v][lane] = silu(gates[i].of[v][lane]) * ups[i].of[v][lane];
+}
+
 static TARGET void ISA(gated_coded)(const Product *gate, const Product *up, const Product *down, int64_t first, int64_t last) {
-    Floats gates[ISA(MOST_TOTALS)], ups[ISA(MOST_TOTALS)];
+    Vectors gates[ISA(MOST_TOTALS)], ups[ISA(MOST_TOTALS)];
     uint16_t hidden[MOST_OUTPUTS];
     const uint8_t *next = last < gate->outputs ? coded_rows(gate, last).first : NULL;
     for (int64_t from = 0; from < gate->batch; from += MOST_BATCH) {
         const Product gate_rows = group_at(gate, from), up_rows = group_at(up, from);
         ISA(add_tiles)(&gate_rows, first, last, coded_rows(up, first).first, gates);
         ISA(add_tiles)(&up_rows, first, last, next, ups);
-        const int64_t vectors = (last - first + LANES - 1) / LANES * gate_rows.batch;
-        for (int64_t i = 0; i < vectors; i++)
-            for (int lane = 0; lane < LANES; lane++) gates[i][lane] = silu(gates[i][lane]) * ups[i][lane];
+        ISA(gate)(gates, ups, (last - first + ROWS - 1) / ROWS * gate_rows.batch);
         for (int64_t row = 0; row < gate_rows.batch; row++) {
             ISA(round_row)(gates, gate_rows.batch, row, last - first, hidden);
             place(down, from + row, first, last, hidden);
@@ -177,6 +196,9 @@ static const Coding ISA(codings)[FORMATS] = {
 #undef Ints
 #undef Floats
 #undef Tile
+#undef Vectors
+#undef VECTORS
+#undef ROWS
 #undef INLINE
 #undef ISA
 #undef TARGET
