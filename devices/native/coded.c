@@ -13,7 +13,7 @@
 
 enum {
     BITS = 14,            /* of a multiple, without its sign: two signed bytes, or one number of 16 bits */
-    LEAST_EXPONENT = -100 + 127, /* of the power above a group's largest input, as in its bits; smaller ones have this unit */
+    LEAST_EXPONENT = -100 + 127, /* of the power above a group's largest input, as in its bits */
     CHUNK = 256,          /* weights of a row that are unpacked at once: whole blocks of all formats */
     MOST_GROUPS = CHUNK / 16,
     MOST_CHUNK_BYTES = CHUNK / 32 * 34,
@@ -93,7 +93,8 @@ static inline float power_of_two(int exponent) { return from_bits((uint32_t)expo
 
 static inline void words_portable(const uint8_t *first, int64_t stride, int count, void *words) {
     for (int w = 0; w < count; w++)
-        for (int row = 0; row < LANES; row++) memcpy((char *)words + (w * LANES + row) * 4, first + row * stride + 4 * w, 4);
+        for (int row = 0; row < LANES; row++)
+            memcpy((char *)words + (w * LANES + row) * 4, first + row * stride + 4 * w, 4);
 }
 
 #include "coded_formats.h"
@@ -151,7 +152,8 @@ __attribute__((always_inline)) TARGET static inline void words_avx2(const uint8_
     _Pragma("GCC unroll 4")
     for (int w = 0; w < count; w += 4, first += 16) {
         const __m256i a = halves_of_avx2(first, 4 * stride), b = halves_of_avx2(first + stride, 4 * stride);
-        const __m256i c = halves_of_avx2(first + 2 * stride, 4 * stride), d = halves_of_avx2(first + 3 * stride, 4 * stride);
+        const __m256i c = halves_of_avx2(first + 2 * stride, 4 * stride);
+        const __m256i d = halves_of_avx2(first + 3 * stride, 4 * stride);
         const __m256i ab = _mm256_unpacklo_epi32(a, b), cd = _mm256_unpacklo_epi32(c, d);
         const __m256i above_ab = _mm256_unpackhi_epi32(a, b), above_cd = _mm256_unpackhi_epi32(c, d);
         word[w] = _mm256_unpacklo_epi64(ab, cd);
@@ -169,9 +171,9 @@ INLINE void sums_avx2(int size, Words codes[][VECTORS], const char *pieces, int3
     __m256i even = _mm256_set1_epi32(offset), odd = _mm256_setzero_si256();
     for (int w = 0; w < size / 4; w++, pieces += 4) {
         const __m256i code = (__m256i)codes[w][0];
-        even = _mm256_add_epi32(even, _mm256_madd_epi16(_mm256_and_si256(code, _mm256_set1_epi16(255)),
-                                                        _mm256_set1_epi32(word_at(pieces))));
-        odd = _mm256_add_epi32(odd, _mm256_madd_epi16(_mm256_srli_epi16(code, 8), _mm256_set1_epi32(word_at(pieces + size))));
+        const __m256i even_codes = _mm256_and_si256(code, _mm256_set1_epi16(255)), odd_codes = _mm256_srli_epi16(code, 8);
+        even = _mm256_add_epi32(even, _mm256_madd_epi16(even_codes, _mm256_set1_epi32(word_at(pieces))));
+        odd = _mm256_add_epi32(odd, _mm256_madd_epi16(odd_codes, _mm256_set1_epi32(word_at(pieces + size))));
     }
     sums[0] = (Ints)_mm256_add_epi32(even, odd);
 }
@@ -195,9 +197,9 @@ WITH_AVX512 __m512i eight_words_of(const uint8_t *row, int64_t below) {
 }
 
 /* Transposes the four words of all quarters of four vectors. */
-WITH_AVX512 void transpose_quarters(__m512i a, __m512i b, __m512i c, __m512i d, __m512i *words) {
-    const __m512i ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
-    const __m512i above_ab = _mm512_unpackhi_epi32(a, b), above_cd = _mm512_unpackhi_epi32(c, d);
+WITH_AVX512 void transpose_quarters(const __m512i *rows, __m512i *words) {
+    const __m512i ab = _mm512_unpacklo_epi32(rows[0], rows[1]), cd = _mm512_unpacklo_epi32(rows[2], rows[3]);
+    const __m512i above_ab = _mm512_unpackhi_epi32(rows[0], rows[1]), above_cd = _mm512_unpackhi_epi32(rows[2], rows[3]);
     words[0] = _mm512_unpacklo_epi64(ab, cd);
     words[1] = _mm512_unpackhi_epi64(ab, cd);
     words[2] = _mm512_unpacklo_epi64(above_ab, above_cd);
@@ -205,18 +207,20 @@ WITH_AVX512 void transpose_quarters(__m512i a, __m512i b, __m512i c, __m512i d, 
 }
 
 WITH_AVX512 void four_words_avx512(const uint8_t *first, int64_t stride, void *words) {
-    transpose_quarters(four_words_of(first, 4 * stride), four_words_of(first + stride, 4 * stride),
-                       four_words_of(first + 2 * stride, 4 * stride), four_words_of(first + 3 * stride, 4 * stride), words);
+    __m512i rows[4];
+    for (int row = 0; row < 4; row++) rows[row] = four_words_of(first + row * stride, 4 * stride);
+    transpose_quarters(rows, words);
 }
 
 /* In halves of a vector, first the words of one row, then those of the row four below. */
 WITH_AVX512 void eight_words_avx512(const uint8_t *first, int64_t stride, void *words) {
-    const uint8_t *eighth = first + 8 * stride;
-    __m512i upper[4], lower[4], *word = words;
-    transpose_quarters(eight_words_of(first, 4 * stride), eight_words_of(first + stride, 4 * stride),
-                       eight_words_of(first + 2 * stride, 4 * stride), eight_words_of(first + 3 * stride, 4 * stride), upper);
-    transpose_quarters(eight_words_of(eighth, 4 * stride), eight_words_of(eighth + stride, 4 * stride),
-                       eight_words_of(eighth + 2 * stride, 4 * stride), eight_words_of(eighth + 3 * stride, 4 * stride), lower);
+    __m512i rows[8], upper[4], lower[4], *word = words;
+    for (int row = 0; row < 4; row++) {
+        rows[row] = eight_words_of(first + row * stride, 4 * stride);
+        rows[4 + row] = eight_words_of(first + (8 + row) * stride, 4 * stride);
+    }
+    transpose_quarters(rows, upper);
+    transpose_quarters(rows + 4, lower);
     for (int w = 0; w < 4; w++) {
         word[w] = _mm512_shuffle_i32x4(upper[w], lower[w], 0x88);
         word[w + 4] = _mm512_shuffle_i32x4(upper[w], lower[w], 0xdd);
@@ -244,9 +248,9 @@ INLINE void sums_avx512(int size, Words codes[][VECTORS], const char *pieces, in
     __m512i even = _mm512_set1_epi32(offset), odd = _mm512_setzero_si512();
     for (int w = 0; w < size / 4; w++, pieces += 4) {
         const __m512i code = (__m512i)codes[w][0];
-        even = _mm512_add_epi32(even, _mm512_madd_epi16(_mm512_and_si512(code, _mm512_set1_epi16(255)),
-                                                        _mm512_set1_epi32(word_at(pieces))));
-        odd = _mm512_add_epi32(odd, _mm512_madd_epi16(_mm512_srli_epi16(code, 8), _mm512_set1_epi32(word_at(pieces + size))));
+        const __m512i even_codes = _mm512_and_si512(code, _mm512_set1_epi16(255)), odd_codes = _mm512_srli_epi16(code, 8);
+        even = _mm512_add_epi32(even, _mm512_madd_epi16(even_codes, _mm512_set1_epi32(word_at(pieces))));
+        odd = _mm512_add_epi32(odd, _mm512_madd_epi16(odd_codes, _mm512_set1_epi32(word_at(pieces + size))));
     }
     sums[0] = (Ints)_mm512_add_epi32(even, odd);
 }
@@ -273,7 +277,8 @@ INLINE void sums_avx512_vnni(int size, Words codes[][VECTORS], const char *piece
     __m512i lower[VECTORS], upper[VECTORS];
     for (int v = 0; v < VECTORS; v++) lower[v] = _mm512_set1_epi32(offset), upper[v] = _mm512_setzero_si512();
     for (int w = 0; w < size / 4; w++, pieces += 4) {
-        const __m512i upper_pieces = _mm512_set1_epi32(word_at(pieces)), lower_pieces = _mm512_set1_epi32(word_at(pieces + size));
+        const __m512i upper_pieces = _mm512_set1_epi32(word_at(pieces));
+        const __m512i lower_pieces = _mm512_set1_epi32(word_at(pieces + size));
         for (int v = 0; v < VECTORS; v++) {
             upper[v] = _mm512_dpbusd_epi32(upper[v], (__m512i)codes[w][v], upper_pieces);
             lower[v] = _mm512_dpbusd_epi32(lower[v], (__m512i)codes[w][v], lower_pieces);

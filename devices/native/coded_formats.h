@@ -4,8 +4,8 @@
  *   ISA(name)   the name with the instruction set's ending
  *   TARGET      the function attribute that lets the compiler use its instructions
  *   LANES       rows of weights of a tile, one in each lane of a vector
- *   ISA(words)  (first, stride, count, words) reads words of four bytes, `count` of each row, a multiple of 4: vector w has
- *               those at `first` + 4 w of rows that are `stride` bytes apart
+ *   ISA(words)  (first, stride, count, words) reads words of four bytes, `count` of each row, a multiple of 4: vector w
+ *               has those at `first` + 4 w of rows that are `stride` bytes apart
  */
 
 typedef uint32_t ISA(Words) __attribute__((vector_size(LANES * 4)));
@@ -36,7 +36,7 @@ INLINE Words ISA(halves)(const uint8_t *first, int64_t stride) {
     return halves;
 }
 
-/* float16 to float32. A number's exponent grows by 112, that of infinity and NaN twice; subnormal numbers are multiples. */
+/* float16 to float32. An exponent grows by 112, that of infinity and NaN twice; subnormal numbers are multiples. */
 INLINE Floats ISA(widened)(Words halves) {
     const Words exponent = halves & 0x7c00, infinite = (Words)(exponent == 0x7c00), subnormal = (Words)(exponent == 0);
     const Words number = ((halves & 0x7fff) << 13) + (0x38000000 + (infinite & 0x38000000));
@@ -45,7 +45,10 @@ INLINE Floats ISA(widened)(Words halves) {
 }
 
 /* Byte `number` of each word. */
-INLINE Floats ISA(byte)(Words words, int number) { return __builtin_convertvector((Ints)(words >> 8 * number & 255), Floats); }
+INLINE Floats ISA(byte)(Words words, int number) {
+    return __builtin_convertvector((Ints)(words >> 8 * number & 255), Floats);
+}
+
 INLINE Floats ISA(signed_byte)(Words words, int number) {
     return __builtin_convertvector((Ints)(words << 8 * (3 - number)) >> 24, Floats);
 }
@@ -166,12 +169,13 @@ static TARGET void ISA(unpack_q6_k)(const uint8_t *rows, int64_t stride, int64_t
     }
 }
 
-/* Twice the numbers of the format e2m1, and 12 more, so that no byte borrows from the next one: 0 to 4 are themselves, 5
- * to 7 are 6, 8 and 12. */
+/* Twice the numbers of the format e2m1, and 12 more, so that no byte borrows from the next one: 0 to 4 are themselves,
+ * 5 to 7 are 6, 8 and 12. */
 INLINE Words ISA(of_fp4)(Words codes) {
     const Words size = codes & 0x07070707, from_four = size >> 2 & 0x01010101;
     const Words above_four = size & (from_four | from_four << 1), seven = above_four & above_four >> 1 & 0x01010101;
-    const Words number = size + above_four + (seven << 1), sign = codes >> 3 & 0x01010101, negative = (sign << 8) - sign;
+    const Words number = size + above_four + (seven << 1);
+    const Words sign = codes >> 3 & 0x01010101, negative = (sign << 8) - sign;
     return (number & ~negative) + 0x0c0c0c0c - (number & negative);
 }
 
@@ -183,6 +187,7 @@ static TARGET void ISA(unpack_mxfp4)(const uint8_t *rows, int64_t stride, int64_
         const Words exponents = ISA(halves)(rows, stride) & 255;
         const Words subnormal = (Words)(exponents < 2);
         fetch(ahead);
-        tile->scales[group] = (Floats)((subnormal & 0x00200000u << (exponents & 1)) | (~subnormal & (exponents - 1) << 23));
+        const Words least = 0x00200000u << (exponents & 1);
+        tile->scales[group] = (Floats)((subnormal & least) | (~subnormal & (exponents - 1) << 23));
     }
 }

@@ -21,7 +21,8 @@ typedef struct {
 } ISA(Chunk);
 
 /* Of rows from `output` on; the last row of the matrix stands for those below it. */
-INLINE ISA(Chunk) ISA(copied_chunk)(const Product *product, int64_t output, int64_t offset, int64_t bytes, uint8_t *copy) {
+INLINE ISA(Chunk) ISA(copied_chunk)(const Product *product, int64_t output, int64_t offset, int64_t bytes,
+                                    uint8_t *copy) {
     for (int64_t row = 0; row < ROWS; row++) {
         const int64_t last = product->outputs - 1, here = output + row < last ? output + row : last;
         memcpy(copy + row * bytes, coded_rows(product, here).first + offset, (size_t)bytes);
@@ -29,7 +30,7 @@ INLINE ISA(Chunk) ISA(copied_chunk)(const Product *product, int64_t output, int6
     return (ISA(Chunk)){copy, bytes};
 }
 
-/* Adds a chunk's codes times x to the totals of each row of x: groups one after the other, each multiplied by its scale. */
+/* Adds a chunk's codes times x to the totals of each row of x: groups one after the other, each times its scale. */
 INLINE void ISA(add_groups)(const int size, const int has_minimums, const Tile *tiles, int64_t groups, int64_t batch,
                             const char *pieces, const Group *group, Ahead *ahead, Vectors *totals) {
     for (int64_t g = 0; g < groups; g++) {
@@ -83,7 +84,8 @@ static TARGET void ISA(add_tile)(const Product *product, int64_t output, int64_t
 
 /* Outputs [first, last) for all rows of one group: totals[tile][row of x]. next: the rows of weights that are read
  * afterwards, or NULL. */
-static TARGET void ISA(add_tiles)(const Product *product, int64_t first, int64_t last, const uint8_t *next, Vectors *totals) {
+static TARGET void ISA(add_tiles)(const Product *product, int64_t first, int64_t last, const uint8_t *next,
+                                  Vectors *totals) {
     const int64_t chunks = (product->inputs + CHUNK - 1) / CHUNK, at_once = chunks_at_once(product);
     memset(totals, 0, (size_t)((last - first + ROWS - 1) / ROWS * product->batch) * sizeof *totals);
     for (int64_t chunk = 0; chunk < chunks; chunk += at_once) {
@@ -113,7 +115,8 @@ INLINE void ISA(place_group)(const int size, const Coding *coding, const uint16_
     *group = (Group){unit, -coding->zero * sum, (float)sum * unit};
 }
 
-static TARGET void ISA(place_coded)(const Product *product, int64_t row, int64_t first, int64_t last, const uint16_t *values) {
+static TARGET void ISA(place_coded)(const Product *product, int64_t row, int64_t first, int64_t last,
+                                    const uint16_t *values) {
     const Product rows = group_at(product, row / MOST_BATCH * MOST_BATCH);
     const Coding *coding = coding_of(product);
     const int64_t size = coding->multiplier.step, column = row % MOST_BATCH;
@@ -161,10 +164,12 @@ static TARGET void ISA(write_coded)(const Product *product, int64_t first, int64
 INLINE void ISA(gate)(Vectors *gates, const Vectors *ups, int64_t count) {
     for (int64_t i = 0; i < count; i++)
         for (int v = 0; v < VECTORS; v++)
-            for (int lane = 0; lane < LANES; lane++) gates[i].of[v][lane] = silu(gates[i].of[v][lane]) * ups[i].of[v][lane];
+            for (int lane = 0; lane < LANES; lane++)
+                gates[i].of[v][lane] = silu(gates[i].of[v][lane]) * ups[i].of[v][lane];
 }
 
-static TARGET void ISA(gated_coded)(const Product *gate, const Product *up, const Product *down, int64_t first, int64_t last) {
+static TARGET void ISA(gated_coded)(const Product *gate, const Product *up, const Product *down, int64_t first,
+                                    int64_t last) {
     Vectors gates[ISA(MOST_TOTALS)], ups[ISA(MOST_TOTALS)];
     uint16_t hidden[MOST_OUTPUTS];
     const uint8_t *next = last < gate->outputs ? coded_rows(gate, last).first : NULL;

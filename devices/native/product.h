@@ -49,8 +49,8 @@ struct Multiplier {
     int64_t step, step_bytes;   /* inputs of a step, and its bytes for a row of x */
     int is_coded;
     int64_t block, block_bytes; /* the least number of weights that rows are made of, and its bytes */
-    int64_t least;              /* outputs that a thread takes at a time where rows of x are few; whole steps of any coded matrix that they
-                                 * are put before */
+    int64_t least;              /* outputs that a thread takes at a time where rows of x are few: whole steps of a coded
+                                 * matrix that they are inputs of */
     /* Puts inputs [first, last) of a row of x where `multiply` looks for them: whole steps of a coded matrix. */
     void (*place)(const Product *product, int64_t row, int64_t first, int64_t last, const uint16_t *values);
     /* Outputs [first, last) for all rows of one group: out[output - first][row of x], on a cache line, with room for

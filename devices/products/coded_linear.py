@@ -3,16 +3,14 @@
 T rows, D inputs of G groups with g weights each, N outputs.
 
 The inputs of a group are rounded to multiples of one unit, a power of two 24 bits below the largest of them, or 14 bits
-where they are bfloat16 numbers, of 8 bits each. Each is divided into two pieces of half as many bits. Codes have at most 8
-bits and groups at most 32 weights, so a sum of codes times pieces has at most 24 bits: float32 holds it exactly, in any
-order of the terms. The sums of both pieces are added and multiplied by the scale, and groups are added one after the
-other. So the bits of an output depend on nothing but its row of weights and its inputs: no number of rows, cores or row
-blocks, nor the library that multiplies. The native kernels give the same ones.
+where they are bfloat16 numbers, which have 8. Each is divided into two pieces of half as many bits. Codes have at most
+8 bits and groups at most 32 weights, so a sum of codes times pieces has at most 24 bits: float32 holds it exactly, in
+any order of the terms. The sums of both pieces are added and multiplied by the scale, and groups are added one after
+the other. So the bits of an output depend on nothing but its row of weights and its inputs: no number of rows, cores or
+row blocks, nor the library that multiplies. The native kernels give the same ones.
 """
 
 from __future__ import annotations
-
-from functools import reduce
 
 import torch
 
@@ -83,4 +81,7 @@ def _products(pieces: Pieces, groups: Groups) -> Tensor:
 
 def _added(sums_GTN: Tensor) -> Tensor:
     """The sum over groups, one after the other and in place: (T, N)."""
-    return reduce(Tensor.add_, sums_GTN)
+    total_TN, *others = sums_GTN
+    for sums_TN in others:
+        total_TN += sums_TN
+    return total_TN
