@@ -81,7 +81,6 @@ def _products(pieces: Pieces, groups: Groups) -> Tensor:
 
 def _added(sums_GTN: Tensor) -> Tensor:
     """The sum over groups, one after the other and in place: (T, N)."""
-    total_TN, *others = sums_GTN
-    for sums_TN in others:
-        total_TN += sums_TN
-    return total_TN
+    for number in range(1, len(sums_GTN)):
+        sums_GTN[0] += sums_GTN[number]
+    return sums_GTN[0]
